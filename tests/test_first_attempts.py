@@ -754,7 +754,7 @@ def test_options_that_are_plain_text_are_names_that_users_may_add() -> None:
         for parameter in inspect.signature(function).parameters.values()
         if parameter.annotation in (str, str | None) and parameter.default is not inspect.Parameter.empty
     }
-    assert plain == {("calibrate", "method")}  # an observer, of which users register their own
+    assert plain == {("calibrate", "method"), ("report", "title")}  # an observer, which users register; any text
 
 
 def test_a_model_of_ultralytics_is_told_which_trainer_trains_it() -> None:

@@ -1,6 +1,7 @@
 """draw(): the graph of a model as an SVG file, with quantizers and their ranges."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -59,8 +60,10 @@ def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     write_atomically(picture_of(graph_module), path)
 
 
-def picture_of(gm: fx.GraphModule) -> bytes:
+def picture_of(gm: fx.GraphModule, folded: Mapping[fx.Node, str] | None = None) -> bytes:
     """Return the graph of a model as SVG. The title of a node's group is its name, and its class what `_attributes` says.
+
+    All nodes that `folded` maps to one block are one box, whose title is the name of the first of them.
 
     Raises:
         ImportError: The extra [report] is not installed.
@@ -70,13 +73,25 @@ def picture_of(gm: fx.GraphModule) -> bytes:
     except ImportError as error:
         raise missing("draw", error.name, "report") from None
     faster = {"splines": "polyline", "nslimit": "1"} if len(gm.graph.nodes) > LARGE else {}
-    picture = pygraphviz.AGraph(directed=True, rankdir="TB", fontname="Helvetica", **faster)
+    closer = {"ranksep": "0.25"} if folded else {}
+    picture = pygraphviz.AGraph(directed=True, rankdir="TB", fontname="Helvetica", **faster, **closer)
     picture.node_attr.update(shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
+    blocks: dict[str, list[fx.Node]] = {}
+    for node, block in (folded or {}).items():
+        blocks.setdefault(block, []).append(node)
+    shown = {node: nodes[0] for nodes in blocks.values() for node in nodes}
     for node in gm.graph.nodes:
-        picture.add_node(node.name, **_attributes(gm, node))
+        if node not in shown:
+            picture.add_node(node.name, **_attributes(gm, node))
+        elif shown[node] is node:
+            block = (folded or {})[node]
+            label = f"{block}\n{len(blocks[block])} ops, folded"
+            picture.add_node(node.name, label=_literal(label), **{"class": "block"})
     for node in gm.graph.nodes:
         for source in node.all_input_nodes:
-            picture.add_edge(source.name, node.name)
+            begin, end = shown.get(source, source), shown.get(node, node)
+            if begin is not end:
+                picture.add_edge(begin.name, end.name)
     drawn: bytes = picture.draw(format="svg", prog="dot")
     return drawn
 
@@ -118,4 +133,4 @@ def _describe(quantizer: nn.Module) -> str:
     lo, hi = clip_range(quantizer)
     if not bool(lo.isfinite().all()):
         return f"{quantizer.spec.describe()}\nno range yet"
-    return f"{quantizer.spec.describe()}\n[{float(lo.min()):.4g}, {float(hi.max()):.4g}]"
+    return f"{quantizer.spec.describe()}\n[{float(lo.min()):.3g}, {float(hi.max()):.3g}]"

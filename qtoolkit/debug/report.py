@@ -40,6 +40,7 @@ def report(
     accuracy: Accuracy | None = None,
     sensitivity: Sensitivity | None = None,
     verification: Verified | None = None,
+    title: str | None = None,
     progress: bool = True,
 ) -> None:
     """Write what is known of a quantized model as one HTML file, which a browser shows without a network.
@@ -60,6 +61,7 @@ def report(
         accuracy: A table to show: a dict of scores, or a list of dicts with the same keys.
         sensitivity: The result of `sensitivity`.
         verification: The result of `qtoolkit.export_onnx`, `qtoolkit.export.verify` or `verify_onnx`.
+        title: The title of the page; None for the name of the model's class.
         progress: Show a progress bar.
 
     Raises:
@@ -89,7 +91,7 @@ def report(
         step(bar, "running the inputs")
         known = facts.gather(model, inputs, comparison, sensitivity)
         step(bar, "drawing")
-        page = _rendered(known, accuracy, found, exported)
+        page = _rendered(known, title, accuracy, found, exported)
     write_atomically(page.encode(), path)
 
 
@@ -120,7 +122,9 @@ def _check(model: Any, inputs: Any, float_model: Any, accuracy: Any, sensitivity
 # ---- the page
 
 
-def _rendered(known: facts.Facts, accuracy: Accuracy | None, verification: Any, exported: str) -> str:
+def _rendered(
+    known: facts.Facts, title: str | None, accuracy: Accuracy | None, verification: Any, exported: str
+) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -132,17 +136,18 @@ def _rendered(known: facts.Facts, accuracy: Accuracy | None, verification: Any, 
     )
     script = (TEMPLATES / "report.js").read_text()
     said = details.details_of(known)
+    scores = None if accuracy is None else tables.accuracy_table(accuracy)
     drawn, why_not = _drawn(known.model)
     return environment.get_template("report.html").render(
-        name=type(known.model).__name__,
+        name=type(known.model).__name__ if title is None else title,
         backend="" if known.plan is None else known.plan.backend.name,
         versions=_versions(),
         style=(TEMPLATES / "report.css").read_text(),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        figures=summary.figures_of(known, verification),
-        accuracy=None if accuracy is None else tables.accuracy_table(accuracy),
-        picture=drawn,
+        figures=summary.figures_of(known, scores, verification),
+        accuracy=scores,
+        pictures=drawn,
         why_no_picture=why_not,
         tree=None if drawn else _tree(known),
         details={key: asdict(detail) for key, detail in said.items()},
@@ -153,7 +158,7 @@ def _rendered(known: facts.Facts, accuracy: Accuracy | None, verification: Any, 
         weights=_weights(known),
         left_float=tables.float_table(known),
         costs=tables.cost_table(known),
-        verification=None if verification is None else tables.verification_tables(verification),
+        verification=None if verification is None else tables.verification_tables(verification, known.titles),
         exported=exported,
         left_out=_left_out(known, accuracy, verification),
         width=charts.WIDTH,
@@ -165,14 +170,14 @@ def _versions() -> str:
     return f"qtoolkit {__version__}, torch {torch.__version__}"
 
 
-def _drawn(model: nn.Module) -> tuple[picture.Picture | None, str]:
+def _drawn(model: nn.Module) -> tuple[tuple[picture.Picture, ...], str]:
     """Return the picture of the graph, or why there is none."""
     if not isinstance(model, fx.GraphModule):
-        return None, "Module replacement has no graph: these are the modules of the model."
+        return (), "Module replacement has no graph: these are the modules of the model."
     try:
         return picture.draw_shapes(model), ""
     except ImportError as error:
-        return None, f"The graph is not drawn: {error}. These are the ops by their names."
+        return (), f"The graph is not drawn: {error}. These are the ops by their names."
 
 
 def _tree(known: facts.Facts) -> picture.Branch:
@@ -187,10 +192,16 @@ def _tree(known: facts.Facts) -> picture.Branch:
     return root
 
 
-def _histograms(known: facts.Facts) -> list[tuple[str, charts.Histogram, facts.Values, str]]:
-    """Return the name of each quantizer with a histogram, its chart, its values and how it quantizes."""
+def _histograms(known: facts.Facts) -> list[tuple[str, str, charts.Histogram, facts.Values, str]]:
+    """Return the key and the title of each quantizer with a histogram, its chart, its values and how it quantizes."""
     return [
-        (name, charts.histogram_of(values, known.quantizers[name]), values, known.quantizers[name].spec.describe())
+        (
+            f"quantizer {name}",
+            known.titles.get(name, name),
+            charts.histogram_of(values, known.quantizers[name]),
+            values,
+            known.quantizers[name].spec.describe(),
+        )
         for name, values in known.values.items()
     ]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import qtoolkit as qt
-from qtoolkit.debug.page import charts, facts, tables
+from qtoolkit.debug.page import charts, facts, picture, tables
 from qtoolkit.export.verification.codes import CodeCount
 from qtoolkit.extras import install_command
 from tests.nets import ConvNet
@@ -105,7 +105,7 @@ def test_every_section_is_there_with_all_arguments(tmp_path) -> None:
     assert page.tables["accuracy-table"][1:] == [["float", "91.5", ""], ["int8", "91.25", "PTQ"]]
     own = page.column("errors-table", "own SQNR")
     assert own == {layer.name: f"{layer.own.sqnr:.1f} dB" for layer in result.layers}
-    assert page.column("sensitivity-table", "drop") == {row.name: f"{row.drop:.6g}" for row in scores.rows}
+    assert page.column("sensitivity-table", "drop") == {row.name: f"{row.drop:.3g}" for row in scores.rows}
     assert page.column("verification-table-1", "differing")["weights"] == "0"
     report = qt.quantization_report(prepared)
     assert [row[0] for row in page.tables["float-table"][1:]] == [line.name for line in report.left_float]
@@ -121,13 +121,14 @@ def test_every_section_is_there_with_all_arguments(tmp_path) -> None:
     assert "end to end" in found.sections["verification"]
     (codes,) = deployed.runtimes.values()
     assert len(found.tables["verification-table-2"]) - 1 == len(codes.layers)
+    titles = facts.gather(prepared, None, None, None).titles
     first, *others = codes.by_quantizer
     spread = {name: CodeCount(100, 3, 1) for name in codes.by_quantizer}
     begun = {first: CodeCount(100, 3, 1), **dict.fromkeys(others, CodeCount(100))}
     differing = replace(codes, by_quantizer=spread, layer_by_layer=begun)
     found = page_of(prepared, tmp_path, verification=replace(deployed, runtimes={"onnxruntime": differing}))
-    assert found.column("verification-table-1", "differing") == dict.fromkeys(spread, "3")
-    assert found.column("verification-table-2", "differing") == {first: "3"}
+    assert found.column("verification-table-1", "differing") == dict.fromkeys(map(titles.get, spread), "3")
+    assert found.column("verification-table-2", "differing") == {titles[first]: "3"}
 
 
 def test_the_share_clipped_and_the_histogram_are_those_of_the_inputs(tmp_path) -> None:
@@ -322,6 +323,73 @@ def test_every_kind_of_quantizer(name: str, converted: bool, tmp_path) -> None:
         rows = dict(page.details[key]["rows"])
         assert re.match(r"\[-?[\d.e+-]+, [\d.e+-]+\]", rows["range"]), (key, rows)
     assert len(page.tables["errors-table"]) == 3
+
+
+class Block(nn.Module):
+    """A residual block that calls one ReLU twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.relu = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.conv2(self.relu(self.conv1(x))) + x)
+
+
+def deep() -> nn.Module:
+    model = nn.Sequential()
+    for name in ("stage1", "stage2", "stage3"):
+        model.add_module(name, nn.Sequential(*(Block() for _ in range(3))))
+    return model
+
+
+def test_a_large_graph_has_its_blocks_folded_and_each_op_in_the_layout_of_its_block() -> None:
+    _, prepared = calibrated(deep())
+    folded, *unfolded = picture.draw_shapes(prepared)
+    blocks = {shape.key for shape in folded.shapes if shape.kind == "block"}
+    names = [f"stage{stage}.{block}" for stage in (1, 2, 3) for block in range(3)]
+    assert blocks == {f"block {name}" for name in names}
+    assert len(folded.shapes) < 15
+    assert [layout.block for layout in unfolded] == names
+    every = {picture.key_of(node) for node in prepared.graph.nodes}
+    assert every == {s.key for layout in (folded, *unfolded) for s in layout.shapes if s.kind != "block"}
+    within = {shape.key for shape in unfolded[0].shapes}
+    assert {"op stage1.0.conv1", "op add", "block stage1.1", "block stage3.2"} <= within
+    assert not {"block stage1.0", "op stage2.0.conv1"} & within
+    (only,) = picture.draw_shapes(calibrated()[1])  # a small graph stays as it is
+    assert not [shape for shape in only.shapes if shape.kind == "block"]
+
+
+def test_quantizers_are_called_what_the_model_calls_their_inputs(tmp_path) -> None:
+    _, prepared = calibrated(deep())
+    page = page_of(prepared, tmp_path, inputs=torch.randn(SHAPE))
+    assert "activation_quantizers" not in "".join(page.sections.values())
+    titles = [detail["title"] for detail in page.details.values()]
+    assert not [title for title in titles if "activation_quantizers" in title]
+    assert {"stage1.0.relu", "stage1.0.relu (2)"} <= set(titles)
+    assert "stage1.0.relu (2)" in page.sections["ranges"]
+
+
+def test_numbers_have_three_digits_and_the_exact_range_is_beside_them(tmp_path) -> None:
+    _, prepared = calibrated()
+    page = page_of(prepared, tmp_path)
+    grid = facts.known_range(prepared.get_submodule("activation_quantizers.x"))
+    rows = dict(page.details["quantizer activation_quantizers.x"]["rows"])
+    low, high = (float(end) for end in grid)
+    assert rows["range"] == f"[{low:.3g}, {high:.3g}]"
+    assert rows["exact range"] == f"{low:.9g} to {high:.9g}"
+
+
+def test_the_head_has_the_title_and_the_score_of_the_accuracies(tmp_path) -> None:
+    _, prepared = calibrated()
+    page = page_of(prepared, tmp_path, accuracy={"float": 0.69758, "int8": 0.69512})
+    assert "ConvNet: quantization report" in page.text
+    assert "Score0.6951int8; 0.6976 float" in re.sub(r"\s*\n\s*", "", page.sections[""])
+    rows = [{"model": "float", "top-1": 91.5}, {"model": "int8", "top-1": 91.25}]
+    page = page_of(prepared, tmp_path, accuracy=rows, title="My <model>")
+    assert "<title>My &lt;model&gt;: quantization report</title>" in page.text
+    assert "top-191.25int8; 91.5 float" in re.sub(r"\s*\n\s*", "", page.sections[""])
+    assert "<strong>" in page_of(prepared, tmp_path, accuracy={"note": "none"}).text  # no number, no score
 
 
 def test_values_that_are_not_finite_have_no_histogram(tmp_path) -> None:

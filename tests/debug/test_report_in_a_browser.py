@@ -10,6 +10,7 @@ from torch import nn
 
 import qtoolkit as qt
 from tests.browser import CHROMIUM, Page, browser
+from tests.debug.test_report import deep
 from tests.nets import ConvNet
 
 if CHROMIUM is None:
@@ -135,6 +136,36 @@ def test_names_in_tables_and_the_search_show_the_op_in_the_graph(page: Page, fil
     )
     page.evaluate("(f => {f.value = 'head'; f.dispatchEvent(new Event('input'))})(document.getElementById('find'))")
     assert text_of(page, "#panel h3").startswith("head")
+
+
+SHOWN = "document.querySelector('.layout:not([hidden])')"
+
+
+def test_a_click_unfolds_a_block_and_the_search_zooms_to_an_op_in_another(page: Page, tmp_path) -> None:
+    prepared = qt.prepare(deep().eval())
+    qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
+    qt.debug.report(prepared, tmp_path / "deep.html", progress=False)
+    page.open(tmp_path / "deep.html")
+    assert page.evaluate(f"{SHOWN}.dataset.block") == ""
+    assert page.evaluate(f"{SHOWN}.querySelectorAll('.block').length") == 9
+    assert page.evaluate("document.getElementById('picture').getScreenCTM().a") > 0.5  # readable
+    page.click('.layout:not([hidden]) [data-key="block stage2.0"]')
+    assert page.evaluate(f"{SHOWN}.dataset.block") == "stage2.0"
+    page.click('[data-do="fold"]')
+    assert page.evaluate(f"{SHOWN}.dataset.block") == ""
+    page.evaluate(
+        "(f => {f.value = 'stage3.1.relu (2)'; f.dispatchEvent(new Event('input'))})(document.getElementById('find'))"
+    )
+    assert page.evaluate(f"{SHOWN}.dataset.block") == "stage3.1"
+    assert text_of(page, "#panel h3").startswith("stage3.1.relu (2)")
+    assert page.evaluate("document.getElementById('picture').getScreenCTM().a") >= 0.8
+    assert page.evaluate(
+        "(([b, p]) => b.top >= p.top && b.bottom <= p.bottom && b.left >= p.left && b.right <= p.right)"
+        f"([{SHOWN}.querySelector('.chosen'), document.getElementById('picture')].map(e => e.getBoundingClientRect()))"
+    )
+    page.click('#ranges-table [data-show="quantizer activation_quantizers.stage1_0_relu"]')
+    assert page.evaluate(f"{SHOWN}.dataset.block") == "stage1.0"
+    assert page.complaints == []
 
 
 def test_tables_sort_and_filter(page: Page, files) -> None:

@@ -1,12 +1,13 @@
 """What the page says of each op and each quantizer where the pointer rests on it."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from qtoolkit.debug.page.facts import Facts, known_range
-from qtoolkit.debug.page.picture import key_of
+from qtoolkit.debug.page.picture import blocks_of, key_of
 from qtoolkit.debug.page.words import interval, percent
 from qtoolkit.graph.nodes import kind_of, name_of
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -43,6 +44,8 @@ def details_of(facts: Facts) -> dict[str, Detail]:
     for name, quantizer in facts.quantizers.items():
         found[f"quantizer {name}"] = _of_quantizer(facts, name, quantizer, tensors.get(name, []))
     if isinstance(facts.model, fx.GraphModule):
+        for block, number in Counter(blocks_of(facts.model).values()).items():
+            found[f"block {block}"] = Detail(block, "block", (("ops", str(number)), ("click", "unfolds it")))
         for node in facts.model.graph.nodes:
             found.setdefault(key_of(node), Detail(name_of(node), "plain", (("op", str(kind_of(node))),)))
     return found
@@ -66,16 +69,22 @@ def _of_layer(facts: Facts, line: LayerLine) -> Detail:
 def _of_quantizer(facts: Facts, name: str, quantizer: Quantizer, lines: Iterable[TensorLine]) -> Detail:
     spec, values = quantizer.spec, facts.values.get(name)
     rows = [("how", spec.describe()), ("bits", str(spec.bits)), ("range", range_of(quantizer))]
-    rows += [("scale", _scale_of(quantizer)), ("zero point", _zero_point_of(quantizer))]
+    rows += [
+        ("exact range", _exact_range(quantizer)),
+        ("scale", _scale_of(quantizer)),
+        ("zero point", _zero_point_of(quantizer)),
+    ]
     if values is not None:
         low, high = (float(end) for end in values.histogram.observed())
         rows += [("values", interval(low, high)), ("clipped", percent(values.clipped))]
     for line in lines:
         rows += [("made by", line.source), ("taken by", ", ".join(line.consumers))]
-        rows += [("scale shared with", ", ".join(line.shares_scale_with))]
+        rows += [("scale shared with", ", ".join(facts.titles.get(each, each) for each in line.shares_scale_with))]
     rows += [("why", facts.reasons.get(name, ""))]
     off = "" if quantizer.quantizing else "off"
-    return Detail(name, "quantizer", tuple(dict.fromkeys((a, b) for a, b in (*rows, ("now", off)) if b)))
+    return Detail(
+        facts.titles.get(name, name), "quantizer", tuple(dict.fromkeys((a, b) for a, b in (*rows, ("now", off)) if b))
+    )
 
 
 def spec_and_range(quantizer: Quantizer) -> str:
@@ -89,6 +98,11 @@ def range_of(quantizer: Quantizer) -> str:
     if known is None:
         return "of each input" if quantizer.ready else "none yet"
     return interval(float(known[0].min()), float(known[1].max()))
+
+
+def _exact_range(quantizer: Quantizer) -> str:
+    known = known_range(quantizer)
+    return "" if known is None else f"{float(known[0].min()):.9g} to {float(known[1].max()):.9g}"
 
 
 def _scale_of(quantizer: Quantizer) -> str:

@@ -1,5 +1,6 @@
 """What a report knows of a model: its lines, its quantizers, what these got on some inputs, sizes and operations."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,17 @@ class Facts:
     def drops(self) -> dict[str, Row]:
         """The sensitivity by the layers' names."""
         return {} if self.sensitivity is None else {row.name: row for row in self.sensitivity.rows}
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What the page calls each quantizer: the op that makes its input, numbered from the second quantizer on."""
+        found, times = dict[str, str](), Counter[str]()
+        for line in self.report.tensors:
+            if line.quantizer not in found:
+                times[line.source] += 1
+                number = times[line.source]
+                found[line.quantizer] = line.source if number == 1 else f"{line.source} ({number})"
+        return found
 
     @property
     def reasons(self) -> dict[str, str]:

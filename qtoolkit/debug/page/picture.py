@@ -1,6 +1,7 @@
 """The picture of a graph for a page: the shapes that graphviz places, without its markup; and a tree where there is none."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch import fx
 from qtoolkit.debug.draw import picture_of
 from qtoolkit.graph.nodes import is_quantizer, name_of
 
+LARGE = 40  # nodes: a larger graph has its blocks folded
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -20,7 +22,7 @@ class Shape:
 
     Attributes:
         key: The key of what the page says of it.
-        kind: "quantized", "fused", "transparent", "float", "quantizer" or "plain".
+        kind: "quantized", "fused", "transparent", "float", "quantizer", "plain" or "block".
         place: The number of the node in the graph.
         path: The outline of an op; "" for a quantizer.
         ellipse: The center and the radii of a quantizer, or None.
@@ -52,8 +54,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Picture:
-    """A graph as shapes, in graphviz' coordinates: y is negative above the origin."""
+    """A graph as shapes, in graphviz' coordinates: y is negative above the origin; `block` is the one that is unfolded."""
 
+    block: str
     width: float
     height: float
     shapes: tuple[Shape, ...]
@@ -65,19 +68,53 @@ def key_of(node: fx.Node) -> str:
     return f"quantizer {node.target}" if is_quantizer(node) else f"op {name_of(node)}"
 
 
-def draw_shapes(gm: fx.GraphModule) -> Picture:
-    """Return the picture of a graph.
+def draw_shapes(gm: fx.GraphModule) -> tuple[Picture, ...]:
+    """Return the picture of a graph; of a large one that with all blocks folded, and one with each block unfolded.
 
     Raises:
         ImportError: The extra [report] is not installed.
     """
-    root = ElementTree.fromstring(picture_of(gm))
+    blocks = blocks_of(gm)
+    return tuple(_draw(gm, blocks, block) for block in ("", *dict.fromkeys(blocks.values())))
+
+
+def blocks_of(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """Return the block of each node that has one: a module, at the depth that shows least; {} for a small graph."""
+    if len(gm.graph.nodes) <= LARGE:
+        return {}
+    paths = dict[fx.Node, list[str]]()
+    for node in gm.graph.nodes:
+        paths[node] = _path_of(node, paths)
+    depths = range(1, max(map(len, paths.values())) + 1)
+    divisions = [{node: ".".join(path[:depth]) for node, path in paths.items() if path} for depth in depths]
+    return min(divisions, key=lambda blocks: _most_shown(gm, blocks), default={})
+
+
+def _most_shown(gm: fx.GraphModule, blocks: Mapping[fx.Node, str]) -> int:
+    """Return how many boxes a picture has with the largest block unfolded."""
+    sizes = Counter(blocks.values()).values()
+    return len(gm.graph.nodes) - len(blocks) + len(sizes) + max(sizes)
+
+
+def _path_of(node: fx.Node, paths: Mapping[fx.Node, list[str]]) -> list[str]:
+    """Return the path of the module whose forward calls a node; a quantizer is where its input is made."""
+    if is_quantizer(node):
+        return paths[node.all_input_nodes[0]]
+    if node.op == "call_module":
+        return name_of(node).split(".")[:-1]
+    stack = [str(name) for name in node.meta.get("nn_module_stack", ())] if node.op.startswith("call") else []
+    return stack[-1].partition("@")[0].split(".") if stack and stack[-1] else []
+
+
+def _draw(gm: fx.GraphModule, blocks: Mapping[fx.Node, str], unfolded: str) -> Picture:
+    folded = {node: block for node, block in blocks.items() if block != unfolded}
+    root = ElementTree.fromstring(picture_of(gm, folded))
     nodes = {node.name: (place, node) for place, node in enumerate(gm.graph.nodes)}
     width, height = (float(value) for value in root.attrib["viewBox"].split()[2:])
     groups = list(root.iter(f"{SVG}g"))
-    shapes = [_shape(group, *nodes[_title(group)]) for group in groups if _is(group, "node")]
+    shapes = [_shape(group, *nodes[_title(group)], folded) for group in groups if _is(group, "node")]
     lines = [_line(group, nodes) for group in groups if _is(group, "edge")]
-    return Picture(width, height, tuple(shapes), tuple(lines))
+    return Picture(unfolded, width, height, tuple(shapes), tuple(lines))
 
 
 def _is(group: ElementTree.Element, what: str) -> bool:
@@ -89,14 +126,15 @@ def _title(group: ElementTree.Element) -> str:
     return "" if title is None or title.text is None else title.text
 
 
-def _shape(group: ElementTree.Element, place: int, node: fx.Node) -> Shape:
+def _shape(group: ElementTree.Element, place: int, node: fx.Node, folded: Mapping[fx.Node, str]) -> Shape:
     outline, ellipse = group.find(f".//{SVG}path"), group.find(f".//{SVG}ellipse")
     texts = [(text.get("x", ""), text.get("y", ""), (text.text or "").strip()) for text in group.iter(f"{SVG}text")]
-    is_op = node.op.startswith("call")
+    is_op = node in folded or node.op.startswith("call")
     kind = next(word for word in group.get("class", "").split() if word != "node") if is_op else "plain"
     round_ = None if ellipse is None else tuple(ellipse.get(name, "") for name in ("cx", "cy", "rx", "ry"))
     path = "" if outline is None else _short(outline.get("d", ""))
-    return Shape(key_of(node), kind, place, path, round_, tuple(texts))  # type: ignore[arg-type]  # of four
+    key = f"block {folded[node]}" if node in folded else key_of(node)
+    return Shape(key, kind, place, path, round_, tuple(texts))  # type: ignore[arg-type]  # of four
 
 
 def _line(group: ElementTree.Element, nodes: Mapping[str, tuple[int, Any]]) -> Line:

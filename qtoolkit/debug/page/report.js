@@ -26,7 +26,7 @@
   const light = (place, on) => {
     if (!picture || place.dataset.place === undefined) return;
     const number = place.dataset.place;
-    for (const edge of picture.querySelectorAll(`[data-from="${number}"], [data-to="${number}"]`)) edge.classList.toggle("lit", on);
+    for (const edge of place.closest(".layout").querySelectorAll(`[data-from="${number}"], [data-to="${number}"]`)) edge.classList.toggle("lit", on);
   };
   const hint = (place) => {
     const found = said[place.dataset.key];
@@ -53,6 +53,17 @@
     for (const old of document.querySelectorAll(".chosen")) old.classList.remove("chosen");
     for (const place of places.get(key) ?? []) place.classList.add("chosen");
   };
+  const act = (place) => {
+    choose(place.dataset.key);
+    if (!place.classList.contains("block")) return;
+    const block = place.dataset.key.slice("block ".length);
+    hide(place);
+    unfold(block);
+    const inside = [...layout().querySelectorAll(".node")].filter((node) => !elsewhere.has(node.dataset.key));
+    fit(inside);
+    inside[0]?.focus({ preventScroll: true });
+    hide(inside[0]);
+  };
   const graph = document.querySelector(".graph");
   const placeOf = (event) => event.target.closest("[data-key]");
   for (const [begin, end] of [["pointerover", "pointerout"], ["focusin", "focusout"]]) {
@@ -61,14 +72,14 @@
   }
   let dragged = false;
   graph.addEventListener("click", (event) => {
-    if (placeOf(event) && !dragged) choose(placeOf(event).dataset.key);
+    if (placeOf(event) && !dragged) act(placeOf(event));
   });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") hide();
     const place = placeOf(event);
     if (place && place.closest("svg") && (event.key === "Enter" || event.key === " ")) {
       event.preventDefault();
-      choose(place.dataset.key);
+      act(place);
     }
   });
   document.addEventListener("click", (event) => {
@@ -76,7 +87,7 @@
     if (!link) return;
     const key = link.dataset.show;
     choose(key);
-    const place = (places.get(key) ?? [])[0];
+    const place = best(places.get(key) ?? []);
     document.getElementById("graph").scrollIntoView();
     if (place && picture) center(place);
     else if (place) place.scrollIntoView({ block: "center" });
@@ -84,6 +95,14 @@
 
   // ---- zoom
 
+  const layouts = picture ? [...picture.querySelectorAll(".layout")] : [];
+  const layout = () => layouts.find((each) => !each.hasAttribute("hidden"));
+  // What the folded layout shows is in every layout; an op of a block is in that of its block alone.
+  const elsewhere = new Set(layouts.length ? [...layouts[0].querySelectorAll(".node")].map((node) => node.dataset.key) : []);
+  const unfold = (block) => {
+    for (const each of layouts) each.toggleAttribute("hidden", each.dataset.block !== block);
+  };
+  const best = (found) => found.find((place) => !picture || place.closest(".layout") === layout()) ?? found[0];
   let view;
   const set = (x, y, width, height) => {
     view = { x, y, width, height };
@@ -93,7 +112,7 @@
     const all = picture.querySelector("g").parentNode.getBBox();
     const width = picture.clientWidth / 1.25;
     const height = picture.clientHeight / 1.25;
-    const first = picture.querySelector(".node").getBBox();
+    const first = layout().querySelector(".node").getBBox();
     const middle = all.width < width ? all.x + all.width / 2 : first.x + first.width / 2;
     set(middle - width / 2, all.y - 8, width, height);
   };
@@ -108,14 +127,25 @@
     set(at.x - (at.x - view.x) * ratio, at.y - (at.y - view.y) * ratio, width, view.height * ratio);
   };
   const move = (x, y) => set(view.x + x, view.y + y, view.width, view.height);
+  const fit = (nodes) => {
+    if (!nodes.length) return everything();
+    const boxes = nodes.map((node) => node.getBBox());
+    const left = Math.min(...boxes.map((box) => box.x)) - 8;
+    const top = Math.min(...boxes.map((box) => box.y)) - 8;
+    const right = Math.max(...boxes.map((box) => box.x + box.width)) + 8;
+    const bottom = Math.max(...boxes.map((box) => box.y + box.height)) + 8;
+    set(left, top, right - left, bottom - top);
+  };
   const center = (place) => {
+    unfold(place.closest(".layout").dataset.block);
     const box = place.getBBox();
-    if (view.width > picture.clientWidth) start();
+    if (picture.getScreenCTM().a < 0.8) start();
     set(box.x + box.width / 2 - view.width / 2, box.y + box.height / 2 - view.height / 2, view.width, view.height);
   };
   const point = (event) => new DOMPoint(event.clientX, event.clientY).matrixTransform(picture.getScreenCTM().inverse());
   if (picture) {
-    start();
+    if (layouts.length > 1) everything();
+    else start();
     const steps = {
       "+": () => zoom(0.8), "=": () => zoom(0.8), "-": () => zoom(1.25), 0: everything, Home: start,
       ArrowLeft: () => move(-view.width / 10, 0), ArrowRight: () => move(view.width / 10, 0),
@@ -152,17 +182,17 @@
       from = null;
       picture.classList.remove("drag");
     });
-    const actions = { in: () => zoom(0.8), out: () => zoom(1.25), all: everything, start };
+    const actions = { in: () => zoom(0.8), out: () => zoom(1.25), all: everything, start, fold: () => { unfold(""); everything(); } };
     for (const button of document.querySelectorAll("[data-do]")) button.addEventListener("click", actions[button.dataset.do]);
     const find = document.getElementById("find");
     let latest = -1;
-    const nodes = [...picture.querySelectorAll(".node")];
+    const nodes = [...picture.querySelectorAll(".node")].filter((node) => !node.closest(".layout").dataset.block || !elsewhere.has(node.dataset.key));
     const next = () => {
       const wanted = find.value.trim().toLowerCase();
       if (!wanted) return;
       for (let i = 1; i <= nodes.length; i++) {
         const place = (latest + i + nodes.length) % nodes.length;
-        if (`${nodes[place].dataset.key} ${nodes[place].textContent}`.toLowerCase().includes(wanted)) {
+        if (`${said[nodes[place].dataset.key]?.title} ${nodes[place].textContent}`.toLowerCase().includes(wanted)) {
           latest = place;
           center(nodes[place]);
           choose(nodes[place].dataset.key);

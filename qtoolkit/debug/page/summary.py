@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from qtoolkit.debug.page.facts import Facts
+from qtoolkit.debug.page.tables import Table
 from qtoolkit.debug.page.words import count, percent, size
 from qtoolkit.export.verification.deployed import DeployedVerification
 from qtoolkit.export.verification.verify import Verification
@@ -17,7 +18,9 @@ class Figure:
     below: str = ""
 
 
-def figures_of(facts: Facts, verification: Verification | DeployedVerification | None) -> list[Figure]:
+def figures_of(
+    facts: Facts, accuracy: Table | None, verification: Verification | DeployedVerification | None
+) -> list[Figure]:
     """Return the figures of a report."""
     report = facts.report
     kept = f"{len(report.left_float)} stay in float, {len(report.tensors)} tensors quantized"
@@ -28,15 +31,30 @@ def figures_of(facts: Facts, verification: Verification | DeployedVerification |
         output = facts.comparison.output
         below = f"cosine {output.cosine:.6f}; worst layer {worst.name}, {worst.own.sqnr:.1f} dB alone"
         found.append(Figure("Output SQNR", f"{output.sqnr:.1f} dB", below))
-    if facts.sensitivity is not None:
+    if accuracy is not None:
+        found += _of_accuracy(accuracy)
+    elif facts.sensitivity is not None:
         scores = facts.sensitivity
-        below = f"{scores.float_score:.6g} in float"
-        found.append(Figure("Score", f"{scores.quantized_score:.6g}", below))
+        below = f"{scores.float_score:.4g} in float"
+        found.append(Figure("Score", f"{scores.quantized_score:.4g}", below))
     clipped = {name: values.clipped for name, values in facts.values.items() if values.clipped is not None}
     if clipped:
         most = max(clipped, key=lambda name: clipped[name])
-        found.append(Figure("Most clipped", percent(clipped[most]), most))
+        found.append(Figure("Most clipped", percent(clipped[most]), facts.titles.get(most, most)))
     return found + _of_codes(verification)
+
+
+def _of_accuracy(accuracy: Table) -> list[Figure]:
+    """Return the score of the last row, in the first column of numbers, beside those of the rows before it."""
+    column = next((place for place, _ in enumerate(accuracy.columns) if accuracy.numeric(place)), None)
+    rows = [row for row in accuracy.rows if column is not None and row[column].sort is not None]
+    if column is None or not rows:
+        return []
+    *others, last = rows
+    title = "Score" if accuracy.columns[column] == "score" else accuracy.columns[column]
+    name = [row[0].text if column else "" for row in rows]
+    before = [f"{row[column].text} {label}".strip() for label, row in zip(name, others, strict=False)]
+    return [Figure(title, last[column].text, "; ".join(filter(None, (name[-1], *before))))]
 
 
 def _of_costs(facts: Facts) -> list[Figure]:

@@ -52,7 +52,7 @@ def layer_cell(name: str) -> Cell:
     return Cell(name, key=f"op {name}")
 
 
-def number(value: float | None, form: str = ",.6g") -> Cell:
+def number(value: float | None, form: str = ".4g") -> Cell:
     """Return a cell with a number."""
     return Cell("-", -math.inf) if value is None else Cell(format(value, form), float(value))
 
@@ -105,7 +105,7 @@ def sensitivity_table(facts: Facts) -> Table | None:
             layer_cell(row.name) if found.by == "layer" else Cell(row.name),
             Cell(row.kind),
             number(row.score),
-            Cell(f"{row.drop:.6g}", row.drop, max(row.drop, 0.0) / most if most > 0 else 0.0),
+            Cell(f"{row.drop:.3g}", row.drop, max(row.drop, 0.0) / most if most > 0 else 0.0),
         )
         for row in found.rows
     ]
@@ -166,7 +166,9 @@ def _bits(config: Any) -> str:
 # ---- verification
 
 
-def verification_tables(found: Verification | DeployedVerification) -> list[tuple[str, Table]]:
+def verification_tables(
+    found: Verification | DeployedVerification, titles: Mapping[str, str]
+) -> list[tuple[str, Table]]:
     """Return the tables of a verification, each with its title."""
     if isinstance(found, DeployedVerification):
         title = "{}, end to end; outputs differ by at most {:.3g}"
@@ -174,21 +176,24 @@ def verification_tables(found: Verification | DeployedVerification) -> list[tupl
             table
             for codes in found.runtimes.values()
             for table in (
-                (title.format(codes.runtime, codes.output_difference), _codes(codes.by_quantizer)),
-                *_layer_by_layer(codes),
+                (title.format(codes.runtime, codes.output_difference), _codes(codes.by_quantizer, titles)),
+                *_layer_by_layer(codes, titles),
                 (f"Kernels of {codes.runtime}", _kernels(codes.layers)),
             )
         ]
     totals = {"weights": found.weight_codes, "quantizers": found.quantizer_codes, "layers": found.layer_codes}
     title = f"Layer by layer in onnxruntime; outputs, end to end, differ by at most {found.output_difference:.3g}"
-    return [(title, _codes(totals, "codes of")), ("Codes of layers at each quantizer", _codes(found.by_quantizer))]
+    return [
+        (title, _codes(totals, {}, "codes of")),
+        ("Codes of layers at each quantizer", _codes(found.by_quantizer, titles)),
+    ]
 
 
-def _layer_by_layer(codes: RuntimeCodes) -> list[tuple[str, Table]]:
+def _layer_by_layer(codes: RuntimeCodes, titles: Mapping[str, str]) -> list[tuple[str, Table]]:
     if codes.layer_by_layer is None or not codes.codes.differing:
         return []
     begun = {name: count for name, count in codes.layer_by_layer.items() if count.differing}
-    return [(f"Where differences begin in {codes.runtime}: layer by layer, from its own codes", _codes(begun))]
+    return [(f"Where differences begin in {codes.runtime}: layer by layer, from its own codes", _codes(begun, titles))]
 
 
 def _kernels(layers: Sequence[Layer]) -> Table:
@@ -196,10 +201,10 @@ def _kernels(layers: Sequence[Layer]) -> Table:
     return Table(("layer", "kernel", "computes in"), tuple(rows))
 
 
-def _codes(counts: Mapping[str, CodeCount], of: str = "quantizer") -> Table:
+def _codes(counts: Mapping[str, CodeCount], titles: Mapping[str, str], of: str = "quantizer") -> Table:
     rows = [
         (
-            Cell(name, key=f"quantizer {name}"),
+            Cell(titles.get(name, name), key=f"quantizer {name}"),
             number(codes.compared, ","),
             Cell(f"{codes.differing:,}", codes.differing, poor=not codes.are_ties()),
             number(100 * codes.share, ".3g"),

@@ -6,9 +6,9 @@ def interval(low: float, high: float) -> str:
 
     Example:
         >>> interval(-1, 0.992156)
-        '[-1, 0.9922]'
+        '[-1, 0.992]'
     """
-    return f"[{low:.4g}, {high:.4g}]"
+    return f"[{low:.3g}, {high:.3g}]"
 
 
 def percent(share: float | None) -> str:
