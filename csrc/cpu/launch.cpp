@@ -339,6 +339,7 @@ void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensor
 
 void learned_gradients(at::ArrayRef<GradientOfSums> gradients) {
   for (const GradientOfSums& g : gradients) {
+    if (g.gradient.numel() == 0) continue;
     const at::Tensor values = g.scale == nullptr ? at::Tensor() : g.scale->contiguous();
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, g.gradient.scalar_type(), "learned_gradients", [&] {
       using A = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;

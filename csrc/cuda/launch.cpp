@@ -75,6 +75,7 @@ void gradients_of_sums(at::ArrayRef<GradientOfSums> gradients) {
   std::vector<at::Tensor> scales;
   std::vector<GradientsOfSums> all;
   for (const GradientOfSums& g : gradients) {
+    if (g.gradient.numel() == 0) continue;
     scales.push_back(g.scale == nullptr ? at::Tensor() : g.scale->contiguous());
     all.push_back({g.sums, g.factor, g.scale == nullptr ? nullptr : scales.back().const_data_ptr(), g.gradient.numel(),
                    dtype_of(g.gradient), g.gradient.mutable_data_ptr()});

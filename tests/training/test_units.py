@@ -129,7 +129,7 @@ def cases() -> list[tuple[str, str]]:
     """Return each learned kind with each observer that it takes."""
     found = []
     for kind in LEARNED:
-        for observer in OBSERVERS:
+        for observer in (name for name in OBSERVERS if name != "constant"):  # its range has the units of the tensor
             if (kind, observer) in AT_A_JUMP:
                 continue
             try:
