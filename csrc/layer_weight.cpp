@@ -205,9 +205,10 @@ class Rows {
 
 Tensor usable_scales(const Tensor& scale, at::ScalarType type) { return scale.to(type).abs().clamp_min(0x1p-126); }
 
-Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, MemoryFormat format, at::ScalarType type) {
-  if (Rows rows{w, g}) return rows.values(format, type);
-  const Tensor y = std::get<0>(fake_quant(scaled(w, g), w, false)).to(type);
+Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, MemoryFormat format, optional<at::ScalarType> type) {
+  if (Rows rows{w, g}) return rows.values(format, type.value_or(w.weight.scalar_type()));
+  const Tensor values = std::get<0>(fake_quant(scaled(w, g), w, false));
+  const Tensor y = type.has_value() ? values.to(*type) : values;
   return w.weight.dim() == 4 ? laid_out(y, format) : y;
 }
 

@@ -13,8 +13,9 @@ namespace qtoolkit {
 // The magnitudes of scales that count, as grid.h has them, in a type.
 at::Tensor usable_scales(const at::Tensor& scale, at::ScalarType type);
 
-// The fake-quantized weight, in a memory format and a type.
-at::Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, at::MemoryFormat format, at::ScalarType type);
+// The fake-quantized weight, in a memory format and a type: without one, in that of weight * factor.
+at::Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, at::MemoryFormat format,
+                             std::optional<at::ScalarType> type);
 
 // The weight's codes, int8, and for each output channel (or in one element) 0 in a type, or NaN where a value is not
 // finite, which has no code.

@@ -39,7 +39,7 @@ void quant_weight(const c10::OperatorHandle& op, Stack* stack) {
   w.read(reader);
   torch::jit::drop(*stack, count);
   w.check("quant_weight");
-  stack->emplace_back(fake_quant_weight(w, w.geometry, w.weight.suggest_memory_format(), w.weight.scalar_type()));
+  stack->emplace_back(fake_quant_weight(w, w.geometry, w.weight.suggest_memory_format(), std::nullopt));
 }
 
 void quant_weight_backward(const c10::OperatorHandle& op, Stack* stack) {
