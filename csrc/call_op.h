@@ -18,15 +18,15 @@ inline at::Tensor backward_op(const at::Tensor& grad, const at::Tensor& mask, at
   return op.call(grad, mask, order);
 }
 
-// The values on a grid with one scale, or one for each element of axis 0, and the packed mask if it is wanted.
+// The values on a grid, and the packed mask if it is wanted.
 inline std::tuple<at::Tensor, at::Tensor> fake_quant_op(const at::Tensor& x, const at::Tensor& scale,
                                                         const std::optional<at::Tensor>& zero_point, int64_t qmin,
-                                                        int64_t qmax, std::optional<int64_t> axis, double grad_factor,
-                                                        bool mask) {
+                                                        int64_t qmax, std::optional<int64_t> axis, int64_t group,
+                                                        int64_t block_size, double grad_factor, bool mask) {
   static const auto op = find_op<std::tuple<at::Tensor, at::Tensor>(
       const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t, int64_t, std::optional<int64_t>,
       int64_t, int64_t, double, bool)>("qtoolkit::fake_quant");
-  return op.call(x, scale, zero_point, qmin, qmax, axis, 1, 0, grad_factor, mask);
+  return op.call(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
 }
 
 inline at::Tensor quantize_op(const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& zero_point,

@@ -26,7 +26,7 @@ Tensor bias_on_grid(const Tensor& bias, const Tensor& x_scale, const Tensor& sca
   const Tensor least = at::div(at::abs(bias.to(at::kFloat)), static_cast<double>(kLargestBias));
   const Tensor steps = at::maximum(at::mul(one, scale), least);
   const auto axis = steps.sym_numel() > 1 ? optional<int64_t>(0) : std::nullopt;
-  return std::get<0>(fake_quant_op(bias, steps, std::nullopt, -kLargestBias, kLargestBias, axis, 1.0, false));
+  return std::get<0>(fake_quant_op(bias, steps, std::nullopt, -kLargestBias, kLargestBias, axis, 1, 0, 1.0, false));
 }
 
 void layer_fake_quant(const c10::OperatorHandle& op, Stack* stack) {

@@ -55,10 +55,8 @@ Tensor scaled(const LayerWeight& w, const Geometry& g) {
 }
 
 std::tuple<Tensor, Tensor> fake_quant(const Tensor& product, const LayerWeight& w, bool mask) {
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t, int64_t,
-                                         optional<int64_t>, int64_t, int64_t, double, bool)>("qtoolkit::fake_quant");
-  return op.call(product, w.scale, w.zero_point, w.qmin, w.qmax, w.axis, w.group, w.block_size, w.grad_factor, mask);
+  return fake_quant_op(product, w.scale, w.zero_point, w.qmin, w.qmax, w.axis, w.group, w.block_size, w.grad_factor,
+                       mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor> learned_backward(const Tensor& grad, const Tensor& product, const LayerWeight& w) {

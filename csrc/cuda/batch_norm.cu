@@ -91,15 +91,11 @@ __global__ void __launch_bounds__(kThreads) channels_kernel(const NormArgs<A> ar
 
 // The sum of a row of pairs, by the threads of a block; thread 0 has it.
 QT_DEVICE Pair total_of(const Pairs& from, int64_t begin, int64_t count) {
-  __shared__ Pair pairs[kThreads];
   Pair mine = {0, 0};
   for (int64_t i = begin + threadIdx.x; i < begin + count; i += blockDim.x) {
     mine = Add()(mine, {from.first[i], from.second[i]});
   }
-  pairs[threadIdx.x] = mine;
-  __syncthreads();
-  join_tree(pairs, blockDim.x, Add());
-  return pairs[0];
+  return sum_of_block(mine);
 }
 
 // Joins the slices of a channel for each block.
@@ -198,9 +194,8 @@ NormArgs<A> with_memory(const BatchNormArgs& args, const ReductionTiling& s, dou
 // Runs a kernel of vectors as the channels lie along them.
 template <class A>
 void launch_vectors(void (*const (&kernels)[kSpreads])(NormArgs<A>), const NormArgs<A>& args, cudaStream_t stream) {
-  const unsigned blocks =
-      static_cast<unsigned>(least(divide_up(args.numel, int64_t{kVectorSize} * kThreads), int64_t{1} << 14));
   const auto kernel = kernels[static_cast<int>(spread_of(args.of))];
+  const unsigned blocks = blocks_for_vectors(args.numel);
   kernel<<<blocks, kThreads, 0, stream>>>(args);
 }
 

@@ -45,5 +45,12 @@ QT_FN int64_t operator/(int64_t index, const LongDivisor& by) { return index / b
 template <class I>
 using DivisorOfIndex = std::conditional_t<std::is_same_v<I, uint32_t>, IndexDivisor, LongDivisor>;
 
+// Calls f with an index of the shortest type for `numel` elements.
+template <class F>
+void with_index(int64_t numel, F f) {
+  if (numel <= kMostDivisible) return f(uint32_t{0});
+  f(uint64_t{0});
+}
+
 }  // namespace cuda
 }  // namespace qtoolkit

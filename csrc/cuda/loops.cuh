@@ -73,19 +73,6 @@ QT_DEVICE void each_channel(const Channels& channels, int64_t numel, const Conti
   }
 }
 
-// Calls f(k, load(channel number)) for the elements of a vector; what they share is loaded once.
-template <class Load, class F>
-QT_DEVICE void for_channels(const Channels& channels, int64_t numel, const Contiguous& at, Load load, F f) {
-  const int64_t shared = one_channel(channel_iterator(channels, numel, at.first), at);
-  if (shared >= 0) {
-    const auto channel = load(shared);
-#pragma unroll
-    for (int k = 0; k < kVectorSize; ++k) f(k, channel);
-  } else {
-    each_channel(channels, numel, at, [&](int k, int64_t own) { f(k, load(own)); });
-  }
-}
-
 // The grids of a thread's vectors; that of a whole tensor is loaded once. S is A or what divides by it.
 template <class S, class A>
 class Grids {
@@ -124,6 +111,12 @@ template <class... Parameters, class... Args>
 void launch_each(void (*kernel)(Parameters...), int64_t count, cudaStream_t stream, const Args&... args) {
   if (count == 0) return;
   kernel<<<static_cast<unsigned>(divide_up(count, kThreads)), kThreads, 0, stream>>>(args...);
+}
+
+// Blocks for a kernel that calls for_vectors and has little to do before it.
+static inline unsigned blocks_for_vectors(int64_t numel) {
+  constexpr int64_t kMostBlocks = 1 << 14;
+  return static_cast<unsigned>(least(divide_up(numel, int64_t{kVectorSize} * kThreads), kMostBlocks));
 }
 
 // `results`: how many a block of threads computes at once.
@@ -234,6 +227,15 @@ QT_DEVICE void join_tree(Pair* pairs, int count, Join join) {
     if (thread < half) pairs[thread] = join(pairs[thread], pairs[thread + half]);
     __syncthreads();
   }
+}
+
+// The sum over a block's threads, which are a power of two.
+QT_DEVICE Pair sum_of_block(Pair mine) {
+  __shared__ Pair pairs[kThreads];
+  pairs[threadIdx.x] = mine;
+  __syncthreads();
+  join_tree(pairs, blockDim.x, Add());
+  return pairs[0];
 }
 
 // Joins the results of a block's threads for one channel of its tile.

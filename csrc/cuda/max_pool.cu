@@ -267,9 +267,10 @@ bool is_wide(const PoolArgs& args) {
   return whole && aligned(args.x) && aligned(args.y) && aligned(args.offsets);
 }
 
-bool fits_32_bits(const PoolArgs& args) {
+// Elements of the larger of both tensors.
+int64_t numel_of(const PoolArgs& args) {
   const int64_t pixels = args.rows.size * args.columns.size, results = args.rows.results * args.columns.results;
-  return args.images * args.channels * (pixels > results ? pixels : results) <= kMostDivisible;
+  return args.images * args.channels * (pixels > results ? pixels : results);
 }
 
 // Which kernels there are: 8 channels at once for indices of 32 bits in float32's arithmetic.
@@ -312,11 +313,11 @@ void pool_backward(const PoolArgs& args, cudaStream_t stream) {
 }  // namespace
 
 void max_pool_forward(const PoolArgs& args, cudaStream_t stream) {
-  fits_32_bits(args) ? pool_forward<uint32_t>(args, stream) : pool_forward<uint64_t>(args, stream);
+  with_index(numel_of(args), [&](auto index) { pool_forward<decltype(index)>(args, stream); });
 }
 
 void max_pool_backward(const PoolArgs& args, cudaStream_t stream) {
-  fits_32_bits(args) ? pool_backward<uint32_t>(args, stream) : pool_backward<uint64_t>(args, stream);
+  with_index(numel_of(args), [&](auto index) { pool_backward<decltype(index)>(args, stream); });
 }
 
 }  // namespace cuda

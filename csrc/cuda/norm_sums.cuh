@@ -83,11 +83,8 @@ QT_DEVICE void for_terms(const Settings<A>& s, const A (&centred)[kVectorSize], 
 
 // The sums of a block, of the gradients of scale and zero point.
 QT_DEVICE void join_learned(Pair mine, const Pairs& to) {
-  __shared__ Pair pairs[kThreads];
-  pairs[threadIdx.x] = mine;
-  __syncthreads();
-  join_tree(pairs, kThreads, Add());
-  if (threadIdx.x == 0) write(to, blockIdx.x, pairs[0]);
+  const Pair sum = sum_of_block(mine);
+  if (threadIdx.x == 0) write(to, blockIdx.x, sum);
 }
 
 template <class A, class At, Learned kLearned>

@@ -76,7 +76,6 @@ __global__ void __launch_bounds__(kThreads)
 template <class A, class I>
 __global__ void __launch_bounds__(kThreads)
     weight_gradients_kernel(const __grid_constant__ WeightRows args, const __grid_constant__ RowPlaces<I> places) {
-  __shared__ Pair pairs[kThreads];
   const int64_t first = blockIdx.x * args.length();
   const A lo = static_cast<A>(args.bounds.lo), hi = static_cast<A>(args.bounds.hi);
   const A* weight = static_cast<const A*>(args.weight) + first;
@@ -116,19 +115,17 @@ __global__ void __launch_bounds__(kThreads)
       sum.second += of_factor.total();
     }
   });
-  pairs[threadIdx.x] = sum;
-  __syncthreads();
-  join_tree(pairs, kThreads, Add());
+  const Pair total = sum_of_block(sum);
   if (threadIdx.x != 0) return;
-  args.sum_scale[blockIdx.x] = pairs[0].first;
-  args.sum_factor[blockIdx.x] = pairs[0].second;
+  args.sum_scale[blockIdx.x] = total.first;
+  args.sum_factor[blockIdx.x] = total.second;
 }
 
 template <class I>
 void values(const WeightRows& args, cudaStream_t stream) {
   const auto kernel = args.f64 ? weight_values_kernel<double, I> : weight_values_kernel<float, I>;
-  const int64_t vectors = divide_up(args.rows * args.length(), int64_t{kVectorSize} * kThreads);
-  kernel<<<static_cast<unsigned>(least(vectors, int64_t{1} << 14)), kThreads, 0, stream>>>(args, RowPlaces<I>(args));
+  const unsigned blocks = blocks_for_vectors(args.rows * args.length());
+  kernel<<<blocks, kThreads, 0, stream>>>(args, RowPlaces<I>(args));
 }
 
 template <class I>
@@ -137,16 +134,14 @@ void gradients(const WeightRows& args, cudaStream_t stream) {
   kernel<<<static_cast<unsigned>(args.rows), kThreads, 0, stream>>>(args, RowPlaces<I>(args));
 }
 
-bool fits_32_bits(const WeightRows& args) { return args.rows * args.length() <= kMostDivisible; }
-
 }  // namespace
 
 void weight_forward(const WeightRows& args, cudaStream_t stream) {
-  fits_32_bits(args) ? values<uint32_t>(args, stream) : values<uint64_t>(args, stream);
+  with_index(args.rows * args.length(), [&](auto index) { values<decltype(index)>(args, stream); });
 }
 
 void weight_backward(const WeightRows& args, cudaStream_t stream) {
-  fits_32_bits(args) ? gradients<uint32_t>(args, stream) : gradients<uint64_t>(args, stream);
+  with_index(args.rows * args.length(), [&](auto index) { gradients<decltype(index)>(args, stream); });
 }
 
 }  // namespace cuda

@@ -86,7 +86,7 @@ def of_head(results: Mapping[str, Any], head: Head) -> Any:
 
 
 class Layers(nn.Module):
-    """The graph in the place of a model's list of layers, which Ultralytics' models run one by one: as one layer.
+    """The graph as a list of one layer. Ultralytics' models run their list of layers one by one.
 
     Args:
         graph: The graph.
@@ -124,7 +124,7 @@ class Layers(nn.Module):
 
 
 class RTDETRLayers(Layers):
-    """The graph in the place of the layers of an RT-DETR, whose head gets the labels too in training."""
+    """The same for an RT-DETR, whose head takes the labels too in training."""
 
     f = [0]
 

@@ -24,6 +24,7 @@ def binary(kernel: str, options: str) -> Callable[[Op], Value]:
     """Return the kernel of an op on two tensors."""
 
     def emit(op: Op) -> Value:
+        """Add the op on its two tensors."""
         other = op.args["other"]
         second = op.value(other) if isinstance(other, fx.Node) else _number(op, other)
         if op.args.get("alpha", 1) != 1:

@@ -108,6 +108,7 @@ def no_groups(emit: Callable[[Op], Value]) -> Callable[[Op], Value]:
     """Return a kernel that refuses groups and dilation."""
 
     def checked(op: Op) -> Value:
+        """Add the op, or raise ValueError."""
         if op.args["groups"] != 1 or any(d != 1 for d in two(op.args["dilation"])):
             raise ValueError(
                 f"export_litert: LiteRT's transposed convolution has no groups and no dilation; {op.node.name!r} has "

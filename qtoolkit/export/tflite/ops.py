@@ -195,9 +195,8 @@ class Op:
         """Return the bias as a constant: in int32 at input scale times weight scale, where the op computes in integers."""
         node = self.args.get("bias")
         given = torch.zeros(channels) if node is None else self.lowering.constant(node).float()
-        if self.scales is None:
+        if self.scales is None or source.scales is None:
             return self.constant(given.numpy(), f"{self.name}.bias")
-        assert source.scales is not None
         steps = np.float32(source.scales.scale[0]) * weight_scales.astype(np.float32)
         codes = np.rint(given.double().numpy() / steps.astype(np.float64))
         dtype = "int32" if source.scales.dtype == "int8" else "int64"
