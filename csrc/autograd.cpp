@@ -124,7 +124,7 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 19> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 20> kWithoutGradient = {{
     {"unit_backward",
      "unit: double backward is not supported; compute the first gradient without create_graph=True, or prepare with "
      "training_arithmetic='float' and save='float'."},
@@ -160,6 +160,8 @@ constexpr std::array<WithoutGradient, 19> kWithoutGradient = {{
     {"dequantize_int4",
      "dequantize_int4: has no gradient; use fake_quant, which has gradients in x, scale and zero_point."},
     {"requantize", "requantize: has no gradient; differentiate the prepared model, or pass x.detach()."},
+    {"requantize_fixed_point",
+     "requantize_fixed_point: has no gradient; differentiate the prepared model, or pass x.detach()."},
     {"add_codes", "add_codes: has no gradient; differentiate the prepared model, or pass x.detach()."},
     {"fake_quant_by_factor", "fake_quant_by_factor: has no gradient; use fake_quant, or pass x.detach()."},
     {"centred_codes", "centred_codes: has no gradient; use fake_quant, or pass x.detach()."},

@@ -65,6 +65,8 @@ struct SumOfTwo {
   const void* scales = nullptr;  // of x, of the other tensor and of the result, in the type of the arithmetic
   double zero_points[3] = {};    // likewise
   bool fixed_point = false;      // in XNNPACK's fixed point; else as onnxruntime's kernel
+  bool rounded_twice = false;    // as LiteRT's reference kernels, which alone subtract too
+  bool subtract = false;
 };
 
 struct KernelArgs {
@@ -93,6 +95,7 @@ struct KernelArgs {
   // without a rounding between.
   double zero_code = 0;
   bool fused = false;
+  double power = 0;  // for requantize_fixed_point: the factor's power of two, or 0 for that which leaves it 31 bits
   SumOfTwo sum;
   // Results of the reductions, channels.count float64 values each: the sums for scale and zero point (null if there
   // is none), or the lowest and highest values for minmax.

@@ -17,6 +17,7 @@
   X(scaled_e4m3, LegacyFloatFunctor)               \
   X(requantize, RequantizeFunctor)                 \
   X(requantize_quotient, QuotientFunctor)          \
+  X(requantize_fixed_point, FixedPointFunctor)     \
   X(fake_quant_by_factor, ByFactorFunctor)         \
   X(centred_codes, CentredFunctor)
 

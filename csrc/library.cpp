@@ -287,11 +287,19 @@ TORCH_LIBRARY(qtoolkit, m) {
       "requantize(Tensor x, Tensor? factor, Tensor scale, int qmin, int qmax, Tensor? offset=None, int zero_code=0, "
       "bool fused=False) -> Tensor");
 
+  // Returns the values of the codes x * factor as LiteRT's reference kernels round them: by a factor of 31 bits, then
+  // by a power of two. factor: float64, positive, broadcast to x. exponent: that of the power; by default that which
+  // leaves the factor in [1/2, 1). x: integers of less than 2^31.
+  m.def(
+      "requantize_fixed_point(Tensor x, Tensor factor, Tensor scale, int qmin, int qmax, int? exponent=None) "
+      "-> Tensor");
+
   // Returns the sum of x and other, values on grids with one scale each, which broadcast. fixed_point: as XNNPACK's
-  // kernel computes it, else as onnxruntime's.
+  // kernel computes it; rounded_twice: as LiteRT's reference kernel, which also subtracts; else as onnxruntime's.
   m.def(
       "add_codes(Tensor x, Tensor x_scale, int x_zero_point, Tensor other, Tensor other_scale, int other_zero_point, "
-      "Tensor scale, int zero_point, int qmin, int qmax, bool fixed_point=False) -> Tensor");
+      "Tensor scale, int zero_point, int qmin, int qmax, bool fixed_point=False, bool rounded_twice=False, "
+      "bool subtract=False) -> Tensor");
 
   // Returns fake_quant(x, scale, zero_point, qmin, qmax) as OpenVINO computes it: x is multiplied by a factor.
   m.def("fake_quant_by_factor(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax) -> Tensor");

@@ -5,6 +5,8 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include <cmath>
+
 #include "checks.h"
 #include "elementwise.h"
 #include "layout.h"
@@ -54,6 +56,28 @@ Tensor requantize(const Tensor& x, const optional<Tensor>& factor, const Tensor&
   return y;
 }
 
+Tensor requantize_fixed_point(const Tensor& x, const Tensor& factor, const Tensor& scale, int64_t qmin, int64_t qmax,
+                              optional<int64_t> exponent) {
+  constexpr const char* kOp = "requantize_fixed_point";
+  check_float(kOp, "x", x);
+  check_float(kOp, "factor", factor);
+  check_code_range(kOp, qmin, qmax);
+  check_one_element(kOp, "scale", scale, x);
+  TORCH_CHECK_VALUE(exponent.value_or(0) >= -62 && exponent.value_or(0) <= 30, kOp,
+                    ": exponent must lie in [-62, 30], got ", exponent.value_or(0), ".");
+  const Broadcast along = check_broadcast(kOp, "factor", x, factor);
+  const Tensor y = empty_result(x, x.options().dtype(at::kDouble), 1);
+  if (y.is_meta()) return y.to(at::kFloat);
+  KernelArgs args;
+  args.bounds = representable(qmin, qmax, y);
+  args.power = exponent.has_value() ? std::ldexp(1.0, static_cast<int>(*exponent)) : 0;
+  args.fractional = true;
+  const Tensor scales = scale.to(at::kDouble).reshape({1}).expand({along.values.numel()});
+  run_elementwise(KernelId::requantize_fixed_point, args, y, empty_mask(x, false), as_type(x, at::kDouble), scales,
+                  along.values.to(at::kDouble), along.axis);
+  return y.to(at::kFloat);
+}
+
 void check_broadcast_together(const char* op, const Tensor& x, const Tensor& other) {
   for (int64_t d = 1; d <= std::min(x.dim(), other.dim()); ++d) {
     const auto size = x.sym_size(-d), of_other = other.sym_size(-d);
@@ -64,8 +88,11 @@ void check_broadcast_together(const char* op, const Tensor& x, const Tensor& oth
 
 Tensor add_codes(const Tensor& x, const Tensor& x_scale, int64_t x_zero_point, const Tensor& other,
                  const Tensor& other_scale, int64_t other_zero_point, const Tensor& scale, int64_t zero_point,
-                 int64_t qmin, int64_t qmax, bool fixed_point) {
+                 int64_t qmin, int64_t qmax, bool fixed_point, bool rounded_twice, bool subtract) {
   constexpr const char* kOp = "add_codes";
+  TORCH_CHECK_VALUE(!(fixed_point && rounded_twice), kOp,
+                    ": fixed_point and rounded_twice name two kernels, pass one of them.");
+  TORCH_CHECK_VALUE(rounded_twice || !subtract, kOp, ": subtract needs rounded_twice=True, whose kernel subtracts.");
   check_float(kOp, "x", x);
   check_float(kOp, "other", other);
   check_same_device(kOp, "other", other, x);
@@ -94,7 +121,9 @@ Tensor add_codes(const Tensor& x, const Tensor& x_scale, int64_t x_zero_point, c
   args.sum = {
       scales.const_data_ptr(),
       {static_cast<double>(x_zero_point), static_cast<double>(other_zero_point), static_cast<double>(zero_point)},
-      fixed_point};
+      fixed_point,
+      rounded_twice,
+      subtract};
   on(x.device()).launch(KernelId::add_codes, args, {}, x.device());
   return y;
 }
@@ -127,6 +156,7 @@ Tensor centred_codes(const Tensor& x, const Tensor& scale) {
 
 QT_REGISTER_BODIES(m) {
   m.impl("requantize", requantize);
+  m.impl("requantize_fixed_point", requantize_fixed_point);
   m.impl("add_codes", add_codes);
   m.impl("fake_quant_by_factor", fake_quant_by_factor);
   m.impl("centred_codes", centred_codes);

@@ -1,6 +1,6 @@
 // How runtimes round to codes where they do not do as grid.h does: behind sums of products of codes, in a sum of two
 // tensors, and where they quantize by a multiplication. Sources are files of onnxruntime 1.30 under onnxruntime/core,
-// of XNNPACK under src and of OpenVINO under src/plugins/intel_cpu/src.
+// of XNNPACK under src, of OpenVINO under src/plugins/intel_cpu/src and of LiteRT under tensorflow/lite/kernels.
 //
 // The results are values, (code - zero point) * scale, and lo and hi are the lowest and highest code minus the zero
 // point. Like grid.h, each formula is written once for any V.
@@ -92,6 +92,61 @@ struct ByFactorFunctor {
   }
 };
 
+// ---- LiteRT's reference kernels: tensorflow/lite/kernels/internal, common.cc and quantization_util.cc
+
+template <class V>
+QT_FN V floor_of(V v) {
+  const V near = Round<V>::half_even(v);
+  return near > v ? near - V{} - 1 : near;
+}
+
+// A factor m 2^(e - 31) with 31 bits m (QuantizeMultiplier), and products of integers of 32 bits with it that are
+// rounded twice (MultiplyByQuantizedMultiplier). All numbers are integers of less than 53 bits, or these times a power
+// of two: exact in float64, which V is.
+template <class V>
+struct FixedPointFactor {
+  V upper, lower;  // m = 2^16 upper + lower
+  V left, right;   // 2^max(e, 0) and 2^min(e, 0)
+
+  // `power` is 2^e where it is known; else 0, and m has its highest bit.
+  QT_FN FixedPointFactor from(V real, V power) {
+    power = power > 0 ? power : PowerBelow<V>::of(real) * 2;
+    V m = floor_of(real / power * 0x1p31 + 0.5);
+    const auto whole = m >= V{} + 0x1p31;  // rounded up
+    m = whole ? m * 0.5 : m;
+    power = whole ? power * 2 : power;
+    m = power < V{} + 0x1p-31 ? V{} : m;
+    const V upper = floor_of(m * 0x1p-16), one = V{} + 1;
+    const V lower = m - upper * 0x1p16;
+    return {upper, lower, power > one ? power : one, power < one ? power : one};
+  }
+
+  // floor(x m / 2^31 + 1/2), then that times 2^min(e, 0), halves rounded away from zero.
+  QT_FN V times(const FixedPointFactor& factor, V x) {
+    const V shifted = x * factor.left;
+    const V product = shifted * factor.upper + floor_of(shifted * factor.lower * 0x1p-16);
+    const V once = floor_of((product + 0x1p14) * 0x1p-15) * factor.right;
+    const V magnitude = floor_of((once < 0 ? -once : once) + 0.5);
+    return once < 0 ? -magnitude : magnitude;
+  }
+};
+
+// Sums of products times a factor. The factors take the place of the zero points.
+template <class A, class V>
+struct FixedPointFunctor {
+  static constexpr bool kMemoryBound = false;
+  V power, lo, hi;
+  QT_FN FixedPointFunctor from(const KernelArgs& args) {
+    return {broadcast<V>(static_cast<A>(args.power)), broadcast<V>(static_cast<A>(args.bounds.lo)),
+            broadcast<V>(static_cast<A>(args.bounds.hi))};
+  }
+  template <class S>
+  QT_FN Quantized<V> apply(const FixedPointFunctor& functor, V x, S scale, V factor) {
+    const V scaled = FixedPointFactor<V>::times(FixedPointFactor<V>::from(factor, functor.power), x);
+    return {clamp(scaled, functor.lo, functor.hi) * V(scale), 0};
+  }
+};
+
 // The codes minus the zero point of values on a grid, which determine them. -0 becomes 0: instruction sets round it to
 // either.
 template <class V, class S>
@@ -164,9 +219,33 @@ struct FixedPointSum {
   }
 };
 
+// Operands with 20 bits more are scaled to twice the larger step, their sum or difference to the result's. Source:
+// tensorflow/lite/kernels/add.cc, sub.cc and internal/reference/integer_ops/add.h.
+template <class A>
+struct ReferenceSum {
+  SumGrids<A> grids;
+  FixedPointFactor<double> a_factor, b_factor, factor;
+  double sign;
+  QT_FN ReferenceSum from(const KernelArgs& args) {
+    const SumGrids<A> g = SumGrids<A>::from(args);
+    const double a = g.a_scale, b = g.b_scale, twice = 2 * (a > b ? a : b);
+    const auto factor_of = [](double real) { return FixedPointFactor<double>::from(real, 0); };
+    return {g, factor_of(a / twice), factor_of(b / twice), factor_of(twice / (0x1p20 * static_cast<double>(g.y_scale))),
+            args.sum.subtract ? -1.0 : 1.0};
+  }
+  QT_FN A of(const ReferenceSum& s, A a, A b) {
+    const SumGrids<A>& g = s.grids;
+    using Factor = FixedPointFactor<double>;
+    const double left = Factor::times(s.a_factor, static_cast<double>(centred_code(a, g.a_scale)) * 0x1p20);
+    const double right = Factor::times(s.b_factor, static_cast<double>(centred_code(b, g.b_scale)) * 0x1p20);
+    return clamp(static_cast<A>(Factor::times(s.factor, left + s.sign * right)), g.lo, g.hi) * g.y_scale;
+  }
+};
+
 // Calls f with the sum that the arguments ask for.
 template <class A, class F>
 QT_FN void with_sum(const KernelArgs& args, F f) {
+  if (args.sum.rounded_twice) return f(ReferenceSum<A>::from(args));
   args.sum.fixed_point ? f(FixedPointSum<A>::from(args)) : f(FloatSum<A>::from(args));
 }
 

@@ -193,8 +193,8 @@ def convert(
         state_dict: The state dict of a model that was converted before, from the same float model, backend and
             QConfigMapping. The result has its weights and scales, and `prepared` needs no data: this restores a converted
             model in a new process.
-        runtime: Whose arithmetic "integer" is: "onnxruntime", "openvino", "xnnpack" or "tensorrt" (as documented). None: that
-            of the backend.
+        runtime: Whose arithmetic "integer" is: "onnxruntime", "openvino", "xnnpack", "litert" (its reference kernels) or
+            "tensorrt" (as documented). None: that of the backend.
 
     Returns:
         A model of the same type, in eval mode, without observers. In a model without a graph, a folded batch norm is an

@@ -8,6 +8,7 @@ _add_codes = library.add_codes.default
 _centred_codes = library.centred_codes.default
 _fake_quant_by_factor = library.fake_quant_by_factor.default
 _requantize = library.requantize.default
+_requantize_fixed_point = library.requantize_fixed_point.default
 
 
 def requantize(
@@ -43,6 +44,33 @@ def requantize(
     return y
 
 
+def requantize_fixed_point(
+    x: Tensor, factor: Tensor, scale: Tensor, qmin: int, qmax: int, exponent: int | None = None
+) -> Tensor:
+    """Return the values of the codes `x * factor`, rounded as LiteRT's reference kernels do, on the grid of a scale.
+
+    The factor becomes 31 bits times a power of two. The product with the 31 bits is rounded, and that with the power again,
+    halves away from zero.
+
+    Args:
+        x: Integers of less than 2^31, float32 or float64.
+        factor: What x is multiplied by, float64, positive, broadcast to x.
+        scale: The step of the result, one element.
+        qmin: The lowest code minus the zero point.
+        qmax: The highest.
+        exponent: That of the power; None takes the one that leaves the other part in [1/2, 1).
+
+    Returns:
+        A float32 tensor with the shape and memory format of x.
+
+    Example:
+        >>> requantize_fixed_point(torch.tensor([5.0, 90.0]), torch.tensor(0.1), torch.tensor(2.0), -8, 7)
+        tensor([ 2., 14.])
+    """
+    y: Tensor = _requantize_fixed_point(x, factor, scale, qmin, qmax, exponent)
+    return y
+
+
 def add_codes(
     x: Tensor,
     x_scale: Tensor,
@@ -55,6 +83,8 @@ def add_codes(
     qmin: int,
     qmax: int,
     fixed_point: bool = False,
+    rounded_twice: bool = False,
+    subtract: bool = False,
 ) -> Tensor:
     """Return the sum of two tensors of values on grids, on the grid of its own scale.
 
@@ -70,6 +100,8 @@ def add_codes(
         qmin: The sum's lowest code minus its zero point.
         qmax: The highest.
         fixed_point: Whether XNNPACK's kernel is meant, which has factors of 21 bits; else onnxruntime's.
+        rounded_twice: Whether LiteRT's reference kernel is meant, which has factors of 31 bits.
+        subtract: Whether the other tensor is subtracted, by LiteRT's kernel.
 
     Returns:
         A float32 tensor.
@@ -80,7 +112,7 @@ def add_codes(
         tensor([2., 7.])
     """
     grids = (x_scale, x_zero_point, other, other_scale, other_zero_point, scale, zero_point)
-    y: Tensor = _add_codes(x, *grids, qmin, qmax, fixed_point)
+    y: Tensor = _add_codes(x, *grids, qmin, qmax, fixed_point, rounded_twice, subtract)
     return y
 
 

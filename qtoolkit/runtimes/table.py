@@ -11,7 +11,7 @@ from torch import fx
 from qtoolkit.backends import Backend
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.extras import missing
-from qtoolkit.integer import onnxruntime, openvino, tensorrt, xnnpack
+from qtoolkit.integer import litert, onnxruntime, openvino, tensorrt, xnnpack
 from qtoolkit.integer.kernels import LayerKernel, OpKernel
 from qtoolkit.nn.refusals import refusal_of
 from qtoolkit.nn.weighted import QuantWeighted
@@ -21,7 +21,7 @@ from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Execute, Executed
 from qtoolkit.verdicts import Cause, Refusal
 
-RuntimeName = Literal["onnxruntime", "openvino", "tensorrt", "xnnpack"]
+RuntimeName = Literal["onnxruntime", "openvino", "tensorrt", "xnnpack", "litert"]
 ExecutingRuntime = Literal["onnxruntime", "openvino"]  # those that run an ONNX file here
 LitertRuntime = Literal["litert", "litert-xnnpack"]  # those that run a LiteRT file
 
@@ -144,17 +144,28 @@ XNNPACK = Runtime(
     tie_share=1e-5,
 )
 
-RUNTIMES: Mapping[str, Runtime] = {each.name: each for each in (ONNXRUNTIME, OPENVINO, TENSORRT, XNNPACK)}
+# LiteRT's reference kernels, which microcontrollers run. The share is that of a model in float arithmetic: they round twice
+# behind a sum.
+LITERT = Runtime(
+    "litert",
+    litert.CARRIES,
+    litert.layer_kernel,
+    litert.op_kernel,
+    absorbs=litert.ABSORBS,
+    package="ai_edge_litert",
+    extra="litert",
+    tie_share=1e-2,
+)
+
+RUNTIMES: Mapping[str, Runtime] = {each.name: each for each in (ONNXRUNTIME, OPENVINO, TENSORRT, XNNPACK, LITERT)}
 # How each runtime executes an ONNX file, by its name.
 EXECUTES: Mapping[str, Execute] = {name: each.execute for name, each in RUNTIMES.items() if each.execute is not None}
 
-
-# LiteRT with the delegate XNNPACK, and with its reference kernels, whose fixed point no model computes yet: it rounds twice
-# behind a sum. They execute files of their own (`qtoolkit.export.verification.runtimes.litert_interpreter`).
-_LITERT = replace(XNNPACK, package="ai_edge_litert", extra="litert")
+# LiteRT with its reference kernels, and with the delegate that it takes on the CPU. They execute files of their own
+# (`qtoolkit.export.verification.runtimes.litert_interpreter`).
 LITERT_RUNTIMES: Mapping[str, Runtime] = {
-    "litert": replace(_LITERT, name="litert", tie_share=1e-2),
-    "litert-xnnpack": replace(_LITERT, name="litert-xnnpack"),
+    "litert": LITERT,
+    "litert-xnnpack": replace(XNNPACK, name="litert-xnnpack", package=LITERT.package, extra=LITERT.extra),
 }
 
 

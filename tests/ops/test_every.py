@@ -151,6 +151,7 @@ def sample(op: str, x: Tensor) -> dict:
         "fake_affine_tensor_quant": {"x": x, "min_range": -torch.ones(()), "max_range": torch.tensor(5.3)},
         "scaled_e4m3": {"x": x, "amax": torch.tensor(5.3)},
         "requantize": {"x": x, "factor": scales(6)[:, None], **on_codes, "offset": torch.tensor(0.3), "zero_code": 3},
+        "requantize_fixed_point": {"x": x.round(), "factor": scales(6)[:, None].double(), **on_codes, "exponent": 3},
         "add_codes": {
             "x": x,
             "x_scale": scales(1),

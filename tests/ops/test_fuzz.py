@@ -35,7 +35,13 @@ OURS = [name for name in EVERY if name != "convolution"]
 UNITS = [f"{name}{way}" for name in ("unit", "layer_fake_quant", "function_fake_quant") for way in ("", "_backward")]
 NAMES = [name for name in OURS if name not in UNITS]
 OPS = {name: getattr(torch.ops.qtoolkit, name).default for name in EVERY}
-ON_CODES = ("requantize", "add_codes", "fake_quant_by_factor", "centred_codes")  # with one scale
+ON_CODES = (
+    "requantize",
+    "requantize_fixed_point",
+    "add_codes",
+    "fake_quant_by_factor",
+    "centred_codes",
+)  # with one scale
 WRITTEN = {
     name: [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     for name, op in OPS.items()
@@ -201,12 +207,22 @@ class Drawn:
         return self.tensor(FLOATS, self.mostly(shape, shape[:1], [1] * len(shape), [5, *shape], [7]))
 
     def factor(self) -> Tensor | None:
-        return self.r.choice([None, self.amax()])
+        return self.amax() if self.op == "requantize_fixed_point" else self.r.choice([None, self.amax()])
+
+    def exponent(self) -> int | None:
+        return self.mostly(self.r.choice([None, 0, -3, 5]), 31, -63)
 
     def fused(self) -> bool:
         return self.r.random() < 0.3
 
-    fixed_point = fused
+    def fixed_point(self) -> bool:
+        return self.r.random() < 0.3
+
+    def rounded_twice(self) -> bool:
+        return self.mostly(not self.given["fixed_point"] and self.r.random() < 0.3, True)
+
+    def subtract(self) -> bool:
+        return self.mostly(self.given["rounded_twice"] and self.r.random() < 0.5, True)
 
     def min_range(self) -> Tensor:
         return self.vector(1)
@@ -808,7 +824,16 @@ def check_requantize(drawn: Drawn, found: Results, x, factor, scale, qmin, qmax,
     assert_same(found[0] + 0, tensor(wanted, torch.float32) + 0)
 
 
-def check_add_codes(drawn: Drawn, found: Results, x, other, qmin, qmax, fixed_point, **grids) -> None:
+def check_requantize_fixed_point(drawn: Drawn, found: Results, x, factor, scale, qmin, qmax, exponent) -> None:
+    """The formula in integers is for integers of 32 bits and factors that leave them so: tests/ops/test_requantize.py."""
+    assert found[0].dtype == torch.float32
+
+
+def check_add_codes(
+    drawn: Drawn, found: Results, x, other, qmin, qmax, fixed_point, rounded_twice, subtract, **grids
+) -> None:
+    if rounded_twice:  # the formula in integers is for those of 32 bits: tests/ops/test_requantize.py
+        return
     a, b, *steps = float32(x, other, *(grids[name].reshape(()) for name in ("x_scale", "other_scale", "scale")))
     za, zb, zy = (np.float32(grids[name]) for name in ("x_zero_point", "other_zero_point", "zero_point"))
     with np.errstate(all="ignore"):

@@ -101,8 +101,10 @@ def runtimes_on(x: Tensor, other: Tensor) -> Iterator[Tensor]:
     yield native.fake_quant_by_factor(x, one, zero_points(1), -100, 90)
     yield native.centred_codes(x, one)
     finite = x.nan_to_num(0.0, 60.0, -60.0).clamp(-60, 60)
-    for fixed_point in (False, True):
-        yield native.add_codes(finite, one, 3, other, one * 2, -5, one * 3, 1, -100, 90, fixed_point)
+    for kernel in ((False,), (True,), (False, True), (False, True, True)):
+        yield native.add_codes(finite, one, 3, other, one * 2, -5, one * 3, 1, -100, 90, *kernel)
+    for exponent in (None, 2, -3):
+        yield native.requantize_fixed_point((finite * 1e4).round(), torch.tensor(0.0037), one, -100, 90, exponent)
 
 
 def fused_batch_norms(dtype: torch.dtype, first: int, step: int) -> Iterator[Tensor]:

@@ -7,8 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtoolkit.ops.requantize import add_codes, centred_codes, fake_quant_by_factor, requantize
+from qtoolkit.ops.requantize import (
+    add_codes,
+    centred_codes,
+    fake_quant_by_factor,
+    requantize,
+    requantize_fixed_point,
+)
 from tests.cases import LAYOUTS, assert_laid_out_as, floats, scales
+from tests.export import litert_kernels
 from tests.ops import cuda_host
 
 native = torch.ops.qtoolkit
@@ -50,6 +57,7 @@ def test_requantize(layout: str, dtype: torch.dtype) -> None:
     assert np.array_equal(quotient.numpy(), values(np.rint(v / f32(0.3) + f32(5)) - f32(5), scale, -8, 7))
 
 
+GRID = torch.ones(()), 0
 GRIDS = [((0.1, 3), (0.07, 250), (0.13, 128)), ((1.0, 128), (0.5, 0), (0.25, 7)), ((1e-3, 9), (4.0, 1), (3.0, 2))]
 
 
@@ -85,6 +93,59 @@ def test_add_codes(grids: tuple, fixed_point: bool) -> None:
         assert np.array_equal(y.numpy(), wanted if along.shape == x.shape else wanted_sum(x, along, grids, fixed_point))
 
 
+def sums_on_ties(factor: float) -> Tensor:
+    """Integers around those whose product with a factor is the middle between two codes, and the largest."""
+    middles = ((torch.arange(-150, 150).double() + 0.5) / factor).round()
+    near = torch.cat([middles + step for step in (-1, 0, 1)])
+    ends = torch.tensor([-(2**31) + 1, 2**31 - 1, 0, 1, -1], dtype=torch.float64)
+    return torch.cat([near[near.abs() < 2**31], ends])
+
+
+@pytest.mark.parametrize(
+    "factor", [0.0037, 2.0**-7, 1 - 2.0**-40, 1 - 2.0**-31, 0.75, 1.0, 2.0**-33, 3e-10, float(f32(0.1) * f32(0.3))]
+)
+def test_requantize_fixed_point(factor: float) -> None:
+    """As MultiplyByQuantizedMultiplier, in integers of 64 bits."""
+    x = sums_on_ties(factor)
+    y = requantize_fixed_point(x, torch.tensor(factor, dtype=torch.float64), torch.tensor(0.3), -130, 125)
+    wanted = litert_kernels.scaled(x.numpy().astype(np.int64), f64(factor))
+    assert y.dtype == torch.float32
+    assert np.array_equal(y.numpy(), values(wanted.astype(f32), torch.tensor(0.3), -130, 125))
+
+
+def test_requantize_fixed_point_by_larger_factors_for_each_channel() -> None:
+    factors = torch.tensor([0.003, 1.7, 900.0, 2.0**20], dtype=torch.float64)
+    x = torch.randint(-1000, 1000, (2, 4, 37), generator=torch.Generator().manual_seed(0)).float()
+    y = requantize_fixed_point(x, factors[:, None], torch.tensor(2.0), -(2**23), 2**23)
+    wanted = litert_kernels.scaled(x.numpy().transpose(0, 2, 1).astype(np.int64), factors.numpy())
+    assert np.array_equal(y.numpy(), np.clip(wanted, -(2**23), 2**23).astype(f32).transpose(0, 2, 1) * f32(2))
+
+
+@pytest.mark.parametrize(("bits", "exponent"), [(2**29 + 12345, -2), (2**31 - 1, -9), (77, 0), (2**30, 5)])
+def test_requantize_fixed_point_with_a_power_of_its_own(bits: int, exponent: int) -> None:
+    x = torch.arange(-5000.0, 5000.0)
+    factor = torch.tensor(math.ldexp(bits, exponent - 31), dtype=torch.float64)
+    y = requantize_fixed_point(x, factor, torch.tensor(1.0), -128, 127, exponent)
+    product = litert_kernels.high_product(x.numpy().astype(np.int64) << max(exponent, 0), np.int64(bits))
+    wanted = litert_kernels.divided(product, np.int64(max(-exponent, 0)))
+    assert np.array_equal(y.numpy(), np.clip(wanted, -128, 127).astype(f32))
+
+
+@pytest.mark.parametrize("subtract", [False, True])
+@pytest.mark.parametrize("grids", GRIDS, ids=str)
+def test_add_codes_rounded_twice(grids: tuple, subtract: bool) -> None:
+    """As LiteRT's reference kernel, by the formulas that its interpreter meets code by code."""
+    x, other = operands(*grids[:2])
+    (sa, za), (sb, zb), (sy, zy) = ((f32(s), z) for s, z in grids)
+    a, b = (np.rint(t.numpy() / s).astype(np.int64) << 20 for t, s in ((x, sa), (other, sb)))
+    twice = 2 * max(float(sa), float(sb))
+    left, right = (litert_kernels.scaled(t, float(s) / twice) for t, s in ((a, sa), (b, sb)))
+    codes = litert_kernels.scaled(left - right if subtract else left + right, twice / (2**20 * float(sy)))
+    given = (torch.tensor(sa), za, other, torch.tensor(sb), zb, torch.tensor(sy), zy, -zy, 255 - zy)
+    y = add_codes(x, *given, rounded_twice=True, subtract=subtract)
+    assert np.array_equal(y.numpy(), np.clip(codes, -zy, 255 - zy).astype(f32) * sy)
+
+
 @pytest.mark.parametrize("zero_point", [None, 3.0])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fake_quant_by_factor(layout: str, zero_point: float | None) -> None:
@@ -115,6 +176,18 @@ def test_centred_codes(dtype: torch.dtype) -> None:
         (lambda x: requantize(x, None, torch.ones(1), 1, 0), "requantize: qmin must be smaller than qmax"),
         (lambda x: requantize(x, None, torch.ones(1), 0, 1, None, 2**40), "requantize: zero_code must lie in"),
         (lambda x: centred_codes(x, torch.ones(3)), "centred_codes: scale must have 1 element, got 3"),
+        (
+            lambda x: requantize_fixed_point(x, torch.ones(()), torch.ones(1), 0, 1, 99),
+            r"requantize_fixed_point: exponent must lie in \[-62, 30\], got 99",
+        ),
+        (
+            lambda x: add_codes(x, *GRID, x, *GRID, *GRID, 0, 1, subtract=True),
+            "add_codes: subtract needs rounded_twice=True",
+        ),
+        (
+            lambda x: add_codes(x, *GRID, x, *GRID, *GRID, 0, 1, True, True),
+            "add_codes: fixed_point and rounded_twice name two kernels",
+        ),
     ],
 )
 def test_errors(call, sentence: str) -> None:
@@ -152,6 +225,14 @@ def test_cuda_kernels(kernels, order: str) -> None:
     assert torch.equal(y, fake_quant_by_factor(x, scale[0], None, -8, 7))
     cuda_host.run(kernels, "centred_codes", order, **one)
     assert torch.equal(y, centred_codes(x, scale[0]))
+    sums, out = sums_on_ties(0.0037)[:896].reshape(7, 128).contiguous(), torch.empty(7, 128, dtype=torch.float64)
+    for power in (0.0, 0.125):
+        sizes = {"numel": sums.numel(), "x": sums, "y": out, "y_dtype": 1, "channels": cuda_host.channels(sums.shape)}
+        given = {"scale": scale[:1].double(), "zero_point": torch.tensor([0.0037]).double(), "power": power}
+        cuda_host.run(kernels, "requantize_fixed_point", order, **sizes, **given, fractional=True, bounds=(-130, 125))
+        exponent = None if power == 0 else -3
+        wanted = requantize_fixed_point(sums, given["zero_point"], scale[:1], -130, 125, exponent)
+        assert torch.equal(out.float(), wanted)
     for grids in GRIDS:
         (a, b), out = operands(*grids[:2]), torch.empty(5, 1037)
         three, zeros = torch.tensor([s for s, _ in grids]), [z for _, z in grids]
@@ -162,3 +243,11 @@ def test_cuda_kernels(kernels, order: str) -> None:
             sizes = {"numel": a.numel(), "x": a, "grad": b, "y": out, "y_dtype": 0, "sum": total}
             cuda_host.run(kernels, "add_codes", order, **sizes, bounds=(-zeros[2], 255 - zeros[2]))
             assert np.array_equal(out.numpy(), wanted_sum(a, b, grids, fixed_point))
+        sides = [(torch.tensor(scale), zero) for scale, zero in grids]
+        for subtract in (False, True):
+            how = {"rounded_twice": True, "subtract": subtract}
+            total = cuda_host.filled(cuda_host.SumOfTwo, scales=three, zero_points=tuple(zeros), **how)
+            sizes = {"numel": a.numel(), "x": a, "grad": b, "y": out, "y_dtype": 0, "sum": total}
+            cuda_host.run(kernels, "add_codes", order, **sizes, bounds=(-zeros[2], 255 - zeros[2]))
+            ends = (-zeros[2], 255 - zeros[2])
+            assert torch.equal(out, add_codes(a, *sides[0], b, *sides[1], *sides[2], *ends, **how))
