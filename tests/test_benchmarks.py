@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture(autouse=True)
 def _import_from_the_folder(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER.with_name("examples")))
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
@@ -301,8 +302,8 @@ def test_rows_from_before_there_were_two_networks_can_be_read() -> None:
 
 
 def test_resnet_8_is_that_of_mlperf_tiny_and_takes_unsigned_pixels() -> None:
+    from mlperf_tiny import ResNet8
     from training.algorithms import build
-    from training.cifar_networks import ResNet8
 
     model = ResNet8()
     values = {name: value for name, value in model.state_dict().items() if "num_batches" not in name}
@@ -335,9 +336,9 @@ def test_both_networks_see_the_same_crops() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_training_that_was_ended_goes_on_bit_for_bit(optimizer: str, tmp_path, monkeypatch) -> None:
+    from mlperf_tiny import ResNet8
     from training.algorithms import build
     from training.cifar import Data, Run, Schedule
-    from training.cifar_networks import ResNet8
 
     generator = torch.Generator().manual_seed(0)
     images = 255 * torch.rand(60, 3, 32, 32, generator=generator), torch.randint(10, (60,), generator=generator)
