@@ -22,7 +22,7 @@ from qtoolkit.export import UnreadableFileError, Verdict, export_litert, verify
 from qtoolkit.runtimes import table
 from tests import processes
 from tests.data import DATA, needs_data
-from tests.export.litert_kernels import KERNELS, nodes_of
+from tests.export.litert_kernels import KERNELS, STORED_TABLES, nodes_of
 from tests.export.litert_nets import random_net
 
 litert = pytest.importorskip(
@@ -320,13 +320,17 @@ def test_codes_of_16_bits_of_more_nets(name: str, tmp_path) -> None:
 
 
 def codes_of_16_bits(model: nn.Module, path: Path) -> None:
-    """Export a model with int16 activations; all its codes are in the file, within two of their 65,536 steps."""
+    """Export a model with int16 activations; its codes are those of the formulas, and within two of 65,536 steps of its own."""
     quantized = prepared(model, backend="litert-16x8")
     result = export_litert(quantized, X[:1], path, io_type="int16")
     assert {layer.kernel for layer in result.float_layers} <= {"HARD_SWISH", "TANH", "LOGISTIC"}
     content = path.read_bytes()
     (interpreter,) = [litert.Interpreter(model_content=content)]
     assert interpreter.get_input_details()[0]["dtype"] is np.int16
+    codes = np.random.default_rng(0).integers(-(2**15), 2**15, (1, 16, 16, 3)).astype(np.int16)
+    for node in nodes_of(content, runs(content, codes)):
+        if node.is_wide and node.name not in STORED_TABLES:
+            assert np.array_equal(KERNELS[node.name](node), node.output.data), node.name
     found = verify(qt.convert(quantized), MORE[:2], path, BOTH, progress=False)
     for codes in found.runtimes.values():
         assert codes.not_compared == ()
