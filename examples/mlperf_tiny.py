@@ -245,9 +245,7 @@ def quantized_row(name: str, prepared: nn.Module, data: Data, exact: tuple[Tenso
     """
     example, path = data.test[0][:1], folder / f"{name.replace(' ', '_')}.tflite"
     qt.export_litert(prepared, example, path, io_type="int8", verify=False)
-    integer = qt.convert(
-        prepared, arithmetic="integer"
-    )  # as XNNPACK computes: it tells ties from errors, in four bits too
+    integer = qt.convert(prepared, arithmetic="integer")  # as XNNPACK computes
     found = qt.export.verify(integer, exact[0], path, ("litert-xnnpack",), progress=False).runtimes["litert-xnnpack"]
     found.check()
     row = row_of(name, accuracy(prepared, data), path, data, exact)

@@ -611,3 +611,20 @@ def test_digits_from_scratch_are_learned_as_in_float() -> None:
     of_float, quantized = (trained("mnist", quantized, 0, data) for quantized in (False, True))
     assert of_float > 50
     assert quantized > of_float - 5
+
+
+def test_files_of_litert_beside_those_of_ai_edge_quantizer(tmp_path) -> None:
+    for package in ("timm", "ai_edge_litert", "ai_edge_quantizer"):
+        pytest.importorskip(package, reason=f"files of LiteRT are not quantized by two tools; pip install {package}")
+    import litert
+
+    name, model, calibration, _ = next(litert.random_networks(quick=True))
+    paths = litert.files_of(model, calibration, tmp_path)
+    assert [*paths] == [litert.FLOAT, litert.OURS, litert.THEIRS]
+    x, logits = calibration[:8], model(calibration[:8]).detach()
+    for path in paths.values():  # the networks are the same
+        given = litert.accuracy_of_file(path, x, logits.argmax(1))
+        assert given >= (100 if path == paths[litert.FLOAT] else 75)
+    rows = [*litert.peers_of(name, model, calibration, (x, logits.argmax(1)))]
+    assert [(row.network, row.file) for row in rows] == [("ResNet-8", file) for file in paths]
+    assert all(row.bytes < rows[0].bytes / 3 for row in rows[1:])
