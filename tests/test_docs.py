@@ -22,6 +22,9 @@ NEEDED_BY = {
     "save_checkpoint": "safetensors",
     "TrainingArguments": "accelerate",
     "export_litert": "ai_edge_litert",
+    "CortexMPassManager": "executorch",
+    "EthosUPartitioner": "tosa_serializer",  # of tosa-tools
+    "EthosUCompileSpec": "ethosu",  # of ethos-u-vela
 }
 
 
