@@ -349,7 +349,7 @@ def codes_of_16_bits(model: nn.Module, path: Path) -> None:
         (nn.ConvTranspose2d(4, 4, 3, dilation=2), "transposed convolution has no groups and no dilation"),
         (lambda x: F.adaptive_avg_pool2d(x, 5), "windows of different sizes from (16, 16) to (5, 5)"),
         (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), "set count_include_pad=True"),
-        (lambda x: F.pad(x, (1, 1, 1, 1), value=1.0), "pads by other values than zero"),
+        (lambda x: F.pad(x, (1, 1, 1, 1), value=1.0), "pads with values other than zero"),
     ],
 )
 def test_what_litert_does_not_have_is_a_sentence(op, sentence: str, tmp_path) -> None:
@@ -395,7 +395,7 @@ def test_a_file_before_the_weights_changed_is_found(tmp_path) -> None:
     with torch.no_grad():
         model.get_submodule("first").weight.mul_(-1)
     found = verify(qt.convert(model), X, path, ("litert",), progress=False)
-    with pytest.raises(RuntimeError, match="the file has other weights than the model at first.weight_quantizer"):
+    with pytest.raises(RuntimeError, match="the weights of the file differ from the model's at first.weight_quantizer"):
         found.check()
 
 
