@@ -9,8 +9,13 @@ import torch
 
 pytest_plugins = ("pytester",)  # for tests/test_sweep.py; only a top-level conftest may name plugins
 
-# Modules that import packages which are not installed have no examples to run.
-collect_ignore = [] if find_spec("ultralytics") else ["qtoolkit/integrations/ultralytics.py"]
+# The examples of modules whose packages are not installed do not run.
+NEEDED_BY = {
+    "qtoolkit/integrations/ultralytics.py": "ultralytics",
+    "qtoolkit/export/executorch.py": "executorch",
+    "qtoolkit/export/litert.py": "ai_edge_litert",
+}
+collect_ignore = [module for module, package in NEEDED_BY.items() if find_spec(package) is None]
 # Ultralytics would ask for the network, install packages, and write into the home folder.
 os.environ.update(YOLO_OFFLINE="1", YOLO_AUTOINSTALL="0")
 os.environ.setdefault("YOLO_CONFIG_DIR", str(Path(__file__).parent / "build" / "ultralytics"))

@@ -3,7 +3,8 @@
 python benchmarks/litert.py               prints the table (some minutes)
 python benchmarks/litert.py --quick       small networks alone
 python benchmarks/litert.py --json FILE   writes the figures too
-python benchmarks/litert.py --peers       ResNet-20 beside ai-edge-quantizer (0.10.0), which must be installed, instead
+python benchmarks/litert.py --peers       size, latency and accuracy beside ai-edge-quantizer (0.10.0), which must be installed
+python benchmarks/litert.py --peers --checkpoints build/mlperf_tiny   with the trainings of examples/mlperf_tiny.py (an hour)
 
 ResNet-20 has the real weights and images of shared/data, and FSRCNN its trained ones; both are left out where these are
 missing. The others have random weights, and batch norms of two batches. With the reference kernels, which round twice behind
@@ -13,19 +14,16 @@ sums, all codes are compared with the model's in float arithmetic; with the dele
 
 import argparse
 import json
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import numpy as np
 import timm
 import torch
 from codes import with_statistics
-from export_models import fsrcnn, jpeg_images, resnet20_of
+from export_models import ROOT, fsrcnn, jpeg_images, resnet20_of
 from real_data import DATA
 from rich.console import Console
 from rich.table import Table
@@ -35,37 +33,21 @@ from tqdm import tqdm
 
 import qtoolkit as qt
 
+sys.path.insert(0, str(ROOT / "examples"))
 
-class ResNet8(nn.Module):
-    """MLPerf Tiny's network for images of 32 x 32 pixels: three stages of one block."""
+import mlperf_tiny
+from mlperf_tiny import (
+    CALIBRATION,
+    ResNet8,
+    accuracy_of_file,
+    channels_last,
+    load_all,
+    milliseconds,
+    write_float,
+)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.first_norm = nn.Conv2d(3, 16, 3, 1, 1), nn.BatchNorm2d(16)
-        self.stages = nn.ModuleList([Stage(16, 16, 1), Stage(16, 32, 2), Stage(32, 64, 2)])
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the scores of ten classes."""
-        x = torch.relu(self.first_norm(self.first(x)))
-        for stage in self.stages:
-            x = stage(x)
-        return self.head(torch.flatten(F.avg_pool2d(x, 8), 1))
-
-
-class Stage(nn.Module):
-    """Two convolutions around a residual add."""
-
-    def __init__(self, channels: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(channels, out, 3, stride, 1), nn.BatchNorm2d(out)
-        self.conv2, self.norm2 = nn.Conv2d(out, out, 3, 1, 1), nn.BatchNorm2d(out)
-        self.skip = nn.Identity() if stride == 1 else nn.Conv2d(channels, out, 1, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return an image of `out` channels."""
-        y = torch.relu(self.norm1(self.conv1(x)))
-        return torch.relu(self.norm2(self.conv2(y)) + self.skip(x))
+FLOAT, OURS, THEIRS = "float", "qtoolkit, post-training W8A8", "ai-edge-quantizer, post-training W8A8"
+PEERS = "ResNet-8", "MobileNetV1 0.25", "mobilenetv2_100"  # networks with random weights in the table of --peers
 
 
 class MobileNetV1(nn.Module):
@@ -133,77 +115,92 @@ def networks(data: Path | None, quick: bool) -> Iterator[tuple[str, nn.Module, T
     yield from random_networks(quick)
 
 
-def milliseconds(path: Path) -> float:
-    """Return the median latency of a file for one image, with the delegate and one thread."""
-    from ai_edge_litert.interpreter import Interpreter
+@dataclass(frozen=True)
+class Peer:
+    """A file beside others of its network.
 
-    interpreter = Interpreter(str(path), num_threads=1)
-    interpreter.allocate_tensors()
-    for detail in interpreter.get_input_details():
-        interpreter.set_tensor(detail["index"], np.zeros(detail["shape"], detail["dtype"]))
-    times = []
-    for _ in range(50):
-        start = time.perf_counter()
-        interpreter.invoke()
-        times.append(time.perf_counter() - start)
-    return 1000 * median(times)
+    Attributes:
+        network: The network.
+        file: How its file was made.
+        bytes: Its size.
+        milliseconds: Its latency.
+        accuracy: On the 10,000 test images, in percent; None with random weights.
+    """
 
-
-def accuracy(path: Path, images: Tensor, labels: Tensor) -> float:
-    """Return the share of images that a file classifies rightly, with the delegate and one thread."""
-    from ai_edge_litert.interpreter import Interpreter
-
-    interpreter = Interpreter(str(path), num_threads=1)
-    interpreter.allocate_tensors()
-    (given,), (returned,) = interpreter.get_input_details(), interpreter.get_output_details()
-    hits = 0
-    for x, label in zip(images, labels, strict=True):
-        interpreter.set_tensor(given["index"], as_given(channels_last(x), given))
-        interpreter.invoke()
-        hits += int(interpreter.get_tensor(returned["index"]).argmax()) == int(label)
-    return hits / len(images)
+    network: str
+    file: str
+    bytes: int
+    milliseconds: float
+    accuracy: float | None = None
 
 
-def as_given(x: np.ndarray, given: dict[str, Any]) -> np.ndarray:
-    """Return an image as floats, or as the codes that a file takes."""
-    if given["dtype"] is np.float32:
-        return x
-    scale, zero_point = given["quantization"]
-    return np.clip(np.rint(x / scale) + zero_point, -128, 127).astype(np.int8)
-
-
-def channels_last(x: Tensor) -> np.ndarray:
-    """Return an image as the input of a file."""
-    return np.ascontiguousarray(x.numpy().transpose(1, 2, 0)[None])
-
-
-def files_of_resnet20(data: Path, folder: Path, calibration: Tensor) -> dict[str, Path]:
-    """Write ResNet-20 in float, by our calibration, and by ai-edge-quantizer's of the float file, with the same images."""
+def quantized_by_ai_edge(path: Path, calibration: Tensor, out: Path) -> None:
+    """Quantize a float file after training by ai-edge-quantizer: weights and activations of int8, codes at both ends."""
     from ai_edge_quantizer import quantizer, recipe
 
-    prepared = qt.prepare(resnet20_of(data), calibration[:1], backend="litert")
-    qt.calibrate(prepared, calibration.split(64), progress=False)
-    paths = {name: folder / f"{name}.tflite" for name in ("float", "qtoolkit", "ai-edge-quantizer")}
-    qt.export_litert(prepared, calibration[:1], paths["qtoolkit"], io_type="int8", verify=False)
-    converted = qt.convert(prepared)
-    with qt.disable_quantization(converted):
-        qt.export_litert(converted, calibration[:1], paths["float"], verify=False)
-    theirs = quantizer.Quantizer(str(paths["float"]))
+    theirs = quantizer.Quantizer(str(path))
     theirs.load_quantization_recipe(recipe.static_wi8_ai8())
     ranges = theirs.calibrate({"serving_default": [{"x": channels_last(x)} for x in calibration]})
-    paths["ai-edge-quantizer"].write_bytes(theirs.quantize(ranges).quantized_model)
+    out.write_bytes(theirs.quantize(ranges).quantized_model)
+
+
+def files_of(model: nn.Module, calibration: Tensor, folder: Path) -> dict[str, Path]:
+    """Write a network in float, by our calibration, and by ai-edge-quantizer's of the float file, with the same images."""
+    prepared = qt.prepare(model, calibration[:1], backend="litert")
+    qt.calibrate(prepared, calibration.split(64), progress=False)
+    paths = {name: folder / f"{name}.tflite" for name in (FLOAT, OURS, THEIRS)}
+    qt.export_litert(prepared, calibration[:1], paths[OURS], io_type="int8", verify=False)
+    write_float(prepared, calibration[:1], paths[FLOAT])
+    quantized_by_ai_edge(paths[FLOAT], calibration, paths[THEIRS])
     return paths
 
 
-def print_peers(data: Path, console: Console) -> None:
-    """Print size, latency and accuracy of the files of ResNet-20, whose weights and images are real."""
-    calibration = jpeg_images(data, "train", 256)[0]
-    test = jpeg_images(data, "test", 10_000)
-    table = Table("file", "KiB", "ms", "accuracy, CIFAR-10", title="ResNet-20, post-training")
+def peers_of(name: str, model: nn.Module, calibration: Tensor, test: tuple[Tensor, Tensor] | None) -> Iterator[Peer]:
+    """Yield the files of a network: in float, and quantized after training by both tools."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, path in files_of_resnet20(data, Path(folder), calibration).items():
-            size, latency = path.stat().st_size / 1024, milliseconds(path)
-            table.add_row(name, f"{size:.0f}", f"{latency:.2f}", f"{accuracy(path, *test):.2%}")
+        for file, path in files_of(model, calibration, Path(folder)).items():
+            yield peer_of(name, file, path, test)
+
+
+def peer_of(name: str, file: str, path: Path, test: tuple[Tensor, Tensor] | None) -> Peer:
+    """Measure a file."""
+    measured = None if test is None else accuracy_of_file(path, *test)
+    return Peer(name, file, path.stat().st_size, milliseconds(path), measured)
+
+
+def peers_of_resnet8(data: Path, checkpoints: Path) -> Iterator[Peer]:
+    """Yield the files of examples/mlperf_tiny.py, whose training goes on, and ai-edge-quantizer's of its float file."""
+    name, (images, exact) = "ResNet-8, CIFAR-10", load_all(data, mlperf_tiny.IMAGES, checkpoints)
+    epochs = mlperf_tiny.EPOCHS, mlperf_tiny.QAT_EPOCHS
+    with tempfile.TemporaryDirectory() as folder:
+        for row in mlperf_tiny.run(images, exact, epochs, checkpoints, Path(folder)):
+            file = FLOAT if row.name == FLOAT else f"qtoolkit, {row.name}"
+            yield Peer(name, file, row.bytes, row.milliseconds, row.accuracy)
+            if row.name == FLOAT:
+                theirs = Path(folder) / "theirs.tflite"
+                quantized_by_ai_edge(Path(folder) / "float.tflite", images.train[0][:CALIBRATION], theirs)
+                yield peer_of(name, THEIRS, theirs, images.test)
+
+
+def all_peers(data: Path | None, checkpoints: Path | None) -> Iterator[Peer]:
+    """Yield the files of all networks, beside ai-edge-quantizer's."""
+    if data is not None:
+        calibration, test = jpeg_images(data, "train", 256)[0], jpeg_images(data, "test", 10_000)
+        yield from peers_of("ResNet-20, CIFAR-10", resnet20_of(data), calibration, test)
+    trained = data is not None and checkpoints is not None
+    if trained:
+        yield from peers_of_resnet8(data, checkpoints)
+    for name, model, calibration, _ in random_networks(quick=False):
+        if name in PEERS and not (trained and name == "ResNet-8"):
+            yield from peers_of(name, model, calibration, None)
+
+
+def print_peers(found: Iterable[Peer], console: Console) -> None:
+    """Print size, latency and accuracy of files."""
+    table = Table("network", "file", "KiB", "ms", "accuracy, %", title="Beside ai-edge-quantizer")
+    for peer in found:
+        accuracy = "" if peer.accuracy is None else f"{peer.accuracy:.2f}"
+        table.add_row(peer.network, peer.file, f"{peer.bytes / 1024:.0f}", f"{peer.milliseconds:.3f}", accuracy)
     console.print(table)
 
 
@@ -238,10 +235,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--checkpoints", type=Path, help="of examples/mlperf_tiny.py, with --peers")
     args = parser.parse_args()
-    if args.peers and DATA is not None:
-        print_peers(DATA, Console())
-        return
+    if args.peers:
+        return print_peers(tqdm(all_peers(DATA, args.checkpoints), desc="files"), Console(width=120))
     rows = [row_of(*network) for network in tqdm(networks(DATA, args.quick), desc="networks")]
     table = Table(title="LiteRT's files")
     columns = (
@@ -257,6 +254,7 @@ def main() -> None:
     Console(width=180).print(table)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return None
 
 
 if __name__ == "__main__":

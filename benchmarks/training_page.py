@@ -33,7 +33,7 @@ def section(results: Mapping[str, Results], plot: str) -> str:
     demands = [line for name in PARTS if name in results for line in _demands(name, results[name])]
     head = [f"![Time of a step and bytes kept for backward, as multiples of the float model's]({plot})", ""]
     if demands:
-        head += ["### Demands", "", *markdown_lines(COLUMNS, demands), ""]
+        head += ["### Goals", "", *markdown_lines(COLUMNS, demands), ""]
     return "\n".join([*head, *(line for part in parts for line in part)])
 
 

@@ -162,7 +162,7 @@ def calibrate(
 
 
 class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
-    """Observe ranges without quantizing, in a loop of one's own, and set the scales after the block, as `calibrate` does.
+    """Observe ranges in your own loop without quantizing, and set the scales after the block, as `calibrate` does.
 
     The model runs in the mode that it is in, and with gradients unless `torch.no_grad` says otherwise. What was observed before
     the block does not count. If the block raises, all ranges, scales and observers are as before. In a process group every rank

@@ -24,14 +24,14 @@ def check_finite(model: nn.Module, what: str) -> None:
         >>> check_finite(broken, "convert")
         Traceback (most recent call last):
         ...
-        ValueError: convert: 'running_var' has NaN (1 of 2 values). Load the model from before they came in; ...
+        ValueError: convert: 'running_var' has NaN (1 of 2 values). Load an earlier state of the model; ...
     """
     bad = list(_faults(model))
     if bad:
         raise ValueError(
-            f"{what}: {some(bad)}. Load the model from before they came in; statistics of batch norms alone can be estimated "
-            f"anew, by reset_running_stats() of these batch norms and qtoolkit.tuning.reestimate_batch_norm(model, batches). A "
-            f"batch with NaN changes the statistics in its forward, also where its step is skipped: check batches before it."
+            f"{what}: {some(bad)}. Load an earlier state of the model; if only statistics of batch norms are affected, call "
+            f"reset_running_stats() on these batch norms and qtoolkit.tuning.reestimate_batch_norm(model, batches). A batch "
+            f"with NaN changes the statistics in its forward, even if its step is skipped: check batches before the forward."
         )
 
 

@@ -25,13 +25,13 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters of a model in groups for any optimizer of torch, with the learned scales apart.
 
-    The groups, of which empty ones are left out:
+    The groups (empty ones are left out):
 
     - "weights": with weight decay.
     - "no_decay": biases, scales and shifts of norms (all parameters of at most one dimension), and those that `no_decay` names.
     - "scales": the parameters of quantizers. Weight decay would shrink the ranges that they learn.
 
-    Each trainable parameter is in one group, a shared one too. Frozen parameters are in none.
+    Each trainable parameter is in exactly one group, shared ones too. Frozen parameters are left out.
 
     Args:
         model: A prepared or replaced model, or one that contains it, also in DistributedDataParallel.

@@ -39,7 +39,7 @@ class QuantizeResult:
         calibration: The range of each quantizer.
         export: The file, and the comparison of its codes layer by layer.
         verification: The comparison of all codes end to end, in the runtime of the backend; None where there is none.
-        notes: What was done in another way than for most models, and what was left out: a sentence for each.
+        notes: Sentences on what was done differently from most models, and on what was left out.
 
     Example:
         >>> import tempfile

@@ -16,8 +16,8 @@ def synchronize_ranges(model: nn.Module) -> None:
     """Give all ranks the ranges of all data, for the quantizers that observe while they train; every rank must call this.
 
     Call it every n steps, and before evaluation. A range of all inputs ("minmax") becomes the union of those of the ranks, a
-    moving average the mean of theirs, and scales that follow a range are set from it. All of a kind are one
-    all-reduce, of three or four numbers a range. Without a process group nothing happens.
+    moving average the mean of theirs, and scales that follow a range are set from it. All ranges of a kind
+    take one all-reduce, of three or four numbers each. Without a process group nothing happens.
 
     DistributedDataParallel replaces all buffers by those of rank 0 before each forward: with n = 1 nothing is lost. For n > 1
     pass `broadcast_buffers=False`, so that each rank keeps its own ranges in between.
@@ -27,7 +27,7 @@ def synchronize_ranges(model: nn.Module) -> None:
 
     Raises:
         TypeError: The model is not a module.
-        ValueError: A quantizer that observes has an observer that adds up what it sees, such as "histogram", and so cannot
+        ValueError: A quantizer that observes has an observer that accumulates its inputs, such as "histogram", and so cannot
             be merged several times; or it has a range for each channel, and no data has reached it.
 
     Example:
@@ -53,7 +53,7 @@ def _check(name: str, quantizer: TensorQuantizer) -> None:
     observer = quantizer.observer
     if observer.ADDED_UP or not isinstance(observer, EndsObserver):
         raise ValueError(
-            f"synchronize_ranges: quantizer {name!r} has the observer {quantizer.spec.observer!r}, which adds up what it sees "
+            f"synchronize_ranges: quantizer {name!r} has the observer {quantizer.spec.observer!r}, which accumulates its input "
             f"and can be merged only once, as qtoolkit.calibrate does; take the observer 'moving_average' or 'minmax'."
         )
 

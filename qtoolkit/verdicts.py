@@ -36,23 +36,23 @@ class Cause(StrEnum):
     FOLDED = "a batch norm that the layer before it folds"
     OWN_QUANTIZER = "calls a quantizer of its own"
     OUTPUT = "its output is quantized"
-    JOINED = "one op with the op before it"
+    JOINED = "fused into the previous op"
     MOVES = "moves values"
     CONFIG = "the user's config"
-    IGNORED = "the user's ignore argument"
+    IGNORED = "the exclude argument"
     TARGET = "a rule of the target"
     NO_QAT_TYPE = "no QAT type"
     NOT_FOLDED = "a batch norm that no layer folds"
-    NOT_QUANTIZED_AROUND = "no quantized tensor reaches it, or none is taken from it"
-    NOT_CALLED = "a layer that forward does not call"
+    NOT_QUANTIZED_AROUND = "its inputs or its output are not quantized"
+    NOT_CALLED = "not called by forward"
     NOT_AN_OP = "an input, an output or a constant"
-    PUT_IN = "put in after the model was quantized"
+    PUT_IN = "added after the model was quantized"
     # why it does not compute on codes
     AS_ASKED = "as asked"
     NO_KERNEL = "no kernel for it"
-    INPUT_CODES = "the codes of its inputs"
-    WEIGHT_CODES = "the codes of its weight"
-    OUTPUT_CODES = "the codes of its output"
+    INPUT_CODES = "how its inputs are quantized"
+    WEIGHT_CODES = "how its weight is quantized"
+    OUTPUT_CODES = "how its output is quantized"
     CALL = "how it is called"
 
 
@@ -91,7 +91,7 @@ class Verdict:
     @classmethod
     def put_in(cls, kind: str) -> "Verdict":
         """Return the verdict on an op or a layer of this type that replaces the one of the plan and has no quantizer."""
-        return cls.left_float(Cause.PUT_IN, f"{with_article(kind)} that was put in after the model was quantized")
+        return cls.left_float(Cause.PUT_IN, f"{with_article(kind)} that was added after the model was quantized")
 
 
 @dataclass(frozen=True)
@@ -105,4 +105,4 @@ class Obstacle:
     why: str
 
 
-BY_CONFIG = Verdict.left_float(Cause.CONFIG, "the qconfig_mapping says so")
+BY_CONFIG = Verdict.left_float(Cause.CONFIG, "the qconfig_mapping leaves it in float")

@@ -89,3 +89,61 @@ def tasks() -> list[tuple[str, str, str]]:
     text = (ROOT / "docs" / "contributing.md").read_text().split("## Readers' tasks")[1].split("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \| \[[^|]+\]\(([^|]+)\) \| ([^|]+) \|$", text, flags=re.MULTILINE)
     return [(task, place.replace(".md", ".html"), words) for task, place, words in rows]
+
+
+# What programs of pages import that is an extra, and names that need one.
+EXTRAS = re.compile(
+    r"^(?:import|from) (?:torch\.utils\.)?(accelerate|lightning|tensorboard|transformers|ultralytics)\b", re.MULTILINE
+)
+NEEDED_BY = {
+    "MixedPrecision": "scipy",
+    "save_checkpoint": "safetensors",
+    "TrainingArguments": "accelerate",
+    "export_litert": "ai_edge_litert",
+    "CortexMPassManager": "executorch",
+    "EthosUPartitioner": "tosa_serializer",  # of tosa-tools
+    "EthosUCompileSpec": "ethosu",  # of ethos-u-vela
+}
+
+
+def needed(program: str) -> list[str]:
+    """Return the optional packages that a program of a page needs."""
+    return [*EXTRAS.findall(program), *(package for name, package in NEEDED_BY.items() if name in program)]
+
+
+def source_of(page: str) -> str:
+    """Return the Markdown of a page, by its path in the site, with the parts of the README that it includes."""
+
+    def included(found: re.Match[str]) -> str:
+        _, begin, rest = (ROOT / found[1]).read_text().partition(f"<!-- --8<-- [start:{found[2]}] -->")
+        return rest.partition(f"<!-- --8<-- [end:{found[2]}] -->")[0] if begin else found[0]
+
+    text = (ROOT / "docs" / page.replace(".html", ".md")).read_text()
+    return re.sub(r'^--8<-- "([\w.]+):(\w+)"$', included, text, flags=re.MULTILINE)
+
+
+def programs_of(place: str) -> list[str]:
+    """Return the Python programs of a section, or of its page if the section has none; of a notebook one program."""
+    page, _, part = place.partition("#")
+    notebook = ROOT / "docs" / page.replace(".html", ".ipynb")
+    if notebook.exists():
+        cells = json.loads(notebook.read_text())["cells"]
+        return ["\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")]
+    text = source_of(page)
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    own = [section for section in sections if re.sub(r"\W+", "-", section.split("\n")[0].lower()).strip("-") == part]
+    return blocks("python", "".join(own)) or blocks("python", text)
+
+
+def shell_of(page: str) -> list[str]:
+    """Return the commands that a page has in blocks for a shell."""
+    return [line for block in blocks("", source_of(page)) for line in block.splitlines()]
+
+
+def blocks(language: str, text: str) -> list[str]:
+    """Return the blocks of code of a language."""
+    return [
+        block
+        for name, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        if name == language
+    ]

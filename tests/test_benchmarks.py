@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture(autouse=True)
 def _import_from_the_folder(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER.with_name("examples")))
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
@@ -301,8 +302,8 @@ def test_rows_from_before_there_were_two_networks_can_be_read() -> None:
 
 
 def test_resnet_8_is_that_of_mlperf_tiny_and_takes_unsigned_pixels() -> None:
+    from mlperf_tiny import ResNet8
     from training.algorithms import build
-    from training.cifar_networks import ResNet8
 
     model = ResNet8()
     values = {name: value for name, value in model.state_dict().items() if "num_batches" not in name}
@@ -335,9 +336,9 @@ def test_both_networks_see_the_same_crops() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_training_that_was_ended_goes_on_bit_for_bit(optimizer: str, tmp_path, monkeypatch) -> None:
+    from mlperf_tiny import ResNet8
     from training.algorithms import build
     from training.cifar import Data, Run, Schedule
-    from training.cifar_networks import ResNet8
 
     generator = torch.Generator().manual_seed(0)
     images = 255 * torch.rand(60, 3, 32, 32, generator=generator), torch.randint(10, (60,), generator=generator)
@@ -610,3 +611,20 @@ def test_digits_from_scratch_are_learned_as_in_float() -> None:
     of_float, quantized = (trained("mnist", quantized, 0, data) for quantized in (False, True))
     assert of_float > 50
     assert quantized > of_float - 5
+
+
+def test_files_of_litert_beside_those_of_ai_edge_quantizer(tmp_path) -> None:
+    for package in ("timm", "ai_edge_litert", "ai_edge_quantizer"):
+        pytest.importorskip(package, reason=f"files of LiteRT are not quantized by two tools; pip install {package}")
+    import litert
+
+    name, model, calibration, _ = next(litert.random_networks(quick=True))
+    paths = litert.files_of(model, calibration, tmp_path)
+    assert [*paths] == [litert.FLOAT, litert.OURS, litert.THEIRS]
+    x, logits = calibration[:8], model(calibration[:8]).detach()
+    for path in paths.values():  # the networks are the same
+        given = litert.accuracy_of_file(path, x, logits.argmax(1))
+        assert given >= (100 if path == paths[litert.FLOAT] else 75)
+    rows = [*litert.peers_of(name, model, calibration, (x, logits.argmax(1)))]
+    assert [(row.network, row.file) for row in rows] == [("ResNet-8", file) for file in paths]
+    assert all(row.bytes < rows[0].bytes / 3 for row in rows[1:])

@@ -195,3 +195,37 @@ def test_mixed_precision_is_better_than_the_same_bits_everywhere(tmp_path, monke
     assert front.points[0].costs["size"] == result.sizes["w2"]
     assert front.points[-1].costs["size"] == result.sizes["w8"]
     assert front.scores[-1] >= result.float_accuracy - 1.001
+
+
+@needs_data
+@pytest.mark.data
+def test_mlperf_tiny_has_the_codes_and_the_accuracy_of_its_files(tmp_path, monkeypatch) -> None:
+    """Few images and one epoch each: docs/litert.md has the figures of the whole training."""
+    pytest.importorskip("ai_edge_litert", reason="files of LiteRT are not run; pip install -r requirements-litert.txt")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = import_module("mlperf_tiny")
+    data, exact = example.load_all(DATA, (512, 100, 20), tmp_path)
+    assert data.train[1].sum(1).allclose(torch.ones(512))  # probabilities
+    assert (data.train[1].max(1).values >= 0.5).all()
+    rows = [*example.run(data, exact, (1, 1), tmp_path, tmp_path)]
+    assert [row.name for row in rows] == ["float", "post-training W8A8", "QAT W8A8", "QAT W4A8"]
+    for row in rows[1:]:
+        assert row.bytes < rows[0].bytes / 3
+        assert row.compared == 20 * 117_834
+        assert row.differing <= 1e-4 * row.compared  # ties of the average pool, and what layers behind spread
+        assert abs(row.simulated - row.accuracy) <= 1.001  # one image
+
+
+def test_mlperf_tiny_has_four_bits_between_the_first_and_the_last_layer(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = import_module("mlperf_tiny")
+    images = torch.randint(256, (8, 3, 32, 32)).float()
+    data = example.Data((images, torch.zeros(8, 10)), (images, torch.zeros(8)), torch.zeros(3))
+    prepared = example.calibrated(example.ResNet8().train(), data, example.mapping_of(4))
+    specs = {name: q.spec for name, q in qt.quantizers_of(prepared).items()}
+    weights = {name: spec.bits for name, spec in specs.items() if name.endswith("weight_quantizer")}
+    assert len(weights) == 10
+    assert {name for name, bits in weights.items() if bits == 8} == {"conv.weight_quantizer", "linear.weight_quantizer"}
+    assert {spec.bits for name, spec in specs.items() if name not in weights} == {8}
+    pixels = qt.quantizers_of(prepared)["activation_quantizers.x"]
+    assert (pixels.scale.item(), pixels.zero_point.item()) == (1.0, -128.0)  # each pixel is a code

@@ -1,6 +1,7 @@
 """Missing packages, and a package of the same name: each is said with the command that helps."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -39,6 +40,15 @@ def test_in_a_source_folder_it_names_the_file_of_requirements(monkeypatch) -> No
 
 def test_the_distribution_has_the_name_that_the_project_declares() -> None:
     assert f'name = "{extras.DISTRIBUTION}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_no_text_installs_the_other_project() -> None:
+    places = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb")]
+    places += [*ROOT.glob("qtoolkit/**/*.py"), *ROOT.glob("csrc/**/*.*"), *ROOT.glob("examples/**/*.*")]
+    assert len(places) > 400
+    found = [(path, line) for path in places if path.is_file() for line in path.read_text().splitlines()]
+    command = re.compile(r"pip install[^`|]*[ \"']qtoolkit\b(?![/.\w-])")
+    assert [(path, line) for path, line in found if command.search(line)] == []
 
 
 # ---- the other project of this name

@@ -90,7 +90,7 @@ def test_statistics_that_a_bad_image_poisons_are_named_and_estimated_anew() -> N
     bad[0, 0, 0, 0] = torch.nan
     assert model(bad).sum().isnan()
     with pytest.raises(
-        ValueError, match=r"convert: '1\.running_mean' has NaN .*reset_running_stats\(\) of these batch"
+        ValueError, match=r"convert: '1\.running_mean' has NaN .*reset_running_stats\(\) on these batch"
     ):
         qt.convert(model)
     model.get_submodule("1").reset_running_stats()

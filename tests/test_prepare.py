@@ -303,11 +303,11 @@ def test_layers_can_be_left_in_float_and_are_reported() -> None:
     report = qt.quantization_report(prepared)
     reasons = {line.name: line.reason for line in report.left_float}
     assert reasons == {
-        "up": "float: the qconfig_mapping says so",
+        "up": "float: the qconfig_mapping leaves it in float",
         "bn3": "float: a batch norm that cannot be folded (its layer is not quantized)",
-        "head": "float: the qconfig_mapping says so",
+        "head": "float: the qconfig_mapping leaves it in float",
         # Rule 6 of TensorRT: without the head, nothing takes the pool's output quantized.
-        "average": "float: its output is taken in float, and tensorrt computes it in integers only between two quantized "
+        "average": "float: its output is not quantized, and tensorrt computes it in integers only between two quantized "
         "tensors",
     }
 

@@ -433,7 +433,7 @@ def test_reasons_of_float_layers() -> None:
     assert "no chain of qtoolkit.fuse_modules" in why["bn"]
     assert why["act"] == "float: no QAT type for ReLU"
     assert "its forward is an attribute of this one module" in why["patched"]
-    assert why["fc"] == "float: the qconfig_mapping says so"
+    assert why["fc"] == "float: the qconfig_mapping leaves it in float"
     assert quantized_names(model) == set()
 
 

@@ -60,7 +60,7 @@ def test_a_line_for_each_layer_with_the_reason() -> None:
         "odd": "float: Odd is a subclass of Linear; its forward may differ: pass its QAT type in custom",
         "pool": "float: a max_pool, which only moves values",
         "bn": "float: no chain of qtoolkit.fuse_modules names the layer before it",
-        "named": "float: the qconfig_mapping says so",
+        "named": "float: the qconfig_mapping leaves it in float",
     }
     assert lines["body.0"][0] == "linear"
     assert lines[""] == ("other", "", "ours.0", "quantized", "by quantizers that Zoo calls itself")
@@ -113,7 +113,7 @@ def test_without_a_record_layers_say_what_can_be_seen() -> None:
     layer = qt.nn.QuantLinear(4, 4, weight_spec=qt.QuantSpec(axis=0))
     layer.input_quantizer = qt.TensorQuantizer(qt.QuantSpec(signed=False))
     model = nn.Sequential(layer, nn.Linear(4, 4), Odd(4, 4), nn.Tanh(), qt.nn.QuantLinear(4, 4))
-    off = "float: built while replacement was off, or ignored, or put in since"
+    off = "float: built while replacement was off, excluded, or added later"
     assert lines_of(model) == {
         "0": ("linear", PER_CHANNEL, "0.input_quantizer", "quantized", "by module replacement"),
         "1": ("linear", "", "float", off),
@@ -126,7 +126,7 @@ def test_without_a_record_layers_say_what_can_be_seen() -> None:
 def test_layers_put_in_since_have_lines() -> None:
     replaced = qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)))
     replaced.append(nn.Linear(2, 2))
-    assert lines_of(replaced)["1"][-1] == "float: built while replacement was off, or ignored, or put in since"
+    assert lines_of(replaced)["1"][-1] == "float: built while replacement was off, excluded, or added later"
     del replaced[0]
     assert set(lines_of(replaced)) == {"0"}
 
@@ -139,7 +139,7 @@ def test_a_replaced_part_of_a_model_keeps_its_record() -> None:
     assert reasons == {
         "0.0": "by module replacement",
         "0.1": "float: excluded by '1'",
-        "1": "float: built while replacement was off, or ignored, or put in since",
+        "1": "float: built while replacement was off, excluded, or added later",
     }
 
 
@@ -161,7 +161,7 @@ def test_quantizers_of_pytorch_quantization_are_no_silent_float(replaced: bool) 
     lines = lines_of(qt.quant_modules.replace(model) if replaced else model)
     assert lines["0"][-2:] == ("quantized", "by the quantizers of qtoolkit.compat.pytorch_quantization")
     assert lines["1"][-1] == (
-        "by module replacement" if replaced else "float: built while replacement was off, or ignored, or put in since"
+        "by module replacement" if replaced else "float: built while replacement was off, excluded, or added later"
     )
 
 
@@ -228,7 +228,7 @@ def test_the_report_of_a_graph_looks_at_the_model_as_it_is(untraced: tuple[str, 
     lines = {line.name: line for line in qt.quantization_report(edited).layers}
     inner = "block.0"
     for name, kind in (("fc", "Linear"), ("relu", "Sigmoid"), (inner, "Linear")):
-        assert lines[name].reason == f"float: a {kind} that was put in after the model was quantized"
+        assert lines[name].reason == f"float: a {kind} that was added after the model was quantized"
         assert (lines[name].verdict.cause, lines[name].weight) == (Cause.PUT_IN, "")
     assert lint(edited)[-1].where == "fc"
     assert not lint(prepared)
@@ -243,7 +243,7 @@ def test_the_report_of_a_replaced_model_looks_at_the_model_as_it_is() -> None:
     edit(replaced)
     lines = {line.name: line for line in qt.quantization_report(replaced).layers}
     assert [str(lines[name].status) for name in ("fc", "block.0", "conv")] == ["float", "float", "quantized"]
-    assert "put in since" in lines["fc"].reason
+    assert "added later" in lines["fc"].reason
     assert lines["relu"].reason == "float: no QAT module for Sigmoid"
 
 
@@ -269,7 +269,7 @@ def test_an_op_that_is_added_to_a_graph_has_a_line() -> None:
     output.args = (added,)
     prepared.recompile()
     line = next(line for line in qt.quantization_report(prepared).layers if line.name == "tanh")
-    assert line.reason == "float: a tanh that was put in after the model was quantized"
+    assert line.reason == "float: a tanh that was added after the model was quantized"
 
 
 def test_export_says_what_was_put_in(tmp_path: Path) -> None:
@@ -334,7 +334,10 @@ def test_each_layer_of_the_model_has_a_line(training: bool, untraced: tuple[str,
     assert not any(name.startswith("scaled") for name in lines if name not in untraced)
     not_called = {name for name, line in lines.items() if line.verdict.cause is Cause.NOT_CALLED}
     assert not_called == {"norm", "spare.0"} | (set() if training else {"extra"})
-    assert lines["norm"].reason == "float: forward does not call it in the mode and with the arguments of prepare"
+    assert (
+        lines["norm"].reason
+        == "float: forward did not call it when prepare traced the model (its mode and example inputs)"
+    )
     qt.calibrate(prepared, [indices], progress=False)
     if not training:  # the branch of training mode has ops of its own
         assert qt.quantization_report(qt.convert(prepared)).layers == report.layers

@@ -74,17 +74,28 @@ def test_a_page_fits_the_window(page: Page, site: str, name: str) -> None:
     assert page.complaints == []
 
 
+@pytest.mark.parametrize("name", ["index", "accuracy", "zoo"])  # the landing page, and the widest tables
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_the_landing_page_shows_figures_code_and_install_light_and_dark(
-    page: Page, site: str, width: int, dark: bool, tmp_path: Path
+def test_screenshots_are_light_and_dark_with_nothing_cut_off(
+    page: Page, site: str, width: int, dark: bool, name: str, tmp_path: Path
 ) -> None:
     image = pytest.importorskip("PIL.Image", reason="needs pillow, which is not installed")
-    page.open(site, width=width, dark=dark).screenshot(tmp_path / "page.png", whole=True)
+    page.open(f"{site}{name}.html", width=width, dark=dark)
+    page.screenshot(tmp_path / "page.png", whole=name == "index")
     picture = image.open(io.BytesIO((tmp_path / "page.png").read_bytes())).convert("L")
     assert picture.width == width
-    ground = max(picture.crop((0, 200, width, picture.height)).getcolors(1 << 16))[1]
+    shades = picture.crop((0, 200, width, picture.height)).getcolors(1 << 16)
+    ground, ink = max(shades)[1], sum(count for count, shade in shades if abs(shade - max(shades)[1]) > 100)
     assert ground < 60 if dark else ground > 240
+    assert ink > 1000  # text that can be read
+    table = "document.querySelector('article table').getBoundingClientRect()"
+    assert page.evaluate(f"{table}.left >= 0 && ({table}.right <= innerWidth || {width} < 1000)")  # narrow: it scrolls
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_the_landing_page_shows_figures_code_and_install(page: Page, site: str, width: int) -> None:
+    page.open(site, width=width)
     assert page.evaluate("document.querySelector('article img').getBoundingClientRect().bottom") < 900
     for words in ("pip install", "qt.prepare", "What do you want to do?"):
         assert page.evaluate(f"document.querySelector('article').textContent.includes({json.dumps(words)})")

@@ -1,5 +1,6 @@
 """What a user installs: a wheel in an environment without a compiler, and the source distribution. Nothing is compiled here."""
 
+import json
 import os
 import re
 import shutil
@@ -8,7 +9,9 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from dataclasses import dataclass
 from email import message_from_bytes
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ import torch
 import qtoolkit as qt
 from qtoolkit import _native
 from qtoolkit.extras import DISTRIBUTION
+from tests import pages
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -120,36 +124,104 @@ def test_a_repaired_wheel_has_a_tag_for_glibc_and_no_library_of_torch(wheel: Pat
     assert sorted(libraries) == ["qtoolkit/_C.abi3.so", "qtoolkit/_snapshot.abi3.so"]
 
 
-PROGRAM = """
-import sys, torch, qtoolkit as qt
-from torch import nn
-model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
-x = torch.randn(2, 3, 5, 5)
-prepared = qt.prepare(model.train(), x, backend="tensorrt")
-qt.calibrate(prepared, [x], progress=False)
-prepared(x).sum().backward()
-qt.convert(prepared)(x)
-print(qt.__file__, qt.__version__)
-"""
+@dataclass(frozen=True)
+class Bare:
+    """An environment with the wheel, without a compiler and without a checkout of this package.
+
+    Attributes:
+        folder: Its folder.
+        python: Its Python.
+        variables: Its environment variables.
+    """
+
+    folder: Path
+    python: Path
+    variables: dict[str, str]
+
+    def run(self, *command: str, at: Path) -> str:
+        """Run a command in a folder, and return what it prints."""
+        done = subprocess.run(command, cwd=at, env=self.variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+        return done.stdout
 
 
-def test_the_wheel_works_where_no_compiler_is(tmp_path, wheel: Path) -> None:
-    environment = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    python = environment / "bin" / "python"
-    place = next((environment / "lib").glob("python*")) / "site-packages"
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory) -> Bare:
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    place = next((folder / "lib").glob("python*")) / "site-packages"
     (place / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")  # torch, and no checkout of this package
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-index", "--no-deps", str(wheel)]
     subprocess.run(pip, check=True, capture_output=True, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
-    bare = {"PATH": str(environment / "bin"), "HOME": str(tmp_path), "CC": "no-compiler", "CXX": "no-compiler"}
-    run = {"cwd": tmp_path, "env": bare, "capture_output": True, "text": True}
-    done = subprocess.run([python, "-c", PROGRAM], check=False, **run)
-    assert done.returncode == 0, done.stderr
-    file, version = done.stdout.split()
-    assert Path(file).is_relative_to(environment)
+    variables = {"PATH": str(folder / "bin"), "HOME": str(folder), "CC": "no-compiler", "CXX": "no-compiler"}
+    variables |= {"MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    assert not [name for name in ("cc", "c++", "gcc", "g++", "clang") if shutil.which(name, path=variables["PATH"])]
+    return Bare(folder, python, variables)
+
+
+def test_the_wheel_works_where_no_compiler_is(bare: Bare, tmp_path: Path) -> None:
+    file, version = bare.run(
+        str(bare.python), "-c", "import qtoolkit as qt; print(qt.__file__, qt.__version__)", at=tmp_path
+    ).split()
+    assert Path(file).is_relative_to(bare.folder)
     assert version == qt.__version__
-    done = subprocess.run([environment / "bin" / "qtoolkit", "info", "--json"], check=False, **run)
-    assert (done.returncode, done.stdout[:1]) == (0, "{"), done.stderr
+    assert bare.run(str(bare.folder / "bin" / "qtoolkit"), "info", "--json", at=tmp_path).startswith("{")
+
+
+# Runs the programs of each task in a process of its own, forked from one that has imported torch and the package.
+RUN_TASKS = """
+import json, os, sys, traceback, onnx, onnxruntime, onnxscript, torch, torch._dynamo, qtoolkit
+failed = []
+for task, programs in json.load(open("tasks.json")).items():
+    os.mkdir(task)
+    if os.fork() == 0:
+        os.chdir(task)
+        try:
+            for number, program in enumerate(programs):
+                names = {"__name__": "__main__"}
+                exec(compile(program, f"{task}, program {number}", "exec"), names)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    if os.wait()[1]:
+        failed.append(task)
+sys.exit(f"failed: {failed}" if failed else 0)
+"""
+
+
+def test_readers_tasks_run_from_the_wheel_without_a_compiler(bare: Bare, tmp_path: Path) -> None:
+    """The programs of the tasks in docs/contributing.md, as their pages have them; test_site.py finds the pages."""
+    tasks = {task: pages.programs_of(place) for task, place, _ in pages.tasks()}
+    assert [task for task, programs in tasks.items() if not programs] == ["learn QAT", "understand an error"]
+    del tasks["learn QAT"]  # a list of notebooks, one of which is the detector
+    tasks["understand an error"] = [ERROR]
+    wanted = {task: pages.needed("\n".join(programs)) for task, programs in tasks.items()}
+    tasks = {task: tasks[task] for task, packages in wanted.items() if all(map(find_spec, packages))}
+    assert len(tasks) >= 10
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks))
+    bare.run(str(bare.python), "-c", RUN_TASKS, at=tmp_path)
+    shell = [line for line in pages.shell_of("quickstart.html") if line.startswith(("python ", "qtoolkit "))]
+    assert len(shell) == 4
+    (tmp_path / "first.py").write_text(pages.programs_of("quickstart.html")[1])
+    for line in shell:
+        program, *words = line.split()
+        bare.run(str(bare.folder / "bin" / program), *words, at=tmp_path)
+
+
+# What the table of troubleshooting explains is what is raised.
+ERROR = """
+import torch, qtoolkit as qt
+prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+try:
+    prepared(torch.zeros(1, 4))
+except RuntimeError as error:
+    assert "has no range yet: call qtoolkit.calibrate(model, batches) first" in str(error), error
+else:
+    raise AssertionError("no error")
+"""
 
 
 def test_the_source_distribution_has_all_that_a_build_reads(tree: Path) -> None:

@@ -114,7 +114,7 @@ def test_the_documented_table_is_that_of_the_results() -> None:
     labels = {label for o in outcomes for label in o["left_float"]}
     assert labels == {
         "no QAT module for LSTM in a graph: qtoolkit.quant_modules.replace has one",
-        "forward does not call it in the mode and with the arguments of prepare",
+        "forward did not call it when prepare traced the model (its mode and example inputs)",
     }
 
 

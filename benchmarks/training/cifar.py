@@ -48,7 +48,8 @@ class Schedule:
     """How a model is trained: each learning rate falls from its first value (`rate` for weights) to 0 along a cosine.
 
     Where the norm of the gradient, over all parameters, is above `clip`, it is scaled down to it. Without `labels` a teacher's
-    classes alone are learned. Weights decay by `decay`, or as the optimizer's do.
+    classes alone are learned. Weights decay by `decay`, or as the optimizer's do. With `bfloat16` the model computes under
+    autocast, in about half the time where the processor has instructions for it.
     """
 
     images: int
@@ -59,6 +60,7 @@ class Schedule:
     optimizer: str = "sgd"
     labels: bool = True
     decay: float | None = None
+    bfloat16: bool = False
 
     @property
     def steps(self) -> int:
@@ -71,8 +73,8 @@ class Data:
     """Images and their labels.
 
     Attributes:
-        train: Images (n, 3, 32, 32) and labels (n).
-        test: The same.
+        train: Images (n, 3, 32, 32) and labels (n), or probabilities of the classes (n, 10).
+        test: Images and labels.
         border: What is around an image before the random crop: the mean pixel (3), in the units of the images.
     """
 
@@ -152,7 +154,9 @@ class Run:
         images, labels = (part[index] for part in self.data.train)
         images = augmented(images, self.data.border, self.generator)
         self.optimizer.zero_grad()
-        logits = self.model(images)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.schedule.bfloat16):
+            logits = self.model(images)
+        logits = logits.float()
         losses = [F.cross_entropy(logits, labels)] if self.schedule.labels else []
         losses += [] if self.teacher is None else [self.teacher(images, logits)]
         loss = torch.stack(losses).sum()

@@ -77,9 +77,15 @@ def overview(rows: Rows, figure: str, title: str) -> Table:
 
 
 def failures(rows: Rows) -> list[str]:
-    """Return a line for each subject that has no figure, with the reason."""
+    """Return a line for each subject that has no figure, with the reason; one line for all that are not installed."""
     found = {(row["network"], row["subject"]): row["failure"] for row in rows if row["failure"]}
-    return [f"{NETWORKS[network].title}, {subject}: {reason}" for (network, subject), reason in found.items()]
+    absent = {subject: None for (_, subject), reason in found.items() if reason.startswith("ModuleNotFoundError")}
+    lines = [
+        f"{NETWORKS[network].title}, {subject}: {why}"
+        for (network, subject), why in found.items()
+        if subject not in absent
+    ]
+    return [*([f"not installed in this run: {', '.join(absent)}"] if absent else []), *lines]
 
 
 def profile_tables(results: Mapping[str, Any]) -> Iterator[Table]:

@@ -138,7 +138,9 @@ class Loading:
         for name in (name for name, value in self.state.items() if is_object(value)):
             check_known("name in state", name, self.trees)
             if "object" not in self.trees[name]:
-                raise ValueError(f"state[{name!r}] was saved as a value, and is an object with a state dict here")
+                raise ValueError(
+                    f"state[{name!r}] was saved as a plain value, but an object with a state dict was passed"
+                )
 
     def _optimizer_tree(self) -> dict[str, Any]:
         record = self.source.record

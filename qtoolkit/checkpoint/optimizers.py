@@ -43,7 +43,9 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, tree: Mapping[str, A
         mine, theirs = ({name for names in groups for name in names} for groups in (own, tree["groups"]))
         differing = sorted(mine ^ theirs)
         why = f"only one of both trains {some(differing)}" if differing else "they are in other groups or another order"
-        raise ValueError(f"the optimizer's parameters are not those that were saved: {why}; build its groups as then")
+        raise ValueError(
+            f"the optimizer's parameters are not those that were saved: {why}; build the same parameter groups"
+        )
 
 
 def shaped_like(model: nn.Module, tree: Mapping[str, Any]) -> dict[str, Tensor]:

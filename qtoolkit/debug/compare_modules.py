@@ -74,7 +74,7 @@ def _compared(quantized: nn.Module, name: str, last: str, float_calls: Calls, ca
     if len(set(counts)) > 1:
         raise ValueError(
             f"compare: layer {name!r} is called {counts[0]} times in the float model and {counts[2]} times in the quantized "
-            f"one, so forward branches on values; pass inputs for which both take the same way."
+            f"one, so forward branches on values; pass inputs for which both take the same branch."
         )
     if not calls[name]:
         return []

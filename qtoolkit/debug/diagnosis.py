@@ -109,8 +109,8 @@ class Diagnosis:
         if bool(lost.any()):
             found = "a value that is not finite" if growth is None else f"{float(growth[lost][0]):.3g} times its start"
             raise RuntimeError(
-                f"watch: the learned scale of quantizer {name!r} has come to {found} ({int(lost.sum())} of "
-                f"{lost.numel()} values), after {step} steps. The optimizer has changed nothing in this step. Go on from an "
+                f"watch: the learned scale of quantizer {name!r} has become {found} ({int(lost.sum())} of "
+                f"{lost.numel()} values), after {step} steps. The optimizer has changed nothing in this step. Resume from an "
                 f"earlier state with a lower learning rate of the scales (scale_lr of qtoolkit.parameter_groups)."
             )
 

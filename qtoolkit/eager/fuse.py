@@ -26,7 +26,7 @@ from qtoolkit.verdicts import Cause, Status, Verdict
 def fuse_modules(
     model: nn.Module, modules_to_fuse: Sequence[str] | Sequence[Sequence[str]], inplace: bool = False
 ) -> nn.Module:
-    """Name modules of a model that follow each other, so that they are quantized as one op; the model is not traced.
+    """Mark consecutive modules of a model to be quantized as one op, without tracing the model.
 
     Modules keep their names. In eval mode each batch norm is folded into the layer before it at once, and is replaced by
     torch.nn.Identity. The layer then has a new weight and bias, so build optimizers afterwards. In training mode the modules

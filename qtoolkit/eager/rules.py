@@ -73,7 +73,7 @@ class ReplacementRules:
                 f"{kind.__name__} is a subclass of {base.__name__}; its forward may differ: pass its QAT type in custom"
             )
         if kind.__name__ in STUBS:
-            return "it marks a place and returns its input; each layer quantizes its own input"
+            return "it returns its input unchanged; each layer quantizes its own input"
         if kind.__name__ == FLOAT_FUNCTIONAL:
             return 'it has no forward with inputs to quantize; use qtoolkit.nn.Add, Mul or Cat, or quantize="outputs"'
         if is_batch_norm(module):

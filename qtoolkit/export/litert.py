@@ -34,6 +34,15 @@ class LitertResult:
         outputs: The same of each output.
         reasons: Why a layer computes in float, by its name.
         verification: The comparison with LiteRT's reference kernels, or None with `verify=False`.
+
+    Example:
+        >>> import tempfile
+        >>> prepared, x = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="litert"), torch.randn(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_litert(qt.convert(prepared), x, f"{folder}/model.tflite")
+        >>> [layer.kernel for layer in result.layers], result.float_layers, result.verification.codes.differing
+        (['FULLY_CONNECTED'], (), 0)
     """
 
     path: Path
@@ -77,7 +86,7 @@ def export_litert(
     computes in float; the result lists it, with the reason.
 
     Images have their channels last in the file: inputs of four dimensions are NHWC, and so are outputs that are images. The
-    result says it of each. Sizes are those of the example inputs.
+    result gives the layout of each. Sizes are those of the example inputs.
 
     Args:
         model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. It is not changed.
@@ -97,6 +106,16 @@ def export_litert(
             by more than its rounding.
         TypeError: The model has no quantizers, or the example inputs do not match its forward.
         ImportError: The extra [litert] is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> model, x = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()), torch.randn(2, 3, 8, 8)
+        >>> prepared = qt.prepare(model, x, backend="litert")
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_litert(qt.convert(prepared), x, f"{folder}/model.tflite")
+        >>> list(result.inputs.values()), result.float_layers
+        (['NHWC'], ())
     """
     LITERT_RUNTIMES["litert"].check_installed("export_litert")
     check_known("io_type of export_litert:", io_type, ("float32", "int8", "int16"))

@@ -87,14 +87,18 @@ class Chain:
         why = "hooks of all modules are registered" if all_watched() else why_batch_norm_not_fused(bn)
         joined, end = _joined(self)
         if why is None and not isinstance(bn, LinkedBatchNorm) and (not joined or joined[-1] is not self.quantizer):
-            why = f"no quantizer is in one op with it ({end})"
+            why = f"no quantizer is fused with it ({end})"
         if why is not None:
-            return f"by torch: {why}"
-        names = ", ".join(name_of(node) for node in joined)
-        said = [f"one op with {names}" if joined else "an op of its own", end]
+            return f"computed by torch: {why}"
+        names = ", ".join("its quantizer" if node is self.quantizer else name_of(node) for node in joined)
+        said = [f"fused with {names}" if joined else "not fused", end]
         if isinstance(bn, LinkedBatchNorm):
-            layer = "its layer runs elsewhere" if self.layer is None else why_layer_not_fused(module_of(self.layer), bn)
-            said.append("" if layer is None else f"its input is divided: {layer}")
+            layer = (
+                "it is called in another block"
+                if self.layer is None
+                else why_layer_not_fused(module_of(self.layer), bn)
+            )
+            said.append("" if layer is None else f"its layer is not fused: {layer}")
         return "; ".join(filter(None, said))
 
 
@@ -119,7 +123,7 @@ class Pair:
         """Return how the PReLU is computed in training mode, as the modules are now."""
         why = "hooks of all modules are registered" if all_watched() else None
         why = why or why_prelu_not_fused(module_of(self.activation), module_of(self.quantizer))
-        return f"one op with {name_of(self.quantizer)}" if why is None else f"by torch: {why}"
+        return "fused with its quantizer" if why is None else f"computed by torch: {why}"
 
 
 def find_pairs(nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> list[Pair]:
@@ -163,7 +167,7 @@ class _Finder:
         if node_after is not None and is_activation_quantizer(node_after):
             chain.quantizer, chain.end = node_after, ""
         elif node_after is not None:
-            chain.end = f"{node_after.name!r} follows, which it does not compute"
+            chain.end = f"{node_after.name!r} follows, which cannot be fused"
         self.taken.update(chain.nodes)
         return chain
 
@@ -188,7 +192,7 @@ class _Finder:
         elif user not in self.order:
             chain.end = f"{user.name!r} is in another block"
         elif user in self.taken:
-            chain.end = f"{user.name!r} is one op with another batch norm"
+            chain.end = f"{user.name!r} is fused with another batch norm"
         elif chain.add is not None and not self._runs_next(last, user):
             chain.end = f"{user.name!r} does not run right after it"  # an op between might change the other tensor
         else:

@@ -92,7 +92,7 @@ def op_kernel(
     if len(inputs) != 2 or len(node.args) != 2 or node.kwargs:
         return refusals.OTHER_ARGUMENTS
     if any(kind.clips and not kind.is_relu for kind in followers):
-        return Refusal(Cause.NO_KERNEL, "XNNPACK joins a ReLU alone to it")
+        return Refusal(Cause.NO_KERNEL, "XNNPACK fuses only a ReLU into it")
     refusal = refusals.of_inputs(*(grid.capability_now for grid in inputs)) or _unsigned(Cause.INPUT_CODES, *inputs)
     return refusal or _refusal_of_output(output) or _KERNELS[kind]
 

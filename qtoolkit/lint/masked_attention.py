@@ -9,7 +9,8 @@ from qtoolkit.lint.sources import MODEL_OPTIMIZER
 from qtoolkit.verdicts import Cause, Verdict
 
 MASKED = Verdict.left_float(
-    Cause.TARGET, "attention's scores with a mask or a bias; a mask's large negative values would leave them few codes"
+    Cause.TARGET,
+    "attention scores with a mask or a bias: the mask's large negative values would take up the integer range",
 )
 
 

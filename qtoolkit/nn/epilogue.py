@@ -75,22 +75,22 @@ def why_layer_not_fused(layer: nn.Module, bn: nn.Module) -> str | None:
 def why_activation_not_fused(activation: nn.Module) -> str | None:
     """Return why the op does not compute the module of an activation."""
     if bounds_of_module(activation) is None:
-        return f"{with_article(type(activation))} is none of its activations"
+        return f"{with_article(type(activation))} is not one of the activations that can be fused"
     return "its activation has hooks" if is_watched(activation) else None
 
 
 def why_quantizer_not_fused(quantizer: nn.Module) -> str | None:
     """Return why the op does not quantize its output as a quantizer does."""
     if type(quantizer) is not TensorQuantizer:
-        return f"{with_article(type(quantizer))} quantizes by itself"
+        return f"{with_article(type(quantizer))} is not a TensorQuantizer"
     spec = quantizer.spec
     if not quantizer.capability.plain or spec.axis is not None:
-        return f"{spec.describe()} is not on an integer grid with one scale"
+        return f"{spec.describe()} is not an integer format with one scale"
     if quantizer.looks:
         first = f"in the first {FOLLOWED_STEPS} steps " if quantizer.follows_data else ""
-        return f"{first}its quantizer looks at its input"
+        return f"{first}its quantizer observes its input"
     if not (quantizer.quantizing and quantizer.ready):
-        return "its quantizer is off, or has no range yet"
+        return "its quantizer is disabled or not calibrated"
     return "its quantizer has hooks" if is_watched(quantizer) else None
 
 

@@ -71,7 +71,7 @@ def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmeti
     """Return what the attention keeps for backward, in words."""
     known = any(source is not None and source.capability.codes for source in sources)
     keeps = arithmetic.save == "codes" and HAS_FUSED and known
-    return f"float, keeps {'codes on a CPU' if keeps else 'floats'}"
+    return f"float, saves {'codes on a CPU' if keeps else 'floats'}"
 
 
 def _fits(inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool, scale: float | None) -> bool:

@@ -221,18 +221,18 @@ def described(layer: "QuantWeighted") -> tuple[str, Cause | None]:
         return "", None
     refusal = refusal_to_keep(layer)
     if refusal is not None:
-        return f"float, keeps floats: {refusal.text}", refusal.cause
+        return f"float, saves floats: {refusal.text}", refusal.cause
     refusal, arithmetic = refusal_to_compute(layer), layer.training_arithmetic
     if refusal is not None:
-        return f"float ({refusal.text}), keeps {'floats' if arithmetic.save == 'float' else 'codes'}", refusal.cause
+        return f"float ({refusal.text}), saves {'floats' if arithmetic.save == 'float' else 'codes'}", refusal.cause
     few = f" (float for fewer than {least_positions(layer):,} positions)" if arithmetic.forward == "auto" else ""
-    return f"on codes{few}, keeps codes", None
+    return f"int8 kernel{few}, saves codes", None
 
 
 def refusal_to_keep(layer: "QuantWeighted") -> Refusal | None:
     """Return why a layer keeps no codes of its inputs for backward, on which it could compute; None where it may."""
     if not layer.has_geometry():
-        return Refusal(Cause.NO_KERNEL, f"no op computes {with_article(type(layer).FLOAT)} on codes")
+        return Refusal(Cause.NO_KERNEL, f"there is no integer kernel for {with_article(type(layer).FLOAT)}")
     source, weight = layer.source, _of_weight(layer)
     refusal = refusals.of_inputs(None if source is None else source.capability)
     if refusal is not None:
@@ -265,7 +265,7 @@ def _own_gradients(layer: "QuantWeighted", weight: Capability) -> Refusal | None
     if weight.plain or layer.weight_quantizer is None:
         return None
     name = layer.weight_quantizer.spec.quantizer
-    return Refusal(Cause.WEIGHT_CODES, f"the gradients of its weight are those of {name!r}")
+    return Refusal(Cause.WEIGHT_CODES, f"quantizer {name!r} has its own gradients of the weight")
 
 
 def _has_kernel(layer: "QuantWeighted") -> bool:

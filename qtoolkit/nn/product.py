@@ -89,13 +89,13 @@ def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmeti
     grids = list(sources)
     known = [grid is not None and grid.capability.codes for grid in grids]
     if not any(known):
-        return "float, keeps floats: its operands are on no grids with codes of one byte and one scale"
+        return "float, saves floats: its operands are not quantized to at most 8 bits with one scale each"
     integer = all(known) and arithmetic.forward == "integer"
     reason = (AS_ASKED if arithmetic.forward == "float" else NO_INT8).text
-    reason = reason if all(known) else "an operand is on no grid with codes of one byte and one scale"
+    reason = reason if all(known) else "an operand is not quantized to at most 8 bits with one scale"
     keeps = "codes" if all(known) else "codes of one operand"
-    forward = "on codes" if integer else f"float ({reason})"
-    return f"{forward}, keeps {'floats' if arithmetic.save == 'float' and not integer else keeps}"
+    forward = "int8 kernel" if integer else f"float ({reason})"
+    return f"{forward}, saves {'floats' if arithmetic.save == 'float' and not integer else keeps}"
 
 
 def _on_integers(arithmetic: TrainingArithmetic, sources: Iterable[Quantizer | None]) -> bool:

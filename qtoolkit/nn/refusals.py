@@ -10,15 +10,15 @@ from qtoolkit.verdicts import Cause, Refusal
 if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted
 
-NO_GRID = Refusal(Cause.INPUT_CODES, "its inputs are on no grid, or on several")
-NOT_DIRECT = Refusal(Cause.INPUT_CODES, "its inputs are shaped before they are rounded, or have scales of their own")
-NO_BYTES = Refusal(Cause.INPUT_CODES, "its inputs have no codes of one byte and one scale")
-NO_INTEGERS = Refusal(Cause.WEIGHT_CODES, "its weight is not on a grid of integers of at most 8 bits")
+NO_GRID = Refusal(Cause.INPUT_CODES, "its inputs are not quantized, or have different quantizers")
+NOT_DIRECT = Refusal(Cause.INPUT_CODES, "its inputs are transformed before rounding, or have dynamic scales")
+NO_BYTES = Refusal(Cause.INPUT_CODES, "its inputs are not quantized to at most 8 bits with one scale")
+NO_INTEGERS = Refusal(Cause.WEIGHT_CODES, "its weight is not quantized to integers of at most 8 bits")
 ZERO_POINT = Refusal(Cause.WEIGHT_CODES, "its weight has a zero point")
-OTHER_AXIS = Refusal(Cause.WEIGHT_CODES, "its weight's scales do not run along its output channels")
-FLOAT_OUTPUT = Refusal(Cause.OUTPUT_CODES, "its output goes to something else than a quantizer")
-WIDE_OUTPUT = Refusal(Cause.OUTPUT_CODES, "its output has no codes of one byte and one scale")
-OTHER_ARGUMENTS = Refusal(Cause.CALL, "it has other arguments than two tensors")
+OTHER_AXIS = Refusal(Cause.WEIGHT_CODES, "its weight has scales along another axis than the output channels")
+FLOAT_OUTPUT = Refusal(Cause.OUTPUT_CODES, "its output is not quantized")
+WIDE_OUTPUT = Refusal(Cause.OUTPUT_CODES, "its output is not quantized to at most 8 bits with one scale")
+OTHER_ARGUMENTS = Refusal(Cause.CALL, "its arguments are not two tensors")
 
 
 def refusal_of(layer: "QuantWeighted", weight: Capability, source: Capability | None) -> Refusal | None:
@@ -30,7 +30,7 @@ def refusal_of(layer: "QuantWeighted", weight: Capability, source: Capability | 
         source: What the codes of its inputs are; None for inputs on no grid.
     """
     if not layer.OP_KIND.layer:
-        return Refusal(Cause.NO_KERNEL, f"no op computes {with_article(layer.KIND)} on codes")
+        return Refusal(Cause.NO_KERNEL, f"there is no integer kernel for {with_article(layer.KIND)}")
     return of_inputs(source) or of_weight(layer, weight)
 
 

@@ -17,7 +17,7 @@ def check_not_recomputing(name: str) -> None:
     """Raise RuntimeError if the quantizer of this name would observe a second time what it observed in the forward."""
     if is_recomputing():
         raise RuntimeError(
-            f"quantizer {name!r} observes in a forward that gradient checkpointing recomputes, whose range would differ "
-            f"from that of the first forward, and with it the gradients; calibrate before training and set observing=False, "
+            f"quantizer {name!r} observes in a forward that gradient checkpointing recomputes, so that its range, and the "
+            f"gradients, would differ from those of the first forward. Calibrate before training and set observing=False, "
             f"as qtoolkit.freeze_ranges(model, 'activations') does, or do not checkpoint this part of the model."
         )

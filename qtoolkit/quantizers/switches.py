@@ -88,7 +88,7 @@ def _update(quantizer: Quantizer, state: _State) -> None:
 
 
 class disable_quantization(Switch):  # noqa: N801 (used like torch.no_grad)
-    """Turn quantizers off, when called, as `torch.set_grad_enabled` does; for a `with` block only, as a context manager.
+    """Disable quantizers: from the call on, as `torch.set_grad_enabled` does, or only inside a `with` block.
 
     A converted model with all quantizers off computes what the float model with folded batch norms computes.
 
@@ -106,7 +106,7 @@ class disable_quantization(Switch):  # noqa: N801 (used like torch.no_grad)
 
 
 class enable_quantization(Switch):  # noqa: N801
-    """Turn quantizers on, when called; for a `with` block only, as a context manager.
+    """Enable quantizers: from the call on, or only inside a `with` block.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
@@ -129,7 +129,7 @@ class observe_ranges(Switch):  # noqa: N801
 
 
 class freeze_ranges(Switch):  # noqa: N801
-    """Keep ranges as they are, from the call on or, as a context manager, for a `with` block; learned scales still train.
+    """Freeze ranges: from the call on, or only inside a `with` block. Learned scales still train.
 
     By default the range of a weight with a fixed scale follows the weight in training, and the range of an activation follows
     the data in the first 200 steps. After `freeze_ranges(model)` no range moves, as in the last epochs of a schedule that
@@ -151,11 +151,11 @@ class freeze_ranges(Switch):  # noqa: N801
 
 
 class stop_on_nonfinite(Switch):  # noqa: N801
-    """Raise ValueError where a quantizer gets NaN or infinities, from the call on or, as a context manager, for a `with` block.
+    """Raise ValueError where a quantizer gets NaN or infinities: from the call on, or only inside a `with` block.
 
-    By default a forward goes on: a range that moves leaves out what is not finite, and counts it in `observer.skipped`. With
-    this switch the first quantizer on the way names itself. Each quantizer then reads its input once more and waits for the
-    device.
+    By default the forward continues: ranges ignore values that are not finite, and count them in `observer.skipped`. With
+    this switch, the first quantizer that gets one raises an error with its name. Each quantizer then reads its input
+    once more and waits for the device.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))

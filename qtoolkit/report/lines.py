@@ -73,6 +73,7 @@ class TensorLine:
         consumers: The ops that use it.
         spec: How it is quantized.
         shares_scale_with: Sources of the other tensors with the same quantizer.
+        call: Which call of its source computes it; 1 is the first.
     """
 
     quantizer: str
@@ -80,16 +81,23 @@ class TensorLine:
     consumers: tuple[str, ...]
     spec: str
     shares_scale_with: tuple[str, ...] = ()
+    call: int = 1
 
-    def renamed(self, names: Mapping[str, str]) -> "TensorLine":
-        """Return the line with other names for the ops in `names`."""
+    @property
+    def title(self) -> str:
+        """What to call the tensor: its source, with the call from the second on: `relu`, `relu (2)`."""
+        return self.source if self.call == 1 else f"{self.source} ({self.call})"
+
+    def renamed(self, names: Mapping[str, str], calls: Mapping[str, int]) -> "TensorLine":
+        """Return the line with other names for the ops in `names`, and with the call of its source."""
         consumers, others = (tuple(names.get(op, op) for op in ops) for ops in (self.consumers, self.shares_scale_with))
-        return replace(self, source=names.get(self.source, self.source), consumers=consumers, shares_scale_with=others)
+        source, call = names.get(self.source, self.source), calls.get(self.source, 1)
+        return replace(self, source=source, consumers=consumers, shares_scale_with=others, call=call)
 
     def within(self, name: str) -> "TensorLine":
         """Return the line for a model that contains this one as submodule `name`."""
         consumers, others = (tuple(f"{name}.{op}" for op in ops) for ops in (self.consumers, self.shares_scale_with))
-        return TensorLine(f"{name}.{self.quantizer}", f"{name}.{self.source}", consumers, self.spec, others)
+        return TensorLine(f"{name}.{self.quantizer}", f"{name}.{self.source}", consumers, self.spec, others, self.call)
 
 
 @dataclass(frozen=True)
@@ -124,12 +132,15 @@ class QuantizationReport:
         return tuple(line for line in self.layers if line.status is Status.FLOAT)
 
     def __str__(self) -> str:
+        titles = {line.quantizer: line.title for line in reversed(self.tensors)}
         rows = [("layer", "kind", "weight", "inputs", "status", "in training")]
-        rows += [(x.name, x.kind, x.weight, ", ".join(x.inputs), x.reason or x.status, x.training) for x in self.layers]
+        rows += [
+            (x.name, x.kind, x.weight, ", ".join(titles.get(q, q) for q in x.inputs), x.reason or x.status, x.training)
+            for x in self.layers
+        ]
         tensors = [("quantizer", "made by", "taken by", "how", "scale shared with")]
         tensors += [
-            (t.quantizer, t.source, ", ".join(t.consumers), t.spec, ", ".join(t.shares_scale_with))
-            for t in self.tensors
+            (t.quantizer, t.title, ", ".join(t.consumers), t.spec, ", ".join(t.shares_scale_with)) for t in self.tensors
         ]
         head = f"{len(self.quantized)} ops quantized, {len(self.left_float)} left in float, {len(self.tensors)} tensors"
         lines = [head]

@@ -1,6 +1,6 @@
 """The report of a model with a graph."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -32,7 +32,7 @@ from qtoolkit.verdicts import Cause, Status, Verdict
 
 NOT_PLANNED = Verdict.left_float(Cause.NOT_AN_OP, "not planned yet")
 NOT_CALLED = Verdict.left_float(
-    Cause.NOT_CALLED, "forward does not call it in the mode and with the arguments of prepare"
+    Cause.NOT_CALLED, "forward did not call it when prepare traced the model (its mode and example inputs)"
 )
 
 
@@ -55,8 +55,12 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
     tensors += dict.fromkeys(
         line for quantizer in held for line in _tensor_lines_of(quantizer, sources[quantizer.name])
     )
-    printed = {node.name: name_of(node) for node in nodes}
-    return QuantizationReport(tuple(layers), tuple(line.renamed(printed) for line in tensors))
+    printed, calls, times = dict[str, str](), dict[str, int](), Counter[str]()
+    for node in nodes:
+        printed[node.name] = name_of(node)
+        times[name_of(node)] += 1
+        calls[node.name] = times[name_of(node)]
+    return QuantizationReport(tuple(layers), tuple(line.renamed(printed, calls) for line in tensors))
 
 
 def _trained(model: QuantizedGraphModule) -> dict[fx.Node, str]:
@@ -67,7 +71,7 @@ def _trained(model: QuantizedGraphModule) -> dict[fx.Node, str]:
     products = {
         node: products_in.sentence(node, model.products[node.name]) for node in nodes if node.name in model.products
     }
-    return {**dict.fromkeys(plain, "by torch: as asked"), **calls, **products}
+    return {**dict.fromkeys(plain, "computed by torch: as asked"), **calls, **products}
 
 
 def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer], trained: str) -> LayerLine:

@@ -145,7 +145,7 @@ def _verdict(module: nn.Module) -> Verdict:
             return Verdict.quantized(Cause.REPLACED, "by module replacement")
         return Verdict.quantized(Cause.OWN_QUANTIZER, f"by quantizers that {kind} calls itself")
     if type(module) in replaced_modules() or isinstance(module, QuantModule):
-        return Verdict.left_float(Cause.IGNORED, "built while replacement was off, or ignored, or put in since")
+        return Verdict.left_float(Cause.IGNORED, "built while replacement was off, excluded, or added later")
     bases = [base.__name__ for base in replaced_modules() if isinstance(module, base)]
     if bases:
         why = f"{kind} is a subclass of {bases[0]}, whose forward may compute anything"

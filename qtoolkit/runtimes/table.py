@@ -82,7 +82,9 @@ class Runtime:
 
 def _float_op(runtime: str, kind: str, *_: object) -> Refusal:
     """Return why an op without weights stays float on a runtime that computes it as its float form does."""
-    return Refusal(Cause.NO_KERNEL, f"{runtime} computes {with_article(kind)} in float32 between codes")
+    return Refusal(
+        Cause.NO_KERNEL, f"{runtime} computes {with_article(kind)} in float32 between integer inputs and outputs"
+    )
 
 
 def _in_onnxruntime(*request: Any) -> Executed:

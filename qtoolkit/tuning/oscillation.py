@@ -122,7 +122,7 @@ class OscillationFreezing:
         total_steps: The number of steps of the training.
         thresholds: The threshold at the beginning and at the end, in turns for each step; those of the paper's authors for
             MobileNetV2 in 4 bits by default. None only tracks, for `report()`.
-        momentum: Of the moving averages; below the thresholds, so that a single turn does not freeze.
+        momentum: Of the moving averages; below the thresholds, so that a single flip does not freeze.
         begin: The step from which weights are frozen; the paper's authors take a quarter of `total_steps`.
         max_bits: Weights of more bits are left out.
 
@@ -280,6 +280,6 @@ def _check_thresholds(what: str, thresholds: object, momentum: float) -> None:
         raise ValueError(f"{what}: thresholds must fall, from at most 1, got {thresholds!r}.")
     if not last > momentum:
         raise ValueError(
-            f"{what}: thresholds must be above momentum={momentum}, or a single turn would freeze a weight, got "
+            f"{what}: thresholds must be above momentum={momentum}, or a single flip would freeze a weight, got "
             f"{thresholds!r}; lower momentum, or raise the thresholds."
         )

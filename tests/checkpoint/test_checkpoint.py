@@ -319,7 +319,7 @@ def test_another_optimizer_or_state_is_named(tmp_path: Path, kind: str) -> None:
     )
     refused(path, "other groups or another order", model, optimizer=torch.optim.Adam([*model.parameters()][::-1]))
     refused(path, "unknown name in state 'rat'; did you mean 'rate'", model, state={"rat": rate})
-    refused(path, r"state\['epoch'\] was saved as a value", model, state={"epoch": rate})
+    refused(path, r"state\['epoch'\] was saved as a plain value", model, state={"epoch": rate})
     qt.save_checkpoint(model, path)
     refused(path, "it holds no optimizer", model, optimizer=adam)
     with pytest.raises(ValueError, match="2 parameters that the model does not have"):

@@ -3,6 +3,7 @@
 import builtins
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -368,6 +369,30 @@ def test_quantizers_are_called_what_the_model_calls_their_inputs(tmp_path) -> No
     assert not [title for title in titles if "activation_quantizers" in title]
     assert {"stage1.0.relu", "stage1.0.relu (2)"} <= set(titles)
     assert "stage1.0.relu (2)" in page.sections["ranges"]
+
+
+class Twice(nn.Module):
+    """Calls one ReLU twice, of which only the second result is quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu, self.conv = nn.ReLU(), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(self.relu(torch.softmax(self.relu(x), 1)))
+
+
+@pytest.mark.parametrize("model", [deep, Twice, Mixed])
+def test_each_tensor_has_a_name_of_its_own(model: Callable[[], nn.Module], tmp_path) -> None:
+    prepared = qt.prepare(model().eval())
+    report = qt.quantization_report(prepared)
+    titles = [line.title for line in report.tensors]
+    assert len(set(titles)) == len(titles)
+    page = page_of(prepared, tmp_path)
+    assert [row[0] for row in page.tables["ranges-table"][1:]] == titles
+    assert "activation_quantizers" not in str(report).split("\n\n")[1]  # the table of layers
+    if model is Twice:
+        assert titles == ["relu (2)"]
 
 
 def test_numbers_have_three_digits_and_the_exact_range_is_beside_them(tmp_path) -> None:

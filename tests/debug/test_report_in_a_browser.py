@@ -3,6 +3,7 @@
 import io
 from itertools import product
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ if CHROMIUM is None:
     pytest.skip("needs Chromium, which is not installed: make browser", allow_module_level=True)
 
 SHAPE = (2, 3, 8, 8)
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +170,18 @@ def test_a_click_unfolds_a_block_and_the_search_zooms_to_an_op_in_another(page: 
     assert page.complaints == []
 
 
+def test_the_picture_of_the_docs_is_drawn_from_a_page(tmp_path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="needs pillow, which is not installed")
+    prepared = qt.prepare(deep().eval())
+    qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
+    qt.debug.report(prepared, tmp_path / "deep.html", progress=False)
+    script = run_path(str(DOCS / "report_picture.py"))
+    script["draw"](tmp_path / "deep.html", tmp_path / "report.png", op="stage2.0.conv1")
+    drawn = image.open(tmp_path / "report.png")
+    assert drawn.size == image.open(DOCS / "report.png").size == (script["WIDTH"], script["HEIGHT"])
+    assert len(drawn.convert("RGB").getcolors(1 << 24)) > 20
+
+
 def test_tables_sort_and_filter(page: Page, files) -> None:
     page.open(files["graph"])
     column = "[...document.querySelectorAll('#costs-table tbody tr')].map(r => Number(r.cells[3].dataset.sort))"
@@ -194,15 +208,16 @@ def test_a_tree_shows_the_same_without_a_graph(page: Page, files) -> None:
     assert text_of(page, "#panel h3").startswith("head")
 
 
-def test_dark_and_light_differ_and_the_graph_has_ink(page: Page, files, tmp_path) -> None:
+@pytest.mark.parametrize("width", [1400, 400])
+def test_dark_and_light_differ_and_the_graph_has_ink(page: Page, files, width: int, tmp_path) -> None:
     image = pytest.importorskip("PIL.Image", reason="needs pillow, which is not installed")
     brightness = {}
     for dark in (False, True):
-        page.open(files["graph"], dark=dark).screenshot(tmp_path / "page.png")
+        page.open(files["graph"], width=width, dark=dark).screenshot(tmp_path / "page.png", whole=True)
         picture = image.open(io.BytesIO((tmp_path / "page.png").read_bytes())).convert("RGB")
-        assert picture.size == (1280, 900)
+        assert picture.width == width
         colors = picture.getcolors(1 << 24)
-        brightness[dark] = sum(count * sum(color) for count, color in colors) / (1280 * 900 * 3)
+        brightness[dark] = sum(count * sum(color) for count, color in colors) / (picture.width * picture.height * 3)
         assert len(colors) > 50
     assert brightness[False] > 200
     assert brightness[True] < 60

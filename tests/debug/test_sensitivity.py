@@ -240,7 +240,7 @@ def test_a_replaced_models_scores_are_those_computed_by_hand(mode: str) -> None:
     assert {row.name: row.score for row in result.rows} == pytest.approx(expected, rel=1e-5)
     again = qt.quant_modules.replace(model, result.to_qconfig_mapping(keep_float=1))
     lines = {line.name: (line.status, line.reason) for line in qt.quantization_report(again).layers}
-    assert lines.pop(result.rows[0].name) == ("float", "float: the qconfig_mapping says so")
+    assert lines.pop(result.rows[0].name) == ("float", "float: the qconfig_mapping leaves it in float")
     assert {status for status, _ in lines.values()} == {"quantized"}
     assert qt.prepare(model, x[:1], qconfig_mapping=result.to_qconfig_mapping(keep_float=1)).plan is not None
 

@@ -215,7 +215,7 @@ def test_the_plan_has_the_status_of_batch_norms_in_chains() -> None:
     inside = verdicts(replaced)
     assert inside["a.bn"] == ("fused", "'a.conv', the layer before it, computes it")
     assert inside["b.bn"] == ("float", "float: the weight of 'b.conv', its layer, stays float")
-    assert inside["c.bn"] == ("float", "float: the qconfig_mapping says so")
+    assert inside["c.bn"] == ("float", "float: the qconfig_mapping leaves it in float")
     assert [type(replaced.get_submodule(f"{n}.bn")).__name__ for n in "abc"] == ["QuantBatchNorm2d"] + [
         "BatchNorm2d"
     ] * 2
@@ -347,7 +347,7 @@ def test_with_inputs_quantized_stubs_stay_float_with_a_reason() -> None:
     inside = verdicts(replace(Eager()))
     assert inside["quant"] == (
         "float",
-        "float: it marks a place and returns its input; each layer quantizes its own input",
+        "float: it returns its input unchanged; each layer quantizes its own input",
     )
     assert "use qtoolkit.nn.Add, Mul or Cat" in inside["plus"][1]
     assert "plus.activation_post_process" not in inside

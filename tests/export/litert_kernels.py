@@ -1,4 +1,4 @@
-"""LiteRT's reference kernels on int8 in numpy, op by op of a file: the formulas of docs/litert.md.
+"""LiteRT's reference kernels on int8 and int16 in numpy, op by op of a file: the formulas of docs/litert.md.
 
 Sources are files of tensorflow/lite/kernels, named at each formula; the numbers are those of the interpreter of ai-edge-litert.
 """
@@ -46,6 +46,14 @@ def scaled(x: Array, real: Array) -> Array:
     return divided(high_product(x.astype(np.int64) << np.maximum(exponent, 0), bits), np.maximum(-exponent, 0))
 
 
+def scaled_wide(x: Array, real: Array) -> Array:
+    """Return sums of 64 bits times a factor of 15 bits, rounded once: MultiplyByQuantizedMultiplier of int64."""
+    pairs = [multiplier(float(value)) for value in np.atleast_1d(real)]
+    bits, exponent = (np.array(part, np.int64) for part in zip(*pairs, strict=True))
+    reduced = np.where(bits < 0x7FFF0000, (bits + 2**15) >> 16, 0x7FFF)
+    return (x * reduced + (np.int64(1) << (14 - exponent))) >> (15 - exponent)
+
+
 # ---- tensors and ops of a file
 
 
@@ -75,9 +83,15 @@ class Node:
     output: Tensor
     options: Any
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether its codes are int16."""
+        return self.output.data.dtype == np.int16
+
     def clamped(self, codes: Array) -> Array:
-        """Return codes in the range of int8 and of the activation: CalculateActivationRangeQuantized."""
-        low, high = -128, 127
+        """Return codes in the range of their type and of the activation: CalculateActivationRangeQuantized."""
+        limits = np.iinfo(self.output.data.dtype)
+        low, high = int(limits.min), int(limits.max)
         activation = getattr(self.options, "fusedActivationFunction", 0)
         if activation in (1, 3):
             low = max(low, self.code(0.0))
@@ -91,6 +105,11 @@ class Node:
 
     def requantized(self, sums: Array, real: Array) -> Array:
         return self.clamped(scaled(sums, real) + self.output.zero)
+
+    def layer(self, sums: Array, bias: Tensor, real: Array) -> Array:
+        """Return the codes of sums of products; biases are int64 beside int16 codes."""
+        wide = bias.data.dtype == np.int64
+        return self.clamped((scaled_wide if wide else scaled)(sums + bias.data, real) + self.output.zero)
 
 
 # ---- sums of products (reference/integer_ops/conv.h, depthwise_conv.h, fully_connected.h, transpose_conv.h)
@@ -134,7 +153,7 @@ def conv(node: Node) -> Array:
     windows = windows.reshape(*windows.shape[:5], groups, per_group)
     kernels = weight.data.astype(np.int64).reshape(groups, out // groups, kh, kw, per_group)
     sums = np.einsum("nhwijgc,goijc->nhwgo", windows, kernels).reshape(*windows.shape[:3], out)
-    return node.requantized(sums + bias.data, factors(node, x, weight))
+    return node.layer(sums, bias, factors(node, x, weight))
 
 
 def depthwise(node: Node) -> Array:
@@ -142,13 +161,13 @@ def depthwise(node: Node) -> Array:
     _, kh, kw, out = weight.data.shape
     windows = np.repeat(patches(node, x.centred, (kh, kw)), out // x.data.shape[3], 5)
     sums = np.einsum("nhwijc,ijc->nhwc", windows, weight.data[0].astype(np.int64))
-    return node.requantized(sums + bias.data, factors(node, x, weight))
+    return node.layer(sums, bias, factors(node, x, weight))
 
 
 def fully_connected(node: Node) -> Array:
     x, weight, bias = node.inputs
-    sums = x.centred.reshape(-1, weight.data.shape[1]) @ weight.data.astype(np.int64).T + bias.data
-    return node.requantized(sums, factors(node, x, weight)).reshape(node.output.data.shape)
+    sums = x.centred.reshape(-1, weight.data.shape[1]) @ weight.data.astype(np.int64).T
+    return node.requantized(sums + bias.data, factors(node, x, weight)).reshape(node.output.data.shape)
 
 
 def transposed(node: Node) -> Array:
@@ -169,18 +188,18 @@ def transposed(node: Node) -> Array:
             )
             full[:, rows, columns] += products[:, :, :, i, j]
     sums = full[:, before[0] : before[0] + height, before[1] : before[1] + width]
-    return node.requantized(sums + bias.data, factors(node, x, weight))
+    return node.layer(sums, bias, factors(node, x, weight))
 
 
 # ---- elementwise (add.cc, sub.cc, mul.cc, reference/integer_ops/add.h, leaky_relu.h)
 
 
 def sum_of(node: Node, sign: int) -> Array:
-    """Sums with 20 bits more: each operand is scaled to twice the larger scale first."""
+    """Sums with 20 bits more (15 of int16 codes): each operand is scaled to twice the larger scale first."""
     a, b = node.inputs
-    twice = 2.0 * max(a.scale, b.scale)
-    left, right = (scaled(x.centred << 20, x.scale / twice) for x in (a, b))
-    return node.requantized(left + sign * right, twice / (2**20 * node.output.scale))
+    more, twice = 15 if node.is_wide else 20, 2.0 * max(a.scale, b.scale)
+    left, right = (scaled(x.centred << more, x.scale / twice) for x in (a, b))
+    return node.requantized(left + sign * right, twice / (2**more * node.output.scale))
 
 
 def product(node: Node) -> Array:
@@ -202,7 +221,7 @@ def requantize(node: Node) -> Array:
     if x.data.dtype == np.float32:
         quotient = x.data / np.float32(node.output.scale)
         rounded = np.sign(quotient) * np.floor(np.abs(quotient) + np.float32(0.5))
-        return np.clip(rounded.astype(np.int64) + node.output.zero, -128, 127)
+        return node.clamped(rounded.astype(np.int64) + node.output.zero)
     return node.requantized(x.centred, np.float64(x.scale) / np.float64(node.output.scale))
 
 
@@ -222,7 +241,8 @@ def average_pool(node: Node) -> Array:
 def max_pool(node: Node) -> Array:
     (x,) = node.inputs
     size = node.options.filterHeight, node.options.filterWidth
-    return node.clamped(patches(node, x.data.astype(np.int64), size, -128).max((3, 4)))
+    lowest = int(np.iinfo(x.data.dtype).min)
+    return node.clamped(patches(node, x.data.astype(np.int64), size, lowest).max((3, 4)))
 
 
 def bilinear(node: Node) -> Array:
@@ -260,6 +280,39 @@ def mean(node: Node) -> Array:
 
 
 # ---- tables (logistic, tanh, gelu: internal/common.h, LUTPopulate)
+
+
+def places_of(function: Callable[[Array], Array], low: float, high: float) -> Array:
+    """Return a function at 513 places with 15 bits, less half of the error in the middle between two (LUTPopulate of int16)."""
+    step = (high - low) / 512
+    x = low + np.arange(513) * step
+    values, middles = (away(function(at) * 32768) for at in (x, x[:-1] + step / 2))
+    between = away((function(x[1:]) * 32768 + values[:-1]) / 2)
+    found = np.append(values[:-1] - away((between - middles) / 2), values[-1])
+    return np.clip(found, -(2**15), 2**15 - 1).astype(np.int64)
+
+
+def away(x: Array) -> Array:
+    return np.sign(x) * np.floor(np.abs(x) + 0.5)
+
+
+def looked_up(x: Array, places: Array) -> Array:
+    index, offset = 256 + (x >> 7), x & 127
+    return places[index] + (((places[index + 1] - places[index]) * offset + 64) >> 7)
+
+
+def softmax16(node: Node) -> Array:
+    """Exponentials from a table over [-10, 0], and the reciprocal of their sum from another (SoftmaxInt16)."""
+    (x,) = node.inputs
+    differences = x.data.astype(np.int64) - x.data.max(-1, keepdims=True)
+    centred = scaled(differences, np.float64(x.scale) / (10 / 65535)) + 32767
+    powers = looked_up(saturated(centred), places_of(np.exp, -10.0, 0.0))
+    sums = powers.sum(-1, keepdims=True)
+    zeros = 31 - np.floor(np.log2(sums)).astype(np.int64)
+    shifted = ((sums << (zeros - 1)) + 2**13) >> 14
+    inverse = looked_up(saturated(shifted - 2**15 - 2**16), places_of(lambda a: 1 / (1 + a), 0.0, 1.0))
+    right = 31 - zeros
+    return np.clip((powers * inverse + (np.int64(1) << (right - 1))) >> right, 0, 2**15 - 1)
 
 
 def table(function: Callable[[Array], Array]) -> Callable[[Node], Array]:
@@ -358,15 +411,14 @@ def saturated(x: Array) -> Array:
 
 def matmul(node: Node) -> Array:
     a, b = node.inputs
-    return node.requantized(
-        a.centred @ b.centred, np.float64(a.scale) * np.float64(b.scale) / np.float64(node.output.scale)
-    )
+    real = np.float64(a.scale) * np.float64(b.scale) / np.float64(node.output.scale)
+    return node.clamped((scaled_wide if node.is_wide else scaled)(a.centred @ b.centred, real) + node.output.zero)
 
 
 def relu(node: Node) -> Array:
     (x,) = node.inputs
     codes = scaled(x.centred, np.float64(x.scale) / np.float64(node.output.scale)) + node.output.zero
-    return np.clip(codes, max(-128, node.output.zero), 127)
+    return np.maximum(node.clamped(codes), node.output.zero)
 
 
 # ---- what moves codes
@@ -397,6 +449,9 @@ def nearest(node: Node) -> Array:
     return found
 
 
+# Kernels on int16 codes that interpolate in a table of 256 stored values, which no formula gives.
+STORED_TABLES = ("LOGISTIC", "TANH")
+
 KERNELS: Mapping[str, Callable[[Node], Array]] = {
     "CONV_2D": conv,
     "DEPTHWISE_CONV_2D": depthwise,
@@ -414,7 +469,7 @@ KERNELS: Mapping[str, Callable[[Node], Array]] = {
     "LOGISTIC": table(lambda x: 1 / (1 + np.exp(-x))),
     "TANH": table(np.tanh),
     "GELU": gelu,
-    "SOFTMAX": softmax,
+    "SOFTMAX": lambda node: (softmax16 if node.is_wide else softmax)(node),
     "HARD_SWISH": hard_swish,
     "BATCH_MATMUL": matmul,
     "RELU": relu,

@@ -103,7 +103,7 @@ def test_the_first_difference_is_named_and_where_differences_begin(tmp_path) -> 
     onnx.save(proto, path)
     result = verify(path, model, X)
     with pytest.raises(
-        RuntimeError, match=r"the file has other weights than the model at 2\.weight_quantizer .+ 16 differ"
+        RuntimeError, match=r"the weights of the file differ from the model's at 2\.weight_quantizer .+ 16 differ"
     ):
         result.check()
     found = result.runtimes["onnxruntime"]
@@ -246,7 +246,7 @@ def test_the_cause_of_a_difference_is_named() -> None:
     ):
         in_float.check()
     other = replace(in_float, weights={"first.weight_quantizer": CodeCount(8, 7, 90)})
-    with pytest.raises(RuntimeError, match="other weights than the model at first.weight_quantizer"):
+    with pytest.raises(RuntimeError, match="differ from the model's at first.weight_quantizer"):
         other.check()
 
 
@@ -281,7 +281,7 @@ def test_weights_and_integer_layers_are_found_in_the_model(tmp_path) -> None:
     assert verify(path, own, X, progress=False).runtimes["onnxruntime"].on_codes == ()
     with torch.no_grad():
         integer.get_submodule("second").weight.neg_()
-    with pytest.raises(RuntimeError, match=r"other weights than the model at second\.weight_quantizer"):
+    with pytest.raises(RuntimeError, match=r"differ from the model's at second\.weight_quantizer"):
         verify(path, integer, X, progress=False).check()
 
 

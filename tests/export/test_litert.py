@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,8 +20,9 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from qtoolkit.export import UnreadableFileError, Verdict, export_litert, verify
 from qtoolkit.runtimes import table
+from tests import processes
 from tests.data import DATA, needs_data
-from tests.export.litert_kernels import KERNELS, nodes_of
+from tests.export.litert_kernels import KERNELS, STORED_TABLES, nodes_of
 from tests.export.litert_nets import random_net
 
 litert = pytest.importorskip(
@@ -344,13 +346,17 @@ def test_codes_of_16_bits_of_more_nets(name: str, tmp_path) -> None:
 
 
 def codes_of_16_bits(model: nn.Module, path: Path) -> None:
-    """Export a model with int16 activations; all its codes are in the file, within two of their 65,536 steps."""
+    """Export a model with int16 activations; its codes are those of the formulas, and within two of 65,536 steps of its own."""
     quantized = prepared(model, backend="litert-16x8")
     result = export_litert(quantized, X[:1], path, io_type="int16")
     assert {layer.kernel for layer in result.float_layers} <= {"HARD_SWISH", "TANH", "LOGISTIC"}
     content = path.read_bytes()
     (interpreter,) = [litert.Interpreter(model_content=content)]
     assert interpreter.get_input_details()[0]["dtype"] is np.int16
+    codes = np.random.default_rng(0).integers(-(2**15), 2**15, (1, 16, 16, 3)).astype(np.int16)
+    for node in nodes_of(content, runs(content, codes)):
+        if node.is_wide and node.name not in STORED_TABLES:
+            assert np.array_equal(KERNELS[node.name](node), node.output.data), node.name
     found = verify(qt.convert(quantized), MORE[:2], path, BOTH, progress=False)
     for codes in found.runtimes.values():
         assert codes.not_compared == ()
@@ -369,7 +375,7 @@ def codes_of_16_bits(model: nn.Module, path: Path) -> None:
         (nn.ConvTranspose2d(4, 4, 3, dilation=2), "transposed convolution has no groups and no dilation"),
         (lambda x: F.adaptive_avg_pool2d(x, 5), "windows of different sizes from (16, 16) to (5, 5)"),
         (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), "set count_include_pad=True"),
-        (lambda x: F.pad(x, (1, 1, 1, 1), value=1.0), "pads by other values than zero"),
+        (lambda x: F.pad(x, (1, 1, 1, 1), value=1.0), "pads with values other than zero"),
     ],
 )
 def test_what_litert_does_not_have_is_a_sentence(op, sentence: str, tmp_path) -> None:
@@ -415,7 +421,7 @@ def test_a_file_before_the_weights_changed_is_found(tmp_path) -> None:
     with torch.no_grad():
         model.get_submodule("first").weight.mul_(-1)
     found = verify(qt.convert(model), X, path, ("litert",), progress=False)
-    with pytest.raises(RuntimeError, match="the file has other weights than the model at first.weight_quantizer"):
+    with pytest.raises(RuntimeError, match="the weights of the file differ from the model's at first.weight_quantizer"):
         found.check()
 
 
@@ -466,3 +472,29 @@ def test_real_nets_compute_their_formulas(tmp_path, monkeypatch: pytest.MonkeyPa
         for node in nodes_of(content, runs(content, nhwc(x))):
             if node.output.data.dtype == np.int8:
                 assert np.array_equal(KERNELS[node.name](node), node.output.data), f"{name}: {node.name}"
+
+
+# ---- Arm's compiler for Ethos-U
+
+
+def flash_of(path: Path) -> float:
+    """Return the KiB of flash that Vela's file needs, all of whose ops run on the Ethos-U55."""
+    options = ("--accelerator-config", "ethos-u55-128", "--output-dir", str(path.parent))
+    done = processes.python("-c", "from ethosu.vela.vela import main; main()", path, *options)
+    assert done.returncode == 0, done.stderr
+    assert "CPU operators = 0 (0.0%)" in done.stdout
+    return float(re.search(r"Total Off-chip Flash used +([\d.]+) KiB", done.stdout)[1])
+
+
+def test_vela_takes_all_ops_and_stores_four_bit_weights_in_less(tmp_path) -> None:
+    pytest.importorskip("ethosu.vela", reason="files are not compiled for Ethos-U; pip install ethos-u-vela")
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU6(), nn.MaxPool2d(2))
+    default, flash = qt.backends["litert"].qconfig, {}
+    for bits in (8, 4):
+        mapping = qt.QConfigMapping().set_global(replace(default, weight=replace(default.weight, bits=bits)))
+        found = qt.prepare(model.eval(), MORE[:1], "litert", qconfig_mapping=mapping)
+        qt.calibrate(found, [MORE], progress=False)
+        result = export_litert(found, X[:1], tmp_path / f"w{bits}.tflite", io_type="int8", verify=False)
+        assert result.float_layers == ()
+        flash[bits] = flash_of(result.path)
+    assert flash[4] < 0.7 * flash[8]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import qtoolkit as qt
 
-hf = pytest.importorskip("transformers", reason="tests models of Hugging Face; install qtoolkit[training]")
+hf = pytest.importorskip("transformers", reason="tests models of Hugging Face; install the extra [training]")
 from qtoolkit.integrations.transformers import QtoolkitConfig  # noqa: E402  # needs transformers
 from tests.frameworks.hugging_face_models import MODELS, WORDS, tokens  # noqa: E402
 
@@ -74,7 +74,7 @@ def train(model: nn.Module, inputs: dict[str, Tensor], steps: int) -> list[float
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_trained_and_its_file_has_its_codes(name: str, road: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="runs exported files; install qtoolkit[onnx]")
+    pytest.importorskip("onnxruntime", reason="runs exported files; install the extra [onnx]")
     model, inputs = quantized(name, road)
     expected = built(name).eval()(**inputs)
     with qt.disable_quantization(model):
@@ -224,7 +224,7 @@ def classify(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
 
 @pytest.mark.parametrize("road", [*ROADS, "prepared without labels"])
 def test_trainer_resumes_bit_for_bit(road: str, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="transformers.Trainer needs it; install qtoolkit[training]")
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs it; install the extra [training]")
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(1, WORDS, (32, 12), generator=generator)
     mask = torch.ones(12, dtype=torch.long)

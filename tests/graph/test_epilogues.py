@@ -613,10 +613,10 @@ def said_of(prepared: nn.Module) -> dict[str, str]:
 
 def test_the_report_says_what_is_in_one_op() -> None:
     said = said_of(prepared_of(ResNet()))
-    assert said["bn"] == "one op with relu, activation_quantizers.relu"
-    assert said["blocks.0.bn2"] == "one op with add, blocks.0.relu, activation_quantizers.blocks_0_relu_1"
+    assert said["bn"] == "fused with relu, its quantizer"
+    assert said["blocks.0.bn2"] == "fused with add, blocks.0.relu, its quantizer"
     silu = said_of(prepared_of(Upscaler()))["narrow.1"]
-    assert silu == "an op of its own; 'narrow_2' follows, which it does not compute"
+    assert silu == "not fused; 'narrow_2' follows, which cannot be fused"
 
 
 def test_the_report_says_why_not() -> None:
@@ -625,24 +625,24 @@ def test_the_report_says_why_not() -> None:
         change(prepared)
         return said_of(prepared)["norm"]
 
-    assert reason(convert_sync) == "by torch: a SyncBatchNorm takes the statistics of several processes"
-    assert reason(with_hook("norm")) == "by torch: it has hooks"
-    assert reason(qt.freeze_batch_norm) == "by torch: it is frozen, and its layer folds it"
-    assert reason(nn.Module.train, batch_norm="std_correction") == "by torch: its strategy is 'std_correction'"
-    assert reason(with_hook("activation")) == "an op of its own; its activation has hooks"
-    assert reason(observing) == "one op with activation; its quantizer looks at its input"
-    assert reason(with_hook("conv")).endswith("; its input is divided: its layer has hooks")
+    assert reason(convert_sync) == "computed by torch: a SyncBatchNorm takes the statistics of several processes"
+    assert reason(with_hook("norm")) == "computed by torch: it has hooks"
+    assert reason(qt.freeze_batch_norm) == "computed by torch: it is frozen, and its layer folds it"
+    assert reason(nn.Module.train, batch_norm="std_correction") == "computed by torch: its strategy is 'std_correction'"
+    assert reason(with_hook("activation")) == "not fused; its activation has hooks"
+    assert reason(observing) == "fused with activation; its quantizer observes its input"
+    assert reason(with_hook("conv")).endswith("; its layer is not fused: its layer has hooks")
     with called_one_by_one():
-        assert reason(nn.Module.train) == "by torch: hooks of all modules are registered"
+        assert reason(nn.Module.train) == "computed by torch: hooks of all modules are registered"
     prepared = prepared_of(PreActivation())
-    assert said_of(prepared)["first"] == "one op with relu, activation_quantizers.relu"
+    assert said_of(prepared)["first"] == "fused with relu, its quantizer"
     with qt.disable_quantization(prepared):
         assert said_of(prepared)["first"].startswith(
-            "by torch: no quantizer is in one op with it (its quantizer is off"
+            "computed by torch: no quantizer is fused with it (its quantizer is disabled"
         )
 
 
 def test_the_report_says_that_a_block_is_watched() -> None:
     prepared = prepared_of(ResNet())
     prepared.blocks[0].register_forward_hook(lambda m, args, y: None)
-    assert said_of(prepared)["blocks.0.bn2"] == "one op with add, blocks.0.relu; a block returns 'blocks_0_relu_1'"
+    assert said_of(prepared)["blocks.0.bn2"] == "fused with add, blocks.0.relu; a block returns 'blocks_0_relu_1'"

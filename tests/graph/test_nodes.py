@@ -233,7 +233,7 @@ def test_nothing_comes_between_a_layer_and_its_activation(kind: str, op: Op) -> 
     name = the_op(kind, after_a_layer)
     assert edges(Probe(after_a_layer)) == {("x", "first"), (name, "probe")}
     status = qt.prepare(Probe(after_a_layer), backend=TARGET).plan.status
-    assert status[name] == Verdict(Status.FUSED, Cause.JOINED, "one op with first")
+    assert status[name] == Verdict(Status.FUSED, Cause.JOINED, "fused with first")
 
 
 @pytest.mark.parametrize("op", UNKNOWN)

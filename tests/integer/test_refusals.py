@@ -139,7 +139,7 @@ def test_training_runtimes_and_report_agree(kind: str, name: str) -> None:
         assert refusal.text in sentences.pop("training")
         seen = refusal if source is None or source.direct else NO_GRID  # a runtime knows one grid, or none
         assert set(sentences.values()) == {seen.text}
-    assert line.training.startswith("on codes") == (decided["training"] is None)
+    assert line.training.startswith("int8 kernel") == (decided["training"] is None)
 
 
 def test_runtimes_that_want_other_signs_say_of_which_codes() -> None:

@@ -88,7 +88,7 @@ def test_a_sum_is_computed_in_fixed_point() -> None:
 @pytest.mark.parametrize(
     ("op", "words"),
     [
-        (lambda x, y: F.relu6(x + y), "joins a ReLU alone"),
+        (lambda x, y: F.relu6(x + y), "fuses only a ReLU"),
         (torch.sub, "an order of roundings that is not known"),
     ],
 )

@@ -270,7 +270,7 @@ def test_a_mapping_leaves_it_float() -> None:
     prepared = qt.prepare(Block().eval(), backend="onnxruntime", qconfig_mapping=mapping)
     assert type(prepared.get_submodule("attn")) is nn.MultiheadAttention
     lines = {line.name: line for line in qt.quantization_report(prepared).layers}
-    assert lines["attn"].reason == "float: the qconfig_mapping says so"
+    assert lines["attn"].reason == "float: the qconfig_mapping leaves it in float"
     assert lines["attn"].inputs == ()
 
 

@@ -292,7 +292,7 @@ def test_as_many_channels_as_the_length_are_an_error_with_a_remedy_that_works(tr
     prepared = qt.prepare(model, x, qconfig_mapping=qt.QConfigMapping().set_module_name("1", None))
     nets.assert_float_when_off(prepared, model, x)
     (line,) = qt.quantization_report(prepared).left_float
-    assert "the qconfig_mapping says so" in line.reason
+    assert "the qconfig_mapping leaves it in float" in line.reason
 
 
 def test_an_unknown_strategy_names_the_nearest() -> None:

@@ -77,7 +77,7 @@ def test_the_report_says_that_it_trains_in_float(forward: str) -> None:
     replaced = qt.quant_modules.replace(nn.Sequential(Conv1D(6, 8)), training_arithmetic=forward)
     (line,) = qt.quantization_report(replaced).layers
     assert line.kind == "linear"
-    assert line.training == "float, keeps floats: no op computes a Conv1D on codes"
+    assert line.training == "float, saves floats: there is no integer kernel for a Conv1D"
 
 
 def test_state_dicts_copies_and_pickles(tmp_path: Path) -> None:

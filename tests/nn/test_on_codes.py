@@ -272,7 +272,7 @@ def test_a_dropout_that_drops_nothing_leaves_values_on_their_grid_until_it_does(
         prepared = quantized("graph", LSQ, copy.deepcopy(model), **options)
         if options == {"training_arithmetic": forward}:
             keeps = {line.name: line.training for line in qt.quantization_report(prepared).layers}["4"]
-            assert keeps == ("on codes" if forward == "integer" else "float (as asked)") + ", keeps codes"
+            assert keeps == ("int8 kernel" if forward == "integer" else "float (as asked)") + ", saves codes"
         kept.append(bytes_kept(prepared, images()))
         prepared.get_submodule("2").p = 0.5  # a schedule
         torch.manual_seed(3)
@@ -435,20 +435,20 @@ def test_it_compiles_without_a_graph_break(config: qt.QConfig, forward: str) -> 
 def test_the_report_says_how_each_layer_computes_in_training() -> None:
     report = qt.quantization_report(quantized("graph", training_arithmetic="integer"))
     lines = {line.name: line.training for line in report.layers if line.training}
-    assert lines["stem.0"] == lines["up"] == lines["head"] == "on codes, keeps codes"
+    assert lines["stem.0"] == lines["up"] == lines["head"] == "int8 kernel, saves codes"
     assert "in training" in str(report)
-    assert "on codes, keeps codes" in str(report)
+    assert "int8 kernel, saves codes" in str(report)
     report = qt.quantization_report(quantized("modules", save="float", training_arithmetic="float"))
-    assert {line.training for line in report.layers if line.training} == {"float (as asked), keeps floats"}
+    assert {line.training for line in report.layers if line.training} == {"float (as asked), saves floats"}
     wide = qt.QConfig(qt.QuantSpec(bits=16), qt.QuantSpec(axis=0))
     report = qt.quantization_report(quantized("graph", wide))
-    assert "float, keeps floats: its inputs have no codes of one byte and one scale" in str(report)
+    assert "float, saves floats: its inputs are not quantized to at most 8 bits with one scale" in str(report)
     scales = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))
     report = qt.quantization_report(
         quantized("modules", scales, nn.Sequential(nn.Linear(12, 4)), training_arithmetic="integer")
     )
     assert report.layers[0].training == (
-        "float (its weight's scales do not run along its output channels), keeps codes"
+        "float (its weight has scales along another axis than the output channels), saves codes"
     )
 
 
@@ -460,8 +460,8 @@ def test_the_report_says_that_a_weight_with_gradients_of_its_own_keeps_floats() 
         prepared = quantized("graph", config, copy.deepcopy(model), training_arithmetic="float")
         kept[name] = bytes_kept(prepared, leaf(images()))
         lines = [line.training for line in qt.quantization_report(prepared).layers]
-        own = "float, keeps floats: the gradients of its weight are those of 'pact'"
-        assert lines == [own if name == "pact" else "float (as asked), keeps codes"] * 2
+        own = "float, saves floats: quantizer 'pact' has its own gradients of the weight"
+        assert lines == [own if name == "pact" else "float (as asked), saves codes"] * 2
     assert kept["pact"] > 2 * kept["fixed"]
 
 
@@ -471,12 +471,12 @@ def test_the_report_asks_the_device_and_the_type_of_the_layer(monkeypatch, place
     monkeypatch.setattr(on_codes, "HAS_INT8", True)
     layer = qt.nn.QuantConv2d(3, 8, 3, weight_spec=FIXED.weight).train()
     layer.link_source(on_codes.Source(qt.TensorQuantizer(FIXED.activation)))
-    assert on_codes.described(layer) == ("on codes (float for fewer than 2,048 positions), keeps codes", None)
-    assert on_codes.described(layer.to(**place)) == ("float (no int8 kernel), keeps codes", Cause.NO_KERNEL)
+    assert on_codes.described(layer) == ("int8 kernel (float for fewer than 2,048 positions), saves codes", None)
+    assert on_codes.described(layer.to(**place)) == ("float (no int8 kernel), saves codes", Cause.NO_KERNEL)
     qt.nn.set_training_arithmetic(layer, arithmetic="integer")
-    assert on_codes.described(layer) == ("on codes, keeps codes", None)
+    assert on_codes.described(layer) == ("int8 kernel, saves codes", None)
     qt.nn.set_training_arithmetic(layer, arithmetic="float")
-    assert on_codes.described(layer) == ("float (as asked), keeps codes", Cause.AS_ASKED)
+    assert on_codes.described(layer) == ("float (as asked), saves codes", Cause.AS_ASKED)
 
 
 @pytest.mark.parametrize("forward", ["float", "integer"])
@@ -495,7 +495,7 @@ def test_sums_that_int32_may_not_hold_are_computed_in_float() -> None:
     prepared = qt.quant_modules.replace(model, training_arithmetic="integer")
     qt.calibrate(prepared, [torch.ones(1, 80_000)], progress=False)
     (line,) = qt.quantization_report(prepared).layers
-    assert line.training == "float (its sums may exceed int32), keeps codes"
+    assert line.training == "float (its sums may exceed int32), saves codes"
     with torch.no_grad():
         prepared[0].weight.fill_(1.0)
     prepared[0].reset_weight_range()

@@ -254,16 +254,16 @@ def test_the_report_says_how_each_product_computes_in_training() -> None:
 
     for road in ("graph", "modules"):
         model = quantized(road, training_arithmetic="integer")
-        assert lines(model) == ["on codes, keeps codes"] * 2
+        assert lines(model) == ["int8 kernel, saves codes"] * 2
         qt.nn.set_training_arithmetic(model)
-        assert lines(model) == ["float (no int8 kernel), keeps codes"] * 2
+        assert lines(model) == ["float (no int8 kernel), saves codes"] * 2
         qt.nn.set_training_arithmetic(model, "float", "float")
-        assert lines(model) == ["float (as asked), keeps floats"] * 2
-    one = "float (an operand is on no grid with codes of one byte and one scale), keeps codes of one operand"
+        assert lines(model) == ["float (as asked), saves floats"] * 2
+    one = "float (an operand is not quantized to at most 8 bits with one scale), saves codes of one operand"
     dropped = quantized("modules", LSQ, Fused(0.5), training_arithmetic="integer")
-    assert lines(dropped) == [f"on codes, keeps codes; {one}"]
+    assert lines(dropped) == [f"int8 kernel, saves codes; {one}"]
     wide = qt.QConfig(qt.QuantSpec(bits=16), qt.QuantSpec(axis=0))
-    none = "float, keeps floats: its operands are on no grids with codes of one byte and one scale"
+    none = "float, saves floats: its operands are not quantized to at most 8 bits with one scale each"
     assert lines(quantized("graph", wide)) == [none] * 2
 
 
@@ -318,7 +318,7 @@ def test_fused_attention_compiles_and_reports() -> None:
     found = step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
     torch.testing.assert_close(found[0], step(model)[0])
     (line,) = (line for line in qt.quantization_report(model).layers if line.kind == "dot_product_attention")
-    assert line.training == ("float, keeps codes on a CPU" if HAS_FUSED else "float, keeps floats")
+    assert line.training == ("float, saves codes on a CPU" if HAS_FUSED else "float, saves floats")
     with torch.autocast("cpu", torch.bfloat16):
         assert model(leaf(sequences())).dtype == torch.bfloat16
 
@@ -333,7 +333,9 @@ def test_the_report_knows_operands_without_codes(spec: qt.QuantSpec) -> None:
     qt.calibrate(model, [torch.randn(2, 4, 4)], progress=False)
     for each in (model, qt.convert(model)):
         (line,) = (line for line in qt.quantization_report(each).layers if line.kind == "matmul")
-        assert line.training == "float, keeps floats: its operands are on no grids with codes of one byte and one scale"
+        assert (
+            line.training == "float, saves floats: its operands are not quantized to at most 8 bits with one scale each"
+        )
 
 
 class Square(nn.Module):

@@ -98,11 +98,11 @@ def test_learned_scales_have_an_error_that_says_what_to_do() -> None:
 
 def test_the_setting_goes_with_copies_and_back() -> None:
     prepared = quantized("graph", Net(), training_arithmetic="float", save="float")
-    assert "by torch: as asked" in str(qt.quantization_report(prepared))
+    assert "computed by torch: as asked" in str(qt.quantization_report(prepared))
     copied = copy.deepcopy(prepared)
     assert copied.training_arithmetic == PLAIN
     penalty(copied, leaf(images()))
     qt.nn.set_training_arithmetic(copied)
-    assert "one op with" in str(qt.quantization_report(copied))
+    assert "fused with" in str(qt.quantization_report(copied))
     with pytest.raises((RuntimeError, NotImplementedError)):
         penalty(copied, leaf(images()))

@@ -403,7 +403,9 @@ def test_budgets_that_nothing_meets_say_what_can_be_reached(model) -> None:
     with pytest.raises(ValueError, match=r"latency=6.5 cannot be met: the smallest of these choices is 7\. Raise"):
         search.solve(errors, latency=6.5)
     assert search.solve(errors, latency=7).choices == dict.fromkeys(search.layers, "w8a8")
-    with pytest.raises(ValueError, match="cannot be met together: within the others, the smallest size is") as error:
+    with pytest.raises(
+        ValueError, match="cannot be met together: within the other budgets, the smallest size is"
+    ) as error:
         search.solve(errors, size=least, latency=7)
     reachable = float(re.search(r"smallest size is ([\d.]+)\. Raise", str(error.value))[1])
     assert search.solve(errors, size=reachable, latency=7).costs["size"] == reachable

@@ -635,7 +635,7 @@ def test_a_model_without_such_weights_is_refused() -> None:
         (
             {"momentum": 0.02},
             ValueError,
-            r"thresholds must be above momentum=0.02, or a single turn .* \(0.1, 0.01\); lower",
+            r"thresholds must be above momentum=0.02, or a single flip .* \(0.1, 0.01\); lower",
         ),
         ({"max_bits": 1}, ValueError, "max_bits must be at least 2, got 1"),
         ({"model": "model"}, TypeError, "model must be a torch.nn.Module, got str"),

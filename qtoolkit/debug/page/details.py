@@ -9,6 +9,7 @@ from torch import fx
 from qtoolkit.debug.page.facts import Facts, known_range
 from qtoolkit.debug.page.picture import blocks_of, key_of
 from qtoolkit.debug.page.words import interval, percent
+from qtoolkit.debug.similarity import Similarity
 from qtoolkit.graph.nodes import kind_of, name_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.report import LayerLine, TensorLine
@@ -60,10 +61,14 @@ def _of_layer(facts: Facts, line: LayerLine) -> Detail:
     rows += [("in training", line.training)]
     error, drop = facts.errors.get(line.name), facts.drops.get(line.name)
     if error is not None:
-        rows += [("own error", str(error.own)), ("accumulated", str(error.accumulated))]
+        rows += [("own error", _similarity(error.own)), ("accumulated", _similarity(error.accumulated))]
     if drop is not None:
         rows += [("drop of the score", f"{drop.drop:.6g}")]
     return Detail(line.name, str(line.status), tuple((label, text) for label, text in rows if text))
+
+
+def _similarity(found: Similarity) -> str:
+    return f"{found.sqnr:.1f} dB, cosine {found.cosine:.6f}"
 
 
 def _of_quantizer(facts: Facts, name: str, quantizer: Quantizer, lines: Iterable[TensorLine]) -> Detail:
@@ -78,8 +83,8 @@ def _of_quantizer(facts: Facts, name: str, quantizer: Quantizer, lines: Iterable
         low, high = (float(end) for end in values.histogram.observed())
         rows += [("values", interval(low, high)), ("clipped", percent(values.clipped))]
     for line in lines:
-        rows += [("made by", line.source), ("taken by", ", ".join(line.consumers))]
-        rows += [("scale shared with", ", ".join(facts.titles.get(each, each) for each in line.shares_scale_with))]
+        rows += [("made by", line.title), ("taken by", ", ".join(line.consumers))]
+        rows += [("scale shared with", ", ".join(line.shares_scale_with))]
     rows += [("why", facts.reasons.get(name, ""))]
     off = "" if quantizer.quantizing else "off"
     return Detail(

@@ -1,6 +1,5 @@
 """What a report knows of a model: its lines, its quantizers, what these got on some inputs, sizes and operations."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -108,14 +107,8 @@ class Facts:
 
     @property
     def titles(self) -> dict[str, str]:
-        """What the page calls each quantizer: the op that makes its input, numbered from the second quantizer on."""
-        found, times = dict[str, str](), Counter[str]()
-        for line in self.report.tensors:
-            if line.quantizer not in found:
-                times[line.source] += 1
-                number = times[line.source]
-                found[line.quantizer] = line.source if number == 1 else f"{line.source} ({number})"
-        return found
+        """What the page calls each quantizer: its first tensor, as in the model."""
+        return {line.quantizer: line.title for line in reversed(self.report.tensors)}
 
     @property
     def reasons(self) -> dict[str, str]:

@@ -129,7 +129,7 @@ def range_table(facts: Facts) -> Table:
         clipped = None if values is None else values.clipped
         cell = Cell("-", -1.0) if clipped is None else Cell(percent(clipped), clipped, poor=clipped > 0.01)
         limits = Cell("-") if quantizer is None else Cell(range_of(quantizer))
-        rows.append((Cell(line.source, key=f"quantizer {line.quantizer}"), Cell(line.spec), limits, cell))
+        rows.append((Cell(line.title, key=f"quantizer {line.quantizer}"), Cell(line.spec), limits, cell))
     return Table(("tensor", "how", "range", "clipped"), tuple(rows))
 
 

@@ -63,6 +63,6 @@ def check_same(title: str, held: Iterable[Encoding], read: Iterable[Encoding]) -
     ]
     if differing:
         raise RuntimeError(
-            f"encodings: {title} does not hold the grids of {', '.join(sorted(differing))}: read again, they differ; this is a "
-            f"defect of qtoolkit."
+            f"encodings: {title} does not hold the grids of {', '.join(sorted(differing))}: read back, they differ. This is a "
+            f"bug of qtoolkit; please report it with the model."
         )

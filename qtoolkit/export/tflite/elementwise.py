@@ -163,8 +163,8 @@ def attention(op: Op) -> Value:
     """Add an attention without a mask: softmax(q k / sqrt(features)) v."""
     if op.args["attn_mask"] is not None or op.args["is_causal"] or op.args["enable_gqa"]:
         raise ValueError(
-            f"export_litert: {op.node.name!r} is an attention with a mask or groups of heads, which the file does not have; "
-            f"write it as products of matrices."
+            f"export_litert: {op.node.name!r} is an attention with a mask or grouped heads, which LiteRT does not support; "
+            f"write it as matrix products."
         )
     query, key, value = (op.plain(op.value(name)) for name in ("query", "key", "value"))
     factor = query.shape[-1] ** -0.5 if op.args["scale"] is None else op.args["scale"]

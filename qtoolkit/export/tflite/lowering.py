@@ -124,8 +124,8 @@ class _Lowering:
         dtype = np.dtype("float32" if scales is None else scales.dtype)
         if node.meta["val"].dtype != torch.float32:
             raise ValueError(
-                f"export_litert: input {node.name!r} is of {node.meta['val'].dtype}; the file takes float32 and the codes of "
-                f"quantizers. Move what takes it out of the model."
+                f"export_litert: input {node.name!r} is of {node.meta['val'].dtype}; the file takes float32 and quantized "
+                f"inputs. Move the ops that use it out of the model."
             )
         tensor = self.file.tensor(node.name, in_order(shape, order), dtype, scales)
         return Value(tensor, shape, order, scales)
@@ -138,7 +138,7 @@ class _Lowering:
             value = self.values.get(node)
             if value is None:
                 raise ValueError(
-                    f"export_litert: output {node.name!r} does not depend on the inputs; return it elsewhere."
+                    f"export_litert: output {node.name!r} does not depend on the inputs; remove it from the outputs."
                 )
             found[next(names)] = (
                 value if value.scales is not None and value.scales.dtype == self.io_type else self.as_float(value)

@@ -102,7 +102,7 @@ def zero_pad(op: Op) -> Value:
         ends[len(ends) - 1 - i] = given[2 * i], given[2 * i + 1]
     if any(min(pair) < 0 for pair in ends) or op.args.get("mode", "constant") != "constant" or op.args["value"]:
         raise ValueError(
-            f"export_litert: {op.node.name!r} pads by other values than zero, or cuts; LiteRT's file has zeros alone."
+            f"export_litert: {op.node.name!r} pads with values other than zero, or crops; LiteRT pads only with zeros."
         )
     sizes = op.constant(np.array([ends[dim] for dim in x.order], np.int32), "padding")
     return op.emit("PAD", [x, sizes], x, "PadOptions")

@@ -25,8 +25,8 @@ def avg_pool(op: Op) -> Value:
         return _pool(op, "AVERAGE_POOL_2D", pad(op, x, [(0, 0), (0, 0), *window.padding]), window, "VALID")
     if not window.is_same(x.shape[2:], op.shape[2:]):
         raise ValueError(
-            f"export_litert: LiteRT's average pool leaves padding out only as TensorFlow's SAME has it, which is not "
-            f"{window.padding} of {op.node.name!r}; set count_include_pad=True."
+            f"export_litert: LiteRT's average pool excludes the padding only if it is TensorFlow's SAME, not "
+            f"{window.padding} as in {op.node.name!r}; set count_include_pad=True."
         )
     return _pool(op, "AVERAGE_POOL_2D", x, window, "SAME")
 

@@ -203,7 +203,7 @@ class RuntimeCodes:
         if verdict is Verdict.ROUNDING and self.codes.differing > self.codes.allowed(self.share):
             warnings.warn(
                 f"verify: end to end {self.codes} in {self.runtime}, which computes {len(self.float_layers)} layers in float; "
-                f"layer by layer, from its own codes, {self.layer_codes}, which rounding explains, and layers behind spread.",
+                f"layer by layer, from its own codes, {self.layer_codes}, which rounding explains; later layers amplify it.",
                 stacklevel=2,
             )
         return verdict
@@ -213,12 +213,12 @@ class RuntimeCodes:
         if self.other_weights:
             first = self.other_weights[0]
             return (
-                f"verify: the file has other weights than the model at {_first(self.other_weights)} ({first!r}: "
+                f"verify: the weights of the file differ from the model's at {_first(self.other_weights)} ({first!r}: "
                 f"{self.weights[first]}): it was exported from another model, or before this one changed; export this one."
             )
         if self.unrounded:
             return (
-                f"verify: {self.remark} Its outputs are thus not those of the model. Turn these quantizers off in the "
+                f"verify: {self.remark} Its outputs therefore differ from the model's. Turn these quantizers off in the "
                 f"converted model before the export (qtoolkit.disable_quantization(model.get_submodule(name))), or "
                 f"accept it."
             )
@@ -243,7 +243,7 @@ class RuntimeCodes:
             )
         return (
             f"verify: {found} Weights and arithmetic are the same on both sides: the runtime computes an op before the first "
-            f"of these quantizers otherwise. Report it with the model.{remark}"
+            f"of these quantizers differently. Report it with the model.{remark}"
         )
 
     def _found(self) -> str:

@@ -68,7 +68,7 @@ def why_not_linked(node: fx.Node, follower: fx.Node, calls: ModuleCalls, rules: 
         return "it has no running statistics: track_running_stats=False"
     if int(bn.running_mean.numel()) != layer.channels():  # type: ignore[operator]  # a Tensor
         return f"it has {bn.running_mean.numel()} channels and its layer {layer.channels()}"  # type: ignore[operator]
-    return "the qconfig_mapping says so" if rule_of_node(follower, rules).qconfig is None else None
+    return "the qconfig_mapping leaves it in float" if rule_of_node(follower, rules).qconfig is None else None
 
 
 def _check_hooks(node: fx.Node, follower: fx.Node) -> None:

@@ -97,7 +97,7 @@ def _verdict(node: fx.Node, roles: Roles, calls: ModuleCalls) -> Verdict:
     if kind.normalizes_batches and role != "compute":
         return _verdict_on_batch_norm(node, roles, calls)
     if node in roles.unit:
-        return Verdict(Status.FUSED, Cause.JOINED, f"one op with {name_of(roles.unit[node])}")
+        return Verdict(Status.FUSED, Cause.JOINED, f"fused with {name_of(roles.unit[node])}")
     if role == "transparent":
         return Verdict(Status.TRANSPARENT, Cause.MOVES)
     if roles.is_behind_codes(node):
@@ -140,7 +140,7 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
     if not rule.is_general and (rule.qconfig is None or rule.qconfig.activation is None):
         return rule.left
     if kind.activation:
-        return Verdict.left_float(Cause.TARGET, f"{with_article(kind)} that no quantized op comes right before")
+        return Verdict.left_float(Cause.TARGET, f"{with_article(kind)} with no quantized op right before it")
     if kind is OTHER and node in roles.parameters:
         return FROM_PARAMETERS
     if kind is OTHER and _takes_weights(node):
@@ -148,7 +148,7 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
     if module is not None and (kind is OTHER or kind.keeps_state) and _has_weights(module):
         in_a_graph = " in a graph: qtoolkit.quant_modules.replace has one" if type(module) in replaced_modules() else ""
         return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {type(module).__name__}{in_a_graph}")
-    what = "unknown to qtoolkit" if kind is OTHER else with_article(kind)
+    what = "an op that qtoolkit does not know" if kind is OTHER else with_article(kind)
     return Verdict.left_float(Cause.TARGET, f"{what}, which {roles.backend.name} computes in float")
 
 

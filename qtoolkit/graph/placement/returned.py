@@ -43,7 +43,7 @@ def left_as_returned(node: fx.Node, backend: Backend) -> Verdict | None:
 
 def float_output(backend: Backend) -> Verdict:
     """Return the verdict on an op that is left in float because its output is."""
-    why = f"its output is taken in float, and {backend.name} computes it in integers only between two quantized tensors"
+    why = f"its output is not quantized, and {backend.name} computes it in integers only between two quantized tensors"
     return Verdict.left_float(Cause.NOT_QUANTIZED_AROUND, why)
 
 

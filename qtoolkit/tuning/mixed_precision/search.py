@@ -233,7 +233,7 @@ class MixedPrecision:
         others = {name: value for name, value in budgets.items() if name != first}
         return (
             f"MixedPrecision: {', '.join(f'{name}={value:.12g}' for name, value in budgets.items())} cannot be met together: "
-            f"within the others, the smallest {first} is {self._least(first, others):.12g}. Raise a budget."
+            f"within the other budgets, the smallest {first} is {self._least(first, others):.12g}. Raise a budget."
         )
 
     def _least(self, cost: str, within: Mapping[str, float]) -> float | None:

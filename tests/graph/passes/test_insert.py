@@ -228,7 +228,7 @@ def test_a_batch_norm_of_its_own_and_its_relu_are_one_unit(training: bool) -> No
 
     prepared = qt.prepare(PreActivation().train(training), backend="snpe")
     assert list(activations(prepared)) == ["x", "y", "cat", "relu", "conv"]  # none between the batch norm and its ReLU
-    assert prepared.plan.status["relu"] == Verdict(Status.FUSED, Cause.JOINED, "one op with norm")
+    assert prepared.plan.status["relu"] == Verdict(Status.FUSED, Cause.JOINED, "fused with norm")
     planned = {(edge.source, edge.consumer) for edge in prepared.plan.edges}
     assert ("relu", "conv") in planned
     assert not any(source == "norm" for source, _ in planned)
@@ -565,7 +565,7 @@ def test_padding_with_minus_infinity_is_not_quantized() -> None:
 def test_an_identity_before_an_activation_does_not_part_it_from_its_layer(backend: str) -> None:
     body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Identity(), nn.Dropout(0.1), nn.ReLU())
     prepared = qt.prepare(nn.Sequential(*body, nn.Conv2d(4, 2, 1)), backend=backend)
-    assert prepared.plan.status["_4"] == Verdict(Status.FUSED, Cause.JOINED, "one op with 0")
+    assert prepared.plan.status["_4"] == Verdict(Status.FUSED, Cause.JOINED, "fused with 0")
     assert "activation_quantizers._4" in qt.quantizers_of(prepared)
     assert "activation_quantizers._1" not in qt.quantizers_of(prepared)
 

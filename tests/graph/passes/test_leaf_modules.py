@@ -191,7 +191,7 @@ def test_what_the_mapping_leaves_in_float_is_reported() -> None:
     report = qt.quantization_report(qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"]))
     reasons = {line.name: line.reason for line in report.left_float}
     assert reasons["block"] == "float: a leaf module in which no layer is quantized"
-    assert reasons["block.conv"] == "float: the qconfig_mapping says so"
+    assert reasons["block.conv"] == "float: the qconfig_mapping leaves it in float"
 
 
 def test_unknown_names_inside_are_named() -> None:

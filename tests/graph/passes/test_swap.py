@@ -80,7 +80,7 @@ def test_what_was_left_float_is_listed_with_the_reason() -> None:
     mapping = qt.QConfigMapping().set_module_name("up2", None).set_object_type(nn.Embedding, None)
     prepared = qt.prepare(AllLayers(), backend="onnxruntime", qconfig_mapping=mapping)
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
-    assert reasons["table"] == reasons["up2"] == "float: the qconfig_mapping says so"
+    assert reasons["table"] == reasons["up2"] == "float: the qconfig_mapping leaves it in float"
     assert type(prepared.get_submodule("up2")) is nn.ConvTranspose2d
 
 

@@ -182,7 +182,7 @@ def test_a_returned_transposed_convolution_is_reported() -> None:
     (line,) = (line for line in left if line.verdict.cause is not Cause.NOT_CALLED)
     assert (line.name, line.reason) == (
         "up",
-        "float: its output is taken in float, and onnxruntime computes it in integers only between two quantized tensors",
+        "float: its output is not quantized, and onnxruntime computes it in integers only between two quantized tensors",
     )
 
 

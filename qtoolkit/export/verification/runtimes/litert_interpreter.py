@@ -113,8 +113,8 @@ class LitertFile:
                 facts: Mapping[str, Any] = json.loads(bytes(model.Buffers(entry.Buffer()).DataAsNumpy()))
                 return facts
         raise UnreadableFileError(
-            f"{str(self.path)!r} is not of qtoolkit.export_litert: it does not say which tensors are those of the model's "
-            f"quantizers. Export the model by it."
+            f"{str(self.path)!r} was not written by qtoolkit.export_litert: it does not say which tensors belong to the "
+            f"model's quantizers. Export the model with it."
         )
 
     def _check_names(self, model: nn.Module) -> None:
