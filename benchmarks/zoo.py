@@ -23,9 +23,6 @@ from tqdm import tqdm
 from zoo_models import MODULES, Recipe, page, recipes, table
 from zoo_models.pipeline import run
 
-HERE = Path(__file__).parent
-RESULTS = page.ZOO
-PAGE = HERE.parent / "docs" / "zoo.md"
 # The process of each model starts with these imported, where they are installed, which takes some seconds.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["qtoolkit", "torch._dynamo", "torch.onnx", "onnxscript", "onnxruntime", *MODULES])
@@ -42,8 +39,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-export", action="store_true", help="stop after convert")
     parser.add_argument("--jobs", type=int, default=1, help="number of models to run in parallel")
     parser.add_argument("--limit", type=float, default=600, help="time limit for each model in seconds")
-    parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--markdown", type=Path, default=PAGE)
+    parser.add_argument("--json", type=Path, default=page.ZOO)
+    parser.add_argument("--markdown", type=Path, default=page.PAGE)
     return parser.parse_args()
 
 
@@ -90,7 +87,7 @@ def main() -> None:
 
 
 def run_all(named: list[Recipe], args: argparse.Namespace) -> None:
-    """Run models, write the results of each beside the earlier ones, and print their table."""
+    """Run models, write the results of each beside the earlier ones, and print their table and the sums of all results."""
     found = []
     with ThreadPoolExecutor(args.jobs) as pool:
         for outcome in tqdm(
@@ -99,6 +96,7 @@ def run_all(named: list[Recipe], args: argparse.Namespace) -> None:
             found.append(outcome)
             write(outcome, args)
     table.show(found)
+    print(table.summary(json.loads(args.json.read_text())["models"]))
 
 
 def write(outcome: dict[str, Any], args: argparse.Namespace) -> None:

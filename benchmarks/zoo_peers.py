@@ -2,7 +2,7 @@
 
 python benchmarks/zoo_peers.py                draw models of the zoo, run all tools that are installed, write the zoo's page
 python benchmarks/zoo_peers.py --tools NNCF   run some of the tools, and keep the results of the others
-python benchmarks/zoo_peers.py --count 40     draw more models, of which the first are those of a smaller count
+python benchmarks/zoo_peers.py --draw 40      draw other models than those of the stored results
 
 The models are drawn by a seed from those that went through all steps here, take one tensor, and take few seconds. Each
 runs in a process of its own with a time limit. The versions of the tools are in `peers/requirements.txt`.
@@ -22,10 +22,10 @@ from peers import model_builder, model_exporter, versions
 from torch import Tensor, nn
 from tqdm import tqdm
 from zoo_models import Recipe, page, recipes
-from zoo_models.peers_table import OURS, TOOLS
+from zoo_models.peers_table import OURS, TOOLS, models_in, sums
 
 SEED = 40
-SECONDS = 8.0  # processor time that a model takes here at most
+SECONDS = 6.0  # processor time that a model takes here at most
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "zoo_peers.json"
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -131,7 +131,7 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
-    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--draw", type=int, default=0, help="how many models to draw anew")
     parser.add_argument("--limit", type=float, default=120, help="time limit for each model and tool in seconds")
     parser.add_argument("--zoo", type=Path, default=page.ZOO)
     parser.add_argument("--json", type=Path, default=RESULTS)
@@ -140,14 +140,15 @@ def main() -> None:
         ["torch._dynamo", "torch.onnx", "onnxscript", "onnxruntime", "torchvision.models", "timm"]
     )
     zoo = json.loads(args.zoo.read_text())
-    names = [recipe.name for recipe in drawn(args.count, zoo)]
-    before = json.loads(args.json.read_text())["models"] if args.json.exists() else []
-    rows = {(o["model"], o["tool"]): o for o in (*before, *ours(zoo, names)) if o["model"] in names}
+    before = [] if args.draw else json.loads(args.json.read_text())["models"]
+    names = [recipe.name for recipe in drawn(args.draw, zoo)] if args.draw else models_in({"models": before})
+    rows = {(o["model"], o["tool"]): o for o in (*before, *ours(zoo, names))}
     for name, tool in tqdm([(n, t) for n in names for t in args.tools], leave=False):
         rows[name, tool] = run_apart(name, tool, args.limit)
-        args.json.write_text(
-            page.json_text({"seed": SEED, "seconds": SECONDS, **versions(), "models": list(rows.values())})
-        )
+        results = {"seed": SEED, "seconds": SECONDS, **versions(), "models": list(rows.values())}
+        args.json.write_text(page.json_text(results))
+    print("\n".join(sums(json.loads(args.json.read_text()))))
+    page.PAGE.write_text(page.text(zoo))
 
 
 if __name__ == "__main__":

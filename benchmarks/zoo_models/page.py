@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from zoo_models import peers_table
-from zoo_models.table import markdown, summary
+from zoo_models.table import failures, markdown, summary
 from zoo_models.timm_families import DRAWN, SEED
 
 HERE = Path(__file__).parents[1]
+PAGE = HERE.parent / "docs" / "zoo.md"
 ZOO = HERE / "results" / "zoo.json"
 PEERS = HERE / "results" / "zoo_peers.json"
 # The distributions that the page names, by the word in it.
@@ -37,6 +38,26 @@ of the models and keeps the other results. Models of packages that are not insta
 ## The same models through other tools
 
 {peers}
+
+## What does not come through, and why
+
+{failures}
+
+Causes that are known:
+
+- *A value that Python uses is ... now*: the forward asks for the device (`x.is_cpu`, `x.type()`), and tracing answers for
+  the meta device, on which it computes sizes. The message names sizes. Such a submodule is a leaf module in `untraced`.
+- *Branches on self.training*: the graph of the other mode has other ops. Prepare in eval mode, as a note says where the
+  recipe does.
+- *A value of type int has no length*, *unpackString*, *new() received*: `torch.tensor(x.size(0))`, a test of autocast for
+  `x.device.type`, and `x.new(sizes)` get a traced value in C++. The error names the leaf module, or replacement.
+- *The codes of layers differ by more than rounding ties* in a leaf module: between its quantized layers it computes in
+  float as a whole, so that ties pass from one to the next; only ops of the graph are compared from the codes of the file.
+- *The file has no QuantizeLinear for*: the forward computes a head whose result it does not return, and the exporter
+  leaves it out. `verify=False` writes the file.
+- *Has observed nothing*: a layer with no channels at this small size of the network, whose weight is empty.
+- Random numbers in the forward, such as `torch.randn_like` of an autoencoder: onnxruntime draws others.
+- `unsafe_chunk`, `sort`: neither exporter of torch takes the float model.
 
 ## What runs
 
@@ -105,7 +126,8 @@ def text(results: Mapping[str, Any]) -> str:
     """Return the page for the results, with the comparison as it is stored."""
     models = results["models"]
     compared = peers_text(json.loads(PEERS.read_text())) if PEERS.exists() else ""
-    return TEXT.format(**results, summary=summary(models), peers=compared, seed=SEED, drawn=DRAWN) + markdown(models)
+    texts = {"summary": summary(models), "failures": failures(models), "peers": compared}
+    return TEXT.format(**results, **texts, seed=SEED, drawn=DRAWN) + markdown(models)
 
 
 COMPARED = """{count} of the models, drawn by seed {seed} from those that take one tensor and at most {seconds:.0f} seconds

@@ -325,7 +325,7 @@ def label(line: LayerLine) -> str:
     if verdict.cause is Cause.NOT_FOLDED:
         return "batch norm not folded"
     if verdict.cause is not Cause.TARGET or verdict in (FROM_PARAMETERS, MASKED):
-        return verdict.text.removeprefix("float: ")
+        return re.sub(r" '[^']*'", "", verdict.text.removeprefix("float: "))  # without the names of submodules
     if line.kind == OTHER.name:  # unknown: the op's own name, without its number
         return re.sub(r"_*\d+$", "", line.name.rpartition(".")[2]) or line.name
     return f"{line.kind} after a float op" if line.kind in ACTIVATIONS else line.kind

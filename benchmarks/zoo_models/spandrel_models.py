@@ -107,6 +107,7 @@ NETWORKS: Mapping[str, tuple[Mapping[str, Any], *tuple[tuple[int, ...], ...]]] =
         LARGER,
     ),
 }
+OTHER_OPS = "prepared in eval mode: its forward has other ops in training mode"
 NOTES = {
     "SPAN": "its Conv3XC, which assign weights in forward, replaced by the convolutions that they compute in eval mode"
 }
@@ -117,6 +118,7 @@ def spandrel_recipes() -> Iterable[Recipe]:
     for name, (options, *shapes) in NETWORKS.items():
         module, _, kind = name.partition(".")
         note = {"note": NOTES[name]} if name in NOTES else {}
+        note |= {"training": False, "note": OTHER_OPS} if module == "PLKSR" else {}
         entry = Entry(partial(_build, kind or module, options), floats(*shapes), note)
         yield from recipes_of("spandrel", f"spandrel.architectures.{module}", {(kind or module).lower(): entry})
 

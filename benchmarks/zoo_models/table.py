@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -118,6 +118,13 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         f"With quantizers disabled and batch norms kept, {zero} of {len(done)} equal the float model bit for bit.",
     ]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def failures(outcomes: Iterable[Outcome]) -> str:
+    """Return a table of the models that did not go through all steps, with the error."""
+    failed = [o for o in outcomes if o["failed"]]
+    rows = [f"| {o['name']} | {o['failed']} | {one_line(o['error'])} |" for o in failed]
+    return "\n".join(["| model | step | error |", "|---|---|---|", *rows]) if failed else "Nothing."
 
 
 AS_IT_IS, LEAVES, PARTS, REPLACED = "as it is", "leaf modules", "parts", "replaced"
