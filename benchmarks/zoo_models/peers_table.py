@@ -24,14 +24,15 @@ Row = Mapping[str, Any]
 def sums(results: Mapping[str, Any]) -> list[str]:
     """Return the rows of a table: how far the models of the sample came with each tool."""
     lines = [
-        "| tool | prepared | trained | exported | runs in onnxruntime | outputs within 1 % | outputs equal |",
-        "|---" * 7 + "|",
+        "| tool | prepared | trained | exported | runs in onnxruntime | outputs within 1 % | outputs equal | out of time |",
+        "|---" * 8 + "|",
     ]
     for tool in (OURS, *TOOLS):
         rows = [row for row in results["models"] if row["tool"] == tool]
         if rows:
             name = tool if tool == OURS else f"{tool} {results[TOOLS[tool]]}"
             cells = [*(_past(rows, step) for step in STEPS[1:5]), _within(rows, NEAR), _within(rows, EQUAL)]
+            cells.append(sum(row["failed"] == "time" for row in rows))
             lines.append("| " + " | ".join([name, *map(str, cells)]) + " |")
     return lines
 

@@ -30,7 +30,7 @@ class SizedProxy(fx.Proxy):
             return super().__getattr__(name)
         read = self.tracer.create_proxy("call_function", getattr, (self, name), {})
         # The layers of einops look up how many dimensions there are, which no proxy finds.
-        return int(read) if name == "ndim" else read
+        return int(self.tracer.guard(read)) if name == "ndim" else read
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(Tensor, name):
