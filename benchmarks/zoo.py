@@ -6,13 +6,13 @@ python benchmarks/zoo.py --only resnet vit_b  run models whose names contain one
 python benchmarks/zoo.py --family timm        run one family
 
 Weights are random, inputs are small, and each model runs on one thread. Each model runs in a separate process with a time
-limit, so that a failure affects only its own line of the table. Results of models that do not run this time are kept.
+limit, so that a failure affects only its own line of the table. Results are written as they come; those of models that do
+not run this time are kept.
 """
 
 import argparse
 import json
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from zoo_models import Recipe, page, recipes, table
+from zoo_models import MODULES, Recipe, page, recipes, table
 from zoo_models.pipeline import run
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "zoo.json"
-PAGE = HERE.parent / "docs" / "zoo.md"
+# The process of each model starts with these imported, where they are installed, which takes some seconds.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["qtoolkit", "torch._dynamo", "torch.onnx", "onnxscript", "onnxruntime", *MODULES])
 
 
 def arguments() -> argparse.Namespace:
@@ -39,11 +39,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-export", action="store_true", help="stop after convert")
     parser.add_argument("--jobs", type=int, default=1, help="number of models to run in parallel")
     parser.add_argument("--limit", type=float, default=600, help="time limit for each model in seconds")
-    parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--markdown", type=Path, default=PAGE)
-    parser.add_argument(
-        "--one", type=Path, help="run the model of --only in this process and write its outcome to this file"
-    )
+    parser.add_argument("--json", type=Path, default=page.ZOO)
+    parser.add_argument("--markdown", type=Path, default=page.PAGE)
     return parser.parse_args()
 
 
@@ -57,27 +54,26 @@ def _fits(word: str, name: str) -> bool:
     return name == word[1:] if word.startswith("=") else word in name
 
 
-def run_here(recipe: Recipe, args: argparse.Namespace) -> None:
-    """Run one model in this process, on one thread."""
+def run_here(name: str, backend: str, export: bool, out: Path) -> None:
+    """Run one model in this process, on one thread, and write its outcome to a file."""
     torch.set_num_threads(1)
-    args.one.write_text(json.dumps(run(recipe, args.backend, not args.no_export).json()))
+    out.write_text(json.dumps(run(recipes()[name], backend, export).json()))
 
 
 def run_apart(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     """Run one model in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcome.json"
-        command = [sys.executable, __file__, "--only", f"={recipe.name}", "--one", str(out), "--backend", args.backend]
-        command += ["--no-export"] if args.no_export else []
-        try:
-            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=args.limit)
-            failed, error = "process", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        except subprocess.TimeoutExpired:
-            failed, error = "time", f"longer than {args.limit:.0f} s"
+        process = PROCESSES.Process(target=run_here, args=(recipe.name, args.backend, not args.no_export, out))
+        process.start()
+        process.join(args.limit)
         if out.exists():
             found: dict[str, Any] = json.loads(out.read_text())
             return found
-        return {"name": recipe.name, "family": recipe.family, "failed": failed, "error": error}
+        late = process.is_alive()
+        process.kill()
+        error = f"longer than {args.limit:.0f} s" if late else f"exit code {process.exitcode}"
+        return {"name": recipe.name, "family": recipe.family, "failed": "time" if late else "process", "error": error}
 
 
 def main() -> None:
@@ -86,24 +82,31 @@ def main() -> None:
     named = chosen(args)
     if args.list:
         print("\n".join(f"{recipe.name}  ({recipe.family})" for recipe in named))
-    elif args.one is not None:
-        run_here(named[0], args)
     else:
         run_all(named, args)
 
 
 def run_all(named: list[Recipe], args: argparse.Namespace) -> None:
-    """Run models, print their table, and write their results beside the earlier ones."""
+    """Run models, write the results of each beside the earlier ones, and print their table and the sums of all results."""
+    found = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        found = list(tqdm(pool.map(lambda r: run_apart(r, args), named), total=len(named), desc="models", leave=False))
+        for outcome in tqdm(
+            pool.map(lambda r: run_apart(r, args), named), total=len(named), desc="models", leave=False
+        ):
+            found.append(outcome)
+            write(outcome, args)
     table.show(found)
+    print(table.summary(json.loads(args.json.read_text())["models"]))
+
+
+def write(outcome: dict[str, Any], args: argparse.Namespace) -> None:
+    """Write the results and the page with one more outcome."""
     before = json.loads(args.json.read_text()) if args.json.exists() else {"models": []}
-    outcomes = {o["name"]: o for o in (*before["models"], *found)}
+    outcomes = {o["name"]: o for o in (*before["models"], outcome)}
     order = [*recipes(), *outcomes]  # those of packages that are not installed here come last
     models = [outcomes[name] for name in dict.fromkeys(order) if name in outcomes]
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    results = {**page.facts(args.backend, before), "models": models}
-    args.json.write_text(page.json_text(results))
+    args.json.write_text(page.json_text({**page.facts(args.backend, before), "models": models}))
     args.markdown.write_text(page.text(json.loads(args.json.read_text())))
 
 

@@ -76,22 +76,44 @@ def assert_same_when_off(outcome: Any) -> None:
     assert outcome.off_difference <= (1e-5 if splits else 0)
 
 
-def test_a_step_that_fails_is_in_the_table() -> None:
+def test_what_cannot_be_traced_is_replaced() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
     from zoo_models import pipeline, table
     from zoo_models.recipe import Recipe
 
-    class Decides(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x if x.sum() > 0 else super().forward(x)
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
 
-    recipe = Recipe("own/decides", "own", lambda: torch.nn.Sequential(Decides(4, 4)), lambda: (torch.rand(2, 4),))
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x) if x.sum() > 0 else x
+
+    recipe = Recipe("own/decides", "own", Decides, lambda: (torch.rand(2, 4),))
     outcome = pipeline.run(recipe, "onnxruntime", export=False)
-    assert outcome.failed == "trace"
-    assert "cannot trace Sequential" in outcome.error
+    assert outcome.replaced
+    assert outcome.quantized == 1
+    assert "cannot trace Decides" in outcome.untraceable
+    leaf = Recipe("own/leaf", "own", lambda: nn.Sequential(nn.Linear(4, 4), Decides()), lambda: (torch.rand(2, 4),))
+    assert pipeline.run(leaf, "onnxruntime", export=False).skip == ("*",)
     text = table.markdown([outcome.json()])
-    assert "0 models went through all steps, 1 did not: own/decides" in text
-    assert "**trace: UntraceableError" in text
+    assert "replaced, as it cannot be traced: prepare: cannot trace Decides" in text
+    assert "in 1 `qt.quant_modules.replace` quantizes all layers" in table.summary([outcome.json()])
+
+
+def test_what_cannot_be_quantized_is_in_the_table() -> None:
+    pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
+    from zoo_models import pipeline, table
+    from zoo_models.recipe import Recipe
+
+    recipe = Recipe("own/wrong", "own", lambda: torch.nn.Linear(4, 4), lambda: (torch.rand(2, 5),))
+    outcome = pipeline.run(recipe, "onnxruntime", export=False).json()
+    assert outcome["failed"] == "float"
+    assert "**float: RuntimeError" in table.markdown([outcome])
+    assert "0 went through all steps**, training and onnxruntime included; 1 did not: own/wrong" in table.summary(
+        [outcome]
+    )
+    assert "| own/wrong | float | RuntimeError" in table.failures([outcome])
 
 
 def test_the_command_writes_what_the_documentation_shows(tmp_path) -> None:
@@ -110,12 +132,11 @@ def test_the_documented_table_is_that_of_the_results() -> None:
     from zoo_models import table
 
     outcomes = json.loads((FOLDER / "results" / "zoo.json").read_text())["models"]
-    assert table.markdown(outcomes) in (FOLDER.parent / "docs" / "zoo.md").read_text()
-    labels = {label for o in outcomes for label in o["left_float"]}
-    assert labels == {
-        "no QAT module for LSTM in a graph: qtoolkit.quant_modules.replace has one",
-        "forward did not call it when prepare traced the model (its mode and example inputs)",
-    }
+    text = (FOLDER.parent / "docs" / "zoo.md").read_text()
+    for part in (table.summary(outcomes), table.failures(outcomes), table.markdown(outcomes)):
+        assert part in text
+    differing = [o["name"] for o in outcomes if o.get("weight_codes", [0])[0] or o.get("quantizer_codes", [0])[0]]
+    assert differing == []
 
 
 def test_labels_come_from_verdicts() -> None:

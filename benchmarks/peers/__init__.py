@@ -1,6 +1,7 @@
 """The same work on other tools, where they are installed: one file a peer.
 
 It gives the peer's quantizer as `TOOL`, and `qat_model(model, images)`, which builds what the peer trains for a float model.
+Those that write ONNX files have `export(model, images, path)` too, which returns the model that the file has.
 
 requirements.txt has the versions that were measured. pytorch-quantization is not among them: what PyPI has under that name
 is a placeholder, and its sources do not build without a CUDA build of torch.
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 from tools import Tool
 from torch import Tensor, nn
@@ -51,3 +53,12 @@ def model_builder(name: str) -> Callable[[nn.Module, Tensor], nn.Module]:
         ModuleNotFoundError: It is not installed.
     """
     return import_module(f"peers.{MODEL_PEERS[name]}").qat_model
+
+
+def model_exporter(name: str) -> Callable[[nn.Module, Tensor, Path], nn.Module]:
+    """Return what writes the trained model of a peer of MODEL_PEERS as an ONNX file, and returns the model that the file has.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+    """
+    return import_module(f"peers.{MODEL_PEERS[name]}").export

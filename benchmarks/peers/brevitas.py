@@ -1,5 +1,7 @@
 """Brevitas: its integer quantizer, put together from its parts, with a constant or a parameter for the scale."""
 
+from pathlib import Path
+
 import torch
 from brevitas.core.bit_width import BitWidthConst
 from brevitas.core.function_wrapper import Identity, TensorClamp
@@ -7,6 +9,7 @@ from brevitas.core.quant.int import RescalingIntQuant
 from brevitas.core.quant.int_base import IntQuant
 from brevitas.core.scaling import ConstScaling, IntScaling, ParameterScaling
 from brevitas.core.zero_point import ZeroZeroPoint
+from brevitas.export import export_onnx_qcdq
 from brevitas.graph.calibrate import calibration_mode
 from brevitas.graph.quantize import layerwise_quantize, preprocess_for_quantize, quantize
 from brevitas.nn import QuantConv2d, QuantLinear
@@ -44,6 +47,12 @@ def qat_model(model: nn.Module, x: Tensor) -> nn.Module:
     with torch.no_grad(), calibration_mode(quantized):
         quantized(x)
     return quantized.train()
+
+
+def export(model: nn.Module, x: Tensor, path: Path) -> nn.Module:
+    """With pairs of QuantizeLinear and DequantizeLinear, by torch's older exporter, which its exporter takes."""
+    export_onnx_qcdq(model.eval(), x, export_path=str(path), dynamo=False)
+    return model
 
 
 def few_bit_layer(layer: nn.Conv2d | nn.Linear, bits: int, signed: bool) -> nn.Module:

@@ -1,10 +1,12 @@
 """NNCF: its symmetric quantizer. Its C++ extension is compiled at first use, for about a minute, once on a machine."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("NNCF_EXTENSION_LOAD_TIMEOUT", "0")  # by default it gives up after a minute
 
-from nncf import AdvancedQuantizationParameters, Dataset, quantize
+import torch
+from nncf import AdvancedQuantizationParameters, Dataset, quantize, strip
 from nncf.common.quantization.structs import QuantizationScheme
 from nncf.torch.quantization.layers import PTQuantizerSpec, SymmetricQuantizer
 from op_cases.subjects import QMAX, Subject
@@ -38,3 +40,10 @@ def qat_model(model: nn.Module, x: Tensor) -> nn.Module:
     options = AdvancedQuantizationParameters(disable_bias_correction=True)  # training corrects them
     quantized = quantize(model.eval(), Dataset([x]), advanced_parameters=options)
     return quantized.train()
+
+
+def export(model: nn.Module, x: Tensor, path: Path) -> nn.Module:
+    """Stripped to torch's fake quantizers, as its documentation says before an export."""
+    stripped = strip(model.eval(), do_copy=True, example_input=x)
+    torch.onnx.export(stripped, (x,), path, dynamo=False)
+    return stripped

@@ -1,11 +1,12 @@
 """torchao's PT2E quantization by its quantizer for x86."""
 
 import copy
+from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
-from torchao.quantization.pt2e import move_exported_model_to_train
-from torchao.quantization.pt2e.quantize_pt2e import prepare_qat_pt2e
+from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_qat_pt2e
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config,
@@ -14,9 +15,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 
 def qat_model(model: nn.Module, x: Tensor) -> nn.Module:
     """Its default configuration for training, which observes while it quantizes."""
-    exported = torch.export.export(_without_shared_modules(model), (x,)).module()
-    quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config(is_qat=True))
-    return move_exported_model_to_train(prepare_qat_pt2e(exported, quantizer))
+    return qat_model_as_exported(_without_shared_modules(model), x)
 
 
 def _without_shared_modules(model: nn.Module) -> fx.GraphModule:
@@ -33,3 +32,17 @@ def _without_shared_modules(model: nn.Module) -> fx.GraphModule:
         seen.add(node.target)
     traced.recompile()
     return traced
+
+
+def qat_model_as_exported(model: nn.Module, x: Tensor) -> nn.Module:
+    """The same for models that symbolic tracing does not take, which torch.export captures."""
+    exported = torch.export.export(model, (x,)).module()
+    quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config(is_qat=True))
+    return move_exported_model_to_train(prepare_qat_pt2e(exported, quantizer))
+
+
+def export(model: nn.Module, x: Tensor, path: Path) -> nn.Module:
+    """Converted, by the exporter that takes its pairs."""
+    converted = convert_pt2e(move_exported_model_to_eval(model))
+    torch.onnx.export(converted, (x,), path, dynamo=True, verbose=False)
+    return converted

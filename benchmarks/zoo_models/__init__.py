@@ -1,14 +1,44 @@
 """The models of the zoo, their inputs, and which of their submodules are prepared."""
 
-from zoo_models.other_packages import spandrel_recipes, ultralytics_recipes
+from zoo_models.monai_models import monai_recipes
+from zoo_models.pytorchcv_models import pytorchcv_recipes
 from zoo_models.recipe import Recipe
+from zoo_models.segmentation_models import segmentation_recipes
+from zoo_models.spandrel_models import spandrel_recipes
 from zoo_models.timm_families import timm_recipes
+from zoo_models.torchaudio_models import torchaudio_recipes
 from zoo_models.torchvision_models import torchvision_recipes
 from zoo_models.transformers_models import transformers_recipes
+from zoo_models.ultralytics_models import ultralytics_recipes
+from zoo_models.vit_pytorch_models import vit_pytorch_recipes
 
-__all__ = ["Recipe", "recipes"]
+__all__ = ["MODULES", "Recipe", "recipes"]
 
-PACKAGES = (torchvision_recipes, timm_recipes, transformers_recipes, ultralytics_recipes, spandrel_recipes)
+PACKAGES = (
+    torchvision_recipes,
+    timm_recipes,
+    transformers_recipes,
+    ultralytics_recipes,
+    spandrel_recipes,
+    segmentation_recipes,
+    monai_recipes,
+    torchaudio_recipes,
+    vit_pytorch_recipes,
+    pytorchcv_recipes,
+)
+# What they take models from.
+MODULES = (
+    "torchvision.models",
+    "timm",
+    "transformers",
+    "ultralytics.nn.tasks",
+    "spandrel",
+    "segmentation_models_pytorch",
+    "monai.networks.nets",
+    "torchaudio.models",
+    "vit_pytorch",
+    "pytorchcv.model_provider",
+)
 
 
 def recipes() -> dict[str, Recipe]:

@@ -1,26 +1,75 @@
-"""docs/zoo.md: the table and the meaning of its columns."""
+"""docs/zoo.md: the sums, the comparison with other tools, the meaning of the columns, and the tables."""
 
 import json
 import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from zoo_models.table import markdown
+from zoo_models import peers_table
+from zoo_models.table import failures, markdown, summary
+from zoo_models.timm_families import DRAWN, SEED
 
-PACKAGES = ("torchvision", "timm", "onnxruntime", "onnx", "transformers", "ultralytics", "spandrel")
+HERE = Path(__file__).parents[1]
+PAGE = HERE.parent / "docs" / "zoo.md"
+ZOO = HERE / "results" / "zoo.json"
+PEERS = HERE / "results" / "zoo_peers.json"
+# The distributions that the page names, by the word in it.
+PACKAGES = {
+    **{
+        name: name for name in ("torchvision", "timm", "onnxruntime", "onnx", "transformers", "ultralytics", "spandrel")
+    },
+    **{name: name for name in ("monai", "torchaudio", "pytorchcv")},
+    "segmentation_models": "segmentation_models_pytorch",
+    "vit_pytorch": "vit-pytorch",
+}
 
 TEXT = """# The model zoo
 
-Every model of torchvision {torchvision}, small models of each family of timm {timm}, small models of transformers
-{transformers} and spandrel {spandrel}, and the smallest YOLOs of ultralytics {ultralytics} go through `prepare` (in
-training mode, unless a note says otherwise), `calibrate`, one step of SGD, `convert`, `export_onnx` and verification in
-onnxruntime {onnxruntime}. Weights are random, inputs are small, the backend is {backend}; torch {torch}, one thread of
-{cores} shared cores. `python benchmarks/zoo.py` writes this page; `--only resnet18` or `--family timm` runs some of the
-models and keeps the other results; models of packages that are not installed are left out, and keep theirs. The data is in
-`benchmarks/results/zoo.json`.
+{summary}
+
+`python benchmarks/zoo.py` prints these figures and writes this page; `--only resnet18` or `--family timm` runs some
+of the models and keeps the other results. Models of packages that are not installed are left out, and keep theirs;
+`benchmarks/zoo_models/requirements.txt` has the packages. The data is in `benchmarks/results/zoo.json`.
+
+## The same models through other tools
+
+{peers}
+
+## What does not come through, and why
+
+{failures}
+
+Causes that are known:
+
+- *A value that Python uses is ... now*: the forward asks for the device (`x.is_cpu`, `x.type()`), and tracing answers for
+  the meta device, on which it computes sizes. The message names sizes. Such a submodule is a leaf module in `untraced`.
+- *Branches on self.training*: the graph of the other mode has other ops. Prepare in eval mode, as a note says where the
+  recipe does.
+- *A value of type int has no length*, *unpackString*, *new() received*: `torch.tensor(x.size(0))`, a test of autocast for
+  `x.device.type`, and `x.new(sizes)` get a traced value in C++. The error names the leaf module, or replacement.
+- *The codes of layers differ by more than rounding ties* in a leaf module: between its quantized layers it computes in
+  float as a whole, so that ties pass from one to the next; only ops of the graph are compared from the codes of the file.
+- *The file has no QuantizeLinear for*: the forward computes a head whose result it does not return, and the exporter
+  leaves it out. `verify=False` writes the file.
+- *Has observed nothing*: a layer with no channels at this small size of the network, whose weight is empty.
+- Random numbers in the forward, such as `torch.randn_like` of an autoencoder: onnxruntime draws others.
+- `unsafe_chunk`, `sort`: torch's exporters raise this error; the float models were not exported.
+
+## What runs
+
+Every model of torchvision {torchvision}; of timm {timm} a small model of each family and {drawn} drawn by seed {seed}
+from those whose names say that they are small; small models from configs of transformers {transformers}; decoders and
+encoders of segmentation_models_pytorch {segmentation_models}; small networks of spandrel {spandrel}, MONAI {monai},
+torchaudio {torchaudio}, vit-pytorch {vit_pytorch} and pytorchcv {pytorchcv}; the smallest networks of ultralytics
+{ultralytics} for each task. They go through `prepare` (in training mode, unless a note says otherwise), `calibrate`,
+one step of SGD, `convert`, `export_onnx` and verification in onnxruntime {onnxruntime}. What cannot be traced goes on
+as the error advises: with the leaf module that it names, or by `qt.quant_modules.replace`; an export, by the exporter
+that its error names. Weights are random, inputs are small, the backend is {backend}; torch {torch}, one thread of
+{cores} shared cores.
 
 - **layers** have weights; **ops** are all others. Layers that *forward does not call* are there for another mode, for other
   inputs or for tied weights: heads for training in detectors, the shared embedding of T5. Ops in float are counted by kind,
@@ -55,15 +104,15 @@ def facts(backend: str, before: Mapping[str, Any]) -> dict[str, Any]:
         "backend": backend,
         "torch": torch.__version__,
         "cores": os.cpu_count(),
-        **{p: _version(p, before) for p in PACKAGES},
+        **{name: _version(name, before) for name in PACKAGES},
     }
 
 
-def _version(package: str, before: Mapping[str, Any]) -> str:
+def _version(name: str, before: Mapping[str, Any]) -> str:
     try:
-        return version(package)
+        return version(PACKAGES[name])
     except PackageNotFoundError:
-        return str(before.get(package, "(not installed)"))
+        return str(before.get(name, "(not installed)"))
 
 
 def json_text(results: Mapping[str, Any]) -> str:
@@ -74,5 +123,25 @@ def json_text(results: Mapping[str, Any]) -> str:
 
 
 def text(results: Mapping[str, Any]) -> str:
-    """Return the page for the results."""
-    return TEXT.format(**results) + markdown(results["models"])
+    """Return the page for the results, with the comparison as it is stored."""
+    models = results["models"]
+    compared = peers_text(json.loads(PEERS.read_text())) if PEERS.exists() else ""
+    texts = {"summary": summary(models), "failures": failures(models), "peers": compared}
+    return TEXT.format(**results, **texts, seed=SEED, drawn=DRAWN) + markdown(models)
+
+
+COMPARED = """{count} of the models, drawn by seed {seed} from those that take one tensor and at most {seconds:.0f} seconds
+here. Each tool has its default int8 configuration for training, one step of SGD, and its own way to an ONNX file.
+*Within* and *equal*: the outputs of onnxruntime beside those of the exported model in PyTorch, relative to the largest:
+at most {near:g} and {equal:g}. A rounding tie in one layer changes outputs of random weights by more than that, in every
+tool; no other one compares codes. *Out of time*: stopped after 60 s on a core that others used too. torchao takes a
+model by torch.export, and Brevitas by its graph. `python benchmarks/zoo_peers.py` prints the table; the data is in
+`benchmarks/results/zoo_peers.json`.
+"""
+
+
+def peers_text(results: Mapping[str, Any]) -> str:
+    """Return the comparison with other tools."""
+    count, bounds = len(peers_table.models_in(results)), {"near": peers_table.NEAR, "equal": peers_table.EQUAL}
+    text = COMPARED.format(count=count, seed=results["seed"], seconds=results["seconds"], **bounds)
+    return "\n".join([text, *peers_table.sums(results), *peers_table.failures(results)])

@@ -5,7 +5,7 @@ import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase as fnmatch
@@ -24,11 +24,13 @@ from qtoolkit.lint.masked_attention import MASKED
 from qtoolkit.op_kinds.table import ACTIVATIONS, OTHER
 from qtoolkit.report import LayerLine
 from qtoolkit.verdicts import Cause
-from zoo_models.recipe import Recipe
+from zoo_models.recipe import Inputs, Recipe
 
 SEED = 0
+OLDER = "use exporter='torchscript'"  # as the error of an export advises
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, FrozenBatchNorm2d)
 NORMS_KEPT = qt.QConfigMapping()
-for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, FrozenBatchNorm2d):
+for kind in NORMS:
     NORMS_KEPT = NORMS_KEPT.set_object_type(kind, None)
 
 
@@ -49,6 +51,9 @@ class Outcome:
         weight_codes, quantizer_codes, layer_codes: Number of codes that differ in onnxruntime, and number compared.
         output_difference: Largest relative difference of the outputs from onnxruntime's, end to end.
         seconds: Processor time of each step.
+        untraceable: The error of a model that cannot be traced as it is, or "".
+        replaced: Whether its layers were replaced, as that error advises where no leaf module helps.
+        older_exporter: The error of torch's exporter that advises the older one, which wrote the file then, or "".
     """
 
     name: str
@@ -71,6 +76,9 @@ class Outcome:
     layer_codes: tuple[int, int] = (0, 0)
     output_difference: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    untraceable: str = ""
+    replaced: bool = False
+    older_exporter: str = ""
 
     def json(self) -> dict[str, Any]:
         """Return all fields as plain values."""
@@ -104,6 +112,7 @@ class _Steps:
 
     def __init__(self, recipe: Recipe, backend: str, outcome: Outcome, export: bool) -> None:
         self.recipe, self.backend, self.outcome, self.export = recipe, backend, outcome, export
+        self.leaves = recipe.skip
         self.now = "build"
 
     def all(self) -> None:
@@ -115,26 +124,76 @@ class _Steps:
             _settle(model, inputs)
             parts = _parts(model, inputs, recipe.parts)
         with self.step("trace", timed=False):  # initialization that happens once in a process
-            self.trace(parts)
-        with self.step("quantizers off"):
-            self.outcome.off_difference = max(map(_difference_off, parts, map(self.norms_kept, parts)))
+            traced = all(map(self.traces, parts))
+        if traced:
+            self.by_graph(parts)
+        else:
+            self.by_replacement(parts)
+
+    def traces(self, part: Part) -> bool:
+        """Return whether a part can be traced, with the leaf modules that the errors advise."""
+        while True:
+            try:
+                self.trace(part)
+                return True
+            except qt.UntraceableError as error:
+                self.outcome.untraceable = self.outcome.untraceable or str(error)
+                leaf = f"{part.path}.{error.untraced}".removeprefix(".")
+                if not error.untraced or leaf in self.leaves:
+                    return False
+                self.leaves += (leaf,)
+                self.outcome.skip = tuple(dict.fromkeys(re.sub(r"\b\d+\b", "*", leaf) for leaf in self.leaves))
+
+    def by_graph(self, parts: list[Part]) -> None:
         with self.step("trace"):
-            self.trace(parts)
+            for part in parts:
+                self.trace(part)
         with self.step("prepare"):
             prepared = [self.prepare(part) for part in parts]
         with self.step("quantizers off, folded"):
             self.outcome.folded_difference = max(map(_difference_off, parts, prepared))
+        with self.step("quantizers off"):
+            pairs = zip(parts, prepared, strict=True)
+            kept = (self.norms_kept(part) if _has_norms(part.module) else own for part, own in pairs)
+            self.outcome.off_difference = max(map(_difference_off, parts, kept))
         for part, own in zip(parts, prepared, strict=True):
+            calibrated = self.calibrated(own, part, self.prepare)
+            self.report(part, calibrated)
+            self.finish(calibrated, part)
+
+    def by_replacement(self, parts: list[Part]) -> None:
+        """Replace the layers of a model that cannot be traced."""
+        self.outcome.replaced, self.outcome.skip = True, self.recipe.skip
+        for part in parts:
+            with self.step("prepare"):
+                own = self.replace(part)
+            with self.step("quantizers off"):
+                off = _difference_off(part, own)
+                self.outcome.off_difference = max(self.outcome.off_difference or 0.0, off)
+            own = self.calibrated(own, part, self.replace)
             self.report(part, own)
-            with self.step("calibrate"):
+            self.finish(own, part)
+
+    def calibrated(self, own: Any, part: Part, quantize: Callable[..., Any]) -> Any:
+        """Calibrate a model. What no batch reaches is left in float, as the warning advises."""
+        with self.step("calibrate"):
+            unreached = qt.calibrate(own, [part], forward=_call, progress=False).unreached
+            if unreached:
+                own = quantize(part, exclude=[quantizer.rpartition(".")[0] for quantizer in unreached])
                 qt.calibrate(own, [part], forward=_call, progress=False)
-            with self.step("train"):
-                _train(own.train(), part, self.recipe.clip)
-            with self.step("convert"):
-                converted = qt.convert(own)
-                del own
-            if self.export:
-                self.export_part(converted, part)
+        return own
+
+    def replace(self, part: Part, exclude: Sequence[str] = ()) -> Any:
+        model = part.module.train(self.recipe.training)
+        return qt.quant_modules.replace(model, backend=self.backend, exclude=exclude)
+
+    def finish(self, own: Any, part: Part) -> None:
+        with self.step("train"):
+            _train(own.train(), part, self.recipe.clip)
+        with self.step("convert"):
+            converted = qt.convert(own)
+        if self.export:
+            self.export_part(converted, part)
 
     @contextmanager
     def step(self, name: str, timed: bool = True) -> Iterator[None]:
@@ -145,20 +204,19 @@ class _Steps:
         if timed:
             seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
 
-    def trace(self, parts: list[Part]) -> None:
-        for part in parts:
-            trace.run(copy.deepcopy(part.module), (), self.skip(part), None, None, _example(part))
+    def trace(self, part: Part) -> None:
+        model = copy.deepcopy(part.module).train(self.recipe.training)
+        trace.run(model, (), self.skip(part), None, None, _example(part))
 
     def skip(self, part: Part) -> tuple[str, ...]:
-        """Return the names of the submodules of a part that match the recipe's `skip` patterns."""
+        """Return the names of the leaf modules of a part."""
         prefix = f"{part.path}." if part.path else ""
         names = [name for name, _ in part.module.named_modules() if name]
-        return tuple(name for name in names if any(fnmatch(prefix + name, pattern) for pattern in self.recipe.skip))
+        return tuple(name for name in names if any(fnmatch(prefix + name, pattern) for pattern in self.leaves))
 
-    def prepare(self, part: Part, mapping: qt.QConfigMapping | None = None) -> Any:
-        return qt.prepare(
-            part.module.train(self.recipe.training), _example(part), self.backend, mapping, untraced=self.skip(part)
-        )
+    def prepare(self, part: Part, mapping: qt.QConfigMapping | None = None, exclude: Sequence[str] = ()) -> Any:
+        model, leaves = part.module.train(self.recipe.training), self.skip(part)
+        return qt.prepare(model, _example(part), self.backend, mapping, untraced=leaves, exclude=exclude)
 
     def norms_kept(self, part: Part) -> Any:
         return self.prepare(part, NORMS_KEPT)
@@ -180,8 +238,8 @@ class _Steps:
                 into.setdefault(words, []).extend(names)
 
     def export_part(self, converted: Any, part: Part) -> None:
-        with self.step("export"), tempfile.TemporaryDirectory() as folder:
-            result = qt.export_onnx(converted, part.args, Path(folder) / "model.onnx", exporter=self.recipe.exporter)
+        with self.step("export"):
+            result = self.exported(converted, part)
         found, outcome = result.verification, self.outcome
         with torch.no_grad():
             size = max((float(y.abs().max()) for y in _tensors(_call(converted, part)) if y.numel()), default=1.0)
@@ -190,8 +248,20 @@ class _Steps:
             count, before = getattr(found, name), getattr(outcome, name)
             setattr(outcome, name, (before[0] + count.differing, before[1] + count.compared))
 
+    def exported(self, converted: Any, part: Part) -> Any:
+        """Write a file, by the older exporter where the recipe or the error of the newer one says so."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "model.onnx"
+            try:
+                return qt.export_onnx(converted, _example(part), file, exporter=self.recipe.exporter)
+            except RuntimeError as error:
+                if OLDER not in str(error):
+                    raise
+                self.outcome.older_exporter = str(error)
+            return qt.export_onnx(converted, _example(part), file, exporter="torchscript")
 
-def _settle(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+
+def _settle(model: nn.Module, inputs: Inputs) -> None:
     """Set the statistics of batch norms from the inputs, so that the outputs of a deep model stay finite."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     momenta = [m.momentum for m in norms]
@@ -202,16 +272,16 @@ def _settle(model: nn.Module, inputs: tuple[Any, ...]) -> None:
         model.eval()
         for norm in norms:
             norm.train()
-        model(*inputs)
+        _call(model, Part("", model, *_arguments(inputs)))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.eval()
 
 
-def _parts(model: nn.Module, inputs: tuple[Any, ...], paths: tuple[str, ...]) -> list[Part]:
+def _parts(model: nn.Module, inputs: Inputs, paths: tuple[str, ...]) -> list[Part]:
     """Run the model, and return the parts with the inputs of their first call."""
     if not paths:
-        return [Part("", model, inputs, {})]
+        return [Part("", model, *_arguments(inputs))]
     found: dict[str, Part] = {}
 
     def note(path: str) -> Any:
@@ -222,10 +292,15 @@ def _parts(model: nn.Module, inputs: tuple[Any, ...], paths: tuple[str, ...]) ->
 
     handles = [model.get_submodule(p).register_forward_pre_hook(note(p), with_kwargs=True) for p in paths]
     with torch.no_grad():
-        model.eval()(*inputs)
+        args, kwargs = _arguments(inputs)
+        model.eval()(*args, **kwargs)
     for handle in handles:
         handle.remove()
     return [found[path] for path in paths]
+
+
+def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    return ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
 
 
 def _detached(values: Any) -> Any:
@@ -250,10 +325,14 @@ def label(line: LayerLine) -> str:
     if verdict.cause is Cause.NOT_FOLDED:
         return "batch norm not folded"
     if verdict.cause is not Cause.TARGET or verdict in (FROM_PARAMETERS, MASKED):
-        return verdict.text.removeprefix("float: ")
+        return re.sub(r" '[^']*'", "", verdict.text.removeprefix("float: "))  # without the names of submodules
     if line.kind == OTHER.name:  # unknown: the op's own name, without its number
         return re.sub(r"_*\d+$", "", line.name.rpartition(".")[2]) or line.name
     return f"{line.kind} after a float op" if line.kind in ACTIVATIONS else line.kind
+
+
+def _has_norms(module: nn.Module) -> bool:
+    return any(isinstance(part, NORMS) for part in module.modules())
 
 
 def _has_weight(module: nn.Module) -> bool:

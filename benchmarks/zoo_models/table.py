@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 LONGEST_ERROR = 240
+SHORT = 200
 Outcome = Mapping[str, Any]
 
 COLUMNS = (
@@ -56,16 +57,22 @@ def floats(names: Mapping[str, Sequence[str]]) -> str:
 def notes(outcome: Outcome) -> str:
     """Return the parts, the skipped submodules, the remark of the recipe, and the error if a step failed."""
     words = [f"parts {', '.join(outcome['parts'])}"] if outcome.get("parts") else []
+    words += (
+        [f"replaced, as it cannot be traced: {one_line(outcome['untraceable'], SHORT)}"]
+        if outcome.get("replaced")
+        else []
+    )
+    words += ["exporter='torchscript', as the error of 'dynamo' advises"] if outcome.get("older_exporter") else []
     words += [f"skip {', '.join(outcome['skip'])}".replace("*", r"\*")] if outcome.get("skip") else []
     words += [outcome["note"]] if outcome.get("note") else []
-    words += [f"**{outcome['failed']}: {_one_line(outcome['error'])}**"] if outcome["failed"] else []
+    words += [f"**{outcome['failed']}: {one_line(outcome['error'])}**"] if outcome["failed"] else []
     return "; ".join(words)
 
 
-def _one_line(error: str) -> str:
+def one_line(error: str, longest: int = LONGEST_ERROR) -> str:
     """Return the beginning of an error as one line, without terminal colours or column separators."""
     plain = re.sub(r"\x1b\[\d*m", "", error).replace("|", "/")
-    return " ".join(plain.split())[:LONGEST_ERROR]
+    return " ".join(plain.split())[:longest]
 
 
 def _codes(outcome: Outcome) -> str:
@@ -81,28 +88,62 @@ def _number(value: float | None) -> str:
     return "" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
-def summary(outcomes: Iterable[Outcome]) -> str:
-    """Return a paragraph on all models."""
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Return the sums over all models, as a list: how each was quantized, what the files hold, what remains in float."""
     done = [o for o in outcomes if not o["failed"]]
     failed = [o["name"] for o in outcomes if o["failed"]]
+    roads = Counter(road(o) for o in outcomes if o["failed"] not in BEFORE_QUANTIZED)
+    whole = len(outcomes)
     zero = sum(o["off_difference"] == 0 for o in done)
     exported = [o for o in done if o["output_difference"] is not None]
-    equal = sum(o["weight_codes"][0] + o["quantizer_codes"][0] == 0 for o in exported)
+    exact = [o for o in exported if o["weight_codes"][0] + o["quantizer_codes"][0] == 0]
     codes = sum(o["weight_codes"][1] + o["quantizer_codes"][1] for o in exported)
     layers = sum(o["layer_codes"][0] for o in exported), sum(o["layer_codes"][1] for o in exported)
-    return (
-        f"{len(done)} models went through all steps, {len(failed)} did not{': ' if failed else ''}{', '.join(failed)}. "
-        f"With quantizers disabled and batch norms kept, {zero} of {len(done)} equal the float model bit for bit. "
-        f"{len(exported)} were exported: in {equal} of them all codes of weights and quantizers are equal in onnxruntime "
-        f"({codes:,} codes compared). {layers[0]:,} of {layers[1]:,} layer codes differ by one step, as rounding ties. "
-        f"{sum(o['quantized'] for o in done):,} layers with weights are quantized, "
-        f"{sum(len(names) for o in done for names in o['left_float'].values()):,} remain in float."
-    )
+    older = sum(bool(o.get("older_exporter")) or "exporter='torchscript'" in o["note"] for o in exported)
+    quantized = sum(o["quantized"] for o in done)
+    left = Counter(label for o in done for label, names in o["left_float"].items() for _ in names)
+    lines = [
+        f"**{whole} models: {roads[AS_IT_IS]} ({_share(roads[AS_IT_IS], whole)}) trace as they are.** {roads[LEAVES]} trace "
+        f"with the leaf modules that the error names, {roads[PARTS]} (detectors and optical flow) in parts, and in "
+        f"{roads[REPLACED]} `qt.quant_modules.replace` quantizes all layers: {_share(sum(roads.values()), whole)} by one of "
+        "these roads.",
+        f"**{len(done)} went through all steps**, training and onnxruntime included; {len(failed)} did not"
+        f"{': ' if failed else ''}{', '.join(failed)}.",
+        f"**Codes that differ: in {len(exact)} of {len(exported)} files none** of the weights' and the quantizers' "
+        f"({codes:,} codes compared). {layers[0]:,} of {layers[1]:,} values of layers differ by one step, as rounding ties.",
+        f"{older} of the {len(exported)} files were written by torch's older exporter, as its newer one raised an error.",
+        f"**{quantized:,} layers with weights are quantized, {left.total()} remain in float**, each with its reason in the "
+        f"report: {'; '.join(f'{count} {label}' for label, count in left.most_common())}.",
+        f"With quantizers disabled and batch norms kept, {zero} of {len(done)} equal the float model bit for bit.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def failures(outcomes: Iterable[Outcome]) -> str:
+    """Return a table of the models that did not go through all steps, with the error."""
+    failed = [o for o in outcomes if o["failed"]]
+    rows = [f"| {o['name']} | {o['failed']} | {one_line(o['error'])} |" for o in failed]
+    return "\n".join(["| model | step | error |", "|---|---|---|", *rows]) if failed else "Nothing."
+
+
+AS_IT_IS, LEAVES, PARTS, REPLACED = "as it is", "leaf modules", "parts", "replaced"
+BEFORE_QUANTIZED = ("build", "float", "trace", "prepare", "process", "time")
+
+
+def road(outcome: Outcome) -> str:
+    """Return how the model was quantized."""
+    if outcome.get("replaced"):
+        return REPLACED
+    return PARTS if outcome["parts"] else LEAVES if outcome["skip"] else AS_IT_IS
+
+
+def _share(count: int, whole: int) -> str:
+    return f"{100 * count / max(whole, 1):.1f} %"
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
-    """Return the summary and a table for each family."""
-    lines = [summary(outcomes), ""]
+    """Return a table for each family."""
+    lines = []
     for family in dict.fromkeys(o["family"] for o in outcomes):
         lines += [f"## {family.capitalize() if family != 'timm' else family}", ""]
         lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]

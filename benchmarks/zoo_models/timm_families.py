@@ -1,5 +1,7 @@
-"""One small model of each family of timm, and more of those that had defects."""
+"""One small model of each family of timm, more of those that had defects, and small ones drawn by a seed."""
 
+import random
+import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -26,6 +28,13 @@ FAMILIES: Mapping[int, str] = {
     256: "swinv2_tiny_window16_256 vit_tiny_patch16_dinov3_qkvb",
     299: "inception_v3 inception_v4 legacy_xception",
 }
+# Models whose names say that they are small are drawn from the rest.
+SEED = 40
+DRAWN = 80
+SMALL = re.compile(
+    r"(^|_)(test|atto|femto|pico|nano|tiny|xxtiny|mini|xxs|xs|xxsmall|xsmall|small|t|n|0[0-4]0|b0|t0|s0|m0|m1)(?=_|$)|18[dt]?$"
+)
+LARGEST = 256  # side of the input images of models that take one size alone
 # These submodules enter autocast, or recreate a buffer if the size of the input changes.
 SKIPS: Mapping[str, tuple[str, ...]] = {
     "efficientvit_b0": ("stages.*.blocks.*.context_module.main",),
@@ -49,7 +58,20 @@ def timm_recipes() -> Iterable[Recipe]:
     """Return a recipe for each family, or none if timm is not installed."""
     if find_spec("timm") is None:
         return []
-    return [_recipe(name, side) for side, names in FAMILIES.items() for name in names.split()]
+    named = {name: side for side, names in FAMILIES.items() for name in names.split()}
+    return [_recipe(name, side) for name, side in {**named, **drawn(named)}.items()]
+
+
+def drawn(others: Iterable[str]) -> Mapping[str, int]:
+    """Return small models that are drawn from timm's list without some others, and the sides of their images."""
+    import timm
+
+    configs = {name: timm.get_pretrained_cfg(name) for name in timm.list_models() if SMALL.search(name)}
+    sides = {
+        name: config.input_size[-1] if config.fixed_input_size else 64 for name, config in configs.items() if config
+    }
+    names = sorted(name for name in sides.keys() - set(others) if sides[name] <= LARGEST)
+    return {name: sides[name] for name in random.Random(SEED).sample(names, DRAWN)}
 
 
 def _recipe(name: str, side: int) -> Recipe:

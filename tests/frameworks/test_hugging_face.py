@@ -16,7 +16,10 @@ import qtoolkit as qt
 
 hf = pytest.importorskip("transformers", reason="tests models of Hugging Face; install the extra [training]")
 from qtoolkit.integrations.transformers import QtoolkitConfig  # noqa: E402  # needs transformers
-from tests.frameworks.hugging_face_models import MODELS, WORDS, tokens  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from zoo_models.transformers_models import TESTED as MODELS  # noqa: E402  # the zoo has them and more
+from zoo_models.transformers_models import WORDS, tokens  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:prepare. Python tests whether values are finite"),
@@ -29,9 +32,7 @@ NAMES = [name if name in IN_EACH_RUN else pytest.param(name, marks=pytest.mark.s
 
 def built(name: str, training: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = MODELS[name].build()
-    if "use_cache" in model.config:
-        model.config.use_cache = False
+    model: nn.Module = MODELS[name].build(hf)
     return model.train(training and MODELS[name].training)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.graph.block_calls import ROOT, BlockCall, ancestors, leaves, map_leaves
@@ -132,7 +132,7 @@ class _Merge:
         waiting = iter(_ops(self.own))
         for theirs in _ops(self.other):
             for mine in waiting:
-                if _key(mine, self.own.calls) == _key(theirs, self.other.calls):
+                if self._alike(mine, theirs):
                     yield theirs, mine
                     break
                 self._check_unused(mine)
@@ -140,6 +140,17 @@ class _Merge:
                 raise UnlikeError
         if next(waiting, None) is not None:
             raise UnlikeError
+
+    def _alike(self, mine: fx.Node, theirs: fx.Node) -> bool:
+        here, there = _block(mine, self.own.calls), _block(theirs, self.other.calls)
+        return (mine.op, here) == (theirs.op, there) and (mine.target == theirs.target or self._constants(mine, theirs))
+
+    def _constants(self, *nodes: fx.Node) -> bool:
+        """Return whether nodes read equal tensors that Python computes anew in each trace: neither parameters nor buffers."""
+        mine, theirs = (vars(self.model).get(str(node.target)) if node.op == "get_attr" else None for node in nodes)
+        if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
+            return False
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
 
     def _check_unused(self, node: fx.Node) -> None:
         """Raise UnlikeError for a node of this mode alone that must not run in the other one."""
@@ -163,8 +174,8 @@ def _ops(traced: OfMode) -> list[fx.Node]:
     return [node for node in traced.graph.nodes if node not in modes]
 
 
-def _key(node: fx.Node, calls: Sequence[BlockCall]) -> tuple[Any, ...]:
-    return node.op, node.target, calls[facts_of(node).call or ROOT].block
+def _block(node: fx.Node, calls: Sequence[BlockCall]) -> str:
+    return calls[facts_of(node).call or ROOT].block
 
 
 def _both(own: Any, other: Any) -> Any:

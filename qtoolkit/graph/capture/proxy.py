@@ -28,7 +28,9 @@ class SizedProxy(fx.Proxy):
             raise AttributeError(f"a traced value has no {name!r}.")
         if value is UNKNOWN or callable(getattr(value, name)):
             return super().__getattr__(name)
-        return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        read = self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        # The layers of einops look up how many dimensions there are, which no proxy finds.
+        return int(self.tracer.guard(read)) if name == "ndim" else read
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(Tensor, name):

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
@@ -283,7 +284,7 @@ class ModelTracer(fx.Tracer):
         """Return a value as the argument of a node.
 
         torch.fx would take a proxy that is an instance of Tensor for a constant, an OrderedDict for a dict and a mode for an
-        int.
+        int, and write a number of NumPy as code that names NumPy.
 
         Raises:
             RuntimeError: A tensor was computed from a traced value without a node, or no graph can hold a value of this type.
@@ -293,6 +294,8 @@ class ModelTracer(fx.Tracer):
         self._check_traced(a)
         if isinstance(a, Mode):
             return self._read_mode(a)
+        if isinstance(a, np.generic):
+            return a.item()
         if type(a) is OrderedDict:
             return self.create_node(
                 "call_function", OrderedDict, ([(k, self.create_arg(v)) for k, v in a.items()],), {}

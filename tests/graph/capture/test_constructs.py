@@ -133,6 +133,8 @@ TRACED: dict[str, Callable[[Construct, Tensor], Tensor]] = {
     "Parameter": lambda m, x: nn.Parameter(x) * 2,
     "_C": lambda m, x: torch._C._nn.gelu(x) + torch._C._VariableFunctions.relu(x),
     "aten": lambda m, x: torch.ops.aten.relu(x),
+    "rank as a key": lambda m, x: {2: m.layers, 4: torch.relu}[x.ndim](x),
+    "number of NumPy": lambda m, x: m.layers(x) * np.float64(np.log(2)) + x.reshape(np.int64(2), -1),
 }
 # For each construct that is refused: the function, and words of the error.
 REFUSED: dict[str, tuple[Callable[[Construct, Tensor], Tensor], str]] = {

@@ -179,10 +179,22 @@ class DropsInABranch(nn.Module):
         return self.second(x)
 
 
+class TableInABranch(DropsInABranch):
+    """Adds what it computes from a tensor that is no buffer, such as VideoMAE's table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.rand(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table.expand(2, -1).detach().clone().sum(0))
+
+
 @pytest.mark.filterwarnings("error:prepare", "error:train")
 @pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
 @pytest.mark.parametrize(
-    ("kind", "training"), [(Probability, True), (Probability, False), (DropsInABranch, True), (TwoHeads, True)]
+    ("kind", "training"),
+    [(Probability, True), (Probability, False), (DropsInABranch, True), (TwoHeads, True), (TableInABranch, True)],
 )
 def test_branches_of_the_same_ops_follow_the_mode(kind: type[nn.Module], training: bool, measured: bool) -> None:
     model, x = kind().train(training), torch.rand(16, 4)
