@@ -8,7 +8,8 @@ python benchmarks/litert.py --peers --checkpoints build/mlperf_tiny   with the t
 
 ResNet-20 has the real weights and images of shared/data, and FSRCNN its trained ones; both are left out where these are
 missing. The others have random weights, and batch norms of two batches. With the reference kernels, which round twice behind
-sums, all codes are compared with the model's in float arithmetic; with the delegate XNNPACK, with those of
+sums, all codes are compared with those of the model in float arithmetic, and of `qtoolkit.convert(arithmetic="integer",
+runtime="litert")`; with the delegate XNNPACK, with those of
 `qtoolkit.convert(arithmetic="integer")`.
 """
 
@@ -81,7 +82,7 @@ class Row:
     codes: int
     reference_all: float
     reference_begun: float
-    reference_ties: float
+    integer_codes: int
     delegate_all: float
     delegate_begun: float
     steps: int
@@ -212,6 +213,8 @@ def row_of(name: str, model: nn.Module, calibration: Tensor, x: Tensor) -> Row:
         result = qt.export_litert(prepared, x[:1], Path(folder) / "model.tflite", verify=False)
         latency = milliseconds(result.path)
         reference = qt.export.verify(qt.convert(prepared), x, result.path, ("litert",)).runtimes["litert"]
+        exact = qt.convert(prepared, arithmetic="integer", runtime="litert")
+        kernels = qt.export.verify(exact, x, result.path, ("litert",)).runtimes["litert"]
         integer = qt.convert(prepared, arithmetic="integer")
         delegate = qt.export.verify(integer, x, result.path, ("litert-xnnpack",)).runtimes["litert-xnnpack"]
     return Row(
@@ -219,7 +222,7 @@ def row_of(name: str, model: nn.Module, calibration: Tensor, x: Tensor) -> Row:
         reference.codes.compared,
         reference.codes.share,
         reference.layer_codes.share,
-        reference.layer_codes.ties / reference.layer_codes.compared,
+        kernels.codes.differing,
         delegate.codes.share,
         delegate.layer_codes.share,
         max(reference.layer_codes.steps, delegate.layer_codes.steps),
@@ -242,15 +245,22 @@ def main() -> None:
     rows = [row_of(*network) for network in tqdm(networks(DATA, args.quick), desc="networks")]
     table = Table(title="LiteRT's files")
     columns = (
-        "network", "codes", "reference: end to end", "layer by layer", "of these ties", "XNNPACK: end to end", "layer by layer",
-        "steps", "in float", "KiB", "ms",
+        "network", "codes", "reference: end to end", "layer by layer", "in integers: codes", "XNNPACK: end to end",
+        "layer by layer", "steps", "in float", "KiB", "ms",
     )  # fmt: skip
     for column in columns:
         table.add_column(column, justify="right")
     for r in rows:
-        shares = (r.reference_all, r.reference_begun, r.reference_ties, r.delegate_all, r.delegate_begun)
+        float_shares, delegate = (r.reference_all, r.reference_begun), (r.delegate_all, r.delegate_begun)
         facts = (str(r.steps), str(r.layers_in_float), f"{r.bytes / 1024:.0f}", f"{r.milliseconds:.2f}")
-        table.add_row(r.network, f"{r.codes:,}", *(f"{share:.1e}" for share in shares), *facts)
+        table.add_row(
+            r.network,
+            f"{r.codes:,}",
+            *map("{:.1e}".format, float_shares),
+            str(r.integer_codes),
+            *map("{:.1e}".format, delegate),
+            *facts,
+        )
     Console(width=180).print(table)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))

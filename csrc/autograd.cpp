@@ -124,7 +124,7 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 20> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 23> kWithoutGradient = {{
     {"unit_backward",
      "unit: double backward is not supported; compute the first gradient without create_graph=True, or prepare with "
      "training_arithmetic='float' and save='float'."},
@@ -162,6 +162,10 @@ constexpr std::array<WithoutGradient, 20> kWithoutGradient = {{
     {"requantize", "requantize: has no gradient; differentiate the prepared model, or pass x.detach()."},
     {"requantize_fixed_point",
      "requantize_fixed_point: has no gradient; differentiate the prepared model, or pass x.detach()."},
+    {"softmax_codes", "softmax_codes: has no gradient; differentiate the prepared model, or pass x.detach()."},
+    {"hard_swish_codes", "hard_swish_codes: has no gradient; differentiate the prepared model, or pass x.detach()."},
+    {"resize_linear_codes",
+     "resize_linear_codes: has no gradient; differentiate the prepared model, or pass x.detach()."},
     {"add_codes", "add_codes: has no gradient; differentiate the prepared model, or pass x.detach()."},
     {"fake_quant_by_factor", "fake_quant_by_factor: has no gradient; use fake_quant, or pass x.detach()."},
     {"centred_codes", "centred_codes: has no gradient; use fake_quant, or pass x.detach()."},

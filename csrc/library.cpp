@@ -289,10 +289,10 @@ TORCH_LIBRARY(qtoolkit, m) {
 
   // Returns the values of the codes x * factor as LiteRT's reference kernels round them: by a factor of 31 bits, then
   // by a power of two. factor: float64, positive, broadcast to x. exponent: that of the power; by default that which
-  // leaves the factor in [1/2, 1). x: integers of less than 2^31.
+  // leaves the factor in [1/2, 1). rounded_once: by both at once. x: integers of less than 2^31.
   m.def(
-      "requantize_fixed_point(Tensor x, Tensor factor, Tensor scale, int qmin, int qmax, int? exponent=None) "
-      "-> Tensor");
+      "requantize_fixed_point(Tensor x, Tensor factor, Tensor scale, int qmin, int qmax, int? exponent=None, "
+      "bool rounded_once=False) -> Tensor");
 
   // Returns the sum of x and other, values on grids with one scale each, which broadcast. fixed_point: as XNNPACK's
   // kernel computes it; rounded_twice: as LiteRT's reference kernel, which also subtracts; else as onnxruntime's.
@@ -300,6 +300,16 @@ TORCH_LIBRARY(qtoolkit, m) {
       "add_codes(Tensor x, Tensor x_scale, int x_zero_point, Tensor other, Tensor other_scale, int other_zero_point, "
       "Tensor scale, int zero_point, int qmin, int qmax, bool fixed_point=False, bool rounded_twice=False, "
       "bool subtract=False) -> Tensor");
+
+  // Ops of LiteRT's reference kernels on codes, integers as floats; see reference_codes.cpp. Returns the codes of
+  // softmax on the grid of 256 steps of 1/256, from codes of which a zero point may be subtracted.
+  m.def("softmax_codes(Tensor x, float scale, int dim) -> Tensor");
+
+  // Returns codes of x relu6(x + 3) / 6 minus the zero point, from codes minus theirs.
+  m.def("hard_swish_codes(Tensor x, float x_scale, float scale, int qmin, int qmax) -> Tensor");
+
+  // Returns codes of images (N, C, H, W) at another size, from codes with their zero point.
+  m.def("resize_linear_codes(Tensor x, int[] size, bool align_corners) -> Tensor");
 
   // Returns fake_quant(x, scale, zero_point, qmin, qmax) as OpenVINO computes it: x is multiplied by a factor.
   m.def("fake_quant_by_factor(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax) -> Tensor");

@@ -57,7 +57,7 @@ Tensor requantize(const Tensor& x, const optional<Tensor>& factor, const Tensor&
 }
 
 Tensor requantize_fixed_point(const Tensor& x, const Tensor& factor, const Tensor& scale, int64_t qmin, int64_t qmax,
-                              optional<int64_t> exponent) {
+                              optional<int64_t> exponent, bool rounded_once) {
   constexpr const char* kOp = "requantize_fixed_point";
   check_float(kOp, "x", x);
   check_float(kOp, "factor", factor);
@@ -70,6 +70,7 @@ Tensor requantize_fixed_point(const Tensor& x, const Tensor& factor, const Tenso
   if (y.is_meta()) return y.to(at::kFloat);
   KernelArgs args;
   args.bounds = representable(qmin, qmax, y);
+  args.fused = rounded_once;
   args.power = exponent.has_value() ? std::ldexp(1.0, static_cast<int>(*exponent)) : 0;
   args.fractional = true;
   const Tensor scales = scale.to(at::kDouble).reshape({1}).expand({along.values.numel()});

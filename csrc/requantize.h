@@ -121,11 +121,20 @@ struct FixedPointFactor {
     return {upper, lower, power > one ? power : one, power < one ? power : one};
   }
 
+  // x m 2^max(e, 0) / 2^16, rounded down.
+  QT_FN V product(const FixedPointFactor& factor, V x) {
+    const V shifted = x * factor.left;
+    return shifted * factor.upper + floor_of(shifted * factor.lower * 0x1p-16);
+  }
+
+  // floor(x m 2^(e - 31) + 1/2): as kernels of fully connected layers.
+  QT_FN V times_rounded_once(const FixedPointFactor& factor, V x) {
+    return floor_of((product(factor, x) * factor.right + 0x1p14) * 0x1p-15);
+  }
+
   // floor(x m / 2^31 + 1/2), then that times 2^min(e, 0), halves rounded away from zero.
   QT_FN V times(const FixedPointFactor& factor, V x) {
-    const V shifted = x * factor.left;
-    const V product = shifted * factor.upper + floor_of(shifted * factor.lower * 0x1p-16);
-    const V once = floor_of((product + 0x1p14) * 0x1p-15) * factor.right;
+    const V once = floor_of((product(factor, x) + 0x1p14) * 0x1p-15) * factor.right;
     const V magnitude = floor_of((once < 0 ? -once : once) + 0.5);
     return once < 0 ? -magnitude : magnitude;
   }
@@ -136,13 +145,16 @@ template <class A, class V>
 struct FixedPointFunctor {
   static constexpr bool kMemoryBound = false;
   V power, lo, hi;
+  bool once;
   QT_FN FixedPointFunctor from(const KernelArgs& args) {
     return {broadcast<V>(static_cast<A>(args.power)), broadcast<V>(static_cast<A>(args.bounds.lo)),
-            broadcast<V>(static_cast<A>(args.bounds.hi))};
+            broadcast<V>(static_cast<A>(args.bounds.hi)), args.fused};
   }
   template <class S>
   QT_FN Quantized<V> apply(const FixedPointFunctor& functor, V x, S scale, V factor) {
-    const V scaled = FixedPointFactor<V>::times(FixedPointFactor<V>::from(factor, functor.power), x);
+    using Factor = FixedPointFactor<V>;
+    const Factor by = Factor::from(factor, functor.power);
+    const V scaled = functor.once ? Factor::times_rounded_once(by, x) : Factor::times(by, x);
     return {clamp(scaled, functor.lo, functor.hi) * V(scale), 0};
   }
 };

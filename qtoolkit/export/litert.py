@@ -16,8 +16,12 @@ from qtoolkit.export.tflite.lowering import lower
 from qtoolkit.export.verification.deployed import RuntimeCodes
 from qtoolkit.export.verification.verify import verify as verify_file
 from qtoolkit.files import write_atomically
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes import integers
+from qtoolkit.integer.kernels import Kernel
+from qtoolkit.model_state import deepcopy_model
 from qtoolkit.runtimes.execution import Layer
-from qtoolkit.runtimes.table import LITERT_RUNTIMES
+from qtoolkit.runtimes.table import LITERT, LITERT_RUNTIMES
 from qtoolkit.version import __version__
 
 
@@ -95,7 +99,8 @@ def export_litert(
         path: The file to write. If any step fails, a file that is there stays as it was.
         io_type: "float32", or "int8" ("int16" with the backend "litert-16x8") for codes at the inputs and outputs that have a
             quantizer of this type.
-        verify: Run the file with LiteRT's reference kernels, and compare all codes with the model's.
+        verify: Run the file with LiteRT's reference kernels, and compare all codes with the model's, which computes as they
+            do: `convert(arithmetic="integer", runtime="litert")`, if it has a graph.
 
     Returns:
         The path, the size, the layouts, the ops that compute in integers and in float, and the comparison.
@@ -140,6 +145,15 @@ def export_litert(
 
 def _verified(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], file: Path) -> RuntimeCodes:
     args, kwargs = inputs
-    compared = verify_file(model, kwargs or args, file, ("litert",), progress=False).runtimes["litert"]
+    computing = _as_the_reference_kernels(model)
+    compared = verify_file(computing, kwargs or args, file, ("litert",), progress=False).runtimes["litert"]
     compared.check()
     return compared
+
+
+def _as_the_reference_kernels(model: nn.Module) -> nn.Module:
+    """Return a converted model in the arithmetic of the kernels, where it has a graph and none of its own."""
+    integer = any(isinstance(module, Kernel) for module in model.modules())
+    if integer or not isinstance(model, QuantizedGraphModule):
+        return model
+    return integers.run(deepcopy_model(model, what="export_litert"), LITERT)

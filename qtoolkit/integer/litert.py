@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
@@ -20,7 +21,13 @@ from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, module_of
 from qtoolkit.op_kinds.table import CONCATS, MOVES
-from qtoolkit.ops.requantize import add_codes, requantize_fixed_point
+from qtoolkit.ops.requantize import (
+    add_codes,
+    hard_swish_codes,
+    requantize_fixed_point,
+    resize_linear_codes,
+    softmax_codes,
+)
 from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.verdicts import Cause, Refusal
@@ -30,12 +37,12 @@ ABSORBS = backends["litert"].joined_activations
 
 
 class Layer(LayerKernel):
-    """Convolutions, depthwise and transposed ones too, and linear layers: factor xs ws / ys, bias in the sums.
+    """Convolutions, depthwise and transposed ones too: factor xs ws / ys, bias in the sums.
 
-    Source: reference/integer_ops/conv.h, depthwise_conv.h, transpose_conv.h, fully_connected.h, and kernel_util.cc.
+    Source: reference/integer_ops/conv.h, depthwise_conv.h, transpose_conv.h, and kernel_util.cc.
     """
 
-    NAME = "sums of int8"
+    NAME, ROUNDS_ONCE = "sums of int8", False
     factor: Tensor
 
     def refresh(self) -> None:
@@ -48,8 +55,14 @@ class Layer(LayerKernel):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the values of the output's codes."""
-        output = output_of(self)
-        return requantize_fixed_point(self.sums_with_bias(x, *args, **kwargs), self.factor, output.scale, *output.ends)
+        sums, output = self.sums_with_bias(x, *args, **kwargs), output_of(self)
+        return requantize_fixed_point(sums, self.factor, output.scale, *output.ends, rounded_once=self.ROUNDS_ONCE)
+
+
+class FullyConnected(Layer):
+    """Linear layers, whose sums are rounded once. Source: reference/integer_ops/fully_connected.h, as measured."""
+
+    NAME, ROUNDS_ONCE = "FULLY_CONNECTED", True
 
 
 class _ByFactor(OpKernel):
@@ -138,20 +151,41 @@ class AveragePool(OpKernel):
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
-        means = self._op[0](source.centred(x).double(), *args, **kwargs)
-        count = self._count(x, means, *args, **kwargs)
-        sums = (means * count).round() + count * source.zero_point
-        codes = sums.sign() * torch.floor((sums.abs() + count // 2) / count) - output.zero_point
+        sums, counts = self._sums_and_counts(source.centred(x).double(), *args, **kwargs)
+        sums = sums + counts * source.zero_point
+        codes = sums.sign() * torch.floor((sums.abs() + torch.floor(counts / 2)) / counts) - output.zero_point
         values: Tensor = codes.clamp(*output.ends) * output.scale.double()
         return values.float()
 
-    def _count(self, x: Tensor, means: Tensor, kernel_size: Any = None, *_: Any, **__: Any) -> int:
-        """Return the number of elements of a window."""
+    def _sums_and_counts(self, codes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the sums of windows, and the numbers of elements in them."""
         op = self._op[0]
-        if type(op) in GLOBAL_IF_ONE or op in GLOBAL_IF_ONE:  # export_litert takes no windows of different sizes
-            return math.prod(x.shape[2:]) // math.prod(means.shape[2:])
-        size = getattr(op, "kernel_size", kernel_size)
-        return math.prod(size) if isinstance(size, tuple | list) else size ** (x.dim() - 2)
+        if _is_one_of(op, GLOBAL_IF_ONE):  # export_litert takes no windows of different sizes
+            means = op(codes, *args, **kwargs)
+            count = math.prod(codes.shape[2:]) // math.prod(means.shape[2:])
+            return (means * count).round(), torch.full_like(means[:1, :1], count)
+        size, stride, padding, counts_padding = _window_of(op, *args, **kwargs)
+        pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[codes.dim() - 3]
+        count = math.prod(size) if isinstance(size, tuple | list) else size ** (codes.dim() - 2)
+        sums, inside = (
+            (pool(each, size, stride, padding) * count).round() for each in (codes, torch.ones_like(codes[:1, :1]))
+        )
+        return sums, torch.full_like(inside, count) if counts_padding else inside
+
+
+def _window_of(
+    op: Any,
+    kernel_size: Any = None,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> tuple[Any, Any, Any, bool]:
+    """Return size, stride and padding of an average pool, a module or a function, and whether padding counts."""
+    if isinstance(op, nn.Module):
+        return op.kernel_size, op.stride, op.padding, bool(op.count_include_pad)
+    return kernel_size, stride, padding, count_include_pad
 
 
 class Mean(OpKernel):
@@ -185,9 +219,69 @@ class Table(OpKernel):
         return output.rounded(self._op[0](x, *args, **kwargs), 1 / output.scale)
 
 
+class Softmax(OpKernel):
+    """In fixed point: exponentials with 31 bits, their sum with 19. Source: reference/softmax.h."""
+
+    NAME = "SOFTMAX"
+    input_step: float
+
+    def refresh(self) -> None:
+        """Read the scale."""
+        super().refresh()
+        self.input_step = float(self.inputs[0].scale)
+
+    def compute(self, x: Tensor, dim: int = -1, *_: Any, **__: Any) -> Tensor:
+        """Return the values of the output's codes."""
+        along = getattr(self._op[0], "dim", dim)
+        return softmax_codes(self.inputs[0].centred(x), self.input_step, along) * output_of(self).scale
+
+
+class HardSwish(OpKernel):
+    """In 16 bits, with 7 of them behind the input's code. Source: reference/hard_swish.h."""
+
+    NAME = "HARD_SWISH"
+    input_step: float
+    output_step: float
+
+    def refresh(self) -> None:
+        """Read the scales."""
+        super().refresh()
+        self.input_step, self.output_step = float(self.inputs[0].scale), float(output_of(self).scale)
+
+    def compute(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the values of the output's codes."""
+        codes, output = self.inputs[0].centred(x), output_of(self)
+        return hard_swish_codes(codes, self.input_step, self.output_step, *output.ends) * output.scale
+
+
+class ResizeLinear(OpKernel):
+    """Positions and weights with 10 bits behind the point. Source: reference/resize_bilinear.h."""
+
+    NAME = "RESIZE_BILINEAR"
+
+    def compute(
+        self,
+        x: Tensor,
+        size: Any = None,
+        scale_factor: Any = None,
+        mode: str = "",
+        align_corners: bool | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        """Return the values of the output's codes."""
+        (source,), output, op = self.inputs, output_of(self), self._op[0]
+        aligned = bool(getattr(op, "align_corners", align_corners))
+        given = () if isinstance(op, nn.Module) else (size, scale_factor, mode, align_corners)
+        height, width = op(x, *given).shape[2:]
+        codes = resize_linear_codes(source.centred(x) + source.zero_point, (height, width), aligned)
+        return (codes - output.zero_point).clamp(*output.ends) * output.scale
+
+
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
     """Return the kernel of a layer with sums of codes, or why it runs in float."""
-    return _unsigned(Cause.INPUT_CODES, source) or _refusal_of_output(output) or Layer
+    kernel = Layer if layer.OP_KIND.convolves else FullyConnected
+    return _unsigned(Cause.INPUT_CODES, source) or _refusal_of_output(output) or kernel
 
 
 def _unsigned(cause: Cause, *grids: Grid | None) -> Refusal | None:
@@ -210,23 +304,31 @@ def op_kernel(
     kernel = _KERNELS[kind]
     if kernel is AveragePool and _callable(node) in MEANS:
         kernel = Mean
-    return refusal or _refusal_of_output(output) or _refusal_of_call(kernel, node, inputs) or kernel
+    return refusal or _refusal_of_output(output) or _refusal_of_call(kernel, node, inputs, output) or kernel
 
 
-def _refusal_of_call(kernel: type[OpKernel], node: fx.Node, inputs: Sequence[Grid]) -> Refusal | None:
+def _refusal_of_call(
+    kernel: type[OpKernel], node: fx.Node, inputs: Sequence[Grid], output: Grid | None
+) -> Refusal | None:
     if kernel in OF_TWO:
         return refusals.OTHER_ARGUMENTS if len(inputs) != 2 or len(node.args) != 2 or node.kwargs else None
     if kernel is LeakyReLU and argument(node, 1, "negative_slope", 0.01) <= 0:
         return Refusal(Cause.CALL, "its slope is not positive")
-    if kernel is AveragePool and _callable(node) not in GLOBAL_IF_ONE:
-        padded = argument(node, 3, "padding", 0) not in (0, (0, 0), [0, 0])
-        if argument(node, 4, "ceil_mode", False) or (padded and not argument(node, 5, "count_include_pad", True)):
-            return Refusal(Cause.CALL, "its windows differ in size")
+    if kernel is AveragePool and argument(node, 4, "ceil_mode", False):
+        return Refusal(Cause.CALL, "its windows differ in size")
+    if kernel is ResizeLinear and argument(node, 3, "mode") != "bilinear":
+        return Refusal(Cause.CALL, "it resizes no images")
+    if kernel is Softmax and (argument(node, 1, "dim") is None or output is None or float(output.scale) != 1 / 256):
+        return Refusal(Cause.OUTPUT_CODES, "its codes are not in steps of 1/256 along a dimension that it names")
     return None
 
 
 def _callable(node: fx.Node) -> Any:
     return type(module_of(node)) if node.op == "call_module" else node.target
+
+
+def _is_one_of(op: Any, kinds: Collection[Any]) -> bool:
+    return (type(op) if isinstance(op, nn.Module) else op) in kinds
 
 
 OF_TWO = (Add, Subtract, Multiply, MatMul)
@@ -238,5 +340,8 @@ _KERNELS: Mapping[str, type[OpKernel]] = {
     "leaky_relu": LeakyReLU,
     "avg_pool": AveragePool,
     "mean": Mean,
+    "softmax": Softmax,
+    "hardswish": HardSwish,
+    "upsample_linear": ResizeLinear,
     **dict.fromkeys(("sigmoid", "tanh", "gelu"), Table),
 }

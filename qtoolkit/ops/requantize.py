@@ -8,6 +8,9 @@ _add_codes = library.add_codes.default
 _centred_codes = library.centred_codes.default
 _fake_quant_by_factor = library.fake_quant_by_factor.default
 _requantize = library.requantize.default
+_hard_swish_codes = library.hard_swish_codes.default
+_resize_linear_codes = library.resize_linear_codes.default
+_softmax_codes = library.softmax_codes.default
 _requantize_fixed_point = library.requantize_fixed_point.default
 
 
@@ -45,7 +48,13 @@ def requantize(
 
 
 def requantize_fixed_point(
-    x: Tensor, factor: Tensor, scale: Tensor, qmin: int, qmax: int, exponent: int | None = None
+    x: Tensor,
+    factor: Tensor,
+    scale: Tensor,
+    qmin: int,
+    qmax: int,
+    exponent: int | None = None,
+    rounded_once: bool = False,
 ) -> Tensor:
     """Return the values of the codes `x * factor`, rounded as LiteRT's reference kernels do, on the grid of a scale.
 
@@ -59,6 +68,7 @@ def requantize_fixed_point(
         qmin: The lowest code minus the zero point.
         qmax: The highest.
         exponent: That of the power; None takes the one that leaves the other part in [1/2, 1).
+        rounded_once: Whether the product with both is rounded once, halves up, as in fully connected layers.
 
     Returns:
         A float32 tensor with the shape and memory format of x.
@@ -67,7 +77,7 @@ def requantize_fixed_point(
         >>> requantize_fixed_point(torch.tensor([5.0, 90.0]), torch.tensor(0.1), torch.tensor(2.0), -8, 7)
         tensor([ 2., 14.])
     """
-    y: Tensor = _requantize_fixed_point(x, factor, scale, qmin, qmax, exponent)
+    y: Tensor = _requantize_fixed_point(x, factor, scale, qmin, qmax, exponent, rounded_once)
     return y
 
 
@@ -135,4 +145,64 @@ def centred_codes(x: Tensor, scale: Tensor) -> Tensor:
         tensor([ 3., -2.])
     """
     codes: Tensor = _centred_codes(x, scale)
+    return codes
+
+
+def softmax_codes(x: Tensor, scale: float, dim: int) -> Tensor:
+    """Return softmax in steps of 1/256, 0 to 255, as LiteRT's reference kernel computes it.
+
+    Args:
+        x: Codes, integers as floats; a zero point may be subtracted.
+        scale: Their step.
+        dim: The dimension that sums to 1.
+
+    Returns:
+        A float32 tensor of the shape of x.
+
+    Example:
+        >>> softmax_codes(torch.tensor([[0.0, 0.0], [10.0, -10.0]]), 0.25, 1)
+        tensor([[128., 128.],
+                [254.,   2.]])
+    """
+    codes: Tensor = _softmax_codes(x, scale, dim)
+    return codes
+
+
+def hard_swish_codes(x: Tensor, x_scale: float, scale: float, qmin: int, qmax: int) -> Tensor:
+    """Return codes of x relu6(x + 3) / 6, less the zero point, as LiteRT's reference kernel computes them.
+
+    Args:
+        x: Codes less their zero point, integers as floats.
+        x_scale: Their step.
+        scale: The step of the result.
+        qmin: The lowest code of the result, less its zero point.
+        qmax: The highest.
+
+    Returns:
+        A float32 tensor of the shape of x.
+
+    Example:
+        >>> hard_swish_codes(torch.tensor([-40.0, 0.0, 20.0]), 0.1, 0.05, -128, 127)
+        tensor([ 0.,  0., 33.])
+    """
+    codes: Tensor = _hard_swish_codes(x, x_scale, scale, qmin, qmax)
+    return codes
+
+
+def resize_linear_codes(x: Tensor, size: tuple[int, int], align_corners: bool) -> Tensor:
+    """Return the codes of images at another size, as LiteRT's reference kernel interpolates them.
+
+    Args:
+        x: Codes with their zero point, integers as floats, (N, C, H, W).
+        size: Height and width of the result.
+        align_corners: As in `torch.nn.functional.interpolate`.
+
+    Returns:
+        A float32 tensor.
+
+    Example:
+        >>> resize_linear_codes(torch.tensor([[[[0.0, 8.0]]]]), (1, 4), False)
+        tensor([[[[0., 2., 6., 8.]]]])
+    """
+    codes: Tensor = _resize_linear_codes(x, size, align_corners)
     return codes

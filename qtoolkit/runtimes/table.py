@@ -34,6 +34,8 @@ class Runtime:
         name: Its name.
         carries: The kinds of op through which codes pass on their way to an integer kernel.
         absorbs: The kinds of activation that a kernel computes by saturation: their bounds are at or beyond its range of codes.
+        clips_at_zero: Whether a kernel computes a ReLU behind it at the code of zero, wherever that lies in the range.
+        picks: Whether codes pass through x[0] too.
         layer_kernel: Returns the kernel of a layer with sums of codes (its input's grid and its output's, or None), or why it
             runs in float. Callers take `kernel_of`.
         op_kernel: Returns the kernel of another op (its kind, its node, the kinds of the ops that take its output, its
@@ -53,6 +55,8 @@ class Runtime:
     layer_kernel: Callable[[QuantWeighted, Grid, Grid | None], type[LayerKernel] | Refusal]
     op_kernel: Callable[[str, fx.Node, Collection[OpKind], Sequence[Grid], Grid | None], type[OpKernel] | Refusal]
     absorbs: tuple[str, ...] = ()
+    clips_at_zero: bool = False
+    picks: bool = False
     reciprocal: bool = False
     package: str = ""
     extra: str = ""
@@ -154,6 +158,8 @@ LITERT = Runtime(
     litert.layer_kernel,
     litert.op_kernel,
     absorbs=litert.ABSORBS,
+    clips_at_zero=True,
+    picks=True,
     package="ai_edge_litert",
     extra="litert",
     tie_share=1e-2,

@@ -46,6 +46,14 @@ def scaled(x: Array, real: Array) -> Array:
     return divided(high_product(x.astype(np.int64) << np.maximum(exponent, 0), bits), np.maximum(-exponent, 0))
 
 
+def scaled_once(x: Array, real: Array) -> Array:
+    """Return x times a factor of 31 bits and a power of two, rounded once, halves up."""
+    pairs = [multiplier(float(value)) for value in np.atleast_1d(real)]
+    bits, exponent = (np.array(part, np.int64) for part in zip(*pairs, strict=True))
+    shift = 31 - exponent
+    return (x.astype(np.int64) * bits + (np.int64(1) << (shift - 1))) >> shift
+
+
 def scaled_wide(x: Array, real: Array) -> Array:
     """Return sums of 64 bits times a factor of 15 bits, rounded once: MultiplyByQuantizedMultiplier of int64."""
     pairs = [multiplier(float(value)) for value in np.atleast_1d(real)]
@@ -166,8 +174,9 @@ def depthwise(node: Node) -> Array:
 
 def fully_connected(node: Node) -> Array:
     x, weight, bias = node.inputs
-    sums = x.centred.reshape(-1, weight.data.shape[1]) @ weight.data.astype(np.int64).T
-    return node.requantized(sums + bias.data, factors(node, x, weight)).reshape(node.output.data.shape)
+    sums = x.centred.reshape(-1, weight.data.shape[1]) @ weight.data.astype(np.int64).T + bias.data
+    rounded = scaled if node.is_wide else scaled_once
+    return node.clamped(rounded(sums, factors(node, x, weight)) + node.output.zero).reshape(node.output.data.shape)
 
 
 def transposed(node: Node) -> Array:

@@ -202,30 +202,18 @@ def test_each_kernel_of_a_random_net_computes_its_formula(seed: int, tmp_path) -
     assert {layer.kernel for layer in result.float_layers} <= {"TANH", "LOGISTIC"}
 
 
-# Ops whose reference arithmetic `convert` does not have, and a layer whose output only a concat quantizes.
-IN_FLOAT = (
-    "softmax",
-    "an upsample_linear",
-    "a hardswish",
-    "windows differ in size",
-    "goes to something else",
-    "an output",
-)
-EXACT = [seed for seed in SEEDS if seed not in (0, 4, 5, 14)]  # these four have one of them in front of a quantizer
+def integer_codes(model: nn.Module, x: Tensor, path: Path) -> qt.export.RuntimeCodes:
+    """Compare a file with the model in the arithmetic of the reference kernels."""
+    export_litert(model, x[:1], path, verify=False)
+    integer = qt.convert(model, arithmetic="integer", runtime="litert")
+    return verify(integer, x, path, ("litert",), progress=False).runtimes["litert"]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_integer_arithmetic_has_the_codes_of_the_reference_kernels(seed: int, tmp_path) -> None:
-    """All codes of all ops, layer by layer and end to end, and what is in float has its reason."""
-    model = prepared(random_net(seed))
-    export_litert(model, X[:1], tmp_path / "model.tflite", verify=False)
-    integer = qt.convert(model, arithmetic="integer", runtime="litert")
-    codes = verify(integer, MORE[:4], tmp_path / "model.tflite", ("litert",), progress=False).runtimes["litert"]
-    reasons = [computed.why for computed in integer.plan.computed.values() if computed.kernel is None]
-    assert [why for why in reasons if not any(part in why for part in IN_FLOAT)] == []
-    if seed in EXACT:
-        assert (codes.layer_codes.differing, codes.codes.differing) == (0, 0)
-    assert codes.layer_codes.steps <= 1
+    codes = integer_codes(prepared(random_net(seed)), MORE[:4], tmp_path / "model.tflite")
+    assert (codes.layer_codes.differing, codes.codes.differing) == (0, 0)
+    assert codes.verdict is Verdict.EQUAL
 
 
 @pytest.mark.sweep
@@ -307,6 +295,12 @@ def test_each_op(name: str, tmp_path) -> None:
         assert codes.layer_codes.steps <= 1
     assert found.check()
     assert len(result.float_layers) == floats, result
+
+
+@pytest.mark.parametrize("name", [name for name, (_, floats) in OPS.items() if not floats])
+def test_each_op_in_integer_arithmetic(name: str, tmp_path) -> None:
+    codes = integer_codes(prepared(Probe(OPS[name][0])), MORE[:4], tmp_path / "model.tflite")
+    assert (codes.layer_codes.differing, codes.codes.differing) == (0, 0)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, floats) in OPS.items() if not floats])

@@ -151,7 +151,16 @@ def sample(op: str, x: Tensor) -> dict:
         "fake_affine_tensor_quant": {"x": x, "min_range": -torch.ones(()), "max_range": torch.tensor(5.3)},
         "scaled_e4m3": {"x": x, "amax": torch.tensor(5.3)},
         "requantize": {"x": x, "factor": scales(6)[:, None], **on_codes, "offset": torch.tensor(0.3), "zero_code": 3},
-        "requantize_fixed_point": {"x": x.round(), "factor": scales(6)[:, None].double(), **on_codes, "exponent": 3},
+        "requantize_fixed_point": {
+            "x": x.round(),
+            "factor": scales(6)[:, None].double(),
+            **on_codes,
+            "exponent": 3,
+            "rounded_once": True,
+        },
+        "softmax_codes": {"x": x.round(), "scale": 0.1, "dim": 1},
+        "hard_swish_codes": {"x": x.round(), "x_scale": 0.1, "scale": 0.1, "qmin": -128, "qmax": 127},
+        "resize_linear_codes": {"x": x.round()[None], "size": [3, 5], "align_corners": False},
         "add_codes": {
             "x": x,
             "x_scale": scales(1),

@@ -21,6 +21,7 @@ import qtoolkit  # noqa: F401, loads the library
 from qtoolkit.ops.layer import Geometry
 from tests import processes, reference
 from tests.cases import CODES, FLOATS, Channels, assert_same
+from tests.export import litert_kernels
 from tests.ops.test_gradients import assert_sum
 from tests.ops.test_int4 import packed
 from tests.ops.test_layer import Shape
@@ -98,6 +99,8 @@ class Drawn:
             return self.tensor(FLOATS, self.mostly(self.image, [2, 3], [4, 4]))
         if "norm" in self.op:
             return self.tensor(FLOATS, self.normalized)
+        if self.op == "resize_linear_codes":
+            return self.tensor(FLOATS, self.mostly([self.r.choice([0, 1, 3]), 2, 5, 4], [2, 3], [1, 1, 0, 4]))
         if self.op != "fake_quant_block":
             return self.tensor(FLOATS)
         return self.tensor(FLOATS, [*(self.r.choice([0, 1, 2, 5]) for _ in range(self.r.randrange(3))), 96])
@@ -112,6 +115,8 @@ class Drawn:
         return self.tensor(CODES)
 
     def size(self) -> list[int]:
+        if self.op == "resize_linear_codes":
+            return self.mostly([self.r.choice([1, 5, 9]), 7], [3], [0, 2], [2**40, 2**40])
         if self.op == "max_pool_offsets_backward":
             return self.mostly(self.image, [3, 3], [0] * len(self.image), [-1] * len(self.image))
         return self.mostly(self.unpacked, [3], [-1, 0], [2**40, 2**40], [])
@@ -160,7 +165,9 @@ class Drawn:
             return self.mostly(self.r.choice([16, 32, 48, 96]), 0, -16, 24, 64, 1024, 2**40)
         return self.channels.block_size
 
-    def scale(self) -> Tensor:
+    def scale(self) -> Tensor | float:
+        if self.op in ("softmax_codes", "hard_swish_codes"):
+            return self.mostly(self.r.choice([0.01, 0.3, 2.0]), 0.0, -1.0, float("nan"), 1e9)
         if "lo" in self.given:
             return self.updated()
         if self.op in ON_CODES:
@@ -196,8 +203,14 @@ class Drawn:
 
     x_zero_point = other_zero_point = zero_code
 
-    def x_scale(self) -> Tensor:
-        return self.vector(1)
+    def x_scale(self) -> Tensor | float:
+        return self.mostly(0.05, float("nan"), 0.0, 1e9) if self.op == "hard_swish_codes" else self.vector(1)
+
+    def dim(self) -> int:
+        return self.mostly(0, 9, -9)
+
+    def align_corners(self) -> bool:
+        return self.r.random() < 0.5
 
     def other_scale(self) -> Tensor:
         return self.vector(1)
@@ -217,6 +230,9 @@ class Drawn:
 
     def fixed_point(self) -> bool:
         return self.r.random() < 0.3
+
+    def rounded_once(self) -> bool:
+        return self.r.random() < 0.5
 
     def rounded_twice(self) -> bool:
         return self.mostly(not self.given["fixed_point"] and self.r.random() < 0.3, True)
@@ -824,9 +840,39 @@ def check_requantize(drawn: Drawn, found: Results, x, factor, scale, qmin, qmax,
     assert_same(found[0] + 0, tensor(wanted, torch.float32) + 0)
 
 
-def check_requantize_fixed_point(drawn: Drawn, found: Results, x, factor, scale, qmin, qmax, exponent) -> None:
-    """The formula in integers is for integers of 32 bits and factors that leave them so: tests/ops/test_requantize.py."""
-    assert found[0].dtype == torch.float32
+def check_requantize_fixed_point(
+    drawn: Drawn, found: Results, x, factor, scale, qmin, qmax, exponent, rounded_once
+) -> None:
+    """The formula in integers is that of integers of less than 2^31, and of factors that keep them so."""
+    assert (found[0].shape, found[0].dtype) == (x.shape, torch.float32)
+    if exponent is not None or factor.numel() > 1 or not 2**-20 < float(factor) < 1:
+        return
+    whole = (x == x.round()) & (x.abs() < 2**30)
+    rounded = litert_kernels.scaled_once if rounded_once else litert_kernels.scaled
+    codes = rounded(x[whole].double().numpy().astype(np.int64), np.float64(float(factor)))
+    step = usable(float32(scale.reshape(()))[0])
+    wanted = np.clip(codes, *(np.float64(end) for end in bounds(qmin, qmax))) * np.float64(step)
+    assert_same(found[0][whole] + 0, tensor(wanted.astype(np.float32), torch.float32) + 0)
+
+
+def check_softmax_codes(drawn: Drawn, found: Results, x, scale, dim) -> None:
+    wanted = torch.softmax(x.double().round() * scale, dim) * 256
+    assert (found[0].shape, found[0].dtype) == (x.shape, torch.float32)
+    near = (found[0] - wanted.clamp(max=255)).abs() <= 2
+    assert bool(near[(x.double().abs() < 2**15).all(dim, keepdim=True).expand(x.shape)].all())
+
+
+def check_hard_swish_codes(drawn: Drawn, found: Results, x, x_scale, scale, qmin, qmax) -> None:
+    wanted = (torch.nn.functional.hardswish(x.double().round() * x_scale) / scale).clamp(qmin, qmax)
+    near = (found[0] - wanted).abs() <= 2 + wanted.abs() / 2**12
+    assert bool(near[x.double().abs() < 2**8].all())
+
+
+def check_resize_linear_codes(drawn: Drawn, found: Results, x, size, align_corners) -> None:
+    assert (found[0].shape, found[0].dtype) == ((*x.shape[:2], *size), torch.float32)
+    if x.numel() and bool((x.double().abs() < 2**20).all()):
+        low, high = (f(x.double().round(), (2, 3), keepdim=True) for f in (torch.amin, torch.amax))
+        assert bool(((low <= found[0]) & (found[0] <= high)).all())
 
 
 def check_add_codes(

@@ -11,8 +11,11 @@ from qtoolkit.ops.requantize import (
     add_codes,
     centred_codes,
     fake_quant_by_factor,
+    hard_swish_codes,
     requantize,
     requantize_fixed_point,
+    resize_linear_codes,
+    softmax_codes,
 )
 from tests.cases import LAYOUTS, assert_laid_out_as, floats, scales
 from tests.export import litert_kernels
@@ -111,6 +114,9 @@ def test_requantize_fixed_point(factor: float) -> None:
     wanted = litert_kernels.scaled(x.numpy().astype(np.int64), f64(factor))
     assert y.dtype == torch.float32
     assert np.array_equal(y.numpy(), values(wanted.astype(f32), torch.tensor(0.3), -130, 125))
+    once = requantize_fixed_point(x, torch.tensor(factor).double(), torch.tensor(0.3), -130, 125, rounded_once=True)
+    wanted = litert_kernels.scaled_once(x.numpy().astype(np.int64), f64(f32(factor)))
+    assert np.array_equal(once.numpy(), values(wanted.astype(f32), torch.tensor(0.3), -130, 125))
 
 
 def test_requantize_fixed_point_by_larger_factors_for_each_channel() -> None:
@@ -129,6 +135,18 @@ def test_requantize_fixed_point_with_a_power_of_its_own(bits: int, exponent: int
     product = litert_kernels.high_product(x.numpy().astype(np.int64) << max(exponent, 0), np.int64(bits))
     wanted = litert_kernels.divided(product, np.int64(max(-exponent, 0)))
     assert np.array_equal(y.numpy(), np.clip(wanted, -128, 127).astype(f32))
+
+
+def test_ops_on_codes_take_what_the_kernels_take() -> None:
+    """Their codes are those of LiteRT's interpreter: tests/export/test_litert.py."""
+    x = torch.arange(-128.0, 128.0).reshape(4, 4, 4, 4)
+    assert torch.equal(softmax_codes(x, 0.05, 1), softmax_codes(x + 17, 0.05, 1))
+    assert torch.equal(softmax_codes(x.transpose(1, 3), 0.05, 3), softmax_codes(x, 0.05, 1).transpose(1, 3))
+    gelu_like = hard_swish_codes(x, 0.05, 0.05, -128, 127) * 0.05
+    assert torch.allclose(gelu_like, torch.nn.functional.hardswish(x * 0.05), atol=0.05)
+    for aligned in (False, True):
+        wanted = torch.nn.functional.interpolate(x, (7, 9), mode="bilinear", align_corners=aligned)
+        assert torch.allclose(resize_linear_codes(x, (7, 9), aligned), wanted, atol=1)
 
 
 @pytest.mark.parametrize("subtract", [False, True])
@@ -180,6 +198,16 @@ def test_centred_codes(dtype: torch.dtype) -> None:
             lambda x: requantize_fixed_point(x, torch.ones(()), torch.ones(1), 0, 1, 99),
             r"requantize_fixed_point: exponent must lie in \[-62, 30\], got 99",
         ),
+        (lambda x: resize_linear_codes(x, (2, 2), True), "resize_linear_codes: x must be images"),
+        (
+            lambda x: resize_linear_codes(x[None, None], (2, 0), True),
+            "resize_linear_codes: size must be height and width",
+        ),
+        (lambda x: softmax_codes(x, 100.0, 1), "softmax_codes: scale must lie in"),
+        (
+            lambda x: hard_swish_codes(x, 1.0, 1e-3, 0, 1),
+            "hard_swish_codes: scale must be more than a part in 127",
+        ),
         (
             lambda x: add_codes(x, *GRID, x, *GRID, *GRID, 0, 1, subtract=True),
             "add_codes: subtract needs rounded_twice=True",
@@ -226,12 +254,17 @@ def test_cuda_kernels(kernels, order: str) -> None:
     cuda_host.run(kernels, "centred_codes", order, **one)
     assert torch.equal(y, centred_codes(x, scale[0]))
     sums, out = sums_on_ties(0.0037)[:896].reshape(7, 128).contiguous(), torch.empty(7, 128, dtype=torch.float64)
-    for power in (0.0, 0.125):
+    for power, once in ((0.0, False), (0.125, False), (0.0, True)):
         sizes = {"numel": sums.numel(), "x": sums, "y": out, "y_dtype": 1, "channels": cuda_host.channels(sums.shape)}
-        given = {"scale": scale[:1].double(), "zero_point": torch.tensor([0.0037]).double(), "power": power}
+        given = {
+            "scale": scale[:1].double(),
+            "zero_point": torch.tensor([0.0037]).double(),
+            "power": power,
+            "fused": once,
+        }
         cuda_host.run(kernels, "requantize_fixed_point", order, **sizes, **given, fractional=True, bounds=(-130, 125))
         exponent = None if power == 0 else -3
-        wanted = requantize_fixed_point(sums, given["zero_point"], scale[:1], -130, 125, exponent)
+        wanted = requantize_fixed_point(sums, given["zero_point"], scale[:1], -130, 125, exponent, once)
         assert torch.equal(out.float(), wanted)
     for grids in GRIDS:
         (a, b), out = operands(*grids[:2]), torch.empty(5, 1037)

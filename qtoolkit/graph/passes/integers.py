@@ -1,5 +1,6 @@
 """The pass of convert(arithmetic="integer"): give each op between quantizers the integer kernel that a runtime has for it."""
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -162,7 +163,7 @@ def _grid_behind(node: fx.Node, runtime: Runtime) -> Grid | None:
     if is_quantizer(node):
         grid = module_of(node)
         return grid if isinstance(grid, Grid) and not is_weight_quantizer(node) else None
-    carries = kind_of(node).name in runtime.carries and not _picks_with_a_number(node)
+    carries = kind_of(node).name in runtime.carries and (runtime.picks or not _picks_with_a_number(node))
     sources = tensor_inputs(node) if carries else []
     grids = {_grid_behind(source, runtime) for source in sources}
     return grids.pop() if len(grids) == 1 else None
@@ -191,6 +192,7 @@ def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
             if not grid.capability_now.codes:
                 return node, grid
             low, high = max(each.low for each in bounds), min(each.high for each in bounds)
+            low = -math.inf if low == 0 and runtime.clips_at_zero else low
             return (last, grid) if saturates(low, high, grid) else (node, None)
         kind = kind_of(user)
         if not kind.returns_input and kind.name not in runtime.absorbs:
