@@ -11,7 +11,7 @@ TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(RUN)/python -m pytest --nump
 # The second torch: a copy of the tree, with an environment of its own. Its tests are those whose results torch has a part in.
 SECOND = $(MAKE) -C build/second TORCH=torch==2.13.0 QTOOLKIT_CUDA=0
 WITHOUT_TORCH = $(addprefix --ignore-glob=tests/, cli debug/test_report_in_a_browser.py ops/test_cuda_* ops/test_instruction_sets.py \
-  $(addsuffix .py, $(addprefix test_, benchmarks examples house notebooks readme site site_in_a_browser sweep)))
+  $(addsuffix .py, $(addprefix test_, benchmarks examples house notebooks readme site site_in_a_browser sweep wheel)))
 
 .PHONY: demo test test-all lint unit docs build wheel environments frameworks second second-environment sanitize fuzz browser clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench

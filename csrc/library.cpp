@@ -301,6 +301,9 @@ TORCH_LIBRARY(qtoolkit, m) {
       "Tensor scale, int zero_point, int qmin, int qmax, bool fixed_point=False, bool rounded_twice=False, "
       "bool subtract=False) -> Tensor");
 
+  // Returns fake_quant(x, scale, zero_point, qmin, qmax) as LiteRT computes it: halves are rounded away from zero.
+  m.def("fake_quant_away(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax) -> Tensor");
+
   // Ops of LiteRT's reference kernels on codes, integers as floats; see reference_codes.cpp. Returns the codes of
   // softmax on the grid of 256 steps of 1/256, from codes of which a zero point may be subtracted.
   m.def("softmax_codes(Tensor x, float scale, int dim) -> Tensor");

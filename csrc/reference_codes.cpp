@@ -6,12 +6,14 @@
 #include <ATen/ops/bitwise_right_shift.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 
 #include "checks.h"
+#include "norm_checks.h"
 #include "registration.h"
 
 namespace qtoolkit {
@@ -129,6 +131,23 @@ Tensor hard_swish_codes(const Tensor& x, double x_scale, double scale, int64_t q
   return divided(truncated, -of_output.exponent).clamp(qmin, qmax).to(at::kFloat);
 }
 
+// ---- quantize.h
+
+Tensor fake_quant_away(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, int64_t qmin,
+                       int64_t qmax) {
+  constexpr const char* kOp = "fake_quant_away";
+  check_float(kOp, "x", x);
+  check_code_range(kOp, qmin, qmax);
+  check_one_grid(kOp, "", scale, zero_point, x);
+  const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const Tensor step = scale.to(type).reshape({}).abs().clamp_min(0x1p-126), quotient = x.to(type) / step;
+  const Tensor whole = quotient.trunc(), rest = quotient - whole;
+  Tensor codes = whole + at::where(rest.abs() >= 0.5, rest.sign(), at::zeros_like(rest));
+  const Tensor zero = zero_point.has_value() ? zero_point->to(type).reshape({}).round() : at::zeros_like(step);
+  codes = (codes + zero).clamp(static_cast<double>(qmin), static_cast<double>(qmax)) - zero;
+  return (codes * step).to(x.scalar_type());
+}
+
 // ---- resize_bilinear.h: positions have 10 bits behind the point, and weights too
 
 Tensor resize_linear_codes(const Tensor& x, at::IntArrayRef size, bool align_corners) {
@@ -155,6 +174,7 @@ Tensor resize_linear_codes(const Tensor& x, at::IntArrayRef size, bool align_cor
 }  // namespace
 
 QT_REGISTER_BODIES(m) {
+  m.impl("fake_quant_away", fake_quant_away);
   m.impl("softmax_codes", softmax_codes);
   m.impl("hard_swish_codes", hard_swish_codes);
   m.impl("resize_linear_codes", resize_linear_codes);

@@ -3,7 +3,7 @@
 A value on a grid determines its code, so tensors keep the values, which every other op, hook and report can read.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.ops.requantize import centred_codes, requantize
 from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
 from qtoolkit.quantizers.bias import bias_scale, codes_of
-from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.frozen import Grid, QuantizesAs
 
 
 @dataclass(frozen=True)
@@ -121,19 +121,19 @@ def output_of(kernel: Kernel) -> Side:
 def in_float(model: nn.Module) -> Iterator[None]:
     """Let a model compute as its float form does, for the duration of a `with` block."""
     kernels = [module for module in model.modules() if isinstance(module, Kernel) and module.enabled]
-    grids = [module for module in model.modules() if isinstance(module, Grid) and module.reciprocal]
-    _set(kernels, grids, False)
+    grids = {module: module.quantizes_as for module in model.modules() if isinstance(module, Grid)}
+    _set(kernels, dict.fromkeys(grids), False)
     try:
         yield
     finally:
         _set(kernels, grids, True)
 
 
-def _set(kernels: Iterable[Kernel], grids: Iterable[Grid], on: bool) -> None:
+def _set(kernels: Iterable[Kernel], grids: Mapping[Grid, QuantizesAs | None], on: bool) -> None:
     for kernel in kernels:
         kernel.enabled = on
-    for grid in grids:
-        grid.reciprocal = on
+    for grid, quantizes_as in grids.items():
+        grid.quantizes_as = quantizes_as
 
 
 class LayerKernel(Kernel):

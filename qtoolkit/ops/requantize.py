@@ -8,6 +8,7 @@ _add_codes = library.add_codes.default
 _centred_codes = library.centred_codes.default
 _fake_quant_by_factor = library.fake_quant_by_factor.default
 _requantize = library.requantize.default
+_fake_quant_away = library.fake_quant_away.default
 _hard_swish_codes = library.hard_swish_codes.default
 _resize_linear_codes = library.resize_linear_codes.default
 _softmax_codes = library.softmax_codes.default
@@ -134,6 +135,17 @@ def fake_quant_by_factor(x: Tensor, scale: Tensor, zero_point: Tensor | None, qm
         tensor([0.2500, 1.7500])
     """
     y: Tensor = _fake_quant_by_factor(x, scale, zero_point, qmin, qmax)
+    return y
+
+
+def fake_quant_away(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
+    """Return `fake_quant` of one grid as LiteRT computes it: halves are rounded away from zero.
+
+    Example:
+        >>> fake_quant_away(torch.tensor([0.125, -0.375]), torch.tensor(0.25), None, -8, 7)
+        tensor([ 0.2500, -0.5000])
+    """
+    y: Tensor = _fake_quant_away(x, scale, zero_point, qmin, qmax)
     return y
 
 

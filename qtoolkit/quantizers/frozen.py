@@ -1,5 +1,6 @@
 """Grid: the quantizer of a converted model, with a fixed scale."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from qtoolkit.quantizers.kinds.dynamic import of_blocks, of_tokens
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import fake_quant, float_codes, float_values
 
+QuantizesAs = Callable[[Tensor, Tensor, Tensor | None, int, int], Tensor]
 SMALLEST_CODES = {
     True: (torch.int8, torch.int16),
     False: (torch.uint8, torch.uint16),
@@ -60,8 +62,8 @@ class Grid(Quantizer):
     Attributes:
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
         shape: What shapes a weight, as given. The export exchanges it for the shaped weight while it writes a file.
-        reciprocal: Whether it multiplies by a factor that its range gives, and adds the zero point before it
-            rounds, as OpenVINO does.
+        quantizes_as: How a runtime quantizes floats, of x, scale, zero point, qmin and qmax, where it rounds otherwise than
+            `fake_quant`; else None.
 
     Raises:
         ValueError: A scale is zero, negative, NaN or infinite.
@@ -75,7 +77,7 @@ class Grid(Quantizer):
     scale: Tensor
     zero_point: Tensor | None
     shape: nn.Module | None
-    reciprocal: bool = False
+    quantizes_as: QuantizesAs | None = None
     _computed_by: tuple[Any, ...] = ()
 
     def __init__(
@@ -100,10 +102,15 @@ class Grid(Quantizer):
         """Return the grid's values nearest to x; x itself where an integer kernel has computed these values."""
         if not self.quantizing or (self._computed_by and self._computed_by[0].active):
             return x
-        if self.reciprocal and not is_recorded_for_onnx():
-            return fake_quant_by_factor(x, self.scale, self.zero_point, self.spec.qmin, self.spec.qmax)
+        if self.quantizes_as is not None and not is_recorded_for_onnx():
+            return self.quantizes_as(x, self.scale, self.zero_point, self.spec.qmin, self.spec.qmax)
         x = x if self.shape is None else self.shape(x)
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if vars(self).pop("reciprocal", False):  # of models that were converted for OpenVINO before it had this name
+            self.quantizes_as = fake_quant_by_factor
 
     def computed_by(self, kernel: Any) -> None:
         """Take inputs as they are where a `qtoolkit.integer.kernels.Kernel`, while active, returns values on this grid."""

@@ -16,8 +16,9 @@ from qtoolkit.integer.kernels import LayerKernel, OpKernel
 from qtoolkit.nn.refusals import refusal_of
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
+from qtoolkit.ops.requantize import fake_quant_away, fake_quant_by_factor
 from qtoolkit.quantizers.capability import NO_CODES
-from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.frozen import Grid, QuantizesAs
 from qtoolkit.runtimes.execution import Execute, Executed
 from qtoolkit.verdicts import Cause, Refusal
 
@@ -40,8 +41,7 @@ class Runtime:
             runs in float. Callers take `kernel_of`.
         op_kernel: Returns the kernel of another op (its kind, its node, the kinds of the ops that take its output, its
             inputs' grids, its output's, or None), or why it runs in float.
-        reciprocal: Whether quantizing multiplies by a factor from the range, and adds the zero point before
-            rounding.
+        quantizes_as: How it quantizes floats, where it rounds otherwise than `fake_quant` (`Grid.quantizes_as`).
         package: The package that executes files; "" where none does.
         extra: The extra of qtoolkit that installs it.
         execute: Runs an ONNX file; None where it takes none. It imports the package.
@@ -57,7 +57,7 @@ class Runtime:
     absorbs: tuple[str, ...] = ()
     clips_at_zero: bool = False
     picks: bool = False
-    reciprocal: bool = False
+    quantizes_as: QuantizesAs | None = None
     package: str = ""
     extra: str = ""
     execute: Execute | None = None
@@ -122,7 +122,7 @@ OPENVINO = Runtime(
     openvino.CARRIES,
     openvino.layer_kernel,
     partial(_float_op, "OpenVINO"),
-    reciprocal=True,
+    quantizes_as=fake_quant_by_factor,
     package="openvino",
     extra="openvino",
     execute=_in_openvino,
@@ -159,6 +159,7 @@ LITERT = Runtime(
     litert.op_kernel,
     absorbs=litert.ABSORBS,
     clips_at_zero=True,
+    quantizes_as=fake_quant_away,
     picks=True,
     package="ai_edge_litert",
     extra="litert",

@@ -171,6 +171,7 @@ def sample(op: str, x: Tensor) -> dict:
             "zero_point": 5,
             **on_codes,
         },
+        "fake_quant_away": {"x": x, "zero_point": zero_points(1), **on_codes},
         "fake_quant_by_factor": {"x": x, "zero_point": zero_points(1), **on_codes},
         "centred_codes": {"x": x, "scale": scales(1)},
         "fake_quant_backward": {"grad": x, "mask": mask, "order": []},

@@ -41,6 +41,7 @@ ON_CODES = (
     "requantize_fixed_point",
     "add_codes",
     "fake_quant_by_factor",
+    "fake_quant_away",
     "centred_codes",
 )  # with one scale
 WRITTEN = {
@@ -845,7 +846,7 @@ def check_requantize_fixed_point(
 ) -> None:
     """The formula in integers is that of integers of less than 2^31, and of factors that keep them so."""
     assert (found[0].shape, found[0].dtype) == (x.shape, torch.float32)
-    if exponent is not None or factor.numel() > 1 or not 2**-20 < float(factor) < 1:
+    if exponent is not None or factor.numel() != 1 or not 2**-20 < float(factor) < 1:
         return
     whole = (x == x.round()) & (x.abs() < 2**30)
     rounded = litert_kernels.scaled_once if rounded_once else litert_kernels.scaled
@@ -896,6 +897,18 @@ def check_add_codes(
             codes = np.rint(fma(a + za, ra, inner)) - zy
         wanted = np.clip(codes, *bounds(qmin, qmax)) * sy
     assert_same(found[0] + 0, tensor(wanted, torch.float32) + 0)
+
+
+def check_fake_quant_away(drawn: Drawn, found: Results, x, scale, zero_point, qmin, qmax) -> None:
+    kind = reference.arithmetic(x.dtype)
+    v, step = reference.array(x, kind), usable(reference.array(scale.reshape(()), kind))
+    zero = kind(0) if zero_point is None else np.rint(reference.array(zero_point.reshape(()), kind))
+    with np.errstate(all="ignore"):
+        q = v / step
+        whole = np.trunc(q)
+        codes = whole + np.where(np.abs(q - whole) >= 0.5, np.sign(q), kind(0)).astype(kind)
+        wanted = (np.clip(codes + zero, kind(qmin), kind(qmax)) - zero) * step
+    assert_same(found[0] + 0, tensor(wanted, x.dtype) + 0)
 
 
 def check_fake_quant_by_factor(drawn: Drawn, found: Results, x, scale, zero_point, qmin, qmax) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from qtoolkit.ops.requantize import (
     add_codes,
     centred_codes,
+    fake_quant_away,
     fake_quant_by_factor,
     hard_swish_codes,
     requantize,
@@ -175,6 +176,18 @@ def test_fake_quant_by_factor(layout: str, zero_point: float | None) -> None:
     y = fake_quant_by_factor(x, torch.tensor(scale), given, -8, 7)
     assert_laid_out_as(y, x)
     assert np.array_equal(y.numpy(), (codes + f32(-8) - zero) * scale)
+
+
+@pytest.mark.parametrize("zero_point", [None, 3.0])
+def test_fake_quant_away(zero_point: float | None) -> None:
+    """Halves away from zero, as std::round."""
+    x = torch.cat([torch.arange(-40.0, 40.0) / 8, torch.tensor([0.5 - 2.0**-25, math.inf, -math.inf, math.nan])])
+    given, zero = None if zero_point is None else torch.tensor(zero_point), zero_point or 0.0
+    y = fake_quant_away(x, torch.tensor(1.0), given, -4, 4)
+    rounded = [math.copysign(math.floor(abs(v) + 0.5), v) if abs(v) >= 0.5 else 0.0 for v in x[:-3].tolist()]
+    assert y[:-4].tolist() == [min(max(v + zero, -4), 4) - zero for v in rounded[:-1]]
+    assert y[-4:-1].tolist() == [0.0, 4 - zero, -4 - zero]
+    assert y[-1].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

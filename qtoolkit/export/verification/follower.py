@@ -227,8 +227,8 @@ class Follower:
 
 
 def _call(grid: Grid, x: Tensor, output: Tensor) -> Call:
-    """Return a call: a grid that multiplies by a reciprocal has other codes than `Grid.codes` of its input at ties."""
-    return Call(grid, codes_in_file(grid, output if grid.reciprocal else x), x)
+    """Return a call: a grid that rounds as its runtime has other codes than `Grid.codes` of its input at ties."""
+    return Call(grid, codes_in_file(grid, x if grid.quantizes_as is None else output), x)
 
 
 def grid_named(model: nn.Module, name: str) -> Grid:

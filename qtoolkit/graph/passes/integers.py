@@ -76,7 +76,8 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
 def _link_outputs(gm: QuantizedGraphModule, runtime: Runtime, calls: ModuleCalls) -> None:
     """Tell the quantizers of kernels' outputs, unless they quantize other tensors too; and how the runtime rounds."""
     for grid in (module for module in gm.modules() if isinstance(module, Grid)):
-        grid.reciprocal = runtime.reciprocal and not grid.of_weight and grid.capability_now.codes
+        of_activation = not grid.of_weight and grid.capability_now.codes
+        grid.quantizes_as = runtime.quantizes_as if of_activation else None
     for kernel in gm.modules():
         if isinstance(kernel, Kernel) and kernel.output is not None and len(calls.of(kernel.output.grid)) == 1:
             kernel.output.grid.computed_by(kernel)
