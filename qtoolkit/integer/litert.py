@@ -5,7 +5,7 @@ compared with ai-edge-litert 2.3 code by code. Scales xs, ws, ys are float32; th
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, output_of
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of
 from qtoolkit.integer.onnxruntime import GLOBAL_IF_ONE, MEANS
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
@@ -162,14 +162,12 @@ class AveragePool(OpKernel):
         op = self._op[0]
         if _is_one_of(op, GLOBAL_IF_ONE):  # export_litert takes no windows of different sizes
             means = op(codes, *args, **kwargs)
-            count = math.prod(codes.shape[2:]) // math.prod(means.shape[2:])
-            return (means * count).round(), torch.full_like(means[:1, :1], count)
+            count = codes.numel() // means.numel()
+            return (means * count).round(), torch.full_like(means, count)
         size, stride, padding, counts_padding = _window_of(op, *args, **kwargs)
-        pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[codes.dim() - 3]
-        count = math.prod(size) if isinstance(size, tuple | list) else size ** (codes.dim() - 2)
-        sums, inside = (
-            (pool(each, size, stride, padding) * count).round() for each in (codes, torch.ones_like(codes[:1, :1]))
-        )
+        pool: Callable[..., Tensor] = POOLS.get(type(op), op)
+        count = math.prod(size) if isinstance(size, tuple | list) else size ** (1 + [*POOLS.values()].index(pool))
+        sums, inside = ((pool(each, size, stride, padding) * count).round() for each in (codes, torch.ones_like(codes)))
         return sums, torch.full_like(inside, count) if counts_padding else inside
 
 
@@ -314,13 +312,25 @@ def _refusal_of_call(
         return refusals.OTHER_ARGUMENTS if len(inputs) != 2 or len(node.args) != 2 or node.kwargs else None
     if kernel is LeakyReLU and argument(node, 1, "negative_slope", 0.01) <= 0:
         return Refusal(Cause.CALL, "its slope is not positive")
-    if kernel is AveragePool and argument(node, 4, "ceil_mode", False):
-        return Refusal(Cause.CALL, "its windows differ in size")
+    if kernel is AveragePool and (argument(node, 4, "ceil_mode", False) or argument(node, 6, "divisor_override")):
+        return Refusal(Cause.CALL, "its windows differ in size, or it divides by another number")
     if kernel is ResizeLinear and argument(node, 3, "mode") != "bilinear":
         return Refusal(Cause.CALL, "it resizes no images")
-    if kernel is Softmax and (argument(node, 1, "dim") is None or output is None or float(output.scale) != 1 / 256):
-        return Refusal(Cause.OUTPUT_CODES, "its codes are not in steps of 1/256 along a dimension that it names")
-    return None
+    if kernel is Softmax and argument(node, 1, "dim") is None:
+        return Refusal(Cause.CALL, "it names no dimension")
+    return _refusal_of_steps(kernel, Side.of(inputs[0]), None if output is None else Side.of(output))
+
+
+def _refusal_of_steps(kernel: type[OpKernel], source: Side, output: Side | None) -> Refusal | None:
+    """Return why a kernel with a fixed point of its own does not take these steps between codes."""
+    if kernel not in (Softmax, HardSwish) or output is None:
+        return None
+    step, of_output = float(source.scale), float(output.scale)
+    if kernel is Softmax:
+        fits = 2**-26 <= step < 16 and of_output == 1 / 256 and output.ends == (0, 255)
+    else:
+        fits = 2**-20 < step < 256 and step < 127 * of_output and of_output < 2**20 * step
+    return None if fits else Refusal(Cause.OUTPUT_CODES, "the fixed point of LiteRT's kernel does not hold its steps")
 
 
 def _callable(node: fx.Node) -> Any:
@@ -331,6 +341,11 @@ def _is_one_of(op: Any, kinds: Collection[Any]) -> bool:
     return (type(op) if isinstance(op, nn.Module) else op) in kinds
 
 
+POOLS: Mapping[Any, Callable[..., Tensor]] = {
+    nn.AvgPool1d: F.avg_pool1d,
+    nn.AvgPool2d: F.avg_pool2d,
+    nn.AvgPool3d: F.avg_pool3d,
+}
 OF_TWO = (Add, Subtract, Multiply, MatMul)
 _KERNELS: Mapping[str, type[OpKernel]] = {
     "add": Add,

@@ -303,6 +303,23 @@ def test_each_op_in_integer_arithmetic(name: str, tmp_path) -> None:
     assert (codes.layer_codes.differing, codes.codes.differing) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("op", "why"),
+    [
+        (lambda m, y, x: F.avg_pool2d(y, 2, divisor_override=3), "or it divides by another number"),
+        (lambda m, y, x: F.avg_pool2d(y, 3, 2, ceil_mode=True), "its windows differ in size"),
+        (lambda m, y, x: F.leaky_relu(y, -0.5), "its slope is not positive"),
+        (lambda m, y, x: F.hardswish(-1e3 * torch.relu(y)), "does not hold its steps"),
+        (lambda m, y, x: F.prelu(y, m.norm.weight), "no kernel here has the reference arithmetic of a prelu"),
+    ],
+)
+def test_what_stays_float_in_integer_arithmetic_has_a_reason(op, why: str) -> None:
+    integer = qt.convert(prepared(Probe(op)), arithmetic="integer", runtime="litert")
+    reasons = [computed.why for computed in integer.plan.computed.values() if computed.kernel is None]
+    assert any(why in reason for reason in reasons), reasons
+    assert bool(integer(X).isfinite().all())
+
+
 @pytest.mark.parametrize("name", [name for name, (_, floats) in OPS.items() if not floats])
 def test_each_op_computes_its_formula(name: str, tmp_path) -> None:
     result = export_litert(
