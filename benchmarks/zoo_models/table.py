@@ -147,9 +147,14 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     for family in dict.fromkeys(o["family"] for o in outcomes):
         lines += [f"## {family.capitalize() if family != 'timm' else family}", ""]
         lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-        lines += ["| " + " | ".join(row(o)) + " |" for o in outcomes if o["family"] == family]
+        lines += ["| " + " | ".join(map(breakable, row(o))) + " |" for o in outcomes if o["family"] == family]
         lines += [""]
     return "\n".join(lines)
+
+
+def breakable(cell: str) -> str:
+    """Return a cell whose long names a browser may break between their parts, so that the table fits the page."""
+    return re.sub(r"\S{15,}", lambda word: re.sub(r"[._/=]|[a-z](?=[A-Z])", r"\g<0><wbr>", word[0]), cell)
 
 
 def show(outcomes: Sequence[Outcome]) -> None:

@@ -121,7 +121,7 @@ def output_of(kernel: Kernel) -> Side:
 def in_float(model: nn.Module) -> Iterator[None]:
     """Let a model compute as its float form does, for the duration of a `with` block."""
     kernels = [module for module in model.modules() if isinstance(module, Kernel) and module.enabled]
-    grids = {module: module.quantizes_as for module in model.modules() if isinstance(module, Grid)}
+    grids = {each: each.quantizes_as for each in model.modules() if isinstance(each, Grid) and each.quantizes_as}
     _set(kernels, dict.fromkeys(grids), False)
     try:
         yield

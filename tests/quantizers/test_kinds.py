@@ -191,7 +191,7 @@ def test_the_integer_road_is_the_float_one_up_to_rounding(name: str) -> None:
     qt.nn.set_training_arithmetic(codes, arithmetic="integer")
     torch.testing.assert_close(codes(X), plain(X), rtol=0.02, atol=0.05 * float(y.abs().max()))
     report = str(qt.quantization_report(codes))
-    assert ("its inputs are shaped before they are rounded" in report) == (name in ("apot", "qil"))
+    assert ("its inputs are transformed before rounding" in report) == (name in ("apot", "qil"))
 
 
 @pytest.mark.parametrize("road", ["prepare", "replace"])
