@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of
-from qtoolkit.integer.onnxruntime import GLOBAL_IF_ONE, MEANS
+from qtoolkit.integer.onnxruntime import GLOBAL_IF_ONE, MEANS, QLinearMul
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.op_kinds.rules import argument, module_of
+from qtoolkit.op_kinds.rules import argument, called_by
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.ops.requantize import (
     add_codes,
@@ -32,8 +32,16 @@ from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.verdicts import Cause, Refusal
 
+RUNTIME = "LiteRT"
 CARRIES = (*MOVES, *CONCATS)
 ABSORBS = backends["litert"].joined_activations
+
+
+def requantized(
+    sums: Tensor, factor: Tensor, output: Side, exponent: int | None = None, rounded_once: bool = False
+) -> Tensor:
+    """Return the values of the codes sums * factor; see `qtoolkit.ops.requantize.requantize_fixed_point`."""
+    return requantize_fixed_point(sums, factor, output.scale, *output.ends, exponent, rounded_once)
 
 
 class Layer(LayerKernel):
@@ -55,8 +63,8 @@ class Layer(LayerKernel):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the values of the output's codes."""
-        sums, output = self.sums_with_bias(x, *args, **kwargs), output_of(self)
-        return requantize_fixed_point(sums, self.factor, output.scale, *output.ends, rounded_once=self.ROUNDS_ONCE)
+        sums = self.sums_with_bias(x, *args, **kwargs)
+        return requantized(sums, self.factor, output_of(self), rounded_once=self.ROUNDS_ONCE)
 
 
 class FullyConnected(Layer):
@@ -65,46 +73,33 @@ class FullyConnected(Layer):
     NAME, ROUNDS_ONCE = "FULLY_CONNECTED", True
 
 
-class _ByFactor(OpKernel):
-    """An op whose result is a number of integers times one factor."""
-
-    def _real(self) -> Tensor:
-        """Return the factor, 0-d float64."""
-        raise NotImplementedError
-
-    def _scaled(self, sums: Tensor, factor: Tensor | None = None) -> Tensor:
-        output = output_of(self)
-        return requantize_fixed_point(sums, self._real() if factor is None else factor, output.scale, *output.ends)
-
-
-class MatMul(_ByFactor):
-    """A product of two activations: factor xs ys / zs. Source: batch_matmul.cc."""
+class MatMul(OpKernel):
+    """A product of two activations: factor as bs / ys. Source: batch_matmul.cc."""
 
     NAME = "BATCH_MATMUL"
+    factor: Tensor
 
-    def _real(self) -> Tensor:
+    def refresh(self) -> None:
+        """Compute the factor."""
+        super().refresh()
         a, b = self.inputs
-        return a.scale.double() * b.scale.double() / output_of(self).scale.double()
+        self.constant("factor", a.scale.double() * b.scale.double() / output_of(self).scale.double())
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the values of the output's codes."""
         a, b = self.inputs
-        return self._scaled(exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends))
+        return requantized(exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends), self.factor, output_of(self))
 
 
-class Multiply(_ByFactor):
-    """(a - az)(b - bz) times f32(f32(as bs) / ys). Source: mul.cc."""
+class Multiply(QLinearMul):
+    """(a - az)(b - bz) times f32(f32(as bs) / ys), onnxruntime's factor. Source: mul.cc."""
 
     NAME = "MUL"
-
-    def _real(self) -> Tensor:
-        a, b = self.inputs
-        return (a.scale * b.scale / output_of(self).scale).double()
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the values of the codes of x * other."""
         a, b = self.inputs
-        return self._scaled(a.centred(x) * b.centred(other))
+        return requantized(a.centred(x) * b.centred(other), self.factor, output_of(self))
 
 
 class Add(OpKernel):
@@ -126,21 +121,19 @@ class Subtract(Add):
     NAME, SUBTRACTS = "SUB", True
 
 
-class LeakyReLU(_ByFactor):
+class LeakyReLU(OpKernel):
     """(x - xz) times f32(xs / ys), or times f32(f32(xs slope) / ys) below zero. Source: activations.cc."""
 
     NAME = "LEAKY_RELU"
 
-    def _real(self) -> Tensor:
-        return (self.inputs[0].scale / output_of(self).scale).double()
-
     def compute(self, x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
         """Return the values of the output's codes."""
-        (source,) = self.inputs
-        slope = torch.tensor(getattr(self._op[0], "negative_slope", negative_slope), dtype=torch.float32)
-        below = (source.scale * slope.to(x.device) / output_of(self).scale).double()
+        (source,), output = self.inputs, output_of(self)
+        slope = getattr(self._op[0], "negative_slope", negative_slope)
+        of_sign = (source.scale * source.scale.new_tensor(factor) / output.scale for factor in (1.0, slope))
         codes = source.centred(x)
-        return torch.where(codes >= 0, self._scaled(codes), self._scaled(codes, below))
+        above, below = (requantized(codes, factor, output) for factor in of_sign)
+        return torch.where(codes >= 0, above, below)
 
 
 class AveragePool(OpKernel):
@@ -160,7 +153,7 @@ class AveragePool(OpKernel):
     def _sums_and_counts(self, codes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the sums of windows, and the numbers of elements in them."""
         op = self._op[0]
-        if _is_one_of(op, GLOBAL_IF_ONE):  # export_litert takes no windows of different sizes
+        if self.object_type in GLOBAL_IF_ONE:  # export_litert takes no windows of different sizes
             means = op(codes, *args, **kwargs)
             count = codes.numel() // means.numel()
             return (means * count).round(), torch.full_like(means, count)
@@ -203,7 +196,7 @@ class Mean(OpKernel):
         shift = min(count.bit_length() - 1, 32, 31 + exponent)
         factor = math.ldexp((bits << shift) // count, exponent - shift - 31)
         scaled = torch.tensor(factor, dtype=torch.float64, device=x.device)
-        return requantize_fixed_point((means * count).round(), scaled, output.scale, *output.ends, exponent - shift)
+        return requantized((means * count).round(), scaled, output, exponent - shift)
 
 
 class Table(OpKernel):
@@ -279,16 +272,8 @@ class ResizeLinear(OpKernel):
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
     """Return the kernel of a layer with sums of codes, or why it runs in float."""
     kernel = Layer if layer.OP_KIND.convolves else FullyConnected
-    return _unsigned(Cause.INPUT_CODES, source) or _refusal_of_output(output) or kernel
-
-
-def _unsigned(cause: Cause, *grids: Grid | None) -> Refusal | None:
-    signed = all(grid is None or grid.spec.signed for grid in grids)
-    return None if signed else Refusal(cause, "LiteRT has no unsigned codes")
-
-
-def _refusal_of_output(output: Grid | None) -> Refusal | None:
-    return refusals.of_output(output) or _unsigned(Cause.OUTPUT_CODES, output)
+    unsigned = refusals.of_signs(RUNTIME, Cause.INPUT_CODES, source)
+    return unsigned or refusals.of_signed_output(RUNTIME, output) or kernel
 
 
 def op_kernel(
@@ -298,11 +283,17 @@ def op_kernel(
     if kind not in _KERNELS:
         how = f"no kernel here has the reference arithmetic of {with_article(kind)}"
         return Refusal(Cause.NO_KERNEL, how)
-    refusal = refusals.of_inputs(*(grid.capability_now for grid in inputs)) or _unsigned(Cause.INPUT_CODES, *inputs)
+    refusal = refusals.of_inputs(*(grid.capability_now for grid in inputs))
+    refusal = refusal or refusals.of_signs(RUNTIME, Cause.INPUT_CODES, *inputs)
     kernel = _KERNELS[kind]
-    if kernel is AveragePool and _callable(node) in MEANS:
+    if kernel is AveragePool and called_by(node) in MEANS:
         kernel = Mean
-    return refusal or _refusal_of_output(output) or _refusal_of_call(kernel, node, inputs, output) or kernel
+    return (
+        refusal
+        or refusals.of_signed_output(RUNTIME, output)
+        or _refusal_of_call(kernel, node, inputs, output)
+        or kernel
+    )
 
 
 def _refusal_of_call(
@@ -322,25 +313,21 @@ def _refusal_of_call(
 
 
 def _refusal_of_steps(kernel: type[OpKernel], source: Side, output: Side | None) -> Refusal | None:
-    """Return why a kernel with a fixed point of its own does not take these steps between codes."""
-    if kernel not in (Softmax, HardSwish) or output is None:
+    """Return why a kernel with a fixed point of its own does not take these steps between codes: its op says it."""
+    if output is None:
         return None
-    step, of_output = float(source.scale), float(output.scale)
-    if kernel is Softmax:
-        fits = 2**-26 <= step < 16 and of_output == 1 / 256 and output.ends == (0, 255)
-    else:
-        fits = 2**-20 < step < 256 and step < 127 * of_output and of_output < 2**20 * step
-    return None if fits else Refusal(Cause.OUTPUT_CODES, "the fixed point of LiteRT's kernel does not hold its steps")
+    code, step, of_output = torch.zeros(1), float(source.scale), float(output.scale)
+    try:
+        if kernel is Softmax:
+            softmax_codes(code, step, 0)
+        elif kernel is HardSwish:
+            hard_swish_codes(code, step, of_output, *output.ends)
+    except ValueError:
+        return NO_STEPS
+    return NO_STEPS if kernel is Softmax and (of_output, output.ends) != (1 / 256, (0, 255)) else None
 
 
-def _callable(node: fx.Node) -> Any:
-    return type(module_of(node)) if node.op == "call_module" else node.target
-
-
-def _is_one_of(op: Any, kinds: Collection[Any]) -> bool:
-    return (type(op) if isinstance(op, nn.Module) else op) in kinds
-
-
+NO_STEPS = Refusal(Cause.OUTPUT_CODES, "the fixed point of LiteRT's kernel does not hold its steps")
 POOLS: Mapping[Any, Callable[..., Tensor]] = {
     nn.AvgPool1d: F.avg_pool1d,
     nn.AvgPool2d: F.avg_pool2d,

@@ -20,7 +20,7 @@ from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.op_kinds.rules import argument, module_of
+from qtoolkit.op_kinds.rules import argument, called_by
 from qtoolkit.op_kinds.table import CONCATS, MOVES, calls_where
 from qtoolkit.ops.requantize import add_codes
 from qtoolkit.ops.sums import exact_matmul
@@ -227,7 +227,7 @@ def op_kernel(
 
 
 def _average_pool(node: fx.Node) -> type[OpKernel] | Refusal:
-    op = type(module_of(node)) if node.op == "call_module" else node.target
+    op = called_by(node)
     if op in GLOBAL_IF_ONE:
         sizes = argument(node, 1, "output_size")
         is_one = {1} == set(sizes) if isinstance(sizes, tuple | list) else sizes == 1

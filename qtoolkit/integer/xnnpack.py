@@ -18,9 +18,9 @@ from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.ops.requantize import add_codes
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.verdicts import Cause, Refusal
 
+RUNTIME = "XNNPACK"
 CARRIES = (*MOVES, *CONCATS)  # behind all of them the file repeats the pair
 ABSORBS = backends["xnnpack"].joined_activations
 
@@ -69,17 +69,9 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     if layer.weight.dim() > 4:
         what = f"{with_article(layer.KIND)} with a weight of {layer.weight.dim()} dimensions"
         return Refusal(Cause.NO_KERNEL, f"XNNPACK has no integer kernel for {what}")
-    unsigned = _unsigned(Cause.INPUT_CODES, source) or _unsigned(Cause.WEIGHT_CODES, layer.weight_quantizer)
-    return unsigned or _refusal_of_output(output) or Layer
-
-
-def _unsigned(cause: Cause, *quantizers: Quantizer | None) -> Refusal | None:
-    signed = all(quantizer is None or quantizer.spec.signed for quantizer in quantizers)
-    return None if signed else Refusal(cause, "XNNPACK has no unsigned codes")
-
-
-def _refusal_of_output(output: Grid | None) -> Refusal | None:
-    return refusals.of_output(output) or _unsigned(Cause.OUTPUT_CODES, output)
+    unsigned = refusals.of_signs(RUNTIME, Cause.INPUT_CODES, source)
+    unsigned = unsigned or refusals.of_signs(RUNTIME, Cause.WEIGHT_CODES, layer.weight_quantizer)
+    return unsigned or refusals.of_signed_output(RUNTIME, output) or Layer
 
 
 def op_kernel(
@@ -93,8 +85,9 @@ def op_kernel(
         return refusals.OTHER_ARGUMENTS
     if any(kind.clips and not kind.is_relu for kind in followers):
         return Refusal(Cause.NO_KERNEL, "XNNPACK fuses only a ReLU into it")
-    refusal = refusals.of_inputs(*(grid.capability_now for grid in inputs)) or _unsigned(Cause.INPUT_CODES, *inputs)
-    return refusal or _refusal_of_output(output) or _KERNELS[kind]
+    refusal = refusals.of_inputs(*(grid.capability_now for grid in inputs))
+    refusal = refusal or refusals.of_signs(RUNTIME, Cause.INPUT_CODES, *inputs)
+    return refusal or refusals.of_signed_output(RUNTIME, output) or _KERNELS[kind]
 
 
 _KERNELS: Mapping[str, type[OpKernel]] = {"add": Add, "mul": Multiply}

@@ -53,6 +53,17 @@ def of_weight(layer: "QuantWeighted", weight: Capability) -> Refusal | None:
     return None if layer.scales_along_outputs() else OTHER_AXIS
 
 
+def of_signs(runtime: str, cause: Cause, *quantizers: Quantizer | None) -> Refusal | None:
+    """Return why a runtime without unsigned codes does not take these quantizers; None where it takes all."""
+    signed = all(quantizer is None or quantizer.spec.signed for quantizer in quantizers)
+    return None if signed else Refusal(cause, f"{runtime} has no unsigned codes")
+
+
+def of_signed_output(runtime: str, output: Quantizer | None) -> Refusal | None:
+    """Return why an op gives no signed codes of one byte and one scale."""
+    return of_output(output) or of_signs(runtime, Cause.OUTPUT_CODES, output)
+
+
 def of_output(output: Quantizer | None) -> Refusal | None:
     """Return why an op gives no codes of one byte and one scale; None where the quantizer of its output has them."""
     if output is None:

@@ -34,6 +34,11 @@ def module_of(node: fx.Node) -> nn.Module:
     return owner.get_submodule(node.target)
 
 
+def called_by(node: fx.Node) -> Any:
+    """Return what a node calls: the type of its module, or its function or method."""
+    return type(module_of(node)) if node.op == "call_module" else node.target
+
+
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     """Return an argument of a node; for a node that calls a module, the module's attribute of that name."""
     if node.op == "call_module":

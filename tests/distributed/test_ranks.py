@@ -95,7 +95,10 @@ def test_moving_ranges_are_kept_equal_by_the_mean_of_all_ranks(results: Results)
 
 
 def test_ranges_that_add_up_are_refused(results: Results) -> None:
-    assert "quantizer 'activation_quantizers.x' has the observer 'histogram', which accumulates its input" in results[2][0]["refusal"]
+    assert (
+        "quantizer 'activation_quantizers.x' has the observer 'histogram', which accumulates its input"
+        in results[2][0]["refusal"]
+    )
 
 
 def test_one_process_needs_no_synchronization() -> None:
