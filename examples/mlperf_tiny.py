@@ -112,7 +112,7 @@ def exact_pixels(data: Path, count: int) -> tuple[Tensor, Tensor]:
 
 
 def softened(folder: Path, data: Data, checkpoints: Path) -> Data:
-    """Return the images with probabilities in the place of labels: half the label, half a trained ResNet-20's classes."""
+    """Return the images with probabilities instead of labels: half the label, half a trained ResNet-20's classes."""
     images, labels = data.train
     path = checkpoints / f"classes_{len(images)}.pt"
     if not path.exists():
