@@ -73,8 +73,9 @@ def prepare(
         model: The float model. It is copied, unless `inplace`.
         example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. With example inputs, Python that branches
             on sizes can be traced (each run then checks that its inputs take the same branches), arguments that they do not
-            give are fixed at their defaults (`*args` and `**kwargs` at nothing), and the prepared model is run on them once,
-            in eval mode with quantizers off, so that a model that does not run fails here.
+            give are fixed at their defaults (`*args` and `**kwargs` at nothing), and the model, its graph and the prepared
+            model are run on them once, in eval mode with quantizers off: a model that does not run, or whose graph computes
+            something else, fails here.
         backend: A name from `qtoolkit.backends`, or a Backend.
         qconfig_mapping: Which layers and ops get which config. Those without a rule get the backend's default.
         leaf_modules: Types of submodules that are not traced. The layers in them are quantized by module replacement, each
@@ -102,7 +103,8 @@ def prepare(
         A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
 
     Raises:
-        UntraceableError: The model's Python cannot be traced. The error names the source line and the remedies.
+        UntraceableError: The model's Python cannot be traced, which the error explains with the source line and the remedies;
+            or its graph computes something else than its forward for the example inputs.
         ValueError: A backend, a layer name or an option is not known. The error names the nearest known one.
         TypeError: An argument is of a wrong type.
 

@@ -70,7 +70,7 @@ class LitertResult:
             f"{self.path}: {self.bytes / 1024:.1f} KiB, {len(self.layers) - len(left)} ops in integers, "
             f"{self.conversions} conversions",
             f"inputs and outputs: {', '.join(layouts)}",
-            f"in float: {', '.join(left) or 'none'}",
+            f"in float: {', '.join(dict.fromkeys(left)) or 'none'}",
         ]
         return "\n".join([*lines, *([] if self.verification is None else [str(self.verification)])])
 

@@ -45,9 +45,11 @@ from qtoolkit.export.tflite.moves import (
     same,
     select,
     slice_of,
+    stack,
     zero_pad,
 )
 from qtoolkit.export.tflite.ops import Op, arguments
+from qtoolkit.export.tflite.recurrent import cell, gru_step, layer, lstm_step
 from qtoolkit.export.tflite.sampling import (
     adaptive_pool,
     avg_pool,
@@ -59,6 +61,8 @@ from qtoolkit.export.tflite.sampling import (
 
 # The grids of outputs that LiteRT's kernels fix.
 LOGISTIC, TANH = Scales((1 / 256,), -128), Scales((1 / 128,), 0)
+NO_INTEGERS = "LiteRT has no integer kernel for {}"
+OTHER_INTEGERS = "training does not simulate the gates and cell states of 16 bits in LiteRT's integer kernel for {}"
 
 
 def _no_reason(op: Op) -> str:
@@ -72,8 +76,8 @@ class Kernel:
     Attributes:
         name: The kernel in results.
         aten: The ops of aten.
-        emit: Adds its ops to the file, and returns the output.
-        integer: Whether it has an integer kernel.
+        emit: Adds its ops to the file, and returns the output, or its outputs.
+        refusal: Why it has no integer kernel, with {} for the op; "" if it has one.
         inputs: The arguments that have to be codes for it.
         wide: Whether this kernel computes on int16 codes too.
         joins: Whether it computes a ReLU or ReLU6 behind it too.
@@ -83,8 +87,8 @@ class Kernel:
 
     name: str
     aten: tuple[str, ...]
-    emit: Callable[[Op], Value]
-    integer: bool = True
+    emit: Callable[[Op], Value | tuple[Value, ...]]
+    refusal: str = ""
     inputs: tuple[str, ...] = ("input", "self", "tensors")
     wide: bool = True
     joins: bool = False
@@ -110,21 +114,25 @@ ALL: tuple[Kernel, ...] = (
     Kernel("ADD", ("add", "add_"), binary("ADD", "AddOptions"), inputs=("self", "other"), joins=True, check=check_binary),
     Kernel("SUB", ("sub", "sub_"), binary("SUB", "SubOptions"), inputs=("self", "other"), joins=True, check=check_binary),
     Kernel("MUL", ("mul", "mul_"), binary("MUL", "MulOptions"), inputs=("self", "other"), joins=True, check=check_binary),
-    Kernel("DIV", ("div", "div_"), binary("DIV", "DivOptions"), integer=False),
+    Kernel("DIV", ("div", "div_"), binary("DIV", "DivOptions"), refusal=NO_INTEGERS),
     Kernel("LOGISTIC", ("sigmoid", "sigmoid_"), unary("LOGISTIC"), check=fixed(LOGISTIC)),
     Kernel("TANH", ("tanh", "tanh_"), unary("TANH"), check=fixed(TANH)),
     Kernel("SOFTMAX", ("softmax", "softmax"), softmax, check=fixed(LOGISTIC)),
     Kernel("LEAKY_RELU", ("leaky_relu", "leaky_relu_"), leaky_relu),
     Kernel("HARD_SWISH", ("hardswish", "hardswish_"), unary("HARD_SWISH"), wide=False),
     Kernel("GELU", ("gelu",), gelu, wide=False),
-    Kernel("PRELU", ("prelu",), prelu, integer=False),
-    Kernel("EXP and ADD", ("elu", "elu_"), elu, integer=False),
-    Kernel("LOGISTIC and MUL", ("silu", "silu_"), silu, integer=False),
-    Kernel("RELU6 and MUL", ("hardsigmoid", "hardsigmoid_"), hardsigmoid, integer=False),
+    Kernel("PRELU", ("prelu",), prelu, refusal=NO_INTEGERS),
+    Kernel("EXP and ADD", ("elu", "elu_"), elu, refusal=NO_INTEGERS),
+    Kernel("LOGISTIC and MUL", ("silu", "silu_"), silu, refusal=NO_INTEGERS),
+    Kernel("RELU6 and MUL", ("hardsigmoid", "hardsigmoid_"), hardsigmoid, refusal=NO_INTEGERS),
     Kernel("RELU", ("relu", "relu_", "relu6", "relu6_", "hardtanh", "hardtanh_", "clamp", "clamp_"), relu, check=check_relu),
-    Kernel("MUL and ADD", ("batch_norm",), batch_norm, integer=False),
-    Kernel("MEAN and MUL", ("layer_norm",), layer_norm, integer=False),
-    Kernel("BATCH_MATMUL and SOFTMAX", ("scaled_dot_product_attention",), attention, integer=False),
+    Kernel("MUL and ADD", ("batch_norm",), batch_norm, refusal=NO_INTEGERS),
+    Kernel("MEAN and MUL", ("layer_norm",), layer_norm, refusal=NO_INTEGERS),
+    Kernel("BATCH_MATMUL and SOFTMAX", ("scaled_dot_product_attention",), attention, refusal=NO_INTEGERS),
+    Kernel("LSTM by steps", ("lstm",), layer(lstm_step), refusal=OTHER_INTEGERS),
+    Kernel("LSTM by steps", ("lstm_cell",), cell(lstm_step), refusal=OTHER_INTEGERS),
+    Kernel("GRU by steps", ("gru",), layer(gru_step), refusal=NO_INTEGERS),
+    Kernel("GRU by steps", ("gru_cell",), cell(gru_step), refusal=NO_INTEGERS),
     Kernel("MAX_POOL_2D", ("max_pool2d",), max_pool, joins=True, check=check_same_grid),
     Kernel("AVERAGE_POOL_2D", ("avg_pool2d",), avg_pool, joins=True, check=check_same_grid),
     Kernel("AVERAGE_POOL_2D", ("adaptive_avg_pool2d",), adaptive_pool, joins=True, check=check_same_grid),
@@ -132,6 +140,7 @@ ALL: tuple[Kernel, ...] = (
     _moving("RESIZE_NEAREST_NEIGHBOR", ("upsample_nearest2d",), nearest),
     Kernel("RESIZE_BILINEAR", ("upsample_bilinear2d",), bilinear, check=check_same_grid),
     Kernel("CONCATENATION", ("cat", "concat"), cat, computes=False, check=check_cat),
+    Kernel("CONCATENATION", ("stack",), stack, computes=False, check=check_cat),
     _moving("none", ("dropout", "dropout_", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), same),
     _moving("RESHAPE", ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view"), reshape),
     _moving("TRANSPOSE", ("permute", "transpose", "t", "numpy_T"), permute),

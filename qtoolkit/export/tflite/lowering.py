@@ -5,6 +5,7 @@
 - An image has its channels last in the file (`Value.order`): the inputs of four dimensions, and what ops make of them.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,12 @@ from qtoolkit.export.tflite.ops import IMAGE, SPLITS, Op, activation_of, bounds_
 from qtoolkit.runtimes.execution import Layer
 
 CONVERSIONS = ("QUANTIZE", "DEQUANTIZE")
+# Ops whose result depends on shapes and types alone.
+FILLS = (
+    *("zeros", "ones", "full", "arange"),
+    *("new_zeros", "new_ones", "new_full"),
+    *("zeros_like", "ones_like", "full_like"),
+)
 
 
 @dataclass
@@ -65,6 +72,7 @@ class _Lowering:
         self.file = FileBuilder()
         self.ops = decomposed_ops()
         self.values: dict[fx.Node, Value] = {}
+        self.parts: dict[fx.Node, tuple[Value, ...]] = {}
         self.constants: dict[fx.Node, Any] = {}
         self.floats: dict[int, Value] = {}
         self.layers: list[Layer] = []
@@ -102,9 +110,13 @@ class _Lowering:
     # ---- nodes
 
     def _lower(self, node: fx.Node) -> None:
-        if not node.users or self._is_constant(node):
+        if not node.users:
             return
-        if self._is_quantize(node):
+        if self._is_constant(node):
+            self._note_constant(node)
+        elif node.target is operator.getitem and node.args[0] in self.parts:
+            self.values[node] = self.parts[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif self._is_quantize(node):
             self._quantize(node)
         elif name_of_op(node) in SPLITS:
             return  # its parts are slices of its input
@@ -159,6 +171,13 @@ class _Lowering:
             value = self.values[node]
             self.quantizers.append((self.names[node], value.tensor, value.order))
 
+    def _note_constant(self, node: fx.Node) -> None:
+        """Store the codes of a constant that is quantized as activations are, so that the file has them all."""
+        if self._is_quantize(node) and self.names[node]:
+            codes, scales = self.constants[node].numpy(), self._scales(node)
+            tensor = self.file.tensor(self.name(node), codes.shape, codes.dtype, scales, codes)
+            self.quantizers.append((self.names[node], tensor, tuple(range(codes.ndim))))
+
     def _compute(self, node: fx.Node) -> None:
         kernel = KERNELS.get(name_of_op(node))
         if kernel is None:
@@ -175,11 +194,14 @@ class _Lowering:
         if reason and scales is not None:
             op = Op(self, node, None, activation, self.name(node))
         first = len(self.file.operators)
-        value = kernel.emit(op)
-        self.values[end] = self.values[node] = value
-        if not reason:
-            self.values[quantize] = value  # type: ignore[index]
-            self._note(quantize)  # type: ignore[arg-type]
+        found = kernel.emit(op)
+        if isinstance(found, tuple):
+            self.parts[node] = found
+        else:
+            self.values[end] = self.values[node] = found
+            if not reason:
+                self.values[quantize] = found  # type: ignore[index]
+                self._note(quantize)  # type: ignore[arg-type]
         if kernel.computes and len(self.file.operators) > first:
             self._add_layer(node, kernel.name, reason)
 
@@ -208,8 +230,8 @@ class _Lowering:
         return (low is None or low <= lowest) and (high is None or high >= highest)
 
     def _why_float(self, node: fx.Node, kernel: Kernel, quantize: fx.Node | None) -> str:
-        if not kernel.integer:
-            return f"LiteRT has no integer kernel for {name_of_op(node)}"
+        if kernel.refusal:
+            return kernel.refusal.format(name_of_op(node))
         if quantize is None or not self._is_quantize(quantize):
             return "its output is not quantized, or not for all that take it"
         dtype = quantize.args[-1]
@@ -263,11 +285,16 @@ class _Lowering:
     def constant(self, node: fx.Node) -> Any:
         """Return the tensor of a node that does not depend on the inputs; None of another."""
         if node not in self.constants:
-            sources = [self.constant(source) for source in node.all_input_nodes]
-            computed = node.op == "call_function" and sources and all(isinstance(x, Tensor) for x in sources)
+            of_shape = name_of_op(node) in FILLS
+            known = {node: _like(node) if of_shape else self.constant(node) for node in node.all_input_nodes}
+            computed = (
+                node.op == "call_function"
+                and (known or of_shape)
+                and all(isinstance(x, Tensor) for x in known.values())
+            )
             self.constants[node] = None
             if computed:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: self.constants[source])
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: known[source])
                 with torch.no_grad():
                     self.constants[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return self.constants[node]
@@ -324,6 +351,12 @@ class _Lowering:
     def name(self, node: fx.Node) -> str:
         """Return the name of a node's tensor: that of its quantizer, if it has one."""
         return self.names.get(node) or node.name
+
+
+def _like(node: fx.Node) -> Tensor:
+    """Return a tensor with the shape and the type of a node's."""
+    value = node.meta["val"]
+    return torch.zeros(tuple(value.shape), dtype=value.dtype)
 
 
 def layer_name(node: fx.Node) -> str:

@@ -82,16 +82,37 @@ def _strided(op: Op, x: Value, dim: int, start: int, end: int, step: int) -> Val
     return op.emit("STRIDED_SLICE", [x, *parts], x, "StridedSliceOptions")
 
 
+def part(op: Op, x: Value, dim: int, start: int, size: int) -> Value:
+    """Cut places out of a dimension of a value, in a step before the output."""
+    like = x.moved([size if d == dim else count for d, count in enumerate(x.shape)], x.order)
+    starts, sizes = ([start if d == dim else 0 for d in x.order], [like.shape[d] for d in x.order])
+    return op.step("SLICE", [x, op.integers(starts), op.integers(sizes)], like, "SliceOptions")
+
+
+def place(op: Op, x: Value, dim: int, index: int, name: str = "") -> Value:
+    """Cut one place out of a dimension of a value, and drop the dimension."""
+    shape = [count for d, count in enumerate(x.shape) if d != dim]
+    return op.reshaped(part(op, x, dim, index, 1), shape, name)
+
+
 def select(op: Op) -> Value:
     """Cut one place out of a dimension, and drop it."""
     x = op.value("self")
-    dim, index = op.args["dim"] % len(x.shape), op.args["index"] % x.shape[op.args["dim"]]
-    like = x.moved([1 if d == dim else size for d, size in enumerate(x.shape)], x.order)
-    starts, sizes = (
-        [part[d] for d in x.order] for part in ([index if d == dim else 0 for d in range(len(x.shape))], like.shape)
-    )
-    place = op.step("SLICE", [x, op.integers(starts), op.integers(sizes)], like, "SliceOptions")
-    return op.reshaped(place, op.shape, op.name)
+    dim = op.args["dim"] % len(x.shape)
+    return place(op, x, dim, op.args["index"] % x.shape[dim], op.name)
+
+
+def stacked(op: Op, values: Sequence[Value], dim: int = 0) -> Value:
+    """Join values of one shape along a new dimension."""
+    shape = list(op.plain(values[0]).shape)
+    parts = [op.reshaped(x, (*shape[:dim], 1, *shape[dim:])) for x in values]
+    like = parts[0].moved((*shape[:dim], len(values), *shape[dim:]), range(len(shape) + 1))
+    return op.step("CONCATENATION", parts, like, "ConcatenationOptions", axis=dim)
+
+
+def stack(op: Op) -> Value:
+    """Add a stack."""
+    return stacked(op, [op.value(node) for node in op.args["tensors"]], op.args["dim"] % len(op.shape))
 
 
 def zero_pad(op: Op) -> Value:

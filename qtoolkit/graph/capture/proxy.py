@@ -32,6 +32,12 @@ class SizedProxy(fx.Proxy):
         # The layers of einops look up how many dimensions there are, which no proxy finds.
         return int(self.tracer.guard(read)) if name == "ndim" else read
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The type of the example value, which `isinstance` asks for; a tensor's proxy is an instance of Tensor already."""
+        value = self.tracer.value_of(self)
+        return type(self) if value is UNKNOWN or isinstance(value, Tensor) else type(value)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(Tensor, name):
             raise RuntimeError(f"{name!r} of a tensor is assigned here, which a graph does not record.")

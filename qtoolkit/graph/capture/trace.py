@@ -16,6 +16,7 @@ from qtoolkit.graph.capture.blocks import with_traced_blocks
 from qtoolkit.graph.capture.checks import Assignments, check_hooks
 from qtoolkit.graph.capture.functions import scripted_functions
 from qtoolkit.graph.capture.mode import add_modes, traced_modes
+from qtoolkit.graph.capture.same_outputs import Expected
 from qtoolkit.graph.capture.shapes import ShapePropagation
 from qtoolkit.graph.capture.signature import Call
 from qtoolkit.graph.capture.tracer import ModelTracer
@@ -65,10 +66,11 @@ def run(
         untraced: Dotted names of submodules that are leaf modules.
         concrete_args: Values of arguments of forward that are fixed at tracing.
         preserve_attributes: Dotted names of attributes and methods that the result keeps.
-        example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. Their values are not used.
+        example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. Their values do not change the graph,
+            which is compared with the model on them.
 
     Raises:
-        UntraceableError: The model's Python cannot be traced.
+        UntraceableError: The model's Python cannot be traced, or its graph computes something else.
         ValueError: A name in `untraced`, `concrete_args` or `preserve_attributes` is unknown; or a tensor is changed in place
             and a view of it is read later, which a quantizer between them would break.
         TypeError: An entry of `leaf_modules` is not a module type, or `example_inputs` do not match forward.
@@ -89,6 +91,8 @@ def run(
         return _Traced(tracer, _graph(model, tracer, fixed, example_inputs is not None))
 
     (tracer, graph), batch_norms, branches = _in_both_modes(model, trace_once)
+    compares = example_inputs is not None and not branches  # with branches it follows the other mode
+    expected = Expected(model, example_inputs, concrete_args or {}) if compares else None
     if model.training:
         _warn_of_modes(branches)
     if tracer.checkpointed:
@@ -111,6 +115,8 @@ def run(
     traced.meta[OUTPUT_TYPES] = tracer.output_types
     for name, value in kept.items():
         traced.keep(name, value)
+    if expected is not None:
+        expected.check(traced)
     return traced
 
 

@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[Callable[[Construct, Tensor], Tensor], str]] = {
     "cond": (lambda m, x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)), "torch.cond"),
     "jit": (lambda m, x: torch.jit.trace(m.layers, x)(x), "Tracer cannot infer type"),
     "make_subclass": (lambda m, x: torch.Tensor._make_subclass(Tensor, x) * 2, "computed from a traced value in C"),
-    "below __torch_function__": (below_torch_function, "Expected torch.dtype"),
+    "below __torch_function__": (below_torch_function, "Expected torch.dtype|Tensor with dtype Proxy"),
     "data": (with_data_assigned, "'data' of a tensor is assigned here"),
     "compile": (lambda m, x: torch.compile(m.layers, backend="eager")(x), "not installed as a submodule"),
 }

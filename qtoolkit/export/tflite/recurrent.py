@@ -1,0 +1,144 @@
+"""LSTM and GRU, step by step and in float: a call begins with the states that the model gives it, and leaves none behind.
+
+LiteRT's own ops of whole layers keep their states from one call of the interpreter to the next.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from qtoolkit.export.tflite.flatbuffer import Value
+from qtoolkit.export.tflite.moves import part, place, stacked
+from qtoolkit.export.tflite.ops import Op
+
+State = tuple[Value, ...]  # the hidden state (n, hidden), of an LSTM the cell state too
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights and biases of one direction of a layer, as torch's cells have them."""
+
+    ih: Tensor
+    hh: Tensor
+    bias_ih: Tensor | None = None
+    bias_hh: Tensor | None = None
+
+
+# Takes the gates' products with the input (n, gates * hidden) and the state, and returns the next state.
+Step = Callable[[Op, Value, State, _Weights], State]
+
+
+def lstm_step(op: Op, gates: Value, state: State, weights: _Weights) -> State:
+    """Add a step of an LSTM: c' = sigmoid(f) c + sigmoid(i) tanh(g), h' = sigmoid(o) tanh(c')."""
+    hidden, cell = state
+    both = _computed(op, "ADD", gates, _product(op, hidden, weights.hh, weights.bias_hh))
+    i, f, g, o = _parts(op, both, 4)
+    i, f, o = (op.step("LOGISTIC", [gate], gate) for gate in (i, f, o))
+    kept, new = _computed(op, "MUL", f, cell), _computed(op, "MUL", i, op.step("TANH", [g], g))
+    cell = _computed(op, "ADD", kept, new)
+    return _computed(op, "MUL", o, op.step("TANH", [cell], cell)), cell
+
+
+def gru_step(op: Op, gates: Value, state: State, weights: _Weights) -> State:
+    """Add a step of a GRU: n = tanh(n_x + sigmoid(r) n_h), h' = n + sigmoid(z) (h - n)."""
+    (hidden,) = state
+    of_input, of_state = (_parts(op, x, 3) for x in (gates, _product(op, hidden, weights.hh, weights.bias_hh)))
+    sums = (_computed(op, "ADD", a, b) for a, b in zip(of_input[:2], of_state[:2], strict=True))
+    r, z = (op.step("LOGISTIC", [gate], gate) for gate in sums)
+    gated = _computed(op, "ADD", of_input[2], _computed(op, "MUL", r, of_state[2]))
+    n = op.step("TANH", [gated], gated)
+    return (_computed(op, "ADD", n, _computed(op, "MUL", z, _computed(op, "SUB", hidden, n))),)
+
+
+def cell(step: Step) -> Callable[[Op], Value | State]:
+    """Return the kernel of a cell, which takes one step."""
+
+    def emit(op: Op) -> Value | State:
+        """Add the step, and return the next state."""
+        given = [op.args[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh")]
+        weights = _Weights(*(op.lowering.constant(node) for node in given if node is not None))
+        state = tuple(op.plain(op.value(node)) for node in _nodes(op.args["hx"]))
+        found = step(op, _product(op, op.plain(op.value("input")), weights.ih, weights.bias_ih), state, weights)
+        return found if isinstance(op.args["hx"], list | tuple) else found[0]
+
+    return emit
+
+
+def layer(step: Step) -> Callable[[Op], tuple[Value, ...]]:
+    """Return the kernel of a layer, which takes all steps of all its layers and directions."""
+
+    def emit(op: Op) -> tuple[Value, ...]:
+        """Add the steps, and return the output and the last states."""
+        x, firsts = op.plain(op.value("input")), [op.plain(op.value(node)) for node in _nodes(op.args["hx"])]
+        x = _swapped(op, x) if op.args["batch_first"] else x
+        directions = 2 if op.args["bidirectional"] else 1
+        weights, ends = _weights(op), list[State]()
+        for _ in range(op.args["num_layers"]):
+            outputs = []
+            for reverse in range(directions):
+                first = tuple(place(op, state, 0, len(ends)) for state in firsts)
+                steps, end = _run(op, step, x, first, weights[len(ends)], bool(reverse))
+                outputs.append(steps)
+                ends.append(end)
+            x = outputs[0] if directions == 1 else _joined(op, outputs)
+        x = _swapped(op, x) if op.args["batch_first"] else x
+        return x, *(stacked(op, parts) for parts in zip(*ends, strict=True))
+
+    return emit
+
+
+def _weights(op: Op) -> list[_Weights]:
+    """Return the weights of each direction of each layer, in the order of the states."""
+    if "params" not in op.args:
+        raise ValueError(f"export_litert: {op.node.name!r} takes packed sequences; export it for padded ones.")
+    params = [op.lowering.constant(node) for node in op.args["params"]]
+    count = op.args["num_layers"] * (2 if op.args["bidirectional"] else 1)
+    each = 4 if op.args["has_biases"] else 2
+    if len(params) != each * count:
+        raise ValueError(
+            f"export_litert: {op.node.name!r} projects its states; set proj_size to 0, and put a Linear behind the layer."
+        )
+    return [_Weights(*params[i : i + each]) for i in range(0, len(params), each)]
+
+
+def _run(op: Op, step: Step, x: Value, state: State, weights: _Weights, backwards: bool) -> tuple[Value, State]:
+    """Add all steps of one direction of a layer, and return its outputs (steps, n, hidden) and its last state."""
+    gates, outputs = _product(op, x, weights.ih, weights.bias_ih), []
+    for i in range(x.shape[0]):
+        state = step(op, place(op, gates, 0, x.shape[0] - 1 - i if backwards else i), state, weights)
+        outputs.append(state[0])
+    return stacked(op, outputs[::-1] if backwards else outputs), state
+
+
+def _nodes(hx: Any) -> Sequence[fx.Node]:
+    return hx if isinstance(hx, list | tuple) else (hx,)
+
+
+def _product(op: Op, x: Value, weight: Tensor, bias: Tensor | None) -> Value:
+    """Add a linear layer in float."""
+    tensors = [op.constant(t.float().numpy(), f"{op.name}.weight") for t in (weight, bias) if t is not None]
+    like = x.moved((*x.shape[:-1], len(weight)), x.order)
+    return op.step("FULLY_CONNECTED", [x, *tensors], like, "FullyConnectedOptions", keepNumDims=len(x.shape) > 2)
+
+
+def _computed(op: Op, kernel: str, a: Value, b: Value) -> Value:
+    return op.step(kernel, [a, b], a, f"{kernel.capitalize()}Options")
+
+
+def _parts(op: Op, x: Value, count: int) -> list[Value]:
+    """Cut the gates out of their products."""
+    size = x.shape[1] // count
+    return [part(op, x, 1, i * size, size) for i in range(count)]
+
+
+def _swapped(op: Op, x: Value) -> Value:
+    """Exchange the dimensions of steps and samples."""
+    return op.plain(Value(x.tensor, (x.shape[1], x.shape[0], x.shape[2]), (1, 0, 2)))
+
+
+def _joined(op: Op, values: Sequence[Value]) -> Value:
+    """Join both directions along the features."""
+    like = values[0].moved((*values[0].shape[:2], sum(x.shape[2] for x in values)), values[0].order)
+    return op.step("CONCATENATION", values, like, "ConcatenationOptions", axis=2)
