@@ -124,7 +124,7 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 24> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 25> kWithoutGradient = {{
     {"unit_backward",
      "unit: double backward is not supported; compute the first gradient without create_graph=True, or prepare with "
      "training_arithmetic='float' and save='float'."},
@@ -164,6 +164,7 @@ constexpr std::array<WithoutGradient, 24> kWithoutGradient = {{
      "requantize_fixed_point: has no gradient; differentiate the prepared model, or pass x.detach()."},
     {"softmax_codes", "softmax_codes: has no gradient; differentiate the prepared model, or pass x.detach()."},
     {"hard_swish_codes", "hard_swish_codes: has no gradient; differentiate the prepared model, or pass x.detach()."},
+    {"average_codes", "average_codes: has no gradient; differentiate the prepared model, or pass x.detach()."},
     {"resize_linear_codes",
      "resize_linear_codes: has no gradient; differentiate the prepared model, or pass x.detach()."},
     {"add_codes", "add_codes: has no gradient; differentiate the prepared model, or pass x.detach()."},

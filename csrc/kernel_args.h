@@ -95,7 +95,7 @@ struct KernelArgs {
   // without a rounding between.
   double zero_code = 0;
   bool fused = false;
-  double power = 0;  // for requantize_fixed_point: the factor's power of two, or 0 for that which leaves it 31 bits
+  double count = 1;  // for requantize_fixed_point: by what the factor's bits are divided
   SumOfTwo sum;
   // Results of the reductions, channels.count float64 values each: the sums for scale and zero point (null if there
   // is none), or the lowest and highest values for minmax.

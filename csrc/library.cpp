@@ -288,11 +288,11 @@ TORCH_LIBRARY(qtoolkit, m) {
       "bool fused=False) -> Tensor");
 
   // Returns the values of the codes x * factor as LiteRT's reference kernels round them: by a factor of 31 bits, then
-  // by a power of two. factor: float64, positive, broadcast to x. exponent: that of the power; by default that which
-  // leaves the factor in [1/2, 1). rounded_once: by both at once. x: integers of less than 2^31.
+  // by a power of two. factor: float64, positive, broadcast to x. count: by what the bits are divided, as those of a
+  // mean. rounded_once: by both at once. x: integers of less than 2^31.
   m.def(
-      "requantize_fixed_point(Tensor x, Tensor factor, Tensor scale, int qmin, int qmax, int? exponent=None, "
-      "bool rounded_once=False) -> Tensor");
+      "requantize_fixed_point(Tensor x, Tensor factor, Tensor scale, int qmin, int qmax, int count=1, bool "
+      "rounded_once=False) -> Tensor");
 
   // Returns the sum of x and other, values on grids with one scale each, which broadcast. fixed_point: as XNNPACK's
   // kernel computes it; rounded_twice: as LiteRT's reference kernel, which also subtracts; else as onnxruntime's.
@@ -310,6 +310,9 @@ TORCH_LIBRARY(qtoolkit, m) {
 
   // Returns codes of x relu6(x + 3) / 6 minus the zero point, from codes minus theirs.
   m.def("hard_swish_codes(Tensor x, float x_scale, float scale, int qmin, int qmax) -> Tensor");
+
+  // Returns sums / counts, rounded with halves away from zero: the codes of means of codes.
+  m.def("average_codes(Tensor sums, Tensor counts) -> Tensor");
 
   // Returns codes of images (N, C, H, W) at another size, from codes with their zero point.
   m.def("resize_linear_codes(Tensor x, int[] size, bool align_corners) -> Tensor");

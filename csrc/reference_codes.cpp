@@ -148,6 +148,19 @@ Tensor fake_quant_away(const Tensor& x, const Tensor& scale, const std::optional
   return (codes * step).to(x.scalar_type());
 }
 
+// ---- integer_ops/pooling.h
+
+Tensor average_codes(const Tensor& sums, const Tensor& counts) {
+  constexpr const char* kOp = "average_codes";
+  check_float(kOp, "sums", sums);
+  check_float(kOp, "counts", counts);
+  check_same_device(kOp, "counts", counts, sums);
+  TORCH_CHECK_VALUE(sums.sym_sizes() == counts.sym_sizes(), kOp, ": counts must have the shape of sums, ",
+                    sums.sym_sizes(), ", got ", counts.sym_sizes(), ".");
+  const Tensor whole = sums.to(at::kDouble), of = counts.to(at::kDouble);
+  return (whole.sign() * ((whole.abs() + (of / 2).floor()) / of).floor()).to(at::kFloat);
+}
+
 // ---- resize_bilinear.h: positions have 10 bits behind the point, and weights too
 
 Tensor resize_linear_codes(const Tensor& x, at::IntArrayRef size, bool align_corners) {
@@ -177,6 +190,7 @@ QT_REGISTER_BODIES(m) {
   m.impl("fake_quant_away", fake_quant_away);
   m.impl("softmax_codes", softmax_codes);
   m.impl("hard_swish_codes", hard_swish_codes);
+  m.impl("average_codes", average_codes);
   m.impl("resize_linear_codes", resize_linear_codes);
 }
 

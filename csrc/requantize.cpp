@@ -57,21 +57,20 @@ Tensor requantize(const Tensor& x, const optional<Tensor>& factor, const Tensor&
 }
 
 Tensor requantize_fixed_point(const Tensor& x, const Tensor& factor, const Tensor& scale, int64_t qmin, int64_t qmax,
-                              optional<int64_t> exponent, bool rounded_once) {
+                              int64_t count, bool rounded_once) {
   constexpr const char* kOp = "requantize_fixed_point";
   check_float(kOp, "x", x);
   check_float(kOp, "factor", factor);
   check_code_range(kOp, qmin, qmax);
   check_one_element(kOp, "scale", scale, x);
-  TORCH_CHECK_VALUE(exponent.value_or(0) >= -62 && exponent.value_or(0) <= 30, kOp,
-                    ": exponent must lie in [-62, 30], got ", exponent.value_or(0), ".");
+  TORCH_CHECK_VALUE(count >= 1 && count < 1 << 20, kOp, ": count must lie in [1, 2^20), got ", count, ".");
   const Broadcast along = check_broadcast(kOp, "factor", x, factor);
   const Tensor y = empty_result(x, x.options().dtype(at::kDouble), 1);
   if (y.is_meta()) return y.to(at::kFloat);
   KernelArgs args;
   args.bounds = representable(qmin, qmax, y);
   args.fused = rounded_once;
-  args.power = exponent.has_value() ? std::ldexp(1.0, static_cast<int>(*exponent)) : 0;
+  args.count = static_cast<double>(count);
   args.fractional = true;
   const Tensor scales = scale.to(at::kDouble).reshape({1}).expand({along.values.numel()});
   run_elementwise(KernelId::requantize_fixed_point, args, y, empty_mask(x, false), as_type(x, at::kDouble), scales,

@@ -108,15 +108,21 @@ struct FixedPointFactor {
   V upper, lower;  // m = 2^16 upper + lower
   V left, right;   // 2^max(e, 0) and 2^min(e, 0)
 
-  // `power` is 2^e where it is known; else 0, and m has its highest bit.
-  QT_FN FixedPointFactor from(V real, V power) {
-    power = power > 0 ? power : PowerBelow<V>::of(real) * 2;
+  // Without a count m has its highest bit. The bits of a mean of `count` numbers are m 2^k / count, rounded down, with
+  // the largest 2^k that fits (tensorflow/lite/kernels/reduce.cc); power_below is the power of two at or below the
+  // count. A count of less than 2^20 keeps the quotient's distance from the next integer above a float64's rounding.
+  QT_FN FixedPointFactor from(V real, V count, V power_below) {
+    V power = PowerBelow<V>::of(real) * 2;
     V m = floor_of(real / power * 0x1p31 + 0.5);
     const auto whole = m >= V{} + 0x1p31;  // rounded up
     m = whole ? m * 0.5 : m;
     power = whole ? power * 2 : power;
     m = power < V{} + 0x1p-31 ? V{} : m;
-    const V upper = floor_of(m * 0x1p-16), one = V{} + 1;
+    const V most = power * 0x1p31, one = V{} + 1;
+    const V shift = power_below > most ? most : power_below;
+    m = floor_of(m * shift / count);
+    power = power / shift;
+    const V upper = floor_of(m * 0x1p-16);
     const V lower = m - upper * 0x1p16;
     return {upper, lower, power > one ? power : one, power < one ? power : one};
   }
@@ -144,16 +150,17 @@ struct FixedPointFactor {
 template <class A, class V>
 struct FixedPointFunctor {
   static constexpr bool kMemoryBound = false;
-  V power, lo, hi;
+  V count, power_below, lo, hi;
   bool once;
   QT_FN FixedPointFunctor from(const KernelArgs& args) {
-    return {broadcast<V>(static_cast<A>(args.power)), broadcast<V>(static_cast<A>(args.bounds.lo)),
+    const A count = static_cast<A>(args.count);
+    return {broadcast<V>(count), broadcast<V>(PowerBelow<A>::of(count)), broadcast<V>(static_cast<A>(args.bounds.lo)),
             broadcast<V>(static_cast<A>(args.bounds.hi)), args.fused};
   }
   template <class S>
   QT_FN Quantized<V> apply(const FixedPointFunctor& functor, V x, S scale, V factor) {
     using Factor = FixedPointFactor<V>;
-    const Factor by = Factor::from(factor, functor.power);
+    const Factor by = Factor::from(factor, functor.count, functor.power_below);
     const V scaled = functor.once ? Factor::times_rounded_once(by, x) : Factor::times(by, x);
     return {clamp(scaled, functor.lo, functor.hi) * V(scale), 0};
   }
@@ -241,7 +248,7 @@ struct ReferenceSum {
   QT_FN ReferenceSum from(const KernelArgs& args) {
     const SumGrids<A> g = SumGrids<A>::from(args);
     const double a = g.a_scale, b = g.b_scale, twice = 2 * (a > b ? a : b);
-    const auto factor_of = [](double real) { return FixedPointFactor<double>::from(real, 0); };
+    const auto factor_of = [](double real) { return FixedPointFactor<double>::from(real, 1, 1); };
     return {g, factor_of(a / twice), factor_of(b / twice), factor_of(twice / (0x1p20 * static_cast<double>(g.y_scale))),
             args.sum.subtract ? -1.0 : 1.0};
   }

@@ -110,8 +110,8 @@ class Match:
 class QConfigMapping:
     """Which layers get which config: by exact name, then by regex, then by type, then by the global rule.
 
-    A rule for a module by name, regex or type holds for all layers in it; a rule of the same kind for a nearer module, or for
-    the layer itself, comes first.
+    A rule for a module, by name, regex or type, holds for all layers inside the module. Of several rules of one kind, that for
+    the innermost module around the layer holds; a rule for the layer itself comes before all of them.
 
     A config of None leaves the layer in float. A layer without a rule has the backend's default config. What `exclude` names
     stays in float, whatever the other rules say.

@@ -23,6 +23,7 @@ from qtoolkit.op_kinds.rules import argument, called_by
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.ops.requantize import (
     add_codes,
+    average_codes,
     hard_swish_codes,
     requantize_fixed_point,
     resize_linear_codes,
@@ -37,11 +38,9 @@ CARRIES = (*MOVES, *CONCATS)
 ABSORBS = backends["litert"].joined_activations
 
 
-def requantized(
-    sums: Tensor, factor: Tensor, output: Side, exponent: int | None = None, rounded_once: bool = False
-) -> Tensor:
+def requantized(sums: Tensor, factor: Tensor, output: Side, count: int = 1, rounded_once: bool = False) -> Tensor:
     """Return the values of the codes sums * factor; see `qtoolkit.ops.requantize.requantize_fixed_point`."""
-    return requantize_fixed_point(sums, factor, output.scale, *output.ends, exponent, rounded_once)
+    return requantize_fixed_point(sums, factor, output.scale, *output.ends, count, rounded_once)
 
 
 class Layer(LayerKernel):
@@ -145,10 +144,9 @@ class AveragePool(OpKernel):
         """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
         sums, counts = self._sums_and_counts(source.centred(x).double(), *args, **kwargs)
-        sums = sums + counts * source.zero_point
-        codes = sums.sign() * torch.floor((sums.abs() + torch.floor(counts / 2)) / counts) - output.zero_point
-        values: Tensor = codes.clamp(*output.ends) * output.scale.double()
-        return values.float()
+        codes = average_codes(sums + counts * source.zero_point, counts) - output.zero_point
+        values: Tensor = codes.clamp(*output.ends) * output.scale
+        return values
 
     def _sums_and_counts(self, codes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the sums of windows, and the numbers of elements in them."""
@@ -189,14 +187,7 @@ class Mean(OpKernel):
         (source,), output = self.inputs, output_of(self)
         means = self._op[0](source.centred(x).double(), *args, **kwargs)
         count = x.numel() // means.numel()
-        fraction, exponent = math.frexp(float(source.scale) / float(output.scale))
-        bits = math.floor(fraction * 2**31 + 0.5)
-        if bits == 2**31:
-            bits, exponent = bits // 2, exponent + 1
-        shift = min(count.bit_length() - 1, 32, 31 + exponent)
-        factor = math.ldexp((bits << shift) // count, exponent - shift - 31)
-        scaled = torch.tensor(factor, dtype=torch.float64, device=x.device)
-        return requantized((means * count).round(), scaled, output, exponent - shift)
+        return requantized((means * count).round(), source.scale.double() / output.scale.double(), output, count)
 
 
 class Table(OpKernel):
@@ -272,8 +263,7 @@ class ResizeLinear(OpKernel):
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
     """Return the kernel of a layer with sums of codes, or why it runs in float."""
     kernel = Layer if layer.OP_KIND.convolves else FullyConnected
-    unsigned = refusals.of_signs(RUNTIME, Cause.INPUT_CODES, source)
-    return unsigned or refusals.of_signed_output(RUNTIME, output) or kernel
+    return refusals.of_signed_layer(RUNTIME, layer, source, output) or kernel
 
 
 def op_kernel(

@@ -69,9 +69,7 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     if layer.weight.dim() > 4:
         what = f"{with_article(layer.KIND)} with a weight of {layer.weight.dim()} dimensions"
         return Refusal(Cause.NO_KERNEL, f"XNNPACK has no integer kernel for {what}")
-    unsigned = refusals.of_signs(RUNTIME, Cause.INPUT_CODES, source)
-    unsigned = unsigned or refusals.of_signs(RUNTIME, Cause.WEIGHT_CODES, layer.weight_quantizer)
-    return unsigned or refusals.of_signed_output(RUNTIME, output) or Layer
+    return refusals.of_signed_layer(RUNTIME, layer, source, output) or Layer
 
 
 def op_kernel(

@@ -59,6 +59,15 @@ def of_signs(runtime: str, cause: Cause, *quantizers: Quantizer | None) -> Refus
     return None if signed else Refusal(cause, f"{runtime} has no unsigned codes")
 
 
+def of_signed_layer(
+    runtime: str, layer: "QuantWeighted", source: Quantizer, output: Quantizer | None
+) -> Refusal | None:
+    """Return why a runtime without unsigned codes has no integer kernel for a layer between two quantizers."""
+    unsigned = of_signs(runtime, Cause.INPUT_CODES, source)
+    unsigned = unsigned or of_signs(runtime, Cause.WEIGHT_CODES, layer.weight_quantizer)
+    return unsigned or of_signed_output(runtime, output)
+
+
 def of_signed_output(runtime: str, output: Quantizer | None) -> Refusal | None:
     """Return why an op gives no signed codes of one byte and one scale."""
     return of_output(output) or of_signs(runtime, Cause.OUTPUT_CODES, output)

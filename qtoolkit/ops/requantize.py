@@ -11,6 +11,7 @@ _requantize = library.requantize.default
 _fake_quant_away = library.fake_quant_away.default
 _hard_swish_codes = library.hard_swish_codes.default
 _resize_linear_codes = library.resize_linear_codes.default
+_average_codes = library.average_codes.default
 _softmax_codes = library.softmax_codes.default
 _requantize_fixed_point = library.requantize_fixed_point.default
 
@@ -54,7 +55,7 @@ def requantize_fixed_point(
     scale: Tensor,
     qmin: int,
     qmax: int,
-    exponent: int | None = None,
+    count: int = 1,
     rounded_once: bool = False,
 ) -> Tensor:
     """Return the values of the codes `x * factor`, rounded as LiteRT's reference kernels do, on the grid of a scale.
@@ -68,7 +69,7 @@ def requantize_fixed_point(
         scale: The step of the result, one element.
         qmin: The lowest code minus the zero point.
         qmax: The highest.
-        exponent: That of the power; None takes the one that leaves the other part in [1/2, 1).
+        count: By what the 31 bits are divided, rounded down, as those of a mean of so many codes; less than 2^20.
         rounded_once: Whether the product with both is rounded once, halves up, as in fully connected layers.
 
     Returns:
@@ -78,7 +79,7 @@ def requantize_fixed_point(
         >>> requantize_fixed_point(torch.tensor([5.0, 90.0]), torch.tensor(0.1), torch.tensor(2.0), -8, 7)
         tensor([ 2., 14.])
     """
-    y: Tensor = _requantize_fixed_point(x, factor, scale, qmin, qmax, exponent, rounded_once)
+    y: Tensor = _requantize_fixed_point(x, factor, scale, qmin, qmax, count, rounded_once)
     return y
 
 
@@ -198,6 +199,24 @@ def hard_swish_codes(x: Tensor, x_scale: float, scale: float, qmin: int, qmax: i
         tensor([ 0.,  0., 33.])
     """
     codes: Tensor = _hard_swish_codes(x, x_scale, scale, qmin, qmax)
+    return codes
+
+
+def average_codes(sums: Tensor, counts: Tensor) -> Tensor:
+    """Return the codes of means, halves rounded away from zero, as LiteRT's reference kernel rounds them.
+
+    Args:
+        sums: Sums of codes with their zero point, integers as floats.
+        counts: How many codes each sum has, of the shape of sums.
+
+    Returns:
+        A float32 tensor of the shape of sums.
+
+    Example:
+        >>> average_codes(torch.tensor([5.0, -6.0, 7.0]), torch.tensor([2.0, 4.0, 3.0]))
+        tensor([ 3., -2.,  2.])
+    """
+    codes: Tensor = _average_codes(sums, counts)
     return codes
 
 

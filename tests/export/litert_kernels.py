@@ -276,15 +276,19 @@ def bilinear(node: Node) -> Array:
     return np.sign(away) * (np.abs(away) // 2**20)
 
 
+def mean_of(sums: Array, real: np.float64, count: int) -> Array:
+    """sums real / count: the division is inside of the 31 bits."""
+    bits, exponent = multiplier(real)
+    shift = min(int(count).bit_length() - 1, 32, 31 + int(exponent))
+    bits, exponent = (int(bits) << shift) // count, int(exponent) - shift
+    return divided(high_product(sums << max(exponent, 0), np.int64(bits)), np.int64(max(-exponent, 0)))
+
+
 def mean(node: Node) -> Array:
     (x, axes) = node.inputs
     dims = tuple(int(axis) for axis in np.atleast_1d(axes.data))
     count = int(np.prod([x.data.shape[dim] for dim in dims]))
-    bits, exponent = multiplier(np.float64(x.scale) / np.float64(node.output.scale))
-    shift = min(int(count).bit_length() - 1, 32, 31 + exponent)
-    bits, exponent = (bits << shift) // count, exponent - shift
-    sums = x.centred.sum(dims, keepdims=True)
-    codes = divided(high_product(sums << max(exponent, 0), np.int64(bits)), np.int64(max(-exponent, 0)))
+    codes = mean_of(x.centred.sum(dims, keepdims=True), np.float64(x.scale) / np.float64(node.output.scale), count)
     return node.clamped(codes + node.output.zero).reshape(node.output.data.shape)
 
 

@@ -65,7 +65,7 @@ def learned(quantizer: str) -> Case:
     return Case({"bits": 4, "quantizer": quantizer, "axis": None}, own={"training": Cause.WEIGHT_CODES})
 
 
-UNSIGNED = {"training": Cause.WEIGHT_CODES, "onnxruntime": Cause.WEIGHT_CODES, "xnnpack": Cause.WEIGHT_CODES}
+UNSIGNED = dict.fromkeys(("training", "onnxruntime", "xnnpack", "litert"), Cause.WEIGHT_CODES)
 CASES = {
     "8 bits": Case(),
     "4 bits": Case({"bits": 4}),

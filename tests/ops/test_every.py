@@ -155,11 +155,12 @@ def sample(op: str, x: Tensor) -> dict:
             "x": x.round(),
             "factor": scales(6)[:, None].double(),
             **on_codes,
-            "exponent": 3,
+            "count": 3,
             "rounded_once": True,
         },
         "softmax_codes": {"x": x.round(), "scale": 0.1, "dim": 1},
         "hard_swish_codes": {"x": x.round(), "x_scale": 0.1, "scale": 0.1, "qmin": -128, "qmax": 127},
+        "average_codes": {"sums": x.round(), "counts": torch.full_like(x, 4)},
         "resize_linear_codes": {"x": x.round()[None], "size": [3, 5], "align_corners": False},
         "add_codes": {
             "x": x,

@@ -223,8 +223,8 @@ class Drawn:
     def factor(self) -> Tensor | None:
         return self.amax() if self.op == "requantize_fixed_point" else self.r.choice([None, self.amax()])
 
-    def exponent(self) -> int | None:
-        return self.mostly(self.r.choice([None, 0, -3, 5]), 31, -63)
+    def sums(self) -> Tensor:
+        return self.tensor(FLOATS)
 
     def fused(self) -> bool:
         return self.r.random() < 0.3
@@ -354,7 +354,9 @@ class Drawn:
     # ---- observers
 
     def counts(self) -> Tensor:
-        """Of one histogram or several; so few bins that a search tries every range."""
+        """Of one histogram or several, so few bins that a search tries every range; or of the codes of sums."""
+        if self.op == "average_codes":
+            return self.mostly(torch.full(self.given["sums"].shape, 9.0), self.vector(1), torch.zeros(5))
         if self.op == "search_range":
             several, number = self.r.choice([(False, 1), (True, 3)])
         else:
@@ -506,6 +508,8 @@ class Drawn:
         return self.mostly(self.r.choice([None, t]) if "mean" in self.given else t, torch.ones(2))
 
     def count(self) -> int:
+        if self.op == "requantize_fixed_point":
+            return self.mostly(self.r.choice([1, 1, 7, 49, 3000]), 0, -1, 2**20)
         return self.mostly(self.r.choice([2, 9, 2**40]), 1, 0, -3)
 
     # ---- max pooling: the image is drawn such that it holds a window
@@ -842,11 +846,11 @@ def check_requantize(drawn: Drawn, found: Results, x, factor, scale, qmin, qmax,
 
 
 def check_requantize_fixed_point(
-    drawn: Drawn, found: Results, x, factor, scale, qmin, qmax, exponent, rounded_once
+    drawn: Drawn, found: Results, x, factor, scale, qmin, qmax, count, rounded_once
 ) -> None:
     """The formula in integers is that of integers of less than 2^31, and of factors that keep them so."""
     assert (found[0].shape, found[0].dtype) == (x.shape, torch.float32)
-    if exponent is not None or factor.numel() != 1 or not 2**-20 < float(factor) < 1:
+    if count != 1 or factor.numel() != 1 or not 2**-20 < float(factor) < 1:
         return
     whole = (x == x.round()) & (x.abs() < 2**30)
     rounded = litert_kernels.scaled_once if rounded_once else litert_kernels.scaled
@@ -854,6 +858,12 @@ def check_requantize_fixed_point(
     step = usable(float32(scale.reshape(()))[0])
     wanted = np.clip(codes, *(np.float64(end) for end in bounds(qmin, qmax))) * np.float64(step)
     assert_same(found[0][whole] + 0, tensor(wanted.astype(np.float32), torch.float32) + 0)
+
+
+def check_average_codes(drawn: Drawn, found: Results, sums, counts) -> None:
+    assert (found[0].shape, found[0].dtype) == (sums.shape, torch.float32)
+    near = (found[0] - sums.double() / counts.double()).abs() <= 1 + sums.double().abs() / 2**22
+    assert bool(near[(sums.double().abs() < 2**30) & (counts >= 1)].all())
 
 
 def check_softmax_codes(drawn: Drawn, found: Results, x, scale, dim) -> None:

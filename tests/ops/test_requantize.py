@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qtoolkit.ops.requantize import (
     add_codes,
+    average_codes,
     centred_codes,
     fake_quant_away,
     fake_quant_by_factor,
@@ -128,14 +129,22 @@ def test_requantize_fixed_point_by_larger_factors_for_each_channel() -> None:
     assert np.array_equal(y.numpy(), np.clip(wanted, -(2**23), 2**23).astype(f32).transpose(0, 2, 1) * f32(2))
 
 
-@pytest.mark.parametrize(("bits", "exponent"), [(2**29 + 12345, -2), (2**31 - 1, -9), (77, 0), (2**30, 5)])
-def test_requantize_fixed_point_with_a_power_of_its_own(bits: int, exponent: int) -> None:
-    x = torch.arange(-5000.0, 5000.0)
-    factor = torch.tensor(math.ldexp(bits, exponent - 31), dtype=torch.float64)
-    y = requantize_fixed_point(x, factor, torch.tensor(1.0), -128, 127, exponent)
-    product = litert_kernels.high_product(x.numpy().astype(np.int64) << max(exponent, 0), np.int64(bits))
-    wanted = litert_kernels.divided(product, np.int64(max(-exponent, 0)))
-    assert np.array_equal(y.numpy(), np.clip(wanted, -128, 127).astype(f32))
+@pytest.mark.parametrize("count", [1, 2, 3, 49, 1024, 50_176, 2**20 - 1])
+@pytest.mark.parametrize("real", [0.0371, 1.0, 0.999999999999, 37.5, 2.0**-29, 2.0**-33])
+def test_requantize_fixed_point_of_means(real: float, count: int) -> None:
+    x = torch.arange(-127.0, 128.0) * count + torch.arange(-127.0, 128.0) % count
+    y = requantize_fixed_point(
+        x, torch.tensor(real, dtype=torch.float64), torch.tensor(1.0), -(2**20), 2**20, count=count
+    )
+    wanted = litert_kernels.mean_of(x.numpy().astype(np.int64), np.float64(real), count)
+    assert np.array_equal(y.numpy(), np.clip(wanted, -(2**20), 2**20).astype(f32))
+
+
+def test_average_codes() -> None:
+    sums, counts = torch.arange(-300.0, 300.0), torch.arange(600.0) % 7 + 1
+    halves = torch.where(sums >= 0, sums + (counts / 2).floor(), sums - (counts / 2).floor())
+    assert torch.equal(average_codes(sums, counts), torch.trunc(halves.double() / counts).float())
+    assert torch.equal(average_codes(sums.double(), counts), average_codes(sums, counts))
 
 
 def test_ops_on_codes_take_what_the_kernels_take() -> None:
@@ -208,14 +217,15 @@ def test_centred_codes(dtype: torch.dtype) -> None:
         (lambda x: requantize(x, None, torch.ones(1), 0, 1, None, 2**40), "requantize: zero_code must lie in"),
         (lambda x: centred_codes(x, torch.ones(3)), "centred_codes: scale must have 1 element, got 3"),
         (
-            lambda x: requantize_fixed_point(x, torch.ones(()), torch.ones(1), 0, 1, 99),
-            r"requantize_fixed_point: exponent must lie in \[-62, 30\], got 99",
+            lambda x: requantize_fixed_point(x, torch.ones(()), torch.ones(1), 0, 1, 2**20),
+            r"requantize_fixed_point: count must lie in \[1, 2\^20\), got 1048576",
         ),
         (lambda x: resize_linear_codes(x, (2, 2), True), "resize_linear_codes: x must be images"),
         (
             lambda x: resize_linear_codes(x[None, None], (2, 0), True),
             "resize_linear_codes: size must be height and width",
         ),
+        (lambda x: average_codes(x, x[0]), "average_codes: counts must have the shape of sums"),
         (lambda x: softmax_codes(x, 100.0, 1), "softmax_codes: scale must lie in"),
         (
             lambda x: hard_swish_codes(x, 1.0, 1e-3, 0, 1),
@@ -267,17 +277,16 @@ def test_cuda_kernels(kernels, order: str) -> None:
     cuda_host.run(kernels, "centred_codes", order, **one)
     assert torch.equal(y, centred_codes(x, scale[0]))
     sums, out = sums_on_ties(0.0037)[:896].reshape(7, 128).contiguous(), torch.empty(7, 128, dtype=torch.float64)
-    for power, once in ((0.0, False), (0.125, False), (0.0, True)):
+    for count, once in ((1, False), (49, False), (1, True)):
         sizes = {"numel": sums.numel(), "x": sums, "y": out, "y_dtype": 1, "channels": cuda_host.channels(sums.shape)}
         given = {
             "scale": scale[:1].double(),
             "zero_point": torch.tensor([0.0037]).double(),
-            "power": power,
+            "count": float(count),
             "fused": once,
         }
         cuda_host.run(kernels, "requantize_fixed_point", order, **sizes, **given, fractional=True, bounds=(-130, 125))
-        exponent = None if power == 0 else -3
-        wanted = requantize_fixed_point(sums, given["zero_point"], scale[:1], -130, 125, exponent, once)
+        wanted = requantize_fixed_point(sums, given["zero_point"], scale[:1], -130, 125, count, once)
         assert torch.equal(out.float(), wanted)
     for grids in GRIDS:
         (a, b), out = operands(*grids[:2]), torch.empty(5, 1037)

@@ -70,7 +70,7 @@ class Arguments(ctypes.Structure):
         *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("fractional", ctypes.c_bool)),
         ("shared", ctypes.c_void_p),
         *(("bounds", ctypes.c_double * 2), ("format", Format), ("scale_format", Format), ("levels", Levels)),
-        *(("zero_code", ctypes.c_double), ("fused", ctypes.c_bool), ("power", ctypes.c_double), ("sum", SumOfTwo)),
+        *(("zero_code", ctypes.c_double), ("fused", ctypes.c_bool), ("count", ctypes.c_double), ("sum", SumOfTwo)),
         *(("sum_scale", ctypes.c_void_p), ("sum_zero_point", ctypes.c_void_p)),
         *(("counts", ctypes.c_void_p), ("lo", ctypes.c_void_p), ("hi", ctypes.c_void_p), ("bins", ctypes.c_int64)),
         ("thread_histogram", ctypes.c_void_p),
