@@ -17,6 +17,13 @@ from qtoolkit.op_kinds.table import kind_of_type
 from qtoolkit.shared_modules import modules_by_name, names_by_module
 from qtoolkit.verdicts import BY_CONFIG, Cause, Verdict
 
+EMPTY = Verdict.left_float(Cause.NO_ELEMENTS, "its weight has no elements")
+
+
+def _is_empty(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.numel() == 0
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -75,6 +82,7 @@ class LayerRules:
             leaves their kind in float.
         names: All dotted names of each module of the float model; empty before there is a model.
         types: The type of each module of the float model, by name.
+        empty: The names of the modules whose weight has no elements, which has no range: they stay in float.
     """
 
     backend: Backend
@@ -83,6 +91,7 @@ class LayerRules:
     custom: frozenset[type[nn.Module]] = frozenset()
     names: Mapping[nn.Module, Sequence[str]] = field(default_factory=dict)
     types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
+    empty: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -94,8 +103,10 @@ class LayerRules:
         custom: Iterable[type[nn.Module]],
     ) -> Self:
         """Return the rules for a float model, whose module names and types they read now."""
-        types = {name: type(module) for name, module in modules_by_name(model).items()}
-        return cls(backend, mapping, table, frozenset(custom), names_by_module(model), types)
+        modules = modules_by_name(model)
+        types = {name: type(module) for name, module in modules.items()}
+        empty = frozenset(name for name, module in modules.items() if _is_empty(module))
+        return cls(backend, mapping, table, frozenset(custom), names_by_module(model), types, empty)
 
     def check_names(self, ops: Iterable[str] = ()) -> None:
         """Check that the rules by name and by regular expression are for modules of the model, containers too, or for ops.
@@ -190,6 +201,8 @@ class LayerRules:
         Raises:
             ValueError: The mapping has different configs for the names.
         """
+        if not self.empty.isdisjoint(names):
+            return Rule(None, left=EMPTY)
         if self.mapping is None:
             return Rule(self.backend.qconfig)
         matches = [self.mapping.match(name, object_type, self._around(name, scope)) for name in names]

@@ -42,6 +42,7 @@ class Cause(StrEnum):
     IGNORED = "the exclude argument"
     TARGET = "a rule of the target"
     NO_QAT_TYPE = "no QAT type"
+    NO_ELEMENTS = "its weight has no elements"
     NOT_FOLDED = "a batch norm that no layer folds"
     NOT_QUANTIZED_AROUND = "its inputs or its output are not quantized"
     NOT_CALLED = "not called by forward"

@@ -311,3 +311,25 @@ def test_the_names_of_a_report_are_names_of_a_config() -> None:
     for name in names - {"x"}:  # the model's input
         mapping.set_module_name(name, None)
     assert qt.quantization_report(qt.prepare(model, x, "onnxruntime", mapping)).quantized == ()
+
+
+class WithoutElements(nn.Module):
+    """Two layers whose weights have no elements, as a search of architectures may make them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.last = nn.Linear(4, 3), nn.Linear(0, 3), nn.Linear(4, 0), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([self.a(x) + self.b(x[:, :0]), self.c(x)], 1))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("road", [lambda m, x: qt.prepare(m, (x,)), lambda m, x: qt.quant_modules.replace(m)])
+def test_a_weight_without_elements_stays_in_float(road: Callable[[nn.Module, Tensor], nn.Module]) -> None:
+    x = torch.randn(5, 4)
+    model = road(WithoutElements(), x)
+    qt.calibrate(model, [x], progress=False)
+    lines = {line.name: line for line in qt.quantization_report(model).layers}
+    assert {lines[name].reason for name in "bc"} == {"float: its weight has no elements"}
+    assert torch.equal(qt.convert(model)(x), model.eval()(x))

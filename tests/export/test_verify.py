@@ -240,3 +240,38 @@ def test_a_layer_of_16_bits_that_is_wrong_by_two_steps_is_noticed(tmp_path) -> N
 def test_the_band_of_ties_grows_with_the_steps_of_the_grid(bits: int, dtype: torch.dtype, band: float) -> None:
     grid = Grid(torch.tensor(1.0), None, qt.QuantSpec(bits=bits))
     assert tie_band(grid, dtype) == pytest.approx(band, rel=1e-3)
+
+
+class Unused(nn.Module):
+    """A layer whose output nothing takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.last = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        self.unused(y)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_quantizers_of_what_nothing_takes_are_named_and_no_error(road: str, tmp_path) -> None:
+    x = torch.randn(5, 4)
+    model = qt.prepare(Unused(), (x,)) if road == "prepare" else qt.quant_modules.replace(Unused())
+    qt.calibrate(model, [x], progress=False)
+    found = qt.export_onnx(qt.convert(model), x, tmp_path / "model.onnx").verification
+    assert "unused.weight_quantizer" in found.unreached
+    assert not any(name.startswith(("first", "last")) for name in found.unreached)
+    assert found.missing == ()
+    assert "not executed, or not used, for these inputs: unused" in str(found)
+
+
+def test_a_missing_node_of_what_is_used_stays_an_error() -> None:
+    model, x = (
+        qt.prepare(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), (torch.ones(1, 4),)),
+        torch.ones(2, 4),
+    )
+    qt.calibrate(model, [x], progress=False)
+    follower = Follower(qt.convert(model), (x,), {})
+    assert follower.unused([*follower.names.values()]) == ()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.export.verification.codes import Call, CodeCount, codes_in_file, compare_codes, sum_of
+from qtoolkit.model_inputs import tensors_of
 from qtoolkit.model_state import removing
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
@@ -154,6 +155,22 @@ class Follower:
     def unreached(self) -> tuple[str, ...]:
         """The quantizers that are not called for the inputs."""
         return tuple(name for grid, name in self.names.items() if not self.calls[grid])
+
+    def unused(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return those of these quantizers on which nothing that the model returns depends, for these inputs."""
+        grids = {name: grid for grid, name in self.names.items() if name in names}
+        if not grids or self._is_unchanged_by_nan(grids.values()):
+            return tuple(grids)
+        return tuple(name for name, grid in grids.items() if self._is_unchanged_by_nan((grid,)))
+
+    def _is_unchanged_by_nan(self, grids: Iterable[Grid]) -> bool:
+        """Return whether the model returns the same if the output of quantizers is NaN."""
+        try:
+            found = self._run(grids, lambda grid, args, output: torch.full_like(output, torch.nan))
+        except Exception:  # NaN took a branch of the user's forward that raises an error
+            return False
+        pairs = zip(tensors_of(found), tensors_of(self.outputs), strict=True)
+        return all(torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan()) for a, b in pairs)
 
     @property
     def on_codes(self) -> tuple[str, ...]:

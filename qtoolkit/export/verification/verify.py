@@ -59,8 +59,8 @@ class Verification:
         by_quantizer: `layer_codes` of each quantizer.
         output_difference: Largest absolute difference of the outputs end to end, where ties accumulate.
         missing: Quantizers without a node in the file.
-        unreached: Quantizers that are not executed for these inputs, because forward branches on values. The file contains
-            only the branches that its example inputs take.
+        unreached: Quantizers that are not executed for these inputs, because forward branches on values (the file contains only
+            the branches that its example inputs take), and those on which nothing that the model returns depends.
         output_error: Largest difference of the outputs when torch computes them from onnxruntime's codes, as a share of the
             largest value: of those behind layers and ops whose results change little where their inputs do.
 
@@ -89,13 +89,14 @@ class Verification:
     def of(cls, follower: Follower, followed: Followed, outputs: Sequence[Any], **facts: Any) -> "Verification":
         """Return what a model that was followed layer by layer gives beside the outputs of a file, with other facts."""
         facts.setdefault("quantizer_codes", CodeCount())
+        unused = follower.unused(followed.missing)
         return cls(
             weight_codes=followed.stored,
             layer_codes=sum_of(followed.counts.values()),
             by_quantizer=dict(followed.counts),
             output_difference=largest_difference(tensors_of(follower.outputs), outputs),
-            missing=followed.missing,
-            unreached=follower.unreached,
+            missing=tuple(name for name in followed.missing if name not in unused),
+            unreached=(*follower.unreached, *unused),
             **facts,
         )
 
@@ -134,7 +135,7 @@ class Verification:
             f"output error:     max abs {self.output_difference:.3g} end to end; "
             f"{self.output_error:.1e} relative when the last layer gets identical inputs",
         ]
-        lines += [f"not executed for these inputs: {', '.join(self.unreached)}"] if self.unreached else []
+        lines += [f"not executed, or not used, for these inputs: {', '.join(self.unreached)}"] if self.unreached else []
         return "\n".join(lines)
 
 

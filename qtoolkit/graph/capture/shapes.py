@@ -73,6 +73,8 @@ class ShapePropagation:
             return attrgetter(target)(self.model)
         if node.op == "call_module":
             return self.meta_model.get_submodule(target)(*args, **kwargs)
+        if node.op == "call_method" and target == "type" and len(args) == 1:  # its answer names the device
+            return torch.empty(0, dtype=args[0].dtype, device=self.device).type()
         if node.op == "call_method":
             return getattr(args[0], target)(*args[1:], **kwargs)
         if target is getattr and isinstance(args[0], Tensor) and args[1] in DEVICE_ATTRIBUTES:
