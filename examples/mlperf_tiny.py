@@ -34,7 +34,7 @@ from training.cifar import Data, Run, Schedule, accuracy, load, trained_float  #
 
 BN_EPS = 1e-3  # Keras' default
 SEED, BATCH, CALIBRATION = 0, 128, 512
-EPOCHS, QAT_EPOCHS = 24, 2
+EPOCHS, QAT_EPOCHS = 120, 2
 IMAGES = 50_000, 10_000, 1_000  # to train on, to test on, and with exact pixels
 FOLDER = Path("build/mlperf_tiny")  # of files and checkpoints
 ENDS = ("conv", "linear")  # the first and the last layer, which have weights of eight bits
@@ -165,11 +165,12 @@ def calibrated(model: nn.Module, data: Data, mapping: qt.QConfigMapping | None =
     return prepared
 
 
-def train_quantized(model: nn.Module, data: Data, bits: int, epochs: int, checkpoints: Path) -> nn.Module:
-    """Return the quantized network, trained, in eval mode."""
+def train_quantized(model: nn.Module, data: Data, bits: int, epochs: tuple[int, int], checkpoints: Path) -> nn.Module:
+    """Return the quantized network, trained after so many epochs in float, in eval mode."""
     prepared = calibrated(model.train(), data, mapping_of(bits))
-    schedule = Schedule(len(data.train[1]), epochs, BATCH)
-    Run(prepared, data, schedule, SEED, checkpoints / f"resnet8_w{bits}a8_{epochs}.pt").train(f"W{bits}A8")
+    schedule = Schedule(len(data.train[1]), epochs[1], BATCH)
+    of_float, own = epochs
+    Run(prepared, data, schedule, SEED, checkpoints / f"resnet8_{of_float}_w{bits}a8_{own}.pt").train(f"W{bits}A8")
     model.eval()
     return prepared.eval()
 
@@ -263,7 +264,7 @@ def run(
     yield row_of("float", accuracy(model, data), path, data, exact)
     yield quantized_row("post-training W8A8", prepared, data, exact, out)
     for bits in (8, 4):
-        prepared = train_quantized(model, data, bits, epochs[1], checkpoints)
+        prepared = train_quantized(model, data, bits, epochs, checkpoints)
         yield quantized_row(f"QAT W{bits}A8", prepared, data, exact, out)
 
 

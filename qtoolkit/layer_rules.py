@@ -21,7 +21,7 @@ EMPTY = Verdict.left_float(Cause.NO_ELEMENTS, "its weight has no elements")
 
 
 def _is_empty(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
     return weight is not None and weight.numel() == 0
 
 

@@ -24,7 +24,7 @@ from qtoolkit.finite import check_finite
 from qtoolkit.foreign_models import integration_of
 from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.graph import passes
-from qtoolkit.graph.capture import trace
+from qtoolkit.graph.capture import exported, trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import object_type_of
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
@@ -61,6 +61,7 @@ def prepare(
     save: Saved = "codes",
     *,
     exclude: Exclude | None = None,
+    capture: Literal["trace", "export"] = "trace",
     skip: Sequence[str] | None = None,
     forward: Arithmetic | None = None,
 ) -> QuantizedGraphModule:
@@ -96,6 +97,10 @@ def prepare(
         save: What layers keep of their inputs for backward: "codes" or "float"; see there.
         exclude: What stays in float, with all that is in it: dotted names, regular expressions for whole dotted names, module
             types and functions, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not change it.
+        capture: What turns the model's Python into a graph. "trace": torch.fx, which keeps blocks, modes and sizes as they are.
+            "export": torch.export, which follows more Python. Functions then have the branches of eval mode (layers follow
+            their mode), blocks cannot be called on their own, and sizes are those of the example inputs, but for a batch of
+            two or more. `untraced` and `concrete_args` have no effect there, and raise an error.
         skip: The earlier name of `untraced`.
         forward: The earlier name of `training_arithmetic`.
 
@@ -129,13 +134,15 @@ def prepare(
     check_table(custom)
     passes.fuse_patterns.check(patterns)
     trace.check_leaf_modules(leaf_modules)
+    _check_capture(capture, untraced, concrete_args)
     leaves = (*leaf_modules, *custom, *passes.fuse_patterns.module_types(patterns))
     with random_state_kept(model), unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else deepcopy_model(model)
         table = {**QAT_MODULES, **custom}
         parametrizations = take_parametrizations(own, weighted_types(table))
         rules = LayerRules.of(own, target, qconfig_mapping, table, custom)
-        gm = trace.run(own, leaves, untraced, concrete_args, preserve_attributes, example_inputs)
+        captured = own if capture == "trace" else exported.run(own, example_inputs, leaves)
+        gm = trace.run(captured, leaves, untraced, concrete_args, preserve_attributes, example_inputs, own)
         branches, calls, types = map(gm.meta.pop, (trace.BRANCHES, trace.CALLS, trace.OUTPUT_TYPES))
         measured = example_inputs is not None
         tracing = Tracing(leaves, tuple(untraced), concrete_args, measured, branches, model.training, types)
@@ -157,7 +164,7 @@ def prepare(
         gm.divide(calls)
         _note(gm, model, example_inputs, {"training_arithmetic": arithmetic, "save": save, "untraced": untraced,
             "concrete_args": concrete_args, "leaf_modules": leaf_modules, "preserve_attributes": preserve_attributes,
-            "qat_modules": qat_modules, "fuse_patterns": fuse_patterns})  # fmt: skip
+            "qat_modules": qat_modules, "fuse_patterns": fuse_patterns, "capture": capture})  # fmt: skip
         if example_inputs is not None:
             passes.record.try_out(gm, example_inputs)
     return gm
@@ -358,6 +365,16 @@ def _check_example_inputs(example_inputs: Any) -> None:
         raise TypeError(
             f"prepare: example_inputs must be what the model takes, got {with_article(type(example_inputs))}; write "
             f"prepare(model, example_inputs, {name}=...)."
+        )
+
+
+def _check_capture(capture: str, untraced: Sequence[str], concrete_args: Mapping[str, Any] | None) -> None:
+    check_known("capture of prepare:", capture, ("trace", "export"))
+    given = [name for name, value in (("untraced", untraced), ("concrete_args", concrete_args)) if value]
+    if capture == "export" and given:
+        raise ValueError(
+            f'prepare: {given[0]} is for capture="trace", got it with capture="export"; leave it out, and pass the values of '
+            f"arguments in example_inputs."
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
 
 from qtoolkit.errors import check_sequence, some, unknown
@@ -52,6 +53,7 @@ def run(
     concrete_args: Mapping[str, Any] | None = None,
     preserve_attributes: Sequence[str] | None = None,
     example_inputs: Any = None,
+    original: nn.Module | None = None,
 ) -> QuantizedGraphModule:
     """Trace a model.
 
@@ -68,6 +70,7 @@ def run(
         preserve_attributes: Dotted names of attributes and methods that the result keeps.
         example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. Their values do not change the graph,
             which is compared with the model on them.
+        original: The model of which `model` is a graph already, by torch.export; None if it is none.
 
     Raises:
         UntraceableError: The model's Python cannot be traced, or its graph computes something else.
@@ -78,9 +81,10 @@ def run(
     check_model(model)
     check_leaf_modules(leaf_modules)
     check_sequence(preserve_attributes or (), "prepare", "preserve_attributes")
-    integration = integration_of(type(model))
-    kept = {} if integration is None else integration.attributes_of(model)
-    kept |= {name: _find_attribute(model, name) for name in preserve_attributes or ()}
+    original = model if original is None else original
+    integration = integration_of(type(original))
+    kept = {} if integration is None else integration.attributes_of(original)
+    kept |= {name: _find_attribute(original, name) for name in preserve_attributes or ()}
     leaf_submodules = _find_submodules(model, untraced)
     fixed = fixed_arguments(model, concrete_args, example_inputs)
     call = Call.find(model, example_inputs, fixed, concrete_args or {})
@@ -92,7 +96,7 @@ def run(
 
     (tracer, graph), batch_norms, branches = _in_both_modes(model, trace_once)
     compares = example_inputs is not None and not branches  # with branches it follows the other mode
-    expected = Expected(model, example_inputs, concrete_args or {}) if compares else None
+    expected = Expected(original, example_inputs, concrete_args or {}) if compares else None
     if model.training:
         _warn_of_modes(branches)
     if tracer.checkpointed:
@@ -109,7 +113,7 @@ def run(
     functional_layers.run(model, graph)
     calls = tuple(tracer.blocks.calls)
     root = with_traced_blocks(model, graph, [calls[i].block for i in calls_with_nodes(graph, calls)])
-    traced = type_for(type(model)).of(root, graph, type(model).__name__)
+    traced = type_for(type(original)).of(root, graph, type(original).__name__)
     traced.meta[CALLS] = calls
     traced.meta[BRANCHES] = branches
     traced.meta[OUTPUT_TYPES] = tracer.output_types
@@ -252,11 +256,19 @@ def check_model(model: nn.Module, what: str = "prepare") -> None:
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UntraceableError(f"{what}: parameter {lazy[0]!r} has no shape yet; run the model once on a batch first.")
+    if what == "prepare" and isinstance(model, fx.GraphModule) and any(map(_is_of_aten, model.graph.nodes)):
+        raise UntraceableError(
+            'prepare: the model is a graph of torch.export; prepare the model itself, with capture="export".'
+        )
     if what == "prepare" and "forward" in vars(model):
         raise UntraceableError(
             f"prepare: forward was replaced on this instance of {type(model).__name__}; define forward in the class, or "
             f"{WITHOUT_TRACING}."
         )
+
+
+def _is_of_aten(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
 
 
 def check_leaf_modules(leaf_modules: Sequence[type[nn.Module]]) -> None:

@@ -88,7 +88,9 @@ def untraceable(
     if frame is not None and frame.name != "forward":
         remedies.append(f"if {frame.name!r} is a function, make it a single op with torch.fx.wrap({frame.name!r})")
     remedies += _remedies(model, name, kind)
-    if not has_example_inputs:
+    if has_example_inputs:
+        remedies.append('capture the model by torch.export, with capture="export"')
+    else:
         remedies.append("pass example_inputs, which determine the sizes that Python branches on")
     remedies.append(WITHOUT_TRACING)
     return UntraceableError(
