@@ -1,6 +1,7 @@
 """Models of the zoo through every step; benchmarks/zoo.py runs them all."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,27 @@ def test_what_cannot_be_traced_is_replaced() -> None:
     text = table.markdown([outcome.json()])
     assert "replaced, as it cannot be traced: prepare: cannot trace Decides" in text
     assert "in 1 `qt.quant_modules.replace` quantizes all layers" in table.summary([outcome.json()])
+
+
+def test_what_torch_fx_cannot_trace_is_captured_by_torch_export() -> None:
+    pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
+    from zoo_models import pipeline, table
+    from zoo_models.recipe import Recipe
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x) if random.random() < 2 else x
+
+    recipe = Recipe("own/draws", "own", Draws, lambda: (torch.rand(2, 4),))
+    outcome = pipeline.run(recipe, "onnxruntime", export=False)
+    assert (outcome.captured, outcome.replaced, outcome.quantized, outcome.failed) == (True, False, 1, "")
+    assert outcome.off_difference == 0
+    assert 'capture="export", as it cannot be traced: prepare: cannot trace Draws' in table.notes(outcome.json())
+    assert '1 with `capture="export"`, as the error advises' in table.summary([outcome.json()])
 
 
 def test_what_cannot_be_quantized_is_in_the_table() -> None:

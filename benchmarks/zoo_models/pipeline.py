@@ -52,7 +52,8 @@ class Outcome:
         output_difference: Largest relative difference of the outputs from onnxruntime's, end to end.
         seconds: Processor time of each step.
         untraceable: The error of a model that cannot be traced as it is, or "".
-        replaced: Whether its layers were replaced, as that error advises where no leaf module helps.
+        captured: Whether torch.export captured it, as that error advises where no leaf module helps.
+        replaced: Whether its layers were replaced, as it advises where that fails too.
         older_exporter: The error of torch's exporter that advises the older one, which wrote the file then, or "".
     """
 
@@ -77,6 +78,7 @@ class Outcome:
     output_difference: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     untraceable: str = ""
+    captured: bool = False
     replaced: bool = False
     older_exporter: str = ""
 
@@ -125,6 +127,7 @@ class _Steps:
             parts = _parts(model, inputs, recipe.parts)
         with self.step("trace", timed=False):  # initialization that happens once in a process
             traced = all(map(self.traces, parts))
+            traced = traced or all(map(self.exports, parts))
         if traced:
             self.by_graph(parts)
         else:
@@ -144,9 +147,19 @@ class _Steps:
                 self.leaves += (leaf,)
                 self.outcome.skip = tuple(dict.fromkeys(re.sub(r"\b\d+\b", "*", leaf) for leaf in self.leaves))
 
+    def exports(self, part: Part) -> bool:
+        """Return whether torch.export captures a part, and its graph can be traced."""
+        self.leaves, self.outcome.skip = (), ()
+        try:
+            qt.prepare(copy.deepcopy(part.module).train(self.recipe.training), _example(part), capture="export")
+        except qt.UntraceableError:
+            return False
+        self.outcome.captured = True
+        return True
+
     def by_graph(self, parts: list[Part]) -> None:
         with self.step("trace"):
-            for part in parts:
+            for part in () if self.outcome.captured else parts:
                 self.trace(part)
         with self.step("prepare"):
             prepared = [self.prepare(part) for part in parts]
@@ -163,7 +176,7 @@ class _Steps:
 
     def by_replacement(self, parts: list[Part]) -> None:
         """Replace the layers of a model that cannot be traced."""
-        self.outcome.replaced, self.outcome.skip = True, self.recipe.skip
+        self.outcome.captured, self.outcome.replaced, self.outcome.skip = False, True, self.recipe.skip
         for part in parts:
             with self.step("prepare"):
                 own = self.replace(part)
@@ -215,8 +228,9 @@ class _Steps:
         return tuple(name for name in names if any(fnmatch(prefix + name, pattern) for pattern in self.leaves))
 
     def prepare(self, part: Part, mapping: qt.QConfigMapping | None = None, exclude: Sequence[str] = ()) -> Any:
-        model, leaves = part.module.train(self.recipe.training), self.skip(part)
-        return qt.prepare(model, _example(part), self.backend, mapping, untraced=leaves, exclude=exclude)
+        options = {"capture": "export"} if self.outcome.captured else {"untraced": self.skip(part)}
+        model = part.module.train(self.recipe.training)
+        return qt.prepare(model, _example(part), self.backend, mapping, exclude=exclude, **options)
 
     def norms_kept(self, part: Part) -> Any:
         return self.prepare(part, NORMS_KEPT)

@@ -57,11 +57,8 @@ def floats(names: Mapping[str, Sequence[str]]) -> str:
 def notes(outcome: Outcome) -> str:
     """Return the parts, the skipped submodules, the remark of the recipe, and the error if a step failed."""
     words = [f"parts {', '.join(outcome['parts'])}"] if outcome.get("parts") else []
-    words += (
-        [f"replaced, as it cannot be traced: {one_line(outcome['untraceable'], SHORT)}"]
-        if outcome.get("replaced")
-        else []
-    )
+    how = "replaced" if outcome.get("replaced") else 'capture="export"' if outcome.get("captured") else ""
+    words += [f"{how}, as it cannot be traced: {one_line(outcome['untraceable'], SHORT)}"] if how else []
     words += ["exporter='torchscript', as the error of 'dynamo' advises"] if outcome.get("older_exporter") else []
     words += [f"skip {', '.join(outcome['skip'])}".replace("*", r"\*")] if outcome.get("skip") else []
     words += [outcome["note"]] if outcome.get("note") else []
@@ -104,8 +101,9 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     left = Counter(label for o in done for label, names in o["left_float"].items() for _ in names)
     lines = [
         f"**{whole} models: {roads[AS_IT_IS]} ({_share(roads[AS_IT_IS], whole)}) trace as they are.** {roads[LEAVES]} trace "
-        f"with the leaf modules that the error names, {roads[PARTS]} (detectors and optical flow) in parts, and in "
-        f"{roads[REPLACED]} `qt.quant_modules.replace` quantizes all layers: {_share(sum(roads.values()), whole)} by one of "
+        f"with the leaf modules that the error names, {roads[PARTS]} (detectors and optical flow) in parts, {roads[CAPTURED]} "
+        f'with `capture="export"`, as the error advises, and in {roads[REPLACED]} '
+        f"`qt.quant_modules.replace` quantizes all layers: {_share(sum(roads.values()), whole)} by one of "
         "these roads.",
         f"**{len(done)} went through all steps**, training and onnxruntime included; {len(failed)} did not"
         f"{': ' if failed else ''}{', '.join(failed)}.",
@@ -126,7 +124,7 @@ def failures(outcomes: Iterable[Outcome]) -> str:
     return "\n".join(["| model | step | error |", "|---|---|---|", *rows]) if failed else "Nothing."
 
 
-AS_IT_IS, LEAVES, PARTS, REPLACED = "as it is", "leaf modules", "parts", "replaced"
+AS_IT_IS, LEAVES, PARTS, CAPTURED, REPLACED = "as it is", "leaf modules", "parts", "captured", "replaced"
 BEFORE_QUANTIZED = ("build", "float", "trace", "prepare", "process", "time")
 
 
@@ -134,6 +132,8 @@ def road(outcome: Outcome) -> str:
     """Return how the model was quantized."""
     if outcome.get("replaced"):
         return REPLACED
+    if outcome.get("captured"):
+        return CAPTURED
     return PARTS if outcome["parts"] else LEAVES if outcome["skip"] else AS_IT_IS
 
 
