@@ -1,8 +1,8 @@
 """Python that branches on self.training: the graphs of both modes become one, which reads the mode where they differ.
 
 `dropout = self.dropout if self.training else 0.0` gives a graph with the same ops in both modes, and other numbers. In training
-mode there may also be dropouts, and more ops whose values the model returns, such as those of an auxiliary head. Eval mode
-then computes them too, and returns its own values; `qtoolkit.convert` removes them.
+mode there may also be dropouts, and more ops: those of an auxiliary head, whose values the model returns, or those of
+stochastic depth, between others. Eval mode then computes them too, and takes its own values; `qtoolkit.convert` removes them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -56,6 +56,11 @@ class Choice:
         return is_plain(self.own) and is_plain(self.other)
 
     @property
+    def of_nodes(self) -> bool:
+        """Whether both are values that the graph computes."""
+        return isinstance(self.own, fx.Node) and isinstance(self.other, fx.Node)
+
+    @property
     def drops(self) -> bool:
         """Whether the first is a dropout of the second."""
         node = self.own
@@ -106,20 +111,22 @@ def merge(
 class _Merge:
     def __init__(self, model: nn.Module, own: OfMode, other: OfMode, branching: Collection[nn.Module]) -> None:
         self.model, self.own, self.other, self.branching = model, own, other, branching
-        self.others = dict(self._pairs())
         modules = {node: module for module, node in other.modes.items()}
         self.modes = {node: own.modes.get(module) for node, module in modules.items()}
+        self.others: dict[fx.Node, fx.Node] = {}  # each node of the other graph -> the one like it
+        self._pair()
 
     def choices(self) -> Iterator[tuple[fx.Node, nn.Module, Any, Any]]:
         """Yield the nodes that differ, each with the submodule whose mode decides and its arguments with choices."""
-        for node, counterpart in [(mine, theirs) for theirs, mine in self.others.items()]:
-            args = _both(node.args, fx.node.map_arg(counterpart.args, self._mapped))
-            kwargs = _both(node.kwargs, fx.node.map_arg(counterpart.kwargs, self._mapped))
-            found = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Choice)]
-            if not all(choice.of_numbers or choice.drops or node.op == "output" for choice in found):
-                raise UnlikeError
-            if found:
+        for counterpart, node in self.others.items():
+            args, kwargs = self._arguments(node, counterpart)
+            if _choices_in(args, kwargs):
                 yield node, self._owner(node), args, kwargs
+
+    def _arguments(self, mine: fx.Node, theirs: fx.Node) -> tuple[Any, Any]:
+        """Return the arguments of a node, with choices where those of the node like it differ."""
+        args, kwargs = fx.node.map_arg((theirs.args, theirs.kwargs), self._mapped)
+        return _both(mine.args, args), _both(mine.kwargs, kwargs)
 
     def _mapped(self, node: fx.Node) -> fx.Node:
         mine = self.modes[node] if node in self.modes else self.others[node]
@@ -127,13 +134,13 @@ class _Merge:
             raise UnlikeError
         return mine
 
-    def _pairs(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield each node of the other graph with the first one like it in this graph, in the order of both."""
+    def _pair(self) -> None:
+        """Find the first node in this graph that is like each node of the other graph, in the order of both."""
         waiting = iter(_ops(self.own))
         for theirs in _ops(self.other):
             for mine in waiting:
-                if self._alike(mine, theirs):
-                    yield theirs, mine
+                if self._alike(mine, theirs) and self._may_choose(mine, theirs):
+                    self.others[theirs] = mine
                     break
                 self._check_unused(mine)
             else:
@@ -144,6 +151,11 @@ class _Merge:
     def _alike(self, mine: fx.Node, theirs: fx.Node) -> bool:
         here, there = _block(mine, self.own.calls), _block(theirs, self.other.calls)
         return (mine.op, here) == (theirs.op, there) and (mine.target == theirs.target or self._constants(mine, theirs))
+
+    def _may_choose(self, mine: fx.Node, theirs: fx.Node) -> bool:
+        """Return whether a node can take the arguments of the node like it in the other mode."""
+        found = _choices_in(*self._arguments(mine, theirs))
+        return mine.op == "output" or all(choice.of_numbers or choice.of_nodes for choice in found)
 
     def _constants(self, *nodes: fx.Node) -> bool:
         """Return whether nodes read equal tensors that Python computes anew in each trace: neither parameters nor buffers."""
@@ -176,6 +188,10 @@ def _ops(traced: OfMode) -> list[fx.Node]:
 
 def _block(node: fx.Node, calls: Sequence[BlockCall]) -> str:
     return calls[facts_of(node).call or ROOT].block
+
+
+def _choices_in(args: Any, kwargs: Any) -> list[Choice]:
+    return [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Choice)]
 
 
 def _both(own: Any, other: Any) -> Any:

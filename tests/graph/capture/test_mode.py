@@ -315,3 +315,42 @@ def test_a_mode_is_followed_where_the_first_call_sets_what_the_next_reads() -> N
     with qt.disable_quantization(prepared):
         assert torch.equal(prepared.eval()(*inputs), prepared(*inputs))
         assert not torch.equal(prepared.train()(*inputs), prepared(*inputs))
+
+
+class StochasticDepth(nn.Module):
+    """A residual block whose branch is dropped for some samples in training mode, by ops of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropped(self.bn(self.conv(x))) + x
+
+    def dropped(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = 0.5 + torch.rand([x.shape[0], 1, 1, 1], dtype=x.dtype, device=x.device)
+        return x / 0.5 * kept.floor()
+
+
+def test_ops_of_training_mode_between_layers(tmp_path) -> None:
+    """As the drop_connect of EfficientNets: eval mode takes the values before it, and so does the exported file."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), StochasticDepth(), StochasticDepth(), nn.Conv2d(8, 2, 1)).train()
+    x = torch.randn(6, 3, 8, 8)
+    prepared = qt.prepare(model, (x,), "onnxruntime")
+    assert prepared.plan.tracing.branches == ()
+    qt.calibrate(prepared, [x], progress=False)
+    with qt.disable_quantization(prepared):
+        for training in (True, False):
+            torch.manual_seed(1)
+            ours = prepared.train(training)(x)
+            torch.manual_seed(1)
+            torch.testing.assert_close(ours, model.train(training)(x), atol=1e-5, rtol=1e-5)
+    assert not torch.equal(prepared.train()(x), prepared(x))
+    converted = qt.convert(prepared)
+    assert torch.equal(converted(x), prepared.eval()(x))
+    assert not converted.graph.find_nodes(op="call_function", target=torch.rand)
+    found = qt.export_onnx(converted, x, tmp_path / "model.onnx").verification
+    assert found.layer_codes.differing == 0
