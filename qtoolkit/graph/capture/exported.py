@@ -9,6 +9,7 @@ import inspect
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ def run(model: nn.Module, example_inputs: Any, leaf_modules: Sequence[type[nn.Mo
         ) from error
     exported: Any = program.module()
     graph = exported.graph
+    _check_ops(model, exported)
     for node in graph.find_nodes(op="call_module", target=GUARDS):
         graph.erase_node(node)
     _call_layers(model, graph, tuple(leaf_modules))
@@ -71,6 +73,21 @@ def run(model: nn.Module, example_inputs: Any, leaf_modules: Sequence[type[nn.Mo
         if isinstance(node.target, torch._ops.OpOverload):
             _call_torch(node)
     return _module_of(model, exported, graph)
+
+
+def _check_ops(model: nn.Module, exported: fx.GraphModule) -> None:
+    """Raise UntraceableError for ops that take a graph, as torch.cond and flex_attention do."""
+    taken = [node for node in exported.graph.find_nodes(op="get_attr") if isinstance(_value(exported, node), nn.Module)]
+    if taken:
+        op = next(iter(taken[0].users)).target
+        raise UntraceableError(
+            f"prepare: torch.export writes {str(op)!r} for {type(model).__name__}, an op that takes a graph, in which no layer "
+            f"would be quantized; {WITHOUT_TRACING}."
+        )
+
+
+def _value(module: nn.Module, node: fx.Node) -> Any:
+    return attrgetter(str(node.target))(module)
 
 
 def _shapes_of(value: Any) -> Any:

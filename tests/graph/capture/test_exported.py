@@ -131,6 +131,19 @@ def test_errors() -> None:
         qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),), capture="export")
 
 
+def test_ops_that_take_a_graph_are_refused() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, self.a, self.b, (x,))
+
+    with pytest.raises(qt.UntraceableError, match=r"torch\.export writes 'cond' for Chooses, an op that takes a graph"):
+        qt.prepare(Chooses(), (torch.randn(2, 4),), capture="export")
+
+
 def test_an_exported_module_is_no_float_model() -> None:
     """Its ops of aten would all stay in float without a word."""
     program = torch.export.export(Untraceable().eval(), (X,), strict=False).module()
