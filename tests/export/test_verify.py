@@ -275,3 +275,22 @@ def test_a_missing_node_of_what_is_used_stays_an_error() -> None:
     qt.calibrate(model, [x], progress=False)
     follower = Follower(qt.convert(model), (x,), {})
     assert follower.unused([*follower.names.values()]) == ()
+
+
+def test_a_quantizer_may_be_called_with_a_tensor_without_elements(tmp_path) -> None:
+    """As the decoders of segmentation_models_pytorch are, for encoders without a stage."""
+
+    class Joins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            none = torch.empty(x.shape[0], 0, x.shape[2], x.shape[3])
+            return self.last(torch.cat([torch.relu(self.first(x)), none], 1))
+
+    x = torch.randn(2, 3, 4, 4)
+    model = qt.prepare(Joins().eval(), (x,), "onnxruntime")
+    qt.calibrate(model, [x], progress=False)
+    found = qt.export_onnx(qt.convert(model), x, tmp_path / "model.onnx").verification
+    assert (found.missing, found.layer_codes.differing) == ((), 0)
