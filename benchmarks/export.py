@@ -1,4 +1,4 @@
-"""Latency and accuracy of exported files in onnxruntime, OpenVINO and ExecuTorch, beside onnxruntime's own quantize_static.
+"""Size, latency and accuracy of exported files in onnxruntime, OpenVINO, ExecuTorch and LiteRT, beside other tools' files.
 
 python benchmarks/export.py                     all models, one thread
 python benchmarks/export.py --only fsrcnn vit   some of them
@@ -6,8 +6,9 @@ python benchmarks/export.py --quick             small inputs and few images: a f
 python benchmarks/export.py --json FILE         writes the figures too
 
 Each model is exported in float and in int8, prepared for the runtime that executes it; quantize_static quantizes the float file
-with the same calibration batches (QDQ, uint8 activations, int8 weights per channel). ExecuTorch has files of its own, both with
-XNNPACK. All files of one model and one runtime are timed in turn, and times are multiples of the float file's in that runtime.
+with the same calibration batches (QDQ, uint8 activations, int8 weights per channel). ExecuTorch and LiteRT have files of their
+own, with XNNPACK; ai-edge-quantizer, where it is installed, quantizes LiteRT's float file with the same images. All
+files of one model and one runtime are timed in turn, and times are multiples of the float file's in that runtime.
 """
 
 import argparse
@@ -15,12 +16,13 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import executorch_files
+import litert_files
 import numpy as np
 import torch
 from export_models import SUBJECTS, Subject
@@ -37,8 +39,9 @@ from qtoolkit.runtimes.execution import Layer
 from qtoolkit.runtimes.table import EXECUTES
 
 GOAL = "below 1, and no slower than quantize_static"
-FLOAT, OURS, STATIC = "float", "qtoolkit", "quantize_static"
-EXECUTORCH = "executorch"
+FLOAT, OURS, STATIC, AI_EDGE = "float", "qtoolkit", "quantize_static", "ai-edge-quantizer"
+EXECUTORCH, LITERT = "executorch", "litert"
+PACKAGES = {LITERT: "ai_edge_litert"}  # where the package has another name than the runtime
 Files = dict[str, tuple[Path, Sequence[Layer]]]
 
 
@@ -50,6 +53,7 @@ class Row:
         model: The model.
         runtime: The runtime.
         file: Who wrote it.
+        bytes: Its size.
         milliseconds: Median time of a run.
         ratio: As a multiple of the float file's.
         spread: The widest interquartile range in the comparison, as a share of its median.
@@ -62,6 +66,7 @@ class Row:
     model: str
     runtime: str
     file: str
+    bytes: int
     milliseconds: float
     ratio: float
     spread: float
@@ -78,6 +83,8 @@ def write_files(subject: Subject, folder: Path, runtime: str) -> Files:
             FLOAT: executorch_files.write_float(subject, folder / "float.pte"),
             OURS: executorch_files.write_quantized(subject, folder / "qtoolkit.pte"),
         }
+    if runtime == LITERT:
+        return in_files_of_litert(subject, folder)
     paths = {name: folder / f"{name}_{runtime}.onnx" for name in (FLOAT, OURS, STATIC)}
     dynamic: Any = ({0: "batch", **({2: "height", 3: "width"} if "Set5" in subject.unit else {})},)
     example = torch.cat([subject.example] * 2)  # a batch of one would fix the dimension
@@ -89,6 +96,15 @@ def write_files(subject: Subject, folder: Path, runtime: str) -> Files:
     return {
         name: (path, EXECUTES[runtime](path, [subject.example], [], {}, True).layers) for name, path in paths.items()
     }
+
+
+def in_files_of_litert(subject: Subject, folder: Path) -> Files:
+    """Write the files of a model for LiteRT. All ops of the float file compute in float, those of the peer's are not known."""
+    paths = {name: folder / f"{name}.tflite" for name in (FLOAT, OURS, AI_EDGE)}
+    three = paths[FLOAT], paths[OURS], paths[AI_EDGE]
+    layers = litert_files.write_files(subject.model, subject.example[:1], subject.calibration, three)
+    of_file = {FLOAT: [replace(layer, integer=False) for layer in layers], OURS: layers, AI_EDGE: ()}
+    return {name: (path, of_file[name]) for name, path in paths.items() if path.exists()}
 
 
 def quantize_static(source: Path, target: Path, batches: Sequence[Tensor], **options: Any) -> None:
@@ -139,6 +155,7 @@ RUN: Mapping[str, Callable[[Path, int], Callable[[Any], Any]]] = {
     "onnxruntime": in_onnxruntime,
     "openvino": in_openvino,
     EXECUTORCH: executorch_files.in_executorch,
+    LITERT: litert_files.in_litert,
 }
 
 
@@ -153,10 +170,10 @@ def rows_of(subject: Subject, runtime: str, folder: Path, pace: Pace, threads: i
         ratio = timed.ratios.get(name, 1.0)
         layers = files[name][1]
         integer = sum(layer.integer for layer in layers)
-        has_one_size = runtime == EXECUTORCH and "Set5" in subject.unit
+        has_one_size = runtime in (EXECUTORCH, LITERT) and "Set5" in subject.unit
         accuracy = None if subject.measure is None or has_one_size else subject.measure(on_tensors(run))
         figures = (1e-3 * timed.roof_us * ratio, ratio, timed.spread, integer, len(layers) - integer, accuracy)
-        yield Row(subject.name, runtime, name, *figures, subject.unit)
+        yield Row(subject.name, runtime, name, files[name][0].stat().st_size, *figures, subject.unit)
 
 
 def _timed(run: Callable[[Any], Any], x: "np.ndarray[Any, Any]") -> Callable[[], object]:
@@ -171,19 +188,21 @@ def on_tensors(run: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print a table."""
     table = Table(title=f"int8 files; goal: {GOAL}")
-    for column in ("model", "runtime", "file", "ms", "x float", "in integers", "in float", "accuracy"):
+    for column in ("model", "runtime", "file", "KiB", "ms", "x float", "in integers", "in float", "accuracy"):
         table.add_column(column, justify="left" if column in ("model", "runtime", "file") else "right")
     for row in rows:
         accuracy = "" if row.accuracy is None else f"{row.accuracy:.2f} {row.unit}"
         times = (f"{row.milliseconds:.2f}", f"{row.ratio:.2f}{' ~' if row.spread > 0.3 else ''}")
-        table.add_row(row.model, row.runtime, row.file, *times, str(row.in_integers), str(row.in_float), accuracy)
+        size = f"{row.bytes / 1024:.0f}"
+        table.add_row(row.model, row.runtime, row.file, size, *times, str(row.in_integers), str(row.in_float), accuracy)
     console.print(table)
 
 
 def _is_installed(runtime: str) -> bool:
-    if find_spec(runtime) is None:
+    found = find_spec(PACKAGES.get(runtime, runtime)) is not None
+    if not found:
         print(f"{runtime} is not installed, and left out; run: {install_command(runtime)}.")
-    return find_spec(runtime) is not None
+    return found
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ import timm
 import torch
 from codes import with_statistics
 from export_models import ROOT, fsrcnn, jpeg_images, resnet20_of
+from litert_files import quantized_by_ai_edge, write_files
 from real_data import DATA
 from rich.console import Console
 from rich.table import Table
@@ -41,10 +42,8 @@ from mlperf_tiny import (
     CALIBRATION,
     ResNet8,
     accuracy_of_file,
-    channels_last,
     load_all,
     milliseconds,
-    write_float,
 )
 
 FLOAT, OURS, THEIRS = "float", "qtoolkit, post-training W8A8", "ai-edge-quantizer, post-training W8A8"
@@ -135,24 +134,10 @@ class Peer:
     accuracy: float | None = None
 
 
-def quantized_by_ai_edge(path: Path, calibration: Tensor, out: Path) -> None:
-    """Quantize a float file after training by ai-edge-quantizer: weights and activations of int8, codes at both ends."""
-    from ai_edge_quantizer import quantizer, recipe
-
-    theirs = quantizer.Quantizer(str(path))
-    theirs.load_quantization_recipe(recipe.static_wi8_ai8())
-    ranges = theirs.calibrate({"serving_default": [{"x": channels_last(x)} for x in calibration]})
-    out.write_bytes(theirs.quantize(ranges).quantized_model)
-
-
 def files_of(model: nn.Module, calibration: Tensor, folder: Path) -> dict[str, Path]:
     """Write a network in float, by our calibration, and by ai-edge-quantizer's of the float file, with the same images."""
-    prepared = qt.prepare(model, calibration[:1], backend="litert")
-    qt.calibrate(prepared, calibration.split(64), progress=False)
     paths = {name: folder / f"{name}.tflite" for name in (FLOAT, OURS, THEIRS)}
-    qt.export_litert(prepared, calibration[:1], paths[OURS], io_type="int8", verify=False)
-    write_float(prepared, calibration[:1], paths[FLOAT])
-    quantized_by_ai_edge(paths[FLOAT], calibration, paths[THEIRS])
+    write_files(model, calibration[:1], calibration.split(64), (paths[FLOAT], paths[OURS], paths[THEIRS]))
     return paths
 
 
@@ -179,7 +164,7 @@ def peers_of_resnet8(data: Path, checkpoints: Path) -> Iterator[Peer]:
             yield Peer(name, file, row.bytes, row.milliseconds, row.accuracy)
             if row.name == FLOAT:
                 theirs = Path(folder) / "theirs.tflite"
-                quantized_by_ai_edge(Path(folder) / "float.tflite", images.train[0][:CALIBRATION], theirs)
+                quantized_by_ai_edge(Path(folder) / "float.tflite", [images.train[0][:CALIBRATION]], theirs)
                 yield peer_of(name, THEIRS, theirs, images.test)
 
 
