@@ -26,10 +26,14 @@ GUARDS = "_guards_fn"  # the check of the inputs, which a graph of qtoolkit make
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "sym_constrain_range")
 LIFTS = ("lift_fresh", "lift_fresh_copy")  # of constants
 DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-SLICE = (None, 0, None, None, 1)  # the arguments of a slice, by default
 SPACES = ("linalg", "fft", "special")  # of torch, whose functions aten names with a prefix
 # Ops of aten that are methods with another name in Python.
 METHODS = {"sym_size": "size", "sym_stride": "stride", "sym_numel": "numel", **dict.fromkeys(LIFTS, "clone")}
+# Ops of aten that are x[...] in Python, and the index that their other arguments make.
+PLACES: Mapping[str, Callable[..., tuple[Any, ...]]] = {
+    "slice": lambda dim=0, start=None, end=None, step=1: (*[slice(None)] * dim, slice(start, end, step)),
+    "index": lambda indices: tuple(slice(None) if index is None else index for index in indices),
+}
 RESIZES = {
     "upsample_nearest1d": "nearest", "upsample_nearest2d": "nearest", "upsample_nearest3d": "nearest",
     "upsample_linear1d": "linear", "upsample_bilinear2d": "bilinear", "upsample_trilinear3d": "trilinear",
@@ -149,11 +153,8 @@ def _call_torch(node: fx.Node) -> None:
     elif (name in DROPOUTS and not args[2]) or (name in LIFTS and not any(map(_changes_its_input, node.users))):
         node.replace_all_uses_with(args[0])
         node.graph.erase_node(node)
-    elif name == "slice":
-        x, dim, start, end, step = args + SLICE[len(args) :]
-        node.target, node.args = operator.getitem, (x, (*[slice(None)] * dim, slice(start, end, step)))
-    elif name == "index":
-        node.target, node.args = operator.getitem, (args[0], tuple(slice(None) if i is None else i for i in args[1]))
+    elif name in PLACES:
+        node.target, node.args = operator.getitem, (args[0], PLACES[name](*args[1:]))
     elif name in RESIZES and schema.overload_name == "vec":
         x, size, *aligned, factors = args
         node.target, node.args = F.interpolate, (x, size, factors, RESIZES[name], *aligned)
