@@ -39,7 +39,7 @@ from qtoolkit.runtimes.execution import Layer
 from qtoolkit.runtimes.table import EXECUTES
 
 GOAL = "below 1, and no slower than quantize_static"
-FLOAT, OURS, STATIC, AI_EDGE = "float", "qtoolkit", "quantize_static", "ai-edge-quantizer"
+FLOAT, OURS, STATIC = "float", "qtoolkit", "quantize_static"
 EXECUTORCH, LITERT = "executorch", "litert"
 PACKAGES = {LITERT: "ai_edge_litert"}  # where the package has another name than the runtime
 Files = dict[str, tuple[Path, Sequence[Layer]]]
@@ -84,7 +84,7 @@ def write_files(subject: Subject, folder: Path, runtime: str) -> Files:
             OURS: executorch_files.write_quantized(subject, folder / "qtoolkit.pte"),
         }
     if runtime == LITERT:
-        return in_files_of_litert(subject, folder)
+        return files_of_litert(subject, folder)
     paths = {name: folder / f"{name}_{runtime}.onnx" for name in (FLOAT, OURS, STATIC)}
     dynamic: Any = ({0: "batch", **({2: "height", 3: "width"} if "Set5" in subject.unit else {})},)
     example = torch.cat([subject.example] * 2)  # a batch of one would fix the dimension
@@ -98,13 +98,11 @@ def write_files(subject: Subject, folder: Path, runtime: str) -> Files:
     }
 
 
-def in_files_of_litert(subject: Subject, folder: Path) -> Files:
+def files_of_litert(subject: Subject, folder: Path) -> Files:
     """Write the files of a model for LiteRT. All ops of the float file compute in float, those of the peer's are not known."""
-    paths = {name: folder / f"{name}.tflite" for name in (FLOAT, OURS, AI_EDGE)}
-    three = paths[FLOAT], paths[OURS], paths[AI_EDGE]
-    layers = litert_files.write_files(subject.model, subject.example[:1], subject.calibration, three)
-    of_file = {FLOAT: [replace(layer, integer=False) for layer in layers], OURS: layers, AI_EDGE: ()}
-    return {name: (path, of_file[name]) for name, path in paths.items() if path.exists()}
+    paths, layers = litert_files.write_files(subject.model, subject.example[:1], subject.calibration, folder)
+    of_file = {FLOAT: [replace(layer, integer=False) for layer in layers], OURS: layers}
+    return {name: (path, of_file.get(name, ())) for name, path in paths.items()}
 
 
 def quantize_static(source: Path, target: Path, batches: Sequence[Tensor], **options: Any) -> None:

@@ -25,7 +25,7 @@ import timm
 import torch
 from codes import with_statistics
 from export_models import ROOT, fsrcnn, jpeg_images, resnet20_of
-from litert_files import quantized_by_ai_edge, write_files
+from litert_files import AI_EDGE, FLOAT, OURS, quantized_by_ai_edge, write_files
 from real_data import DATA
 from rich.console import Console
 from rich.table import Table
@@ -46,7 +46,7 @@ from mlperf_tiny import (
     milliseconds,
 )
 
-FLOAT, OURS, THEIRS = "float", "qtoolkit, post-training W8A8", "ai-edge-quantizer, post-training W8A8"
+LABELS = {FLOAT: FLOAT, **{tool: f"{tool}, post-training W8A8" for tool in (OURS, AI_EDGE)}}
 PEERS = "ResNet-8", "MobileNetV1 0.25", "mobilenetv2_100"  # networks with random weights in the table of --peers
 
 
@@ -134,18 +134,12 @@ class Peer:
     accuracy: float | None = None
 
 
-def files_of(model: nn.Module, calibration: Tensor, folder: Path) -> dict[str, Path]:
-    """Write a network in float, by our calibration, and by ai-edge-quantizer's of the float file, with the same images."""
-    paths = {name: folder / f"{name}.tflite" for name in (FLOAT, OURS, THEIRS)}
-    write_files(model, calibration[:1], calibration.split(64), (paths[FLOAT], paths[OURS], paths[THEIRS]))
-    return paths
-
-
 def peers_of(name: str, model: nn.Module, calibration: Tensor, test: tuple[Tensor, Tensor] | None) -> Iterator[Peer]:
     """Yield the files of a network: in float, and quantized after training by both tools."""
     with tempfile.TemporaryDirectory() as folder:
-        for file, path in files_of(model, calibration, Path(folder)).items():
-            yield peer_of(name, file, path, test)
+        paths, _ = write_files(model, calibration[:1], calibration.split(64), Path(folder))
+        for file, path in paths.items():
+            yield peer_of(name, LABELS[file], path, test)
 
 
 def peer_of(name: str, file: str, path: Path, test: tuple[Tensor, Tensor] | None) -> Peer:
@@ -165,7 +159,7 @@ def peers_of_resnet8(data: Path, checkpoints: Path) -> Iterator[Peer]:
             if row.name == FLOAT:
                 theirs = Path(folder) / "theirs.tflite"
                 quantized_by_ai_edge(Path(folder) / "float.tflite", [images.train[0][:CALIBRATION]], theirs)
-                yield peer_of(name, THEIRS, theirs, images.test)
+                yield peer_of(name, LABELS[AI_EDGE], theirs, images.test)
 
 
 def all_peers(data: Path | None, checkpoints: Path | None) -> Iterator[Peer]:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,9 @@ from qtoolkit.runtimes.execution import Layer
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from mlperf_tiny import as_given, channels_last, write_float
+from mlperf_tiny import as_given, channels_last, interpreter_of, write_float
 
-PEER = "ai_edge_quantizer"
-
-
-def has_peer() -> bool:
-    """Return whether ai-edge-quantizer is installed."""
-    return find_spec(PEER) is not None
+FLOAT, OURS, AI_EDGE = "float", "qtoolkit", "ai-edge-quantizer"
 
 
 def quantized_by_ai_edge(path: Path, calibration: Sequence[Tensor], out: Path) -> None:
@@ -39,32 +33,28 @@ def quantized_by_ai_edge(path: Path, calibration: Sequence[Tensor], out: Path) -
 
 
 def write_files(
-    model: nn.Module, image: Tensor, calibration: Sequence[Tensor], paths: tuple[Path, Path, Path]
-) -> Sequence[Layer]:
+    model: nn.Module, image: Tensor, calibration: Sequence[Tensor], folder: Path
+) -> tuple[dict[str, Path], Sequence[Layer]]:
     """Write a model for one image in float, by qtoolkit and by ai-edge-quantizer, where it is installed and takes it.
 
     Returns:
-        The ops that compute in qtoolkit's file, which has codes at both ends.
+        The files, by who wrote them, and the ops that compute in qtoolkit's, which has codes at both ends.
     """
-    of_float, ours, theirs = paths
+    paths = {name: folder / f"{name}.tflite" for name in (FLOAT, OURS, AI_EDGE)}
     prepared = qt.prepare(model, image, backend="litert")
     qt.calibrate(prepared, calibration, progress=False)
-    result = qt.export_litert(prepared, image, ours, io_type="int8", verify=False)
-    write_float(prepared, image, of_float)
-    if has_peer():
-        try:
-            quantized_by_ai_edge(of_float, calibration, theirs)
-        except Exception as error:  # another tool may raise anything; its file is then missing in the table
-            print(f"ai-edge-quantizer does not take {of_float.name}: {type(error).__name__}: {error}")
-    return result.layers
+    result = qt.export_litert(prepared, image, paths[OURS], io_type="int8", verify=False)
+    write_float(prepared, image, paths[FLOAT])
+    try:
+        quantized_by_ai_edge(paths[FLOAT], calibration, paths[AI_EDGE])
+    except Exception as error:  # another tool may raise anything; its file is then missing in the table
+        print(f"without a file of ai-edge-quantizer ({type(error).__name__}: {error})")
+    return {name: path for name, path in paths.items() if path.exists()}, result.layers
 
 
 def in_litert(path: Path, threads: int) -> Callable[[Any], Any]:
     """Return what runs a file on an array of images, one by one, with the delegate XNNPACK."""
-    from ai_edge_litert.interpreter import Interpreter
-
-    interpreter = Interpreter(str(path), num_threads=threads)
-    interpreter.allocate_tensors()
+    interpreter = interpreter_of(path, threads)
     (given,), (returned,) = interpreter.get_input_details(), interpreter.get_output_details()
     scale, zero_point = returned["quantization"]
 

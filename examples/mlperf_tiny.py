@@ -168,8 +168,8 @@ def calibrated(model: nn.Module, data: Data, mapping: qt.QConfigMapping | None =
 def train_quantized(model: nn.Module, data: Data, bits: int, epochs: tuple[int, int], checkpoints: Path) -> nn.Module:
     """Return the quantized network, trained after so many epochs in float, in eval mode."""
     prepared = calibrated(model.train(), data, mapping_of(bits))
-    schedule = Schedule(len(data.train[1]), epochs[1], BATCH)
     of_float, own = epochs
+    schedule = Schedule(len(data.train[1]), own, BATCH)
     Run(prepared, data, schedule, SEED, checkpoints / f"resnet8_{of_float}_w{bits}a8_{own}.pt").train(f"W{bits}A8")
     model.eval()
     return prepared.eval()
@@ -185,11 +185,11 @@ def write_float(prepared: nn.Module, example: Tensor, path: Path) -> None:
         qt.export_litert(converted, example, path, verify=False)
 
 
-def interpreter_of(path: Path) -> Any:
-    """Return LiteRT's interpreter of a file, with the delegate XNNPACK and one thread."""
+def interpreter_of(path: Path, threads: int = 1) -> Any:
+    """Return LiteRT's interpreter of a file, with the delegate XNNPACK."""
     from ai_edge_litert.interpreter import Interpreter
 
-    interpreter = Interpreter(str(path), num_threads=1)
+    interpreter = Interpreter(str(path), num_threads=threads)
     interpreter.allocate_tensors()
     return interpreter
 

@@ -1,7 +1,7 @@
 """Protection of the user's model: its check, a copy to change, its state restored after an error, its modes after a run."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -90,17 +90,37 @@ def unchanged_on_error(model: nn.Module, parameters: bool = False) -> Iterator[N
 @contextmanager
 def values_unchanged_on_error(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Restore the values of tensors if the block raises. They are copied before the block."""
-    values = [tensor.detach().clone() for tensor in tensors]
+    put_back = _values_of(tensors)
     try:
         yield
     except BaseException:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                if tensor.shape == value.shape:
-                    tensor.copy_(value)
-                else:  # the first input or a state dict has given a quantizer its number of channels
-                    tensor.data = value
+        put_back()
         raise
+
+
+@contextmanager
+def values_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the values of tensors after the block. They are copied before it."""
+    put_back = _values_of(tensors)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def _values_of(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """Copy the values of tensors, and return what restores them."""
+    values = [tensor.detach().clone() for tensor in tensors]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for tensor, value in zip(tensors, values, strict=True):
+            if tensor.shape == value.shape:
+                tensor.copy_(value)
+            else:  # the first input or a state dict has given a quantizer its number of channels
+                tensor.data = value
+
+    return put_back
 
 
 def _contents(state: dict[str, Any]) -> dict[str, dict[Any, Any]]:

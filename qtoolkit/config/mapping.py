@@ -114,7 +114,7 @@ class QConfigMapping:
     the innermost module around the layer holds; a rule for the layer itself comes before all of them.
 
     A config of None leaves the layer in float. A layer without a rule has the backend's default config. What `exclude` names
-    stays in float, whatever the other rules say.
+    stays in float, against all other rules.
 
     Example:
         >>> w4 = QConfig(QuantSpec(bits=4), QuantSpec(bits=4, axis=0))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.errors import check_known
-from qtoolkit.model_state import check_module
+from qtoolkit.model_state import check_module, values_kept
 from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.quantizers.optimizer_steps import OptimizerSteps
@@ -300,19 +300,17 @@ def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     """
     kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # without SyncBatchNorm
     trained = [bn for bn in model.modules() if isinstance(bn, kinds) and bn.training]
-    kept = [(buffer, buffer.clone()) for bn in trained for buffer in bn.buffers(recurse=False)]
+    statistics = [buffer for bn in trained for buffer in bn.buffers(recurse=False)]
 
     def set_modes(by_batch: bool) -> None:
         for bn in trained:
             bn.training = by_batch
 
-    try:
-        yield set_modes
-    finally:
-        set_modes(True)
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+    with values_kept(statistics):
+        try:
+            yield set_modes
+        finally:
+            set_modes(True)
 
 
 # ---- arithmetic

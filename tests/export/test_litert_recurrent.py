@@ -76,7 +76,7 @@ def quantized(model: nn.Module, road: str) -> nn.Module:
 
 
 def check_codes(model: nn.Module, path) -> qt.export.LitertResult:
-    """Export a model; LiteRT has its codes with both sets of kernels, on inputs that the export has not seen."""
+    """Export a model, and check all codes on other inputs, with the reference kernels and with XNNPACK."""
     result = export_litert(model, X, path)
     others = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(2))
     found = verify(qt.convert(model), others, path, BOTH, progress=False)

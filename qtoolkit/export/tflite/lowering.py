@@ -24,10 +24,8 @@ from qtoolkit.runtimes.execution import Layer
 CONVERSIONS = ("QUANTIZE", "DEQUANTIZE")
 # Ops whose result depends on shapes and types alone.
 FILLS = (
-    *("zeros", "ones", "full", "arange"),
-    *("new_zeros", "new_ones", "new_full"),
-    *("zeros_like", "ones_like", "full_like"),
-)
+    "zeros", "ones", "full", "arange", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like",
+)  # fmt: skip
 
 
 @dataclass
@@ -285,15 +283,11 @@ class _Lowering:
     def constant(self, node: fx.Node) -> Any:
         """Return the tensor of a node that does not depend on the inputs; None of another."""
         if node not in self.constants:
-            of_shape = name_of_op(node) in FILLS
-            known = {node: _like(node) if of_shape else self.constant(node) for node in node.all_input_nodes}
-            computed = (
-                node.op == "call_function"
-                and (known or of_shape)
-                and all(isinstance(x, Tensor) for x in known.values())
-            )
+            fills, sources = name_of_op(node) in FILLS, node.all_input_nodes
+            known = {source: _like(source) if fills else self.constant(source) for source in sources}
             self.constants[node] = None
-            if computed:
+            is_op = node.op == "call_function" and (fills or sources)
+            if is_op and all(isinstance(x, Tensor) for x in known.values()):
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: known[source])
                 with torch.no_grad():
                     self.constants[node] = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -102,12 +102,18 @@ def select(op: Op) -> Value:
     return place(op, x, dim, op.args["index"] % x.shape[dim], op.name)
 
 
+def joined(op: Op, values: Sequence[Value], dim: int) -> Value:
+    """Join values in one order along a dimension, in a step before the output."""
+    first = values[0]
+    sizes = [sum(x.shape[d] for x in values) if d == dim else size for d, size in enumerate(first.shape)]
+    like = first.moved(sizes, first.order)
+    return op.step("CONCATENATION", values, like, "ConcatenationOptions", axis=first.axis(dim))
+
+
 def stacked(op: Op, values: Sequence[Value], dim: int = 0) -> Value:
     """Join values of one shape along a new dimension."""
-    shape = list(op.plain(values[0]).shape)
-    parts = [op.reshaped(x, (*shape[:dim], 1, *shape[dim:])) for x in values]
-    like = parts[0].moved((*shape[:dim], len(values), *shape[dim:]), range(len(shape) + 1))
-    return op.step("CONCATENATION", parts, like, "ConcatenationOptions", axis=dim)
+    shape = values[0].shape
+    return joined(op, [op.reshaped(x, (*shape[:dim], 1, *shape[dim:])) for x in values], dim)
 
 
 def stack(op: Op) -> Value:

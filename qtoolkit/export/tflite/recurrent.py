@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from qtoolkit.export.tflite.flatbuffer import Value
-from qtoolkit.export.tflite.moves import part, place, stacked
+from qtoolkit.export.tflite.moves import joined, part, place, stacked
 from qtoolkit.export.tflite.ops import Op
 
 State = tuple[Value, ...]  # the hidden state (n, hidden), of an LSTM the cell state too
@@ -82,7 +82,7 @@ def layer(step: Step) -> Callable[[Op], tuple[Value, ...]]:
                 steps, end = _run(op, step, x, first, weights[len(ends)], bool(reverse))
                 outputs.append(steps)
                 ends.append(end)
-            x = outputs[0] if directions == 1 else _joined(op, outputs)
+            x = outputs[0] if directions == 1 else joined(op, outputs, 2)
         x = _swapped(op, x) if op.args["batch_first"] else x
         return x, *(stacked(op, parts) for parts in zip(*ends, strict=True))
 
@@ -136,9 +136,3 @@ def _parts(op: Op, x: Value, count: int) -> list[Value]:
 def _swapped(op: Op, x: Value) -> Value:
     """Exchange the dimensions of steps and samples."""
     return op.plain(Value(x.tensor, (x.shape[1], x.shape[0], x.shape[2]), (1, 0, 2)))
-
-
-def _joined(op: Op, values: Sequence[Value]) -> Value:
-    """Join both directions along the features."""
-    like = values[0].moved((*values[0].shape[:2], sum(x.shape[2] for x in values)), values[0].order)
-    return op.step("CONCATENATION", values, like, "ConcatenationOptions", axis=2)

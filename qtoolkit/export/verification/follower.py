@@ -167,11 +167,11 @@ class Follower:
     def _is_unchanged_by_nan(self, grids: Iterable[Grid]) -> bool:
         """Return whether the model returns the same if the output of quantizers is NaN."""
         try:
-            found = self._run(grids, lambda grid, args, output: torch.full_like(output, torch.nan))
+            found = tensors_of(self._run(grids, lambda grid, args, output: torch.full_like(output, torch.nan)))
         except Exception:  # NaN took a branch of the user's forward that raises an error
             return False
-        pairs = zip(tensors_of(found), tensors_of(self.outputs), strict=True)
-        return all(torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan()) for a, b in pairs)
+        known = tensors_of(self.outputs)
+        return len(found) == len(known) and all(map(_are_equal, found, known))
 
     @property
     def on_codes(self) -> tuple[str, ...]:
@@ -242,6 +242,11 @@ class Follower:
     def _pairing(self, nodes: Nodes, up_to_ties: bool) -> Pairing:
         of_grids = {grid_named(self.model, name): of_name for name, of_name in nodes.items()}
         return Pairing(of_grids, self.calls, up_to_ties)
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same values, and NaN at the same places."""
+    return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 
 def _call(grid: Grid, x: Tensor, output: Tensor) -> Call:

@@ -74,24 +74,26 @@ def run(model: nn.Module, example_inputs: Any, leaf_modules: Sequence[type[nn.Mo
         graph.erase_node(node)
     _call_layers(model, graph, tuple(leaf_modules))
     for node in list(graph.nodes):
-        if isinstance(node.target, torch._ops.OpOverload):
+        if calls_aten(node):
             _call_torch(node)
     return _module_of(model, exported, graph)
 
 
+def calls_aten(node: fx.Node) -> bool:
+    """Return whether a node calls an op of aten, as graphs of torch.export do; ops of other libraries stay as they are."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+
+
 def _check_ops(model: nn.Module, exported: fx.GraphModule) -> None:
     """Raise UntraceableError for ops that take a graph, as torch.cond and flex_attention do."""
-    taken = [node for node in exported.graph.find_nodes(op="get_attr") if isinstance(_value(exported, node), nn.Module)]
+    read = exported.graph.find_nodes(op="get_attr")
+    taken = [node for node in read if isinstance(attrgetter(str(node.target))(exported), nn.Module)]
     if taken:
         op = next(iter(taken[0].users)).target
         raise UntraceableError(
             f"prepare: torch.export writes {str(op)!r} for {type(model).__name__}, an op that takes a graph, in which no layer "
             f"would be quantized; {WITHOUT_TRACING}."
         )
-
-
-def _value(module: nn.Module, node: fx.Node) -> Any:
-    return attrgetter(str(node.target))(module)
 
 
 def _shapes_of(value: Any) -> Any:

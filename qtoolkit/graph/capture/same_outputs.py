@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from qtoolkit.errors import first_line
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError
 from qtoolkit.model_inputs import split, tensors_of
-from qtoolkit.model_state import evaluating
+from qtoolkit.model_state import evaluating, values_kept
 from qtoolkit.random_state import RandomState
 
 # The graph has the ops of forward in their order, so that only kernels without a fixed order of sums differ at all.
@@ -31,7 +31,7 @@ class Expected:
         self.name, self.random = type(model).__name__, RandomState.now()
         self.args, self.kwargs = split(example_inputs)
         self.outputs: list[Tensor] | None = None
-        with suppress(Exception):  # whatever the user's forward raises; the run of the prepared model says it
+        with suppress(Exception):  # the run of the prepared model reports what forward raises
             self.outputs = self._run(model, {**concrete_args, **self.kwargs})
 
     def check(self, traced: fx.GraphModule) -> None:
@@ -52,17 +52,13 @@ class Expected:
             return f"fails ({type(error).__name__}: {first_line(error)})"
 
     def _run(self, model: nn.Module, kwargs: Mapping[str, Any]) -> list[Tensor]:
-        before = [(buffer, buffer.clone()) for buffer in model.buffers()]
         args, kwargs = tree_map(_cloned, (self.args, dict(kwargs)))  # a forward may change its inputs in place
         self.random.restore()
         try:
-            with torch.no_grad(), evaluating(model):
+            with torch.no_grad(), evaluating(model), values_kept([*model.buffers()]):
                 return [tensor.clone() for tensor in tensors_of(model(*args, **kwargs))]
         finally:
             self.random.restore()
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.copy_(value)
 
 
 def _cloned(value: Any) -> Any:

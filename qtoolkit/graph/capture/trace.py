@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx, nn
 
 from qtoolkit.errors import check_sequence, some, unknown
@@ -15,6 +14,7 @@ from qtoolkit.graph.capture import both_modes, functional_layers, in_place, subc
 from qtoolkit.graph.capture import functional_batch_norms as norms
 from qtoolkit.graph.capture.blocks import with_traced_blocks
 from qtoolkit.graph.capture.checks import Assignments, check_hooks
+from qtoolkit.graph.capture.exported import calls_aten
 from qtoolkit.graph.capture.functions import scripted_functions
 from qtoolkit.graph.capture.mode import add_modes, traced_modes
 from qtoolkit.graph.capture.same_outputs import Expected
@@ -256,7 +256,7 @@ def check_model(model: nn.Module, what: str = "prepare") -> None:
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UntraceableError(f"{what}: parameter {lazy[0]!r} has no shape yet; run the model once on a batch first.")
-    if what == "prepare" and isinstance(model, fx.GraphModule) and any(map(_is_of_aten, model.graph.nodes)):
+    if what == "prepare" and isinstance(model, fx.GraphModule) and any(map(calls_aten, model.graph.nodes)):
         raise UntraceableError(
             'prepare: the model is a graph of torch.export; prepare the model itself, with capture="export".'
         )
@@ -265,10 +265,6 @@ def check_model(model: nn.Module, what: str = "prepare") -> None:
             f"prepare: forward was replaced on this instance of {type(model).__name__}; define forward in the class, or "
             f"{WITHOUT_TRACING}."
         )
-
-
-def _is_of_aten(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
 
 
 def check_leaf_modules(leaf_modules: Sequence[type[nn.Module]]) -> None:

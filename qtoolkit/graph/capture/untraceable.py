@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.nn import QAT_MODULES
@@ -88,9 +88,9 @@ def untraceable(
     if frame is not None and frame.name != "forward":
         remedies.append(f"if {frame.name!r} is a function, make it a single op with torch.fx.wrap({frame.name!r})")
     remedies += _remedies(model, name, kind)
-    if has_example_inputs:
+    if has_example_inputs and not isinstance(model, fx.GraphModule):  # that of torch.export is one
         remedies.append('capture the model by torch.export, with capture="export"')
-    else:
+    if not has_example_inputs:
         remedies.append("pass example_inputs, which determine the sizes that Python branches on")
     remedies.append(WITHOUT_TRACING)
     return UntraceableError(
