@@ -154,7 +154,7 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
 
 def breakable(cell: str) -> str:
     """Return a cell whose long names a browser may break between their parts, so that the table fits the page."""
-    return re.sub(r"\S{15,}", lambda word: re.sub(r"[._/=]|[a-z](?=[A-Z])", r"\g<0><wbr>", word[0]), cell)
+    return re.sub(r"\S{15,}", lambda word: re.sub(r"[._/=]|[a-z](?=[A-Z\d])", r"\g<0><wbr>", word[0]), cell)
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
