@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from qtoolkit.graph.block_calls import ROOT, BlockCall, Path, leaves
 from qtoolkit.graph.block_code import Division, Part, free_nodes
+from qtoolkit.graph.capture.in_place import changed_by
 from qtoolkit.graph.chains import (
     Chain,
     Pair,
@@ -28,7 +29,7 @@ from qtoolkit.graph.chains import (
     is_max_pool_call,
     is_weighted_call,
 )
-from qtoolkit.graph.nodes import is_quantizer
+from qtoolkit.graph.nodes import is_quantizer, kind_of
 from qtoolkit.graph.products import function_of
 from qtoolkit.graph.traced_blocks import TracedBlock, find_block, node_name
 from qtoolkit.nn.epilogue import epilogue_of, layer_output, max_pool, max_pool2d
@@ -40,6 +41,7 @@ from qtoolkit.nn.units.function import NONE, OF_FUNCTION, Function, function_of_
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.recorded import check_argument
 from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.table import OTHER
 from qtoolkit.ops.recording import is_recorded
 
 Products = Mapping[str, Product] | None
@@ -367,7 +369,13 @@ class _UnitWriter(_Writer):
 
     def _nothing_between(self, first: fx.Node, last: fx.Node) -> bool:
         between = self.items[self.order[first] + 1 : self.order[last]]
-        return all(isinstance(node, fx.Node) and (node in self.inner or is_quantizer(node)) for node in between)
+        return all(isinstance(node, fx.Node) and self._leaves_tensors(node) for node in between)
+
+    def _leaves_tensors(self, node: fx.Node) -> bool:
+        """Return whether a node changes no tensor that others read; what is not in the table of ops might."""
+        if node in self.inner or is_quantizer(node):
+            return True
+        return kind_of(node) is not OTHER and changed_by(node, self.division.gm) is None
 
     def _found(self, taken: Collection[fx.Node]) -> dict[fx.Node, fx.Node | None]:
         """Return the units that are no chains."""

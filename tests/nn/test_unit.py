@@ -63,10 +63,14 @@ def prepared(
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
     model = qt.prepare(network(), (x,), backend="academic", qconfig_mapping=mapping, training_arithmetic=forward)
     qt.calibrate(model, [x], progress=False)
-    for module in model.modules():
-        if hasattr(module, "count_steps"):
-            module.count_steps(-1)  # behind the first steps, in which quantizers look at their inputs
+    settle(model)
     return model.train()
+
+
+def settle(model: nn.Module) -> None:
+    """Put a model behind the first steps, in which quantizers look at their inputs."""
+    for quantizer in qt.quantizers_of(model).values():
+        quantizer.count_steps(-1)
 
 
 def counting(found: dict[str, int], name: str) -> Callable[..., Any]:
@@ -443,3 +447,43 @@ def test_a_snapshot_sees_another_type() -> None:
     snapshot = Snapshot((module,), frozenset())
     module.__class__ = type("Other", (nn.Linear,), {})
     assert not snapshot.holds()
+
+
+class Unknown(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+SHORTCUTS: dict[str, tuple[nn.Module, bool]] = {
+    "identity": (nn.Identity(), True),
+    "average pool": (nn.AvgPool2d(3, 1, 1), True),
+    "changes the layer's input": (nn.ReLU(inplace=True), False),
+    "unknown": (Unknown(), False),
+}
+
+
+@pytest.mark.parametrize("kind", SHORTCUTS)
+def test_a_layer_runs_with_its_batch_norm_behind_a_shortcut(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs between a layer and the add may wait for it, unless it changes tensors or nobody knows what it does."""
+    shortcut, fused = SHORTCUTS[kind]
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+            self.shortcut = shortcut
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.body(x) + self.shortcut(x))
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 8, 8)
+    model = qt.prepare(Block(), (x,), backend="academic", leaf_modules=[Unknown])
+    qt.calibrate(model, [x], progress=False)
+    settle(model)
+    other = copy.deepcopy(model)
+    with counted(monkeypatch) as found:
+        y = model.train()(x)
+    assert found == {"compute": int(fused), "_one_by_one": 0}
+    with one_by_one(monkeypatch):
+        assert torch.equal(other.train()(x), y)
