@@ -10,7 +10,37 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.model_inputs import call_arguments, tensors_of, with_tensors
+from qtoolkit.model_state import check_module, deepcopy_model
+from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of
+
+
+def on_cpu(model: nn.Module, inputs: Any, what: str) -> tuple[nn.Module, Any]:
+    """Return a model and inputs on the CPU, where files are written and compared with runtimes: themselves, if they are there.
+
+    A GPU adds in another order, and rounds the inputs of convolutions to TF32 by default, which moves codes.
+    """
+    check_module(model, what)
+    if _are_elsewhere([*model.parameters(), *model.buffers()]):
+        model = deepcopy_model(model, what=what).cpu()
+    tensors = tensors_of(inputs)
+    return model, with_tensors(inputs, (t.cpu() for t in tensors)) if _are_elsewhere(tensors) else inputs
+
+
+def converted_on_cpu(model: nn.Module, inputs: Any, what: str) -> tuple[nn.Module, Any]:
+    """Return what a file is written from: a prepared model, converted, or a converted one, and inputs, on the CPU.
+
+    Raises:
+        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`.
+        RuntimeError: A quantizer saw no data.
+    """
+    check_quantized(model, what)
+    return on_cpu(convert(model) if quantizers_of(model) else model, inputs, what)
+
+
+def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:
+    return any(tensor.device.type not in ("cpu", "meta") for tensor in tensors)
 
 
 @dataclass(frozen=True)

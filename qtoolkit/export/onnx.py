@@ -19,7 +19,7 @@ from qtoolkit.errors import check_known
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
 from qtoolkit.export.files.files import check_file, free_name, replace_model, save, weights_of
-from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
+from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs, converted_on_cpu
 from qtoolkit.export.pairs.opsets import choose, convert_opset, native
 from qtoolkit.export.pairs.shaped_weights import check_shapes, shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
@@ -34,10 +34,8 @@ from qtoolkit.finite import check_finite
 from qtoolkit.graph.passes.record import ops_put_in
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_state import evaluating
-from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -172,11 +170,10 @@ def export_onnx(
             "export_onnx: dynamic_batch=True makes dimension 0 of all inputs dynamic, and dynamic_shapes names dimensions one "
             "by one; pass only one of them."
         )
-    check_quantized(model, "export_onnx")
     require_extra("export_onnx")
     from qtoolkit.export.verification.verify import verify_onnx
 
-    converted = convert(model) if quantizers_of(model) else model
+    converted, example_inputs = converted_on_cpu(model, example_inputs, "export_onnx")
     check_grids(converted, "export_onnx")
     _check_formats(converted)
     _warn_of_layers_put_in(converted)

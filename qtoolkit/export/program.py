@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from qtoolkit.export.inputs import by_name
+from qtoolkit.export.inputs import by_name, converted_on_cpu
 from qtoolkit.export.onnx import ONE_AT_A_TIME, check_grids
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pt2e.decomposition import Quantizers, decompose
@@ -16,9 +16,7 @@ from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import call_arguments
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn.module import names_of_weights
-from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid
-from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,7 @@ def export_program(model: nn.Module, example_inputs: Any, dynamic_shapes: Any = 
 
 def decomposed(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, what: str) -> Decomposed:
     """Return a model in the decomposed form; errors begin with `what`, the public function."""
-    check_quantized(model, what)
-    converted = convert(model) if quantizers_of(model) else model
+    converted, example_inputs = converted_on_cpu(model, example_inputs, what)
     check_grids(converted, what)
     _check_form(converted, what)
     args, kwargs = call_arguments(converted, example_inputs, f"{what}: example_inputs do")

@@ -13,12 +13,10 @@ from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.target import BackendFiles, Target
 from qtoolkit.export.backend_files.targets import TARGETS
 from qtoolkit.export.exporters.torch_exporters import Request
-from qtoolkit.export.inputs import Inputs, check_dtypes
+from qtoolkit.export.inputs import Inputs, check_dtypes, converted_on_cpu
 from qtoolkit.export.onnx import ONE_AT_A_TIME, check_grids, require_extra, written
 from qtoolkit.export.pairs.opsets import LOWEST, check_opset, native
-from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.progress import progress_bar, step
-from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
 
 def encodings(
@@ -73,10 +71,9 @@ def encodings(
         ('x', 1.0, (0,))
     """
     target = _target(backend, "encodings")
-    check_quantized(model, "encodings")
     require_extra("encodings")
     check_opset("encodings", opset)
-    converted = convert(model) if quantizers_of(model) else model
+    converted, example_inputs = converted_on_cpu(model, example_inputs, "encodings")
     check_grids(converted, "encodings")
     bar = progress_bar("encodings", "steps", progress, total=1, after=0)
     with ONE_AT_A_TIME, bar:

@@ -16,6 +16,7 @@ from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, quantizer_nodes
 from qtoolkit.export.files.reading import open_model
+from qtoolkit.export.inputs import on_cpu
 from qtoolkit.export.verification.codes import (
     CodeCount,
     check_difference,
@@ -179,6 +180,7 @@ def verify_onnx(
         (0, 0)
     """
     path = renamed("verify_onnx", "model", model, "path", path, None)
+    converted, inputs = on_cpu(converted, inputs, "verify_onnx")
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
     file = _opened(path, "verify_onnx")
     nodes = _nodes_of(file.proto.graph, converted, "verify_onnx")
@@ -304,6 +306,7 @@ def verify(
         0
     """
     of_litert = _check_runtimes(runtimes, optimized)
+    model, inputs = on_cpu(model, inputs, "verify")
     args, kwargs = call_arguments(model, inputs, "verify: inputs do")
     tensors = tensors_of((args, kwargs))
     if not isinstance(path, str | PathLike):
