@@ -62,15 +62,16 @@ sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehavio
 	tests/sanitize/run address $(RUN)/python
 	tests/sanitize/run thread $(RUN)/python
 
-# On a machine with a GPU, by its own Python: torch, numpy and pytest are enough. Each piece takes at most ten minutes.
+# On a machine with a GPU, by its own Python, with what docs/gpu.md names. Each piece takes at most ten minutes.
 GPU_PYTHON ?= python3
 gpu: gpu-build gpu-test gpu-sanitize gpu-bench ## the first hour on a GPU: build, tests, compute-sanitizer, benchmarks
 
 gpu-build:                   ## compile for the card found, in place; without a card, for data-centre GPUs
 	QTOOLKIT_CUDA=1 $(GPU_PYTHON) setup.py build_ext --inplace
 
-gpu-test:                    ## the ops on CUDA against the CPU, and the same kernels on the host
-	$(GPU_PYTHON) -m pytest -q -rs -p no:cacheprovider -W ignore tests/ops/test_cuda.py tests/ops/test_cuda_host_fused.py
+gpu-test:                    ## ops and training steps on CUDA against the CPU, and the same kernels on the host
+	$(GPU_PYTHON) -m pytest -q -rs -p no:cacheprovider -W ignore tests/ops/test_cuda.py tests/training/test_cuda.py \
+	  tests/ops/test_cuda_host_fused.py
 
 gpu-sanitize:                ## a call of every op under compute-sanitizer's four tools
 	for tool in memcheck racecheck initcheck synccheck; do \

@@ -87,6 +87,7 @@ def extension(cuda: bool) -> object:
         return cpp_extension.CppExtension("qtoolkit._C", sources, extra_compile_args=flags, **common)
     choose_architectures()
     flags["nvcc"] = ["-O3", "--fmad=false", "--expt-relaxed-constexpr", "--expt-extended-lambda"]
+    flags["nvcc"] += ["-Xfatbin=-compress-all"]  # to a fifth, in the form that every driver unpacks
     return cpp_extension.CUDAExtension(
         "qtoolkit._C",
         sources,

@@ -213,10 +213,10 @@ class Loop:
     times: int = 0
 
 
+TYPES = {"float32": "f", "bfloat16": "13__nv_bfloat16", "float16": "6__half"}  # as symbols have them
 WIDE = {"float32": 2, "bfloat16": 1, "float16": 1}  # vectors of 16 bytes for 8 elements
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ROUNDED = {"float32": {}, "bfloat16": {r"F2FP\.BF16": 4}, "float16": {r"F2FP\.(F16\.F32\.)?PACK": 4}}
-UNPACKED = {"float32": {}, "bfloat16": {"0xffff0000": 1}, "float16": {r"HADD2\.F32": 1}}
 WITHOUT = {"float32": "(?!)", "bfloat16": r"HADD2\.F32", "float16": "(?!)"}  # unpacking of another dtype
 
 
@@ -235,7 +235,7 @@ def fake_quant_loops() -> Iterator[Loop]:
     """Return those of fake_quant and of the backward of its learned scale."""
     forward, backward = (
         "elementwise_kernelIfLb1E.*IntegerFunctor",
-        "learned_backward_kernelIf.*{}ELb1E.*LearnedGradient",
+        "learned_backward_kernelIf{}NS.*{}ELb0E.*LearnedGradient",
     )
     for dtype, size in SIZES.items():
         load, wide, without = r"LDG\.E\.128", WIDE[dtype], WITHOUT[dtype]
@@ -248,61 +248,70 @@ def fake_quant_loops() -> Iterator[Loop]:
         for kind, (of_kind, mask) in kinds.items():
             title = f"fake_quant, {dtype}, {kind}"
             yield Loop(title, forward, 2 * size + mask, load, wide, {**needs, **of_kind}, without)
-        title, kernel = f"learned backward, {dtype}, planes of whole vectors", backward.format("Contiguous")
+        title, kernel = (
+            f"learned backward, {dtype}, planes of whole vectors",
+            backward.format(TYPES[dtype], "Contiguous"),
+        )
         yield Loop(title, kernel, 3 * size, load, 2 * wide, needs, without)
         each = "" if dtype == "float32" else r"\.U16"
         needs = {rf"STG\.E{each} ": ELEMENTS, **dict.fromkeys(ROUNDED[dtype], 1)}
-        title, kernel = f"learned backward, {dtype}, planes of 7x7", backward.format("Scattered")
+        title, kernel = f"learned backward, {dtype}, planes of 7x7", backward.format(TYPES[dtype], "Scattered")
         yield Loop(title, kernel, 3 * size, rf"LDG\.E{each} ", 2 * ELEMENTS, needs, without)
 
 
-# How the channels of batch norm lie in vectors of 8 elements (csrc/cuda/norm_channels.cuh), and the vectors of the values of
-# 8 channels, each of 16 bytes.
-LAYOUTS = {"planes of whole vectors": (0, 0), "planes of 7x7": (1, 0), "channels_last": (2, 2)}
+# How the channels of batch norm lie in vectors of 8 elements (csrc/cuda/norm_channels.cuh), and how many vectors of 16-bit
+# elements are in a round of the loops of forward and backward (csrc/cuda/batch_norm.cu).
+LAYOUTS = {"planes of whole vectors": (0, 2, 1), "planes of 7x7": (1, 1, 1), "channels_last": (2, 3, 2)}
 
 
 def batch_norm_loops(dtype: str) -> Iterator[Loop]:
     """Return those of batch norm with a quantizer with a learned scale behind it, and its gradients."""
-    size, wide, without = SIZES[dtype], WIDE[dtype], WITHOUT[dtype]
-    store = {r"STG\.E\.128": wide}
-    for layout, (spread, of_a_channel) in LAYOUTS.items():
-        kernel = f"norm_{{}}_kernelIfLNS0_6SpreadE{spread}"
-        needs = {**store, "FRND": ELEMENTS, r"STG\.E\.64": 1, **ROUNDED[dtype]}
-        title, loads = f"batch norm, {dtype}, {layout}", wide + 3 * of_a_channel
-        yield Loop(title, kernel.format("forward"), 2 * size + 1, r"LDG\.E\.128", loads, needs, without)
-        title, loads = f"batch norm backward, {dtype}, {layout}", 2 * wide + 5 * of_a_channel
-        yield Loop(
-            title, kernel.format("backward"), 3 * size, r"LDG\.E\.128", loads, {**store, **ROUNDED[dtype]}, without
-        )
+    size, wide, load = SIZES[dtype], WIDE[dtype], r"LDG\.E\.128"
+    for layout, (spread, *ahead) in LAYOUTS.items():
+        kernel, rounds = f"norm_{{}}_kernelI{TYPES[dtype]}LNS.*SpreadE{spread}", ahead if size == 2 else (1, 1)
+        needs = several({r"STG\.E\.128": wide, "FRND": ELEMENTS, r"STG\.E\.64": 1, **ROUNDED[dtype]}, rounds[0])
+        title, loads, elements = f"batch norm, {dtype}, {layout}", wide * rounds[0], ELEMENTS * rounds[0]
+        yield Loop(title, kernel.format("forward"), 2 * size + 1, load, loads, needs, elements=elements)
+        needs = several({r"STG\.E\.128": wide, **ROUNDED[dtype]}, rounds[1])
+        title, loads, elements = f"batch norm backward, {dtype}, {layout}", 2 * wide * rounds[1], ELEMENTS * rounds[1]
+        yield Loop(title, kernel.format("backward"), 3 * size, load, loads, needs, elements=elements)
     yield from row_loops(dtype)
     for layout, walk in {"planes of whole vectors": "Contiguous", "planes of 7x7": "Scattered"}.items():
         yield from plane_loops(dtype, layout, walk)
 
 
+def several(needs: Mapping[str, int], rounds: int) -> dict[str, int]:
+    """Return what several rounds of a loop need."""
+    return {need: rounds * count for need, count in needs.items()}
+
+
 def row_loops(dtype: str) -> Iterator[Loop]:
     """Return the loops of batch norm's moments and of the sums of its gradients in channels_last.
 
-    A loop has 8 rows of 8 channels, whose sums it adds to those in float64, in shared memory: 8 stores. Two rows of gradients
-    are a loop in it.
+    A loop has 8 rows of 8 channels, whose sums it adds to those in float64. Two rows of gradients, or one in float32, are a
+    loop in it.
     """
-    size, wide, store = SIZES[dtype], WIDE[dtype], r"STS\.128"
-    load, without, elements = r"LDG\.E\.128", WITHOUT[dtype], ELEMENTS**2
-    title, kernel, needs = f"batch norm moments, {dtype}, channels_last", "row_moments_kernelIf", dict(UNPACKED[dtype])
-    yield Loop(title, kernel, size, store, ELEMENTS, {**needs, load: ELEMENTS * wide}, without, elements)
-    title, kernel, needs = f"batch norm sums, {dtype}, channels_last", "row_sums_kernelIfL.*E1E", {**needs, "FRND": 16}
-    two_rows = Loop(title, kernel, 2 * size, load, 4 * wide, needs, without)
-    yield Loop(title, kernel, 2 * size, store, ELEMENTS, needs, without, elements, inner=two_rows, times=3)
+    size, wide, rows = SIZES[dtype], WIDE[dtype], 2 if dtype != "float32" else 1
+    load, elements = r"LDG\.E\.128", ELEMENTS**2
+    title, kernel = f"batch norm moments, {dtype}, channels_last", f"row_moments_kernelI{TYPES[dtype]}E"
+    yield Loop(title, kernel, size, load, ELEMENTS * wide, {}, elements=elements)
+    title, kernel = f"batch norm sums, {dtype}, channels_last", f"row_sums_kernelI{TYPES[dtype]}L.*E1E"
+    loads, needs = 2 * wide * rows, {"FRND": ELEMENTS * rows}
+    some = Loop(title, kernel, 2 * size, load, loads, needs)
+    joined, more = {**needs, "DADD": 2 * ELEMENTS + rows}, ELEMENTS // rows - 1
+    yield Loop(title, kernel, 2 * size, load, loads, joined, elements=elements, inner=some, times=more)
 
 
 def plane_loops(dtype: str, layout: str, walk: str) -> Iterator[Loop]:
     """Return the same loops where a thread has elements of one channel."""
-    size, loads, load, needs = SIZES[dtype], WIDE[dtype], r"LDG\.E\.128", {"DADD": 2, **UNPACKED[dtype]}
+    size, loads, load, needs = SIZES[dtype], WIDE[dtype], r"LDG\.E\.128", {"DADD": 2}
+    of, whole = TYPES[dtype], "ELb1E" if walk == "Contiguous" else "ELb0E"
     if walk == "Scattered":
         loads, load, needs = ELEMENTS, r"LDG\.E " if dtype == "float32" else r"LDG\.E\.U16", {"DADD": 2}
-    title, kernel = f"batch norm moments, {dtype}, {layout}", f"14moments_kernelIf.*{walk}"
-    yield Loop(title, kernel, size, load, loads, needs, WITHOUT[dtype])
-    title, kernel = f"batch norm sums, {dtype}, {layout}", f"11sums_kernelIf.*{walk}.*LearnedE1E"
-    yield Loop(title, kernel, 2 * size, load, 2 * loads, {**needs, "FRND": ELEMENTS}, WITHOUT[dtype])
+    title, kernel = f"batch norm moments, {dtype}, {layout}", f"14moments_kernelI{of}NS.*{walk}{whole}"
+    yield Loop(title, kernel, size, load, loads, needs)
+    title, kernel = f"batch norm sums, {dtype}, {layout}", f"11sums_kernelI{of}NS.*{walk}{whole}.*LearnedE1E"
+    yield Loop(title, kernel, 2 * size, load, 2 * loads, {**needs, "FRND": ELEMENTS})
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Writes the three figures of README.md, and the plot of them, docs/figures.svg.
+"""Writes the figures of README.md, and the plot of three of them, docs/figures.svg.
 
-python benchmarks/front_page.py    takes train_step.json, memory.json and codes.json of benchmarks/results
+python benchmarks/front_page.py    takes train_step.json, memory.json, codes.json and gpu.json of benchmarks/results
 
-Needs matplotlib. Run it after benchmarks/train_step.py, benchmarks/memory.py or benchmarks/codes.py.
+Needs matplotlib. Run it after benchmarks/train_step.py, benchmarks/memory.py, benchmarks/codes.py or benchmarks/gpu.py.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from stored import write_part
 ROOT = Path(__file__).parents[1]
 BEGIN = "<!-- begin: benchmarks/front_page.py -->"
 END = "<!-- end -->"
-NETWORK, OURS = "resnet18", "ours, integer"
+NETWORK, OURS, ON_GPU = "resnet18", "ours, integer", "ours, learned scales"
 PLOT = "figures.svg"
 OUR_COLOR, OTHER_COLOR = "#3949ab", "#9e9e9e"
 
@@ -33,6 +33,9 @@ class Figures:
         differing: How many differ from those of integer arithmetic, in all networks.
         compared: How many were compared.
         versions: The versions of the other tools.
+        card: The GPU that was measured.
+        batch: The size of its batches.
+        on_gpu: Time of a training step there, and its peak of memory, by network, as multiples of the float model's.
     """
 
     time: Mapping[str, float]
@@ -41,6 +44,9 @@ class Figures:
     differing: int
     compared: int
     versions: Mapping[str, str]
+    card: str
+    batch: int
+    on_gpu: Mapping[str, tuple[float, float]]
 
 
 def figures_of(results: Path) -> Figures:
@@ -49,6 +55,9 @@ def figures_of(results: Path) -> Figures:
         json.loads((results / f"{name}.json").read_text()) for name in ("train_step", "memory", "codes")
     )
     rows = [row for row in codes if row["runtime"].startswith("onnxruntime")]
+    gpu = json.loads((results / "gpu.json").read_text())
+    batch = max(row["batch"] for row in gpu["steps"])
+    learned = [row for row in gpu["steps"] if row["subject"] == ON_GPU and row["batch"] == batch]
     return Figures(
         _by_tool(steps, "ratio"),
         _by_tool(memory, "kept"),
@@ -56,6 +65,9 @@ def figures_of(results: Path) -> Figures:
         sum(row["integer_differing"] for row in rows),
         sum(row["codes"] for row in rows),
         {name: version for name, version in steps["peers"].items() if name != "torch"},
+        gpu["card"],
+        batch,
+        {row["network"]: (row["ratio"], row["peak"]) for row in learned},
     )
 
 
@@ -77,6 +89,7 @@ def lines_of(figures: Figures) -> list[str]:
         [value for name, value in of.items() if name != "qtoolkit"] for of in (figures.time, figures.memory)
     )
     worst = max(figures.simulated.values())
+    on_gpu = [f"{name} {time:.2f} and {peak:.2f} times" for name, (time, peak) in figures.on_gpu.items()]
     return [
         f"- **{figures.time['qtoolkit']:.2f} times the time** of a float training step; {len(time)} other tools take "
         f"{min(time):.2f} to {max(time):.2f} times.",
@@ -84,6 +97,8 @@ def lines_of(figures: Figures) -> list[str]:
         f"{min(memory):.2f} to {max(memory):.2f} times.",
         f"- **{figures.differing:,} of {figures.compared:,} quantized values differ** between PyTorch and onnxruntime, in "
         f"{len(figures.simulated)} networks. With the usual simulation in float, up to {worst:.1%} differ.",
+        f"- On a GPU ({figures.card}, bfloat16, batches of {figures.batch}, learned scales) a step takes, of the float step's "
+        f"time and peak of memory: {', '.join(on_gpu)} ([all figures](docs/gpu.md)).",
     ]
 
 

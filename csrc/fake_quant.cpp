@@ -212,7 +212,8 @@ std::tuple<Tensor, Tensor> fake_affine_tensor_quant(const Tensor& x, const Tenso
   args.bounds = legacy_bounds(num_bits, false, false);
   args.shared = high.const_data_ptr();
   args.fractional = true;
-  const Tensor step = high.sub(low).div(std::ldexp(1.0, static_cast<int>(num_bits)) - 1);
+  // On CUDA, torch multiplies by the reciprocal of a number, whose quotient is another one; it divides by a tensor.
+  const Tensor step = high.sub(low).div(at::full_like(low, std::ldexp(1.0, static_cast<int>(num_bits)) - 1));
   run_elementwise(KernelId::fake_affine_tensor_quant, args, y, mask, x, step, low, {});
   return {y, mask};
 }

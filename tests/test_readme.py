@@ -53,7 +53,7 @@ def test_the_figures_and_the_plot_are_those_of_the_results(front_page: ModuleTyp
     figures = front_page.figures_of(RESULTS)
     written = README.read_text().split(front_page.BEGIN)[1].split(front_page.END)[0]
     assert written.strip().splitlines() == front_page.lines_of(figures)
-    assert len(front_page.lines_of(figures)) == 3
+    assert len(front_page.lines_of(figures)) == 4
     pytest.importorskip("matplotlib", reason="needs matplotlib, which is not installed")
     front_page.draw(figures, tmp_path / "fresh.svg")
     texts = [

@@ -1,4 +1,6 @@
 // Batch norm in training with what is fused behind it, and its gradients, on CUDA.
+#include <numeric>
+
 #include "../passed_interval.h"
 #include "kernels.h"
 #include "norm_elements.cuh"
@@ -8,52 +10,92 @@ namespace qtoolkit {
 namespace cuda {
 namespace {
 
-template <class A, Spread kSpread>
-__global__ void __launch_bounds__(kThreads, kBlocks<A, 4>)
-    norm_forward_kernel(const __grid_constant__ NormArgs<A> args) {
-  const Settings<A> settings = settings_of<A>(args);
-  with_elements<A>(args.of, [&](auto* type) {
-    const auto of = operands_of<std::remove_pointer_t<decltype(type)>>(args.of);
+// Whether all vectors have 8 elements and are aligned.
+constexpr bool is_whole(Spread spread) { return spread == Spread::plane || spread == Spread::row; }
+
+// Calls f(at, x, grad, channels) with each vector of elements, with x and the gradient, if there is one. Whole vectors
+// are loaded kAhead vectors ahead: about 32 KiB for the threads of a multiprocessor hide the way to memory. Of whole
+// rows of channels, a thread keeps its channels: the launch takes blocks that make them the same in all its vectors.
+template <Spread kSpread, int kCount, int kAhead, class T, class A, class F>
+QT_DEVICE void for_elements(const NormArgs<A>& args, const Operands<T>& of, F f) {
+  const auto channels_at = [&](const Contiguous& at) { return channels_of<kSpread, kCount>(args.channels, at); };
+  if constexpr (is_whole(kSpread)) {
+    const auto run = [&](auto channels) {
+      for_vectors_ahead<kAhead>(
+          args.numel, [&](const Contiguous& at) { return loaded_at(of, at); },
+          [&](const Contiguous& at, const Loaded<T>& loaded) {
+            A x[kVectorSize], grad[kVectorSize];
+            unpack(loaded.x, x);
+            if constexpr (kCount == kBackward) unpack(loaded.grad, grad);
+            f(at, x, grad, channels(at));
+          });
+    };
+    if constexpr (kSpread == Spread::row) {
+      const auto own = channels_at(whole_at((int64_t{kThreads} * blockIdx.x + threadIdx.x) * kVectorSize));
+      run([&](const Contiguous&) { return own; });
+    } else {
+      run(channels_at);
+    }
+  } else {
     for_vectors(args.numel, [&](const Contiguous& at) {
-      A centred[kVectorSize], y[kVectorSize];
-      load_before(args, of, at, channels_of<kSpread, kForward>(args.channels, at), centred, y);
-      activate_all(settings, y);
-      if (settings.quantized) {
-        A codes[kVectorSize];
-        with_divisor(settings.scale, y, [&](auto scale) {
-#pragma unroll
-          for (int k = 0; k < kVectorSize; ++k) {
-            const A code = snap(y[k], scale, settings.zero_point, settings.lo, settings.hi).code;
-            y[k] = value_of<A>(code, scale, settings.zero_point);
-            codes[k] = larger_or_number(code, settings.lo);  // of NaN, the lowest
-          }
-        });
-        if (args.of.codes != nullptr) store_dense(args.of.codes, at, of.aligned, codes);
-      }
-      store_dense(of.y, at, of.aligned, y);
+      A x[kVectorSize], grad[kVectorSize];
+      load_dense(of.x, at, args.aligned, x);
+      if constexpr (kCount == kBackward) load_dense(of.grad, at, args.aligned, grad);
+      f(at, x, grad, channels_at(at));
     });
+  }
+}
+
+template <class T, Spread kSpread>
+__global__ void __launch_bounds__(kThreads, kSpread == Spread::row ? kBlocks<T, 3, 2> : kBlocks<T, 4, 4>)
+    norm_forward_kernel(const __grid_constant__ NormArgs<ArithmeticOf<T>> args) {
+  using A = ArithmeticOf<T>;
+  constexpr int kAhead = sizeof(T) == 2 && kSpread == Spread::row ? 2 : 1;
+  const Settings<A> settings = settings_of<A>(args);
+  const auto of = operands_of<T>(args.of);
+  const bool aligned = is_whole(kSpread) || args.aligned;
+  for_elements<kSpread, kForward, kAhead>(args, of, [&](const Contiguous& at, auto& x, auto&, const auto& channels) {
+    A y[kVectorSize];
+    values_before(args.of, of, at, aligned, channels, x, y);
+    activate_all(settings, y);
+    if (settings.quantized) {
+      A codes[kVectorSize];
+      with_divisor(settings.scale, y, [&](auto scale) {
+#pragma unroll
+        for (int k = 0; k < kVectorSize; ++k) {
+          const A code = snap(y[k], scale, settings.zero_point, settings.lo, settings.hi).code;
+          y[k] = value_of<A>(code, scale, settings.zero_point);
+          codes[k] = larger_or_number(code, settings.lo);  // of NaN, the lowest
+        }
+      });
+      if (args.of.codes != nullptr) store_dense(args.of.codes, at, aligned, codes);
+    }
+    store_dense(of.y, at, aligned, y);
   });
 }
 
-template <class A, Spread kSpread>
-__global__ void __launch_bounds__(kThreads, kBlocks<A>) norm_backward_kernel(const __grid_constant__ NormArgs<A> args) {
+template <class T, Spread kSpread>
+__global__ void __launch_bounds__(kThreads, kSpread == Spread::row   ? kBlocks<T, 2, 2>
+                                            : kSpread == Spread::any ? kBlocks<T, 3, 3>
+                                                                     : kBlocks<T, 4, 3>)
+    norm_backward_kernel(const __grid_constant__ NormArgs<ArithmeticOf<T>> args) {
+  using A = ArithmeticOf<T>;
+  constexpr int kAhead = sizeof(T) == 2 && kSpread == Spread::row ? 2 : 1;
   const Settings<A> settings = settings_of<A>(args);
-  with_elements<A>(args.of, [&](auto* type) {
-    const auto of = operands_of<std::remove_pointer_t<decltype(type)>>(args.of);
-    for_vectors(args.numel, [&](const Contiguous& at) {
-      A centred[kVectorSize], before[kVectorSize], grads[kVectorSize];
-      const auto channels = channels_of<kSpread, kBackward>(args.channels, at);
-      load_before(args, of, at, channels, centred, before);
-      load_dense(of.grad, at, of.aligned, grads);
-      gradients_before(settings, before, grads);
+  const auto of = operands_of<T>(args.of);
+  const bool aligned = is_whole(kSpread) || args.aligned;
+  for_elements<kSpread, kBackward, kAhead>(
+      args, of, [&](const Contiguous& at, auto& x, auto& grad, const auto& channels) {
+        A before[kVectorSize];
+        values_before(args.of, of, at, aligned, channels, x, before);
+        gradients_before(settings, before, grad);
 #pragma unroll
-      for (int k = 0; k < kVectorSize; ++k) {
-        before[k] = input_gradient(grads[k], centred[k], channels.factor(k), channels.slope(k), channels.offset(k));
-      }
-      store_dense(of.y, at, of.aligned, before);
-      if (of.residual_grad != nullptr) store_dense(of.residual_grad, at, of.aligned, grads);
-    });
-  });
+        for (int k = 0; k < kVectorSize; ++k) {
+          x[k] = input_gradient(grad[k], x[k], channels.factor(k), channels.slope(k), channels.offset(k));
+        }
+        store_dense(of.y, at, aligned, x);
+        if (of.residual_grad != nullptr) store_dense(of.residual_grad, at, aligned, grad);
+      });
 }
 
 // ---- channels
@@ -105,8 +147,8 @@ __global__ void __launch_bounds__(kThreads) statistics_kernel(const NormArgs<A> 
   const Pair sums = total_of(args.sums, c * slices, slices);
   if (threadIdx.x != 0) return;
   A shift = 0;
-  with_elements<A>(args.of,
-                   [&](const auto* type) { shift = shift_of(args, static_cast<decltype(type)>(args.of.x), c); });
+  with_type<A, Kind::values>(
+      args.of.dtype, [&](const auto* type) { shift = shift_of(args, static_cast<decltype(type)>(args.of.x), c); });
   const Moments moments = moments_about(shift, static_cast<double>(args.of.count()), sums.first, sums.second);
   static_cast<A*>(args.of.mean)[c] = static_cast<A>(moments.mean);
   static_cast<A*>(args.of.variance)[c] = static_cast<A>(moments.squares / moments.count);
@@ -161,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) track_kernel(const TrackedStatistics
 // ---- launches
 
 bool is_of_rows(const BatchNormArgs& args) {
-  const bool whole = args.inner == 1 && args.channels % kVectorSize == 0;
+  const bool whole = args.inner == 1 && args.channels % kVectorSize == 0 && are_aligned(args);
   return whole && args.outer * (args.channels / kVectorSize) <= kMostDivisible;
 }
 
@@ -177,78 +219,114 @@ ReductionTiling division_of(const BatchNormArgs& args) {
 int64_t blocks_of(const ReductionTiling& s) { return s.groups * s.tiles * s.count; }
 
 // The workspace: five values for each channel and two for the interval, then the partial results.
-template <class A>
-NormArgs<A> with_memory(const BatchNormArgs& args, const ReductionTiling& s, double* workspace) {
+template <class T>
+NormArgs<ArithmeticOf<T>> with_memory(const BatchNormArgs& args, const ReductionTiling& s, double* workspace) {
   const int64_t slots = s.count * args.channels, blocks = blocks_of(s);
-  A* values = reinterpret_cast<A*>(workspace);
+  auto* values = reinterpret_cast<ArithmeticOf<T>*>(workspace);
   double* sums = workspace + kValues * args.channels + 2;
   double* learned = sums + 2 * slots;
   return {args,
           args.outer * args.channels * args.inner,
+          are_aligned(args),
           {values, args.channels, places_of(args)},
           values + kValues * args.channels,
           {sums, sums + slots},
           {learned, learned + blocks}};
 }
 
-// Runs a kernel of vectors as the channels lie along them.
+// Blocks for a kernel of vectors. With whole rows of channels, a thread's vectors are a multiple of a row apart.
+unsigned blocks_for(const BatchNormArgs& args, Spread spread, int64_t numel) {
+  int64_t blocks = blocks_for_vectors(numel);
+  if (spread == Spread::row) {
+    const int64_t row = args.channels / kVectorSize, of = row / std::gcd(row, int64_t{kThreads});
+    blocks = divide_up(blocks, of) * of;
+  }
+  return static_cast<unsigned>(blocks);
+}
+
+// Runs a kernel of vectors as the channels lie along them. Those of whole vectors take aligned operands.
 template <class A>
 void launch_vectors(void (*const (&kernels)[kSpreads])(NormArgs<A>), const NormArgs<A>& args, cudaStream_t stream) {
-  const auto kernel = kernels[static_cast<int>(spread_of(args.of))];
-  const unsigned blocks = blocks_for_vectors(args.numel);
+  const Spread spread = args.aligned ? spread_of(args.of) : Spread::any;
+  const auto kernel = kernels[static_cast<int>(spread)];
+  const unsigned blocks = blocks_for(args.of, spread, args.numel);
   kernel<<<blocks, kThreads, 0, stream>>>(args);
 }
 
 template <class A>
 using Reduction = void (*)(NormArgs<A>, ReductionTiling, Pairs);
 
+// The kernels of a reduction: of the vectors of a channel, of vectors that are whole and aligned, of single elements,
+// and of rows of channels.
 template <class A>
-void reduce(Reduction<A> contiguous, Reduction<A> scattered, Reduction<A> rows, const NormArgs<A>& args,
-            const ReductionTiling& s, cudaStream_t stream) {
-  const auto kernel = is_of_rows(args.of) ? rows : s.unit == kVectorSize ? contiguous : scattered;
+struct Reductions {
+  Reduction<A> contiguous, whole, scattered, rows;
+};
+
+template <class A>
+void reduce(const Reductions<A>& kernels, const NormArgs<A>& args, const ReductionTiling& s, cudaStream_t stream) {
+  const auto contiguous = args.aligned && args.numel % kVectorSize == 0 ? kernels.whole : kernels.contiguous;
+  const auto kernel = is_of_rows(args.of) ? kernels.rows : s.unit == kVectorSize ? contiguous : kernels.scattered;
   kernel<<<static_cast<unsigned>(blocks_of(s)), kThreads, 0, stream>>>(args, s, args.sums);
 }
 
-template <class A, Learned kLearned>
-void reduce_gradients(const NormArgs<A>& args, const ReductionTiling& s, cudaStream_t stream) {
-  reduce<A>(sums_kernel<A, Contiguous, kLearned>, sums_kernel<A, Scattered, kLearned>, row_sums_kernel<A, kLearned>,
-            args, s, stream);
+template <class T, Learned kLearned>
+void reduce_gradients(const NormArgs<ArithmeticOf<T>>& args, const ReductionTiling& s, cudaStream_t stream) {
+  reduce<ArithmeticOf<T>>({sums_kernel<T, Contiguous, false, kLearned>, sums_kernel<T, Contiguous, true, kLearned>,
+                           sums_kernel<T, Scattered, false, kLearned>, row_sums_kernel<T, kLearned>},
+                          args, s, stream);
 }
 
 // Threads of a block that joins slices.
 unsigned threads_for(const ReductionTiling& s) { return s.count > 32 ? kThreads : 32; }
 
-template <class A>
+template <class T>
 void forward(const BatchNormArgs& given, double* workspace, cudaStream_t stream) {
+  using A = ArithmeticOf<T>;
   static constexpr void (*kKernels[])(NormArgs<A>) = {
-      norm_forward_kernel<A, Spread::plane>, norm_forward_kernel<A, Spread::planes>,
-      norm_forward_kernel<A, Spread::row>, norm_forward_kernel<A, Spread::any>};
+      norm_forward_kernel<T, Spread::plane>, norm_forward_kernel<T, Spread::planes>,
+      norm_forward_kernel<T, Spread::row>, norm_forward_kernel<T, Spread::any>};
   const ReductionTiling s = division_of(given);
-  const NormArgs<A> args = with_memory<A>(given, s, workspace);
+  const NormArgs<A> args = with_memory<T>(given, s, workspace);
   const unsigned channels = static_cast<unsigned>(given.channels), threads = threads_for(s);
-  reduce<A>(moments_kernel<A, Contiguous>, moments_kernel<A, Scattered>, row_moments_kernel<A>, args, s, stream);
+  reduce<A>({moments_kernel<T, Contiguous, false>, moments_kernel<T, Contiguous, true>,
+             moments_kernel<T, Scattered, false>, row_moments_kernel<T>},
+            args, s, stream);
   statistics_kernel<A><<<channels, threads, 0, stream>>>(args, s.count);
   launch_vectors<A>(kKernels, args, stream);
 }
 
-template <class A>
+template <class T>
 void backward(const BatchNormArgs& given, double* workspace, cudaStream_t stream) {
+  using A = ArithmeticOf<T>;
   static constexpr void (*kKernels[])(NormArgs<A>) = {
-      norm_backward_kernel<A, Spread::plane>, norm_backward_kernel<A, Spread::planes>,
-      norm_backward_kernel<A, Spread::row>, norm_backward_kernel<A, Spread::any>};
+      norm_backward_kernel<T, Spread::plane>, norm_backward_kernel<T, Spread::planes>,
+      norm_backward_kernel<T, Spread::row>, norm_backward_kernel<T, Spread::any>};
   const ReductionTiling s = division_of(given);
-  const NormArgs<A> args = with_memory<A>(given, s, workspace);
-  const unsigned channels = static_cast<unsigned>(given.channels + given.learned), threads = threads_for(s);
+  const NormArgs<A> args = with_memory<T>(given, s, workspace);
+  const unsigned channels = static_cast<unsigned>(given.channels + given.learned);
+  const unsigned threads = given.learned ? kThreads : threads_for(s);  // a channel's slices may be few, blocks are not
   launch_each(channels_kernel<A>, given.channels, stream, args);
   if (!given.learned) {
-    reduce_gradients<A, Learned::nothing>(args, s, stream);
+    reduce_gradients<T, Learned::nothing>(args, s, stream);
   } else if (given.zero_point == nullptr) {
-    reduce_gradients<A, Learned::scale>(args, s, stream);
+    reduce_gradients<T, Learned::scale>(args, s, stream);
   } else {
-    reduce_gradients<A, Learned::both>(args, s, stream);
+    reduce_gradients<T, Learned::both>(args, s, stream);
   }
   gradients_kernel<A><<<channels, threads, 0, stream>>>(args, s.count, blocks_of(s));
   launch_vectors<A>(kKernels, args, stream);
+}
+
+// Calls f with a null pointer of the type of the elements.
+template <class F>
+void with_elements(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::f64: return f(static_cast<double*>(nullptr));
+    case Dtype::bf16: return f(static_cast<__nv_bfloat16*>(nullptr));
+    case Dtype::f16: return f(static_cast<__half*>(nullptr));
+    default: return f(static_cast<float*>(nullptr));
+  }
 }
 
 }  // namespace
@@ -259,11 +337,13 @@ int64_t batch_norm_workspace(const BatchNormArgs& args) {
 }
 
 void batch_norm_forward(const BatchNormArgs& args, double* workspace, cudaStream_t stream) {
-  args.is_f64() ? forward<double>(args, workspace, stream) : forward<float>(args, workspace, stream);
+  with_elements(args.dtype,
+                [&](auto* type) { forward<std::remove_pointer_t<decltype(type)>>(args, workspace, stream); });
 }
 
 void batch_norm_backward(const BatchNormArgs& args, double* workspace, cudaStream_t stream) {
-  args.is_f64() ? backward<double>(args, workspace, stream) : backward<float>(args, workspace, stream);
+  with_elements(args.dtype,
+                [&](auto* type) { backward<std::remove_pointer_t<decltype(type)>>(args, workspace, stream); });
 }
 
 void batch_norm_track(const TrackedStatistics& s, cudaStream_t stream) {

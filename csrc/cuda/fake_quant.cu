@@ -1,4 +1,6 @@
 // Fake quantization onto every grid, and its gradients, on CUDA.
+#include <type_traits>
+
 #include "../fake_quant.h"
 #include "../prelu.h"
 #include "../requantize.h"
@@ -19,6 +21,10 @@ template <template <class, class> class Functor>
 constexpr int kMapBlocks = 6;
 template <>
 constexpr int kMapBlocks<FloatFunctor> = 5;
+template <template <class, class> class Functor>
+constexpr int kLearnedBlocks = 4;
+template <>
+constexpr int kLearnedBlocks<PreluGradient> = 3;
 
 // Functor is one of kernel_list.h.
 template <class A, bool kDense, template <class, class> class Functor>
@@ -98,8 +104,10 @@ __global__ void __launch_bounds__(kThreads) add_codes_kernel(const KernelArgs ar
   });
 }
 
-template <class A, class At, bool kDense, template <class, class> class Functor>
-__global__ void __launch_bounds__(kThreads, kDense ? 4 : 1)
+// T is the type of the elements of dense operands that consist of whole vectors, aligned where they follow each other;
+// or void for other operands. kZeroPoint: whether its gradient is wanted.
+template <class A, class T, class At, bool kZeroPoint, template <class, class> class Functor>
+__global__ void __launch_bounds__(kThreads, std::is_void_v<T> ? 1 : kLearnedBlocks<Functor>)
     learned_backward_kernel(const __grid_constant__ KernelArgs args, const __grid_constant__ ReductionTiling tiling,
                             Pairs sums) {
   using F = Functor<A, A>;
@@ -108,25 +116,39 @@ __global__ void __launch_bounds__(kThreads, kDense ? 4 : 1)
   ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
   Grid<A, ScaleOf<F, A>> grid;
   if (it.left > 0) grid = grid_of<A, ScaleOf<F, A>>(args, it.channel);
-  At at;
-  while (next(tiling, args.numel, it, at)) {
-    A x[kVectorSize], grad[kVectorSize];
+  const auto differentiate = [&](const A(&x)[kVectorSize], A(&grad)[kVectorSize]) {
     TreeSum<A> ds, dz;
-    load<kDense>(args.x, at, x);
-    load<kDense>(args.grad, at, grad);
     with_divisor(grid.scale, x, [&](auto scale) {
 #pragma unroll
       for (int i = 0; i < kVectorSize; ++i) {
         const int k = TreeSum<A>::place(i);
         const auto gradient = F::apply(functor, x[k], grad[k], scale, grid.zero_point);
         ds.add(i, gradient.scale);
-        dz.add(i, gradient.zero_point);
+        if constexpr (kZeroPoint) dz.add(i, gradient.zero_point);
         grad[k] = gradient.dx;
       }
     });
-    store(args, at, grad);
     sum.first += ds.total();
-    sum.second += dz.total();
+    if constexpr (kZeroPoint) sum.second += dz.total();
+  };
+  if constexpr (std::is_void_v<T>) {
+    At at;
+    while (next(tiling, args.numel, it, at)) {
+      A x[kVectorSize], grad[kVectorSize];
+      load<false>(args.x, at, x);
+      load<false>(args.grad, at, grad);
+      differentiate(x, grad);
+      store(args, at, grad);
+    }
+  } else {
+    At at;
+    while (next<true>(tiling, args.numel, it, at)) {
+      A x[kVectorSize], grad[kVectorSize];
+      load_dense(static_cast<const T*>(args.x.data), at, true, x);
+      load_dense(static_cast<const T*>(args.grad.data), at, true, grad);
+      differentiate(x, grad);
+      store_dense(static_cast<T*>(args.y), at, true, grad);
+    }
   }
   join_block(tiling, sum, sums, Add());
 }
@@ -161,16 +183,32 @@ void elementwise(const KernelArgs& args, cudaStream_t stream) {
                      args, stream);
 }
 
-template <template <class, class> class Functor>
+using LearnedKernel = void (*)(KernelArgs, ReductionTiling, Pairs);
+
+// Whether vectors of a dense operand can be loaded at once.
+bool is_whole(const void* data, int64_t numel) {
+  return is_aligned(static_cast<const float*>(data)) && numel % kVectorSize == 0;
+}
+
+template <class At, bool kZeroPoint, template <class, class> class Functor>
+LearnedKernel learned_kernel(const KernelArgs& args) {
+  const Dtype dtype = args.x.dtype;
+  const bool dense = args.x.dense && args.grad.dense && args.grad.dtype == dtype && args.y_dtype == dtype;
+  const bool whole =
+      is_whole(args.x.data, args.numel) && is_whole(args.grad.data, args.numel) && is_whole(args.y, args.numel);
+  if (dtype == Dtype::f64) return learned_backward_kernel<double, void, At, true, Functor>;
+  if (!dense || !(whole || std::is_same_v<At, Scattered>)) {
+    return learned_backward_kernel<float, void, At, true, Functor>;
+  }
+  if (dtype == Dtype::bf16) return learned_backward_kernel<float, __nv_bfloat16, At, kZeroPoint, Functor>;
+  if (dtype == Dtype::f16) return learned_backward_kernel<float, __half, At, kZeroPoint, Functor>;
+  return learned_backward_kernel<float, float, At, kZeroPoint, Functor>;
+}
+
+template <bool kZeroPoint, template <class, class> class Functor>
 void learned_backward(const KernelArgs& args, double* workspace, cudaStream_t stream) {
-  const bool dense = args.x.dense && args.grad.dense;
-  const auto contiguous = pick(args.x.dtype, dense, learned_backward_kernel<float, Contiguous, true, Functor>,
-                               learned_backward_kernel<float, Contiguous, false, Functor>,
-                               learned_backward_kernel<double, Contiguous, false, Functor>);
-  const auto scattered = pick(args.x.dtype, dense, learned_backward_kernel<float, Scattered, true, Functor>,
-                              learned_backward_kernel<float, Scattered, false, Functor>,
-                              learned_backward_kernel<double, Scattered, false, Functor>);
-  launch_reduction(contiguous, scattered, Pair{0, 0}, Add(), args, workspace, stream);
+  launch_reduction(learned_kernel<Contiguous, kZeroPoint, Functor>(args),
+                   learned_kernel<Scattered, kZeroPoint, Functor>(args), Pair{0, 0}, Add(), args, workspace, stream);
 }
 
 }  // namespace
@@ -180,9 +218,10 @@ void learned_backward(const KernelArgs& args, double* workspace, cudaStream_t st
 QT_ELEMENTWISE_KERNELS(QT_DEFINE)
 #undef QT_DEFINE
 
-#define QT_DEFINE(name, Functor)                                              \
-  void name(const KernelArgs& args, double* workspace, cudaStream_t stream) { \
-    learned_backward<Functor>(args, workspace, stream);                       \
+#define QT_DEFINE(name, Functor)                                                               \
+  void name(const KernelArgs& args, double* workspace, cudaStream_t stream) {                  \
+    args.sum_zero_point == nullptr ? learned_backward<false, Functor>(args, workspace, stream) \
+                                   : learned_backward<true, Functor>(args, workspace, stream); \
   }
 QT_LEARNED_KERNELS(QT_DEFINE)
 #undef QT_DEFINE

@@ -29,6 +29,29 @@ QT_DEVICE void for_vectors(int64_t numel, F f) {
   }
 }
 
+// The same for whole vectors, with what load(at) returns for each: those of a thread's next kAhead vectors are on their
+// way while f(at, loaded) computes.
+template <int kAhead, class Load, class F>
+QT_DEVICE void for_vectors_ahead(int64_t numel, Load load, F f) {
+  const int64_t step = int64_t{kVectorSize} * kThreads * gridDim.x;
+  int64_t i = (int64_t{kThreads} * blockIdx.x + threadIdx.x) * kVectorSize;
+  decltype(load(whole_at(i))) ahead[kAhead];
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    if (i + k * step < numel) ahead[k] = load(whole_at(i + k * step));
+  }
+  while (true) {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {  // in a ring: a copy of what is loaded would wait for it
+      if (i >= numel) return;
+      const auto loaded = ahead[k];
+      if (i + kAhead * step < numel) ahead[k] = load(whole_at(i + kAhead * step));
+      f(whole_at(i), loaded);
+      i += step;
+    }
+  }
+}
+
 // Loads each vector of an operand, calls f(at, v), and stores v to args.y. With kTyped, the operand is dense and of the
 // result's dtype: each dtype has a loop of its own.
 template <class A, bool kDense, bool kTyped, class F>
@@ -113,21 +136,18 @@ void launch_each(void (*kernel)(Parameters...), int64_t count, cudaStream_t stre
   kernel<<<static_cast<unsigned>(divide_up(count, kThreads)), kThreads, 0, stream>>>(args...);
 }
 
-// Blocks for a kernel that calls for_vectors and has little to do before it.
-static inline unsigned blocks_for_vectors(int64_t numel) {
-  constexpr int64_t kMostBlocks = 1 << 14;
-  return static_cast<unsigned>(least(divide_up(numel, int64_t{kVectorSize} * kThreads), kMostBlocks));
-}
-
-// `results`: how many a block of threads computes at once.
-static inline void launch_elementwise(void (*kernel)(KernelArgs), const KernelArgs& args, cudaStream_t stream,
-                                      int64_t results = kVectorSize * kThreads) {
+// Blocks for a kernel that calls for_vectors. `results`: how many a block of threads computes at once.
+static inline int64_t blocks_for_vectors(int64_t numel, int64_t results = kVectorSize * kThreads) {
   constexpr int64_t kFewBlocks = 1 << 11, kMostBlocks = 1 << 14;  // two and several waves on the largest GPU
   constexpr int64_t kVectors = 4;                                 // of a thread, which pay for its start
+  const int64_t all = divide_up(numel, results), several = divide_up(all, kVectors);
+  return least(several < kFewBlocks ? least(all, kFewBlocks) : several, kMostBlocks);
+}
+
+static inline void launch_elementwise(void (*kernel)(KernelArgs), const KernelArgs& args, cudaStream_t stream,
+                                      int64_t results = kVectorSize * kThreads) {
   if (args.numel == 0) return;
-  const int64_t all = divide_up(args.numel, results), several = divide_up(all, kVectors);
-  const int64_t blocks = least(several < kFewBlocks ? least(all, kFewBlocks) : several, kMostBlocks);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
+  kernel<<<static_cast<unsigned>(blocks_for_vectors(args.numel, results)), kThreads, 0, stream>>>(args);
 }
 
 // ---- reduce -----------------------------------------------------------------------------------------------------
@@ -177,15 +197,17 @@ QT_DEVICE void write(const Pairs& to, int64_t slot, Pair pair) {
   if (to.second != nullptr) to.second[slot] = pair.second;
 }
 
-// The next elements of a thread, all of one channel; false if none are left.
+// The next elements of a thread, all of one channel; false if none are left. kWhole: all vectors have 8 elements.
+template <bool kWhole = false>
 QT_DEVICE bool next(const ReductionTiling& s, int64_t numel, ReductionIterator& it, Contiguous& at) {
   if (it.left == 0) return false;
-  at = vector_at(it.unit * kVectorSize, numel);
+  at = kWhole ? whole_at(it.unit * kVectorSize) : vector_at(it.unit * kVectorSize, numel);
   advance(s, it);
   --it.left;
   return true;
 }
 
+template <bool kWhole = false>
 QT_DEVICE bool next(const ReductionTiling& s, int64_t, ReductionIterator& it, Scattered& at) {
   at.first = it.unit;
   if (!s.is_near) {

@@ -1,6 +1,5 @@
 // Loads and stores of vectors: 8 elements in registers, in the type of the arithmetic, for any dtype and strides in
-// memory. The dtype is a run-time branch: all threads take the same side, so it is cheap, and one kernel serves all
-// dtypes.
+// memory. The dtype is a run-time branch where one kernel serves all dtypes: all threads take the same side.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,10 +29,16 @@ struct Scattered {  // offsets from `first`, which take fewer registers than pos
   int n;
 };
 
+QT_FN Contiguous whole_at(int64_t first) { return {first, kVectorSize, true}; }
+
 QT_DEVICE Contiguous vector_at(int64_t first, int64_t numel) {
   const bool is_whole = first <= numel - kVectorSize;
   return {first, is_whole ? kVectorSize : static_cast<int>(numel - first), is_whole};
 }
+
+// The type of the arithmetic with elements of a type.
+template <class T>
+using ArithmeticOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // ---- storage types ----------------------------------------------------------------------------------------------
 
@@ -160,7 +165,7 @@ struct alignas(sizeof(T) == 1 ? 8 : 16) Pack {
 
 // Whether whole vectors of a tensor can be loaded and stored at once.
 template <class T>
-QT_DEVICE bool is_aligned(const T* data) {
+QT_FN bool is_aligned(const T* data) {
   return reinterpret_cast<uintptr_t>(data) % alignof(Pack<T>) == 0;
 }
 
@@ -181,21 +186,11 @@ QT_DEVICE void unpack(const Pack<__nv_bfloat16>& pack, float (&v)[kVectorSize]) 
   }
 }
 
-template <class A, class T>
-QT_DEVICE void load_dense(const T* data, const Contiguous& at, bool aligned, A (&v)[kVectorSize]) {
-  data += at.first;
-  if (aligned && at.is_whole) {
-    const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(data);
-    unpack(pack, v);
-  } else {
-#pragma unroll
-    for (int k = 0; k < kVectorSize; ++k) v[k] = k < at.n ? to_arithmetic<A>(data[k]) : A(0);
-  }
-}
-
-template <class A, class T>
-QT_DEVICE void load_dense(const T* data, const Contiguous& at, A (&v)[kVectorSize]) {
-  load_dense(data, at, is_aligned(data), v);
+// A whole vector as it is in memory, aligned: it takes fewer registers than in the type of the arithmetic, for loads
+// ahead of their use.
+template <class T>
+QT_DEVICE Pack<T> pack_at(const T* data, const Contiguous& at) {
+  return *reinterpret_cast<const Pack<T>*>(data + at.first);
 }
 
 template <class A, class T, class Offset>
@@ -205,13 +200,24 @@ QT_DEVICE void load_each(const T* data, const Offset (&offset)[kVectorSize], int
 }
 
 template <class A, class T>
-QT_DEVICE void load_dense(const T* data, const Scattered& at, A (&v)[kVectorSize]) {
-  load_each(data + at.first, at.offset, at.n, v);
+QT_DEVICE void load_dense(const T* data, const Contiguous& at, bool aligned, A (&v)[kVectorSize]) {
+  if (aligned && at.is_whole) {
+    unpack(pack_at(data, at), v);
+  } else {
+    data += at.first;
+#pragma unroll
+    for (int k = 0; k < kVectorSize; ++k) v[k] = k < at.n ? to_arithmetic<A>(data[k]) : A(0);
+  }
 }
 
 template <class A, class T>
 QT_DEVICE void load_dense(const T* data, const Scattered& at, bool, A (&v)[kVectorSize]) {
-  load_dense(data, at, v);
+  load_each(data + at.first, at.offset, at.n, v);
+}
+
+template <class A, class T, class At>
+QT_DEVICE void load_dense(const T* data, const At& at, A (&v)[kVectorSize]) {
+  load_dense(data, at, is_aligned(data), v);
 }
 
 // ---- 4-bit codes, two a byte: a vector is four bytes
@@ -268,6 +274,22 @@ QT_DEVICE void load(const Operand& from, const At& at, A (&v)[kVectorSize]) {
   with_type<A, kKind>(from.dtype, [&](const auto* type) { load_dense(static_cast<decltype(type)>(from.data), at, v); });
 }
 
+// In one instruction for 16 bytes: the compiler takes four where the words of a pack are in registers far apart.
+template <class T>
+QT_DEVICE void store_pack(T* data, const Pack<T>& pack) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(pack) == 16) {
+    uint32_t words[4];
+    memcpy(words, &pack, sizeof(words));
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(data), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+    return;
+  }
+#endif
+  *reinterpret_cast<Pack<T>*>(data) = pack;
+}
+
 template <class A, class T>
 QT_DEVICE void store_dense(T* data, const Contiguous& at, bool aligned, const A (&v)[kVectorSize]) {
   data += at.first;
@@ -275,7 +297,7 @@ QT_DEVICE void store_dense(T* data, const Contiguous& at, bool aligned, const A 
     Pack<T> pack;
 #pragma unroll
     for (int k = 0; k < kVectorSize; ++k) pack.v[k] = from_arithmetic<T>(v[k]);
-    *reinterpret_cast<Pack<T>*>(data) = pack;
+    store_pack(data, pack);
   } else {
 #pragma unroll
     for (int k = 0; k < kVectorSize; ++k) {
@@ -296,6 +318,11 @@ QT_DEVICE void store_dense(T* data, const Scattered& at, const A (&v)[kVectorSiz
   for (int k = 0; k < kVectorSize; ++k) {
     if (k < at.n) data[at.offset[k]] = from_arithmetic<T>(v[k]);
   }
+}
+
+template <class A, class T>
+QT_DEVICE void store_dense(T* data, const Scattered& at, bool, const A (&v)[kVectorSize]) {
+  store_dense(data, at, v);
 }
 
 template <Kind kKind = Kind::values, class A, class At>

@@ -13,6 +13,7 @@ template <class A>
 struct NormArgs {
   BatchNormArgs of;
   int64_t numel;
+  bool aligned;  // see are_aligned
   NormChannels<A> channels;
   A* passed;  // the open interval of values that the quantizer passes the gradient for; see BatchNormArgs
   // Partial results of the reductions: two sums for each channel and slice, and for each block those of the gradients
@@ -30,15 +31,12 @@ QT_DEVICE double inverse_at(const BatchNormArgs& args, int64_t c) {
   return inverse_deviation(static_cast<const A*>(args.variance)[c], args.eps, value_at<A>(args.divisor, c, 1));
 }
 
-// How many blocks a multiprocessor holds at the least, as many as fit without spilling registers. Not in float64.
-template <class A, int kMost = 3>
-constexpr int kBlocks = std::is_same_v<A, float> ? kMost : 1;
-
-// Calls f with a null pointer of the type of the elements.
-template <class A, class F>
-QT_DEVICE void with_elements(const BatchNormArgs& args, F f) {
-  with_type<A, Kind::values>(args.dtype, f);
-}
+// How many blocks a multiprocessor holds at the least, as many as fit without spilling registers: elements of 16 bits
+// take fewer of them. Not in float64.
+template <class T, int kOf16Bits, int kOf32Bits>
+constexpr int kBlocks = sizeof(T) == 2   ? kOf16Bits
+                        : sizeof(T) == 4 ? kOf32Bits
+                                         : 1;
 
 // ---- elements
 
@@ -46,17 +44,19 @@ template <class T>
 struct Operands {
   const T *x, *grad, *residual;
   T *y, *residual_grad;
-  bool aligned;  // all of them
 };
 
 template <class T>
-QT_DEVICE Operands<T> operands_of(const BatchNormArgs& args) {
-  Operands<T> of = {static_cast<const T*>(args.x),        static_cast<const T*>(args.grad),
-                    static_cast<const T*>(args.residual), static_cast<T*>(args.y),
-                    static_cast<T*>(args.residual_grad),  is_aligned(args.codes) && is_aligned(args.residual_codes)};
-  of.aligned = of.aligned && is_aligned(of.x) && is_aligned(of.grad) && is_aligned(of.residual) && is_aligned(of.y) &&
-               is_aligned(of.residual_grad);
-  return of;
+QT_FN Operands<T> operands_of(const BatchNormArgs& args) {
+  return {static_cast<const T*>(args.x), static_cast<const T*>(args.grad), static_cast<const T*>(args.residual),
+          static_cast<T*>(args.y), static_cast<T*>(args.residual_grad)};
+}
+
+// Whether whole vectors of all operands can be loaded and stored at once.
+static inline bool are_aligned(const BatchNormArgs& args) {
+  const auto of = operands_of<float>(args);  // the alignment of all types of elements
+  return is_aligned(args.codes) && is_aligned(args.residual_codes) && is_aligned(of.x) && is_aligned(of.grad) &&
+         is_aligned(of.residual) && is_aligned(of.y) && is_aligned(of.residual_grad);
 }
 
 // What all elements share.
@@ -85,15 +85,31 @@ QT_DEVICE Settings<A> settings_of(const NormArgs<A>& args) {
           backward ? args.passed[1] : A(0)};
 }
 
+// What is loaded of a whole vector ahead of its use, as it is in memory. A residual, which few layers have, is loaded
+// later.
+template <class T>
+struct Loaded {
+  Pack<T> x, grad;
+};
+
+template <class T>
+QT_DEVICE Loaded<T> loaded_at(const Operands<T>& of, const Contiguous& at) {
+  Loaded<T> loaded;
+  loaded.x = pack_at(of.x, at);
+  if (of.grad != nullptr) loaded.grad = pack_at(of.grad, at);
+  return loaded;
+}
+
 // The residual, if there is one. Rebuilt from its codes, it is rounded to x's dtype as it was before.
 template <class A, class T, class At>
-QT_DEVICE void add_residual(const BatchNormArgs& args, const Operands<T>& of, const At& at, A (&v)[kVectorSize]) {
+QT_DEVICE void add_residual(const BatchNormArgs& args, const Operands<T>& of, const At& at, bool aligned,
+                            A (&v)[kVectorSize]) {
   A residual[kVectorSize];
   if (args.residual_codes != nullptr) {
     if (args.residual_signed) {
-      load_dense(reinterpret_cast<const int8_t*>(args.residual_codes), at, of.aligned, residual);
+      load_dense(reinterpret_cast<const int8_t*>(args.residual_codes), at, aligned, residual);
     } else {
-      load_dense(args.residual_codes, at, of.aligned, residual);
+      load_dense(args.residual_codes, at, aligned, residual);
     }
     const A scale = usable_scale(value_at<A>(args.residual_scale, 0, 1));
     const A zero_point = usable_zero_point(value_at<A>(args.residual_zero_point, 0, 0));
@@ -102,7 +118,7 @@ QT_DEVICE void add_residual(const BatchNormArgs& args, const Operands<T>& of, co
       residual[k] = to_arithmetic<A>(from_arithmetic<T>(value_of(residual[k], scale, zero_point)));
     }
   } else if (args.residual != nullptr) {
-    load_dense(of.residual, at, of.aligned, residual);
+    load_dense(of.residual, at, aligned, residual);
   } else {
     return;
   }
@@ -110,17 +126,16 @@ QT_DEVICE void add_residual(const BatchNormArgs& args, const Operands<T>& of, co
   for (int k = 0; k < kVectorSize; ++k) v[k] = v[k] + residual[k];
 }
 
-// x - mean, and the values before the activation.
+// Of x in `centred`: x - mean, and the values before the activation.
 template <class A, class T, class At, class Of>
-QT_DEVICE void load_before(const NormArgs<A>& args, const Operands<T>& of, const At& at, const Of& channels,
-                           A (&centred)[kVectorSize], A (&before)[kVectorSize]) {
-  load_dense(of.x, at, of.aligned, centred);
+QT_DEVICE void values_before(const BatchNormArgs& args, const Operands<T>& of, const At& at, bool aligned,
+                             const Of& channels, A (&centred)[kVectorSize], A (&before)[kVectorSize]) {
 #pragma unroll
   for (int k = 0; k < kVectorSize; ++k) {
     centred[k] = centred[k] - channels.mean(k);
     before[k] = normalized(centred[k], channels.factor(k), channels.bias(k));
   }
-  add_residual(args.of, of, at, before);
+  add_residual(args, of, at, aligned, before);
 }
 
 template <class A>

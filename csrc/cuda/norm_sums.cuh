@@ -21,30 +21,30 @@ QT_DEVICE void add_moments(Pair& sum, double total, double squares, double n, do
   sum.second += squares + offset * (2 * total + n * offset);
 }
 
-template <class A, class At>
-__global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant__ NormArgs<A> args,
+// kWhole: all vectors have 8 elements, and are aligned.
+template <class T, class At, bool kWhole>
+__global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant__ NormArgs<ArithmeticOf<T>> args,
                                                            const __grid_constant__ ReductionTiling tiling, Pairs sums) {
+  using A = ArithmeticOf<T>;
+  const T* of = static_cast<const T*>(args.of.x);
   Pair sum = {0, 0};
-  with_elements<A>(args.of, [&](auto* type) {
-    const auto of = operands_of<std::remove_pointer_t<decltype(type)>>(args.of);
-    ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
-    const A shift = it.left > 0 ? shift_of(args, of.x, it.channel) : A(0);
-    At at;
-    while (next(tiling, args.numel, it, at)) {
-      A x[kVectorSize];
-      TreeSum<A> values, squares;
-      load_dense(of.x, at, of.aligned, x);
-      const A nearby = x[0];
+  ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
+  const A shift = it.left > 0 ? shift_of(args, of, it.channel) : A(0);
+  At at;
+  while (next<kWhole>(tiling, args.numel, it, at)) {
+    A x[kVectorSize];
+    TreeSum<A> values, squares;
+    load_dense(of, at, kWhole || args.aligned, x);
+    const A nearby = x[0];
 #pragma unroll
-      for (int i = 0; i < kVectorSize; ++i) {
-        const int k = TreeSum<A>::place(i);
-        const A value = k < at.n ? x[k] - nearby : A(0);
-        values.add(i, value);
-        squares.add(i, value * value);
-      }
-      add_moments(sum, values.total(), squares.total(), at.n, static_cast<double>(nearby) - shift);
+    for (int i = 0; i < kVectorSize; ++i) {
+      const int k = TreeSum<A>::place(i);
+      const A value = k < at.n ? x[k] - nearby : A(0);
+      values.add(i, value);
+      squares.add(i, value * value);
     }
-  });
+    add_moments(sum, values.total(), squares.total(), at.n, static_cast<double>(nearby) - shift);
+  }
   join_block(tiling, sum, sums, Add());
 }
 
@@ -87,38 +87,39 @@ QT_DEVICE void join_learned(Pair mine, const Pairs& to) {
   if (threadIdx.x == 0) write(to, blockIdx.x, sum);
 }
 
-template <class A, class At, Learned kLearned>
-__global__ void __launch_bounds__(kThreads, kBlocks<A>)
-    sums_kernel(const __grid_constant__ NormArgs<A> args, const __grid_constant__ ReductionTiling tiling, Pairs sums) {
+template <class T, class At, bool kWhole, Learned kLearned>
+__global__ void __launch_bounds__(kThreads, kBlocks<T, 3, 3>)
+    sums_kernel(const __grid_constant__ NormArgs<ArithmeticOf<T>> args, const __grid_constant__ ReductionTiling tiling,
+                Pairs sums) {
+  using A = ArithmeticOf<T>;
   const Settings<A> settings = settings_of<A>(args);
+  const auto of = operands_of<T>(args.of);
   Pair sum = {0, 0}, learned = {0, 0};
-  with_elements<A>(args.of, [&](auto* type) {
-    const auto of = operands_of<std::remove_pointer_t<decltype(type)>>(args.of);
-    ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
-    const OneChannel<A, kForward> channel(args.channels, it.left > 0 ? it.channel : 0);
-    At at;
-    while (next(tiling, args.numel, it, at)) {
-      A centred[kVectorSize], before[kVectorSize], grads[kVectorSize];
-      TreeSum<A> all, products, scales, zero_points;
-      load_before(args, of, at, channel, centred, before);
-      load_dense(of.grad, at, of.aligned, grads);  // 0 where there is no element, and so are its terms
-      for_terms<kLearned>(settings, centred, before, grads, [&](int i, int, A grad, A product, A scale, A zero_point) {
-        all.add(i, grad);
-        products.add(i, product);
-        scales.add(i, scale);
-        zero_points.add(i, zero_point);
-      });
-      sum.first += all.total();
-      sum.second += products.total();
-      learned.first += scales.total();
-      learned.second += zero_points.total();
-    }
-  });
+  ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
+  const OneChannel<A, kForward> channel(args.channels, it.left > 0 ? it.channel : 0);
+  At at;
+  while (next<kWhole>(tiling, args.numel, it, at)) {
+    A centred[kVectorSize], before[kVectorSize], grads[kVectorSize];
+    TreeSum<A> all, products, scales, zero_points;
+    load_dense(of.x, at, kWhole || args.aligned, centred);
+    load_dense(of.grad, at, kWhole || args.aligned, grads);
+    values_before(args.of, of, at, kWhole || args.aligned, channel, centred, before);
+    for_terms<kLearned>(settings, centred, before, grads, [&](int i, int, A grad, A product, A scale, A zero_point) {
+      all.add(i, grad);
+      products.add(i, product);
+      scales.add(i, scale);
+      zero_points.add(i, zero_point);
+    });
+    sum.first += all.total();
+    sum.second += products.total();
+    learned.first += scales.total();
+    if constexpr (kLearned == Learned::both) learned.second += zero_points.total();
+  }
   join_block(tiling, sum, sums, Add());
   if constexpr (kLearned != Learned::nothing) join_learned(learned, args.learned);
 }
 
-// ---- reductions of rows of channels: a thread keeps 8 of them
+// ---- reductions of rows of channels, of aligned vectors: a thread keeps 8 of them
 
 // The sums of a block's threads, of 8 channels each. A thread adds some rows in the type of the arithmetic, and those
 // sums here in float64: in registers they would take half of all.
@@ -162,7 +163,7 @@ struct Rows {
   }
   // The vector of a row from here on, and of the first again where that does not exist.
   __device__ __forceinline__ Contiguous at(int row) const {
-    return {int64_t{vector + (row < left ? row * step : 0)} * kVectorSize, kVectorSize, true};
+    return whole_at(int64_t{vector + (row < left ? row * step : 0)} * kVectorSize);
   }
   __device__ __forceinline__ void advance(int rows) {
     vector += rows * step;
@@ -170,90 +171,85 @@ struct Rows {
   }
 };
 
-// Calls f with the operands, and with whether they are aligned as a constant: so loads of several rows go ahead.
-template <class A, class F>
-QT_DEVICE void with_operands(const BatchNormArgs& args, F f) {
-  with_elements<A>(args, [&](auto* type) {
-    auto of = operands_of<std::remove_pointer_t<decltype(type)>>(args);
-    const bool aligned = of.aligned;
-    of.aligned = true;
-    if (aligned) return f(of);
-    of.aligned = false;
-    f(of);
-  });
-}
-
-template <class A>
-__global__ void __launch_bounds__(kThreads, kBlocks<A, 2>)
-    row_moments_kernel(const __grid_constant__ NormArgs<A> args, const __grid_constant__ ReductionTiling tiling,
-                       Pairs sums) {
+template <class T>
+__global__ void __launch_bounds__(kThreads, kBlocks<T, 2, 2>)
+    row_moments_kernel(const __grid_constant__ NormArgs<ArithmeticOf<T>> args,
+                       const __grid_constant__ ReductionTiling tiling, Pairs sums) {
+  using A = ArithmeticOf<T>;
   __shared__ Pair pairs[kVectorSize][kThreads];
   const RowSums all(pairs);
-  with_operands<A>(args.of, [&](auto of) {
-    Rows rows(tiling);
-    const Contiguous first = {rows.channel, kVectorSize, true};
-    for (; rows.left > 0; rows.advance(RowSums::kRows)) {
-      A nearby[kVectorSize], shift[kVectorSize], totals[kVectorSize] = {}, squares[kVectorSize] = {};
-      load_dense(of.x, rows.at(0), of.aligned, nearby);
+  const T* of = static_cast<const T*>(args.of.x);
+  Rows rows(tiling);
+  const Pack<T> first = pack_at(of, whole_at(rows.channel));
+  for (; rows.left > 0; rows.advance(RowSums::kRows)) {
+    Pack<T> loaded[RowSums::kRows];  // all of them on their way at once
 #pragma unroll
-      for (int row = 1; row < RowSums::kRows; ++row) {  // one that does not exist adds 0
-        A x[kVectorSize];
-        load_dense(of.x, rows.at(row), of.aligned, x);
+    for (int row = 0; row < RowSums::kRows; ++row) loaded[row] = pack_at(of, rows.at(row));
+    A nearby[kVectorSize], shift[kVectorSize], totals[kVectorSize] = {}, squares[kVectorSize] = {};
+    unpack(loaded[0], nearby);
 #pragma unroll
-        for (int k = 0; k < kVectorSize; ++k) {
-          const A value = x[k] - nearby[k];
-          totals[k] = totals[k] + value;
-          squares[k] = squares[k] + value * value;
-        }
-      }
-      load_dense(of.x, first, of.aligned, shift);
-      const double count = static_cast<double>(rows.left < RowSums::kRows ? rows.left : RowSums::kRows);
+    for (int row = 1; row < RowSums::kRows; ++row) {  // one that does not exist adds 0
+      A x[kVectorSize];
+      unpack(loaded[row], x);
 #pragma unroll
       for (int k = 0; k < kVectorSize; ++k) {
-        add_moments(all.at(k), totals[k], squares[k], count, static_cast<double>(nearby[k]) - shift[k]);
+        const A value = x[k] - nearby[k];
+        totals[k] = totals[k] + value;
+        squares[k] = ::fma(value, value, squares[k]);
       }
     }
-  });
+    unpack(first, shift);
+    const double count = static_cast<double>(rows.left < RowSums::kRows ? rows.left : RowSums::kRows);
+#pragma unroll
+    for (int k = 0; k < kVectorSize; ++k) {
+      add_moments(all.at(k), totals[k], squares[k], count, static_cast<double>(nearby[k]) - shift[k]);
+    }
+  }
   all.join(tiling, sums);
 }
 
-template <class A, Learned kLearned>
-__global__ void __launch_bounds__(kThreads, kBlocks<A, 2>)
-    row_sums_kernel(const __grid_constant__ NormArgs<A> args, const __grid_constant__ ReductionTiling tiling,
-                    Pairs sums) {
-  constexpr int kAtOnce = 2;  // rows whose loads do not wait for each other
+template <class T, Learned kLearned>
+__global__ void __launch_bounds__(kThreads, kBlocks<T, 2, 2>)
+    row_sums_kernel(const __grid_constant__ NormArgs<ArithmeticOf<T>> args,
+                    const __grid_constant__ ReductionTiling tiling, Pairs sums) {
+  using A = ArithmeticOf<T>;
+  constexpr int kAhead = sizeof(T) == 2 ? 2 : 1;  // rows that are on their way
   __shared__ Pair pairs[kVectorSize][kThreads];
   const RowSums all(pairs);
   const Settings<A> settings = settings_of<A>(args);
+  const auto of = operands_of<T>(args.of);
   Pair learned = {0, 0};
-  with_operands<A>(args.of, [&](auto of) {
-    Rows rows(tiling);
-    const RowOfChannels<A, kForward> channels(args.channels, rows.channel);
-    while (rows.left > 0) {
-      A grads[kVectorSize] = {}, products[kVectorSize] = {};
-#pragma unroll 1
-      for (int row = 0; row < RowSums::kRows && rows.left > 0; row += kAtOnce, rows.advance(kAtOnce)) {
+  Rows rows(tiling);
+  const RowOfChannels<A, kForward> channels(args.channels, rows.channel);
+  Loaded<T> ahead[kAhead];
 #pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
-          A centred[kVectorSize], before[kVectorSize], given[kVectorSize] = {};
-          TreeSum<A> scales, zero_points;
-          load_before(args, of, rows.at(r), channels, centred, before);
-          if (r < rows.left) load_dense(of.grad, rows.at(r), of.aligned, given);  // else 0, and so are its terms
-          for_terms<kLearned>(settings, centred, before, given,
-                              [&](int i, int k, A grad, A product, A scale, A zero_point) {
-                                grads[k] = grads[k] + grad;
-                                products[k] = products[k] + product;
-                                scales.add(i, scale);
-                                zero_points.add(i, zero_point);
-                              });
-          learned.first += scales.total();
-          learned.second += zero_points.total();
-        }
-      }
+  for (int r = 0; r < kAhead; ++r) ahead[r] = loaded_at(of, rows.at(r));
+  while (rows.left > 0) {
+    A grads[kVectorSize] = {}, products[kVectorSize] = {};
+    const int count = rows.left < RowSums::kRows ? rows.left : RowSums::kRows;
+#pragma unroll kAhead
+    for (int row = 0; row < count; ++row, rows.advance(1)) {
+      const Loaded<T> loaded = ahead[0];
 #pragma unroll
-      for (int k = 0; k < kVectorSize; ++k) all.at(k) = Add()(all.at(k), {grads[k], products[k]});
+      for (int r = 1; r < kAhead; ++r) ahead[r - 1] = ahead[r];
+      ahead[kAhead - 1] = loaded_at(of, rows.at(kAhead));
+      A centred[kVectorSize], before[kVectorSize], given[kVectorSize];
+      TreeSum<A> scales, zero_points;
+      unpack(loaded.x, centred);
+      unpack(loaded.grad, given);
+      values_before(args.of, of, rows.at(0), true, channels, centred, before);
+      for_terms<kLearned>(settings, centred, before, given, [&](int i, int k, A grad, A, A scale, A zero_point) {
+        grads[k] = grads[k] + grad;
+        products[k] = ::fma(grad, centred[k], products[k]);
+        scales.add(i, scale);
+        zero_points.add(i, zero_point);
+      });
+      learned.first += scales.total();
+      if constexpr (kLearned == Learned::both) learned.second += zero_points.total();
     }
-  });
+#pragma unroll
+    for (int k = 0; k < kVectorSize; ++k) all.at(k) = Add()(all.at(k), {grads[k], products[k]});
+  }
   all.join(tiling, sums);
   if constexpr (kLearned != Learned::nothing) join_learned(learned, args.learned);
 }

@@ -24,7 +24,7 @@ from qtoolkit import ops
 from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module, values_kept
 from qtoolkit.nn.module import shallow_copy_as
-from qtoolkit.ops.recording import is_recorded_for_onnx
+from qtoolkit.ops.recording import is_captured, is_recorded_for_onnx
 from qtoolkit.quantizers.optimizer_steps import OptimizerSteps
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.sharding import whole
@@ -345,7 +345,8 @@ def variance_of_step(bn: LinkedBatchNorm, variance: Tensor, parameters: Iterable
     """Return what `step_variance` does, for a running variance and the parameters whose changes end a step."""
     state = (_steps.taken(), sum([p._version for p in parameters]), variance.dtype, variance.device)
     seen = bn._seen
-    if seen is None or (seen[0] != state and not is_recomputing()):
+    # A CUDA graph must copy it each time that it runs, however often Python counts a step.
+    if seen is None or ((seen[0] != state or is_captured(variance)) and not is_recomputing()):
         seen = bn.__dict__["_seen"] = state, variance.clone()
     return seen[1]
 

@@ -1,4 +1,4 @@
-"""Whether exporters record the ops, and what they record of a quantizing op."""
+"""Whether exporters or CUDA graphs record the ops, and what exporters record of a quantizing op."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +13,11 @@ _takes_ops = ContextVar("takes_ops", default=False)  # whether the exporter has 
 def is_recorded() -> bool:
     """Return whether an exporter or torch.jit records the ops, which are then those of the float simulation."""
     return torch.compiler.is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
+
+
+def is_captured(x: Tensor) -> bool:
+    """Return whether a CUDA graph captures what is computed with a tensor: it runs again without Python."""
+    return x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
 
 def is_recorded_for_onnx() -> bool:

@@ -76,6 +76,13 @@ def warn_of_growth(quantizers: Sequence["TensorQuantizer"]) -> None:
             _warn(quantizer, found, "Train the scales at a lower rate (scale_lr of qtoolkit.parameter_groups)")
 
 
+def warn_of_capture(quantizer: "TensorQuantizer") -> None:
+    """Warn once of a range that follows the data by hooks of the optimizer, which a CUDA graph does not call."""
+    found = "is captured in a CUDA graph while its range follows the data, which it does not when the graph runs"
+    remedy = f"Capture the step after the first {FOLLOWED_STEPS}, or call qtoolkit.freeze_ranges(model) before"
+    _warn(quantizer, found, remedy)
+
+
 RANGES = "Calibrate again on data like that of training (qtoolkit.calibrate), with the model in training mode"
 
 

@@ -11,7 +11,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS
 from qtoolkit.model_state import check_module
 from qtoolkit.ops.layer import RawInput, WeightGrid
-from qtoolkit.ops.recording import is_recorded_for_onnx
+from qtoolkit.ops.recording import is_captured, is_recorded_for_onnx
 from qtoolkit.quantizers import first_steps
 from qtoolkit.quantizers.capability import Capability
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation, check_scale
@@ -350,6 +350,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             return
         self.seen_in_step = True
         if self.follows_data:
+            if is_captured(x):
+                first_steps.warn_of_capture(self)
             self.kind.average(self, x)
         if not torch.compiler.is_compiling() and self.looking and self.quantizing:
             self.looked = first_steps.look(self, x)

