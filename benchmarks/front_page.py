@@ -98,7 +98,7 @@ def lines_of(figures: Figures) -> list[str]:
         f"- **{figures.differing:,} of {figures.compared:,} quantized values differ** between PyTorch and onnxruntime, in "
         f"{len(figures.simulated)} networks. With the usual simulation in float, up to {worst:.1%} differ.",
         f"- On a GPU ({figures.card}, bfloat16, batches of {figures.batch}, learned scales) a step takes, of the float step's "
-        f"time and peak of memory: {', '.join(on_gpu)} ([all figures](docs/gpu.md)).",
+        f"time and peak of memory: {', '.join(on_gpu)}.",
     ]
 
 
