@@ -260,21 +260,20 @@ def fake_quant_loops() -> Iterator[Loop]:
 
 
 # How the channels of batch norm lie in vectors of 8 elements (csrc/cuda/norm_channels.cuh), and how many vectors of 16-bit
-# elements are in a round of the loops of forward and backward (csrc/cuda/batch_norm.cu).
-LAYOUTS = {"planes of whole vectors": (0, 2, 1), "planes of 7x7": (1, 1, 1), "channels_last": (2, 3, 2)}
+# elements are in a round of the loops, since as many are loaded ahead (csrc/cuda/batch_norm.cu).
+LAYOUTS = {"planes of whole vectors": (0, 1), "planes of 7x7": (1, 1), "channels_last": (2, 2)}
 
 
 def batch_norm_loops(dtype: str) -> Iterator[Loop]:
     """Return those of batch norm with a quantizer with a learned scale behind it, and its gradients."""
     size, wide, load = SIZES[dtype], WIDE[dtype], r"LDG\.E\.128"
-    for layout, (spread, *ahead) in LAYOUTS.items():
-        kernel, rounds = f"norm_{{}}_kernelI{TYPES[dtype]}LNS.*SpreadE{spread}", ahead if size == 2 else (1, 1)
-        needs = several({r"STG\.E\.128": wide, "FRND": ELEMENTS, r"STG\.E\.64": 1, **ROUNDED[dtype]}, rounds[0])
-        title, loads, elements = f"batch norm, {dtype}, {layout}", wide * rounds[0], ELEMENTS * rounds[0]
+    for layout, (spread, ahead) in LAYOUTS.items():
+        kernel, rounds = f"norm_{{}}_kernelI{TYPES[dtype]}LNS.*SpreadE{spread}", ahead if size == 2 else 1
+        loads, elements, store = wide * rounds, ELEMENTS * rounds, {r"STG\.E\.128": wide, **ROUNDED[dtype]}
+        title, needs = f"batch norm, {dtype}, {layout}", several({**store, "FRND": ELEMENTS, r"STG\.E\.64": 1}, rounds)
         yield Loop(title, kernel.format("forward"), 2 * size + 1, load, loads, needs, elements=elements)
-        needs = several({r"STG\.E\.128": wide, **ROUNDED[dtype]}, rounds[1])
-        title, loads, elements = f"batch norm backward, {dtype}, {layout}", 2 * wide * rounds[1], ELEMENTS * rounds[1]
-        yield Loop(title, kernel.format("backward"), 3 * size, load, loads, needs, elements=elements)
+        title, needs = f"batch norm backward, {dtype}, {layout}", several(store, rounds)
+        yield Loop(title, kernel.format("backward"), 3 * size, load, 2 * loads, needs, elements=elements)
     yield from row_loops(dtype)
     for layout, walk in {"planes of whole vectors": "Contiguous", "planes of 7x7": "Scattered"}.items():
         yield from plane_loops(dtype, layout, walk)

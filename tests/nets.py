@@ -141,6 +141,13 @@ def trained(model: nn.Module, *shape: int, steps: int = 4) -> nn.Module:
     return model
 
 
+def settled(model: nn.Module) -> nn.Module:
+    """Return a model behind the first steps of a training, in which quantizers look at their inputs and ranges follow them."""
+    for quantizer in qt.quantizers_of(model).values():
+        quantizer.count_steps(-1)
+    return model
+
+
 def assert_float_when_off(prepared: nn.Module, model: nn.Module, x: Tensor) -> None:
     """With its quantizers off, a prepared model gives the float model's output bit for bit."""
     with qt.disable_quantization(prepared):

@@ -10,16 +10,15 @@ namespace qtoolkit {
 namespace cuda {
 namespace {
 
-// Whether all vectors have 8 elements and are aligned.
-constexpr bool is_whole(Spread spread) { return spread == Spread::plane || spread == Spread::row; }
-
-// Calls f(at, x, grad, channels) with each vector of elements, with x and the gradient, if there is one. Whole vectors
-// are loaded kAhead vectors ahead: about 32 KiB for the threads of a multiprocessor hide the way to memory. Of whole
-// rows of channels, a thread keeps its channels: the launch takes blocks that make them the same in all its vectors.
-template <Spread kSpread, int kCount, int kAhead, class T, class A, class F>
+// Calls f(at, aligned, x, grad, channels) with each vector of elements, with x and the gradient, if there is one. Whole
+// vectors, which are aligned, are loaded ahead: about 32 KiB for the threads of a multiprocessor hide the way to
+// memory. Of whole rows of channels, a thread keeps its channels: the launch takes blocks that make them the same in
+// all its vectors.
+template <Spread kSpread, int kCount, class T, class A, class F>
 QT_DEVICE void for_elements(const NormArgs<A>& args, const Operands<T>& of, F f) {
+  constexpr int kAhead = sizeof(T) == 2 && kSpread == Spread::row ? 2 : 1;
   const auto channels_at = [&](const Contiguous& at) { return channels_of<kSpread, kCount>(args.channels, at); };
-  if constexpr (is_whole(kSpread)) {
+  if constexpr (kSpread == Spread::plane || kSpread == Spread::row) {
     const auto run = [&](auto channels) {
       for_vectors_ahead<kAhead>(
           args.numel, [&](const Contiguous& at) { return loaded_at(of, at); },
@@ -27,7 +26,7 @@ QT_DEVICE void for_elements(const NormArgs<A>& args, const Operands<T>& of, F f)
             A x[kVectorSize], grad[kVectorSize];
             unpack(loaded.x, x);
             if constexpr (kCount == kBackward) unpack(loaded.grad, grad);
-            f(at, x, grad, channels(at));
+            f(at, true, x, grad, channels(at));
           });
     };
     if constexpr (kSpread == Spread::row) {
@@ -41,7 +40,7 @@ QT_DEVICE void for_elements(const NormArgs<A>& args, const Operands<T>& of, F f)
       A x[kVectorSize], grad[kVectorSize];
       load_dense(of.x, at, args.aligned, x);
       if constexpr (kCount == kBackward) load_dense(of.grad, at, args.aligned, grad);
-      f(at, x, grad, channels_at(at));
+      f(at, args.aligned, x, grad, channels_at(at));
     });
   }
 }
@@ -50,28 +49,27 @@ template <class T, Spread kSpread>
 __global__ void __launch_bounds__(kThreads, kSpread == Spread::row ? kBlocks<T, 3, 2> : kBlocks<T, 4, 4>)
     norm_forward_kernel(const __grid_constant__ NormArgs<ArithmeticOf<T>> args) {
   using A = ArithmeticOf<T>;
-  constexpr int kAhead = sizeof(T) == 2 && kSpread == Spread::row ? 2 : 1;
   const Settings<A> settings = settings_of<A>(args);
   const auto of = operands_of<T>(args.of);
-  const bool aligned = is_whole(kSpread) || args.aligned;
-  for_elements<kSpread, kForward, kAhead>(args, of, [&](const Contiguous& at, auto& x, auto&, const auto& channels) {
-    A y[kVectorSize];
-    values_before(args.of, of, at, aligned, channels, x, y);
-    activate_all(settings, y);
-    if (settings.quantized) {
-      A codes[kVectorSize];
-      with_divisor(settings.scale, y, [&](auto scale) {
+  for_elements<kSpread, kForward>(
+      args, of, [&](const Contiguous& at, bool aligned, auto& x, auto&, const auto& channels) {
+        A y[kVectorSize];
+        values_before(args.of, of, at, aligned, channels, x, y);
+        activate_all(settings, y);
+        if (settings.quantized) {
+          A codes[kVectorSize];
+          with_divisor(settings.scale, y, [&](auto scale) {
 #pragma unroll
-        for (int k = 0; k < kVectorSize; ++k) {
-          const A code = snap(y[k], scale, settings.zero_point, settings.lo, settings.hi).code;
-          y[k] = value_of<A>(code, scale, settings.zero_point);
-          codes[k] = larger_or_number(code, settings.lo);  // of NaN, the lowest
+            for (int k = 0; k < kVectorSize; ++k) {
+              const A code = snap(y[k], scale, settings.zero_point, settings.lo, settings.hi).code;
+              y[k] = value_of<A>(code, scale, settings.zero_point);
+              codes[k] = larger_or_number(code, settings.lo);  // of NaN, the lowest
+            }
+          });
+          if (args.of.codes != nullptr) store_dense(args.of.codes, at, aligned, codes);
         }
+        store_dense(of.y, at, aligned, y);
       });
-      if (args.of.codes != nullptr) store_dense(args.of.codes, at, aligned, codes);
-    }
-    store_dense(of.y, at, aligned, y);
-  });
 }
 
 template <class T, Spread kSpread>
@@ -80,12 +78,10 @@ __global__ void __launch_bounds__(kThreads, kSpread == Spread::row   ? kBlocks<T
                                                                      : kBlocks<T, 4, 3>)
     norm_backward_kernel(const __grid_constant__ NormArgs<ArithmeticOf<T>> args) {
   using A = ArithmeticOf<T>;
-  constexpr int kAhead = sizeof(T) == 2 && kSpread == Spread::row ? 2 : 1;
   const Settings<A> settings = settings_of<A>(args);
   const auto of = operands_of<T>(args.of);
-  const bool aligned = is_whole(kSpread) || args.aligned;
-  for_elements<kSpread, kBackward, kAhead>(
-      args, of, [&](const Contiguous& at, auto& x, auto& grad, const auto& channels) {
+  for_elements<kSpread, kBackward>(
+      args, of, [&](const Contiguous& at, bool aligned, auto& x, auto& grad, const auto& channels) {
         A before[kVectorSize];
         values_before(args.of, of, at, aligned, channels, x, before);
         gradients_before(settings, before, grad);

@@ -185,17 +185,13 @@ void elementwise(const KernelArgs& args, cudaStream_t stream) {
 
 using LearnedKernel = void (*)(KernelArgs, ReductionTiling, Pairs);
 
-// Whether vectors of a dense operand can be loaded at once.
-bool is_whole(const void* data, int64_t numel) {
-  return is_aligned(static_cast<const float*>(data)) && numel % kVectorSize == 0;
-}
-
 template <class At, bool kZeroPoint, template <class, class> class Functor>
 LearnedKernel learned_kernel(const KernelArgs& args) {
   const Dtype dtype = args.x.dtype;
   const bool dense = args.x.dense && args.grad.dense && args.grad.dtype == dtype && args.y_dtype == dtype;
+  const auto aligned = [](const void* data) { return is_aligned(static_cast<const float*>(data)); };
   const bool whole =
-      is_whole(args.x.data, args.numel) && is_whole(args.grad.data, args.numel) && is_whole(args.y, args.numel);
+      args.numel % kVectorSize == 0 && aligned(args.x.data) && aligned(args.grad.data) && aligned(args.y);
   if (dtype == Dtype::f64) return learned_backward_kernel<double, void, At, true, Functor>;
   if (!dense || !(whole || std::is_same_v<At, Scattered>)) {
     return learned_backward_kernel<float, void, At, true, Functor>;

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
+from tests.nets import settled
 from tests.training.nets import ROADS, SHAPE, learned, loss_of, step
 
 
@@ -474,9 +475,7 @@ WAITING = (
 @pytest.mark.parametrize(("guarded", "waits"), [(False, 0), (True, 1)])
 @pytest.mark.parametrize("road", ROADS)
 def test_a_sampled_step_does_not_wait_for_the_device(road: str, guarded: bool, waits: int) -> None:
-    model = learned(road)
-    for quantizer in qt.quantizers_of(model).values():
-        quantizer.count_steps(-1)  # the first steps compare the scales with their start
+    model = settled(learned(road))
     optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
     with qt.debug.watch(model, every=1) as watched:
         if guarded:

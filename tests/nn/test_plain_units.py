@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from qtoolkit.nn.units import FunctionUnit, LayerUnit, function, layer
 from qtoolkit.nn.units.base import Decided
+from tests.nets import settled
 from tests.nn.test_unit import LSQ, SPECS, Ops, same
 
 
@@ -45,10 +46,7 @@ def prepared(name: str = "lsq", forward: str = "float", backend: str = "onnxrunt
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
     model = qt.prepare(model, (x,), backend=backend, qconfig_mapping=mapping, forward=forward)
     qt.calibrate(model, [x], progress=False)
-    for module in model.modules():
-        if hasattr(module, "count_steps"):
-            module.count_steps(-1)  # behind the first steps, in which quantizers look at their inputs
-    return model.train()
+    return settled(model).train()
 
 
 def step(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

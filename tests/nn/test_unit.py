@@ -24,6 +24,7 @@ from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn.units import BatchNormUnit, batch_norm
 from tests import processes
 from tests.cases import floats
+from tests.nets import settled
 from tests.ops.test_every import sample
 from tests.ops.test_fuzz import UNITS
 
@@ -63,14 +64,7 @@ def prepared(
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
     model = qt.prepare(network(), (x,), backend="academic", qconfig_mapping=mapping, training_arithmetic=forward)
     qt.calibrate(model, [x], progress=False)
-    settle(model)
-    return model.train()
-
-
-def settle(model: nn.Module) -> None:
-    """Put a model behind the first steps, in which quantizers look at their inputs."""
-    for quantizer in qt.quantizers_of(model).values():
-        quantizer.count_steps(-1)
+    return settled(model).train()
 
 
 def counting(found: dict[str, int], name: str) -> Callable[..., Any]:
@@ -480,8 +474,7 @@ def test_a_layer_runs_with_its_batch_norm_behind_a_shortcut(kind: str, monkeypat
     x = torch.randn(4, 8, 8, 8)
     model = qt.prepare(Block(), (x,), backend="academic", leaf_modules=[Unknown])
     qt.calibrate(model, [x], progress=False)
-    settle(model)
-    other = copy.deepcopy(model)
+    other = copy.deepcopy(settled(model))
     with counted(monkeypatch) as found:
         y = model.train()(x)
     assert found == {"compute": int(fused), "_one_by_one": 0}

@@ -184,7 +184,7 @@ def test_batch_norm_backward(kernels, shape, last, dtype, quantized, residual, a
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize(("shape", "last"), cases(), ids=str)
 def test_launches(kernels, shape, last, learned):
-    """As docs/gpu.md counts them for a unit, whatever the layout."""
+    """A unit launches as many kernels as docs/gpu.md says, in each layout."""
     given = tensors(shape, torch.float32, last=last)
     fields, x = norm_fields(given, "relu6", last), given["x"]
     mean, variance = statistics(given)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qtoolkit as qt
 from qtoolkit.quantizers.first_steps import GROWTH_AT, LOOKED_AT
 from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS
-from tests.nets import ConvNet
+from tests.nets import ConvNet, settled
 from tests.training.layers import CASES, first_of, quantized_layer
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -55,13 +55,6 @@ def prepared(device: str, quantizer: str = "lsq", observer: str = "histogram", r
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(qt.parameter_groups(model), 0.01, momentum=0.9)
-
-
-def settled(model: nn.Module) -> nn.Module:
-    """Return a model behind the first steps, in which ranges follow the data after each step of the optimizer."""
-    for quantizer in qt.quantizers_of(model).values():
-        quantizer.count_steps(-1)
-    return model
 
 
 def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[float]:
