@@ -5,13 +5,15 @@ python benchmarks/zoo_peers.py --tools NNCF   run some of the tools, and keep th
 python benchmarks/zoo_peers.py --draw 40      draw other models than those of the stored results
 
 The models are drawn by a seed from those that went through all steps here, take one tensor, and take few seconds. Each
-runs in a process of its own with a time limit. The versions of the tools are in `peers/requirements.txt`.
+runs in a process of its own with a limit of processor time. The versions of the tools are in `peers/requirements.txt`.
 """
 
 import argparse
 import json
 import multiprocessing
 import random
+import resource
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from zoo_models.peers_table import OURS, TOOLS, models_in, sums
 
 SEED = 40
 SECONDS = 6.0  # processor time that a model takes here at most
+WAIT = 10  # seconds to wait at most for each second of processor time
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "zoo_peers.json"
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -46,8 +49,9 @@ def _takes_one_tensor(recipe: Recipe) -> bool:
     return one and not recipe.parts and inputs[0].is_floating_point()
 
 
-def run_here(name: str, tool: str, out: Path) -> None:
-    """Run one model with one tool, and write what came of it."""
+def run_here(name: str, tool: str, out: Path, limit: int) -> None:
+    """Run one model with one tool in at most so many seconds of processor time, and write what came of it."""
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     outcome = {"model": name, "tool": tool, "failed": "build", "error": "", "difference": None}
@@ -102,19 +106,19 @@ def _outputs(values: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def run_apart(name: str, tool: str, limit: float) -> dict[str, Any]:
+def run_apart(name: str, tool: str, limit: int) -> dict[str, Any]:
     """Run one model with one tool in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcome.json"
-        process = PROCESSES.Process(target=run_here, args=(name, tool, out))
+        process = PROCESSES.Process(target=run_here, args=(name, tool, out, limit))
         process.start()
-        process.join(limit)
-        late = process.is_alive()
+        process.join(WAIT * limit)
+        late = process.is_alive() or process.exitcode == -signal.SIGXCPU
         process.kill()
         if out.exists():
             found: dict[str, Any] = json.loads(out.read_text())
             return found
-    error = f"longer than {limit:.0f} s" if late else f"exit code {process.exitcode}"
+    error = f"longer than {limit} s of processor time" if late else f"exit code {process.exitcode}"
     return {"model": name, "tool": tool, "failed": "time" if late else "process", "error": error, "difference": None}
 
 
@@ -132,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
     parser.add_argument("--draw", type=int, default=0, help="how many models to draw anew")
-    parser.add_argument("--limit", type=float, default=120, help="time limit for each model and tool in seconds")
+    parser.add_argument("--limit", type=int, default=120, help="processor time for each model and tool in seconds")
     parser.add_argument("--zoo", type=Path, default=page.ZOO)
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -134,7 +134,7 @@ COMPARED = """{count} of the models, drawn by seed {seed} from those that take o
 here. Each tool has its default int8 configuration for training, one step of SGD, and its own way to an ONNX file.
 *Within* and *equal*: the outputs of onnxruntime beside those of the exported model in PyTorch, relative to the largest:
 at most {near:g} and {equal:g}. A rounding tie in one layer changes outputs of random weights by more than that, in every
-tool; no other one compares codes. *Out of time*: stopped after 60 s on a core that others used too. torchao takes a
+tool; no other one compares codes. *Out of time*: stopped after 60 s of processor time. torchao takes a
 model by torch.export, and Brevitas by its graph. `python benchmarks/zoo_peers.py` prints the table; the data is in
 `benchmarks/results/zoo_peers.json`.
 """

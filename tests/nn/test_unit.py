@@ -146,6 +146,51 @@ def test_one_op_has_the_bits_of_its_ops(name: str, forward: str, monkeypatch: py
         same(results, step(other))
 
 
+def of_first(model: Any) -> Any:
+    """Return the quantizer of the output of the first unit with a residual."""
+    return model.activation_quantizers.first_2
+
+
+CALLED: dict[str, Callable[[Any], Any]] = {
+    "its range follows the data": lambda m: of_first(m).begin_steps(following=True),
+    "it looks at what it clips": lambda m: setattr(of_first(m), "looking", True) or of_first(m).begin_steps(False),
+    "it has a hook": lambda m: of_first(m).register_forward_hook(lambda module, args, y: y.clone()),
+    "it has a hook of backward": lambda m: of_first(m).register_full_backward_hook(lambda *a: None),
+    "it is off": lambda m: of_first(m).disable(),
+    "it observes": lambda m: setattr(of_first(m), "observing", True),
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_quantizer_that_must_be_called_is_called_behind_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared()
+    step(model)
+    other = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(net.parameters(), 1e-2) for net in (model, other)]
+    for net in (model, other):
+        CALLED[name](net)
+    for _ in range(3):
+        with counted(monkeypatch) as found:
+            results = step(model)
+        without_codes = 2 if name == "it is off" else 0  # the layer that takes its output
+        assert found == {"compute": 10 - without_codes, "_one_by_one": without_codes}
+        with one_by_one(monkeypatch):
+            same(results, step(other))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("spec", [qt.QuantSpec(quantizer="dsq"), qt.QuantSpec(quantizer="pact", signed=False)])
+def test_quantizers_that_no_op_computes(spec: qt.QuantSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(activation=spec)
+    other = copy.deepcopy(model)
+    with counted(monkeypatch) as found:
+        results = step(model)
+    assert found == {"compute": 10, "_one_by_one": 0}
+    with one_by_one(monkeypatch):
+        same(results, step(other))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", SPECS)
 def test_one_op_has_the_bits_of_its_ops_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

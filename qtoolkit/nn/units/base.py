@@ -6,6 +6,7 @@ decision holds, and where one op may not compute the unit, its ops are called on
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn import on_codes
-from qtoolkit.nn.epilogue import grid_now
+from qtoolkit.nn.epilogue import grid_now, why_quantizer_not_fused
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.quantizers.handed_over import Handed, handed_as, keep
+from qtoolkit.quantizers.handed_over import Handed, handed_as, handed_with, keep
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -33,20 +34,24 @@ NOT_FOLLOWED = (None, None, False)
 Grid = tuple[Any, ...]
 """The arguments of an op for a scale and its grid."""
 
+GridNow = Grid | Callable[[], Grid]
+"""The same, or what returns them at each call."""
+
 
 class Decided:
     """A unit of a prepared model, and how one op computes it for each kind of input.
 
     Args:
         root: The model.
-        names: The names of its modules; None stands for those that there are not.
+        names: The names of its modules, that of its quantizer last; None stands for those that there are not.
+        gives: Whether others than units take the result, which are handed its grid with it.
 
     Attributes:
         modules: The modules, as they were when it was last decided.
     """
 
-    def __init__(self, root: nn.Module, names: Sequence[str | None]) -> None:
-        self.root, self.names = ref(root), tuple(names)
+    def __init__(self, root: nn.Module, names: Sequence[str | None], gives: bool) -> None:
+        self.root, self.names, self.gives = ref(root), tuple(names), gives
         self.snapshot: Snapshot | None = None
         self.modules: tuple[Any, ...] = ()
         self.plans: dict[Hashable, Any] = {}
@@ -81,6 +86,29 @@ class Decided:
     def planned(self, *inputs: Any) -> Any:
         """Ask the modules for the plan."""
         raise NotImplementedError
+
+    def quantizer_in_op(self) -> TensorQuantizer | None:
+        """Return the quantizer if the op may compute what it does now; None where it must be called, or there is none."""
+        quantizer = self.modules[-1]
+        return quantizer if quantizer is not None and why_quantizer_not_fused(quantizer) is None else None
+
+    def output(
+        self, y: Tensor, codes: Tensor | None, scale: Tensor, grid: Grid, in_op: TensorQuantizer | None
+    ) -> tuple[Tensor, Handed | None]:
+        """Return the output of the unit with its codes.
+
+        Args:
+            y: What the op has returned.
+            codes: Its codes; None where they are not known yet.
+            scale: The scale that the op has returned.
+            grid: What the op was told about the output's grid.
+            in_op: The quantizer that the op has computed. Another one is called here.
+        """
+        quantizer = self.modules[-1]
+        if quantizer is in_op:
+            return y, _handed(y, codes, scale, grid, quantizer, self.gives)
+        y = quantizer(y)
+        return y, handed_with(y)
 
 
 def snapshot_of(root: nn.Module, names: Sequence[str]) -> Snapshot:
@@ -224,21 +252,25 @@ def _weight_grid_now(layer: Any, factor: Tensor | None, name: str | None) -> tup
     return (grid.scale, None, None, grid.zero_point, *of_codes), NOT_FOLLOWED
 
 
-def output_grid(quantizer: TensorQuantizer | None, like: Tensor) -> Grid | None:
-    """Return the scale and the grid of an output; None where its quantizer makes them anew at each call."""
+def output_grid(quantizer: TensorQuantizer | None, like: Tensor) -> GridNow:
+    """Return the scale and the grid of an output like a tensor: a function where its quantizer makes them at each call."""
     if quantizer is None:
         return NOT_QUANTIZED
     start = quantizer.kind.start(quantizer)
     if start is None:
-        return None
+        return partial(_output_grid_now, quantizer, like)
     factor = quantizer.kind.grad_factor(quantizer, like)
     return (*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
 
 
-def output_grid_now(quantizer: TensorQuantizer, like: Tensor) -> Grid:
-    """Return the scale and the grid of an output whose quantizer makes them anew at each call."""
+def _output_grid_now(quantizer: TensorQuantizer, like: Tensor) -> Grid:
     grid = grid_now(quantizer, like)
     return grid.pop("scale"), None, None, *(grid[name] for name in ("zero_point", "qmin", "qmax", "grad_factor"))
+
+
+def grid_of(output: GridNow) -> Grid:
+    """Return the scale and the grid of an output in this call."""
+    return output if isinstance(output, tuple) else output()
 
 
 def gives_codes(quantizer: Any) -> bool:
@@ -252,23 +284,14 @@ def is_learned(output: Grid) -> bool:
     return any(t is not None and t.requires_grad for t in (start, ratio, zero_point))
 
 
-def handed_output(
-    y: Tensor, codes: Tensor | None, scale: Tensor, output: Grid, quantizer: Any, others_take_it: bool
+def _handed(
+    y: Tensor, codes: Tensor | None, scale: Tensor, grid: Grid, quantizer: TensorQuantizer | None, others_take_it: bool
 ) -> Handed | None:
-    """Return what a unit hands over with its output, whose scale the op has made; None without codes or a gradient.
-
-    Args:
-        y: The output.
-        codes: Its codes; None where they are not known yet.
-        scale: The scale that the op has returned.
-        output: What the op was told about the output's grid.
-        quantizer: The output's quantizer, if it has one.
-        others_take_it: Whether others than units take the output, which find what is kept with it.
-    """
+    """Return what a unit hands over with its output, whose scale the op has made; None without codes or a gradient."""
     if quantizer is None or not (y.requires_grad and quantizer.capability.codes):
         return None
-    positive = scale if output[1] is not None else scale.abs()  # with a ratio it is positive
-    handed = handed_as(positive, output[3], quantizer, codes, y._version)
+    positive = scale if grid[1] is not None else scale.abs()  # with a ratio it is positive
+    handed = handed_as(positive, grid[3], quantizer, codes, y._version)
     if others_take_it:
         keep(y, handed)
     return handed

@@ -16,23 +16,22 @@ from qtoolkit.nn.epilogue import (
     layer_output,
     trains,
     why_layer_not_fused,
-    why_quantizer_not_fused,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.nn.units.base import (
     Decided,
-    Grid,
+    GridNow,
     LayerArguments,
-    handed_output,
+    grid_of,
     kind_of_inputs,
     layer_arguments,
     layer_call,
     layer_is_plain,
     output_grid,
-    output_grid_now,
 )
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 _unit = library.unit.default
 
@@ -56,7 +55,8 @@ class Plan(NamedTuple):
         layer: The layer.
         norm: The batch norm, without the variance with which the weight is folded, and the running statistics.
         activation: Its bounds.
-        output: The output's scale and grid; None where they are computed at each call.
+        quantizer: The output's quantizer in the op, if there is one.
+        output: The output's scale and grid.
         last: Whether the layer's output is in channels_last.
         changing: The parameters whose changes end a step.
     """
@@ -64,7 +64,8 @@ class Plan(NamedTuple):
     layer: LayerArguments
     norm: tuple[Any, ...]
     activation: tuple[float, float, float]
-    output: Grid | None
+    quantizer: TensorQuantizer | None
+    output: GridNow
     last: bool
     changing: tuple[Tensor, ...]
 
@@ -77,14 +78,14 @@ class BatchNormUnit(Decided):
         names: The names of its modules.
         one_by_one: What computes the batch norm and what follows it, of `qtoolkit.nn.epilogue.epilogue_of`.
         bounds: What the function of the activation computes; None where it is a module, or there is none.
-        gives: Whether others than units take the result, which are handed its codes with it.
+        gives: Whether others than units take the result, which are handed its grid with it.
     """
 
     def __init__(
         self, root: nn.Module, names: Names, one_by_one: Callable[..., Tensor], bounds: Bounds | None, gives: bool
     ) -> None:
-        super().__init__(root, names)
-        self.one_by_one, self.bounds, self.gives = one_by_one, bounds, gives
+        super().__init__(root, names, gives)
+        self.one_by_one, self.bounds = one_by_one, bounds
 
     def run(
         self,
@@ -131,9 +132,9 @@ class BatchNormUnit(Decided):
 
     def planned(self, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Plan | None:
         """Ask the modules for the plan."""
-        layer, bn, activation, quantizer = self.modules
+        layer, bn, activation, _ = self.modules
         bounds = bounds_now(activation, self.bounds)
-        if bounds is None or bn.running_var is None or not is_ordinary(x) or not _is_one_op(layer, bn, quantizer):
+        if bounds is None or bn.running_var is None or not is_ordinary(x) or not _is_one_op(layer, bn):
             return None
         of_layer = layer_arguments(layer, x, dtype)
         if of_layer is None:
@@ -142,10 +143,12 @@ class BatchNormUnit(Decided):
         if not fits(bn, like.shape) or not (residual is None or is_added(residual, like.shape, dtype, x.device)):
             return None
         tracked = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.momentum)
+        quantizer = self.quantizer_in_op()
         return Plan(
             of_layer,
             (bn.weight, bn.bias, bn.eps, *(tracked if bn.track_running_stats else NOT_TRACKED)),
             bounds,
+            quantizer,
             output_grid(quantizer, like),
             memory_format is not None or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
             tuple(p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None),
@@ -155,9 +158,9 @@ class BatchNormUnit(Decided):
         self, plan: Plan, x: Tensor, codes: Handed, residual: Tensor | None, of_residual: Handed | None
     ) -> tuple[Tensor, Handed | None]:
         """Compute the unit by the op."""
-        layer, bn, _, quantizer = self.modules
+        layer, bn, *_ = self.modules
         variance = variance_of_step(bn, bn.running_var, plan.changing)
-        output = plan.output or output_grid_now(quantizer, plan.layer.like)
+        output = grid_of(plan.output)
         y, y_codes, y_scale, *_ = _unit(
             *layer_call(layer, plan.layer, x, codes, partial(_factor, bn, variance), self.names[0]),
             variance,
@@ -167,7 +170,7 @@ class BatchNormUnit(Decided):
             *plan.activation,
             *output,
         )
-        return y, handed_output(y, y_codes, y_scale, output, quantizer, self.gives)
+        return self.output(y, y_codes, y_scale, output, plan.quantizer)
 
 
 @torch.no_grad()
@@ -175,11 +178,9 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
     return divisor_of(bn, variance)
 
 
-def _is_one_op(layer: Any, bn: Any, quantizer: Any) -> bool:
+def _is_one_op(layer: Any, bn: Any) -> bool:
     """Return whether the op computes modules as they are now, for some inputs."""
     if all_watched() or not trains(bn) or bn.momentum is None or why_layer_not_fused(layer, bn) is not None:
-        return False
-    if quantizer is not None and why_quantizer_not_fused(quantizer) is not None:
         return False
     return layer_is_plain(layer) and all(type(p) is nn.Parameter for p in (bn.weight, bn.bias) if p is not None)
 

@@ -8,16 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit._native import library
-from qtoolkit.nn.epilogue import why_quantizer_not_fused
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.units.base import (
     Decided,
-    Grid,
+    GridNow,
     gives_codes,
-    handed_output,
+    grid_of,
     is_learned,
     output_grid,
-    output_grid_now,
 )
 from qtoolkit.quantizers.handed_over import Handed, handed_with
 
@@ -51,14 +49,12 @@ class Plan(NamedTuple):
 
     Attributes:
         function: What is computed before the quantizer.
-        output: The output's scale and grid; None where they are computed at each call.
-        like: A tensor of the output's shape, without memory.
+        output: The output's scale and grid.
         with_codes: Whether the op returns the codes of its output.
     """
 
     function: Function
-    output: Grid | None
-    like: Tensor
+    output: GridNow
     with_codes: bool
 
 
@@ -85,9 +81,8 @@ class FunctionUnit(Decided):
         with_codes: bool,
         gives: bool,
     ) -> None:
-        super().__init__(root, (module, quantizer))
-        self.called, self.function = called, function
-        self.with_codes, self.gives = with_codes, gives
+        super().__init__(root, (module, quantizer), gives)
+        self.called, self.function, self.with_codes = called, function, with_codes
 
     def run(self, x: Tensor) -> tuple[Tensor, Handed | None]:
         """Return the unit's output, with its codes."""
@@ -105,22 +100,22 @@ class FunctionUnit(Decided):
     def planned(self, x: Tensor, autocast: bool) -> Plan | None:
         """Ask the modules for the plan."""
         module, quantizer = self.modules
-        if all_watched() or not is_ordinary(x) or not x.is_floating_point():
+        if all_watched() or not is_ordinary(x) or not x.is_floating_point() or self.quantizer_in_op() is None:
             return None
         function = self.function if module is None else function_of_module(module)
-        if function is None or why_quantizer_not_fused(quantizer) is not None or not _takes(function, x, autocast):
+        if function is None or not _takes(function, x, autocast):
             return None
-        like = x.detach().to("meta")
-        return Plan(function, output_grid(quantizer, like), like, self.with_codes and gives_codes(quantizer))
+        output = output_grid(quantizer, x.detach().to("meta"))
+        return Plan(function, output, self.with_codes and gives_codes(quantizer))
 
     def compute(self, plan: Plan, x: Tensor) -> tuple[Tensor, Handed | None]:
         """Compute the unit by the op."""
         quantizer = self.modules[1]
-        output = plan.output or output_grid_now(quantizer, plan.like)
+        output = grid_of(plan.output)
         learned = is_learned(output)
         keeps_x = learned or plan.function is not NONE
         y, codes, scale, *_ = _function_fake_quant(x, *plan.function, keeps_x, *output, learned, plan.with_codes)
-        return y, handed_output(y, codes if plan.with_codes else None, scale, output, quantizer, self.gives)
+        return self.output(y, codes if plan.with_codes else None, scale, output, quantizer)
 
 
 def function_of_module(module: nn.Module) -> Function | None:

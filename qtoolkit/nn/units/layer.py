@@ -6,24 +6,23 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit._native import library
-from qtoolkit.nn.epilogue import why_quantizer_not_fused
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.units.base import (
     Decided,
-    Grid,
+    GridNow,
     LayerArguments,
     gives_codes,
-    handed_output,
+    grid_of,
     is_learned,
     kind_of_inputs,
     layer_arguments,
     layer_call,
     layer_is_plain,
     output_grid,
-    output_grid_now,
 )
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 _layer_fake_quant = library.layer_fake_quant.default
 
@@ -34,13 +33,15 @@ class Plan(NamedTuple):
     Attributes:
         layer: The layer.
         rounds_bias: Whether its bias is put on the grid of its sums.
-        output: The output's scale and grid; None where they are computed at each call.
+        quantizer: The output's quantizer in the op, if there is one.
+        output: The output's scale and grid.
         with_codes: Whether the op returns the codes of its output.
     """
 
     layer: LayerArguments
     rounds_bias: bool
-    output: Grid | None
+    quantizer: TensorQuantizer | None
+    output: GridNow
     with_codes: bool
 
 
@@ -56,8 +57,8 @@ class LayerUnit(Decided):
     """
 
     def __init__(self, root: nn.Module, layer: str, quantizer: str | None, with_codes: bool, gives: bool) -> None:
-        super().__init__(root, (layer, quantizer))
-        self.with_codes, self.gives = with_codes, gives
+        super().__init__(root, (layer, quantizer), gives)
+        self.with_codes = with_codes
 
     def run(self, x: Tensor, handed: Handed | None = None) -> tuple[Tensor, Handed | None]:
         """Return the unit's output, with its codes.
@@ -86,28 +87,28 @@ class LayerUnit(Decided):
 
     def planned(self, x: Tensor, dtype: torch.dtype) -> Plan | None:
         """Ask the modules for the plan."""
-        layer, quantizer = self.modules
+        layer = self.modules[0]
         if all_watched() or is_watched(layer) or not is_ordinary(x) or type(layer).forward is not QuantWeighted.forward:
             return None
         if not (layer.training and layer.batch_norm is None and layer_is_plain(layer)):
             return None
-        if quantizer is not None and why_quantizer_not_fused(quantizer) is not None:
-            return None
         of_layer = layer_arguments(layer, x, dtype)
         if of_layer is None:
             return None
-        with_codes = self.with_codes and gives_codes(quantizer)
-        return Plan(of_layer, layer.sum_steps() is not None, output_grid(quantizer, of_layer.like), with_codes)
+        quantizer = self.quantizer_in_op()
+        output = output_grid(quantizer, of_layer.like)
+        return Plan(
+            of_layer, layer.sum_steps() is not None, quantizer, output, self.with_codes and gives_codes(quantizer)
+        )
 
     def compute(self, plan: Plan, x: Tensor, codes: Handed) -> tuple[Tensor, Handed | None]:
         """Compute the unit by the op."""
-        layer, quantizer = self.modules
-        output = plan.output or output_grid_now(quantizer, plan.layer.like)
+        output = grid_of(plan.output)
         y, y_codes, y_scale, *_ = _layer_fake_quant(
-            *layer_call(layer, plan.layer, x, codes, lambda: None, self.names[0]),
+            *layer_call(self.modules[0], plan.layer, x, codes, lambda: None, self.names[0]),
             plan.rounds_bias,
             *output,
             is_learned(output),
             plan.with_codes,
         )
-        return y, handed_output(y, y_codes if plan.with_codes else None, y_scale, output, quantizer, self.gives)
+        return self.output(y, y_codes if plan.with_codes else None, y_scale, output, plan.quantizer)
