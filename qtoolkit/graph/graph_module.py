@@ -13,12 +13,12 @@ from qtoolkit.errors import with_article
 from qtoolkit.foreign_models import integration_of
 from qtoolkit.graph import weight_ranges
 from qtoolkit.graph.block_calls import BlockCall
-from qtoolkit.graph.memory_format import in_channels_last
 from qtoolkit.graph.output_types import returning
 from qtoolkit.graph.placement.sources import link_sources
 from qtoolkit.graph.plan import Plan
-from qtoolkit.graph.products import is_product_call, link_products
-from qtoolkit.graph.running_code import compile_forward
+from qtoolkit.graph.program import compile_forward
+from qtoolkit.graph.program.memory_format import in_channels_last
+from qtoolkit.graph.program.products import is_product_call, link_products
 from qtoolkit.graph.traced_blocks import (
     ClassReference,
     TracedSequential,
@@ -138,7 +138,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         self.calls = calls
         self.products = {node.name: Product(len(node.args)) for node in self.graph.nodes if is_product_call(node)}
         self.link_sources()
-        forward = compile_forward(self, calls, self.ops_in_training()) or type(self)._traced_forward
+        forward = compile_forward(self, calls, self.ops_in_training(), type(self)._traced_forward)
         plan: Plan | None = vars(self).get("plan")
         types = () if plan is None else plan.tracing.output_types
         type(self).forward = returning(in_channels_last(self, forward), types)

@@ -7,8 +7,6 @@ from operator import attrgetter
 
 from torch import fx, nn
 
-from qtoolkit.graph import products as products_in
-from qtoolkit.graph.chains import is_batch_norm_call, is_prelu_call
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
 from qtoolkit.graph.nodes import (
@@ -22,7 +20,9 @@ from qtoolkit.graph.nodes import (
 )
 from qtoolkit.graph.passes.record import is_reported, verdict_now
 from qtoolkit.graph.placement.traversal import quantizer_behind
-from qtoolkit.graph.running_code import calls_now
+from qtoolkit.graph.program import calls_now
+from qtoolkit.graph.program import products as products_in
+from qtoolkit.graph.program.chains import is_batch_norm_call, is_prelu_call
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.running_code import runs_its_graph
+from qtoolkit.graph.program import runs_its_graph
 from qtoolkit.model_state import removing
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.tuning.running import Batches, ReachedError, part_between

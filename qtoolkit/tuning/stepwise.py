@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import fx
 
-from qtoolkit.graph.block_code import free_nodes
 from qtoolkit.graph.capture.in_place import changed_by
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import parameters_in
+from qtoolkit.graph.program.division import free_nodes
 from qtoolkit.tuning.cache import BatchCache
 from qtoolkit.tuning.running import Batches, arguments_part, device_of, part_between
 

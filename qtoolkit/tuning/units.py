@@ -18,10 +18,10 @@ from torch import fx, nn
 
 from qtoolkit.errors import check_known
 from qtoolkit.graph.block_calls import ROOT, ancestors
-from qtoolkit.graph.block_code import free_nodes
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import is_quantizer, is_weight_quantizer, kind_of, kind_of_module
+from qtoolkit.graph.program.division import free_nodes
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.rules import module_of

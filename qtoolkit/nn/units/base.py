@@ -42,8 +42,8 @@ class Decided:
     """A unit of a prepared model, and how one op computes it for each kind of input.
 
     Args:
-        root: The model.
-        names: The names of its modules, that of its quantizer last; None stands for those that there are not.
+        root: The model, or the block of it in which the unit runs.
+        names: The names of its modules there, that of its quantizer last; None stands for those that there are not.
         gives: Whether others than units take the result, which are handed its grid with it.
 
     Attributes:
@@ -61,11 +61,21 @@ class Decided:
         """Take the modules as they are now, if that may be other ones than before."""
         if self.snapshot is not None and self.snapshot.holds():
             return
-        root = self.root()
-        if root is None:
+        self.modules = self.modules_now()
+        names = [name for name in self.names if name is not None]
+        self.snapshot, self.plans, self.last = snapshot_of(self.model(), names), {}, None
+
+    def model(self) -> nn.Module:
+        """Return the model."""
+        model = self.root()
+        if model is None:
             raise RuntimeError("the model of this code does not exist any more.")
-        self.modules = tuple(None if name is None else root.get_submodule(name) for name in self.names)
-        self.snapshot, self.plans, self.last = snapshot_of(root, [n for n in self.names if n is not None]), {}, None
+        return model
+
+    def modules_now(self) -> tuple[Any, ...]:
+        """Return the modules, as compiled code asks for them."""
+        model = self.model()
+        return tuple(None if name is None else model.get_submodule(name) for name in self.names)
 
     def plan(self, kind: Hashable, *inputs: Any) -> Any:
         """Return how one op computes the unit for inputs of a kind; None where it may not.

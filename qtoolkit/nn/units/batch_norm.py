@@ -74,7 +74,7 @@ class BatchNormUnit(Decided):
     """A layer with its batch norm, a residual add, an activation and a quantizer; the code of a prepared model calls `run`.
 
     Args:
-        root: The model.
+        root: The model, or the block of it in which the unit runs.
         names: The names of its modules.
         one_by_one: What computes the batch norm and what follows it, of `qtoolkit.nn.epilogue.epilogue_of`.
         bounds: What the function of the activation computes; None where it is a module, or there is none.
@@ -102,24 +102,24 @@ class BatchNormUnit(Decided):
             residual: What is added after the batch norm.
             of_residual: Its codes, if a unit returned it.
         """
+        if torch.compiler.is_compiling():
+            return self._one_by_one(self.modules_now(), x, residual), None
         self.look()
         tensors = type(x) is Tensor and (residual is None or type(residual) is Tensor)
         plan = self.plan_of(x, residual) if tensors and torch.is_grad_enabled() else None
         codes = None if plan is None else grid_with_codes(x, self.modules[0].source, plan.layer.integer, handed)
         if plan is None or codes is None:
-            return self._one_by_one(x, handed, residual, of_residual)
+            for tensor, known in ((x, handed), (residual, of_residual)):
+                if tensor is not None and known is not None:
+                    keep(tensor, known)
+            y = self._one_by_one(self.modules, x, residual)
+            return y, handed_with(y)
         return self.compute(plan, x, codes, residual, of_residual)
 
-    def _one_by_one(
-        self, x: Tensor, handed: Handed | None, residual: Tensor | None, of_residual: Handed | None
-    ) -> tuple[Tensor, Handed | None]:
+    def _one_by_one(self, modules: tuple[Any, ...], x: Tensor, residual: Tensor | None) -> Tensor:
         """Call the functions that ask the modules."""
-        for tensor, known in ((x, handed), (residual, of_residual)):
-            if tensor is not None and known is not None:
-                keep(tensor, known)
-        layer, bn, activation, quantizer = self.modules
-        y = self.one_by_one(layer_output(layer, bn, x), residual, layer, bn, activation, quantizer)
-        return y, handed_with(y)
+        layer, bn, activation, quantizer = modules
+        return self.one_by_one(layer_output(layer, bn, x), residual, layer, bn, activation, quantizer)
 
     def plan_of(self, x: Tensor, residual: Tensor | None) -> Plan | None:
         """Return the plan for inputs; None where one op may not compute the unit."""

@@ -62,7 +62,7 @@ class FunctionUnit(Decided):
     """A function of one tensor and the quantizer of its result; the code of a prepared model calls `run`.
 
     Args:
-        root: The model.
+        root: The model, or the block of it in which the unit runs.
         module: The name of the module that is the function; None where it is none, or there is no function.
         quantizer: The name of the quantizer.
         called: The function of the graph, which is not a module; None without one.
@@ -86,16 +86,20 @@ class FunctionUnit(Decided):
 
     def run(self, x: Tensor) -> tuple[Tensor, Handed | None]:
         """Return the unit's output, with its codes."""
+        if torch.compiler.is_compiling():
+            return self._one_by_one(x, *self.modules_now()), None
         self.look()
         if type(x) is Tensor and x.requires_grad and torch.is_grad_enabled():
             autocast = torch.is_autocast_enabled(x.device.type)
             plan: Plan | None = self.plan((x.shape, x.dtype, x.device, autocast), x, autocast)
             if plan is not None:
                 return self.compute(plan, x)
-        module, quantizer = self.modules
-        y = x if self.called is None else self.called(x)
-        y = quantizer(y if module is None else module(y))
+        y = self._one_by_one(x, *self.modules)
         return y, handed_with(y)
+
+    def _one_by_one(self, x: Tensor, module: Any, quantizer: Any) -> Tensor:
+        y = x if self.called is None else self.called(x)
+        return quantizer(y if module is None else module(y))  # type: ignore[no-any-return]  # a Tensor
 
     def planned(self, x: Tensor, autocast: bool) -> Plan | None:
         """Ask the modules for the plan."""

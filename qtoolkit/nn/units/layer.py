@@ -1,6 +1,6 @@
 """A layer without a batch norm, with a quantizer right behind it, in one op."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class LayerUnit(Decided):
     """A layer and a quantizer; the code of a prepared model calls `run`.
 
     Args:
-        root: The model.
+        root: The model, or the block of it in which the unit runs.
         layer: The name of the layer.
         quantizer: The name of the quantizer that takes the layer's output, and nobody else does; None without one.
         with_codes: Whether a unit takes the codes of the result.
@@ -67,6 +67,8 @@ class LayerUnit(Decided):
             x: The input of the layer.
             handed: Its codes, if a unit returned it.
         """
+        if torch.compiler.is_compiling():
+            return _one_by_one(x, *self.modules_now()), None
         self.look()
         layer, quantizer = self.modules
         plan = self.plan_of(x) if type(x) is Tensor and torch.is_grad_enabled() else None
@@ -75,8 +77,7 @@ class LayerUnit(Decided):
             return self.compute(plan, x, codes)
         if handed is not None:
             keep(x, handed)
-        y = layer(x)
-        y = y if quantizer is None else quantizer(y)
+        y = _one_by_one(x, layer, quantizer)
         return y, handed_with(y)
 
     def plan_of(self, x: Tensor) -> Plan | None:
@@ -112,3 +113,8 @@ class LayerUnit(Decided):
             plan.with_codes,
         )
         return self.output(y, y_codes if plan.with_codes else None, y_scale, output, plan.quantizer)
+
+
+def _one_by_one(x: Tensor, layer: Any, quantizer: Any) -> Tensor:
+    y: Tensor = layer(x)
+    return y if quantizer is None else quantizer(y)

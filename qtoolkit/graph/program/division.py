@@ -46,6 +46,23 @@ def free_nodes(gm: fx.GraphModule) -> set[fx.Node]:
     return {node for node in gm.graph.nodes if node.op == "get_attr" or is_mode(node)}
 
 
+class Whole:
+    """A graph as one part: like a Division without parts.
+
+    Args:
+        gm: The model.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm, self.free = gm, free_nodes(gm)
+        self.calls = (BlockCall(""),)
+        self.parts: dict[int, Part] = {}
+
+    def items(self, index: int) -> Iterator[fx.Node | int]:
+        """Yield the nodes in order."""
+        return (node for node in self.gm.graph.nodes if node not in self.free)
+
+
 class Division:
     """The parts of a graph.
 

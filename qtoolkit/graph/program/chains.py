@@ -1,7 +1,7 @@
 """Ops in a graph that run as one: chains of a batch norm with what is around it, and pairs of a PReLU and its quantizer.
 
-A chain begins with the layer before its batch norm. The graph stays as it is; only the code that runs calls
-`qtoolkit.nn.epilogue` for a chain and `qtoolkit.nn.prelu` for a pair.
+A chain begins with the layer before its batch norm. The graph stays as it is; only the code that runs has a unit for a chain,
+or calls `qtoolkit.nn.epilogue` where no layer is in it, and `qtoolkit.nn.prelu` for a pair.
 """
 
 from collections.abc import Collection, Sequence
@@ -94,7 +94,7 @@ class Chain:
         said = [f"fused with {names}" if joined else "not fused", end]
         if isinstance(bn, LinkedBatchNorm):
             layer = (
-                "it is called in another block"
+                "it is called in another block, or an op between them may change its input"
                 if self.layer is None
                 else why_layer_not_fused(module_of(self.layer), bn)
             )

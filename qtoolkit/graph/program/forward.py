@@ -1,0 +1,137 @@
+"""The forward of a prepared model: units where it trains, and the nodes of its graph, by block, everywhere else."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import fx, nn
+
+from qtoolkit.graph.block_calls import ROOT, BlockCall
+from qtoolkit.graph.program.chains import Chain, Pair
+from qtoolkit.graph.program.division import Division, Whole
+from qtoolkit.graph.program.units import Products, UnitWriter
+from qtoolkit.graph.program.writer import Writer, compiled
+from qtoolkit.graph.traced_blocks import TracedBlock, find_block
+from qtoolkit.nn.hooks import all_watched, has_hooks, is_transformed
+from qtoolkit.ops.recording import is_recorded
+
+Forward = Callable[..., Any]
+
+
+def compile_forward(
+    gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: Products | None, plain: Forward
+) -> Forward:
+    """Compile the program of a model and of each block that can run its own part of the graph.
+
+    The other blocks are told why they cannot.
+
+    Args:
+        gm: The model.
+        calls: The calls of its blocks.
+        products: What computes the products of two activations, by the names of their nodes. None: the code calls no other
+            ops than the graph has.
+        plain: The code that torch.fx generates from the graph.
+
+    Returns:
+        The forward of the model. In training it runs the units of the whole graph in one piece; in eval mode, in exports and
+        while a block is watched (it has a hook, for example), it calls the blocks.
+    """
+    whole = _with_units(gm, Whole(gm), ROOT, products, plain)
+    division = Division(gm, calls) if calls else None
+    if division is None or not division.parts:
+        return whole
+    for index, part in division.parts.items():
+        part.block.set_block_code(_code_of(part.block, division, index, products), gm)
+    return _by_block(gm, whole, _code_of(gm, division, ROOT, products), plain, _Blocks(gm, division))
+
+
+def _code_of(owner: nn.Module, division: Division, index: int, products: Products | None) -> Forward:
+    """Compile the program of a part, which belongs to the model or a block."""
+    code = compiled(Writer(division, index).write(), division.calls[index].block)
+    return _with_units(owner, division, index, products, code)
+
+
+def _with_units(
+    owner: nn.Module, division: Division | Whole, index: int, products: Products | None, plain: Forward
+) -> Forward:
+    """Return a forward of a part that runs units where its owner trains, and no tracer or hook needs the nodes of the graph."""
+    writer = None if products is None else UnitWriter(division, index, products)
+    if writer is None or not writer.changed:
+        return plain
+    units = compiled(writer.write(), division.calls[index].block)
+    known = ref(owner)  # replicas of the model share its code, and units have the modules of the model
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the units or the nodes of the graph."""
+        is_own = torch.compiler.is_compiling() or known() is self
+        as_units = self.training and is_own and not (is_recorded() or is_transformed() or all_watched())
+        return (units if as_units else plain)(self, *args, **kwargs)
+
+    return forward
+
+
+def _by_block(gm: nn.Module, whole: Forward, divided: Forward, plain: Forward, blocks: "_Blocks") -> Forward:
+    """Return a forward that calls the blocks in eval mode, where nothing is gained without them, and where it must."""
+    known = ref(gm)
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph as a whole or by block."""
+        if not torch.compiler.is_compiling() and known() is not self:
+            return plain(self, *args, **kwargs)  # the blocks of a replica are those of the model
+        # Exported programs name the blocks.
+        calls_blocks = not self.training or torch.compiler.is_exporting() or blocks.are_watched()
+        return (divided if calls_blocks else whole)(self, *args, **kwargs)
+
+    return forward
+
+
+def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: Products | None) -> list[Chain | Pair]:
+    """Return the ops that are one call in a training forward now: those of the parts while a block is watched."""
+    if products is None:
+        return []
+    division = Division(gm, calls) if calls else None
+    if division is None or not _Blocks(gm, division).are_watched():
+        writers = [UnitWriter(Whole(gm), ROOT, products)]
+    else:
+        writers = [UnitWriter(division, index, products) for index in (ROOT, *division.parts)]
+    found: list[Chain | Pair] = []
+    for writer in writers:
+        found += [*writer.chains, *writer.pairs.values()]
+    return found
+
+
+def runs_its_graph(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> bool:
+    """Return whether a call of a model runs the nodes of its graph and nothing else, as the model now is.
+
+    Hooks and wrappers of the model and of its blocks, and other forwards of them, run besides.
+    """
+    division = Division(gm, calls)
+    return not (has_hooks(gm) or "forward" in vars(gm) or _Blocks(gm, division).are_watched())
+
+
+class _Blocks:
+    """The blocks that run their parts.
+
+    Args:
+        gm: The model.
+        division: Its parts.
+    """
+
+    def __init__(self, gm: fx.GraphModule, division: Division) -> None:
+        self.places: list[tuple[nn.Module, str, TracedBlock]] = []
+        for part in division.parts.values():
+            parent, _, name = part.call.block.rpartition(".")
+            holder = find_block(gm, parent) if parent else gm
+            if holder is not None:
+                self.places.append((holder, name, part.block))
+
+    def are_watched(self) -> bool:
+        """Return whether a block has hooks, a wrapper or another forward, so that it must be called."""
+        return all_watched() or any(
+            holder._modules.get(name) is not block or block.has_other_forward() or has_hooks(block)
+            for holder, name, block in self.places
+        )

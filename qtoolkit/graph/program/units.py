@@ -1,0 +1,215 @@
+"""Write the code of a part of a model's graph in units: a call for each layer and quantizer, with what one op computes too."""
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from qtoolkit.graph.block_calls import leaves
+from qtoolkit.graph.capture.in_place import changed_by
+from qtoolkit.graph.nodes import is_quantizer, kind_of
+from qtoolkit.graph.program import products
+from qtoolkit.graph.program.chains import (
+    Chain,
+    Pair,
+    find_chains,
+    find_pairs,
+    is_activation_quantizer,
+    is_max_pool_call,
+    is_weighted_call,
+)
+from qtoolkit.graph.program.division import Division, Whole
+from qtoolkit.graph.program.writer import Writer, function_of
+from qtoolkit.graph.traced_blocks import node_name
+from qtoolkit.nn.epilogue import epilogue_of, max_pool, max_pool2d
+from qtoolkit.nn.prelu import prelu
+from qtoolkit.nn.product import Product
+from qtoolkit.nn.units import BatchNormUnit, FunctionUnit, LayerUnit, Names
+from qtoolkit.nn.units.function import NONE, OF_FUNCTION, Function, function_of_module
+from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.table import OTHER
+
+Products = Mapping[str, Product]
+
+
+class UnitWriter(Writer):
+    """Writes a part of a graph with one call for each unit, and for each other op that training computes its own way.
+
+    A layer with its chain is a unit; a layer without a batch norm, with a quantizer right behind it; and any other quantizer,
+    with an activation or a layer norm right before it.
+
+    Args:
+        division: The parts of the graph.
+        index: The index of the part's call.
+        found: What computes the products of two activations, by the names of their nodes.
+
+    Attributes:
+        chains: The chains of ops in the part that are one call.
+        pairs: The pairs of ops that are one call, by their last nodes.
+        units: The units that are no chains, by their last nodes: the node of the layer or of the function before the
+            quantizer, if there is one.
+        handed: The nodes of the codes of results that units return, by the nodes of the results.
+        changed: Whether the written code differs from the nodes of the model's graph.
+    """
+
+    def __init__(self, division: Division | Whole, index: int, found: Products) -> None:
+        super().__init__(division, index)
+        self.products, self.handed = found, dict[fx.Node, fx.Node]()
+        part = division.parts.get(index)
+        self.owner: nn.Module = division.gm if part is None else part.block
+        self.order = {item: place for place, item in enumerate(self.items) if isinstance(item, fx.Node)}
+        self.results = {leaf for _, leaf in leaves(() if part is None else part.result) if isinstance(leaf, fx.Node)}
+        self.chains = find_chains(list(self.order), self.results)
+        self.pairs = {pair.quantizer: pair for pair in find_pairs(list(self.order), self.results)}
+        self.inner = {node for chain in self.chains for node in chain.nodes}
+        self.inner |= {pair.activation for pair in self.pairs.values()}
+        for chain in self.chains:
+            if chain.layer is not None and not self._runs_at_the_end(chain.layer, chain):
+                self.inner.remove(chain.layer)
+                chain.layer = None
+        self.ends = {chain.last: chain for chain in self.chains}
+        self.units = self._found(self.inner | set(self.pairs))
+        self.inner |= {before for last, before in self.units.items() if before not in (None, last)}
+        layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))
+        joined = (node for chain in self.chains if chain.layer is not None for node in (chain.layer, chain.add))
+        self.takers = {*layers, *joined}
+        self.changed = bool(self.chains or self.pairs or self.units) or any(map(self._is_other, self.order))
+
+    def _runs_at_the_end(self, layer: fx.Node, chain: Chain) -> bool:
+        """Return whether the layer of a chain may run where the chain ends: no op in between changes its input in place."""
+        return is_weighted_call(layer) and self._nothing_between(layer, chain.last)
+
+    def _nothing_between(self, first: fx.Node, last: fx.Node) -> bool:
+        between = self.items[self.order[first] + 1 : self.order[last]]
+        return all(isinstance(node, fx.Node) and self._leaves_tensors(node) for node in between)
+
+    def _leaves_tensors(self, node: fx.Node) -> bool:
+        """Return whether a node changes no tensor that others read; what is not in the table of ops might."""
+        if node in self.inner or is_quantizer(node):
+            return True
+        return kind_of(node) is not OTHER and changed_by(node, self.division.gm) is None
+
+    def _found(self, taken: Collection[fx.Node]) -> dict[fx.Node, fx.Node | None]:
+        """Return the units that are no chains."""
+        found: dict[fx.Node, fx.Node | None] = {}
+        for node in self.order:
+            if node in taken or not (is_weighted_call(node) or is_activation_quantizer(node)):
+                continue
+            before = node if is_weighted_call(node) else self._joined(node, taken)
+            if before is not node and before is not None:
+                found.pop(before, None)  # a layer with its quantizer
+            found[node] = before
+        return found
+
+    def _joined(self, quantizer: fx.Node, taken: Collection[fx.Node]) -> fx.Node | None:
+        """Return the op before a quantizer that is computed with it."""
+        before = quantizer.args[0]
+        if not isinstance(before, fx.Node) or before in taken or before in self.results or before not in self.order:
+            return None
+        joins = is_weighted_call(before) or _function(before) is not None
+        return before if joins and len(before.users) == 1 and self._nothing_between(before, quantizer) else None
+
+    def _is_other(self, node: fx.Node) -> bool:
+        """Return whether training computes an op its own way, which is no unit."""
+        return is_max_pool_call(node) or node.name in self.products
+
+    # ---- calls
+
+    def _write_node(self, node: fx.Node) -> None:
+        if node in self.ends:
+            self._write_chain(self.ends[node])
+        elif node in self.pairs:
+            self._write_pair(self.pairs[node])
+        elif node in self.units:
+            self._write_unit_of(node, self.units[node])
+        elif self._is_other(node):
+            self._write_other(node)
+        elif node not in self.inner:
+            super()._write_node(node)
+
+    def _write_chain(self, chain: Chain) -> None:
+        """Write one call that replaces the nodes of a chain, where its last node was."""
+        function = chain.bounds is not None
+        add, activate = (
+            None if node is None else function_of(node, node.all_input_nodes)
+            for node in (chain.add, chain.activation if function else None)
+        )
+        epilogue = epilogue_of(add, activate, chain.bounds)
+        modules = (chain.batch_norm, None if function else chain.activation, chain.quantizer)
+        if chain.layer is None:
+            tensors = self._value(chain.batch_norm.all_input_nodes[0]), chain.residual and self._value(chain.residual)
+            called = [node and self._module(node) for node in modules]
+            self.written[chain.last] = self.graph.call_function(epilogue, (*tensors, None, *called))
+            return
+        names = Names(*(node and self._target(str(node.target)) for node in (chain.layer, *modules)))  # type: ignore[arg-type]
+        unit = BatchNormUnit(self.owner, names, epilogue, chain.bounds, self._gives(chain.last))
+        sources = [chain.layer.args[0], *([] if chain.residual is None else [chain.residual])]
+        self._write_unit(unit.run, self._with_codes(sources), chain.layer.name, chain.last)
+
+    def _write_pair(self, pair: Pair) -> None:
+        modules = self._module(pair.activation), self._module(pair.quantizer)
+        source = self._value(pair.activation.all_input_nodes[0])
+        self.written[pair.quantizer] = self.graph.call_function(prelu, (source, *modules))
+
+    def _write_unit_of(self, node: fx.Node, before: fx.Node | None) -> None:
+        target, codes, gives = self._target(str(node.target)), self._hands_on(node), self._gives(node)
+        if before is not None and is_weighted_call(before):
+            name = self._target(str(before.target))
+            layer = LayerUnit(self.owner, name, None if before is node else target, codes, gives)
+            self._write_unit(layer.run, self._with_codes(before.args), before.name, node)
+            return
+        module = self._target(str(before.target)) if before is not None and before.op == "call_module" else None
+        called = None if before is None or module else function_of(before, before.all_input_nodes)
+        function = NONE if before is None or module else OF_FUNCTION[before.target]
+        unit = FunctionUnit(self.owner, module, target, called, function, codes, gives)
+        source = node if before is None else before
+        self._write_unit(unit.run, [self._value(source.all_input_nodes[0])], source.name, node)
+
+    def _write_unit(self, run: Callable[..., Any], arguments: Iterable[Any], name: str, last: fx.Node) -> None:
+        result = self.graph.create_node("call_function", run, tuple(arguments), name=f"{name}_unit")
+        self.written[last] = self._item(result, 0, last.name)
+        if self._hands_on(last):
+            self.handed[last] = self._item(result, 1, f"{last.name}_codes")
+
+    def _write_other(self, node: fx.Node) -> None:
+        args, kwargs = self._built((node.args, node.kwargs), self._value)
+        if node.name in self.products:
+            call = self.graph.call_function(products.function_of(node, self.products[node.name]), args, kwargs)
+        elif node.op == "call_module":
+            call = self.graph.call_function(max_pool, (self._module(node), *args))
+        else:
+            sizes = {name: value for name, value in kwargs.items() if name != "return_indices"}
+            call = self.graph.call_function(max_pool2d, args, sizes)
+        self.written[node] = call
+
+    def _module(self, node: fx.Node) -> fx.Node:
+        """Return a node that reads the module that a node calls."""
+        target = self._target(str(node.target))
+        return self.graph.create_node("get_attr", target, name=node_name(target))
+
+    # ---- codes
+
+    def _with_codes(self, sources: Sequence[Any]) -> Iterator[Any]:
+        """Yield each tensor and its codes, which are None where no unit of the part returns them."""
+        for source in sources:
+            yield self._value(source)
+            yield self.handed.get(source)
+
+    def _hands_on(self, node: fx.Node) -> bool:
+        """Return whether a unit takes a result, with its codes."""
+        return any(user in self.takers for user in node.users)
+
+    def _gives(self, node: fx.Node) -> bool:
+        """Return whether others than units take a result."""
+        return any(user not in self.takers for user in node.users)
+
+    def _item(self, result: fx.Node, place: int, name: str) -> fx.Node:
+        return self.graph.create_node("call_function", operator.getitem, (result, place), name=name)
+
+
+def _function(node: fx.Node) -> Function | None:
+    """Return what an op before a quantizer computes; None where it is not computed with it."""
+    if len(node.args) != 1 or not isinstance(node.args[0], fx.Node) or node.kwargs:
+        return None
+    return function_of_module(module_of(node)) if node.op == "call_module" else OF_FUNCTION.get(node.target)

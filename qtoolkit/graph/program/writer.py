@@ -1,0 +1,140 @@
+"""Write the code of a part of a model's graph: the nodes that it runs, and the calls of the blocks in it."""
+
+import functools
+import linecache
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import uuid4
+from weakref import finalize
+
+from torch import fx
+
+from qtoolkit.graph.block_calls import Path, leaves
+from qtoolkit.graph.program.division import Division, Part, Whole
+from qtoolkit.graph.traced_blocks import node_name
+from qtoolkit.op_kinds.recorded import check_argument
+
+
+class Writer:
+    """Writes a part of a graph as it is.
+
+    Args:
+        division: The parts of the graph.
+        index: The index of the part's call.
+
+    Attributes:
+        items: What the part runs, in order: nodes, and the indices of the calls of blocks.
+        graph: The graph of the part.
+        written: The node in it for each node of the model's graph.
+    """
+
+    def __init__(self, division: Division | Whole, index: int) -> None:
+        self.division, self.index = division, index
+        self.name = division.calls[index].block
+        self.graph, self.written = fx.Graph(), dict[fx.Node, Any]()
+        self.items = list(division.items(index))
+
+    def write(self) -> fx.Graph:
+        """Return the graph."""
+        part = self.division.parts.get(self.index)
+        if part is None:
+            self.graph.set_codegen(self.division.gm.graph._codegen)  # it may take apart arguments that are containers
+        else:
+            self._write_arguments(part)
+        for item in self.items:
+            if isinstance(item, int):
+                self._write_call(self.division.parts[item])
+            else:
+                self._write_node(item)
+        if part is not None:
+            self.graph.output(self._built(part.result, self._value))
+        return self.graph
+
+    def _write_node(self, node: fx.Node) -> None:
+        self._copy(node)
+
+    # ---- blocks
+
+    def _write_arguments(self, part: Part) -> None:
+        values = {**dict(zip(part.call.names, part.args, strict=True)), **part.kwargs}
+        fixed = [name for name, value in values.items() if not isinstance(value, tuple | list | dict | fx.Node)]
+        last = max((i for i, name in enumerate(values) if name not in fixed), default=-1)
+        arguments = [
+            self.graph.placeholder(name, default_value=values[name]) if i > last else self.graph.placeholder(name)
+            for i, name in enumerate(values)
+        ]
+        for name, argument in zip(values, arguments, strict=True):
+            if name in fixed:
+                self.graph.call_function(check_argument, (argument, values[name], name))
+            else:
+                self._write_items(values[name], argument)
+
+    def _write_call(self, part: Part) -> None:
+        args, kwargs = self._built((part.args, part.kwargs), self._known)
+        target = self._target(part.call.block)
+        result = self.graph.create_node("call_module", target, args, kwargs, node_name(target))
+        self._write_items(part.result, result)
+
+    def _write_items(self, tree: Any, whole: fx.Node) -> None:
+        """Write the nodes that take the values in nested tuples, lists and dicts."""
+        items: dict[Path, fx.Node] = {(): whole}
+        for path, leaf in leaves(tree):
+            if isinstance(leaf, fx.Node) and leaf not in self.written:
+                for depth, key in enumerate(path):
+                    if path[: depth + 1] not in items:
+                        items[path[: depth + 1]] = self.graph.call_function(
+                            operator.getitem, (items[path[:depth]], key)
+                        )
+                self.written[leaf] = items[path]
+
+    def _built(self, tree: Any, value: Callable[[fx.Node], Any]) -> Any:
+        """Return arguments or a result in this part."""
+        if isinstance(tree, OrderedDict):  # torch.fx would take it for a dict
+            items = [(key, self._built(item, value)) for key, item in tree.items()]
+            return self.graph.call_function(OrderedDict, (items,))
+        if isinstance(tree, dict):
+            return {key: self._built(item, value) for key, item in tree.items()}
+        if isinstance(tree, tuple | list):
+            return type(tree)(self._built(item, value) for item in tree)
+        return value(tree) if isinstance(tree, fx.Node) else tree
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """Return what a node is in this part. A parameter is read where it is used."""
+        return self._copy(node) if node in self.division.free and node not in self.written else self.written[node]
+
+    def _known(self, node: fx.Node) -> fx.Node | None:
+        """Return what a node is in this part; None if it is not there, which nothing in the block uses then."""
+        return self._value(node) if node in self.written or node in self.division.free else None
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        self.written[node] = copy = self.graph.node_copy(node, self._value)
+        if node.op in ("call_module", "get_attr"):
+            copy.target = self._target(str(node.target))
+        return copy
+
+    def _target(self, name: str) -> str:
+        """Return the name of a submodule or a tensor of the model, as the block of this part finds it."""
+        inside = name.removeprefix(f"{self.name}.")
+        return name if not self.name else inside if inside != name else f"_block_model.{name}"
+
+
+def compiled(graph: fx.Graph, name: str) -> Callable[..., Any]:
+    """Return the function `forward(self, ...)` of a graph. Tracebacks show its lines."""
+    code = graph.python_code("self")
+    file = f"<forward of {name or 'the model'}>.{uuid4().hex}"  # torch.compile tells code apart by it, too
+    scope = dict(code.globals)
+    exec(compile(code.src, file, "exec", dont_inherit=True), scope)
+    forward: Any = scope["forward"]
+    linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
+    finalize(forward.__code__, linecache.cache.pop, file, None).atexit = False
+    return forward  # type: ignore[no-any-return]  # a function
+
+
+def function_of(node: fx.Node, operands: Sequence[fx.Node]) -> Callable[..., Any]:
+    """Return a function of some operands that does what a function or a method does in a graph."""
+    graph = fx.Graph()
+    arguments = {operand: graph.placeholder(f"value_{place}") for place, operand in enumerate(operands)}
+    graph.output(graph.node_copy(node, arguments.__getitem__))
+    return functools.partial(compiled(graph, node.name), None)
