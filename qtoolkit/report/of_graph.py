@@ -22,7 +22,6 @@ from qtoolkit.graph.passes.record import is_reported, verdict_now
 from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.program import calls_now
 from qtoolkit.graph.program import products as products_in
-from qtoolkit.graph.program.chains import is_batch_norm_call, is_prelu_call
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
@@ -65,13 +64,13 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
 
 def _trained(model: QuantizedGraphModule) -> dict[fx.Node, str]:
     """Return how ops that are no layers compute in training."""
-    nodes, ops = model.graph.nodes, model.ops_in_training()
-    plain = [node for node in nodes if is_batch_norm_call(node) or is_prelu_call(node)] if ops is None else []
-    calls = {call.first: call.sentence() for call in calls_now(model, model.calls, ops)}
-    products = {
-        node: products_in.sentence(node, model.products[node.name]) for node in nodes if node.name in model.products
+    by_torch = model.ops_in_training() is None
+    calls = {
+        call.first: "computed by torch: as asked" if by_torch else call.sentence()
+        for call in calls_now(model, model.calls)
     }
-    return {**dict.fromkeys(plain, "computed by torch: as asked"), **calls, **products}
+    named = [(node, model.products.get(node.name)) for node in model.graph.nodes]
+    return {**calls, **{node: products_in.sentence(node, product) for node, product in named if product is not None}}
 
 
 def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer], trained: str) -> LayerLine:

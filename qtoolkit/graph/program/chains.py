@@ -1,7 +1,7 @@
-"""Ops in a graph that run as one: chains of a batch norm with what is around it, and pairs of a PReLU and its quantizer.
+"""Ops in a graph that run as one: chains of a batch norm with what is around it, and pairs of a function and its quantizer.
 
 A chain begins with the layer before its batch norm. The graph stays as it is; only the code that runs has a unit for a chain,
-or calls `qtoolkit.nn.epilogue` where no layer is in it, and `qtoolkit.nn.prelu` for a pair.
+or calls `qtoolkit.nn.epilogue` where no layer is in it, and has a unit for a pair.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,7 +28,7 @@ from qtoolkit.nn.epilogue import (
     why_quantizer_not_fused,
 )
 from qtoolkit.nn.hooks import all_watched
-from qtoolkit.nn.prelu import why_prelu_not_fused
+from qtoolkit.nn.units.function import why_not_fused
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.rules import is_number, module_of
 from qtoolkit.op_kinds.table import calls_where
@@ -107,34 +107,24 @@ class Pair:
     """Nodes that run as one op.
 
     Attributes:
-        activation: An nn.PReLU, whose only user is the other.
-        quantizer: The inserted quantizer, right after it.
+        function: An activation or a layer norm, whose only user is the other.
+        quantizer: The inserted quantizer.
     """
 
-    activation: fx.Node
+    function: fx.Node
     quantizer: fx.Node
 
     @property
     def first(self) -> fx.Node:
         """The node that a report describes."""
-        return self.activation
+        return self.function
 
     def sentence(self) -> str:
-        """Return how the PReLU is computed in training mode, as the modules are now."""
+        """Return how the function is computed in training mode, as the modules are now."""
         why = "hooks of all modules are registered" if all_watched() else None
-        why = why or why_prelu_not_fused(module_of(self.activation), module_of(self.quantizer))
+        module = module_of(self.function) if self.function.op == "call_module" else None
+        why = why or why_not_fused(module, module_of(self.quantizer))
         return "fused with its quantizer" if why is None else f"computed by torch: {why}"
-
-
-def find_pairs(nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> list[Pair]:
-    """Return the pairs among nodes of a GraphModule; the arguments are those of `find_chains`."""
-    inside = set(nodes)
-    pairs = [Pair(node, node.next) for node in nodes if is_prelu_call(node) and list(node.users) == [node.next]]
-    return [
-        pair
-        for pair in pairs
-        if pair.quantizer in inside and pair.activation not in results and is_activation_quantizer(pair.quantizer)
-    ]
 
 
 def find_chains(nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> list[Chain]:
@@ -250,12 +240,6 @@ def is_batch_norm_call(node: fx.Node) -> bool:
     """Return whether a node calls a batch norm that is a module, with its input alone."""
     one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
     return node.op == "call_module" and one_input and is_batch_norm(module_of(node))
-
-
-def is_prelu_call(node: fx.Node) -> bool:
-    """Return whether a node calls an nn.PReLU with its input alone."""
-    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
-    return node.op == "call_module" and one_input and type(module_of(node)) is nn.PReLU
 
 
 def is_max_pool_call(node: fx.Node) -> bool:

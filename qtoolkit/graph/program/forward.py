@@ -89,18 +89,16 @@ def _by_block(gm: nn.Module, whole: Forward, divided: Forward, plain: Forward, b
     return forward
 
 
-def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: Products | None) -> list[Chain | Pair]:
+def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> list[Chain | Pair]:
     """Return the ops that are one call in a training forward now: those of the parts while a block is watched."""
-    if products is None:
-        return []
     division = Division(gm, calls) if calls else None
     if division is None or not _Blocks(gm, division).are_watched():
-        writers = [UnitWriter(Whole(gm), ROOT, products)]
+        writers = [UnitWriter(Whole(gm), ROOT, {})]
     else:
-        writers = [UnitWriter(division, index, products) for index in (ROOT, *division.parts)]
+        writers = [UnitWriter(division, index, {}) for index in (ROOT, *division.parts)]
     found: list[Chain | Pair] = []
     for writer in writers:
-        found += [*writer.chains, *writer.pairs.values()]
+        found += [*writer.chains, *writer.pairs()]
     return found
 
 

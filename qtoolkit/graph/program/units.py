@@ -14,7 +14,6 @@ from qtoolkit.graph.program.chains import (
     Chain,
     Pair,
     find_chains,
-    find_pairs,
     is_activation_quantizer,
     is_max_pool_call,
     is_weighted_call,
@@ -23,7 +22,6 @@ from qtoolkit.graph.program.division import Division, Whole
 from qtoolkit.graph.program.writer import Writer, function_of
 from qtoolkit.graph.traced_blocks import node_name
 from qtoolkit.nn.epilogue import epilogue_of, max_pool, max_pool2d
-from qtoolkit.nn.prelu import prelu
 from qtoolkit.nn.product import Product
 from qtoolkit.nn.units import BatchNormUnit, FunctionUnit, LayerUnit, Names
 from qtoolkit.nn.units.function import NONE, OF_FUNCTION, Function, function_of_module
@@ -46,7 +44,6 @@ class UnitWriter(Writer):
 
     Attributes:
         chains: The chains of ops in the part that are one call.
-        pairs: The pairs of ops that are one call, by their last nodes.
         units: The units that are no chains, by their last nodes: the node of the layer or of the function before the
             quantizer, if there is one.
         handed: The nodes of the codes of results that units return, by the nodes of the results.
@@ -61,20 +58,18 @@ class UnitWriter(Writer):
         self.order = {item: place for place, item in enumerate(self.items) if isinstance(item, fx.Node)}
         self.results = {leaf for _, leaf in leaves(() if part is None else part.result) if isinstance(leaf, fx.Node)}
         self.chains = find_chains(list(self.order), self.results)
-        self.pairs = {pair.quantizer: pair for pair in find_pairs(list(self.order), self.results)}
         self.inner = {node for chain in self.chains for node in chain.nodes}
-        self.inner |= {pair.activation for pair in self.pairs.values()}
         for chain in self.chains:
             if chain.layer is not None and not self._runs_at_the_end(chain.layer, chain):
                 self.inner.remove(chain.layer)
                 chain.layer = None
         self.ends = {chain.last: chain for chain in self.chains}
-        self.units = self._found(self.inner | set(self.pairs))
+        self.units = self._found(self.inner)
         self.inner |= {before for last, before in self.units.items() if before not in (None, last)}
         layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))
         joined = (node for chain in self.chains if chain.layer is not None for node in (chain.layer, chain.add))
         self.takers = {*layers, *joined}
-        self.changed = bool(self.chains or self.pairs or self.units) or any(map(self._is_other, self.order))
+        self.changed = bool(self.chains or self.units) or any(map(self._is_other, self.order))
 
     def _runs_at_the_end(self, layer: fx.Node, chain: Chain) -> bool:
         """Return whether the layer of a chain may run where the chain ends: no op in between changes its input in place."""
@@ -110,6 +105,11 @@ class UnitWriter(Writer):
         joins = is_weighted_call(before) or _function(before) is not None
         return before if joins and len(before.users) == 1 and self._nothing_between(before, quantizer) else None
 
+    def pairs(self) -> list[Pair]:
+        """Return the functions that run with the quantizers behind them."""
+        found = ((last, before) for last, before in self.units.items() if before is not None)
+        return [Pair(before, last) for last, before in found if not is_weighted_call(before)]
+
     def _is_other(self, node: fx.Node) -> bool:
         """Return whether training computes an op its own way, which is no unit."""
         return is_max_pool_call(node) or node.name in self.products
@@ -119,8 +119,6 @@ class UnitWriter(Writer):
     def _write_node(self, node: fx.Node) -> None:
         if node in self.ends:
             self._write_chain(self.ends[node])
-        elif node in self.pairs:
-            self._write_pair(self.pairs[node])
         elif node in self.units:
             self._write_unit_of(node, self.units[node])
         elif self._is_other(node):
@@ -146,11 +144,6 @@ class UnitWriter(Writer):
         unit = BatchNormUnit(self.owner, names, epilogue, chain.bounds, self._gives(chain.last))
         sources = [chain.layer.args[0], *([] if chain.residual is None else [chain.residual])]
         self._write_unit(unit.run, self._with_codes(sources), chain.layer.name, chain.last)
-
-    def _write_pair(self, pair: Pair) -> None:
-        modules = self._module(pair.activation), self._module(pair.quantizer)
-        source = self._value(pair.activation.all_input_nodes[0])
-        self.written[pair.quantizer] = self.graph.call_function(prelu, (source, *modules))
 
     def _write_unit_of(self, node: fx.Node, before: fx.Node | None) -> None:
         target, codes, gives = self._target(str(node.target)), self._hands_on(node), self._gives(node)

@@ -6,7 +6,6 @@ decision holds, and where one op may not compute the unit, its ops are called on
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -268,14 +267,19 @@ def output_grid(quantizer: TensorQuantizer | None, like: Tensor) -> GridNow:
         return NOT_QUANTIZED
     start = quantizer.kind.start(quantizer)
     if start is None:
-        return partial(_output_grid_now, quantizer, like)
+        return grid_at_each_call(quantizer, like)
     factor = quantizer.kind.grad_factor(quantizer, like)
     return (*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
 
 
-def _output_grid_now(quantizer: TensorQuantizer, like: Tensor) -> Grid:
-    grid = grid_now(quantizer, like)
-    return grid.pop("scale"), None, None, *(grid[name] for name in ("zero_point", "qmin", "qmax", "grad_factor"))
+def grid_at_each_call(quantizer: TensorQuantizer, like: Tensor) -> Callable[[], Grid]:
+    """Return the function that makes the scale and the grid of an output like a tensor."""
+
+    def grid() -> Grid:
+        found = grid_now(quantizer, like)
+        return found.pop("scale"), None, None, *(found[name] for name in ("zero_point", "qmin", "qmax", "grad_factor"))
+
+    return grid
 
 
 def grid_of(output: GridNow) -> Grid:

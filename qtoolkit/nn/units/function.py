@@ -7,22 +7,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtoolkit import ops
 from qtoolkit._native import library
+from qtoolkit.nn.epilogue import why_quantizer_not_fused
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.units.base import (
     Decided,
     GridNow,
     gives_codes,
+    grid_at_each_call,
     grid_of,
     is_learned,
     output_grid,
 )
 from qtoolkit.quantizers.handed_over import Handed, handed_with
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 _function_fake_quant = library.function_fake_quant.default
 
 Function = tuple[str, tuple[int, ...], Tensor | None, Tensor | None, float]
-"""The op's name of a function, and the arguments of a layer norm."""
+"""The op's name of a function, and the arguments of a layer norm; the weight is that of a PReLU too."""
 
 
 def _named(name: str) -> Function:
@@ -33,11 +37,12 @@ def _gelu(approximate: str) -> Function:
     return _named("gelu" if approximate == "none" else "gelu_tanh")
 
 
-NONE = _named("none")
+NONE, PRELU = _named("none"), "prelu"
 OF_MODULE: Mapping[type[nn.Module], Callable[[Any], Function | None]] = {
     nn.GELU: lambda m: _gelu(m.approximate),
     nn.ReLU: lambda m: None if m.inplace else _named("relu"),
     nn.SiLU: lambda m: None if m.inplace else _named("silu"),
+    nn.PReLU: lambda m: (PRELU, (), m.weight, None, 0.0),
     nn.LayerNorm: lambda m: ("layer_norm", m.normalized_shape, m.weight, m.bias, m.eps),
 }
 OF_FUNCTION: Mapping[Any, Function] = {F.gelu: _gelu("none"), torch.relu: _named("relu"), F.silu: _named("silu")}
@@ -104,18 +109,23 @@ class FunctionUnit(Decided):
     def planned(self, x: Tensor, autocast: bool) -> Plan | None:
         """Ask the modules for the plan."""
         module, quantizer = self.modules
-        if all_watched() or not is_ordinary(x) or not x.is_floating_point() or self.quantizer_in_op() is None:
+        if all_watched() or not is_ordinary(x) or not x.is_floating_point() or why_not_fused(module, quantizer):
             return None
         function = self.function if module is None else function_of_module(module)
         if function is None or not _takes(function, x, autocast):
             return None
-        output = output_grid(quantizer, x.detach().to("meta"))
+        grid = grid_at_each_call if function[0] == PRELU else output_grid
+        output = grid(quantizer, x.detach().to("meta"))
         return Plan(function, output, self.with_codes and gives_codes(quantizer))
 
     def compute(self, plan: Plan, x: Tensor) -> tuple[Tensor, Handed | None]:
         """Compute the unit by the op."""
-        quantizer = self.modules[1]
+        module, quantizer = self.modules
         output = grid_of(plan.output)
+        if plan.function[0] == PRELU:  # has an op of its own, which takes the scale
+            scale, _, _, *grid = output
+            y = ops.prelu_fake_quant(x, module.weight, scale, *grid)
+            return self.output(y, None, scale.detach(), output, quantizer)
         learned = is_learned(output)
         keeps_x = learned or plan.function is not NONE
         y, codes, scale, *_ = _function_fake_quant(x, *plan.function, keeps_x, *output, learned, plan.with_codes)
@@ -123,16 +133,39 @@ class FunctionUnit(Decided):
 
 
 def function_of_module(module: nn.Module) -> Function | None:
-    """Return what the op computes for a module as it is now; None where the module must be called."""
+    """Return what a module computes, if an op computes it with a quantizer."""
     found = OF_MODULE.get(type(module))
-    return None if found is None or is_watched(module) else found(module)
+    return None if found is None else found(module)
+
+
+def why_not_fused(module: nn.Module | None, quantizer: nn.Module) -> str | None:
+    """Return why an op does not compute a function, of a module or none, with its quantizer, as the modules are now."""
+    if module is not None and is_watched(module):
+        return "it has hooks"
+    why = why_quantizer_not_fused(quantizer)
+    if why is None and type(module) is nn.PReLU and isinstance(quantizer, TensorQuantizer):
+        zero_point = quantizer.kind.grid(quantizer)[1]
+        why = "its quantizer trains a zero point" if zero_point is not None and zero_point.requires_grad else None
+    return why
 
 
 def _takes(function: Function, x: Tensor, autocast: bool) -> bool:
-    """Return whether the op computes a function of x as torch does: of a layer norm, in the type of its parameters."""
-    _, shape, *parameters, _ = function
+    """Return whether the op computes a function of x as torch does, in the type of its parameters."""
+    name, shape, *parameters, _ = function
+    if name == PRELU:
+        return _takes_prelu(function[2], x)
     if not shape:
         return True
     types = {p.dtype for p in parameters if p is not None} | {x.dtype}
     plain = all(p is None or type(p) is nn.Parameter for p in parameters)
     return not autocast and plain and len(types) == 1 and x.shape[x.dim() - len(shape) :] == shape
+
+
+def _takes_prelu(weight: Any, x: Tensor) -> bool:
+    """Return whether the op gives a result of torch's dtype; PReLU itself has the errors for what the op does not take."""
+    device = x.device.type
+    if type(weight) is not nn.Parameter or (weight.numel() != 1 and (x.dim() < 2 or x.size(1) != weight.numel())):
+        return False
+    if torch.is_autocast_enabled(device):
+        return x.dtype == torch.get_autocast_dtype(device)
+    return x.dtype == weight.dtype and weight.device == x.device
