@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.module import register_module_forward_hook
 
 import qtoolkit as qt
-from qtoolkit.nn.units import batch_norm
+from qtoolkit.graph.program.units import batch_norm
 
 
 @contextmanager

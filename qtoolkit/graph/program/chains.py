@@ -1,7 +1,7 @@
 """Ops in a graph that run as one: chains of a batch norm with what is around it, and pairs of a function and its quantizer.
 
 A chain begins with the layer before its batch norm. The graph stays as it is; only the code that runs has a unit for a chain,
-or calls `qtoolkit.nn.epilogue` where no layer is in it, and has a unit for a pair.
+or calls `qtoolkit.graph.program.epilogue` where no layer is in it, and has a unit for a pair.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,16 +19,16 @@ from qtoolkit.graph.nodes import (
     is_weight_quantizer,
     name_of,
 )
-from qtoolkit.nn import QuantWeighted
-from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
-from qtoolkit.nn.epilogue import (
+from qtoolkit.graph.program.epilogue import (
     why_activation_not_fused,
     why_batch_norm_not_fused,
     why_layer_not_fused,
     why_quantizer_not_fused,
 )
+from qtoolkit.graph.program.units.function import why_not_fused
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
 from qtoolkit.nn.hooks import all_watched
-from qtoolkit.nn.units.function import why_not_fused
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.rules import is_number, module_of
 from qtoolkit.op_kinds.table import calls_where

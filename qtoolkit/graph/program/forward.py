@@ -11,7 +11,7 @@ from torch import fx, nn
 from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.program.chains import Chain, Pair
 from qtoolkit.graph.program.division import Division, Whole
-from qtoolkit.graph.program.units import Products, UnitWriter
+from qtoolkit.graph.program.in_units import Products, UnitWriter
 from qtoolkit.graph.program.writer import Writer, compiled
 from qtoolkit.graph.traced_blocks import TracedBlock, find_block
 from qtoolkit.nn.hooks import all_watched, has_hooks, is_transformed

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit._native import library
-from qtoolkit.nn.batch_norm import divisor_of, variance_of_step
-from qtoolkit.nn.epilogue import (
+from qtoolkit.graph.program.epilogue import (
     bounds_now,
     fits,
     is_added,
@@ -17,8 +16,7 @@ from qtoolkit.nn.epilogue import (
     trains,
     why_layer_not_fused,
 )
-from qtoolkit.nn.hooks import all_watched, is_ordinary
-from qtoolkit.nn.units.base import (
+from qtoolkit.graph.program.units.base import (
     Decided,
     GridNow,
     LayerArguments,
@@ -29,6 +27,8 @@ from qtoolkit.nn.units.base import (
     layer_is_plain,
     output_grid,
 )
+from qtoolkit.nn.batch_norm import divisor_of, variance_of_step
+from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -76,7 +76,7 @@ class BatchNormUnit(Decided):
     Args:
         root: The model, or the block of it in which the unit runs.
         names: The names of its modules.
-        one_by_one: What computes the batch norm and what follows it, of `qtoolkit.nn.epilogue.epilogue_of`.
+        one_by_one: What computes the batch norm and what follows it, of `qtoolkit.graph.program.epilogue.epilogue_of`.
         bounds: What the function of the activation computes; None where it is a module, or there is none.
         gives: Whether others than units take the result, which are handed its grid with it.
     """

@@ -9,9 +9,8 @@ from torch.nn import functional as F
 
 from qtoolkit import ops
 from qtoolkit._native import library
-from qtoolkit.nn.epilogue import why_quantizer_not_fused
-from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
-from qtoolkit.nn.units.base import (
+from qtoolkit.graph.program.epilogue import why_quantizer_not_fused
+from qtoolkit.graph.program.units.base import (
     Decided,
     GridNow,
     gives_codes,
@@ -20,6 +19,7 @@ from qtoolkit.nn.units.base import (
     is_learned,
     output_grid,
 )
+from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.quantizers.handed_over import Handed, handed_with
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 

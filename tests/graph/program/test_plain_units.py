@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.nn.units import FunctionUnit, LayerUnit, function, layer
-from qtoolkit.nn.units.base import Decided
+from qtoolkit.graph.program.units import FunctionUnit, LayerUnit, function, layer
+from qtoolkit.graph.program.units.base import Decided
+from tests.graph.program.test_unit import LSQ, SPECS, Ops, same
 from tests.nets import settled
-from tests.nn.test_unit import LSQ, SPECS, Ops, same
 
 
 class Block(nn.Module):

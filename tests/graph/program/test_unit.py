@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtoolkit as qt
 from qtoolkit._snapshot import Snapshot
-from qtoolkit.nn.units import BatchNormUnit, batch_norm
+from qtoolkit.graph.program.units import BatchNormUnit, batch_norm
 from tests import processes
 from tests.cases import floats
 from tests.nets import settled
@@ -438,7 +438,7 @@ def call_with_wrong_arguments(seed: int, count: int) -> None:
 
 def test_wrong_arguments_never_crash() -> None:
     """In a process of its own, so that a crash is a failure and not the end of the suite."""
-    program = "from tests.nn.test_unit import call_with_wrong_arguments; call_with_wrong_arguments(0, 3000)"
+    program = "from tests.graph.program.test_unit import call_with_wrong_arguments; call_with_wrong_arguments(0, 3000)"
     ran = processes.python("-c", f"import faulthandler; faulthandler.enable(); {program}")
     assert ran.returncode == 0, f"exit status {ran.returncode}\n{ran.stderr[-3000:]}"
 
@@ -451,7 +451,7 @@ def test_a_unit_is_one_op_in_each_direction() -> None:
 
 
 def test_the_page_shows_the_code_of_units() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "design" / "step.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "design" / "step.md").read_text()
     network, code = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
     scope: dict[str, Any] = {"nn": nn, "torch": torch}
     exec(network, scope)

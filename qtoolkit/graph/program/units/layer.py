@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit._native import library
-from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
-from qtoolkit.nn.units.base import (
+from qtoolkit.graph.program.units.base import (
     Decided,
     GridNow,
     LayerArguments,
@@ -20,6 +19,7 @@ from qtoolkit.nn.units.base import (
     layer_is_plain,
     output_grid,
 )
+from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
-from qtoolkit.nn import epilogue
+from qtoolkit.graph.program import epilogue
 from qtoolkit.nn.batch_norm import STRATEGIES, LinkedBatchNorm
 from qtoolkit.quantizers.handed_over import codes_of
 from tests.blocks import called_one_by_one, recorded_norms

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit._snapshot import Snapshot
+from qtoolkit.graph.program.epilogue import grid_now, why_quantizer_not_fused
 from qtoolkit.nn import on_codes
-from qtoolkit.nn.epilogue import grid_now, why_quantizer_not_fused
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.handed_over import Handed, handed_as, handed_with, keep
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
