@@ -70,9 +70,11 @@ def sanitized(sources: list[str], flags: list[str]) -> object:
 
 
 def extension(cuda: bool) -> object:
-    folders = ["csrc", "csrc/cpu", *(["csrc/cuda"] if cuda else [])]
+    others = {"python", *([] if cuda else ["cuda"])}
     sources = [
-        str(p.relative_to(ROOT)) for f in folders for p in sorted((ROOT / f).iterdir()) if p.suffix in (".cpp", ".cu")
+        str(p.relative_to(ROOT))
+        for p in sorted((ROOT / "csrc").rglob("*"))
+        if p.suffix in (".cpp", ".cu") and p.parent.name not in others
     ]
     headers = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".cuh")]
     # The library has no Python in it: one build serves every version of Python.

@@ -6,14 +6,14 @@
 
 #include <optional>
 
-#include "batch_norm_args.h"
+#include "batch_norm/batch_norm_args.h"
 #include "kernel_args.h"
 #include "kernel_list.h"
+#include "layer/weight_rows.h"
 #include "layout.h"
-#include "max_pool.h"
+#include "pool/max_pool.h"
 #include "range_grid.h"
-#include "unit_scales.h"
-#include "weight_rows.h"
+#include "unit/unit_scales.h"
 
 namespace qtoolkit {
 

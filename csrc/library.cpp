@@ -11,7 +11,7 @@
 
 #include "cpu/launch.h"
 #include "exact_sums.h"
-#include "onednn.h"
+#include "layer/onednn.h"
 
 // What quant_weight and quant_layer are told about a weight, and quant_layer about a layer; layer.h reads it in this
 // order.

@@ -8,10 +8,10 @@
 // instruction set and then shared with code that runs without it.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
-#include "../batch_norm.h"
+#include "../batch_norm/batch_norm.h"
 #include "../fake_quant.h"
-#include "../max_pool.h"
 #include "../observe.h"
+#include "../pool/max_pool.h"
 #include "../prelu.h"
 #include "../requantize.h"
 #include "../shaped.h"

@@ -2,13 +2,13 @@
 // compiled once per instruction set; launch.cpp selects the tables when the library loads.
 #pragma once
 
-#include "../batch_norm.h"
-#include "../batch_norm_args.h"
+#include "../batch_norm/batch_norm.h"
+#include "../batch_norm/batch_norm_args.h"
 #include "../histogram.h"
 #include "../kernel_args.h"
 #include "../kernel_list.h"
-#include "../max_pool.h"
-#include "../weight_rows.h"
+#include "../layer/weight_rows.h"
+#include "../pool/max_pool.h"
 
 namespace qtoolkit {
 namespace cpu {

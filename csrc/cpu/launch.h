@@ -1,6 +1,6 @@
 #pragma once
 
-#include "../batch_norm_args.h"
+#include "../batch_norm/batch_norm_args.h"
 #include "../launch.h"
 
 namespace qtoolkit {

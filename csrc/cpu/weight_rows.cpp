@@ -1,5 +1,5 @@
 // Divides the rows of a weight between threads.
-#include "../weight_rows.h"
+#include "../layer/weight_rows.h"
 
 #include <ATen/Parallel.h>
 

@@ -3,12 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../batch_norm_args.h"
+#include "../batch_norm/batch_norm_args.h"
 #include "../kernel_args.h"
 #include "../kernel_list.h"
-#include "../max_pool.h"
+#include "../layer/weight_rows.h"
+#include "../pool/max_pool.h"
 #include "../range_grid.h"
-#include "../weight_rows.h"
 
 namespace qtoolkit {
 

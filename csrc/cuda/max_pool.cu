@@ -1,5 +1,5 @@
 // Max pooling and its backward on CUDA: a thread for each element that is written, or for 8 channels of a pixel.
-#include "../max_pool.h"
+#include "../pool/max_pool.h"
 #include "index_divisor.h"
 #include "kernels.h"
 #include "loops.cuh"

@@ -1,7 +1,7 @@
 // What the batch norm kernels know of each channel, and which of it the elements of a vector take.
 #pragma once
 
-#include "../batch_norm_args.h"
+#include "../batch_norm/batch_norm_args.h"
 #include "index_divisor.h"
 #include "memory.cuh"
 

@@ -1,8 +1,8 @@
 // Batch norm of a vector of 8 elements with what is fused behind it, and its gradients.
 #pragma once
 
-#include "../batch_norm.h"
-#include "../batch_norm_args.h"
+#include "../batch_norm/batch_norm.h"
+#include "../batch_norm/batch_norm_args.h"
 #include "loops.cuh"
 #include "norm_channels.cuh"
 

@@ -1,5 +1,5 @@
 // The small tensors of a unit; see unit_scales.h.
-#include "../unit_scales.h"
+#include "../unit/unit_scales.h"
 #include "kernels.h"
 #include "loops.cuh"
 

@@ -1,6 +1,6 @@
 // Fake quantization of a weight whose output channels are rows in memory, and its gradients, on CUDA: one kernel each.
 #include "../fake_quant.h"
-#include "../weight_rows.h"
+#include "../layer/weight_rows.h"
 #include "index_divisor.h"
 #include "kernels.h"
 #include "loops.cuh"

@@ -1,0 +1,214 @@
+// The bodies of batch norm in training and its gradients: checks, results, kernel arguments.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "../launch.h"
+#include "../layout.h"
+#include "../registration.h"
+#include "batch_norm_ops.h"
+#include "norm_checks.h"
+
+namespace qtoolkit {
+namespace {
+
+using at::Tensor;
+using std::optional;
+
+// x as outer x channels x inner; one channel is a row of its own. `dense` has the layout of the results.
+void set_shape(BatchNormArgs& args, const Tensor& dense) {
+  args.channels = dense.size(1);
+  args.inner = args.channels == 1 ? 1 : dense.stride(1);
+  args.outer = dense.numel() / (args.channels * args.inner);
+  args.dtype = dtype_of(dense);
+}
+
+// Keeps copies of tensors for as long as their pointers are in use.
+class Pointers {
+ public:
+  explicit Pointers(const Tensor& dense) : dense_(dense) {}
+  // In the layout of the results.
+  const void* elements(const optional<Tensor>& t) {
+    return t.has_value() ? keep(in_order_of(*t, dense_)).const_data_ptr() : nullptr;
+  }
+  // In the type of the arithmetic.
+  const void* values(const optional<Tensor>& t) {
+    return t.has_value() ? keep(in_arithmetic(*t, dense_.scalar_type() == at::kDouble)).const_data_ptr() : nullptr;
+  }
+
+ private:
+  const Tensor& keep(Tensor t) { return kept_.emplace_back(std::move(t)); }
+
+  const Tensor& dense_;
+  std::vector<Tensor> kept_;
+};
+
+struct Given {
+  const Tensor& x;
+  const optional<Tensor>&weight, &bias, &divisor, &residual, &residual_codes, &residual_scale, &residual_zero_point;
+  double eps, low, high, slope;
+  const optional<Tensor>&scale, &zero_point;
+  int64_t qmin, qmax;
+};
+
+void check(const char* op, const Given& given) {
+  check_norm_input(op, given.x);
+  const c10::SymInt channels = given.x.sym_size(1);
+  check_of_channels(op, "weight", given.weight, channels, given.x);
+  check_of_channels(op, "bias", given.bias, channels, given.x);
+  check_of_channels(op, "divisor", given.divisor, channels, given.x);
+  check_residual(op, given.residual, given.residual_codes, given.residual_scale, given.residual_zero_point, given.x);
+  check_activation(op, given.eps, given.low, given.high);
+  check_one_grid(op, "", given.scale, given.zero_point, given.x);
+  if (given.scale.has_value()) check_code_range(op, given.qmin, given.qmax);
+}
+
+BatchNormArgs arguments(const Given& given, const Tensor& dense, Pointers& pointers) {
+  BatchNormArgs args;
+  set_shape(args, dense);
+  args.x = pointers.elements(given.x);
+  if (given.residual.has_value()) {  // codes are for backward: NaN has none
+    args.residual = pointers.elements(given.residual);
+  } else if (given.residual_codes.has_value()) {
+    args.residual_codes = static_cast<const uint8_t*>(pointers.elements(given.residual_codes));
+    args.residual_signed = given.residual_codes->scalar_type() == at::kChar;
+    args.residual_scale = pointers.values(given.residual_scale);
+    args.residual_zero_point = pointers.values(given.residual_zero_point);
+  }
+  args.weight = pointers.values(given.weight);
+  args.bias = pointers.values(given.bias);
+  args.divisor = pointers.values(given.divisor);
+  args.eps = given.eps;
+  args.low = given.low;
+  args.high = given.high;
+  args.slope = given.slope;
+  args.scale = pointers.values(given.scale);
+  args.zero_point = pointers.values(given.zero_point);
+  args.bounds = representable(given.qmin, given.qmax, given.x);
+  return args;
+}
+
+c10::ScalarType arithmetic_of(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+bool fit_a_byte(int64_t qmin, int64_t qmax) { return qmin < 0 ? qmin >= -128 && qmax <= 127 : qmax <= 255; }
+
+Tensor empty_codes(const Tensor& x, bool quantized, int64_t qmin, int64_t qmax) {
+  const at::TensorOptions options = x.options().dtype(qmin < 0 ? at::kChar : at::kByte);
+  return quantized && fit_a_byte(qmin, qmax) ? empty_result(x, options, 1) : at::empty({0}, options);
+}
+
+// The gradient of a tensor that may be absent, of its dtype and shape.
+Tensor gradient_like(const optional<Tensor>& t, const Tensor& x) {
+  return t.has_value() ? at::empty_symint(t->sym_sizes(), t->options()) : at::empty({0}, x.options());
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
+    const Tensor& x, const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& divisor,
+    const optional<Tensor>& residual, const optional<Tensor>& residual_codes, const optional<Tensor>& residual_scale,
+    const optional<Tensor>& residual_zero_point, double eps, double low, double high, double slope,
+    const optional<Tensor>& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
+    double /*grad_factor*/) {
+  const Given given = {x,   weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point,
+                       eps, low,    high, slope,   scale,    zero_point,     qmin,           qmax};
+  check("batch_norm_fake_quant", given);
+  TORCH_CHECK_VALUE(residual.has_value() || !residual_codes.has_value(),
+                    "batch_norm_fake_quant: residual_codes require ",
+                    "residual, got None, since the gradient is that of the residual; pass both, or neither.");
+  const Tensor y = empty_result(x, x.options(), 1), codes = empty_codes(x, scale.has_value(), qmin, qmax);
+  const auto statistic = [&] { return at::empty_symint({x.sym_size(1)}, x.options().dtype(arithmetic_of(x))); };
+  const Tensor mean = statistic(), variance = statistic();
+  if (y.is_meta() || y.numel() == 0) return {y, codes, mean, variance};
+  Pointers pointers(y);
+  BatchNormArgs args = arguments(given, y, pointers);
+  args.y = y.mutable_data_ptr();
+  args.codes = codes.numel() > 0 ? static_cast<uint8_t*>(codes.mutable_data_ptr()) : nullptr;
+  args.mean = mean.mutable_data_ptr();
+  args.variance = variance.mutable_data_ptr();
+  on(x.device()).batch_norm_forward(args, x.device());
+  return {y, codes, mean, variance};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant_backward(
+    const Tensor& grad, const Tensor& x, const optional<Tensor>& weight, const optional<Tensor>& bias,
+    const optional<Tensor>& divisor, const optional<Tensor>& residual, const optional<Tensor>& residual_codes,
+    const optional<Tensor>& residual_scale, const optional<Tensor>& residual_zero_point, const Tensor& mean,
+    const Tensor& variance, double eps, double low, double high, double slope, const optional<Tensor>& scale,
+    const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad,
+    bool scale_grad) {
+  constexpr const char* kOp = "batch_norm_fake_quant_backward";
+  const Given given = {x,   weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point,
+                       eps, low,    high, slope,   scale,    zero_point,     qmin,           qmax};
+  check(kOp, given);
+  check_float(kOp, "grad", grad);
+  check_same_shape(kOp, "grad", grad, x);
+  check_of_channels(kOp, "mean", mean, x.sym_size(1), x);
+  check_of_channels(kOp, "variance", variance, x.sym_size(1), x);
+  const Tensor dx = empty_result(x, x.options(), 1);
+  const Tensor of_residual = residual_grad ? empty_result(x, x.options(), 1) : at::empty({0}, x.options());
+  const Tensor per_channel[] = {gradient_like(weight, x), gradient_like(bias, x), gradient_like(divisor, x)};
+  const Tensor ds = gradient_like(scale_grad ? scale : std::nullopt, x);
+  const Tensor dz = gradient_like(scale_grad ? zero_point : std::nullopt, x);
+  const auto results = [&] {
+    return std::make_tuple(dx, per_channel[0], per_channel[1], per_channel[2], of_residual, ds, dz);
+  };
+  if (dx.is_meta()) return results();
+  if (dx.numel() == 0) {
+    ds.zero_();
+    dz.zero_();
+    return results();
+  }
+
+  Pointers pointers(dx);
+  BatchNormArgs args = arguments(given, dx, pointers);
+  args.grad = pointers.elements(as_type(grad, x.scalar_type()));
+  args.mean = const_cast<void*>(pointers.values(mean));  // only read
+  args.variance = const_cast<void*>(pointers.values(variance));
+  args.y = dx.mutable_data_ptr();
+  args.residual_grad = residual_grad ? of_residual.mutable_data_ptr() : nullptr;
+  const Tensor sums = at::empty({3 * args.channels + 2}, x.options().dtype(at::kDouble));
+  args.learned = ds.numel() > 0;
+  args.gradients = sums.mutable_data_ptr<double>();
+  on(x.device()).batch_norm_backward(args, x.device());
+
+  const double *per_row = args.gradients, *of_scale = per_row + 3 * args.channels;
+  on(x.device())
+      .learned_gradients({{per_row, 1, nullptr, per_channel[0]},
+                          {per_row + args.channels, 1, nullptr, per_channel[1]},
+                          {per_row + 2 * args.channels, 1, nullptr, per_channel[2]},
+                          {of_scale, grad_factor, pointer(scale), ds},
+                          {of_scale + 1, grad_factor, nullptr, dz}});
+  return results();
+}
+
+void batch_norm_track_(Tensor& running_mean, Tensor& running_var, const Tensor& mean, const Tensor& variance,
+                       const optional<Tensor>& divisor, const optional<Tensor>& offset, double momentum,
+                       c10::SymInt count) {
+  check_track("batch_norm_track_", running_mean, running_var, mean, variance, divisor, offset, momentum, count);
+  if (running_mean.is_meta() || running_mean.numel() == 0) return;
+  const bool f64 = mean.scalar_type() == at::kDouble;
+  const auto values = [&](const optional<Tensor>& t) { return t.has_value() ? in_arithmetic(*t, f64) : Tensor(); };
+  const Tensor given[] = {values(mean), values(variance), values(divisor), values(offset)};
+  const auto pointer = [&](int i) { return given[i].defined() ? given[i].const_data_ptr() : nullptr; };
+  TrackedStatistics statistics;
+  statistics.channels = running_mean.numel();
+  statistics.dtype = dtype_of(running_mean);
+  statistics.f64 = f64;
+  statistics.running_mean = running_mean.mutable_data_ptr();
+  statistics.running_variance = running_var.mutable_data_ptr();
+  statistics.mean = pointer(0);
+  statistics.variance = pointer(1);
+  statistics.divisor = pointer(2);
+  statistics.offset = pointer(3);
+  statistics.momentum = momentum;
+  statistics.count = static_cast<double>(count.expect_int());
+  on(running_mean.device()).batch_norm_track(statistics, running_mean.device());
+}
+
+QT_REGISTER_BODIES(m) {
+  m.impl("batch_norm_fake_quant", batch_norm_fake_quant);
+  m.impl("batch_norm_fake_quant_backward", batch_norm_fake_quant_backward);
+  m.impl("batch_norm_track_", batch_norm_track_);
+}
+
+}  // namespace qtoolkit

@@ -1,0 +1,59 @@
+// The arguments of the batch norm kernels: raw pointers and sizes. Both devices read the same struct.
+#pragma once
+
+#include "../kernel_args.h"
+
+namespace qtoolkit {
+
+// Tensors of x's shape are dense and of one memory order, outer x channels x inner. Those of a channel are in the type
+// of the arithmetic. Absent ones are null.
+struct BatchNormArgs {
+  int64_t outer = 0, channels = 0, inner = 0;
+  Dtype dtype = Dtype::f32;  // of x, residual, grad, y and residual_grad
+  const void* x = nullptr;
+  const void* grad = nullptr;               // backward
+  const void* residual = nullptr;           // its values, or
+  const uint8_t* residual_codes = nullptr;  // its codes, int8 or uint8
+  bool residual_signed = false;
+  const void* residual_scale = nullptr;
+  const void* residual_zero_point = nullptr;
+  void* y = nullptr;              // dx in backward
+  void* residual_grad = nullptr;  // backward
+  uint8_t* codes = nullptr;       // forward: int8 or uint8
+  const void* weight = nullptr;
+  const void* bias = nullptr;
+  const void* divisor = nullptr;
+  void* mean = nullptr;  // written by forward, read by backward
+  void* variance = nullptr;
+  double eps = 0, low = 0, high = 0, slope = 0;
+  const void* scale = nullptr;  // null: not quantized
+  const void* zero_point = nullptr;
+  CodeBounds bounds;
+  // Backward: a row of channels each, the sums of the gradients of weight, bias and divisor; then, if `learned` is set,
+  // two sums of the whole tensor, of the gradients of scale and zero point.
+  double* gradients = nullptr;
+  bool learned = false;
+  bool stream = false;  // CPU: write results with streaming stores, past the caches
+  // CPU: the open interval of values that the quantizer passes the gradient for; with a slope of 0, of those that the
+  // activation does not stop either.
+  double pass_low = 0, pass_high = 0;
+
+  QT_METHOD int64_t count() const { return outer * inner; }  // elements of a channel
+  bool is_f64() const { return dtype == Dtype::f64; }
+};
+
+// Running statistics of dtype `dtype`, and what they take in, in float64 if `f64` and else float32.
+struct TrackedStatistics {
+  int64_t channels = 0;
+  Dtype dtype = Dtype::f32;
+  bool f64 = false;
+  void* running_mean = nullptr;
+  void* running_variance = nullptr;
+  const void* mean = nullptr;
+  const void* variance = nullptr;
+  const void* divisor = nullptr;  // or null
+  const void* offset = nullptr;   // or null
+  double momentum = 0, count = 0;
+};
+
+}  // namespace qtoolkit

@@ -1,0 +1,45 @@
+#include "layer_ops.h"
+
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/linear.h>
+
+#include "../call_op.h"
+
+namespace qtoolkit {
+
+using at::Tensor;
+using std::optional;
+
+// ---- the input
+
+Tensor dequantize_input(const Layer& l, c10::SymIntArrayRef size, at::ScalarType dtype) {
+  if (l.codes.dim() == 1) {
+    static const auto op =
+        find_op<Tensor(const Tensor&, c10::SymIntArrayRef, const Tensor&, const optional<Tensor>&, bool,
+                       optional<int64_t>, int64_t, int64_t, at::ScalarType)>("qtoolkit::dequantize_int4");
+    return op.call(l.codes, size, l.x_scale, l.x_zero_point, l.x_qmin < 0, std::nullopt, 1, 0, dtype);
+  }
+  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, optional<int64_t>,
+                                        int64_t, int64_t, at::ScalarType)>("qtoolkit::dequantize");
+  return op.call(l.codes, l.x_scale, l.x_zero_point, std::nullopt, 1, 0, dtype);
+}
+
+Tensor quantize_input(const Tensor& x, const Layer& l) {
+  const auto dtype = l.x_qmin < 0 ? at::kChar : at::kByte;
+  return quantize_op(x, l.x_scale, l.x_zero_point, l.x_qmin, l.x_qmax, std::nullopt, 1, dtype);
+}
+
+// ---- the layer
+
+at::MemoryFormat output_format(const Tensor& x, const Layer& l) {
+  if (l.geometry.is_linear()) return at::MemoryFormat::Contiguous;
+  const at::MemoryFormat of_input = x.suggest_memory_format();
+  return of_input == at::MemoryFormat::Contiguous ? l.weight.suggest_memory_format() : of_input;
+}
+
+Tensor apply(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias, const Geometry& g) {
+  if (g.is_linear()) return at::linear(x, weight, bias);
+  return at::convolution(x, weight, bias, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, g.groups);
+}
+
+}  // namespace qtoolkit

@@ -1,0 +1,132 @@
+// What units have in common: the scales that are made of what is trained, and the quantizer behind an op.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "../layer/layer.h"
+
+namespace qtoolkit {
+
+// What a scale is made of: a start alone, or with the ratio that is trained.
+struct Trained {
+  std::optional<at::Tensor> start, ratio, rate;
+
+  // A tensor of its own: an observer may change the start before backward.
+  std::optional<at::Tensor> scale() const;
+};
+
+inline Reader& operator>>(Reader& reader, Trained& t) { return reader >> t.start >> t.ratio >> t.rate; }
+
+// The range of the weight that start follows, or neither.
+struct Followed {
+  std::optional<at::Tensor> lo, hi;
+  bool pow2_scale;
+};
+
+inline Reader& operator>>(Reader& reader, Followed& f) { return reader >> f.lo >> f.hi >> f.pow2_scale; }
+
+// The quantizer behind an op; without a start there is none.
+struct Output {
+  Trained trained;
+  std::optional<at::Tensor> zero_point;
+  int64_t qmin, qmax;
+  double grad_factor;
+};
+
+inline Reader& operator>>(Reader& reader, Output& o) {
+  return reader >> o.trained >> o.zero_point >> o.qmin >> o.qmax >> o.grad_factor;
+}
+
+// The input of the layer, and the layer without its weight's scale.
+inline Reader& read_layer(Reader& reader, Layer& l, Trained& weight) {
+  reader >> l.codes >> l.x_scale >> l.x_zero_point >> l.x_qmin >> l.x_qmax >> l.weight >> weight >> l.zero_point;
+  reader >> l.qmin >> l.qmax >> l.axis >> l.group >> l.block_size >> l.grad_factor;
+  return reader >> l.geometry >> l.integer;
+}
+
+// The running variance with which a weight is folded, and the parameters of the batch norm.
+struct Norm {
+  at::Tensor variance;
+  std::optional<at::Tensor> gamma, beta;
+  double eps;
+};
+
+inline Reader& operator>>(Reader& reader, Norm& n) { return reader >> n.variance >> n.gamma >> n.beta >> n.eps; }
+
+// ---- scales
+
+// What a unit has: absent parts are null.
+struct UnitParts {
+  const char* op;
+  const Norm* norm = nullptr;
+  const Layer* layer = nullptr;  // without its scale
+  const Trained* weight = nullptr;
+  const Trained* output = nullptr;
+};
+
+// As far as backward has them too: shapes. `scales` are those of the weight.
+void check_parts(const UnitParts& parts, const c10::SymInt& scales);
+
+// The factor of a batch norm, and the scales of weight and output.
+struct Scales {
+  at::Tensor factor, scale;
+  std::optional<at::Tensor> y_scale;
+};
+
+Scales make_scales(const UnitParts& parts, const Followed& followed);
+
+// The gradients of the scales and of the factor; undefined where they are not wanted.
+struct ScaleGradients {
+  at::Tensor scale, y_scale;
+  at::Tensor of_gamma, of_divisor, of_factor;  // of_factor is undefined where the gradient of gamma is not wanted
+};
+
+struct WantedOfScales {
+  bool start, ratio, y_start, y_ratio;
+};
+
+// Those of what they are made of; undefined where they are not wanted.
+struct PartGradients {
+  at::Tensor start, ratio, gamma, y_start, y_ratio;
+};
+
+PartGradients gradients_of_parts(const UnitParts& parts, const ScaleGradients& in, const WantedOfScales& wanted);
+
+// ---- the quantizer behind an op
+
+// How a unit quantizes what another op returns.
+struct Quantized : Output {
+  bool learned;     // backward keeps the values before: the scale or the zero point is trained
+  bool with_codes;  // the codes are wanted
+};
+
+inline Reader& operator>>(Reader& reader, Quantized& q) {
+  return reader >> static_cast<Output&>(q) >> q.learned >> q.with_codes;
+}
+
+// The quantized values, their codes (empty if they are not wanted), and the packed mask (empty if backward keeps z).
+struct QuantizedTensor {
+  at::Tensor y, codes, mask;
+};
+
+QuantizedTensor quantize_output(const at::Tensor& z, const Quantized& q, const std::optional<at::Tensor>& y_scale);
+
+// The gradients of z, of the scale and of the zero point, from z or from the mask and the memory order of y.
+struct QuantizedGradients {
+  at::Tensor z, scale, zero_point;
+};
+
+QuantizedGradients quantize_output_backward(const at::Tensor& grad, const std::optional<at::Tensor>& z,
+                                            const at::Tensor& mask, at::IntArrayRef order, const Quantized& q,
+                                            const at::Tensor& y_scale);
+
+// Counts a change of a tensor: below autograd nobody else does.
+void note_change(const at::Tensor& t);
+
+// What a boxed op returns for a tensor that there may not be. Each has memory of its own: a compiler keeps results
+// apart.
+at::Tensor or_empty(const at::Tensor& t, const at::TensorOptions& options);
+
+}  // namespace qtoolkit
