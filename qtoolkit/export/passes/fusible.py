@@ -102,7 +102,8 @@ def _write_counted_pool(model: "onnx_ir.Model", pool: "onnx_ir.Node") -> None:
         half = len(pads) // 2
         sizes = _constant(model, [0, 0, *pads[:half], 0, 0, *pads[half:]], f"{pool.name}.pads")
         padding = onnx_ir.node("Pad", [source, sizes], name=f"{pool.name}.padding")
-        padding.outputs[0].dtype = source.dtype
+        if source.dtype is not None:
+            padding.outputs[0].dtype = source.dtype
         model.graph.insert_before(pool, padding)
         pool.replace_input_with(0, padding.outputs[0])
 
