@@ -124,6 +124,7 @@ def calibrate(
             format, a quantizer observed NaN or infinities, or a batch norm that is linked to a layer is no longer in the
             model.
         TypeError: An argument is of a wrong type, or a batch does not match the signature of the model's forward.
+        RuntimeError: No quantizer saw data, as where `forward` calls another model.
 
     Example:
         >>> import qtoolkit as qt
@@ -158,6 +159,8 @@ def calibrate(
             count = merged_over_ranks(quantizers, count)
         if count == 0:
             raise ValueError("calibrate: batches must hold at least one batch, got none.")
+        remedy = "; forward(model, batch) must call the model that it gets" if forward is not None else ""
+        _check_reached(quantizers, "calibrate", f"in {count} batches{remedy}")
         return _finish(prepared, quantizers, count, "calibrate")
 
 
@@ -216,7 +219,7 @@ class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
             return
         with block:
             count = merged_over_ranks(self._observed, 1)
-            _check_reached(self._observed)
+            _check_reached(self._observed, "calibrating", "in the block; run batches through the model in it")
             report = _finish(self._model, self._observed, count, "calibrating")
             _warn_of_unreached([name for name in report.unreached if not self._observed[name].ready])
 
@@ -234,13 +237,11 @@ def _check_any(model: nn.Module, quantizers: Collection[object], what: str) -> N
         )
 
 
-def _check_reached(quantizers: Mapping[str, TensorQuantizer]) -> None:
+def _check_reached(quantizers: Mapping[str, TensorQuantizer], what: str, where: str) -> None:
+    """Raise RuntimeError, which begins with `what`, if none of the quantizers saw data; `where` ends the sentence."""
     fixed = {name: quantizer for name, quantizer in quantizers.items() if not quantizer.dynamic}
     if fixed and not any(q.observer.seen() or not q.observer.finite() for q in fixed.values()):
-        raise RuntimeError(
-            f"calibrating: no data reached the quantizers {some(list(map(repr, fixed)))} in the block; run batches through the "
-            f"model in it."
-        )
+        raise RuntimeError(f"{what}: no data reached the quantizers {some(list(map(repr, fixed)))} {where}.")
 
 
 def _warn_of_unreached(names: Sequence[str]) -> None:

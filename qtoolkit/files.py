@@ -16,6 +16,18 @@ from typing import BinaryIO
 DAY = 24 * 60 * 60
 
 
+def checked_path(path: object, what: str, example: str) -> str | os.PathLike[str]:
+    """Return a path to write. Errors begin with `what`: TypeError for what is no path, IsADirectoryError for a folder."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f'{what}: path must be the file to write, got {path!r}; write path="{example}".')
+    if os.path.isdir(path):
+        inside = os.path.join(os.fspath(path), example)
+        raise IsADirectoryError(
+            f"{what}: path must be the file to write, got the folder {path!r}; write path={inside!r}."
+        )
+    return path
+
+
 def write_atomically(data: bytes | Path, path: str | os.PathLike[str]) -> None:
     """Write a file, with its folders: these bytes, or what another file holds.
 

@@ -90,6 +90,9 @@ def _misfit(model: nn.Module, inputs: Any, in_lookup: bool) -> str | None:
     if isinstance(inputs, list):
         return f"a list is one argument, {next(iter(arguments))!r}; write a tuple for the arguments of forward"
     leaves = [(name, leaf) for name, value in arguments.items() for leaf in _leaves(value)]
+    if leaves and all(isinstance(leaf, bool | int | float | str | None) for _, leaf in leaves):
+        name, leaf = leaves[0]
+        return f"{name!r} is {leaf!r}, and no input is a tensor; pass the tensors that the model takes in use"
     found = (_misfit_of(f"{name!r}", leaf, model, in_lookup) for name, leaf in leaves)
     return next((reason for reason in found if reason is not None), None)
 

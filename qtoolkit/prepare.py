@@ -213,7 +213,7 @@ def convert(
         RuntimeError: A quantizer saw no data. The error names it.
         ValueError: A scale is not positive and finite, a parameter or a statistic of a batch norm is not finite, `arithmetic`
             or `runtime` is not known, the model has no graph or the backend no runtime for "integer", or a batch norm that is
-            linked to a layer is no longer in the model.
+            linked to a layer is no longer in the model; or `runtime` is given without "integer".
         TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`; or `state_dict` is no
             mapping.
         RuntimeError, ValueError: `state_dict` does not fit the model.
@@ -237,6 +237,11 @@ def convert(
     _check_branches(prepared)
     if state_dict is None:
         check_finite(prepared, "convert")
+    if runtime is not None and arithmetic != "integer":
+        raise ValueError(
+            f"convert: runtime={runtime!r} is whose integer arithmetic the model gets, and arithmetic={arithmetic!r} has none; "
+            f'write arithmetic="integer", or leave runtime out.'
+        )
     chosen = _runtime_for(prepared, runtime) if arithmetic == "integer" else None
     own = deepcopy_model(prepared, what="convert")
     converted = _frozen(prepared, own, state_dict)

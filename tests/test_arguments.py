@@ -1,5 +1,6 @@
 """Arguments of wrong types: each error names the public function, the argument and the value."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,6 +132,61 @@ def test_inputs_that_a_model_does_not_take_are_named(case: str) -> None:
         qt.prepare(make(), inputs)
     with pytest.raises(RuntimeError, match=f"^calibrate: a batch does not fit the model: {words}"):
         qt.calibrate(qt.prepare(make()), [inputs], progress=False)
+
+
+@pytest.mark.parametrize("value", [5, 2.5, True])
+def test_inputs_without_a_tensor_are_named(value: object, tmp_path: Path) -> None:
+    words = f"do(es)? not fit the model: 'input' is {value!r}, and no input is a tensor"
+    with pytest.raises(TypeError, match=f"^prepare: example_inputs {words}"):
+        qt.prepare(conv_net(), value)
+    prepared = qt.prepare(conv_net(), IMAGES)
+    with pytest.raises(RuntimeError, match=f"^calibrate: a batch {words}"):
+        qt.calibrate(prepared, [value], progress=False)
+    qt.calibrate(prepared, [IMAGES], progress=False)
+    with pytest.raises(TypeError, match=f"^export_onnx: example_inputs {words}"):
+        qt.export_onnx(prepared, (value,), tmp_path / "model.onnx", progress=False)
+
+
+@pytest.mark.parametrize("path", [None, io.BytesIO(), 5])
+def test_a_value_that_is_no_path_is_named(path: object) -> None:
+    prepared = qt.prepare(conv_net(), IMAGES)
+    qt.calibrate(prepared, [IMAGES], progress=False)
+    with pytest.raises(
+        TypeError, match=r'^export_onnx: path must be the file to write, got .*; write path="model\.onnx"'
+    ):
+        qt.export_onnx(prepared, IMAGES, path=path)
+    with pytest.raises(TypeError, match=r'^report: path must be the file to write, got .*; write path="report\.html"'):
+        qt.debug.report(prepared, IMAGES, path)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    prepared = qt.prepare(conv_net(), IMAGES)
+    qt.calibrate(prepared, [IMAGES], progress=False)
+    with pytest.raises(
+        IsADirectoryError, match=r"^export_onnx: path must be the file to write, got the folder .*model.onnx'"
+    ):
+        qt.export_onnx(prepared, IMAGES, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("forward", [lambda model, batch: None, lambda model, batch: conv_net()(batch)])
+def test_a_forward_that_calls_another_model_calibrates_nothing(forward: object) -> None:
+    prepared = qt.prepare(conv_net(), IMAGES)
+    qt.calibrate(prepared, [IMAGES], progress=False)
+    state = {name: value.clone() for name, value in prepared.state_dict().items() if isinstance(value, torch.Tensor)}
+    words = r"^calibrate: no data reached the quantizers .* in 1 batches; forward\(model, batch\) must call the model"
+    with pytest.raises(RuntimeError, match=words):
+        qt.calibrate(prepared, [2 * IMAGES], forward=forward, progress=False)
+    assert all(torch.equal(prepared.state_dict()[name], value) for name, value in state.items())
+
+
+def test_a_runtime_is_of_integer_arithmetic() -> None:
+    prepared = qt.prepare(conv_net(), IMAGES)
+    qt.calibrate(prepared, [IMAGES], progress=False)
+    with pytest.raises(
+        ValueError, match=r"^convert: runtime='litert' is whose integer arithmetic .* or leave runtime out"
+    ):
+        qt.convert(prepared, runtime="litert")
 
 
 def test_a_list_of_inputs_is_one_argument() -> None:

@@ -18,7 +18,7 @@ from qtoolkit.debug.sensitivity import Sensitivity
 from qtoolkit.export.onnx import ExportResult
 from qtoolkit.export.verification.deployed import DeployedVerification
 from qtoolkit.export.verification.verify import Verification
-from qtoolkit.files import write_atomically
+from qtoolkit.files import checked_path, write_atomically
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
@@ -80,8 +80,7 @@ def report(
         (True, True)
     """
     check_module(model, "report")
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f'report: path must be the file to write, got {path!r}; write path="report.html".')
+    path = checked_path(path, "report", "report.html")
     found = verification.verification if isinstance(verification, ExportResult) else verification
     _check(model, inputs, float_model, accuracy, sensitivity, found)
     exported = str(replace(verification, verification=None)) if isinstance(verification, ExportResult) else ""

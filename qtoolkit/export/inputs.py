@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qtoolkit.errors import with_article
+from qtoolkit.errors import check_sequence, with_article
 from qtoolkit.model_inputs import call_arguments, tensors_of, with_tensors
 from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.prepare import check_quantized, convert
@@ -71,6 +71,7 @@ class Inputs:
         """
         args, kwargs = call_arguments(model, example_inputs, f"{what}: example_inputs do")
         arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        check_sequence(input_names or (), what, "input_names")
         inputs = cls(args, kwargs, arguments, tuple(input_names or ()), what)
         check_names(what, "input_names", inputs.given_names, inputs.default_names)
         check_names(what, "input_names", inputs.names, inputs.default_names)
@@ -99,10 +100,11 @@ class Inputs:
         """
         shapes = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else tuple(dynamic_shapes)
         values: Any = self.arguments if isinstance(shapes, Mapping) else (*self.args, *self.kwargs.values())
-        if len(shapes) != len(values):
+        unlike = isinstance(shapes, Mapping) and shapes.keys() != values.keys()
+        if len(shapes) != len(values) or unlike:
             raise ValueError(
                 f"{self.what}: dynamic_shapes must have an entry for each input of forward ({', '.join(self.arguments)}), "
-                f"got {len(shapes)}; an entry is a dict of dimensions, or None."
+                f"got {list(shapes) if len(shapes) == len(values) else len(shapes)}; an entry is a dict of dimensions, or None."
             )
         return list(_sizes_in(values, shapes))
 
@@ -158,7 +160,10 @@ def by_name(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:
 
 
 def check_names(what: str, argument: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise ValueError for more names than a file has inputs or outputs, or for a name that occurs twice."""
+    """Raise an error for more names than a file has inputs or outputs, and for one that is empty or occurs twice."""
+    check_sequence(names, what, argument)
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"{what}: {argument} must be names of at least one letter, got {list(names)}.")
     if len(names) > len(known):
         raise ValueError(
             f"{what}: {argument} must have a name for each {argument.removesuffix('_names')} of the file or fewer, got "
@@ -168,13 +173,14 @@ def check_names(what: str, argument: str, names: Sequence[str], known: Sequence[
         raise ValueError(f"{what}: {argument} must be different names, got {list(names)}.")
 
 
-def check_outputs(outputs: Any, output_names: Sequence[str] | None, what: str) -> None:
-    """Check what a model returns; errors begin with `what`, the public function.
+def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inputs) -> None:
+    """Check what a model returns, and the names of it; errors begin with `inputs.what`, the public function.
 
     Raises:
         TypeError: It returns something that a file cannot: a number or a string.
-        ValueError: There are more names than tensors, or a name occurs twice.
+        ValueError: There are more names than tensors, or a name occurs twice, or is that of an input.
     """
+    what = inputs.what
     for place, value in _leaves("output", outputs):
         if not isinstance(value, Tensor | None):
             shown = repr(value) if isinstance(value, int | float | str) else with_article(type(value))
@@ -183,7 +189,12 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None, what: str) -
                 f"module that calls the model and returns its tensors alone."
             )
     tensors = [place for place, value in _leaves("output", outputs) if value is not None]
-    check_names(what, "output_names", tuple(output_names or ()), tensors)
+    check_names(what, "output_names", output_names or (), tensors)
+    both = [name for name in output_names or () if name in inputs.names]
+    if both:
+        raise ValueError(
+            f"{what}: output_names must be other names than those of the inputs ({', '.join(inputs.names)}), got {both[0]!r}."
+        )
 
 
 def check_dtypes(model: nn.Module, inputs: Inputs) -> None:

@@ -30,6 +30,7 @@ from qtoolkit.export.passes.repeated_pairs import repeat_pairs
 from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 from qtoolkit.extras import missing
+from qtoolkit.files import checked_path
 from qtoolkit.finite import check_finite
 from qtoolkit.graph.passes.record import ops_put_in
 from qtoolkit.integer.kernels import in_float
@@ -170,6 +171,7 @@ def export_onnx(
             "export_onnx: dynamic_batch=True makes dimension 0 of all inputs dynamic, and dynamic_shapes names dimensions one "
             "by one; pass only one of them."
         )
+    path = checked_path(path, "export_onnx", "model.onnx")
     require_extra("export_onnx")
     from qtoolkit.export.verification.verify import verify_onnx
 
@@ -232,7 +234,7 @@ def written(
         inputs, shapes = inputs.with_dynamic_batch()
         request = replace(request, inputs=inputs, dynamic_shapes=shapes)
     with evaluating(model), in_float(model), without_noise(), shaped_weights(model, request.run, request.what):
-        check_outputs(request.run(), request.output_names, request.what)
+        check_outputs(request.run(), request.output_names, inputs)
         exported = convert_opset(EXPORTERS[exporter](request), opset, exporter, request.what)
         # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.
         onnxscript.optimizer.fold_constants(exported, should_fold=lambda node: node.domain != DOMAIN)

@@ -13,9 +13,10 @@ from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.function_bias import FunctionBias
 from qtoolkit.op_kinds.bounds import Bounds
+from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.kind import WEIGHTED, Form, OpKind
 from qtoolkit.op_kinds.recorded import by_mode, is_mode
-from qtoolkit.op_kinds.rules import argument, gives_tuple, is_number, module_of
+from qtoolkit.op_kinds.rules import DISCRETE, argument, gives_tuple, is_number, module_of, name_called
 from qtoolkit.op_kinds.table import (
     FOREIGN,
     KINDS,
@@ -162,6 +163,16 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     known = entry is not None and entry[0] is not OTHER and not is_number(node)
     sources = dict.fromkeys(_nodes_in(_data(node, entry[1]))) if entry is not None and known else node.all_input_nodes
     return [source for source in sources if not (is_mode(source) or is_number(source))]
+
+
+def is_discrete(node: fx.Node) -> bool:
+    """Return whether a node returns tensors of integers or booleans: by the example inputs, or by what it calls."""
+    while not (facts_of(node).is_discrete or name_called(node) in DISCRETE):
+        sources = tensor_inputs(node) if kind_of(node).moves else []
+        if not sources:
+            return False
+        node = sources[0]
+    return True
 
 
 def is_output(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ class NodeFacts:
 
     Attributes:
         is_number: The node returned a number, or several, and no tensor.
+        is_discrete: The node returned a tensor of integers or booleans, or several, and nothing else.
         assigns_in_place: The node comes from an augmented assignment such as `+=`, which torch.fx records as `+`.
         call: The index of the call of a block, among those that tracing saw, that made the node. None for a node that was put
             in later.
@@ -21,6 +22,7 @@ class NodeFacts:
     """
 
     is_number: bool = False
+    is_discrete: bool = False
     assigns_in_place: bool = False
     call: int | None = None
     replaces: tuple[str, ...] = ()

@@ -1,5 +1,6 @@
 """Rules for ops whose kind depends on their arguments: each returns the name of a kind from a node."""
 
+import operator
 import re
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,12 @@ from qtoolkit.op_kinds.recorded import length_of
 
 OTHER = "other"
 SPLITS = ("chunk", "split", "tensor_split", "unbind")
+# Functions and methods that return booleans or integers for tensors of any dtype.
+DISCRETE = frozenset((
+    "eq", "ne", "gt", "ge", "lt", "le", "greater", "less", "not_equal", "greater_equal", "less_equal", "isnan", "isinf",
+    "isfinite", "logical_and", "logical_or", "logical_not", "logical_xor", "and_", "or_", "xor", "invert", "bool", "int",
+    "long", "argmax", "argmin", "argsort",
+))  # fmt: skip
 CASTS = ("float", "double", "half", "bfloat16", "to", "type_as", "cpu", "cuda")  # methods
 UPSAMPLE_KINDS = {
     "nearest": "upsample_nearest",
@@ -179,17 +186,26 @@ def item(node: fx.Node) -> str:
     if not isinstance(source, fx.Node):
         return OTHER
     if gives_tuple(source):
-        return "slice" if isinstance(index, int) else OTHER
+        return "slice" if isinstance(index, int | slice) else OTHER
     parts = index if isinstance(index, tuple) else (index,)
     return "slice" if any(isinstance(p, slice) or p is Ellipsis for p in parts) and all(map(_picks, parts)) else OTHER
 
 
 def gives_tuple(node: fx.Node) -> bool:
     """Return whether an op is known to return several tensors."""
+    while node.target is operator.getitem and isinstance(node.args[1], slice) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]  # some of the tensors, if there are several
     if node.op == "call_module":
         return bool(argument(node, 0, "return_indices", False))
-    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    name = name_called(node)
     return name in SPLITS or name.endswith("_with_indices")
+
+
+def name_called(node: fx.Node) -> str:
+    """Return the name of the function or the method that a node calls, "" for other nodes."""
+    if node.op == "call_method":
+        return str(node.target)
+    return str(getattr(node.target, "__name__", "")) if node.op == "call_function" else ""
 
 
 def _picks(part: Any) -> bool:

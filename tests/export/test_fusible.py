@@ -38,6 +38,23 @@ def exported(tmp_path, function, backend: str = "onnxruntime", exporter: str = "
 
 
 @pytest.mark.parametrize(("exporter", "opset"), OPSETS)
+@pytest.mark.parametrize("counts_padding", [True, False])
+@pytest.mark.parametrize(("kernel", "padding"), [(3, 0), (3, 1), ((3, 2), (1, 0))])
+def test_windows_beyond_the_edge_count_what_lies_inside(
+    tmp_path, kernel: int, padding: int, counts_padding: bool, exporter: str, opset: int
+) -> None:
+    def pool(m: nn.Module, y: Tensor, x: Tensor) -> Tensor:
+        return F.avg_pool2d(y, kernel, 2, padding, True, counts_padding)  # ceil_mode: 8 pixels in steps of 2 do not fit
+
+    prepared = qt.prepare(Between(pool).eval(), X, "onnxruntime")
+    qt.calibrate(prepared, [X], progress=False)
+    path = qt.export_onnx(qt.convert(prepared), X, tmp_path / "m.onnx", exporter=exporter, opset=opset).path
+    result = verify(qt.convert(prepared, arithmetic="integer"), X, path)
+    assert [str(verdict) for verdict in result.check().values()] == ["equal"]
+    assert "QLinearAveragePool" in [layer.kernel for layer in result.runtimes["onnxruntime"].integer_layers]
+
+
+@pytest.mark.parametrize(("exporter", "opset"), OPSETS)
 @pytest.mark.parametrize(
     ("function", "kernel"),
     [

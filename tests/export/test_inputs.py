@@ -193,6 +193,14 @@ def test_dynamic_shapes_of_containers(tmp_path, exporter: str) -> None:
     assert verify_onnx(qt.convert(model), result.path, ({"b": x, "c": x}, [x, x])).output_difference < 1e-5
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_dynamic_shapes_of_other_names(tmp_path, exporter: str) -> None:
+    model = calibrated(OfTwo(minus), (X, Y))
+    shapes = {"x": {0: "n"}, "z": {0: "n"}}
+    with pytest.raises(ValueError, match=r"entry for each input of forward \(x, y\), got \['x', 'z'\]"):
+        qt.export_onnx(model, (X, Y), tmp_path / "m.onnx", exporter=exporter, dynamic_shapes=shapes)
+
+
 def test_too_few_dynamic_shapes(tmp_path) -> None:
     model = calibrated(OfTwo(minus), (X, Y))
     with pytest.raises(
@@ -226,14 +234,27 @@ def test_names_for_the_first_inputs(tmp_path, exporter: str) -> None:
         ({"input_names": ["a", "a"]}, r"input_names must be different names, got \['a', 'a'\]"),
         ({"input_names": ["y"]}, r"input_names must be different names, got \['y', 'y'\]"),
         ({"output_names": ["a", "b"]}, r"output_names must .+ or fewer, got 2 for 1 \(output\)"),
+        ({"input_names": [""]}, r"input_names must be names of at least one letter, got \[''"),
+        ({"output_names": [""]}, r"output_names must be names of at least one letter, got \[''\]"),
+        ({"input_names": ["a"], "output_names": ["a"]}, r"output_names must be other names .+ \(a, y\), got 'a'"),
+        ({"output_names": ["y"]}, r"output_names must be other names than those of the inputs \(x, y\), got 'y'"),
     ],
-    ids=["more", "equal", "default", "outputs"],
+    ids=["more", "equal", "default", "outputs", "empty", "empty output", "both", "both by default"],
 )
 def test_names_that_do_not_fit(tmp_path, names: dict[str, list[str]], words: str, exporter: str) -> None:
     model = calibrated(OfTwo(minus), (X, Y))
     with pytest.raises(ValueError, match=f"^export_onnx: {words}"):
         qt.export_onnx(model, (X, Y), tmp_path / "m.onnx", exporter=exporter, **names)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argument", ["input_names", "output_names"])
+def test_one_string_is_no_sequence_of_names(tmp_path, argument: str) -> None:
+    model = calibrated(OfTwo(minus), (X, Y))
+    with pytest.raises(
+        TypeError, match=rf"^export_onnx: {argument} must be a sequence .* 'a'; write {argument}=\['a'\]"
+    ):
+        qt.export_onnx(model, (X, Y), tmp_path / "m.onnx", **{argument: "a"})
 
 
 # ---- outputs

@@ -277,6 +277,10 @@ OPS = {
     "elu": (lambda m, y, x: F.elu(y), 1),
     "times parameters": (lambda m, y, x: y * m.scales, 1),
     "divided": (lambda m, y, x: y / 3, 1),
+    "times a number": (lambda m, y, x: 2 * y, 1),
+    "plus a number": (lambda m, y, x: y + 0.5, 1),
+    "minus a number": (lambda m, y, x: y - 1, 1),
+    "narrow": (lambda m, y, x: torch.narrow(y, 1, 1, 3).narrow(2, -5, 5), 0),
     "batch norm on its own": (lambda m, y, x: m.norm(torch.relu(y)), 1),
     "clip on its own": (lambda m, y, x: F.hardtanh(F.max_pool2d(y, 2), -0.1, 0.2), 1),
     "hard sigmoid": (lambda m, y, x: F.hardsigmoid(y), 1),
@@ -387,6 +391,9 @@ def codes_of_16_bits(model: nn.Module, path: Path) -> None:
         (lambda x: F.adaptive_avg_pool2d(x, 5), "windows of different sizes from (16, 16) to (5, 5)"),
         (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), "set count_include_pad=True"),
         (lambda x: F.pad(x, (1, 1, 1, 1), value=1.0), "pads with values other than zero"),
+        (lambda x: F.avg_pool2d(x, 2, divisor_override=3), "average pool has no ceil_mode and divisor"),
+        (lambda x: F.max_pool2d(x, 2, 1, dilation=2), "max pool has no dilation, got (2, 2)"),
+        (lambda x: F.max_pool2d(x, 3, 3, dilation=(1, 2)), "max pool has no dilation, got (1, 2)"),
     ],
 )
 def test_what_litert_does_not_have_is_a_sentence(op, sentence: str, tmp_path) -> None:

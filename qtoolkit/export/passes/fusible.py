@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def write_fusible_forms(model: "onnx_ir.Model") -> None:
     """Write spatial means as GlobalAveragePool, linear layers with int32 biases as Gemm, PRelu with one slope as LeakyRelu.
 
-    onnxruntime has integer kernels for all three, but none for ReduceMean, for a MatMul and an Add, and for PRelu.
+    onnxruntime has integer kernels for all three, but none for ReduceMean, for a MatMul and an Add, and for PRelu. Its integer
+    kernel of average pools needs a form of its own with ceil_mode.
     """
     for node in list(model.graph):
         if node.op_type == "ReduceMean":
@@ -24,6 +25,8 @@ def write_fusible_forms(model: "onnx_ir.Model") -> None:
             _write_gemm(model, node)
         elif node.op_type == "PRelu":
             _write_leaky_relu(model, node)
+        elif node.op_type == "AveragePool":
+            _write_counted_pool(model, node)
 
 
 def _write_global_pool(model: "onnx_ir.Model", mean: "onnx_ir.Node") -> None:
@@ -78,6 +81,31 @@ def _write_leaky_relu(model: "onnx_ir.Model", prelu: "onnx_ir.Node") -> None:
     if slope is not None and slope.size == 1:
         leaky = onnx_ir.node("LeakyRelu", prelu.inputs[:1], {"alpha": float(slope.item())}, name=prelu.name)
         _replace(model, prelu, [leaky], leaky.outputs[0])
+
+
+def _write_counted_pool(model: "onnx_ir.Model", pool: "onnx_ir.Node") -> None:
+    """Write a pool with ceil_mode, which counts its padding, as a padding and a pool that counts what lies inside of it.
+
+    Both divide by the part of a window that lies inside of the padded input. onnxruntime's integer kernel divides by the whole
+    window, also where it reaches beyond, if `count_include_pad` is 1.
+    """
+    import onnx_ir
+
+    attributes, source = pool.attributes, pool.inputs[0]
+    counts_padding = attributes.get_int("ceil_mode", 0) and attributes.get_int("count_include_pad", 0)
+    if source is None or not counts_padding or not is_on_codes(source):
+        return
+    pads = list(attributes.get_ints("pads") or ())
+    attributes["count_include_pad"] = onnx_ir.AttrInt64("count_include_pad", 0)
+    if any(pads):
+        attributes["pads"] = onnx_ir.AttrInt64s("pads", [0] * len(pads))
+        half = len(pads) // 2
+        sizes = _constant(model, [0, 0, *pads[:half], 0, 0, *pads[half:]], f"{pool.name}.pads")
+        padding = onnx_ir.node("Pad", [source, sizes], name=f"{pool.name}.padding")
+        if source.dtype is not None:
+            padding.outputs[0].dtype = source.dtype
+        model.graph.insert_before(pool, padding)
+        pool.replace_input_with(0, padding.outputs[0])
 
 
 def _is_int32(value: "onnx_ir.Value") -> bool:

@@ -96,10 +96,11 @@ class Kernel:
     check: Callable[[Op], str] = _no_reason
 
     def data(self, node: fx.Node) -> list[fx.Node]:
-        """Return the inputs of an op that have to be codes."""
+        """Return the inputs of an op that have to be codes: nodes, not the numbers in their place."""
         found = arguments(node)
         given = (found[name] for name in self.inputs if name in found)
-        return [source for each in given for source in (each if isinstance(each, list | tuple) else [each])]
+        sources = (source for each in given for source in (each if isinstance(each, list | tuple) else [each]))
+        return [source for source in sources if isinstance(source, fx.Node)]
 
 
 _moving = partial(Kernel, computes=False, check=check_same_grid)

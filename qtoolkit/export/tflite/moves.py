@@ -68,8 +68,12 @@ def slice_of(op: Op) -> Value:
     """Add a slice, with steps or without."""
     x, dim = op.value("self"), op.args["dim"]
     size = x.shape[dim]
-    start, end, _ = slice(op.args["start"], op.args["end"]).indices(size)
-    step = op.args["step"]
+    if "length" in op.args:  # of narrow, whose start may be counted from the end
+        start, step = op.args["start"] % size, 1
+        end = start + op.args["length"]
+    else:
+        start, end, _ = slice(op.args["start"], op.args["end"]).indices(size)
+        step = op.args["step"]
     if step == 1:
         return cut(op, x, [start if d == dim % len(x.shape) else 0 for d in range(len(x.shape))])
     return _strided(op, x, dim % len(x.shape), start, max(end, start), step)

@@ -9,6 +9,10 @@ def max_pool(op: Op) -> Value:
     """Pad with the lowest value, where the kernel does not, and add a max pool."""
     x = op.image("self")
     window = Window.of(op.args, op.args["kernel_size"], x.shape[2:], op.shape[2:])
+    if set(window.dilation) != {1}:
+        raise ValueError(
+            f"export_litert: LiteRT's max pool has no dilation, got {window.dilation} in {op.node.name!r}."
+        )
     x, padding = padded(op, x, window, lowest=True)
     return _pool(op, "MAX_POOL_2D", x, window, padding)
 
@@ -17,10 +21,11 @@ def avg_pool(op: Op) -> Value:
     """Pad with zeros, where these count, or let the kernel leave the padding out."""
     x = op.image("self")
     window = Window.of(op.args, op.args["kernel_size"], x.shape[2:], op.shape[2:])
-    if not any(any(ends) for ends in window.padding):
-        return _pool(op, "AVERAGE_POOL_2D", x, window, "VALID")
-    if op.args["divisor_override"] or op.args["ceil_mode"]:
+    pads = any(any(ends) for ends in window.padding)
+    if op.args["divisor_override"] or (pads and op.args["ceil_mode"]):
         raise ValueError(f"export_litert: LiteRT's average pool has no ceil_mode and divisor: {op.node.name!r}.")
+    if not pads:
+        return _pool(op, "AVERAGE_POOL_2D", x, window, "VALID")
     if op.args["count_include_pad"]:
         return _pool(op, "AVERAGE_POOL_2D", pad(op, x, [(0, 0), (0, 0), *window.padding]), window, "VALID")
     if not window.is_same(x.shape[2:], op.shape[2:]):

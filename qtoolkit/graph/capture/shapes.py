@@ -24,6 +24,12 @@ def is_plain(value: Any) -> bool:
     return all(map(is_plain, value)) if isinstance(value, tuple | list) else isinstance(value, PLAIN)
 
 
+def holds_no_floats(value: Any) -> bool:
+    """Return whether a value is one tensor of integers or booleans, or a tuple or list of such tensors."""
+    tensors = value if isinstance(value, tuple | list) and value else [value]
+    return all(isinstance(t, Tensor) and not (t.is_floating_point() or t.is_complex()) for t in tensors)
+
+
 class ShapePropagation:
     """Values of a graph's nodes, computed as the nodes are made, without data and without touching the model.
 

@@ -24,7 +24,7 @@ from qtoolkit.graph.capture.functions import (
 )
 from qtoolkit.graph.capture.mode import BranchesOnModeError, Mode, has_no_state, name_in
 from qtoolkit.graph.capture.proxy import SizedProxy, TensorProxy
-from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, is_plain
+from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, holds_no_floats, is_plain
 from qtoolkit.graph.capture.signature import Call
 from qtoolkit.graph.capture.subclasses import equivalent_type
 from qtoolkit.graph.capture.torch_modes import TorchModes
@@ -333,6 +333,7 @@ class ModelTracer(fx.Tracer):
             self.propagating = False
             if is_plain(self.shapes[node]) and not isinstance(self.shapes[node], str | None):
                 set_facts(node, is_number=True)
+            set_facts(node, is_discrete=holds_no_floats(self.shapes[node]))
         if is_op and kind != "get_attr" and not torch.is_grad_enabled():
             self.without_grad.append(node)
         return node

@@ -13,7 +13,15 @@ from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
-from qtoolkit.graph.nodes import is_quantizer, is_weight_quantizer, kind_of, name_of, owns_weight, tensor_inputs
+from qtoolkit.graph.nodes import (
+    is_discrete,
+    is_quantizer,
+    is_weight_quantizer,
+    kind_of,
+    name_of,
+    owns_weight,
+    tensor_inputs,
+)
 from qtoolkit.graph.passes.link_batch_norms import why_not_linked
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
@@ -148,6 +156,8 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
     if module is not None and (kind is OTHER or kind.keeps_state) and _has_weights(module):
         in_a_graph = " in a graph: qtoolkit.quant_modules.replace has one" if type(module) in replaced_modules() else ""
         return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {type(module).__name__}{in_a_graph}")
+    if kind is not OTHER and not kind.moves and any(map(is_discrete, tensor_inputs(node))):
+        return Verdict.left_float(Cause.TARGET, f"{with_article(kind)} that takes integers or booleans, such as a mask")
     what = "an op that qtoolkit does not know" if kind is OTHER else with_article(kind)
     return Verdict.left_float(Cause.TARGET, f"{what}, which {roles.backend.name} computes in float")
 

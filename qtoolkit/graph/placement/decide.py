@@ -10,6 +10,7 @@ from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.errors import with_article
 from qtoolkit.graph.nodes import (
     has_float_weight,
+    is_discrete,
     is_output,
     kind_of,
     name_of,
@@ -158,7 +159,8 @@ class _Collector:
         while (moved := self.roles.moves_from(source)) is not None:
             through.append(source)
             source = moved
-        if returns_tuple(source) or (source.op == "placeholder" and not self.backend.quantize_graph_inputs):
+        free = source.op == "placeholder" and not self.backend.quantize_graph_inputs
+        if free or returns_tuple(source) or is_discrete(source):
             return None
         self.on_grid.update(through, (source,))
         known = self.requests.get((source, consumer))

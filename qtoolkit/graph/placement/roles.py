@@ -3,7 +3,7 @@
 from torch import fx
 
 from qtoolkit.backends import QUANTIZED_ROLES, Role
-from qtoolkit.graph.nodes import kind_of, parameters_in, returns_tuple, tensor_inputs
+from qtoolkit.graph.nodes import is_discrete, kind_of, parameters_in, returns_tuple, tensor_inputs
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import computed_by, source_of
 from qtoolkit.layer_rules import LayerRules, Rule
@@ -79,6 +79,8 @@ class Roles:
 
     def _by_rule(self, node: fx.Node) -> Role:
         role, kind = self.backend.role(kind_of(node)), kind_of(node)
+        if role in QUANTIZED_ROLES and not self.has_rule(node) and any(map(is_discrete, tensor_inputs(node))):
+            return "float"
         if node.op in NO_OPS or role == "activation" or self.rule(node).is_general:
             return role
         rule = self.rule(node)

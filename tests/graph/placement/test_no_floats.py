@@ -1,0 +1,114 @@
+"""Tensors of integers and booleans, such as masks, and tuples of tensors are not quantized."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from qtoolkit.verdicts import Status
+
+
+class Masked(nn.Module):
+    """An op of a layer's output and a mask, before another layer."""
+
+    def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.op, self.first, self.last = op, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.last(self.op(self.first(x), mask))  # type: ignore[no-any-return]
+
+
+OF_A_MASK: dict[str, Callable[[Any, Any], Any]] = {
+    "mul": lambda x, mask: x * mask.unsqueeze(-1),
+    "rmul": lambda x, mask: mask[:, :, None] * x,
+    "add": lambda x, mask: x + mask[..., None],
+    "cat": lambda x, mask: torch.cat((x[..., :3], mask.unsqueeze(-1)), -1),
+}
+COMPUTED: dict[str, Callable[[Any, Any], Any]] = {  # by the names of the ops, without example inputs
+    "greater": lambda x, mask: x * (x > 0),
+    "moved": lambda x, mask: x * (x.sum(-1) != 0).unsqueeze(-1),
+    "of both": lambda x, mask: x * ((x > 0) & ~(x > 1)),
+    "places": lambda x, mask: x + x.argmax(-1, keepdim=True),
+}
+BACKENDS = ("onnxruntime", "tensorrt", "snpe", "litert")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+@pytest.mark.parametrize("op", OF_A_MASK.values(), ids=OF_A_MASK)
+def test_a_mask_has_no_quantizer(op: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, backend: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Masked(op).eval(), (torch.randn(5, 3, 4), torch.randint(0, 2, (5, 3)).to(dtype))
+    assert is_close(qt.prepare(model, inputs, backend=backend), model, inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("with_examples", [True, False])
+@pytest.mark.parametrize("op", COMPUTED.values(), ids=COMPUTED)
+def test_a_mask_that_the_model_computes_has_no_quantizer(
+    op: Callable[[Tensor, Tensor], Tensor], with_examples: bool, backend: str
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = Masked(op).eval(), (torch.randn(5, 3, 4), torch.ones(5, 3))
+    assert is_close(qt.prepare(model, inputs if with_examples else None, backend=backend), model, inputs)
+
+
+def test_the_op_of_a_mask_is_reported_as_float() -> None:
+    inputs = (torch.randn(5, 3, 4), torch.ones(5, 3, dtype=torch.bool))
+    plan = qt.prepare(Masked(OF_A_MASK["mul"]), inputs, backend="onnxruntime").plan
+    assert plan is not None
+    assert plan.status["mul"].status is Status.FLOAT
+    assert "takes integers or booleans" in plan.status["mul"].text
+
+
+def test_a_rule_for_the_op_quantizes_its_other_input_alone() -> None:
+    mapping = qt.QConfigMapping().set_module_name("mul", qt.QConfig(qt.QuantSpec(), qt.QuantSpec()))
+    inputs = (torch.randn(5, 3, 4), torch.ones(5, 3, dtype=torch.bool))
+    prepared = qt.prepare(Masked(OF_A_MASK["mul"]), inputs, backend="tensorrt", qconfig_mapping=mapping)
+    assert prepared.plan is not None
+    assert {edge.source for edge in prepared.plan.edges if edge.consumer == "mul"} == {"first"}
+
+
+SPLIT: dict[str, Callable[[Any], Any]] = {
+    "swapped": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
+    "last": lambda x: torch.cat(x.split(1, 1)[1:], 1),
+    "of a slice": lambda x: torch.cat(x.unbind(1)[1:][::-1], 1).unflatten(1, (3, -1)),
+    "one of a slice": lambda x: torch.split(x, 2, dim=1)[:1][0],
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("with_examples", [True, False])
+@pytest.mark.parametrize("op", SPLIT.values(), ids=SPLIT)
+def test_some_of_the_tensors_of_a_split_lie_on_the_grid_of_its_input(
+    op: Callable[[Tensor], Tensor], with_examples: bool, backend: str
+) -> None:
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 4, 3), nn.LazyConv2d(5, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(op(self.first(x)))  # type: ignore[no-any-return]
+
+    x = torch.randn(2, 3, 8, 8)
+    model = Net().eval()
+    model(x)
+    prepared = qt.prepare(model, x if with_examples else None, backend=backend)
+    assert is_close(prepared, model, (x,))
+    assert prepared.plan is not None
+    assert len({edge.quantizer for edge in prepared.plan.edges if edge.source == "first"}) == 1
+    assert {edge.quantizer for edge in prepared.plan.edges if edge.consumer == "last"} - {"last.weight_quantizer"}
+
+
+def is_close(prepared: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+    qt.calibrate(prepared, [inputs], progress=False)
+    expected = model(*inputs)
+    error = (qt.convert(prepared)(*inputs) - expected).abs().max() / expected.abs().max()
+    return bool(error < 0.03)
