@@ -6,9 +6,8 @@ import numpy as np
 
 from qtoolkit.backends import Backend
 from qtoolkit.lint.file_facts import Array, Codes, FileNode, codes_of
-from qtoolkit.lint.findings import Finding, Rule
+from qtoolkit.lint.findings import IMPORTER, ONNX, Finding, Rule
 from qtoolkit.lint.ops import Op, users_behind
-from qtoolkit.lint.sources import IMPORTER, ONNX
 from qtoolkit.runtimes.table import ONNXRUNTIME, OPENVINO, TENSORRT
 
 # The types of activations that TensorRT computes with, and those that it takes of weights too.
