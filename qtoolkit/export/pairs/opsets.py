@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from qtoolkit.lint.file_facts import AXIS_OPSET
 from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
     import onnx_ir
 
-LOWEST = 13  # the first whose QuantizeLinear has an axis
+LOWEST = AXIS_OPSET
 DEFAULT = 18
 BFLOAT16 = 22  # the first whose convolutions take bfloat16
 NATIVE = {"dynamo": (18, 23), "torchscript": (13, 20)}  # those that torch's exporters write without conversion

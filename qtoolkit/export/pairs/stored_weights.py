@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from qtoolkit.export.files.quantizer_nodes import quantizer_of
+from qtoolkit.lint.file_facts import BLOCKS_OPSET
 from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def stored_weights(file: "onnx_ir.Model", converted: nn.Module, opset: int) -> t
 def _of(constant: "onnx_ir.Value", grid: Grid, opset: int) -> StoredWeights:
     import onnx_ir
 
-    from qtoolkit.export.pairs.storage import BLOCKS_OPSET, storage_of
+    from qtoolkit.export.pairs.storage import storage_of
 
     spec, dtype = grid.spec, constant.dtype or onnx_ir.DataType.FLOAT
     elements = math.prod(size for size in constant.shape or () if isinstance(size, int))
