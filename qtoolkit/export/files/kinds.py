@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.passes.saturation import bounds_of, constant_input
+from qtoolkit.export.files.graph import constant_input
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, OF_ONNX, OTHER
 
@@ -18,6 +18,20 @@ BINARY: Mapping[str, tuple[OpKind, OpKind]] = {
     op: (kinds[0], kinds[1]) for op, kinds in OF_ONNX.items() if len(kinds) == 2 and kinds[1].with_constant
 }
 RESIZED = {"nearest": "upsample_nearest", "linear": "upsample_linear", "cubic": "upsample_cubic"}
+
+
+def bounds_of(node: "onnx_ir.Node") -> tuple[float, float] | None:
+    """Return the bounds of a Clip, infinite where it has none; None of other nodes, and where they are computed."""
+    if node.op_type != "Clip":
+        return None
+    bounds = []
+    for index, absent in ((1, -np.inf), (2, np.inf)):
+        given = len(node.inputs) > index and node.inputs[index] is not None
+        value = constant_input(node, index) if given else np.array(absent)
+        if value is None or value.size != 1:
+            return None
+        bounds.append(float(value.item()))
+    return bounds[0], bounds[1]
 
 
 def _clip(node: "onnx_ir.Node") -> str:
@@ -37,11 +51,18 @@ def _pad(node: "onnx_ir.Node") -> str:
     return "zero_pad" if value is not None and not value.any() else "pad"
 
 
+def axes_of(reduction: "onnx_ir.Node") -> list[int] | None:
+    """Return the axes over which a node reduces; None where they are computed, or all."""
+    if len(reduction.inputs) < 2 or reduction.inputs[1] is None:  # an attribute before opset 18
+        given = reduction.attributes.get_ints("axes")
+        return None if given is None else list(given)
+    axes = constant_input(reduction, 1)
+    return None if axes is None else [int(axis) for axis in axes]
+
+
 def _over_image(node: "onnx_ir.Node") -> bool:
     """Return whether a node reduces all dimensions of an image."""
-    axes = constant_input(node, 1)
-    given = (node.attributes.get_ints("axes") or ()) if axes is None else axes.tolist()
-    return sorted(given) in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1])
+    return sorted(axes_of(node) or ()) in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1])
 
 
 DECIDED: Mapping[str, Callable[[Any], str]] = {

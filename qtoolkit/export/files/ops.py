@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.files.kinds import BINARY, kind_by_op
+from qtoolkit.export.files.graph import constant_of
+from qtoolkit.export.files.kinds import BINARY, bounds_of, kind_by_op
 from qtoolkit.export.files.reading import UnreadableFileError
-from qtoolkit.export.passes.saturation import bounds_of
 from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.lint.ops import Layer, Op, WeightGrid
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER
+from qtoolkit.op_kinds.table import KINDS, NO_OPS, OF_ONNX, OTHER
 
 if TYPE_CHECKING:
     import onnx_ir
 
 GATED = {"Sigmoid": "silu", "HardSigmoid": "hardswish"}  # x * gate(x)
 SIZES = ("Shape", "Size")  # they read no values
-WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+WEIGHTED = frozenset(op for op, kinds in OF_ONNX.items() if any(kind.layer for kind in kinds))
 
 
 def ops_of(model: "onnx_ir.Model") -> list[Op]:
@@ -212,12 +212,10 @@ def _constant(value: Any) -> Any:
     """Return the array of a constant, also behind Identity and Cast, as exporters write zero points; None of other values."""
     import onnx_ir
 
-    tensor = None if value is None else onnx_ir.convenience.get_const_tensor(value)
-    if tensor is not None:
-        return tensor.numpy()
+    array = constant_of(value)
     node = None if value is None else value.producer()
-    if node is None or node.op_type not in ("Identity", "Cast"):
-        return None
+    if array is not None or node is None or node.op_type not in ("Identity", "Cast"):
+        return array
     array = _constant(node.inputs[0])
     cast = node.op_type == "Cast" and array is not None
     return array.astype(onnx_ir.DataType(node.attributes.get_int("to", 1)).numpy()) if cast else array

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from qtoolkit.export.files.graph import constant_input, replace_node
 from qtoolkit.lint.file_facts import AXIS_OPSET
 from qtoolkit.quantizers.frozen import Grid
 
@@ -122,12 +123,11 @@ def _take_axes(node: "onnx_ir.Node", older: Any) -> None:
     """Make the axes of a reduction, a constant input, an attribute."""
     import onnx_ir
 
-    axes = node.inputs[1] if len(node.inputs) > 1 else None
-    if axes is not None and "axes" in older.attributes:
-        found = onnx_ir.convenience.get_const_tensor(axes)
-        if found is None:
+    if len(node.inputs) > 1 and node.inputs[1] is not None and "axes" in older.attributes:
+        axes = constant_input(node, 1)
+        if axes is None:
             return
-        node.attributes["axes"] = onnx_ir.AttrInt64s("axes", [int(axis) for axis in found.numpy().reshape(-1)])
+        node.attributes["axes"] = onnx_ir.AttrInt64s("axes", [int(axis) for axis in axes.reshape(-1)])
         node.resize_inputs(1)
     if not _value(node, "noop_with_empty_axes"):
         node.attributes.pop("noop_with_empty_axes", None)
@@ -142,10 +142,8 @@ def _take_defaults(node: "onnx_ir.Node", older: Any) -> None:
 
 def _take_shape(node: "onnx_ir.Node", older: Any) -> None:
     """Drop `allowzero` of a shape without zeros, where it has no effect."""
-    import onnx_ir
-
-    shape = onnx_ir.convenience.get_const_tensor(node.inputs[1])  # type: ignore[arg-type]
-    if not _value(node, "allowzero") or (shape is not None and shape.numpy().all()):
+    shape = constant_input(node, 1)
+    if not _value(node, "allowzero") or (shape is not None and shape.all()):
         node.attributes.pop("allowzero", None)
 
 
@@ -163,11 +161,7 @@ def _write_hard_swish(node: "onnx_ir.Node") -> None:
 
     gate = onnx_ir.node("HardSigmoid", node.inputs, {"alpha": 1 / 6, "beta": 0.5}, name=f"{node.name}/gate")
     product = onnx_ir.node("Mul", [*node.inputs, *gate.outputs], name=node.name)
-    graph = node.graph
-    if graph is not None:
-        onnx_ir.convenience.replace_nodes_and_values(
-            graph, node, [node], [gate, product], node.outputs, product.outputs
-        )
+    replace_node(node, [gate, product], product.outputs[0])
 
 
 def _value(node: "onnx_ir.Node", name: str) -> Any:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx_ir
 import torch
 from onnx_ir import DataType
 from onnx_ir.tensor_adapters import from_torch_dtype
@@ -115,8 +114,3 @@ def exact_in(array: Array, dtype: DataType) -> bool:
     with np.errstate(over="ignore"):
         rounded = array.astype(dtype.numpy())
     return bool((rounded.astype(np.float32) == array).all())
-
-
-def tensor(array: Array, dtype: DataType, name: str) -> onnx_ir.TensorProtocol:
-    """Return a tensor of the file."""
-    return onnx_ir.Tensor(array.astype(dtype.numpy()), dtype, name=name)
