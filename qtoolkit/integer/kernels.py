@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onednn import Int8Sums, int8_sums
@@ -115,6 +115,11 @@ def output_of(kernel: Kernel) -> Side:
     if kernel.output is None:
         raise TypeError(f"{with_article(kernel.NAME)} needs the quantizer of its output.")
     return kernel.output
+
+
+def takes_two(node: fx.Node, inputs: Sequence[Grid]) -> bool:
+    """Return whether a call takes two quantized tensors, and nothing else."""
+    return len(inputs) == len(node.args) == 2 and not node.kwargs
 
 
 @contextmanager

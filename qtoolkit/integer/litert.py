@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of, takes_two
 from qtoolkit.integer.onnxruntime import GLOBAL_IF_ONE, MEANS, QLinearMul
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
@@ -290,7 +290,7 @@ def _refusal_of_call(
     kernel: type[OpKernel], node: fx.Node, inputs: Sequence[Grid], output: Grid | None
 ) -> Refusal | None:
     if kernel in OF_TWO:
-        return refusals.OTHER_ARGUMENTS if len(inputs) != 2 or len(node.args) != 2 or node.kwargs else None
+        return None if takes_two(node, inputs) else refusals.OTHER_ARGUMENTS
     if kernel is LeakyReLU and argument(node, 1, "negative_slope", 0.01) <= 0:
         return Refusal(Cause.CALL, "its slope is not positive")
     if kernel is AveragePool and (argument(node, 4, "ceil_mode", False) or argument(node, 6, "divisor_override")):

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, output_of
-from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul, requantized
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, output_of, takes_two
+from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
@@ -61,7 +61,7 @@ class Multiply(QLinearMul):
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the values of the codes of x * other."""
         a, b = self.inputs
-        return requantized(a.centred(x) * b.centred(other), self.factor, output_of(self))
+        return output_of(self).rounded(a.centred(x) * b.centred(other), self.factor)
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
@@ -79,7 +79,7 @@ def op_kernel(
     if kind not in _KERNELS:
         how = f"XNNPACK computes {with_article(kind)} in float, or in an order of roundings that is not known"
         return Refusal(Cause.NO_KERNEL, how)
-    if len(inputs) != 2 or len(node.args) != 2 or node.kwargs:
+    if not takes_two(node, inputs):
         return refusals.OTHER_ARGUMENTS
     if any(kind.clips and not kind.is_relu for kind in followers):
         return Refusal(Cause.NO_KERNEL, "XNNPACK fuses only a ReLU into it")

@@ -52,7 +52,7 @@ def unary(kernel: str, options: str = "", **values: Any) -> Callable[[Op], Value
     """Return the kernel of an op on one tensor."""
 
     def emit(op: Op) -> Value:
-        x = op.value("self" if "self" in op.args else "input")
+        x = op.value(op.first)
         return op.emit(kernel, [x], x, options, **values)
 
     return emit

@@ -111,21 +111,21 @@ ALL: tuple[Kernel, ...] = (
            check=check_conv_transpose),
     Kernel("FULLY_CONNECTED", ("linear",), linear, inputs=("input", "weight"), joins=True, check=check_conv),
     Kernel("BATCH_MATMUL", ("matmul", "bmm"), matmul, inputs=("self", "other", "mat2")),
-    Kernel("ADD", ("add", "add_"), binary("ADD", "AddOptions"), inputs=("self", "other"), joins=True, check=check_binary),
-    Kernel("SUB", ("sub", "sub_"), binary("SUB", "SubOptions"), inputs=("self", "other"), joins=True, check=check_binary),
-    Kernel("MUL", ("mul", "mul_"), binary("MUL", "MulOptions"), inputs=("self", "other"), joins=True, check=check_binary),
-    Kernel("DIV", ("div", "div_"), binary("DIV", "DivOptions"), refusal=NO_INTEGERS),
-    Kernel("LOGISTIC", ("sigmoid", "sigmoid_"), unary("LOGISTIC"), check=fixed(LOGISTIC)),
-    Kernel("TANH", ("tanh", "tanh_"), unary("TANH"), check=fixed(TANH)),
-    Kernel("SOFTMAX", ("softmax", "softmax"), softmax, check=fixed(LOGISTIC)),
-    Kernel("LEAKY_RELU", ("leaky_relu", "leaky_relu_"), leaky_relu),
-    Kernel("HARD_SWISH", ("hardswish", "hardswish_"), unary("HARD_SWISH"), wide=False),
+    Kernel("ADD", ("add",), binary("ADD", "AddOptions"), inputs=("self", "other"), joins=True, check=check_binary),
+    Kernel("SUB", ("sub",), binary("SUB", "SubOptions"), inputs=("self", "other"), joins=True, check=check_binary),
+    Kernel("MUL", ("mul",), binary("MUL", "MulOptions"), inputs=("self", "other"), joins=True, check=check_binary),
+    Kernel("DIV", ("div",), binary("DIV", "DivOptions"), refusal=NO_INTEGERS),
+    Kernel("LOGISTIC", ("sigmoid",), unary("LOGISTIC"), check=fixed(LOGISTIC)),
+    Kernel("TANH", ("tanh",), unary("TANH"), check=fixed(TANH)),
+    Kernel("SOFTMAX", ("softmax",), softmax, check=fixed(LOGISTIC)),
+    Kernel("LEAKY_RELU", ("leaky_relu",), leaky_relu),
+    Kernel("HARD_SWISH", ("hardswish",), unary("HARD_SWISH"), wide=False),
     Kernel("GELU", ("gelu",), gelu, wide=False),
     Kernel("PRELU", ("prelu",), prelu, refusal=NO_INTEGERS),
-    Kernel("EXP and ADD", ("elu", "elu_"), elu, refusal=NO_INTEGERS),
-    Kernel("LOGISTIC and MUL", ("silu", "silu_"), silu, refusal=NO_INTEGERS),
-    Kernel("RELU6 and MUL", ("hardsigmoid", "hardsigmoid_"), hardsigmoid, refusal=NO_INTEGERS),
-    Kernel("RELU", ("relu", "relu_", "relu6", "relu6_", "hardtanh", "hardtanh_", "clamp", "clamp_"), relu, check=check_relu),
+    Kernel("EXP and ADD", ("elu",), elu, refusal=NO_INTEGERS),
+    Kernel("LOGISTIC and MUL", ("silu",), silu, refusal=NO_INTEGERS),
+    Kernel("RELU6 and MUL", ("hardsigmoid",), hardsigmoid, refusal=NO_INTEGERS),
+    Kernel("RELU", ("relu", "relu6", "hardtanh", "clamp"), relu, check=check_relu),
     Kernel("MUL and ADD", ("batch_norm",), batch_norm, refusal=NO_INTEGERS),
     Kernel("MEAN and MUL", ("layer_norm",), layer_norm, refusal=NO_INTEGERS),
     Kernel("BATCH_MATMUL and SOFTMAX", ("scaled_dot_product_attention",), attention, refusal=NO_INTEGERS),
@@ -149,4 +149,7 @@ ALL: tuple[Kernel, ...] = (
     _moving("PAD", ("pad", "constant_pad_nd"), zero_pad),
     _moving("TRANSPOSE", ("pixel_shuffle",), pixel_shuffle),
 )  # fmt: skip
-KERNELS: Mapping[str, Kernel] = {name: kernel for kernel in ALL for name in kernel.aten}
+# By the ops, and by the forms in place of those that compute.
+KERNELS: Mapping[str, Kernel] = {
+    f"{name}{end}": kernel for kernel in ALL for name in kernel.aten for end in ("", "_" * kernel.computes)
+}

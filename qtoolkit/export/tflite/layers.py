@@ -13,37 +13,40 @@ from qtoolkit.export.tflite.windows import Window, dilations, pad, padded, strid
 
 def conv2d(op: Op) -> Value:
     """Add a convolution; one with a group for each channel is depthwise."""
-    x, (out, per_group, *size) = op.image("input"), op.args["weight"].meta["val"].shape
+    x, size = op.image("input"), op.args["weight"].meta["val"].shape[2:]
     window = Window.of(op.args, size, x.shape[2:], op.shape[2:])
     image, padding = padded(op, x, window)
-    options = {**strides(op, window, padding), **dilations(window), "fusedActivationFunction": op.joined}
-    if per_group == 1 and op.args["groups"] > 1:
-        weight, scales = op.weight("weight", (1, 2, 3, 0), 3)
-        inputs: list[Value | int] = [image, weight, op.bias(x, scales, out)]
-        multiplier = out // op.args["groups"]
-        return op.emit("DEPTHWISE_CONV_2D", inputs, x, "DepthwiseConv2DOptions", depthMultiplier=multiplier, **options)
-    weight, scales = op.weight("weight", (0, 2, 3, 1), 0)
-    return op.emit("CONV_2D", [image, weight, op.bias(x, scales, out)], x, "Conv2DOptions", **options)
+    kernel, inputs, options = _convolution(op, x, image, window, padding)
+    return op.emit(kernel, inputs, x, **options)
 
 
 def conv1d(op: Op) -> Value:
     """Compute a convolution over a line as one over an image of height 1."""
-    x, (out, per_group, size) = op.value("input"), op.args["weight"].meta["val"].shape
+    x, size = op.value("input"), op.args["weight"].meta["val"].shape[2]
     n, channels, length = x.shape
     image = op.ordered(op.reshaped(x, (n, channels, 1, length)), IMAGE)
     window = Window.of(_of_image(op.args), (1, size), (1, length), (1, op.shape[2]))
     if any(any(ends) for ends in window.padding):
         image = pad(op, image, [(0, 0), (0, 0), *window.padding])
-    options = {**strides(op, window, "VALID"), **dilations(window), "fusedActivationFunction": op.joined}
-    depthwise = per_group == 1 and op.args["groups"] > 1
-    axes, shape = ((1, 2, 0), (1, 1, size, out)) if depthwise else ((0, 2, 1), (out, 1, size, per_group))
-    weight, scales = op.weight("weight", axes, 3 if depthwise else 0, shape)
-    kernel, kind = ("DEPTHWISE_CONV_2D", "DepthwiseConv2DOptions") if depthwise else ("CONV_2D", "Conv2DOptions")
-    if depthwise:
-        options["depthMultiplier"] = out // op.args["groups"]
-    like = Value(-1, (n, out, 1, op.shape[2]), IMAGE, op.scales)
-    y = op.step(kernel, [image, weight, op.bias(x, scales, out)], like, kind, **options)
-    return op.reshaped(y, op.shape, op.name)
+    kernel, inputs, options = _convolution(op, x, image, window, "VALID")
+    like = Value(-1, (n, op.shape[1], 1, op.shape[2]), IMAGE, op.scales)
+    return op.reshaped(op.step(kernel, inputs, like, **options), op.shape, op.name)
+
+
+def _convolution(
+    op: Op, x: Value, image: Value, window: Window, padding: str
+) -> tuple[str, list[Value | int], dict[str, Any]]:
+    """Return the kernel of a convolution over an image, its inputs and its options."""
+    out, per_group, *sizes = op.args["weight"].meta["val"].shape
+    options: dict[str, Any] = {**strides(op, window, padding), **dilations(window)}
+    options["fusedActivationFunction"] = op.joined
+    along = range(2, 2 + len(sizes))
+    if per_group == 1 and op.args["groups"] > 1:
+        weight, scales = op.weight("weight", (1, *along, 0), 3, (1, *window.size, out))
+        options |= {"options": "DepthwiseConv2DOptions", "depthMultiplier": out // op.args["groups"]}
+        return "DEPTHWISE_CONV_2D", [image, weight, op.bias(x, scales, out)], options
+    weight, scales = op.weight("weight", (0, *along, 1), 0, (out, *window.size, per_group))
+    return "CONV_2D", [image, weight, op.bias(x, scales, out)], {"options": "Conv2DOptions", **options}
 
 
 def _of_image(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from qtoolkit.export.tflite.lowering import _Lowering
 
 IMAGE = (0, 2, 3, 1)  # the model's dimension of each axis of an image in the file
-ACTIVATIONS = {"relu": "RELU", "relu_": "RELU", "relu6": "RELU6", "relu6_": "RELU6"}
-CLIPS = ("hardtanh", "hardtanh_", "clamp", "clamp_")
+# In place, their names end with "_".
+ACTIVATIONS = {"relu": "RELU", "relu6": "RELU6"}
+CLIPS = ("hardtanh", "clamp")
 
 
 # Ops that return several tensors, and what takes one of them: all of its places along a dimension, or one place.
@@ -55,12 +56,12 @@ def activation_of(node: fx.Node) -> str:
     if bounds is not None:
         known: Mapping[Any, str] = {(0, 6): "RELU6", (0, None): "RELU", (-1, 1): "RELU_N1_TO_1"}
         return known.get(bounds, "")
-    return ACTIVATIONS.get(name_of_op(node), "")
+    return ACTIVATIONS.get(name_of_op(node).removesuffix("_"), "")
 
 
 def bounds_of(node: fx.Node) -> tuple[float | None, float | None] | None:
     """Return the bounds of a clip; None of another op."""
-    if name_of_op(node) not in CLIPS:
+    if name_of_op(node).removesuffix("_") not in CLIPS:
         return None
     found = arguments(node)
     return found.get("min_val", found.get("min")), found.get("max_val", found.get("max"))
@@ -93,6 +94,11 @@ class Op:
         return self.option("ActivationFunctionType", self.activation)
 
     # ---- inputs
+
+    @property
+    def first(self) -> str:
+        """The name of the first tensor: schemas of aten call it self or input."""
+        return "self" if "self" in self.args else "input"
 
     def value(self, argument: "str | fx.Node") -> Value:
         """Return an input: its codes, where the op computes in integers, or floats."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qtoolkit import ops
 from qtoolkit.errors import first_line
 from qtoolkit.export.files.reading import UnreadableFileError
 from qtoolkit.export.tflite.flatbuffer import IDENTIFIER, METADATA
@@ -210,16 +211,21 @@ def _interpreter(content: bytes, references: bool, path: Path) -> Any:
 
 def _as_input(x: Tensor, detail: Mapping[str, Any], order: Sequence[int]) -> Any:
     """Return an input as the file takes it: floats, or codes by the grid of its tensor."""
-    array = x.detach().cpu().float().numpy().transpose(order)
+    values = x.detach().cpu().float().permute(tuple(order)).contiguous()
     if detail["dtype"] is np.float32:
-        return np.ascontiguousarray(array)
-    (scale,), (zero_point,) = (detail["quantization_parameters"][name] for name in ("scales", "zero_points"))
+        return values.numpy()
     limits = np.iinfo(detail["dtype"])
-    return np.clip(np.rint(array / np.float32(scale)) + zero_point, limits.min, limits.max).astype(detail["dtype"])
+    dtype = getattr(torch, limits.dtype.name)
+    return ops.quantize(values, *_grid_of(detail), limits.min, limits.max, dtype=dtype).numpy()
 
 
 def _as_floats(array: Any, detail: Mapping[str, Any]) -> Any:
     if array.dtype == np.float32:
         return array
+    return ops.dequantize(torch.from_numpy(array), *_grid_of(detail)).numpy()
+
+
+def _grid_of(detail: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the scale and the zero point of a tensor, float32."""
     (scale,), (zero_point,) = (detail["quantization_parameters"][name] for name in ("scales", "zero_points"))
-    return (array.astype(np.float32) - np.float32(zero_point)) * np.float32(scale)
+    return torch.tensor(scale), torch.tensor(float(zero_point))
