@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +18,9 @@ from qtoolkit.errors import check_known
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
 from qtoolkit.export.files.files import check_file, free_name, replace_model, save, weights_of
-from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs, converted_on_cpu
+from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, check_outputs, converted_on_cpu, grids_of
 from qtoolkit.export.pairs.opsets import choose, convert_opset, native
-from qtoolkit.export.pairs.shaped_weights import check_shapes, shaped_weights
+from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
 from qtoolkit.export.passes.float_weights import keep_float_weights
 from qtoolkit.export.passes.fusible import write_fusible_forms
@@ -30,20 +29,15 @@ from qtoolkit.export.passes.repeated_pairs import repeat_pairs
 from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 from qtoolkit.extras import missing
-from qtoolkit.finite import check_finite
 from qtoolkit.graph.passes.record import ops_put_in
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_state import evaluating
 from qtoolkit.progress import progress_bar, step
-from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
     import onnx_ir
 
     from qtoolkit.export.verification.verify import Verification
-
-# torch's exporters keep what they are doing in variables of the process, and the verification hooks the model.
-ONE_AT_A_TIME = threading.Lock()
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -174,15 +168,13 @@ def export_onnx(
     from qtoolkit.export.verification.verify import verify_onnx
 
     converted, example_inputs = converted_on_cpu(model, example_inputs, "export_onnx")
-    check_grids(converted, "export_onnx")
     _check_formats(converted)
     _warn_of_layers_put_in(converted)
     inputs = Inputs.of(converted, example_inputs, input_names, "export_onnx")
-    check_dtypes(converted, inputs)
-    chosen = choose(opset, converted)
+    chosen, backend = choose(opset, converted), _backend_of(converted)
     if integer_weights is None:
-        integer_weights = _backend_of(converted).integer_weights
-    finish = partial(_finish, backend=_backend_of(converted), opset=chosen, integer_weights=integer_weights)
+        integer_weights = backend.integer_weights
+    finish = partial(_finish, backend=backend, opset=chosen, integer_weights=integer_weights)
     request = Request(converted, inputs, native(chosen, exporter), output_names, dynamic_shapes)
     with (
         ONE_AT_A_TIME,
@@ -269,20 +261,9 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
         )
 
 
-def check_grids(converted: nn.Module, what: str) -> None:
-    """Raise ValueError, which begins with `what`, for a model without a quantizer, or with what no file can have."""
-    if not any(isinstance(module, Grid) for module in converted.modules()):
-        raise ValueError(
-            f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
-            f"To export the float model, use torch.onnx.export."
-        )
-    check_shapes(converted, what)
-    check_finite(converted, what)
-
-
 def _check_formats(converted: nn.Module) -> None:
-    for name, grid in converted.named_modules():
-        if isinstance(grid, Grid) and grid.spec.format == "nnie":
+    for name, grid in grids_of(converted).items():
+        if grid.spec.format == "nnie":
             raise ValueError(
                 f"export_onnx: {name!r} quantizes to format={grid.spec.format!r}, for which ONNX has no node; "
                 f"qtoolkit.export.encodings writes the float model and the ranges for the target's own compiler."

@@ -16,7 +16,7 @@ from qtoolkit.export.backend_files.encoding import Encoding, float32
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
 from qtoolkit.export.files.files import save
 from qtoolkit.export.files.graph import Constants, replace_node
-from qtoolkit.export.openvino_core import core
+from qtoolkit.export.verification.runtimes.openvino_cpu import core
 from qtoolkit.extras import missing
 from qtoolkit.files import write_atomically
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from qtoolkit.export.files.graph import constant_input, replace_node
+from qtoolkit.export.inputs import grids_of
 from qtoolkit.lint.file_facts import AXIS_OPSET
-from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -28,7 +28,7 @@ def choose(opset: int | None, converted: nn.Module) -> int:
     """
     from qtoolkit.export.pairs.storage import smallest_opset
 
-    grids = {name: module for name, module in converted.named_modules() if isinstance(module, Grid)}
+    grids = grids_of(converted)
     needed = {
         name: smallest_opset(g.spec.element, g.spec.qmin, g.spec.qmax, g.spec.block_size)
         for name, g in grids.items()
@@ -40,7 +40,7 @@ def choose(opset: int | None, converted: nn.Module) -> int:
         preferred = BFLOAT16 if any(p.dtype == torch.bfloat16 for p in converted.parameters()) else DEFAULT
         return max(preferred, least)
     check_opset("export_onnx", opset)
-    if opset < least:
+    if most is not None and opset < least:
         raise ValueError(
             f"export_onnx: opset must be at least {least} for {most!r}, which quantizes to {grids[most].spec.describe()}, "
             f"got {opset}."
