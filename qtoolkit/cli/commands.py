@@ -69,8 +69,8 @@ def info(arguments: argparse.Namespace) -> Answer:
     if arguments.file is None:
         found = environment()
         return Answer(found, lambda: tables.environment(found))
-    data = _description(describe(arguments.file))
-    return Answer(data, lambda: tables.description(data))
+    file = describe(arguments.file)
+    return Answer(_description(file), lambda: tables.description(file))
 
 
 def _codes(found: RuntimeComparison) -> list[dict[str, Any]]:

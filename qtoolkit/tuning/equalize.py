@@ -13,15 +13,14 @@ from qtoolkit.errors import check_known, check_sequence
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import kind_of
-from qtoolkit.model_state import check_module, deepcopy_model
-from qtoolkit.nn import QuantModule
+from qtoolkit.model_state import deepcopy_model, values_unchanged_on_error
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.shared_modules import names_by_module
 from qtoolkit.tuning.channels import LAYERS, ChannelView
-from qtoolkit.tuning.unchanged import largest_change, outputs_of
+from qtoolkit.tuning.unchanged import check_float, largest_change, outputs_of
 from qtoolkit.verdicts import Obstacle
 
 M = TypeVar("M", bound=nn.Module)
@@ -136,9 +135,7 @@ def equalize(
         >>> [(pair.first, pair.second) for pair in result.pairs], result.change < 1e-5
         ([('0', '2')], True)
     """
-    check_module(model, "equalize")
-    if any(isinstance(module, QuantModule) for module in model.modules()):
-        raise TypeError("equalize: the model must be a float model; equalize it before it is prepared or replaced.")
+    check_float(model, "equalize", "equalize")
     check_sequence(skip, "equalize", "skip")
     if activations is not None and not 0 < activations <= 1:
         raise ValueError(f"equalize: activations must be None, or above 0 and at most 1, got {activations!r}.")
@@ -151,18 +148,12 @@ def equalize(
     before = outputs_of(own, example_inputs)
     gm = trace.run(own, example_inputs=example_inputs)
     links, skipped = _links(gm, own, skip, target)
-    state = [tensor.detach().clone() for tensor in (*own.parameters(), *own.buffers())]
-    if activations is None:
-        widths = _equalize_weights(links, progress)
-    else:
-        widths = _equalize_activations(links, _ranges_between(gm, links, example_inputs), activations)
-    try:
+    with values_unchanged_on_error([*own.parameters(), *own.buffers()]):
+        if activations is None:
+            widths = _equalize_weights(links, progress)
+        else:
+            widths = _equalize_activations(links, _ranges_between(gm, links, example_inputs), activations)
         change = largest_change(before, outputs_of(own, example_inputs), "equalize")
-    except RuntimeError:
-        with torch.no_grad():
-            for tensor, old in zip((*own.parameters(), *own.buffers()), state, strict=True):
-                tensor.copy_(old)
-        raise
     pairs = tuple(Pair(*link.names, *width) for link, width in zip(links, widths, strict=True))
     return Equalization(own, pairs, skipped, change)
 
