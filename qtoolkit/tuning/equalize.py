@@ -18,7 +18,7 @@ from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.progress import note, progress_bar
-from qtoolkit.shared_modules import names_by_module
+from qtoolkit.shared_modules import names_by_module, owners_of_parameters
 from qtoolkit.tuning.channels import LAYERS, ChannelView
 from qtoolkit.tuning.unchanged import check_float, largest_change, outputs_of
 from qtoolkit.verdicts import Obstacle
@@ -294,35 +294,35 @@ def ranges_of_channels(x: Tensor, source: Tensor, dims: int) -> Tensor:
 def _links(
     gm: fx.GraphModule, model: nn.Module, skip: Sequence[str], backend: Backend | None
 ) -> tuple[list[_Link], dict[str, str]]:
-    links, skipped, calls = [], dict[str, str](), ModuleCalls(gm.graph)
-    names = names_by_module(model)
-    owners: dict[int, int] = {}
-    for module in names:
-        for parameter in module._parameters.values():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-
-    def obstacle(node: fx.Node) -> str:
-        """Return why the weight of a layer cannot be scaled; "" if it can."""
-        module, name = module_of(node), str(node.target)
-        if name in skip:
-            return "skip names it"
-        weight_owners = owners.get(id(module._parameters.get("weight")), 0)
-        if not calls.is_only_one(node) or len(names.get(module, ())) > 1 or weight_owners > 1:
-            return f"{name!r} or its weight is used more than once"
-        return "" if "weight" in module._parameters else f"the weight of {name!r} is computed from others"
-
-    for node in gm.graph.nodes:
-        if not _is_layer(node):
-            continue
-        why = obstacle(node)
+    links, skipped = [], dict[str, str]()
+    obstacles = _obstacles([node for node in gm.graph.nodes if _is_layer(node)], ModuleCalls(gm.graph), model, skip)
+    for node, why in obstacles.items():
         path = Obstacle(why) if why else _path_from(node)
-        if isinstance(path, list) and (why := obstacle(path[-1])):
+        if isinstance(path, list) and (why := obstacles[path[-1]]):
             path = Obstacle(why)
         if isinstance(path, Obstacle):
             skipped[str(node.target)] = path.why
         else:
             links.append(_Link(path, backend))
     return links, skipped
+
+
+def _obstacles(
+    layers: Sequence[fx.Node], calls: ModuleCalls, model: nn.Module, skip: Sequence[str]
+) -> dict[fx.Node, str]:
+    """Return why the weight of each layer cannot be scaled; "" if it can."""
+    names, owners = names_by_module(model), owners_of_parameters(model)
+
+    def obstacle(node: fx.Node) -> str:
+        module, name = module_of(node), str(node.target)
+        if name in skip:
+            return "skip names it"
+        several = len(names.get(module, ())) > 1 or len(owners.get(id(module._parameters.get("weight")), ())) > 1
+        if several or not calls.is_only_one(node):
+            return f"{name!r} or its weight is used more than once"
+        return "" if "weight" in module._parameters else f"the weight of {name!r} is computed from others"
+
+    return {node: obstacle(node) for node in layers}
 
 
 def _is_layer(node: fx.Node) -> bool:

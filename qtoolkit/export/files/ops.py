@@ -106,8 +106,10 @@ class _Reader:
             return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node)))
         weight = _Weight.of(weighted)
         bias = _Weight.of(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else None
-        facts = self._facts(node, weight=weight.codes, bias=None if bias is None else bias.codes)
-        return Op(_name(node), kind, sources, layer=_layer(node, weight), node=facts)
+        codes = weight.codes
+        grid = None if codes is None else WeightGrid(codes.bits, weight.axis, codes.block_size > 0, codes.block_size)
+        facts = self._facts(node, weight=codes, bias=None if bias is None else bias.codes)
+        return Op(_name(node), kind, sources, layer=layer_of(node, weight.shape, grid), node=facts)
 
     def _facts(self, node: "onnx_ir.Node", **facts: Any) -> FileNode:
         return FileNode(node.op_type, "" if node.domain == "ai.onnx" else node.domain, self.opset, **facts)
@@ -267,9 +269,8 @@ def _shape(value: Any) -> tuple[int, ...]:
     return sizes if all(isinstance(size, int) for size in sizes) else ()
 
 
-def _layer(node: "onnx_ir.Node", weight: _Weight) -> Layer:
-    codes, shape = weight.codes, weight.shape
-    grid = None if codes is None else WeightGrid(codes.bits, weight.axis, codes.block_size > 0, codes.block_size)
+def layer_of(node: "onnx_ir.Node", shape: tuple[int, ...], grid: WeightGrid | None = None) -> Layer:
+    """Return the layer that a node computes with a weight of this shape."""
     groups = max(node.attributes.get_int("group", 1) or 1, 1)
     if node.op_type == "Conv" and len(shape) > 2:
         return Layer(grid, shape[1] * groups, shape[0], groups, shape[2:])

@@ -6,6 +6,7 @@ import numpy as np
 
 from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, maker_of
 from qtoolkit.export.files.kinds import ops_where
+from qtoolkit.export.files.ops import layer_of
 from qtoolkit.export.passes.saturation import quantizer_behind
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def keep_float_weights(model: "onnx_ir.Model") -> None:
         if not has_one_scale(source) or quantizer_behind(node.outputs[0])[0] is None:
             continue
         has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
-        bias = constant_input(node, 2) if has_bias else np.zeros(_channels(node, weight.shape), np.float32)
+        bias = constant_input(node, 2) if has_bias else np.zeros(layer_of(node, weight.shape).outputs, np.float32)
         if bias is not None and bias.ndim == 1 and np.isfinite(bias).all():
             _write(model, node, bias)
 
@@ -63,9 +64,3 @@ def _write(model: "onnx_ir.Model", node: "onnx_ir.Node", bias: "np.ndarray[Any, 
     if len(node.inputs) < 3:
         node.resize_inputs(3)
     node.replace_input_with(2, value)
-
-
-def _channels(node: "onnx_ir.Node", weight: tuple[int, ...]) -> int:
-    if node.op_type == "ConvTranspose":
-        return weight[1] * node.attributes.get_int("group", 1)
-    return weight[1 if node.op_type == "Gemm" and not node.attributes.get_int("transB", 0) else 0]

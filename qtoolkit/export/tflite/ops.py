@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from qtoolkit.export.pt2e import decomposition
 from qtoolkit.export.tflite.flatbuffer import Scales, Value, in_order
 
 if TYPE_CHECKING:
@@ -30,15 +31,14 @@ def name_of_op(node: fx.Node) -> str:
     """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return SPLITS.get(name_of_op(node.args[0]), "getitem")
-    return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
+    return decomposition.name_of_op(node)
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return all arguments of a node by the names of its schema, with the defaults of those that are not given."""
     if node.target is operator.getitem:
         return _of_part(*node.args)
-    schema = enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
-    return {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value) for i, a in schema}
+    return decomposition.arguments(node)
 
 
 def _of_part(split: Any, part: Any) -> dict[str, Any]:
