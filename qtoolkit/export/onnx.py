@@ -176,27 +176,35 @@ def export_onnx(
         integer_weights = backend.integer_weights
     finish = partial(_finish, backend=backend, opset=chosen, integer_weights=integer_weights)
     request = Request(converted, inputs, native(chosen, exporter), output_names, dynamic_shapes)
-    with (
-        ONE_AT_A_TIME,
-        tempfile.TemporaryDirectory() as folder,
-        progress_bar("export", "steps", progress, total=3, after=0) as bar,
-    ):
+
+    def compared(file: Path) -> "Verification | None":
+        with in_float(converted):  # the comparison is of layers alone, without the runtime's optimizations
+            return verify_onnx(converted, example_inputs, file, progress) if verify else None
+
+    with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
         exported = written(request, chosen, exporter, finish, dynamic_batch)
-        step(bar, "checking the file")
-        old = weights_of(Path(path))
-        file, weights = save(exported, Path(folder), free_name(Path(path), old))
-        check_file(file, chosen, "export_onnx")
-        step(bar, "comparing codes with onnxruntime")
-        with in_float(converted):  # the comparison is of layers alone, without the runtime's optimizations
-            verification = verify_onnx(converted, example_inputs, file, progress) if verify else None
-        if verification is not None:
-            verification.check()
-        replace_model(file, weights, Path(path), old)
-        size = sum(part.stat().st_size for part in (file, weights) if part is not None)
+        size, verification = _saved(exported, Path(path), chosen, compared, bar)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
     return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, converted, chosen))
+
+
+def _saved(
+    exported: "onnx_ir.Model", path: Path, opset: int, compared: Callable[[Path], "Verification | None"], bar: Any
+) -> tuple[int, "Verification | None"]:
+    """Write a model at a path, once its file is valid and compares well; return the size and the comparison."""
+    with tempfile.TemporaryDirectory() as folder:
+        step(bar, "checking the file")
+        old = weights_of(path)
+        file, weights = save(exported, Path(folder), free_name(path, old))
+        check_file(file, opset, "export_onnx")
+        step(bar, "comparing codes with onnxruntime")
+        verification = compared(file)
+        if verification is not None:
+            verification.check()
+        replace_model(file, weights, path, old)
+        return sum(part.stat().st_size for part in (file, weights) if part is not None), verification
 
 
 def written(

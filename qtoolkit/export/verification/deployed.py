@@ -210,6 +210,10 @@ class RuntimeCodes:
 
     def _cause(self) -> str:
         """Return why the verdict is DIFFERENT, a sentence: the first of the causes that holds."""
+        return self._why_not_comparable() or self._why_codes_differ()
+
+    def _why_not_comparable(self) -> str:
+        """Return why codes or outputs cannot be the same, whatever the runtime computes; "" if they can."""
         if self.other_weights:
             first = self.other_weights[0]
             return (
@@ -227,6 +231,9 @@ class RuntimeCodes:
                 f"verify: {self.runtime} does not give the codes of {', '.join(map(repr, self.not_compared))}: it merged their "
                 f"nodes with others, or these inputs do not reach them, so nothing was compared."
             )
+        return ""
+
+    def _why_codes_differ(self) -> str:
         found, remark = self._found(), f"{' ' * bool(self.remark)}{self.remark}"
         if self.integer_layers and not self.on_codes:
             return (
