@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from itertools import count
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -131,9 +130,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _keep(self, handle: RemovableHandle) -> None:

@@ -1,7 +1,6 @@
 """export_onnx(): write a model as an ONNX file with QuantizeLinear/DequantizeLinear pairs, after verification."""
 
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
-from qtoolkit.export.files.files import check_file, free_name, replace_model, save, weights_of
+from qtoolkit.export.files.files import replacing_model
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, check_outputs, converted_on_cpu, grids_of
 from qtoolkit.export.pairs.opsets import choose, convert_opset, native
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
@@ -194,17 +193,13 @@ def _saved(
     exported: "onnx_ir.Model", path: Path, opset: int, compared: Callable[[Path], "Verification | None"], bar: Any
 ) -> tuple[int, "Verification | None"]:
     """Write a model at a path, once its file is valid and compares well; return the size and the comparison."""
-    with tempfile.TemporaryDirectory() as folder:
-        step(bar, "checking the file")
-        old = weights_of(path)
-        file, weights = save(exported, Path(folder), free_name(path, old))
-        check_file(file, opset, "export_onnx")
+    step(bar, "checking the file")
+    with replacing_model(exported, path, opset, "export_onnx") as files:
         step(bar, "comparing codes with onnxruntime")
-        verification = compared(file)
+        verification = compared(files[0])
         if verification is not None:
             verification.check()
-        replace_model(file, weights, path, old)
-        return sum(part.stat().st_size for part in (file, weights) if part is not None), verification
+        return sum(file.stat().st_size for file in files), verification
 
 
 def written(

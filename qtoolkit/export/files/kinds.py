@@ -12,6 +12,8 @@ from qtoolkit.op_kinds.table import KINDS, OF_ONNX, OTHER
 if TYPE_CHECKING:
     import onnx_ir
 
+# Ops that may be layers with a weight.
+WEIGHTED = frozenset(op for op, kinds in OF_ONNX.items() if any(kind.layer for kind in kinds))
 CAST = "Cast"  # of kind "identity", but it may round
 # Of x + y, x * y, ...: the kind for two tensors, and for a tensor and a constant.
 BINARY: Mapping[str, tuple[OpKind, OpKind]] = {

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtoolkit.export.files.graph import constant_of
-from qtoolkit.export.files.kinds import BINARY, bounds_of, kind_by_op
+from qtoolkit.export.files.kinds import BINARY, WEIGHTED, bounds_of, kind_by_op
 from qtoolkit.export.files.reading import UnreadableFileError
 from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.lint.ops import Layer, Op, WeightGrid
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.op_kinds.table import KINDS, NO_OPS, OF_ONNX, OTHER
+from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER
 
 if TYPE_CHECKING:
     import onnx_ir
 
 GATED = {"Sigmoid": "silu", "HardSigmoid": "hardswish"}  # x * gate(x)
 SIZES = ("Shape", "Size")  # they read no values
-WEIGHTED = frozenset(op for op, kinds in OF_ONNX.items() if any(kind.layer for kind in kinds))
 
 
 def ops_of(model: "onnx_ir.Model") -> list[Op]:
