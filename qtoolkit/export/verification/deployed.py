@@ -27,13 +27,9 @@ class Verdict(Enum):
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
-        ...     integer = qt.convert(prepared, arithmetic="integer")
-        ...     found = qt.export.verify(integer, x, folder + "/model.onnx")
+        ...     found = qt.quantize(model, [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx").verification
         >>> found.runtimes["onnxruntime"].verdict is qt.export.Verdict.EQUAL
         True
     """
@@ -70,13 +66,9 @@ class RuntimeCodes:
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
-        ...     integer = qt.convert(prepared, arithmetic="integer")
-        ...     found = qt.export.verify(integer, x, folder + "/model.onnx")
+        ...     found = qt.quantize(model, [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx").verification
         >>> codes = found.runtimes["onnxruntime"]
         >>> codes.verdict.name, codes.output_difference
         ('EQUAL', 0.0)
@@ -285,13 +277,9 @@ class DeployedVerification:
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
-        ...     integer = qt.convert(prepared, arithmetic="integer")
-        ...     found = qt.export.verify(integer, x, folder + "/model.onnx")
+        ...     found = qt.quantize(model, [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx").verification
         >>> list(found.runtimes), found.check()["onnxruntime"].name
         (['onnxruntime'], 'EQUAL')
     """
