@@ -37,7 +37,7 @@ def _zero_point(op: Op, backend: Backend) -> Iterator[Finding]:
 
 def _code_type(op: Op, backend: Backend) -> Iterator[Finding]:
     for what, codes in stored(op):
-        known = _types(backend, of_weight=what != "it")
+        known = _types(backend, of_weight=codes is op.node.weight)
         if codes.dtype not in known:
             yield Finding(
                 op.name,

@@ -95,6 +95,8 @@ class _Rewriting:
 
     def _arranged(self, stored: "_Stored", forms: Sequence[SubPixel]) -> Any:
         """Return the codes as those of a convolution: (out * stride * stride, in / groups, taps, taps)."""
+        import onnx_ir
+
         sides, stride, taps = stored.sides, self.stride, [form.taps for form in forms]
         y = stored.dequantize.inputs[0]
         if stored.in_rows:
@@ -108,7 +110,7 @@ class _Rewriting:
         y = self._add("Transpose", [y], {"perm": [0, outputs, 4, 6, inputs, 3, 5]})
         sizes = [self.groups * sides[outputs - 1] * stride * stride, sides[inputs - 1], *taps]
         y = self._add("Reshape", [y, self._constant(sizes)])
-        y.shape, y.dtype = _shape(sizes), stored.dequantize.inputs[0].dtype
+        y.shape, y.dtype = onnx_ir.Shape(sizes), stored.dequantize.inputs[0].dtype
         return y
 
     def _dequantized(self, like: Any, codes: Any) -> Any:
@@ -204,9 +206,3 @@ def _sizes_of(weight: Any) -> list[int] | None:
         return None if shape is None else [int(size) for size in shape]
     codes = None if maker is None or not maker.inputs else maker.inputs[0]
     return None if codes is None or codes.shape is None else [int(size) for size in codes.shape]
-
-
-def _shape(sizes: list[int]) -> Any:
-    import onnx_ir
-
-    return onnx_ir.Shape(sizes)

@@ -65,10 +65,6 @@ NO_INTEGERS = "LiteRT has no integer kernel for {}"
 OTHER_INTEGERS = "training does not simulate the gates and cell states of 16 bits in LiteRT's integer kernel for {}"
 
 
-def _no_reason(op: Op) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Kernel:
     """How LiteRT computes an op of aten.
@@ -93,7 +89,7 @@ class Kernel:
     wide: bool = True
     joins: bool = False
     computes: bool = True
-    check: Callable[[Op], str] = _no_reason
+    check: Callable[[Op], str] = lambda op: ""
 
     def data(self, node: fx.Node) -> list[fx.Node]:
         """Return the inputs of an op that have to be codes."""
