@@ -17,6 +17,11 @@ def maker_of(value: "onnx_ir.Value | None", op_type: str) -> "onnx_ir.Node | Non
     return maker if maker is not None and maker.op_type == op_type else None
 
 
+def input_at(node: "onnx_ir.Node", index: int) -> "onnx_ir.Value | None":
+    """Return an input of a node; None where the node does not have it, or leaves it out."""
+    return node.inputs[index] if len(node.inputs) > index else None
+
+
 def constant_of(value: "onnx_ir.Value | None") -> Array | None:
     """Return the array of a value; None if it is computed."""
     import onnx_ir
@@ -27,7 +32,7 @@ def constant_of(value: "onnx_ir.Value | None") -> Array | None:
 
 def constant_input(node: "onnx_ir.Node", index: int) -> Array | None:
     """Return the array of a node's input; None if the node does not have it, or if it is computed."""
-    return constant_of(node.inputs[index]) if len(node.inputs) > index else None
+    return constant_of(input_at(node, index))
 
 
 def has_one_scale(pair: "onnx_ir.Node") -> bool:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.files.graph import constant_input
+from qtoolkit.export.files.graph import constant_input, input_at
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, OF_ONNX, OTHER
 
@@ -19,7 +19,6 @@ CAST = "Cast"  # of kind "identity", but it may round
 BINARY: Mapping[str, tuple[OpKind, OpKind]] = {
     op: (kinds[0], kinds[1]) for op, kinds in OF_ONNX.items() if len(kinds) == 2 and kinds[1].with_constant
 }
-RESIZED = {"nearest": "upsample_nearest", "linear": "upsample_linear", "cubic": "upsample_cubic"}
 
 
 def bounds_of(node: "onnx_ir.Node") -> tuple[float, float] | None:
@@ -28,8 +27,7 @@ def bounds_of(node: "onnx_ir.Node") -> tuple[float, float] | None:
         return None
     bounds = []
     for index, absent in ((1, -np.inf), (2, np.inf)):
-        given = len(node.inputs) > index and node.inputs[index] is not None
-        value = constant_input(node, index) if given else np.array(absent)
+        value = np.array(absent) if input_at(node, index) is None else constant_input(node, index)
         if value is None or value.size != 1:
             return None
         bounds.append(float(value.item()))
@@ -42,20 +40,19 @@ def _clip(node: "onnx_ir.Node") -> str:
 
 
 def _resize(node: "onnx_ir.Node") -> str:
-    return RESIZED.get(node.attributes.get_string("mode", "nearest") or "", "")
+    return f"upsample_{node.attributes.get_string('mode', 'nearest')}"
 
 
 def _pad(node: "onnx_ir.Node") -> str:
     if node.attributes.get_string("mode", "constant") != "constant":
         return "edge_pad"
-    given = len(node.inputs) > 2 and node.inputs[2] is not None
-    value = constant_input(node, 2) if given else np.zeros(())
+    value = np.zeros(()) if input_at(node, 2) is None else constant_input(node, 2)
     return "zero_pad" if value is not None and not value.any() else "pad"
 
 
 def axes_of(reduction: "onnx_ir.Node") -> list[int] | None:
     """Return the axes over which a node reduces; None where they are computed, or all."""
-    if len(reduction.inputs) < 2 or reduction.inputs[1] is None:  # an attribute before opset 18
+    if input_at(reduction, 1) is None:  # an attribute before opset 18
         given = reduction.attributes.get_ints("axes")
         return None if given is None else list(given)
     axes = constant_input(reduction, 1)

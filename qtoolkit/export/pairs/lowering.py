@@ -8,7 +8,7 @@ from onnx_ir import DataType
 
 from qtoolkit.errors import present
 from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER, placeholders_in
-from qtoolkit.export.files.graph import Constants, constant_of, replace_node
+from qtoolkit.export.files.graph import Constants, constant_of, input_at, replace_node
 from qtoolkit.export.files.quantizer_nodes import node_name
 from qtoolkit.export.pairs.pair_form import PairForm
 from qtoolkit.export.pairs.storage import POWERS_OPSET, SUMS, Array, code_array, exact_in, storage_of
@@ -52,7 +52,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
         self.node, self.opset, self.constants, self.name = node, opset, constants, given.get(QUANTIZER)
         self.dtype = DataType(given["dtype"])
         self.x, self.scale = (present(value, f"an input of {node.name!r}") for value in node.inputs[:2])
-        self.zero_point = node.inputs[2] if len(node.inputs) > 2 else None
+        self.zero_point = input_at(node, 2)
         self.nodes: list[onnx_ir.Node] = []
 
     def replace(self, integer_weights: bool) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from qtoolkit.export.files.graph import constant_input, replace_node
+from qtoolkit.export.files.graph import constant_input, input_at, replace_node
 from qtoolkit.export.inputs import grids_of
 from qtoolkit.lint.file_facts import AXIS_OPSET
 
@@ -123,7 +123,7 @@ def _take_axes(node: "onnx_ir.Node", older: Any) -> None:
     """Make the axes of a reduction, a constant input, an attribute."""
     import onnx_ir
 
-    if len(node.inputs) > 1 and node.inputs[1] is not None and "axes" in older.attributes:
+    if input_at(node, 1) is not None and "axes" in older.attributes:
         axes = constant_input(node, 1)
         if axes is None:
             return

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, maker_of
+from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, input_at, maker_of
 from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.files.ops import layer_of
 from qtoolkit.export.passes.saturation import quantizer_behind
@@ -30,8 +30,8 @@ def keep_float_weights(model: "onnx_ir.Model") -> None:
             continue
         if not has_one_scale(source) or quantizer_behind(node.outputs[0])[0] is None:
             continue
-        has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
-        bias = constant_input(node, 2) if has_bias else np.zeros(layer_of(node, weight.shape).outputs, np.float32)
+        zeros = np.zeros(layer_of(node, weight.shape).outputs, np.float32)
+        bias = zeros if input_at(node, 2) is None else constant_input(node, 2)
         if bias is not None and bias.ndim == 1 and np.isfinite(bias).all():
             _write(model, node, bias)
 
