@@ -1,6 +1,6 @@
 """Kernels of layers: convolutions, transposed ones too, linear layers and products of matrices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,11 @@ def _of_image(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def conv_transpose2d(op: Op) -> Value:
     """Compute all that the kernel reaches, and cut off the padding where it is not what "SAME" cuts off."""
+    if op.args["groups"] != 1 or any(d != 1 for d in two(op.args["dilation"])):
+        raise ValueError(
+            f"export_litert: LiteRT's transposed convolution has no groups and no dilation; {op.node.name!r} has "
+            f"groups={op.args['groups']} and dilation={tuple(op.args['dilation'])}. Replace the layer."
+        )
     x, (_, channels, *size) = op.image("input"), op.args["weight"].meta["val"].shape
     stride, before = two(op.args["stride"]), two(op.args["padding"])
     out = op.shape[2:]
@@ -105,21 +110,6 @@ def check_conv(op: Op) -> str:
 def check_conv_transpose(op: Op) -> str:
     """Return why a transposed convolution has no integer kernel."""
     return _check_weight(op, 1)
-
-
-def no_groups(emit: Callable[[Op], Value]) -> Callable[[Op], Value]:
-    """Return a kernel that refuses groups and dilation."""
-
-    def checked(op: Op) -> Value:
-        """Add the op, or raise ValueError."""
-        if op.args["groups"] != 1 or any(d != 1 for d in two(op.args["dilation"])):
-            raise ValueError(
-                f"export_litert: LiteRT's transposed convolution has no groups and no dilation; {op.node.name!r} has "
-                f"groups={op.args['groups']} and dilation={tuple(op.args['dilation'])}. Replace the layer."
-            )
-        return emit(op)
-
-    return checked
 
 
 def linear(op: Op) -> Value:
