@@ -104,11 +104,7 @@ def _trace(float_model: nn.Module, quantized: QuantizedGraphModule, values: tupl
     """Trace the float model with the options of `prepare`, and split what it split."""
     how = quantized.plan.tracing if quantized.plan is not None else Tracing()
     traced = trace.run(
-        float_model,
-        how.leaf_modules,
-        how.skip,
-        how.concrete_args,
-        example_inputs=values if how.measured else None,
+        float_model, how.leaf_modules, how.skip, how.concrete_args, example_inputs=values if how.measured else None
     )
     products = {node.name for node in quantized.graph.nodes if kind_of(node).elementwise_product}
     for node in list(traced.graph.nodes):

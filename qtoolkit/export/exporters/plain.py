@@ -113,12 +113,7 @@ class _Symbolic(_Plain[Tensor]):
 
 
 def written_by_dynamo(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    format: str,
-    code_range: tuple[int, int],
-    *channels: Any,
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, format: str, code_range: tuple[int, int], *channels: Any
 ) -> Tensor:
     """Return the values of a call, recorded as nodes of ONNX.
 
