@@ -16,13 +16,12 @@ from torch.nn import functional as F
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, output_of, takes_two
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, SumKernel, output_of, takes_two
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, called_by
 from qtoolkit.op_kinds.table import CONCATS, MOVES, calls_where
-from qtoolkit.ops.requantize import add_codes
 from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.sub_pixel import sub_pixels_of_image
@@ -68,20 +67,14 @@ class QGemmToFloat(LayerKernel):
         return self.sums_with_bias(x, *args, **kwargs).float() * self.steps
 
 
-class QLinearAdd(OpKernel):
+class QLinearAdd(SumKernel):
     """QLinearAdd: rint(fma(a, ra, fma(b, rb, yz - fma(ra, az, f32(rb * bz))))) with ra = f32(as / ys), rb = f32(bs / ys).
 
     Source: mlas/lib/intrinsics/avx2/qladd_avx2.cpp. Codes are unsigned: on x86 int8 codes become uint8 by adding 128
     (optimizer/qdq_transformer/qdq_s8_to_u8.cc).
     """
 
-    NAME = "QLinearAdd"
-
-    def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the codes of x + other."""
-        (a, b), y = self.inputs, output_of(self)
-        of_x, of_other = ((side.scale, side.unsigned_zero_point) for side in (a, b))
-        return add_codes(x, *of_x, other, *of_other, y.scale, y.unsigned_zero_point, *y.ends)
+    NAME, AS_UNSIGNED = "QLinearAdd", True
 
 
 class QLinearMul(OpKernel):

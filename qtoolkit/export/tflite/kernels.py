@@ -49,7 +49,7 @@ class Kernel:
         return [source for each in given for source in (each if isinstance(each, list | tuple) else [each])]
 
 
-_layer = partial(Kernel, inputs=("input", "weight"), joins=True, check=layers.check_conv)
+_layer = partial(Kernel, inputs=("input", "weight"), joins=True, check=layers.check_weight)
 _of_two = partial(Kernel, inputs=("self", "other"), joins=True, check=elementwise.check_binary)
 _pool = partial(Kernel, joins=True, check=moves.check_same_grid)
 _moving = partial(Kernel, computes=False, check=moves.check_same_grid)
@@ -59,7 +59,7 @@ _in_float = partial(Kernel, refusal=NO_INTEGERS)
 ALL: tuple[Kernel, ...] = (
     _layer("CONV_2D", ("conv2d",), layers.conv2d),
     _layer("CONV_2D", ("conv1d",), layers.conv1d),
-    _layer("TRANSPOSE_CONV", ("conv_transpose2d",), layers.conv_transpose2d, check=layers.check_conv_transpose),
+    _layer("TRANSPOSE_CONV", ("conv_transpose2d",), layers.conv_transpose2d, check=partial(layers.check_weight, axis=1)),
     _layer("FULLY_CONNECTED", ("linear",), layers.linear),
     Kernel("BATCH_MATMUL", ("matmul", "bmm"), layers.matmul, inputs=("self", "other", "mat2")),
     _of_two("ADD", ("add",), elementwise.binary("ADD", "AddOptions")),

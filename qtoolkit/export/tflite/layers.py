@@ -89,7 +89,8 @@ def conv_transpose2d(op: Op) -> Value:
     return cut(op, y, (0, 0, *before))
 
 
-def _check_weight(op: Op, axis: int) -> str:
+def check_weight(op: Op, axis: int = 0) -> str:
+    """Return why a layer whose output channels are along an axis of its weight has no integer kernel."""
     node = op.args["weight"]
     if not op.lowering.is_dequantized(node):
         return "its weight is not quantized"
@@ -100,16 +101,6 @@ def _check_weight(op: Op, axis: int) -> str:
         return f"its weight has scales along axis {along}, and LiteRT takes them along the output channels"
     bias = op.args.get("bias")
     return "" if bias is None or op.lowering.constant(bias) is not None else "its bias is computed"
-
-
-def check_conv(op: Op) -> str:
-    """Return why a layer has no integer kernel."""
-    return _check_weight(op, 0)
-
-
-def check_conv_transpose(op: Op) -> str:
-    """Return why a transposed convolution has no integer kernel."""
-    return _check_weight(op, 1)
 
 
 def linear(op: Op) -> Value:
