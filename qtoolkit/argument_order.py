@@ -29,6 +29,8 @@ def in_any_order(**roles: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        """Return the function with sorted arguments."""
+
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             sorted_args, named = _sorted(roles, args, kwargs)

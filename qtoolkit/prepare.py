@@ -364,7 +364,7 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
 
 
 def _check_example_inputs(example_inputs: Any) -> None:
-    """Raise TypeError for an argument that other tools have in the place of the example inputs."""
+    """Raise TypeError for a backend or a mapping as the second argument, where some other tools take it."""
     if isinstance(example_inputs, str | Backend | QConfigMapping):
         name = "qconfig_mapping" if isinstance(example_inputs, QConfigMapping) else "backend"
         raise TypeError(

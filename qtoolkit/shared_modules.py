@@ -21,6 +21,16 @@ def first_names(model: nn.Module) -> dict[nn.Module, str]:
     return {module: name for name, module in model.named_modules()}
 
 
+def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Return the first names of the modules that have each parameter, by its identity: several of one that is shared."""
+    owners: dict[int, list[str]] = {}
+    for module, name in first_names(model).items():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(name)
+    return owners
+
+
 def replace_everywhere(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Replace a submodule by another one under each of its names, so that it stays shared."""
     for name in names_by_module(model)[old]:

@@ -23,6 +23,22 @@ class Contents:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
+    def keep_state_dict(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        """Add the entries of a model's state dict; return those that are the same tensor as another one, with its name."""
+        aliases, seen = dict[str, str](), dict[tuple[Any, ...], str]()
+        for name, value in saved.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"save_checkpoint: the entry {name!r} of the state dict is a {type(value).__name__}, and a checkpoint "
+                    f"holds tensors; let get_extra_state return a tensor."
+                )
+            first = seen.setdefault(_identity(name, value), name)
+            if first == name:
+                self.tensors[name] = value.detach()
+            else:
+                aliases[name] = first
+        return aliases
+
     def keep(self, name: str, tensor: Tensor) -> str:
         """Add a tensor that is not of the model's state dict, and return its key."""
         key, number = f"{OWN}{name}", 0
@@ -42,19 +58,8 @@ def contents_of(
         TypeError: The state holds what no checkpoint can hold.
         ValueError: The optimizer is that of another model.
     """
-    contents, aliases, seen = Contents(), {}, dict[tuple[Any, ...], str]()
-    saved = model.state_dict()
-    for name, value in saved.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"save_checkpoint: the entry {name!r} of the state dict is a {type(value).__name__}, and a checkpoint holds "
-                f"tensors; let get_extra_state return a tensor."
-            )
-        first = seen.setdefault(_identity(name, value), name)
-        if first == name:
-            contents.tensors[name] = value.detach()
-        else:
-            aliases[name] = first
+    contents, saved = Contents(), model.state_dict()
+    aliases = contents.keep_state_dict(saved)
     trees = {name: _tree(name, value, contents) for name, value in state.items()}
     of_optimizer = None if optimizer is None else optimizer_tree(model, optimizer, contents.keep)
     if optimizer is not None:

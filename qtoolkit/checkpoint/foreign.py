@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtoolkit.checkpoint.in_memory import InMemory
+from qtoolkit.checkpoint.file import InMemory
 
 WRAPPINGS = ("state_dict", "model_state_dict", "model")  # entries in which scripts keep a model's state dict
 WRAPPER = "module."  # begins the names of a model in DistributedDataParallel

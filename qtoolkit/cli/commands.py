@@ -2,22 +2,27 @@
 
 import argparse
 import json
+import platform
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 import torch
 
+from qtoolkit import _native
 from qtoolkit.backends import backends
 from qtoolkit.cli import tables
-from qtoolkit.cli.environment import environment
 from qtoolkit.export.description import FileDescription, describe
 from qtoolkit.export.lint import lint as lint_file
 from qtoolkit.export.lint import rules_of
 from qtoolkit.export.verification.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.runtimes.table import EXECUTES, RUNTIMES
+from qtoolkit.version import __version__
+
+PACKAGES = ("numpy", "onnx", "onnxscript", "onnxruntime", "openvino", "torchvision", "timm", "rich")
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,34 @@ def info(arguments: argparse.Namespace) -> Answer:
     if arguments.file is None:
         found = environment()
         return Answer(found, lambda: tables.environment(found))
-    data = _description(describe(arguments.file))
-    return Answer(data, lambda: tables.description(data))
+    file = describe(arguments.file)
+    return Answer(_description(file), lambda: tables.description(file))
+
+
+def environment() -> dict[str, Any]:
+    """Return the versions and the hardware that the package finds.
+
+    Example:
+        >>> sorted(environment())
+        ['cuda', 'instruction_set', 'packages', 'python', 'qtoolkit', 'threads', 'torch']
+    """
+    devices = range(torch.cuda.device_count())
+    return {
+        "qtoolkit": __version__,
+        "python": platform.python_version(),
+        "torch": {"version": str(torch.__version__), "library_built_for": _native.built_for(_native.FILE)},
+        "instruction_set": _native.library.instruction_set(),
+        "threads": torch.get_num_threads(),
+        "cuda": {"torch": torch.version.cuda, "devices": [torch.cuda.get_device_name(i) for i in devices]},
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _codes(found: RuntimeComparison) -> list[dict[str, Any]]:

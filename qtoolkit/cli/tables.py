@@ -5,9 +5,11 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from qtoolkit.export.description import FileDescription
 
 SHOWN = 20  # rows of quantizers that differ, on a terminal
 
@@ -77,22 +79,21 @@ def _codes_of_runtime(file: str, run: dict[str, Any]) -> list[str | Table]:
     ]
 
 
-def description(data: dict[str, Any]) -> str:
+def description(found: FileDescription) -> str:
     """Return the description of a file."""
-    quantized = sum(layer["quantized"] for layer in data["layers"])
+    floats = [(layer.name, layer.op, layer.reason) for layer in found.layers if not layer.quantized]
     rows = [
-        ("file", f"{data['file']}, {data['bytes'] / 1024:.1f} KiB"),
-        ("written by", data["producer"]),
-        ("opset", _listed(data["opsets"])),
-        *(("input", _tensor(each)) for each in data["inputs"]),
-        *(("output", _tensor(each)) for each in data["outputs"]),
-        ("nodes", f"{data['quantize_nodes']} QuantizeLinear, {data['dequantize_nodes']} DequantizeLinear"),
-        ("activations", _listed(data["activations"]) or "none quantized"),
-        ("weights", _listed(data["weights"]) or "none quantized"),
-        ("layers", f"{quantized} quantized, {len(data['layers']) - quantized} float"),
+        ("file", f"{found.path}, {found.bytes / 1024:.1f} KiB"),
+        ("written by", found.producer),
+        ("opset", _listed(found.opsets)),
+        *(("input", each) for each in found.inputs),
+        *(("output", each) for each in found.outputs),
+        ("nodes", f"{found.quantize_nodes} QuantizeLinear, {found.dequantize_nodes} DequantizeLinear"),
+        ("activations", _listed(found.activations) or "none quantized"),
+        ("weights", _listed(found.weights) or "none quantized"),
+        ("layers", f"{len(found.layers) - len(floats)} quantized, {len(floats)} float"),
     ]
-    floats = [(layer["layer"], layer["op"], layer["reason"]) for layer in data["layers"] if not layer["quantized"]]
-    return _rendered(Table(("", ""), rows, data["file"]), Table(("float layer", "op", "why"), floats, data["file"]))
+    return _rendered(Table(("", ""), rows, found.path), Table(("float layer", "op", "why"), floats, found.path))
 
 
 def quantized(data: dict[str, Any]) -> str:
@@ -125,12 +126,7 @@ def environment(data: dict[str, Any]) -> str:
     return _rendered(Table(("", ""), rows))
 
 
-def _tensor(tensor: dict[str, Any]) -> str:
-    shape = "" if tensor["shape"] is None else f" [{', '.join(map(str, tensor['shape']))}]"
-    return f"{tensor['name']}: {tensor['dtype']}{shape}"
-
-
-def _listed(counts: dict[str, int]) -> str:
+def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 

@@ -7,14 +7,15 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.debug.compare_modules import compare_modules
-from qtoolkit.debug.inside import Calls, quantized_inside, watching
 from qtoolkit.debug.similarity import (
     Comparison,
     LayerComparison,
     Similarity,
     compare_calls,
     compare_weight,
+    note_worst,
     similarity_of,
+    watching,
 )
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -26,7 +27,7 @@ from qtoolkit.graph.plan import Tracing
 from qtoolkit.model_inputs import call_arguments, clone_tensors, naming_misfits
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm
-from qtoolkit.progress import note, progress_bar
+from qtoolkit.progress import progress_bar
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.verdicts import Cause, Status
@@ -72,7 +73,7 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress:
             f"compare: inputs must be given by position for a model with a graph, got {', '.join(map(repr, kwargs))} by name."
         )
     traced = _trace(float_model, quantized, values)
-    inside = quantized_inside(quantized)
+    inside = _quantized_inside(quantized)
     with torch.no_grad(), evaluating(traced), evaluating(quantized), freeze_ranges(quantized):
         reference = _Recorder(traced)
         with naming_misfits(quantized, inputs, "compare: inputs do"), watching(traced, inside) as float_calls:
@@ -84,9 +85,9 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress:
         ):
             run = _SideBySide(quantized, counterparts, reference.values, bar)
             result = run.run(*values)
-        layers = run.layers + [_inside(quantized, name, float_calls, calls) for name in inside if calls[name]]
-    layers.sort(key=lambda layer: layer.own.sqnr)
-    return Comparison(tuple(layers), similarity_of(expected, result))
+        called = (name for name in inside if calls[name])
+        layers = [*run.layers, *(compare_calls(quantized, name, name, float_calls, calls) for name in called)]
+    return Comparison.of(layers, expected, result)
 
 
 def _check(float_model: object, quantized: object) -> None:
@@ -103,11 +104,7 @@ def _trace(float_model: nn.Module, quantized: QuantizedGraphModule, values: tupl
     """Trace the float model with the options of `prepare`, and split what it split."""
     how = quantized.plan.tracing if quantized.plan is not None else Tracing()
     traced = trace.run(
-        float_model,
-        how.leaf_modules,
-        how.skip,
-        how.concrete_args,
-        example_inputs=values if how.measured else None,
+        float_model, how.leaf_modules, how.skip, how.concrete_args, example_inputs=values if how.measured else None
     )
     products = {node.name for node in quantized.graph.nodes if kind_of(node).elementwise_product}
     for node in list(traced.graph.nodes):
@@ -140,6 +137,12 @@ def _counterparts(traced: QuantizedGraphModule, quantized: QuantizedGraphModule)
 def _is_linked(quantized: QuantizedGraphModule, follower: fx.Node) -> bool:
     # In eval mode the preceding layer applies this batch norm.
     return follower.op == "call_module" and isinstance(quantized.get_submodule(str(follower.target)), LinkedBatchNorm)
+
+
+def _quantized_inside(gm: QuantizedGraphModule) -> list[str]:
+    """Return the dotted names of the quantized layers inside leaf modules, whose calls the graph does not contain."""
+    inside = {} if gm.plan is None else gm.plan.inside
+    return [name for name, verdict in inside.items() if verdict.status is Status.QUANTIZED]
 
 
 class _Recorder(fx.Interpreter):
@@ -180,8 +183,7 @@ class _SideBySide(fx.Interpreter):
                     self._weight(n),
                 )
             )
-            worst = min(self.layers, key=lambda layer: layer.own.sqnr)
-            note(self.bar, f"worst {worst.name}: {worst.own.sqnr:.1f} dB")
+            note_worst(self.bar, self.layers)
         self.bar.update()
         return value
 
@@ -207,9 +209,3 @@ class _SideBySide(fx.Interpreter):
 
     def _weight(self, node: fx.Node) -> Similarity | None:
         return compare_weight(self.gm.get_submodule(str(node.target))) if node.op == "call_module" else None
-
-
-def _inside(gm: QuantizedGraphModule, name: str, float_calls: Calls, calls: Calls) -> LayerComparison:
-    """Compare a layer inside a leaf module."""
-    expected = [call.output for call in float_calls[name]]
-    return compare_calls(name, gm.get_submodule(name), float_calls[name], expected, calls[name])

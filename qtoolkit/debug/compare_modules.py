@@ -5,14 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtoolkit.debug.inside import Calls, watching
-from qtoolkit.debug.similarity import Comparison, LayerComparison, compare_calls, similarity_of
+from qtoolkit.debug.similarity import Calls, Comparison, LayerComparison, compare_calls, note_worst, watching
 from qtoolkit.eager.record import chains_of
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import call_arguments, naming_misfits
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.progress import note, progress_bar
+from qtoolkit.progress import progress_bar
 from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.report import quantization_report
 from qtoolkit.shared_modules import modules_by_name
@@ -35,11 +34,8 @@ def compare_modules(float_model: nn.Module, quantized: nn.Module, inputs: Any, p
             layers: list[LayerComparison] = []
             for name in bar:
                 layers += _compared(quantized, name, followers.get(name, name), float_calls, calls)
-                if layers:
-                    worst = min(layers, key=lambda layer: layer.own.sqnr)
-                    note(bar, f"worst {worst.name}: {worst.own.sqnr:.1f} dB")
-    layers.sort(key=lambda layer: layer.own.sqnr)
-    return Comparison(tuple(layers), similarity_of([expected], [result]))
+                note_worst(bar, layers)
+    return Comparison.of(layers, [expected], [result])
 
 
 def _layers(float_model: nn.Module, quantized: nn.Module) -> list[str]:
@@ -76,7 +72,4 @@ def _compared(quantized: nn.Module, name: str, last: str, float_calls: Calls, ca
             f"compare: layer {name!r} is called {counts[0]} times in the float model and {counts[2]} times in the quantized "
             f"one, so forward branches on values; pass inputs for which both take the same branch."
         )
-    if not calls[name]:
-        return []
-    expected = [call.output for call in float_calls[last]]
-    return [compare_calls(name, quantized.get_submodule(name), float_calls[name], expected, calls[name])]
+    return [compare_calls(quantized, name, last, float_calls, calls)] if calls[name] else []

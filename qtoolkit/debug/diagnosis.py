@@ -157,14 +157,6 @@ def _is_finite(gradient: Any) -> bool:
     return bool(torch.isfinite(values_of(gradient)).all())
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel and torch.compile: a second run must not talk to other processes."""
-    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
-        model = inner  # type: ignore[assignment]  # a module
-    return model
-
-
 def _autocasts(model: nn.Module) -> Iterator[torch.autocast]:
     """Yield a context for each kind of device of the model where autocast is on."""
     for kind in {parameter.device.type for parameter in model.parameters()} - {"meta"}:

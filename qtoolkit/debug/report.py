@@ -140,7 +140,7 @@ def _rendered(
     return environment.get_template("report.html").render(
         name=type(known.model).__name__ if title is None else title,
         backend="" if known.plan is None else known.plan.backend.name,
-        versions=_versions(),
+        versions=f"qtoolkit {__version__}, torch {torch.__version__}",
         style=(TEMPLATES / "report.css").read_text(),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -163,10 +163,6 @@ def _rendered(
         width=charts.WIDTH,
         height=charts.HEIGHT,
     )
-
-
-def _versions() -> str:
-    return f"qtoolkit {__version__}, torch {torch.__version__}"
 
 
 def _drawn(model: nn.Module) -> tuple[tuple[picture.Picture, ...], str]:

@@ -1,17 +1,21 @@
-"""What a comparison of two models finds: the similarity of tensors, of layers, and of outputs."""
+"""What a comparison of two models finds: the similarity of tensors, of outputs, and of layers over their recorded calls."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.debug.inside import Call
 from qtoolkit.graph.nodes import kind_of_module
-from qtoolkit.model_inputs import tensors_of
+from qtoolkit.model_inputs import clone_tensors, tensors_of
+from qtoolkit.model_state import removing
 from qtoolkit.nn import QuantModule
+from qtoolkit.progress import note
 from qtoolkit.report.lines import table
 
 
@@ -102,6 +106,11 @@ class Comparison:
     layers: tuple[LayerComparison, ...]
     output: Similarity
 
+    @classmethod
+    def of(cls, layers: Iterable[LayerComparison], reference: Any, quantized: Any) -> "Comparison":
+        """Return the comparison of layers, and of what two models return."""
+        return cls(tuple(sorted(layers, key=lambda layer: layer.own.sqnr)), similarity_of(reference, quantized))
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain values. Infinite values are not valid JSON."""
         return asdict(self)
@@ -115,12 +124,44 @@ class Comparison:
         return "\n".join([f"{len(self.layers)} quantized layers, worst first; output {self.output}", "", *table(rows)])
 
 
-def compare_calls(
-    name: str, layer: nn.Module, float_calls: Sequence[Call], expected: Sequence[Any], calls: Sequence[Call]
-) -> LayerComparison:
-    """Compare a layer over all its calls, whose inputs in the float model were those of `float_calls`."""
-    alone = [layer(*call.args, **call.kwargs) for call in float_calls]
-    accumulated = similarity_of(expected, [call.output for call in calls])
+class Call(NamedTuple):
+    """One call of a layer."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+Calls = dict[str, list[Call]]
+
+
+@contextmanager
+def watching(model: nn.Module, names: Sequence[str]) -> Iterator[Calls]:
+    """Record the calls of submodules for the duration of a `with` block."""
+    calls: Calls = defaultdict(list)
+    handles = [
+        model.get_submodule(name).register_forward_hook(partial(_note, calls[name]), with_kwargs=True) for name in names
+    ]
+    with removing(handles):
+        yield calls
+
+
+def _note(calls: list[Call], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    calls.append(Call(clone_tensors(args), clone_tensors(kwargs), clone_tensors(output)))
+
+
+def note_worst(bar: Any, layers: Sequence[LayerComparison]) -> None:
+    """Show the layer with the largest error of its own so far."""
+    if layers:
+        worst = min(layers, key=lambda layer: layer.own.sqnr)
+        note(bar, f"worst {worst.name}: {worst.own.sqnr:.1f} dB")
+
+
+def compare_calls(model: nn.Module, name: str, last: str, float_calls: Calls, calls: Calls) -> LayerComparison:
+    """Compare a layer of a model over all its calls with the float module of its name, behind which `last` gives the output."""
+    layer, expected = model.get_submodule(name), [call.output for call in float_calls[last]]
+    alone = [layer(*call.args, **call.kwargs) for call in float_calls[name]]
+    accumulated = similarity_of(expected, [call.output for call in calls[name]])
     return LayerComparison(
         name, str(kind_of_module(layer)), similarity_of(expected, alone), accumulated, compare_weight(layer)
     )

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from itertools import count
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -15,10 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from qtoolkit.debug.activity import Activity, Hook, Recorder
-from qtoolkit.debug.diagnosis import Diagnosis, unwrapped
+from qtoolkit.debug.diagnosis import Diagnosis
 from qtoolkit.debug.summary_writer import SummaryWriter, check_writer, write
 from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module
+from qtoolkit.processes import unwrapped
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.report.lines import table
 
@@ -47,7 +47,7 @@ class Watch:
     def __init__(self, model: nn.Module, every: int, writer: SummaryWriter | None = None) -> None:
         self.every, self.steps, self.sampled = every, 0, 0
         self._writer = writer
-        inner, places = unwrapped(model), count()
+        inner, places = unwrapped(model), count()  # a second run must not talk to other processes
         self._recorders = [Recorder(name, quantizer, places) for name, quantizer in quantizers_of(inner).items()]
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self._sampling, self._hooks = ExitStack(), ExitStack()
@@ -130,9 +130,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _keep(self, handle: RemovableHandle) -> None:

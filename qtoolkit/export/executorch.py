@@ -1,8 +1,6 @@
 """export_executorch(): write a model as a file of ExecuTorch with the delegate XNNPACK, after verification."""
 
 import os
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.argument_order import in_any_order
-from qtoolkit.export.onnx import ONE_AT_A_TIME
+from qtoolkit.export.inputs import ONE_AT_A_TIME
 from qtoolkit.export.program import Decomposed, decomposed
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.deployed import RuntimeCodes, compare_execution
@@ -136,19 +134,11 @@ def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, Runtim
     )
     with ONE_AT_A_TIME, evaluating(model):
         ours = Follower(model, found.args, found.kwargs)
-        nodes = _by_quantizer(found.quantizers.activations, values[len(outputs) :], ours)
+        codes = zip(found.quantizers.activations, values[len(outputs) :], strict=True)
+        nodes = in_shapes_of_calls(((name, array) for name, array in codes if name), ours)  # without repeated pairs
         end_to_end = compare_execution(ours, executed, nodes, ours.codes)
         stored = {name: [NodeCodes(codes.numpy(), True)] for name, codes in found.quantizers.stored.items()}
         with in_float(model):
             in_floats = Follower(model, found.args, found.kwargs)
             followed = in_floats.layer_by_layer({**stored, **nodes}, complete=True)
     return Verification.of(in_floats, followed, outputs), end_to_end
-
-
-def _by_quantizer(names: Sequence[str], codes: Sequence[Any], ours: Follower) -> dict[str, list[NodeCodes]]:
-    """Return the runtime's codes by the name of the quantizer, without repeated pairs, in the model's shapes."""
-    found: dict[str, list[NodeCodes]] = defaultdict(list)
-    for name, array in zip(names, codes, strict=True):
-        if name:
-            found[name].append(NodeCodes(array))
-    return in_shapes_of_calls(found, ours)

@@ -1,6 +1,7 @@
 """What a file takes and returns: the tensors of the example inputs, their names, and the checks of both."""
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,11 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.errors import check_sequence, with_article
+from qtoolkit.export.pairs.shaped_weights import check_shapes
+from qtoolkit.finite import check_finite
 from qtoolkit.model_inputs import call_arguments, tensors_of, with_tensors
 from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
+
+# torch's exporters keep what they are doing in variables of the process, and the verification hooks the model.
+ONE_AT_A_TIME = threading.Lock()
 
 
 def on_cpu(model: nn.Module, inputs: Any, what: str) -> tuple[nn.Module, Any]:
@@ -34,9 +40,23 @@ def converted_on_cpu(model: nn.Module, inputs: Any, what: str) -> tuple[nn.Modul
     Raises:
         TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`.
         RuntimeError: A quantizer saw no data.
+        ValueError: Nothing is quantized, or the model has what no file can have.
     """
     check_quantized(model, what)
-    return on_cpu(convert(model) if quantizers_of(model) else model, inputs, what)
+    converted, inputs = on_cpu(convert(model) if quantizers_of(model) else model, inputs, what)
+    if not grids_of(converted):
+        raise ValueError(
+            f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
+            f"To export the float model, use torch.onnx.export."
+        )
+    check_shapes(converted, what)
+    check_finite(converted, what)
+    return converted, inputs
+
+
+def grids_of(model: nn.Module) -> dict[str, Grid]:
+    """Return the quantizers of a converted model by their names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Grid)}
 
 
 def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:
@@ -66,7 +86,7 @@ class Inputs:
         """Return the inputs for example inputs as `export_onnx` takes them; errors begin with `what`, the public function.
 
         Raises:
-            TypeError: The example inputs do not match forward.
+            TypeError: The example inputs do not match forward, or the model or one of them is of float64.
             ValueError: There are more names than tensors, or a name occurs twice.
         """
         args, kwargs = call_arguments(model, example_inputs, f"{what}: example_inputs do")
@@ -75,7 +95,19 @@ class Inputs:
         inputs = cls(args, kwargs, arguments, tuple(input_names or ()), what)
         check_names(what, "input_names", inputs.given_names, inputs.default_names)
         check_names(what, "input_names", inputs.names, inputs.default_names)
+        inputs.check_dtypes(model)
         return inputs
+
+    def check_dtypes(self, model: nn.Module) -> None:
+        """Raise TypeError for a model or an input of float64."""
+        scales = [(f"{name}.scale", grid.scale) for name, grid in grids_of(model).items()]
+        tensors = [*model.named_parameters(), *scales, *zip(self.names, self.tensors, strict=True)]
+        name = next((name for name, tensor in tensors if tensor.dtype == torch.float64), None)
+        if name is not None:
+            raise TypeError(
+                f"{self.what}: {name!r} is float64, but ONNX quantizes float32 and runtimes have few kernels for float64; "
+                f"export model.float() with inputs of float32."
+            )
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -194,18 +226,6 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inpu
     if both:
         raise ValueError(
             f"{what}: output_names must be other names than those of the inputs ({', '.join(inputs.names)}), got {both[0]!r}."
-        )
-
-
-def check_dtypes(model: nn.Module, inputs: Inputs) -> None:
-    """Raise TypeError for a model or an input of float64."""
-    scales = [(f"{name}.scale", module.scale) for name, module in model.named_modules() if isinstance(module, Grid)]
-    tensors = [*model.named_parameters(), *scales, *zip(inputs.names, inputs.tensors, strict=True)]
-    name = next((name for name, tensor in tensors if tensor.dtype == torch.float64), None)
-    if name is not None:
-        raise TypeError(
-            f"{inputs.what}: {name!r} is float64, but ONNX quantizes float32 and runtimes have few kernels for float64; export "
-            f"model.float() with inputs of float32."
         )
 
 

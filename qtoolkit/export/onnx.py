@@ -1,8 +1,6 @@
 """export_onnx(): write a model as an ONNX file with QuantizeLinear/DequantizeLinear pairs, after verification."""
 
 import os
-import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +16,10 @@ from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
-from qtoolkit.export.files.files import check_file, free_name, replace_model, save, weights_of
-from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs, converted_on_cpu
+from qtoolkit.export.files.files import replacing_model
+from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, check_outputs, converted_on_cpu, grids_of
 from qtoolkit.export.pairs.opsets import choose, convert_opset, native
-from qtoolkit.export.pairs.shaped_weights import check_shapes, shaped_weights
+from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
 from qtoolkit.export.passes.float_weights import keep_float_weights
 from qtoolkit.export.passes.fusible import write_fusible_forms
@@ -31,20 +29,15 @@ from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 from qtoolkit.extras import missing
 from qtoolkit.files import checked_path
-from qtoolkit.finite import check_finite
 from qtoolkit.graph.passes.record import ops_put_in
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_state import evaluating
 from qtoolkit.progress import progress_bar, step
-from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
     import onnx_ir
 
     from qtoolkit.export.verification.verify import Verification
-
-# torch's exporters keep what they are doing in variables of the process, and the verification hooks the model.
-ONE_AT_A_TIME = threading.Lock()
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -176,37 +169,39 @@ def export_onnx(
     from qtoolkit.export.verification.verify import verify_onnx
 
     converted, example_inputs = converted_on_cpu(model, example_inputs, "export_onnx")
-    check_grids(converted, "export_onnx")
     _check_formats(converted)
     _warn_of_layers_put_in(converted)
     inputs = Inputs.of(converted, example_inputs, input_names, "export_onnx")
-    check_dtypes(converted, inputs)
-    chosen = choose(opset, converted)
+    chosen, backend = choose(opset, converted), _backend_of(converted)
     if integer_weights is None:
-        integer_weights = _backend_of(converted).integer_weights
-    finish = partial(_finish, backend=_backend_of(converted), opset=chosen, integer_weights=integer_weights)
+        integer_weights = backend.integer_weights
+    finish = partial(_finish, backend=backend, opset=chosen, integer_weights=integer_weights)
     request = Request(converted, inputs, native(chosen, exporter), output_names, dynamic_shapes)
-    with (
-        ONE_AT_A_TIME,
-        tempfile.TemporaryDirectory() as folder,
-        progress_bar("export", "steps", progress, total=3, after=0) as bar,
-    ):
+
+    def compared(file: Path) -> "Verification | None":
+        with in_float(converted):  # the comparison is of layers alone, without the runtime's optimizations
+            return verify_onnx(converted, example_inputs, file, progress) if verify else None
+
+    with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
         exported = written(request, chosen, exporter, finish, dynamic_batch)
-        step(bar, "checking the file")
-        old = weights_of(Path(path))
-        file, weights = save(exported, Path(folder), free_name(Path(path), old))
-        check_file(file, chosen, "export_onnx")
-        step(bar, "comparing codes with onnxruntime")
-        with in_float(converted):  # the comparison is of layers alone, without the runtime's optimizations
-            verification = verify_onnx(converted, example_inputs, file, progress) if verify else None
-        if verification is not None:
-            verification.check()
-        replace_model(file, weights, Path(path), old)
-        size = sum(part.stat().st_size for part in (file, weights) if part is not None)
+        size, verification = _saved(exported, Path(path), chosen, compared, bar)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
     return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, converted, chosen))
+
+
+def _saved(
+    exported: "onnx_ir.Model", path: Path, opset: int, compared: Callable[[Path], "Verification | None"], bar: Any
+) -> tuple[int, "Verification | None"]:
+    """Write a model at a path, once its file is valid and compares well; return the size and the comparison."""
+    step(bar, "checking the file")
+    with replacing_model(exported, path, opset, "export_onnx") as files:
+        step(bar, "comparing codes with onnxruntime")
+        verification = compared(files[0])
+        if verification is not None:
+            verification.check()
+        return sum(file.stat().st_size for file in files), verification
 
 
 def written(
@@ -271,20 +266,9 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
         )
 
 
-def check_grids(converted: nn.Module, what: str) -> None:
-    """Raise ValueError, which begins with `what`, for a model without a quantizer, or with what no file can have."""
-    if not any(isinstance(module, Grid) for module in converted.modules()):
-        raise ValueError(
-            f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
-            f"To export the float model, use torch.onnx.export."
-        )
-    check_shapes(converted, what)
-    check_finite(converted, what)
-
-
 def _check_formats(converted: nn.Module) -> None:
-    for name, grid in converted.named_modules():
-        if isinstance(grid, Grid) and grid.spec.format == "nnie":
+    for name, grid in grids_of(converted).items():
+        if grid.spec.format == "nnie":
             raise ValueError(
                 f"export_onnx: {name!r} quantizes to format={grid.spec.format!r}, for which ONNX has no node; "
                 f"qtoolkit.export.encodings writes the float model and the ranges for the target's own compiler."

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onednn import Int8Sums, int8_sums
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.recording import is_recorded_for_onnx
-from qtoolkit.ops.requantize import centred_codes, requantize
+from qtoolkit.ops.requantize import add_codes, centred_codes, requantize
 from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
 from qtoolkit.quantizers.bias import bias_scale, codes_of
 from qtoolkit.quantizers.frozen import Grid, QuantizesAs
@@ -115,6 +115,11 @@ def output_of(kernel: Kernel) -> Side:
     if kernel.output is None:
         raise TypeError(f"{with_article(kernel.NAME)} needs the quantizer of its output.")
     return kernel.output
+
+
+def takes_two(node: fx.Node, inputs: Sequence[Grid]) -> bool:
+    """Return whether a call takes two quantized tensors, and nothing else."""
+    return len(inputs) == len(node.args) == 2 and not node.kwargs
 
 
 @contextmanager
@@ -281,3 +286,16 @@ class OpKernel(Kernel):
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Return the values of the output's codes."""
         raise NotImplementedError
+
+
+class SumKernel(OpKernel):
+    """Computes a sum of two tensors by `qtoolkit.ops.requantize.add_codes`, with these of its options."""
+
+    HOW: ClassVar[Mapping[str, Any]] = {}
+    AS_UNSIGNED: ClassVar[bool] = False  # whether signed codes are taken as unsigned ones
+
+    def compute(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the values of the codes of the sum, or of the difference."""
+        sides = (*self.inputs, output_of(self))
+        a, b, y = ((s.scale, s.unsigned_zero_point if self.AS_UNSIGNED else s.zero_point) for s in sides)
+        return add_codes(x, *a, other, *b, *y, *output_of(self).ends, **self.HOW)

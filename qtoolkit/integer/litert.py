@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, SumKernel, output_of, takes_two
 from qtoolkit.integer.onnxruntime import GLOBAL_IF_ONE, MEANS, QLinearMul
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
@@ -22,7 +22,6 @@ from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, called_by
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.ops.requantize import (
-    add_codes,
     average_codes,
     hard_swish_codes,
     requantize_fixed_point,
@@ -101,23 +100,16 @@ class Multiply(QLinearMul):
         return requantized(a.centred(x) * b.centred(other), self.factor, output_of(self))
 
 
-class Add(OpKernel):
+class Add(SumKernel):
     """A sum of operands that are scaled to twice the larger step first, with 20 bits more. Source: add.cc."""
 
-    NAME, SUBTRACTS = "ADD", False
-
-    def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the codes of the sum, or of the difference."""
-        (a, b), y = self.inputs, output_of(self)
-        of_x, of_other = ((side.scale, side.zero_point) for side in (a, b))
-        grids = (*of_x, other, *of_other, y.scale, y.zero_point, *y.ends)
-        return add_codes(x, *grids, rounded_twice=True, subtract=self.SUBTRACTS)
+    NAME, HOW = "ADD", {"rounded_twice": True}
 
 
-class Subtract(Add):
+class Subtract(SumKernel):
     """As Add. Source: sub.cc."""
 
-    NAME, SUBTRACTS = "SUB", True
+    NAME, HOW = "SUB", {"rounded_twice": True, "subtract": True}
 
 
 class LeakyReLU(OpKernel):
@@ -290,7 +282,7 @@ def _refusal_of_call(
     kernel: type[OpKernel], node: fx.Node, inputs: Sequence[Grid], output: Grid | None
 ) -> Refusal | None:
     if kernel in OF_TWO:
-        return refusals.OTHER_ARGUMENTS if len(inputs) != 2 or len(node.args) != 2 or node.kwargs else None
+        return None if takes_two(node, inputs) else refusals.OTHER_ARGUMENTS
     if kernel is LeakyReLU and argument(node, 1, "negative_slope", 0.01) <= 0:
         return Refusal(Cause.CALL, "its slope is not positive")
     if kernel is AveragePool and (argument(node, 4, "ceil_mode", False) or argument(node, 6, "divisor_override")):

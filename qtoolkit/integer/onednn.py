@@ -1,7 +1,7 @@
 """torch's int8 convolutions and matrix products on the CPU, for layers of converted models.
 
-csrc/layer/onednn.h has them. `int8_sums` returns None where torch lacks them, or where a trial shows that their sums are not exact,
-as on processors without VNNI, whose int8 products saturate; sums are then computed in float32 and float64.
+csrc/layer/onednn.h has them. `int8_sums` returns None where torch lacks them, or where a trial shows that their sums are not
+exact, as on processors without VNNI, whose int8 products saturate; sums are then computed in float32 and float64.
 """
 
 from collections.abc import Callable

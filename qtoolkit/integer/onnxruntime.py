@@ -16,31 +16,23 @@ from torch.nn import functional as F
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, SumKernel, output_of, takes_two
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, called_by
 from qtoolkit.op_kinds.table import CONCATS, MOVES, calls_where
-from qtoolkit.ops.requantize import add_codes
 from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.sub_pixel import sub_pixels_of_image
 from qtoolkit.verdicts import Cause, Refusal
 
 
-def requantized(sums: Tensor, factor: Tensor, output: Side) -> Tensor:
-    """Return the values of the codes rint(clip(f32(f32(sums) * factor), qmin - yz, qmax - yz)) + yz.
-
-    Source: mlas/lib/requantize.cpp.
-    """
-    return output.rounded(sums, factor)
-
-
 class QLinearConv(LayerKernel):
     """QLinearConv, and QGemm with a quantized output: factor f32(f32(xs * ws) / ys), bias in the sums.
 
-    Source: providers/cpu/quantization/qlinearconv.cc.
+    The codes are rint(clip(f32(f32(sums) * factor), qmin - yz, qmax - yz)) + yz, as all codes here that have a factor.
+    Source: providers/cpu/quantization/qlinearconv.cc, mlas/lib/requantize.cpp.
     """
 
     NAME = "QLinearConv"
@@ -53,7 +45,7 @@ class QLinearConv(LayerKernel):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the values of the output's codes."""
-        return requantized(self.sums_with_bias(x, *args, **kwargs), self.factor, output_of(self))
+        return output_of(self).rounded(self.sums_with_bias(x, *args, **kwargs), self.factor)
 
 
 class QGemm(QLinearConv):
@@ -75,20 +67,14 @@ class QGemmToFloat(LayerKernel):
         return self.sums_with_bias(x, *args, **kwargs).float() * self.steps
 
 
-class QLinearAdd(OpKernel):
+class QLinearAdd(SumKernel):
     """QLinearAdd: rint(fma(a, ra, fma(b, rb, yz - fma(ra, az, f32(rb * bz))))) with ra = f32(as / ys), rb = f32(bs / ys).
 
     Source: mlas/lib/intrinsics/avx2/qladd_avx2.cpp. Codes are unsigned: on x86 int8 codes become uint8 by adding 128
     (optimizer/qdq_transformer/qdq_s8_to_u8.cc).
     """
 
-    NAME = "QLinearAdd"
-
-    def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the codes of x + other."""
-        (a, b), y = self.inputs, output_of(self)
-        of_x, of_other = ((side.scale, side.unsigned_zero_point) for side in (a, b))
-        return add_codes(x, *of_x, other, *of_other, y.scale, y.unsigned_zero_point, *y.ends)
+    NAME, AS_UNSIGNED = "QLinearAdd", True
 
 
 class QLinearMul(OpKernel):
@@ -126,7 +112,7 @@ class QLinearMatMulOfTwo(OpKernel):
         """Return the values of the output's codes, or the output in float."""
         a, b = self.inputs
         sums = exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends)
-        return sums.float() * self.factor if self.output is None else requantized(sums, self.factor, self.output)
+        return sums.float() * self.factor if self.output is None else self.output.rounded(sums, self.factor)
 
 
 class QLinearGlobalAveragePool(OpKernel):
@@ -142,7 +128,7 @@ class QLinearGlobalAveragePool(OpKernel):
         (source,), output = self.inputs, output_of(self)
         count = functools.reduce(operator.mul, x.shape[2:], 1)
         sums = source.centred(x).double().sum(tuple(range(2, x.dim())), keepdim=self._keeps_dimensions(*args, **kwargs))
-        return requantized(sums, source.scale / (output.scale * count), output)
+        return output.rounded(sums, source.scale / (output.scale * count))
 
     def _keeps_dimensions(self, dim: Any = None, keepdim: bool = False, **_: Any) -> bool:
         """Return whether the op, a pool or a mean with these arguments, keeps the dimensions of the map."""
@@ -223,7 +209,7 @@ def op_kernel(
         return refusal
     if kernel is QLinearAveragePool:
         return _average_pool(node)
-    return refusals.OTHER_ARGUMENTS if len(inputs) != 2 or len(node.args) != 2 or node.kwargs else kernel
+    return kernel if takes_two(node, inputs) else refusals.OTHER_ARGUMENTS
 
 
 def _average_pool(node: fx.Node) -> type[OpKernel] | Refusal:

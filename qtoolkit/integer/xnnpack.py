@@ -10,13 +10,12 @@ from torch import Tensor, fx
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, output_of
-from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul, requantized
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, SumKernel, output_of, takes_two
+from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import CONCATS, MOVES
-from qtoolkit.ops.requantize import add_codes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.verdicts import Cause, Refusal
 
@@ -34,20 +33,14 @@ class Layer(QLinearConv):
     NAME = "qs8 sums"
 
 
-class Add(OpKernel):
+class Add(SumKernel):
     """(bias + a * round(ra 2^shift) + b * round(rb 2^shift)) >> shift with ra = f32(as / ys), rb = f32(bs / ys).
 
     The larger factor has 20 bits behind its highest one, and the bias has 2^(shift - 1): halves are rounded up.
     Source: xnn_init_qs8_add_minmax_scalar_params in microparams-init.c, and qs8-vadd.
     """
 
-    NAME = "qs8 add"
-
-    def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the codes of x + other."""
-        (a, b), y = self.inputs, output_of(self)
-        of_x, of_other = ((side.scale, side.zero_point) for side in (a, b))
-        return add_codes(x, *of_x, other, *of_other, y.scale, y.zero_point, *y.ends, fixed_point=True)
+    NAME, HOW = "qs8 add", {"fixed_point": True}
 
 
 class Multiply(QLinearMul):
@@ -61,7 +54,7 @@ class Multiply(QLinearMul):
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the values of the codes of x * other."""
         a, b = self.inputs
-        return requantized(a.centred(x) * b.centred(other), self.factor, output_of(self))
+        return output_of(self).rounded(a.centred(x) * b.centred(other), self.factor)
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
@@ -79,7 +72,7 @@ def op_kernel(
     if kind not in _KERNELS:
         how = f"XNNPACK computes {with_article(kind)} in float, or in an order of roundings that is not known"
         return Refusal(Cause.NO_KERNEL, how)
-    if len(inputs) != 2 or len(node.args) != 2 or node.kwargs:
+    if not takes_two(node, inputs):
         return refusals.OTHER_ARGUMENTS
     if any(kind.clips and not kind.is_relu for kind in followers):
         return Refusal(Cause.NO_KERNEL, "XNNPACK fuses only a ReLU into it")

@@ -5,17 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.file_facts import Array, Codes, FileNode, codes_of
-from qtoolkit.lint.findings import Finding, Rule
+from qtoolkit.lint.file_facts import Array, Codes, FileNode, codes_of, first_opset
+from qtoolkit.lint.findings import IMPORTER, ONNX, Finding, Rule
 from qtoolkit.lint.ops import Op, users_behind
-from qtoolkit.lint.sources import IMPORTER, ONNX
 from qtoolkit.runtimes.table import ONNXRUNTIME, OPENVINO, TENSORRT
 
 # The types of activations that TensorRT computes with, and those that it takes of weights too.
 TENSORRT_TYPES, TENSORRT_WEIGHT_TYPES = ("INT8", "FLOAT8E4M3FN"), ("INT4", "FLOAT4E2M1")
-# The first opset whose QuantizeLinear has a type.
-OPSETS = {"FLOAT8": 19, "INT16": 21, "UINT16": 21, "INT4": 21, "UINT4": 21, "FLOAT4": 23, "INT2": 25, "UINT2": 25}
-PER_AXIS_OPSET, BLOCKS_OPSET = 13, 21
 BIAS_TOLERANCE = 0.01  # onnxruntime's, of a bias's scale
 INT4_BLOCKS = (64, 128)
 
@@ -41,7 +37,7 @@ def _zero_point(op: Op, backend: Backend) -> Iterator[Finding]:
 
 def _code_type(op: Op, backend: Backend) -> Iterator[Finding]:
     for what, codes in stored(op):
-        known = _types(backend, of_weight=what != "it")
+        known = _types(backend, of_weight=codes is op.node.weight)
         if codes.dtype not in known:
             yield Finding(
                 op.name,
@@ -135,9 +131,8 @@ def _is_product(x: Array, weight: Array, bias: Array) -> bool:
 def _opset(op: Op, backend: Backend) -> Iterator[Finding]:
     facts = op.node
     for what, codes in stored(op):
-        needed = next((opset for name, opset in OPSETS.items() if codes.dtype.startswith(name)), 10)
-        needed = max(needed, PER_AXIS_OPSET if codes.axis is not None else 0, BLOCKS_OPSET if codes.block_size else 0)
-        needed = max(needed, PER_AXIS_OPSET if ONNXRUNTIME.runs(backend) else 0)
+        by_axis = codes.axis is not None or ONNXRUNTIME.runs(backend)
+        needed = first_opset(codes.dtype, by_axis=by_axis, blocks=codes.block_size > 0)
         if facts.opset < needed:
             yield Finding(
                 op.name,

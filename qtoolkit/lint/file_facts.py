@@ -12,6 +12,16 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+# The first opsets whose QuantizeLinear has an axis, and blocks; and a type of codes, by the beginning of its name.
+AXIS_OPSET, BLOCKS_OPSET = 13, 21
+OPSETS = {"FLOAT8": 19, "INT16": 21, "UINT16": 21, "INT4": 21, "UINT4": 21, "FLOAT4": 23, "INT2": 25, "UINT2": 25}
+
+
+def first_opset(dtype: str, *, by_axis: bool, blocks: bool) -> int:
+    """Return the first opset whose QuantizeLinear has a type of codes, by ONNX's name, an axis and blocks."""
+    of_type = next((opset for name, opset in OPSETS.items() if dtype.startswith(name)), 10)
+    return max(of_type, AXIS_OPSET * by_axis, BLOCKS_OPSET * blocks)
+
 
 @dataclass(frozen=True, eq=False)
 class Codes:

@@ -4,14 +4,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from qtoolkit.backends import QUANTIZED_ROLES, Backend
+from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
-from qtoolkit.lint.findings import Finding, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, ONNX, Finding, Rule
 from qtoolkit.lint.masked_attention import MASKED_SCORES
 from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
-from qtoolkit.lint.sources import MODEL_OPTIMIZER, ONNX
 from qtoolkit.lint.units import end_of_unit
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.runtimes.table import ONNXRUNTIME, TENSORRT
@@ -197,10 +196,10 @@ def _for_floats_only(op: Op, backend: Backend) -> Iterator[Finding]:
     if not op.is_quantizer or op.of_weight or not op.inputs:
         return
     before = origin(op.inputs[0])
-    if before is not None and backend.role(before.kind) in QUANTIZED_ROLES and not before.kind.multiplies:
+    if before is not None and backend.quantizes(before.kind) and not before.kind.multiplies:
         return
     users = users_behind(op, backend)
-    useful = [u for u in users if u.is_quantizer or backend.role(u.kind) in QUANTIZED_ROLES]
+    useful = [u for u in users if u.is_quantizer or backend.quantizes(u.kind)]
     if not useful and not op.returned:
         takers = ", ".join(sorted({repr(user.name) for user in users})[:3]) or "nothing"
         yield Finding(

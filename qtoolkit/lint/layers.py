@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
-from qtoolkit.lint.findings import Finding, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, TABLE, Finding, Rule
 from qtoolkit.lint.ops import Op, origin
-from qtoolkit.lint.sources import MODEL_OPTIMIZER, TABLE
 from qtoolkit.op_kinds.kind import belongs_to_layer
 from qtoolkit.runtimes.table import TENSORRT
 

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.findings import Finding, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, Finding, Rule
 from qtoolkit.lint.ops import Op
-from qtoolkit.lint.sources import MODEL_OPTIMIZER
 from qtoolkit.verdicts import Cause, Verdict
 
 MASKED = Verdict.left_float(

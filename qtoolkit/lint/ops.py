@@ -145,10 +145,7 @@ def users_behind(op: Op, backend: Backend) -> list[Op]:
 def is_taken_by_codes(op: Op, backend: Backend) -> bool:
     """Return whether a quantized op takes an op's output, moved or not."""
     users = users_behind(op, backend)
-    return any(
-        user.is_quantizer or (backend.role(user.kind) in ("compute", "merge") and not user.has_float_weight)
-        for user in users
-    )
+    return any(user.is_quantizer or (backend.quantizes(user.kind) and not user.has_float_weight) for user in users)
 
 
 def serves_others(source: Op, op: Op, backend: Backend) -> bool:

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.lint import residual
-from qtoolkit.lint.findings import Finding, Rule
-from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others
-from qtoolkit.lint.sources import MODEL_OPTIMIZER
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, Finding, Rule
+from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.lint.units import end_of_unit, takes_into_unit
 from qtoolkit.op_kinds.kind import returns_input
 from qtoolkit.op_kinds.table import KINDS
@@ -95,7 +94,7 @@ def _in_and_out(op: Op, backend: Backend) -> Iterator[Finding]:
     if any(residual.fusing_layer(source) is not None for source in op.inputs):
         return
     takes = any(source.quantizer is not None for source in op.inputs)
-    if takes and not _output_is_quantized(op, backend):
+    if takes and not any(user.is_quantizer for user in users_behind(end_of_unit(op, backend), backend)):
         yield Finding(
             op.name,
             f"{with_article(op.kind)} takes quantized inputs and its output is not quantized; the target needs both or "
@@ -125,21 +124,6 @@ def _two_quantizers(op: Op, backend: Backend) -> Iterator[Finding]:
             f"its output has {len(quantizers)} quantizers ({', '.join(user.name for user in quantizers.values())}).",
             "Keep one for all that take it.",
         )
-
-
-def _output_is_quantized(op: Op, backend: Backend) -> bool:
-    """Return whether a quantizer takes an op's output, behind its unit and ops that move values."""
-    waiting, seen = list(end_of_unit(op, backend).users), set[Op]()
-    while waiting:
-        user = waiting.pop()
-        if user in seen:
-            continue
-        seen.add(user)
-        if user.is_quantizer:
-            return True
-        if backend.role(user.kind) in ("transparent", "concat"):
-            waiting += user.users
-    return False
 
 
 PLACEMENT = (

@@ -4,9 +4,8 @@ import heapq
 from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.findings import Finding, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, Finding, Rule
 from qtoolkit.lint.ops import Op, origin
-from qtoolkit.lint.sources import MODEL_OPTIMIZER
 from qtoolkit.runtimes.table import TENSORRT
 
 

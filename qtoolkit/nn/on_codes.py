@@ -269,7 +269,10 @@ def _own_gradients(layer: "QuantWeighted", weight: Capability) -> Refusal | None
 
 
 def _has_kernel(layer: "QuantWeighted") -> bool:
-    """Return whether torch's int8 kernels compute a layer: a transposed convolution as one with stride 1 (csrc/layer/sub_pixel.h)."""
+    """Return whether torch's int8 kernels compute a layer: a transposed convolution as one with stride 1.
+
+    csrc/layer/sub_pixel.h says how.
+    """
     transposed, groups = layer.weight_groups()
     if not transposed:
         return layer.OP_KIND.layer

@@ -1,6 +1,6 @@
 """reestimate_batch_norm(): running statistics of batch norms anew from data."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -83,21 +83,9 @@ def reestimate_batch_norm(
             + ". A model that was prepared in eval mode has them folded: estimate before qtoolkit.prepare."
         )
     data = Batches(batches, forward, "reestimate_batch_norm")
-    count = 0
     with tuning(model):
         sums = {name: _Sums(bn) for name, bn in found.items()}
-        try:
-            for each in sums.values():
-                each.start()
-            with torch.no_grad():
-                for batch in batches_of("batch norms", data, progress):
-                    data.run(model, batch)
-                    count += 1
-                    for each in sums.values():
-                        each.take()
-        finally:
-            for each in sums.values():
-                each.stop()
+        count = _sum_up(model, data, sums.values(), progress)
         with keeping_codes(model), torch.no_grad():
             for name, each in sums.items():
                 if not each.store():
@@ -106,6 +94,24 @@ def reestimate_batch_norm(
             if isinstance(module, QuantModule):
                 module.refresh_weight_range()
     return Reestimation(count, tuple(name for name in found if name not in unchanged), unchanged)
+
+
+def _sum_up(model: nn.Module, data: Batches, sums: Collection["_Sums"], progress: bool) -> int:
+    """Take in the statistics of all batches; return how many there were."""
+    count = 0
+    try:
+        for each in sums:
+            each.start()
+        with torch.no_grad():
+            for batch in batches_of("batch norms", data, progress):
+                data.run(model, batch)
+                count += 1
+                for each in sums:
+                    each.take()
+    finally:
+        for each in sums:
+            each.stop()
+    return count
 
 
 @contextmanager

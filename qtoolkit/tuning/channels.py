@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+from qtoolkit.op_kinds.table import OF_MODULE
+
+LAYERS = tuple(module for module, (kind, _) in OF_MODULE.items() if kind.layer)
 
 
 class ChannelView:
@@ -26,7 +27,7 @@ class ChannelView:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self.transposed = isinstance(layer, TRANSPOSED)
+        self.transposed = OF_MODULE[type(layer)][0].transposed
         self.groups: int = getattr(layer, "groups", 1)
         self.dims: int = layer.weight.dim() - 2
 

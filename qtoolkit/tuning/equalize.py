@@ -13,15 +13,14 @@ from qtoolkit.errors import check_known, check_sequence
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import kind_of
-from qtoolkit.model_state import check_module, deepcopy_model
-from qtoolkit.nn import QuantModule
+from qtoolkit.model_state import deepcopy_model, values_unchanged_on_error
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.progress import note, progress_bar
-from qtoolkit.shared_modules import names_by_module
+from qtoolkit.shared_modules import names_by_module, owners_of_parameters
 from qtoolkit.tuning.channels import LAYERS, ChannelView
-from qtoolkit.tuning.unchanged import largest_change, outputs_of
+from qtoolkit.tuning.unchanged import check_float, largest_change, outputs_of
 from qtoolkit.verdicts import Obstacle
 
 M = TypeVar("M", bound=nn.Module)
@@ -136,9 +135,7 @@ def equalize(
         >>> [(pair.first, pair.second) for pair in result.pairs], result.change < 1e-5
         ([('0', '2')], True)
     """
-    check_module(model, "equalize")
-    if any(isinstance(module, QuantModule) for module in model.modules()):
-        raise TypeError("equalize: the model must be a float model; equalize it before it is prepared or replaced.")
+    check_float(model, "equalize", "equalize")
     check_sequence(skip, "equalize", "skip")
     if activations is not None and not 0 < activations <= 1:
         raise ValueError(f"equalize: activations must be None, or above 0 and at most 1, got {activations!r}.")
@@ -151,18 +148,12 @@ def equalize(
     before = outputs_of(own, example_inputs)
     gm = trace.run(own, example_inputs=example_inputs)
     links, skipped = _links(gm, own, skip, target)
-    state = [tensor.detach().clone() for tensor in (*own.parameters(), *own.buffers())]
-    if activations is None:
-        widths = _equalize_weights(links, progress)
-    else:
-        widths = _equalize_activations(links, _ranges_between(gm, links, example_inputs), activations)
-    try:
+    with values_unchanged_on_error([*own.parameters(), *own.buffers()]):
+        if activations is None:
+            widths = _equalize_weights(links, progress)
+        else:
+            widths = _equalize_activations(links, _ranges_between(gm, links, example_inputs), activations)
         change = largest_change(before, outputs_of(own, example_inputs), "equalize")
-    except RuntimeError:
-        with torch.no_grad():
-            for tensor, old in zip((*own.parameters(), *own.buffers()), state, strict=True):
-                tensor.copy_(old)
-        raise
     pairs = tuple(Pair(*link.names, *width) for link, width in zip(links, widths, strict=True))
     return Equalization(own, pairs, skipped, change)
 
@@ -303,35 +294,35 @@ def ranges_of_channels(x: Tensor, source: Tensor, dims: int) -> Tensor:
 def _links(
     gm: fx.GraphModule, model: nn.Module, skip: Sequence[str], backend: Backend | None
 ) -> tuple[list[_Link], dict[str, str]]:
-    links, skipped, calls = [], dict[str, str](), ModuleCalls(gm.graph)
-    names = names_by_module(model)
-    owners: dict[int, int] = {}
-    for module in names:
-        for parameter in module._parameters.values():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-
-    def obstacle(node: fx.Node) -> str:
-        """Return why the weight of a layer cannot be scaled; "" if it can."""
-        module, name = module_of(node), str(node.target)
-        if name in skip:
-            return "skip names it"
-        weight_owners = owners.get(id(module._parameters.get("weight")), 0)
-        if not calls.is_only_one(node) or len(names.get(module, ())) > 1 or weight_owners > 1:
-            return f"{name!r} or its weight is used more than once"
-        return "" if "weight" in module._parameters else f"the weight of {name!r} is computed from others"
-
-    for node in gm.graph.nodes:
-        if not _is_layer(node):
-            continue
-        why = obstacle(node)
+    links, skipped = [], dict[str, str]()
+    obstacles = _obstacles([node for node in gm.graph.nodes if _is_layer(node)], ModuleCalls(gm.graph), model, skip)
+    for node, why in obstacles.items():
         path = Obstacle(why) if why else _path_from(node)
-        if isinstance(path, list) and (why := obstacle(path[-1])):
+        if isinstance(path, list) and (why := obstacles[path[-1]]):
             path = Obstacle(why)
         if isinstance(path, Obstacle):
             skipped[str(node.target)] = path.why
         else:
             links.append(_Link(path, backend))
     return links, skipped
+
+
+def _obstacles(
+    layers: Sequence[fx.Node], calls: ModuleCalls, model: nn.Module, skip: Sequence[str]
+) -> dict[fx.Node, str]:
+    """Return why the weight of each layer cannot be scaled; "" if it can."""
+    names, owners = names_by_module(model), owners_of_parameters(model)
+
+    def obstacle(node: fx.Node) -> str:
+        module, name = module_of(node), str(node.target)
+        if name in skip:
+            return "skip names it"
+        several = len(names.get(module, ())) > 1 or len(owners.get(id(module._parameters.get("weight")), ())) > 1
+        if several or not calls.is_only_one(node):
+            return f"{name!r} or its weight is used more than once"
+        return "" if "weight" in module._parameters else f"the weight of {name!r} is computed from others"
+
+    return {node: obstacle(node) for node in layers}
 
 
 def _is_layer(node: fx.Node) -> bool:

@@ -17,6 +17,7 @@ from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import clip, per_element, range_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.sharding import is_sharded
+from qtoolkit.tuning.rounding import codes_on_grid
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,6 @@ class GridWeight:
             self.quantizer.follow(quantized)
             self.quantizer.stale = True  # as after a forward: a step may change the weight
 
-    def codes(self, quantized: Tensor) -> Tensor:
-        """Return the codes of what is quantized, int32."""
-        q, spec = self.quantizer, self.quantizer.spec
-        where = spec.axis, q.group, spec.block_size
-        return ops.quantize(quantized, q.scale, q.zero_point, spec.qmin, spec.qmax, *where, torch.int32)
-
     def values(self, codes: Tensor) -> Tensor:
         """Return the values of codes, in the dtype of the scale."""
         q, spec = self.quantizer, self.quantizer.spec
@@ -109,7 +104,7 @@ class GridWeight:
         x = self.scaled(self.parameter, factor)
         with torch.no_grad():
             self.take_range(x)
-            values = self.values(self.codes(x))
+            values = self.values(codes_on_grid(self.quantizer, x))
             q, spec = self.quantizer, self.quantizer.spec
             bounds = range_of(spec, q.scale, q.zero_point)
             low, high = (per_element(bound, x, spec, q.group).to(values.dtype) for bound in bounds)

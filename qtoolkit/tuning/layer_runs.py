@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,11 +38,9 @@ class LayerRuns(AbstractContextManager["LayerRuns"]):
         if isinstance(model, QuantizedGraphModule) and self._calls:
             self._stepwise = Stepwise(model, [self._calls[name].all_input_nodes for name in names], data, MEMORY)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: Any) -> None:
         if self._stepwise is not None:
-            self._stepwise.__exit__(kind, error, trace)
+            self._stepwise.__exit__(*details)
 
     def reach(self, name: str) -> None:
         """Run the model as it now is on each batch, to the end of the first call of a layer.

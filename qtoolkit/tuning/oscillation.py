@@ -11,6 +11,7 @@ from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module
 from qtoolkit.tuning.code_tracks import LayerOscillation, Oscillations, Track
 from qtoolkit.tuning.grid_weights import GridWeight, shared_variances, weights_on_grids
+from qtoolkit.tuning.rounding import codes_on_grid
 
 MOST_BITS = 16
 
@@ -195,7 +196,7 @@ class OscillationFreezing:
     def _track(self, name: str, weight: GridWeight, factor: Tensor | None) -> None:
         quantized = weight.scaled(weight.parameter, factor)
         weight.take_range(quantized)
-        codes = weight.codes(quantized)
+        codes = codes_on_grid(weight.quantizer, quantized)
         if name not in self._tracks:
             self._tracks[name] = Track.of(codes)
         track, threshold = self._tracks[name], self.threshold

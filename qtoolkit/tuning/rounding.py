@@ -13,6 +13,13 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 LOW, HIGH = -0.1, 1.1
 
 
+def codes_on_grid(quantizer: TensorQuantizer, x: Tensor) -> Tensor:
+    """Return the int32 codes of a tensor by ordinary rounding."""
+    spec = quantizer.spec
+    grid = (spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size)
+    return ops.quantize(x, quantizer.scale, quantizer.zero_point, *grid, torch.int32)
+
+
 class CodeGrid:
     """The grid of a layer's weight, with the step and the zero point of each element.
 
@@ -57,9 +64,7 @@ class CodeGrid:
 
     def nearest(self) -> Tensor:
         """Return the codes of ordinary rounding."""
-        spec, scale, zero_point = self.quantizer.spec, self.quantizer.scale, self.quantizer.zero_point
-        grid = (spec.qmin, spec.qmax, spec.axis, self.quantizer.group, spec.block_size)
-        return ops.quantize(self.weight, scale, zero_point, *grid, torch.int32).to(self.weight.dtype)
+        return codes_on_grid(self.quantizer, self.weight).to(self.weight.dtype)
 
     def values(self, codes: Tensor) -> Tensor:
         """Return the values of codes."""

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtoolkit.calibrate import merged_over_ranks
+from qtoolkit.calibrate import load_ranges, merged_over_ranks
 from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule, freeze_batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.quantizers.switches import freeze_ranges
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of, take_names
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.synchronize import share_ranges
 
 
@@ -184,10 +184,7 @@ class QuantizationSchedule:
     def _set_ranges(self) -> None:
         quantizers = quantizers_of(self.model)
         merged_over_ranks(quantizers, self.steps)
-        take_names(quantizers)
-        for quantizer in quantizers.values():
-            if quantizer.observer.seen() or not quantizer.observer.finite():
-                quantizer.load_observed()
+        load_ranges(self.model, quantizers)
         for module in self.model.modules():
             if isinstance(module, QuantModule):
                 module.reset_weight_range()  # the weights have changed since their ranges were first observed

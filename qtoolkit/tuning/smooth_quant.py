@@ -1,7 +1,8 @@
 """smooth_quant(): move outliers of activations into the weights behind a norm (arXiv 2211.10438)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -11,12 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from qtoolkit.errors import check_known, check_sequence
 from qtoolkit.model_inputs import clone_tensors, tensors_of
-from qtoolkit.model_state import check_module, deepcopy_model, evaluating, random_state_kept, removing
-from qtoolkit.nn import QuantModule
+from qtoolkit.model_state import deepcopy_model, evaluating, random_state_kept, removing, values_unchanged_on_error
 from qtoolkit.progress import batches_of
 from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.running import Batches, Forward
-from qtoolkit.tuning.unchanged import largest_change
+from qtoolkit.tuning.unchanged import check_float, largest_change
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -118,9 +118,7 @@ def smooth_quant(
         >>> [(group.norm, group.layers) for group in result.groups], result.groups[0].after < result.groups[0].before / 4
         ([('0', ('1',))], True)
     """
-    check_module(model, "smooth_quant")
-    if any(isinstance(module, QuantModule) for module in model.modules()):
-        raise TypeError("smooth_quant: the model must be a float model; smooth it before it is prepared or replaced.")
+    check_float(model, "smooth_quant", "smooth")
     if not 0 <= alpha <= 1:
         raise ValueError(f"smooth_quant: alpha must be in [0, 1], got {alpha}.")
     check_sequence(skip, "smooth_quant", "skip")
@@ -134,16 +132,11 @@ def smooth_quant(
         uses = _Uses(own, norms)
         batch, before = _watch(own, data, uses, progress)
         groups, skipped = _groups(uses, names, skip)
-        old = [(tensor, tensor.clone()) for tensor in own.parameters()]
-        smoothed = tuple(
-            _smooth(name, norms[name], layers, uses.amax[name], alpha, names) for name, layers in groups.items()
-        )
-        try:
+        with values_unchanged_on_error(list(own.parameters())):
+            smoothed = tuple(
+                _smooth(name, norms[name], layers, uses.amax[name], alpha, names) for name, layers in groups.items()
+            )
             change = largest_change(before, tensors_of(data.run(own, batch)), "smooth_quant")
-        except RuntimeError:
-            for tensor, value in old:
-                tensor.copy_(value)
-            raise
     return SmoothQuant(own, smoothed, skipped, change)
 
 
@@ -176,8 +169,8 @@ class _Uses(TorchFunctionMode):
         self.amax: dict[str, Tensor] = {}
         self.outputs: dict[int, tuple[str, Tensor]] = {}  # of this run; the tensors stay alive, so that ids stay theirs
 
-    def note(self, name: str, output: Tensor) -> None:
-        """Take in an output of a norm."""
+    def hear(self, name: str, norm: nn.Module, args: Any, output: Tensor) -> None:
+        """Take in an output of a norm: a forward hook."""
         amax = output.detach().abs().reshape(-1, output.size(-1)).amax(0).float()
         self.amax[name] = torch.maximum(self.amax[name], amax) if name in self.amax else amax
         self.outputs[id(output)] = name, output  # last: what was called here is no use of it
@@ -206,8 +199,8 @@ class _Uses(TorchFunctionMode):
 
 def _watch(model: nn.Module, data: Batches, uses: _Uses, progress: bool) -> tuple[Any, list[Tensor]]:
     """Run all batches; return the first one with the tensors of its result."""
-    first: tuple[Any, list[Tensor]] | None = None
-    handles = [norm.register_forward_hook(_noting(uses, name)) for name, norm in uses.norms.items()]
+    first: list[tuple[Any, list[Tensor]]] = []
+    handles = [norm.register_forward_hook(partial(uses.hear, name)) for name, norm in uses.norms.items()]
     with removing(handles):
         for batch in batches_of("smooth", data, progress):
             with uses:
@@ -217,15 +210,9 @@ def _watch(model: nn.Module, data: Batches, uses: _Uses, progress: bool) -> tupl
                 if key in returned:
                     uses.others[name].setdefault("the caller of the model")
             uses.outputs.clear()
-            if first is None:
-                first = batch, tensors_of(clone_tensors(result))
-    if first is None:
-        raise ValueError("smooth_quant: batches must hold at least one batch, got none.")
-    return first
-
-
-def _noting(uses: _Uses, name: str) -> Callable[..., None]:
-    return lambda module, args, output: uses.note(name, output)
+            if not first:
+                first.append((batch, tensors_of(clone_tensors(result))))
+    return first[0]  # `Batches` has raised an error where there is none
 
 
 def _groups(

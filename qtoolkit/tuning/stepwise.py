@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from torch import fx
@@ -64,10 +63,8 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         # The nodes whose values the cache has for each batch before the goal at hand, and after it.
         self._before, self._after = list[fx.Node](), [node for node in gm.graph.nodes if node.op == "placeholder"]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._cache.__exit__(kind, error, trace)
+    def __exit__(self, *details: Any) -> None:
+        self._cache.__exit__(*details)
 
     def begin(self, place: int, up_to: str = "") -> None:
         """Go on to a goal, with the model as it now is. Then call `run` once for each batch.

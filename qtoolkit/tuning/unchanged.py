@@ -1,4 +1,4 @@
-"""The check that a transformed float model still computes the same outputs."""
+"""The checks of methods that transform a float model: that it is one, and that it still computes the same outputs."""
 
 from typing import Any
 
@@ -6,10 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.model_inputs import clone_tensors, split, tensors_of
-from qtoolkit.model_state import evaluating, random_state_kept
+from qtoolkit.model_state import check_module, evaluating, random_state_kept
+from qtoolkit.nn import QuantModule
 
 # Of the largest output: some hundred roundings of float32 in a row.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def check_float(model: nn.Module, what: str, do: str) -> None:
+    """Raise TypeError, which begins with `what` and says what to do to the model, for anything but a float model."""
+    check_module(model, what)
+    if any(isinstance(module, QuantModule) for module in model.modules()):
+        raise TypeError(f"{what}: the model must be a float model; {do} it before it is prepared or replaced.")
 
 
 def outputs_of(model: nn.Module, example_inputs: Any) -> list[Tensor]:

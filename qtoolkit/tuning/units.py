@@ -26,7 +26,7 @@ from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.shared_modules import names_by_module
+from qtoolkit.shared_modules import names_by_module, owners_of_parameters
 
 MOST_IN_REGION = 12  # layers of a branching stretch; the encoder and decoder of a U-Net are one stretch
 MOST_IN_MODULE = 4  # layers of a submodule without branches
@@ -131,11 +131,7 @@ def obstacles(model: nn.Module) -> dict[str, str]:
     Convolutions and linear layers that stayed float are among them.
     """
     names = names_by_module(model)
-    owners: dict[int, list[str]] = {}
-    for module, aliases in names.items():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append(aliases[0])
+    owners = owners_of_parameters(model)
     for node in model.graph.nodes if isinstance(model, QuantizedGraphModule) else ():
         if node.op == "get_attr":
             owners.setdefault(id(operator.attrgetter(node.target)(model)), []).extend(_readers(node))

@@ -176,7 +176,7 @@ def test_a_failure_leaves_both_files_alone(tmp_path, monkeypatch) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("refused")
 
-    monkeypatch.setattr("qtoolkit.export.onnx.check_file", fail)
+    monkeypatch.setattr("qtoolkit.export.files.files.check_file", fail)
     with pytest.raises(RuntimeError, match="refused"):
         qt.export_onnx(model, 2 * x, tmp_path / "net.onnx", verify=False)
     assert {entry: (tmp_path / entry).read_bytes() for entry in os.listdir(tmp_path)} == before

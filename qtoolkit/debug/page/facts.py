@@ -176,12 +176,7 @@ def _values_of(model: nn.Module, quantizers: Mapping[str, Quantizer], inputs: An
     listeners = {name: _Listener(quantizer) for name, quantizer in quantizers.items() if not quantizer.of_weight}
     args, kwargs = call_arguments(model, inputs, "report: inputs do")
     handles = [each.quantizer.register_forward_pre_hook(each.hear) for each in listeners.values()]
-    with (
-        removing(handles),
-        naming_misfits(model, inputs, "report: inputs do"),
-        torch.no_grad(),
-        evaluating(model),
-    ):
+    with removing(handles), naming_misfits(model, inputs, "report: inputs do"), torch.no_grad(), evaluating(model):
         model(*args, **kwargs)
     return {name: each.read() for name, each in listeners.items() if each.all.seen() and each.all.finite()}
 

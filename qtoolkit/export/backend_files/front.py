@@ -13,8 +13,8 @@ from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.target import BackendFiles, Target
 from qtoolkit.export.backend_files.targets import TARGETS
 from qtoolkit.export.exporters.torch_exporters import Request
-from qtoolkit.export.inputs import Inputs, check_dtypes, converted_on_cpu
-from qtoolkit.export.onnx import ONE_AT_A_TIME, check_grids, require_extra, written
+from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, converted_on_cpu
+from qtoolkit.export.onnx import require_extra, written
 from qtoolkit.export.pairs.opsets import LOWEST, check_opset, native
 from qtoolkit.progress import progress_bar, step
 
@@ -74,11 +74,9 @@ def encodings(
     require_extra("encodings")
     check_opset("encodings", opset)
     converted, example_inputs = converted_on_cpu(model, example_inputs, "encodings")
-    check_grids(converted, "encodings")
     bar = progress_bar("encodings", "steps", progress, total=1, after=0)
     with ONE_AT_A_TIME, bar:
         inputs = Inputs.of(converted, example_inputs, input_names, "encodings")
-        check_dtypes(converted, inputs)
         request = Request(converted, inputs, native(opset, "dynamo"), output_names, None)
         step(bar, "torch's exporter, and the files")
         export = partial(written, request, opset, "dynamo", dynamic_batch=dynamic_batch)

@@ -7,9 +7,10 @@ from typing import Any
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.passes.repeated_pairs import moved_inputs
+from qtoolkit.export.passes.saturation import CLIPS
 
-# Ops whose output has all values of their input, and activations that a target can compute with the op before them.
-_REARRANGING, _CLIPPING = ops_where(lambda kind: kind.rearranges), ops_where(lambda kind: kind.clips)
+# Ops whose output has all values of their input.
+_REARRANGING = ops_where(lambda kind: kind.rearranges)
 
 
 def spread(model: Any, encodings: Iterable[Encoding], joins_relu: bool) -> list[Encoding]:
@@ -29,7 +30,7 @@ def spread(model: Any, encodings: Iterable[Encoding], joins_relu: bool) -> list[
         if first is not None and all(one is not None and one.has_grid_of(first) for one in known):
             _add(found, first, (output.name for output in node.outputs))
     for node in reversed(nodes):
-        goes_back = node.op_type in _REARRANGING or (joins_relu and node.op_type in _CLIPPING)
+        goes_back = node.op_type in _REARRANGING or (joins_relu and node.op_type in CLIPS)
         source = node.inputs[0] if goes_back else None
         behind = found.get(node.outputs[0].name)
         if source is not None and behind is not None and source.producer() is not None and len(source.uses()) == 1:

@@ -15,7 +15,8 @@ from qtoolkit.errors import present
 from qtoolkit.export.backend_files.encoding import Encoding, float32
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
 from qtoolkit.export.files.files import save
-from qtoolkit.export.openvino_core import core
+from qtoolkit.export.files.graph import Constants, replace_node
+from qtoolkit.export.verification.runtimes.openvino_cpu import core
 from qtoolkit.extras import missing
 from qtoolkit.files import write_atomically
 
@@ -60,12 +61,10 @@ def _write_operations(model: Any) -> list[Encoding]:
     import onnxscript.optimizer
 
     from qtoolkit.export.backend_files import placeholders
-    from qtoolkit.export.exporters.translation import DOMAIN
+    from qtoolkit.export.exporters.translation import DOMAIN, placeholders_in
 
     found: dict[str, Encoding] = {}
-    for node in list(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):
-        if node.domain != DOMAIN:
-            continue
+    for node in placeholders_in(model):
         encoding, source = placeholders.encoding_of(node), present(node.inputs[0], f"the input of {node.name!r}")
         if encoding is None:  # of a bias
             onnx_ir.convenience.replace_all_uses_with(node.outputs[0], source)
@@ -119,12 +118,10 @@ def _write_operation(node: Any, source: Any, encoding: Encoding) -> None:
     for role, values in (("low", encoding.low), ("high", encoding.high)):
         name = f"{node.outputs[0].name}.{role}"
         array = along_axis(np.array(values, np.float32), encoding, source.shape or ())
-        value = onnx_ir.val(name, onnx_ir.DataType.FLOAT, array.shape, const_value=onnx_ir.tensor(array, name=name))
-        node.graph.register_initializer(value)
-        bounds.append(value)
+        bounds.append(Constants(graph).add(array, onnx_ir.DataType.FLOAT, name))
     levels = {"levels": encoding.qmax - encoding.qmin + 1}
     new = onnx_ir.node(_OP, [source, *bounds, *bounds], levels, domain=_DOMAIN, name=f"{node.outputs[0].name}.{_OP}")
-    onnx_ir.convenience.replace_nodes_and_values(graph, node, [node], [new], node.outputs, new.outputs)
+    replace_node(node, [new], new.outputs[0])
 
 
 def _read_operations(path: Path) -> list[Encoding]:

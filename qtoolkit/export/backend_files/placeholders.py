@@ -8,7 +8,8 @@ import onnx_ir
 
 from qtoolkit.errors import present
 from qtoolkit.export.backend_files.encoding import Encoding
-from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER
+from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER, placeholders_in
+from qtoolkit.export.files.graph import constant_input
 from qtoolkit.export.pairs.storage import SUMS
 
 
@@ -22,7 +23,7 @@ def encoding_of(node: onnx_ir.Node) -> Encoding | None:
     if (given["qmin"], given["qmax"]) == SUMS:
         return None
     name, tensor = given.get(QUANTIZER, ""), present(node.inputs[0], f"the input of {node.name!r}")
-    scale, zero_point = (_constant(node, index) for index in (1, 2))
+    scale, zero_point = (constant_input(node, index) for index in (1, 2))
     if scale is None or given["format"] not in ("int", "nnie") or given.get("block_size", 0) > 0:
         raise ValueError(
             f"encodings: {name or tensor.name!r} has scales of blocks or of each input, or numbers of a small float format, "
@@ -59,9 +60,7 @@ def remove(model: onnx_ir.Model) -> list[Encoding]:
     import onnxscript.optimizer
 
     found: dict[onnx_ir.Value, Encoding] = {}
-    for node in list(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):
-        if node.domain != DOMAIN:
-            continue
+    for node in placeholders_in(model):
         encoding, source = encoding_of(node), present(node.inputs[0], f"the input of {node.name!r}")
         source = _take_out(node, source)
         if encoding is not None:
@@ -129,9 +128,3 @@ def along_axis(values: "np.ndarray[Any, Any]", encoding: Encoding, shape: Any) -
         return values.reshape(shape[0], shape[1], *sizes[2:])
     sizes[encoding.axis] = -1
     return values.reshape(sizes)
-
-
-def _constant(node: onnx_ir.Node, index: int) -> "np.ndarray[Any, Any] | None":
-    value = node.inputs[index] if len(node.inputs) > index else None
-    tensor = None if value is None else onnx_ir.convenience.get_const_tensor(value)
-    return None if tensor is None else np.asarray(tensor.numpy(), np.float32)

@@ -9,9 +9,9 @@ from typing import Any
 from qtoolkit.errors import within
 from qtoolkit.export.backend_files.encoding import Encoding, float32
 from qtoolkit.export.backend_files.format import Format, as_json, from_json, number
+from qtoolkit.export.files.kinds import WEIGHTED
 
 _LARGEST = 127
-_LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def _write(encodings: Sequence[Encoding], model: Any) -> str:
@@ -28,7 +28,7 @@ def _write(encodings: Sequence[Encoding], model: Any) -> str:
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the key of each layer's weight, and its node."""
-    return ((f"{node.name}_weights", node) for node in model.graph.node if node.op_type in _LAYERS)
+    return ((f"{node.name}_weights", node) for node in model.graph.node if node.op_type in WEIGHTED)
 
 
 def _range(encoding: Encoding) -> dict[str, float]:

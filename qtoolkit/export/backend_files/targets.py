@@ -1,7 +1,6 @@
 """The files of each backend."""
 
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from qtoolkit.export.backend_files.format import Format
 from qtoolkit.export.backend_files.moves import spread
 from qtoolkit.export.backend_files.openvino import FakeQuantizeIR
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
-from qtoolkit.export.files.files import check_file, free_name, replace_model, save, weights_of
+from qtoolkit.export.files.files import replacing_model
 from qtoolkit.export.files.reading import open_model
 from qtoolkit.files import write_atomically
 
@@ -49,14 +48,10 @@ class FloatModel(Target):
             for format in self.formats:
                 format.check(encoding)
         model_path = with_ending(path, self.suffix)
-        with tempfile.TemporaryDirectory() as folder:
-            old = weights_of(model_path)
-            file, weights = save(exported, Path(folder), free_name(model_path, old))
-            check_file(file, opset, "encodings")
-            model = _graph_of(file)
+        with replacing_model(exported, model_path, opset, "encodings") as files:
+            model = _graph_of(files[0])
             _warn_of_derived(self.formats[0], found, exported)
             texts = {with_ending(path, f.suffix): _checked_text(f, found, model) for f in self.formats}
-            replace_model(file, weights, model_path, old)
         for name, text in texts.items():
             write_atomically(text.encode(), name)
         held = self.formats[0].held(found, model)

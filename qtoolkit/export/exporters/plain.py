@@ -11,13 +11,14 @@ from onnx_ir import DataType
 from onnx_ir.tensor_adapters import to_torch_dtype
 from torch import Tensor
 
+from qtoolkit.export.pairs.opsets import NATIVE
 from qtoolkit.export.pairs.pair_form import PairForm
-from qtoolkit.export.pairs.storage import BLOCKS_OPSET, FLOATS, SUMS, Array, smallest_opset, storage_of
+from qtoolkit.export.pairs.storage import FLOATS, SUMS, Array, smallest_opset, storage_of
+from qtoolkit.lint.file_facts import BLOCKS_OPSET
 
 V = TypeVar("V")
 
 WITHOUT_INT4 = BLOCKS_OPSET - 1  # torch has no tensors of 4 bits: their codes are stored in 8
-OLDEST_OF_DYNAMO = 18  # the oldest that the exporter by torch.export writes
 
 
 class _Plain(PairForm[V]):
@@ -112,19 +113,14 @@ class _Symbolic(_Plain[Tensor]):
 
 
 def written_by_dynamo(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    format: str,
-    code_range: tuple[int, int],
-    *channels: Any,
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, format: str, code_range: tuple[int, int], *channels: Any
 ) -> Tensor:
     """Return the values of a call, recorded as nodes of ONNX.
 
     What torch.export records cannot depend on the opset of the file, which only torch.onnx.export knows.
     """
     opset = smallest_opset(format, *code_range, channels[2]) if format in ("int", *FLOATS) else 0
-    if opset > OLDEST_OF_DYNAMO:
+    if opset > NATIVE["dynamo"][0]:
         warnings.warn(
             f"torch.onnx.export: {_described(format, code_range, channels[2])} needs opset {opset} or newer: pass "
             f"opset_version={opset} or more, or use qtoolkit.export_onnx, which chooses it.",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qtoolkit.export.exporters.translation import DOMAIN, TRANSLATIONS, placeholder
-from qtoolkit.export.pairs.lowering import unused_name
+from qtoolkit.export.files.graph import unused_name
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.frozen import Grid
 

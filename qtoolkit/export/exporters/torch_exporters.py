@@ -233,12 +233,10 @@ def _quantizers_of_scales(model: nn.Module) -> dict[str, str]:
 
 def _name_by_quantizers(model: "onnx_ir.Model", quantizers: Mapping[str, str]) -> None:
     """Note in each placeholder the quantizer whose scale it reads."""
-    import onnx_ir
+    from qtoolkit.export.exporters.translation import QUANTIZER, placeholders_in
 
-    from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER
-
-    for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
-        scale = node.inputs[1] if node.domain == DOMAIN else None
+    for node in placeholders_in(model):
+        scale = node.inputs[1]
         quantizer = quantizers.get(scale.name or "") if scale is not None else None
         if quantizer is not None:
             node.metadata_props[QUANTIZER] = quantizer

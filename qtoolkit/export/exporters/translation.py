@@ -21,10 +21,15 @@ QUANTIZER = "quantizer"  # a note in the metadata, then an attribute: the name o
 _OPSET = onnxscript.opset18  # the first of the translations in torchlib
 
 
+def placeholders_in(model: onnx_ir.Model) -> list[onnx_ir.Node]:
+    """Return the placeholders of a model, those in the bodies of its nodes too."""
+    return [node for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph) if node.domain == DOMAIN]
+
+
 def keep_quantizers(model: onnx_ir.Model) -> None:
     """Make the notes on placeholders attributes, which survive conversions; before that, equal placeholders are merged."""
-    for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.domain == DOMAIN and QUANTIZER in node.metadata_props:
+    for node in placeholders_in(model):
+        if QUANTIZER in node.metadata_props:
             node.attributes[QUANTIZER] = onnx_ir.AttrString(QUANTIZER, node.metadata_props[QUANTIZER])
 
 
@@ -107,13 +112,7 @@ def _fake_quant(
 
 
 def _fake_quant_float(
-    x: Any,
-    scale: Any,
-    format: str,
-    axis: int | None = None,
-    group: int = 1,
-    block_size: int = 0,
-    mask: bool = False,
+    x: Any, scale: Any, format: str, axis: int | None = None, group: int = 1, block_size: int = 0, mask: bool = False
 ) -> Any:
     """Write one call."""
     return _write(x, scale, None, format, (0, 0), axis, group, block_size)

@@ -1,7 +1,9 @@
 """ONNX files: saved, with the weights of large models beside them, checked, and run in onnxruntime."""
 
 import os
-from collections.abc import Mapping, Sequence, Set
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,13 +59,26 @@ def _weight_names(path: Path) -> tuple[str, str]:
     return f"{path.name}.data", f"{path.name}.1.data"
 
 
-def replace_model(file: Path, weights: Path | None, path: Path, old: Set[str]) -> None:
-    """Write a saved model at a path, first its weights, and then remove those of the model that was there."""
-    if weights is not None:
-        write_atomically(weights, path.with_name(weights.name))
-    write_atomically(file, path)
-    for name in old:
-        path.with_name(name).unlink(missing_ok=True)
+@contextmanager
+def replacing_model(model: "onnx_ir.Model", path: Path, opset: int, what: str) -> Iterator[tuple[Path, ...]]:
+    """Save a model in a folder of its own, and let it replace what is at a path at the end of a `with` block.
+
+    Yields:
+        Its file, and that of its weights if there is one. If the block raises, what was at the path stays.
+
+    Raises:
+        RuntimeError: The file is no valid ONNX; the message begins with `what`, the public function.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        old = weights_of(path)
+        file, weights = save(model, Path(folder), free_name(path, old))
+        check_file(file, opset, what)
+        yield (file,) if weights is None else (file, weights)
+        if weights is not None:
+            write_atomically(weights, path.with_name(weights.name))
+        write_atomically(file, path)
+        for name in old:
+            path.with_name(name).unlink(missing_ok=True)
 
 
 def check_file(path: Path, opset: int, what: str) -> None:

@@ -5,19 +5,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.passes.saturation import bounds_of, constant_input
+from qtoolkit.export.files.graph import constant_input, input_at
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, OF_ONNX, OTHER
 
 if TYPE_CHECKING:
     import onnx_ir
 
+# Ops that may be layers with a weight.
+WEIGHTED = frozenset(op for op, kinds in OF_ONNX.items() if any(kind.layer for kind in kinds))
 CAST = "Cast"  # of kind "identity", but it may round
 # Of x + y, x * y, ...: the kind for two tensors, and for a tensor and a constant.
 BINARY: Mapping[str, tuple[OpKind, OpKind]] = {
     op: (kinds[0], kinds[1]) for op, kinds in OF_ONNX.items() if len(kinds) == 2 and kinds[1].with_constant
 }
-RESIZED = {"nearest": "upsample_nearest", "linear": "upsample_linear", "cubic": "upsample_cubic"}
+
+
+def bounds_of(node: "onnx_ir.Node") -> tuple[float, float] | None:
+    """Return the bounds of a Clip, infinite where it has none; None of other nodes, and where they are computed."""
+    if node.op_type != "Clip":
+        return None
+    bounds = []
+    for index, absent in ((1, -np.inf), (2, np.inf)):
+        value = np.array(absent) if input_at(node, index) is None else constant_input(node, index)
+        if value is None or value.size != 1:
+            return None
+        bounds.append(float(value.item()))
+    return bounds[0], bounds[1]
 
 
 def _clip(node: "onnx_ir.Node") -> str:
@@ -26,22 +40,28 @@ def _clip(node: "onnx_ir.Node") -> str:
 
 
 def _resize(node: "onnx_ir.Node") -> str:
-    return RESIZED.get(node.attributes.get_string("mode", "nearest") or "", "")
+    return f"upsample_{node.attributes.get_string('mode', 'nearest')}"
 
 
 def _pad(node: "onnx_ir.Node") -> str:
     if node.attributes.get_string("mode", "constant") != "constant":
         return "edge_pad"
-    given = len(node.inputs) > 2 and node.inputs[2] is not None
-    value = constant_input(node, 2) if given else np.zeros(())
+    value = np.zeros(()) if input_at(node, 2) is None else constant_input(node, 2)
     return "zero_pad" if value is not None and not value.any() else "pad"
+
+
+def axes_of(reduction: "onnx_ir.Node") -> list[int] | None:
+    """Return the axes over which a node reduces; None where they are computed, or all."""
+    if input_at(reduction, 1) is None:  # an attribute before opset 18
+        given = reduction.attributes.get_ints("axes")
+        return None if given is None else list(given)
+    axes = constant_input(reduction, 1)
+    return None if axes is None else [int(axis) for axis in axes]
 
 
 def _over_image(node: "onnx_ir.Node") -> bool:
     """Return whether a node reduces all dimensions of an image."""
-    axes = constant_input(node, 1)
-    given = (node.attributes.get_ints("axes") or ()) if axes is None else axes.tolist()
-    return sorted(given) in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1])
+    return sorted(axes_of(node) or ()) in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1])
 
 
 DECIDED: Mapping[str, Callable[[Any], str]] = {

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.files.kinds import BINARY, kind_by_op
+from qtoolkit.export.files.graph import constant_of, input_at
+from qtoolkit.export.files.kinds import BINARY, WEIGHTED, bounds_of, kind_by_op
 from qtoolkit.export.files.reading import UnreadableFileError
-from qtoolkit.export.passes.saturation import bounds_of
 from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.lint.ops import Layer, Op, WeightGrid
 from qtoolkit.op_kinds.kind import OpKind
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 GATED = {"Sigmoid": "silu", "HardSigmoid": "hardswish"}  # x * gate(x)
 SIZES = ("Shape", "Size")  # they read no values
-WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def ops_of(model: "onnx_ir.Model") -> list[Op]:
@@ -72,7 +71,7 @@ class _Reader:
         sources = list(dict.fromkeys(self.made[value] for value in node.inputs if value in self.made))
         if (not sources and not _has_body(node)) or node in self.gates or node.op_type in SIZES:
             return
-        first = self.made.get(node.inputs[0]) if node.inputs else None
+        first = self.made.get(input_at(node, 0))
         if first is not None and _stays_with_quantizer(node, first):
             self.made.update(dict.fromkeys(node.outputs, first))
             return
@@ -97,17 +96,20 @@ class _Reader:
     def _op(self, node: "onnx_ir.Node") -> Op:
         weighted = self._weight(node)
         kind = self._kind(node, weighted is not None)
-        if kind.moves and first_input(node) in self.made:  # sizes, indices and positions are no data
-            sources = [self.made[first_input(node)]]
+        first = self.made.get(input_at(node, 0))
+        if kind.moves and first is not None:  # sizes, indices and positions are no data
+            sources = [first]
         else:
             taken = node.inputs if weighted is None else [v for v in node.inputs[:2] if v is not weighted]
             sources = list(dict.fromkeys(self.made[value] for value in taken if value in self.made))
         if weighted is None:
             return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node)))
         weight = _Weight.of(weighted)
-        bias = _Weight.of(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else None
-        facts = self._facts(node, weight=weight.codes, bias=None if bias is None else bias.codes)
-        return Op(_name(node), kind, sources, layer=_layer(node, weight), node=facts)
+        bias = None if input_at(node, 2) is None else _Weight.of(input_at(node, 2))
+        codes = weight.codes
+        grid = None if codes is None else WeightGrid(codes.bits, weight.axis, codes.block_size > 0, codes.block_size)
+        facts = self._facts(node, weight=codes, bias=None if bias is None else bias.codes)
+        return Op(_name(node), kind, sources, layer=layer_of(node, weight.shape, grid), node=facts)
 
     def _facts(self, node: "onnx_ir.Node", **facts: Any) -> FileNode:
         return FileNode(node.op_type, "" if node.domain == "ai.onnx" else node.domain, self.opset, **facts)
@@ -133,11 +135,6 @@ class _Reader:
         if node.op_type == "Gather":
             return KINDS["embedding"] if weighted else (OTHER if node.inputs[1] in self.made else KINDS["slice"])
         return kind_by_op(node)
-
-
-def first_input(node: "onnx_ir.Node") -> Any:
-    """Return the first input of a node; None where it has none."""
-    return node.inputs[0] if node.inputs else None
 
 
 def _stays_with_quantizer(node: "onnx_ir.Node", source: Op) -> bool:
@@ -186,7 +183,7 @@ def _gates(graph: Any) -> Iterator[Any]:
 def _codes(node: "onnx_ir.Node") -> Codes:
     """Return the codes of a QuantizeLinear or DequantizeLinear."""
     quantize = node.op_type == "QuantizeLinear"
-    given = node.inputs[2] if len(node.inputs) > 2 else None
+    given = input_at(node, 2)
     scale, zero = _constant(node.inputs[1]), _constant(given)
     shared = scale is not None and scale.size == 1
     axis = None if shared else node.attributes.get_int("axis", 1)
@@ -200,8 +197,7 @@ def _dtype(node: "onnx_ir.Node", zero_point: Any) -> str:
     import onnx_ir
 
     quantize = node.op_type == "QuantizeLinear"
-    values = [node.inputs[2]] if len(node.inputs) > 2 else []
-    values.append(node.outputs[0] if quantize else node.inputs[0])
+    values = (input_at(node, 2), node.outputs[0] if quantize else node.inputs[0])
     known = [onnx_ir.DataType.from_numpy(zero_point.dtype)] if zero_point is not None else []
     known += [value.dtype for value in values if value is not None and value.dtype is not None]
     asked = node.attributes.get_int("output_dtype", 0) if quantize else 0
@@ -212,12 +208,10 @@ def _constant(value: Any) -> Any:
     """Return the array of a constant, also behind Identity and Cast, as exporters write zero points; None of other values."""
     import onnx_ir
 
-    tensor = None if value is None else onnx_ir.convenience.get_const_tensor(value)
-    if tensor is not None:
-        return tensor.numpy()
+    array = constant_of(value)
     node = None if value is None else value.producer()
-    if node is None or node.op_type not in ("Identity", "Cast"):
-        return None
+    if array is not None or node is None or node.op_type not in ("Identity", "Cast"):
+        return array
     array = _constant(node.inputs[0])
     cast = node.op_type == "Cast" and array is not None
     return array.astype(onnx_ir.DataType(node.attributes.get_int("to", 1)).numpy()) if cast else array
@@ -269,9 +263,8 @@ def _shape(value: Any) -> tuple[int, ...]:
     return sizes if all(isinstance(size, int) for size in sizes) else ()
 
 
-def _layer(node: "onnx_ir.Node", weight: _Weight) -> Layer:
-    codes, shape = weight.codes, weight.shape
-    grid = None if codes is None else WeightGrid(codes.bits, weight.axis, codes.block_size > 0, codes.block_size)
+def layer_of(node: "onnx_ir.Node", shape: tuple[int, ...], grid: WeightGrid | None = None) -> Layer:
+    """Return the layer that a node computes with a weight of this shape."""
     groups = max(node.attributes.get_int("group", 1) or 1, 1)
     if node.op_type == "Conv" and len(shape) > 2:
         return Layer(grid, shape[1] * groups, shape[0], groups, shape[2:])

@@ -7,10 +7,11 @@ import onnx_ir
 from onnx_ir import DataType
 
 from qtoolkit.errors import present
-from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER
+from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER, placeholders_in
+from qtoolkit.export.files.graph import Constants, constant_of, input_at, replace_node
 from qtoolkit.export.files.quantizer_nodes import node_name
 from qtoolkit.export.pairs.pair_form import PairForm
-from qtoolkit.export.pairs.storage import POWERS_OPSET, SUMS, Array, code_array, exact_in, storage_of, tensor
+from qtoolkit.export.pairs.storage import POWERS_OPSET, SUMS, Array, code_array, exact_in, storage_of
 
 HALF_OPSET = 19  # the first whose QuantizeLinear takes float16 and bfloat16
 MIXED_OPSET = 23  # the first whose nodes take a scale of another type than their input's
@@ -28,41 +29,9 @@ def lower(model: onnx_ir.Model, opset: int, integer_weights: bool) -> None:
         ValueError: A shape does not fit ONNX's nodes.
     """
     constants = Constants(model.graph)
-    for node in list(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):
-        if node.domain == DOMAIN:
-            _Lowering(node, opset, constants).replace(integer_weights)
+    for node in placeholders_in(model):
+        _Lowering(node, opset, constants).replace(integer_weights)
     model.opset_imports.pop(DOMAIN, None)
-
-
-def unused_name(graph: onnx_ir.Graph, name: str) -> str:
-    """Return this name, with a number if a constant of the graph has it."""
-    unique, number = name, 1
-    while unique in graph.initializers:
-        number += 1
-        unique = f"{name}_{number}"
-    return unique
-
-
-class Constants:
-    """The constants that are added to a graph: `shared` ones that are equal once."""
-
-    def __init__(self, graph: onnx_ir.Graph) -> None:
-        self.graph = graph
-        self.known: dict[tuple[Any, ...], onnx_ir.Value] = {}
-
-    def shared(self, array: Array, dtype: DataType, name: str) -> onnx_ir.Value:
-        """Return a small constant, which has this name if it is new."""
-        key = (dtype, array.shape, array.tobytes())
-        if key not in self.known:
-            self.known[key] = self.add(array, dtype, name)
-        return self.known[key]
-
-    def add(self, array: Array, dtype: DataType, name: str) -> onnx_ir.Value:
-        """Return a new constant, named like this."""
-        unique = unused_name(self.graph, name)
-        value = onnx_ir.val(unique, dtype, array.shape, const_value=tensor(array, dtype, unique))
-        self.graph.register_initializer(value)
-        return value
 
 
 class _Lowering(PairForm[onnx_ir.Value]):
@@ -83,7 +52,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
         self.node, self.opset, self.constants, self.name = node, opset, constants, given.get(QUANTIZER)
         self.dtype = DataType(given["dtype"])
         self.x, self.scale = (present(value, f"an input of {node.name!r}") for value in node.inputs[:2])
-        self.zero_point = node.inputs[2] if len(node.inputs) > 2 else None
+        self.zero_point = input_at(node, 2)
         self.nodes: list[onnx_ir.Node] = []
 
     def replace(self, integer_weights: bool) -> None:
@@ -93,8 +62,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
         constant = _constant(self.x) if stored else None
         self.storage = storage_of(self.format, *self.code_range, self.opset, constant=constant is not None)
         y = self._pair(constant)
-        owner = present(self.node.graph, f"the graph of {self.node.name!r}")
-        onnx_ir.convenience.replace_nodes_and_values(owner, self.node, [self.node], self.nodes, self.node.outputs, [y])
+        replace_node(self.node, self.nodes, y)
 
     def _is_constant_grid(self) -> bool:
         return _constant(self.scale) is not None and (self.zero_point is None or _constant(self.zero_point) is not None)
@@ -173,10 +141,8 @@ class _Lowering(PairForm[onnx_ir.Value]):
 
 def _constant(value: onnx_ir.Value) -> Array | None:
     """Return a constant, those of half precision as float32; None for a value that is computed."""
-    found = onnx_ir.convenience.get_const_tensor(value)
-    if found is None or value.is_graph_input():
-        return None
-    return np.asarray(found.numpy(), np.float32)
+    found = None if value.is_graph_input() else constant_of(value)
+    return None if found is None else np.asarray(found, np.float32)
 
 
 def _sizes(value: onnx_ir.Value) -> list[int]:

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.export.files.graph import constant_input, input_at, replace_node
+from qtoolkit.export.inputs import grids_of
+from qtoolkit.lint.file_facts import AXIS_OPSET
 
 if TYPE_CHECKING:
     import onnx_ir
 
-LOWEST = 13  # the first whose QuantizeLinear has an axis
+LOWEST = AXIS_OPSET
 DEFAULT = 18
 BFLOAT16 = 22  # the first whose convolutions take bfloat16
 NATIVE = {"dynamo": (18, 23), "torchscript": (13, 20)}  # those that torch's exporters write without conversion
@@ -26,7 +28,7 @@ def choose(opset: int | None, converted: nn.Module) -> int:
     """
     from qtoolkit.export.pairs.storage import smallest_opset
 
-    grids = {name: module for name, module in converted.named_modules() if isinstance(module, Grid)}
+    grids = grids_of(converted)
     needed = {
         name: smallest_opset(g.spec.element, g.spec.qmin, g.spec.qmax, g.spec.block_size)
         for name, g in grids.items()
@@ -38,7 +40,7 @@ def choose(opset: int | None, converted: nn.Module) -> int:
         preferred = BFLOAT16 if any(p.dtype == torch.bfloat16 for p in converted.parameters()) else DEFAULT
         return max(preferred, least)
     check_opset("export_onnx", opset)
-    if opset < least:
+    if most is not None and opset < least:
         raise ValueError(
             f"export_onnx: opset must be at least {least} for {most!r}, which quantizes to {grids[most].spec.describe()}, "
             f"got {opset}."
@@ -121,12 +123,11 @@ def _take_axes(node: "onnx_ir.Node", older: Any) -> None:
     """Make the axes of a reduction, a constant input, an attribute."""
     import onnx_ir
 
-    axes = node.inputs[1] if len(node.inputs) > 1 else None
-    if axes is not None and "axes" in older.attributes:
-        found = onnx_ir.convenience.get_const_tensor(axes)
-        if found is None:
+    if input_at(node, 1) is not None and "axes" in older.attributes:
+        axes = constant_input(node, 1)
+        if axes is None:
             return
-        node.attributes["axes"] = onnx_ir.AttrInt64s("axes", [int(axis) for axis in found.numpy().reshape(-1)])
+        node.attributes["axes"] = onnx_ir.AttrInt64s("axes", [int(axis) for axis in axes.reshape(-1)])
         node.resize_inputs(1)
     if not _value(node, "noop_with_empty_axes"):
         node.attributes.pop("noop_with_empty_axes", None)
@@ -141,10 +142,8 @@ def _take_defaults(node: "onnx_ir.Node", older: Any) -> None:
 
 def _take_shape(node: "onnx_ir.Node", older: Any) -> None:
     """Drop `allowzero` of a shape without zeros, where it has no effect."""
-    import onnx_ir
-
-    shape = onnx_ir.convenience.get_const_tensor(node.inputs[1])  # type: ignore[arg-type]
-    if not _value(node, "allowzero") or (shape is not None and shape.numpy().all()):
+    shape = constant_input(node, 1)
+    if not _value(node, "allowzero") or (shape is not None and shape.all()):
         node.attributes.pop("allowzero", None)
 
 
@@ -162,11 +161,7 @@ def _write_hard_swish(node: "onnx_ir.Node") -> None:
 
     gate = onnx_ir.node("HardSigmoid", node.inputs, {"alpha": 1 / 6, "beta": 0.5}, name=f"{node.name}/gate")
     product = onnx_ir.node("Mul", [*node.inputs, *gate.outputs], name=node.name)
-    graph = node.graph
-    if graph is not None:
-        onnx_ir.convenience.replace_nodes_and_values(
-            graph, node, [node], [gate, product], node.outputs, product.outputs
-        )
+    replace_node(node, [gate, product], product.outputs[0])
 
 
 def _value(node: "onnx_ir.Node", name: str) -> Any:

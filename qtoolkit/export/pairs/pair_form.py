@@ -13,7 +13,8 @@ import numpy as np
 from onnx_ir import DataType
 
 from qtoolkit.export.files.quantizer_nodes import DEQUANTIZE, QUANTIZE
-from qtoolkit.export.pairs.storage import BLOCKS_OPSET, SUMS, Array, Storage
+from qtoolkit.export.pairs.storage import SUMS, Array, Storage
+from qtoolkit.lint.file_facts import BLOCKS_OPSET
 
 V = TypeVar("V")
 

@@ -34,6 +34,20 @@ def shaped_weights(converted: nn.Module, run: Callable[[], Any], what: str) -> I
     Raises:
         ValueError: A quantizer quantizes several weights.
     """
+    weights = _weights_to_shape(converted, run, what)
+    shapes = {grid: grid.shape for grid in weights if grid.shape is not None}
+    for grid, shape in shapes.items():
+        with torch.no_grad():
+            grid.shape = _Constant(shape(weights[grid]))
+    try:
+        yield
+    finally:
+        for grid, shape in shapes.items():
+            grid.shape = shape
+
+
+def _weights_to_shape(converted: nn.Module, run: Callable[[], Any], what: str) -> dict[Grid, Tensor]:
+    """Return the weight of each quantizer that shapes it, as a run of the model gives it."""
     grids = {
         module: name
         for name, module in converted.named_modules()
@@ -54,15 +68,7 @@ def shaped_weights(converted: nn.Module, run: Callable[[], Any], what: str) -> I
     if grids:
         with removing([grid.register_forward_pre_hook(note) for grid in grids]):
             run()
-    shapes = {grid: grid.shape for grid in weights if grid.shape is not None}
-    for grid, shape in shapes.items():
-        with torch.no_grad():
-            grid.shape = _Constant(shape(weights[grid]))
-    try:
-        yield
-    finally:
-        for grid, shape in shapes.items():
-            grid.shape = shape
+    return weights
 
 
 def check_shapes(converted: nn.Module, what: str) -> None:

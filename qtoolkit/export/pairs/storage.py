@@ -4,21 +4,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx_ir
 import torch
 from onnx_ir import DataType
+from onnx_ir.tensor_adapters import from_torch_dtype
 
 from qtoolkit import ops
 from qtoolkit.config.formats import LARGEST
+from qtoolkit.lint.file_facts import BLOCKS_OPSET, first_opset
 from qtoolkit.quantizers.bias import LARGEST_CODE
 from qtoolkit.quantizers.frozen import code_dtype
 
 Array = np.ndarray[Any, Any]
 
-BLOCKS_OPSET = 21  # the first whose QuantizeLinear has block_size
-# The types of small floats, with the first opset whose QuantizeLinear has them.
-FLOATS = {"e4m3": (DataType.FLOAT8E4M3FN, 19), "e5m2": (DataType.FLOAT8E5M2, 19), "e2m1": (DataType.FLOAT4E2M1, 23)}
-# The lowest and highest codes of the types of 4 bits, which QuantizeLinear has from opset 21 on.
+# The types of small floats.
+FLOATS = {"e4m3": DataType.FLOAT8E4M3FN, "e5m2": DataType.FLOAT8E5M2, "e2m1": DataType.FLOAT4E2M1}
+# The lowest and highest codes of the types of 4 bits, which QuantizeLinear has from BLOCKS_OPSET on.
 INT4S = {DataType.INT4: (-8, 7), DataType.UINT4: (0, 15)}
 # The codes of biases, which lie on the grid of sums of products: int32, for which there is a DequantizeLinear alone.
 SUMS = (-LARGEST_CODE, LARGEST_CODE)
@@ -51,12 +51,12 @@ def smallest_opset(format: str, qmin: int, qmax: int, block_size: int = 0) -> in
         >>> smallest_opset("e4m3", -448, 448), smallest_opset("e2m1", -6, 6)
         (19, 23)
     """
-    blocks = BLOCKS_OPSET if block_size > 0 else 0
-    if format != "int":
-        return max(FLOATS[format][1], blocks)
-    if (qmin, qmax) == SUMS:
-        return 13
-    return max(13 if code_dtype(qmin, qmax) in (torch.int8, torch.uint8) else 21, blocks)
+    dtype = from_torch_dtype(_integers(qmin, qmax)) if format == "int" else FLOATS[format]
+    return first_opset(dtype.name, by_axis=True, blocks=block_size > 0)
+
+
+def _integers(qmin: int, qmax: int) -> torch.dtype:
+    return torch.int32 if (qmin, qmax) == SUMS else code_dtype(qmin, qmax)
 
 
 def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool) -> Storage:
@@ -66,17 +66,14 @@ def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool)
     integers of 4 bits: there, these are stored in 8.
     """
     if format != "int":
-        return Storage(FLOATS[format][0], format, (qmin, qmax), False)
+        return Storage(FLOATS[format], format, (qmin, qmax), False)
     for dtype, (low, high) in INT4S.items():
         fits = (low, high) == (qmin, qmax) or (constant and low <= qmin and qmax <= high and (low < 0) == (qmin < 0))
         if opset >= BLOCKS_OPSET and fits:
             return Storage(dtype, format, (qmin, qmax), False)
-    if (qmin, qmax) == SUMS:
-        return Storage(DataType.INT32, format, SUMS, True)
-    torch_dtype = code_dtype(qmin, qmax)
-    info = torch.iinfo(torch_dtype)
-    dtype = DataType[str(torch_dtype).removeprefix("torch.").upper()]
-    return Storage(dtype, format, (qmin, qmax), (info.min, info.max) != (qmin, qmax))
+    integers = _integers(qmin, qmax)
+    info = torch.iinfo(integers)
+    return Storage(from_torch_dtype(integers), format, (qmin, qmax), (info.min, info.max) != (qmin, qmax))
 
 
 def code_array(
@@ -95,8 +92,7 @@ def code_array(
     kind = storage.dtype.numpy()
     if storage.format == "int":
         zero = None if zero_point is None else _float32(zero_point)
-        dtype = torch.int32 if storage.code_range == SUMS else code_dtype(*storage.code_range)
-        grid = (*storage.code_range, axis, 1, block_size, dtype)
+        grid = (*storage.code_range, axis, 1, block_size, _integers(*storage.code_range))
         integers = ops.quantize(_float32(x), _float32(scale), zero, *grid)
         return np.asarray(integers.numpy().astype(kind))
     largest = LARGEST[storage.format]
@@ -118,8 +114,3 @@ def exact_in(array: Array, dtype: DataType) -> bool:
     with np.errstate(over="ignore"):
         rounded = array.astype(dtype.numpy())
     return bool((rounded.astype(np.float32) == array).all())
-
-
-def tensor(array: Array, dtype: DataType, name: str) -> onnx_ir.TensorProtocol:
-    """Return a tensor of the file."""
-    return onnx_ir.Tensor(array.astype(dtype.numpy()), dtype, name=name)

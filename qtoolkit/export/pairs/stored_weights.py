@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from qtoolkit.export.files.quantizer_nodes import quantizer_of
+from qtoolkit.export.inputs import grids_of
+from qtoolkit.lint.file_facts import BLOCKS_OPSET
 from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class StoredWeights:
 
 def stored_weights(file: "onnx_ir.Model", converted: nn.Module, opset: int) -> tuple[StoredWeights, ...]:
     """Return how a file of a converted model stores its quantized weights, those of each way together."""
-    grids = {name: module for name, module in converted.named_modules() if isinstance(module, Grid)}
+    grids = grids_of(converted)
     found: dict[tuple[int, str, str], StoredWeights] = {}
     seen = set()
     for node in file.graph:
@@ -72,7 +74,7 @@ def stored_weights(file: "onnx_ir.Model", converted: nn.Module, opset: int) -> t
 def _of(constant: "onnx_ir.Value", grid: Grid, opset: int) -> StoredWeights:
     import onnx_ir
 
-    from qtoolkit.export.pairs.storage import BLOCKS_OPSET, storage_of
+    from qtoolkit.export.pairs.storage import storage_of
 
     spec, dtype = grid.spec, constant.dtype or onnx_ir.DataType.FLOAT
     elements = math.prod(size for size in constant.shape or () if isinstance(size, int))

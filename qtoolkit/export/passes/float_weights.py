@@ -4,12 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.passes.saturation import constant_input, quantizer_behind
+from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, input_at, maker_of
+from qtoolkit.export.files.kinds import ops_where
+from qtoolkit.export.files.ops import layer_of
+from qtoolkit.export.passes.saturation import quantizer_behind
 
 if TYPE_CHECKING:
     import onnx_ir
 
-LAYERS = ("Conv", "ConvTranspose", "Gemm")
+LAYERS = ops_where(lambda kind: kind.layer)
 SIGNIFICAND = 24  # bits of a float32
 LEAST_EXPONENT = -126 + SIGNIFICAND  # so that steps are normal numbers
 
@@ -21,17 +24,14 @@ def keep_float_weights(model: "onnx_ir.Model") -> None:
     DequantizeLinear (core/optimizer/qdq_transformer/weight_bias_quantization.cc). A layer without a bias gets one of zeros.
     """
     for node in list(model.graph):
-        if (
-            node.op_type not in LAYERS
-            or not _is_dequantized(node.inputs[0])
-            or quantizer_behind(node.outputs[0])[0] is None
-        ):
+        source = maker_of(node.inputs[0], "DequantizeLinear") if node.op_type in LAYERS else None
+        weight = None if source is None else constant_input(node, 1)
+        if source is None or weight is None or weight.dtype != np.float32:
             continue
-        weight = constant_input(node, 1)
-        has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
-        if weight is None or weight.dtype != np.float32:
+        if not has_one_scale(source) or quantizer_behind(node.outputs[0])[0] is None:
             continue
-        bias = constant_input(node, 2) if has_bias else np.zeros(_channels(node, weight.shape), np.float32)
+        zeros = np.zeros(layer_of(node, weight.shape).outputs, np.float32)
+        bias = zeros if input_at(node, 2) is None else constant_input(node, 2)
         if bias is not None and bias.ndim == 1 and np.isfinite(bias).all():
             _write(model, node, bias)
 
@@ -51,8 +51,6 @@ def exact_codes(bias: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], np
 def _write(model: "onnx_ir.Model", node: "onnx_ir.Node", bias: "np.ndarray[Any, Any]") -> None:
     import onnx_ir
 
-    from qtoolkit.export.pairs.lowering import Constants
-
     codes, steps = exact_codes(bias)
     constants, name = Constants(model.graph), f"{node.name}.bias"
     inputs = [
@@ -66,17 +64,3 @@ def _write(model: "onnx_ir.Model", node: "onnx_ir.Node", bias: "np.ndarray[Any, 
     if len(node.inputs) < 3:
         node.resize_inputs(3)
     node.replace_input_with(2, value)
-
-
-def _is_dequantized(value: "onnx_ir.Value | None") -> bool:
-    maker = None if value is None else value.producer()
-    if maker is None or maker.op_type != "DequantizeLinear":
-        return False
-    scale = constant_input(maker, 1)
-    return scale is not None and scale.size == 1
-
-
-def _channels(node: "onnx_ir.Node", weight: tuple[int, ...]) -> int:
-    if node.op_type == "ConvTranspose":
-        return weight[1] * node.attributes.get_int("group", 1)
-    return weight[1 if node.op_type == "Gemm" and not node.attributes.get_int("transB", 0) else 0]

@@ -1,12 +1,10 @@
 """Forms of ops that runtimes have integer kernels for, instead of those that torch's exporters write."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
+from qtoolkit.export.files.kinds import axes_of
 from qtoolkit.export.passes.repeated_pairs import is_on_codes
-from qtoolkit.export.passes.saturation import constant_input
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -24,7 +22,7 @@ def write_fusible_forms(model: "onnx_ir.Model") -> None:
         elif node.op_type == "Add":
             _write_gemm(model, node)
         elif node.op_type == "PRelu":
-            _write_leaky_relu(model, node)
+            _write_leaky_relu(node)
         elif node.op_type == "AveragePool":
             _write_counted_pool(model, node)
 
@@ -34,7 +32,7 @@ def _write_global_pool(model: "onnx_ir.Model", mean: "onnx_ir.Node") -> None:
 
     source, output = mean.inputs[0], mean.outputs[0]
     shape = None if source is None else source.shape
-    axes = _axes(mean)
+    axes = axes_of(mean)
     if source is None or shape is None or len(shape) < 3 or axes is None or not is_on_codes(source):
         return
     if sorted(axis % len(shape) for axis in axes) != list(range(2, len(shape))):
@@ -45,9 +43,9 @@ def _write_global_pool(model: "onnx_ir.Model", mean: "onnx_ir.Node") -> None:
     pool.outputs[0].shape = onnx_ir.Shape([*shape[:2], *[1] * (len(shape) - 2)])
     new, last = [pool], pool.outputs[0]
     if not mean.attributes.get_int("keepdims", 1):
-        new.append(onnx_ir.node("Squeeze", [last, _constant(model, axes, f"{mean.name}.axes")]))
+        new.append(onnx_ir.node("Squeeze", [last, Constants(model.graph).integers(axes, f"{mean.name}.axes")]))
         last = new[-1].outputs[0]
-    _replace(model, mean, new, last)
+    replace_node(mean, new, last)
 
 
 def _write_gemm(model: "onnx_ir.Model", add: "onnx_ir.Node") -> None:
@@ -55,32 +53,33 @@ def _write_gemm(model: "onnx_ir.Model", add: "onnx_ir.Node") -> None:
     import onnx_ir
 
     product, bias = add.inputs
-    if product is None or bias is None or _maker(product) != "MatMul" or not _is_int32(bias):
+    matmul = maker_of(product, "MatMul")
+    if product is None or bias is None or matmul is None or not _is_int32(bias):
         return
-    matmul = product.producer()
-    if matmul is None or len(product.uses()) > 1 or product.is_graph_output():
+    if len(product.uses()) > 1 or product.is_graph_output():
         return
     x, weight = matmul.inputs
-    if x is None or weight is None or x.shape is None or len(x.shape) < 3 or not is_on_codes(x):
+    if x is None or x.shape is None or len(x.shape) < 3 or not is_on_codes(x):
         return
-    transpose = weight.producer()
-    if transpose is None or transpose.op_type != "Transpose" or bias.shape is None or not _is_static(x.shape[1:]):
+    transpose = maker_of(weight, "Transpose")
+    if transpose is None or bias.shape is None or not all(isinstance(size, int) for size in x.shape[1:]):
         return
+    constants = Constants(model.graph)
     inner, features = x.shape[-1], bias.shape[-1]
-    rows = onnx_ir.node("Reshape", [x, _constant(model, [-1, inner], f"{add.name}.rows")])
+    rows = onnx_ir.node("Reshape", [x, constants.integers([-1, inner], f"{add.name}.rows")])
     gemm = onnx_ir.node("Gemm", [rows.outputs[0], transpose.inputs[0], bias], {"transB": 1}, name=add.name)
     sizes = [-1, *x.shape[1:-1], features]
-    back = onnx_ir.node("Reshape", [gemm.outputs[0], _constant(model, sizes, f"{add.name}.sizes")])
-    _replace(model, add, [rows, gemm, back], back.outputs[0])
+    back = onnx_ir.node("Reshape", [gemm.outputs[0], constants.integers(sizes, f"{add.name}.sizes")])
+    replace_node(add, [rows, gemm, back], back.outputs[0])
 
 
-def _write_leaky_relu(model: "onnx_ir.Model", prelu: "onnx_ir.Node") -> None:
+def _write_leaky_relu(prelu: "onnx_ir.Node") -> None:
     import onnx_ir
 
     slope = constant_input(prelu, 1)
     if slope is not None and slope.size == 1:
         leaky = onnx_ir.node("LeakyRelu", prelu.inputs[:1], {"alpha": float(slope.item())}, name=prelu.name)
-        _replace(model, prelu, [leaky], leaky.outputs[0])
+        replace_node(prelu, [leaky], leaky.outputs[0])
 
 
 def _write_counted_pool(model: "onnx_ir.Model", pool: "onnx_ir.Node") -> None:
@@ -100,7 +99,7 @@ def _write_counted_pool(model: "onnx_ir.Model", pool: "onnx_ir.Node") -> None:
     if any(pads):
         attributes["pads"] = onnx_ir.AttrInt64s("pads", [0] * len(pads))
         half = len(pads) // 2
-        sizes = _constant(model, [0, 0, *pads[:half], 0, 0, *pads[half:]], f"{pool.name}.pads")
+        sizes = Constants(model.graph).integers([0, 0, *pads[:half], 0, 0, *pads[half:]], f"{pool.name}.pads")
         padding = onnx_ir.node("Pad", [source, sizes], name=f"{pool.name}.padding")
         if source.dtype is not None:
             padding.outputs[0].dtype = source.dtype
@@ -111,37 +110,6 @@ def _write_counted_pool(model: "onnx_ir.Model", pool: "onnx_ir.Node") -> None:
 def _is_int32(value: "onnx_ir.Value") -> bool:
     import onnx_ir
 
-    node = value.producer()
-    codes = node.inputs[0] if node is not None and node.op_type == "DequantizeLinear" else None
+    dequantize = maker_of(value, "DequantizeLinear")
+    codes = None if dequantize is None else dequantize.inputs[0]
     return codes is not None and codes.dtype == onnx_ir.DataType.INT32
-
-
-def _is_static(sizes: "Sequence[int | onnx_ir.SymbolicDim]") -> bool:
-    return all(isinstance(size, int) for size in sizes)
-
-
-def _maker(value: "onnx_ir.Value") -> str:
-    node = value.producer()
-    return "" if node is None else node.op_type
-
-
-def _axes(mean: "onnx_ir.Node") -> list[int] | None:
-    if len(mean.inputs) < 2 or mean.inputs[1] is None:  # an attribute before opset 18
-        given = mean.attributes.get_ints("axes")
-        return None if given is None else list(given)
-    axes = constant_input(mean, 1)
-    return None if axes is None else [int(axis) for axis in axes]
-
-
-def _constant(model: "onnx_ir.Model", value: Sequence[object], name: str) -> "onnx_ir.Value":
-    import onnx_ir
-
-    constant = onnx_ir.Value(name=name, const_value=onnx_ir.tensor(np.array(value, np.int64), name=name))
-    model.graph.register_initializer(constant)
-    return constant
-
-
-def _replace(model: "onnx_ir.Model", old: "onnx_ir.Node", new: "list[onnx_ir.Node]", last: "onnx_ir.Value") -> None:
-    import onnx_ir
-
-    onnx_ir.convenience.replace_nodes_and_values(model.graph, old, [old], new, old.outputs, [last])

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtoolkit.errors import present
-from qtoolkit.export.passes.saturation import constant_input
+from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, maker_of
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def quantize_moved_codes(model: "onnx_ir.Model", opset: int) -> None:
 
 
 def _is_int8_with_one_scale(dequantize: "onnx_ir.Node") -> bool:
-    scale, zero_point = (constant_input(dequantize, index) for index in (1, 2))
-    return scale is not None and scale.size == 1 and zero_point is not None and zero_point.dtype == np.int8
+    zero_point = constant_input(dequantize, 2)
+    return has_one_scale(dequantize) and zero_point is not None and zero_point.dtype == np.int8
 
 
 def _insert_behind(mover: "onnx_ir.Node", dequantize: "onnx_ir.Node") -> "list[onnx_ir.Node]":
@@ -85,9 +85,8 @@ def keep_products_of_codes(model: "onnx_ir.Model", opset: int) -> None:
             if user.op_type != "Add" or rank <= 2:
                 continue
             holder, place = user, 1 - index
-            other = user.inputs[place]
-            source = None if other is None else other.producer()
-            if source is not None and source.op_type == "DequantizeLinear" and len(source.outputs[0].uses()) == 1:
+            source = maker_of(user.inputs[place], "DequantizeLinear")
+            if source is not None and len(source.outputs[0].uses()) == 1:
                 holder, place = source, 0  # the codes of the bias
             bias = constant_input(holder, place)
             if bias is not None and bias.ndim == 1:
@@ -98,16 +97,13 @@ def keep_products_of_codes(model: "onnx_ir.Model", opset: int) -> None:
 
 
 def _is_product_of_codes(node: "onnx_ir.Node") -> bool:
-    source = node.inputs[0].producer() if node.op_type == "MatMul" and node.inputs[0] is not None else None
-    return source is not None and source.op_type == "DequantizeLinear" and _is_int8_with_one_scale(source)
+    source = maker_of(node.inputs[0], "DequantizeLinear") if node.op_type == "MatMul" else None
+    return source is not None and _is_int8_with_one_scale(source)
 
 
 def _replace_constant(node: "onnx_ir.Node", index: int, array: "np.ndarray[Any, Any]", model: "onnx_ir.Model") -> None:
     import onnx_ir
 
     old = present(node.inputs[index], f"input {index} of {node.name!r}")
-    name = f"{old.name}.of_{node.name}"
-    tensor = onnx_ir.tensor(array, name=name)
-    value = onnx_ir.val(name, tensor.dtype, array.shape, const_value=tensor)
-    model.graph.register_initializer(value)
-    node.replace_input_with(index, value)
+    dtype = onnx_ir.DataType.from_numpy(array.dtype)
+    node.replace_input_with(index, Constants(model.graph).add(array, dtype, f"{old.name}.of_{node.name}"))

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qtoolkit.export.files.graph import constant_input, maker_of
 from qtoolkit.export.files.kinds import CAST, kind_by_op
-from qtoolkit.export.passes.saturation import constant_input
 from qtoolkit.op_kinds.table import OTHER
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def _pair_of(values: "Sequence[onnx_ir.Value | None]") -> Any:
 
 def _constants_of_pair(value: "onnx_ir.Value | None") -> Any:
     """Return scale and zero point of the DequantizeLinear that computes a tensor, as values of the graph and as numbers."""
-    maker = None if value is None else value.producer()
-    if maker is None or maker.op_type != "DequantizeLinear" or len(maker.inputs) != 3:
+    maker = maker_of(value, "DequantizeLinear")
+    if maker is None or len(maker.inputs) != 3:
         return None
     codes = maker.inputs[0]
     if codes is None or codes.producer() is None:  # of a weight

@@ -1,13 +1,16 @@
 """Clips in front of a QuantizeLinear whose saturation does the same."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from qtoolkit.export.files.graph import constant_input
+from qtoolkit.export.files.kinds import bounds_of, ops_where
 
 if TYPE_CHECKING:
     import onnx_ir
 
-JOINED = ("Relu", "Clip")
+CLIPS = ops_where(lambda kind: kind.clips)
 
 
 def drop_saturated_clips(model: "onnx_ir.Model") -> None:
@@ -39,20 +42,6 @@ def _is_saturated(clip: "onnx_ir.Node") -> bool:
     return bool((low <= codes.min).all() and (high >= codes.max).all())
 
 
-def bounds_of(node: "onnx_ir.Node") -> tuple[float, float] | None:
-    """Return the bounds of a Clip, infinite where it has none; None of other nodes, and where they are computed."""
-    if node.op_type != "Clip":
-        return None
-    bounds = []
-    for index, absent in ((1, -np.inf), (2, np.inf)):
-        given = len(node.inputs) > index and node.inputs[index] is not None
-        value = constant_input(node, index) if given else np.array(absent)
-        if value is None or value.size != 1:
-            return None
-        bounds.append(float(value.item()))
-    return bounds[0], bounds[1]
-
-
 def quantizer_behind(value: "onnx_ir.Value") -> "tuple[onnx_ir.Node | None, list[onnx_ir.Value]]":
     """Return the QuantizeLinear that alone takes a value, or takes it behind activations, and the outputs of these."""
     joined: list[onnx_ir.Value] = []
@@ -60,17 +49,8 @@ def quantizer_behind(value: "onnx_ir.Value") -> "tuple[onnx_ir.Node | None, list
         ((user, index),) = value.uses()
         if user.op_type == "QuantizeLinear":
             return user, joined
-        if user.op_type not in JOINED or index != 0:
+        if user.op_type not in CLIPS or index != 0:
             break
         value = user.outputs[0]
         joined.append(value)
     return None, joined
-
-
-def constant_input(node: "onnx_ir.Node", index: int) -> "np.ndarray[Any, Any] | None":
-    """Return the value of a node's input; None if the node does not have it, or if it is computed."""
-    import onnx_ir
-
-    value = node.inputs[index] if len(node.inputs) > index else None
-    tensor = None if value is None else onnx_ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tensor.numpy()

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
 from qtoolkit.export.passes.repeated_pairs import is_on_codes
-from qtoolkit.export.passes.saturation import constant_input, quantizer_behind
+from qtoolkit.export.passes.saturation import quantizer_behind
 from qtoolkit.sub_pixel import SubPixel, sub_pixels_of_image
 
 if TYPE_CHECKING:
@@ -34,19 +35,16 @@ class _Rewriting:
     """Rewrites one node, if it has the form."""
 
     def __init__(self, model: "onnx_ir.Model", node: "onnx_ir.Node") -> None:
-        from qtoolkit.export.pairs.lowering import Constants
-
         self.model, self.node, self.constants = model, node, Constants(model.graph)
         self.nodes: list[onnx_ir.Node] = []
         self.joined: list[onnx_ir.Value] = []  # outputs of activations in front of the QuantizeLinear
 
     def run(self) -> None:
         """Rewrite the node."""
-        import onnx_ir
-
         node, quantize = self.node, self._quantize()
         x, weight, *biases = (value for value in node.inputs if value is not None)
-        stored, of_biases = _Stored.of(weight, self.groups), [_dequantize(value) for value in biases]
+        of_biases: list[Any] = [maker_of(value, "DequantizeLinear") for value in biases]
+        stored = _Stored.of(weight, self.groups)
         if quantize is None or not is_on_codes(x) or stored is None or None in of_biases:
             return
         forms = self._forms(stored.sizes)
@@ -57,7 +55,7 @@ class _Rewriting:
             inputs.append(self._dequantized(of_bias, self._repeated(of_bias.inputs[0])))
         pads = [*(form.before for form in forms), *(form.after for form in forms)]
         y = self._add("Conv", inputs, {"pads": pads, "group": self.groups}, name=node.name)
-        onnx_ir.convenience.replace_nodes_and_values(self.model.graph, node, [node], self.nodes, node.outputs, [y])
+        replace_node(node, self.nodes, y)
         for value in self.joined:
             value.shape = None  # it has more channels now
         y.shape = None
@@ -97,6 +95,8 @@ class _Rewriting:
 
     def _arranged(self, stored: "_Stored", forms: Sequence[SubPixel]) -> Any:
         """Return the codes as those of a convolution: (out * stride * stride, in / groups, taps, taps)."""
+        import onnx_ir
+
         sides, stride, taps = stored.sides, self.stride, [form.taps for form in forms]
         y = stored.dequantize.inputs[0]
         if stored.in_rows:
@@ -110,7 +110,7 @@ class _Rewriting:
         y = self._add("Transpose", [y], {"perm": [0, outputs, 4, 6, inputs, 3, 5]})
         sizes = [self.groups * sides[outputs - 1] * stride * stride, sides[inputs - 1], *taps]
         y = self._add("Reshape", [y, self._constant(sizes)])
-        y.shape, y.dtype = _shape(sizes), stored.dequantize.inputs[0].dtype
+        y.shape, y.dtype = onnx_ir.Shape(sizes), stored.dequantize.inputs[0].dtype
         return y
 
     def _dequantized(self, like: Any, codes: Any) -> Any:
@@ -146,9 +146,8 @@ class _Rewriting:
         quantize.replace_input_with(0, pixels)
 
     def _constant(self, values: list[int]) -> Any:
-        from onnx_ir import DataType
 
-        return self.constants.add(np.array(values, np.int64), DataType.INT64, f"{self.node.name}/sizes")
+        return self.constants.integers(values, f"{self.node.name}/sizes")
 
     def _add(
         self, op_type: str, inputs: list[Any], attributes: dict[str, Any] | None = None, name: str | None = None
@@ -185,7 +184,8 @@ class _Stored:
         value, shape = weight, _sizes_of(weight)
         while (maker := value.producer()) is not None and maker.op_type in ("Reshape", "Transpose"):
             value = maker.inputs[0]
-        dequantize, in_rows = _dequantize(value), value is not weight
+        dequantize: Any = maker_of(value, "DequantizeLinear")
+        in_rows = value is not weight
         scale = None if dequantize is None else constant_input(dequantize, 1)
         if dequantize is None or scale is None or shape is None or dequantize.inputs[0].const_value is None:
             return None
@@ -206,15 +206,3 @@ def _sizes_of(weight: Any) -> list[int] | None:
         return None if shape is None else [int(size) for size in shape]
     codes = None if maker is None or not maker.inputs else maker.inputs[0]
     return None if codes is None or codes.shape is None else [int(size) for size in codes.shape]
-
-
-def _shape(sizes: list[int]) -> Any:
-    import onnx_ir
-
-    return onnx_ir.Shape(sizes)
-
-
-def _dequantize(value: Any) -> Any:
-    """Return the DequantizeLinear that computes a tensor; None for other tensors."""
-    maker = value.producer()
-    return maker if maker is not None and maker.op_type == "DequantizeLinear" else None

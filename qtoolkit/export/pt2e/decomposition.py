@@ -9,10 +9,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from qtoolkit.export.pt2e.quantized_decomposed import decomposed_ops
 from qtoolkit.op_kinds.table import OF_ATEN
@@ -99,7 +100,7 @@ class _Decomposition:
         return Quantizers(names, self.stored)
 
     def _replace(self, node: fx.Node) -> None:
-        x, scale, zero_point, qmin, qmax, axis, *_ = arguments = _arguments(node)
+        x, scale, zero_point, qmin, qmax, axis, *_ = given = [*arguments(node).values()]
         scales = self._constant(scale)
         name = str(scale.target).removesuffix(".scale") if scale.op == "get_attr" else node.name
         if scales is None or x.meta["val"].dtype != torch.float32:
@@ -113,7 +114,7 @@ class _Decomposition:
         for values in [user for user in node.users if user.args[1] == 0]:
             with self.graph.inserting_before(values), torch.no_grad():
                 if constant is not None and qmax > LARGEST_CODE:
-                    stored = FAKE_QUANT(constant, scales, zero_points, *arguments[3:])[0]
+                    stored = FAKE_QUANT(constant, scales, zero_points, *given[3:])[0]
                     values.replace_all_uses_with(self._add(_place(x), stored))
                     continue
                 dtype = code_dtype(qmin, qmax)
@@ -121,7 +122,7 @@ class _Decomposition:
                 if constant is None:
                     codes = self._quantize(x, pair)
                 else:
-                    self.stored[name] = QUANTIZE(constant, scales, zero_points, *arguments[3:8], dtype=dtype)
+                    self.stored[name] = QUANTIZE(constant, scales, zero_points, *given[3:8], dtype=dtype)
                     codes = self._add(self.weights.get(name, _place(x)), self.stored[name])
             self._dequantize(values, codes, pair)
 
@@ -189,8 +190,7 @@ class _Decomposition:
 
     def _moved(self, node: fx.Node) -> Pair | None:
         """Return the pair of the inputs of an op that moves values; None of another op, or where the inputs differ."""
-        name = getattr(node.target, "overloadpacket", node.target).__name__  # type: ignore[union-attr]
-        kinds = OF_ATEN.get(name, ())
+        kinds = OF_ATEN.get(name_of_op(node), ())
         if not any(kind.moves or kind.concatenates for kind in kinds):
             return None
         if any(kind.pads_with_zero for kind in kinds) and any(node.args[2:]):  # with other values than 0
@@ -211,7 +211,7 @@ class _Decomposition:
 
     def _computed(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
-            return _attribute(self.gm, str(node.target))
+            return attrgetter(str(node.target))(self.gm)
         sources = {source: self._constant(source) for source in node.all_input_nodes}
         if node.op != "call_function" or not sources or any(value is None for value in sources.values()):
             return None
@@ -244,10 +244,21 @@ class _Decomposition:
             delattr(self.gm.get_submodule(owner), attribute)
 
 
-def _arguments(node: fx.Node) -> list[Any]:
-    """Return all arguments of a call, with the defaults of those that are not given."""
-    arguments = enumerate(FAKE_QUANT._schema.arguments)
-    return [node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value) for i, a in arguments]
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Return all arguments of a call by the names of its schema, with the defaults of those that are not given."""
+    schema = enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
+    return {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value) for i, a in schema}
+
+
+def name_of_op(node: fx.Node) -> str:
+    """Return the name of the op of aten that a node calls, without its overload; that of a Python function otherwise."""
+    return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
+
+
+def layer_name(node: fx.Node) -> str:
+    """Return the name of the layer of a node, or of the node outside layers."""
+    path: str = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1][0]
+    return path or node.name
 
 
 def _is_over_image(mean: fx.Node) -> bool:
@@ -256,11 +267,6 @@ def _is_over_image(mean: fx.Node) -> bool:
     x, dims, *keep = args
     over = isinstance(dims, list | tuple) and x.meta["val"].dim() == 4
     return over and sorted(dim % 4 for dim in dims) == [2, 3] and not any(keep) and not mean.kwargs
-
-
-def _attribute(gm: nn.Module, name: str) -> Any:
-    owner, _, attribute = name.rpartition(".")
-    return getattr(gm.get_submodule(owner), attribute)
 
 
 def _equal(one: Any, other: Tensor) -> bool:

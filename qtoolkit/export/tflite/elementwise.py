@@ -1,7 +1,6 @@
 """Kernels of elementwise ops, and of softmax and batch norm."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from torch import fx
@@ -48,12 +47,12 @@ def check_binary(op: Op) -> str:
     return ""
 
 
-def unary(kernel: str, options: str = "", **values: Any) -> Callable[[Op], Value]:
+def unary(kernel: str) -> Callable[[Op], Value]:
     """Return the kernel of an op on one tensor."""
 
     def emit(op: Op) -> Value:
-        x = op.value("self" if "self" in op.args else "input")
-        return op.emit(kernel, [x], x, options, **values)
+        x = op.value(op.first)
+        return op.emit(kernel, [x], x)
 
     return emit
 

@@ -52,11 +52,6 @@ class Value:
         """Whether the file has the model's order of dimensions."""
         return self.order == tuple(range(len(self.order)))
 
-    @property
-    def file_shape(self) -> tuple[int, ...]:
-        """The shape in the file."""
-        return in_order(self.shape, self.order)
-
     def axis(self, dim: int) -> int:
         """Return the file's axis of a dimension of the model's tensor."""
         return self.order.index(dim % len(self.shape))

@@ -6,67 +6,14 @@ from functools import partial
 
 from torch import fx
 
-from qtoolkit.export.tflite.elementwise import (
-    attention,
-    batch_norm,
-    binary,
-    check_binary,
-    check_relu,
-    elu,
-    fixed,
-    gelu,
-    hardsigmoid,
-    layer_norm,
-    leaky_relu,
-    prelu,
-    relu,
-    silu,
-    softmax,
-    unary,
-)
+from qtoolkit.export.tflite import elementwise, layers, moves, recurrent, sampling
 from qtoolkit.export.tflite.flatbuffer import Scales, Value
-from qtoolkit.export.tflite.layers import (
-    check_conv,
-    check_conv_transpose,
-    conv1d,
-    conv2d,
-    conv_transpose2d,
-    linear,
-    matmul,
-    no_groups,
-)
-from qtoolkit.export.tflite.moves import (
-    cat,
-    check_cat,
-    check_same_grid,
-    permute,
-    pixel_shuffle,
-    reshape,
-    same,
-    select,
-    slice_of,
-    stack,
-    zero_pad,
-)
 from qtoolkit.export.tflite.ops import Op, arguments
-from qtoolkit.export.tflite.recurrent import cell, gru_step, layer, lstm_step
-from qtoolkit.export.tflite.sampling import (
-    adaptive_pool,
-    avg_pool,
-    bilinear,
-    max_pool,
-    mean,
-    nearest,
-)
 
 # The grids of outputs that LiteRT's kernels fix.
 LOGISTIC, TANH = Scales((1 / 256,), -128), Scales((1 / 128,), 0)
 NO_INTEGERS = "LiteRT has no integer kernel for {}"
 OTHER_INTEGERS = "training does not simulate the gates and cell states of 16 bits in LiteRT's integer kernel for {}"
-
-
-def _no_reason(op: Op) -> str:
-    return ""
 
 
 @dataclass(frozen=True)
@@ -93,7 +40,7 @@ class Kernel:
     wide: bool = True
     joins: bool = False
     computes: bool = True
-    check: Callable[[Op], str] = _no_reason
+    check: Callable[[Op], str] = lambda op: ""
 
     def data(self, node: fx.Node) -> list[fx.Node]:
         """Return the inputs of an op that have to be codes: nodes, not the numbers in their place."""
@@ -103,51 +50,58 @@ class Kernel:
         return [source for source in sources if isinstance(source, fx.Node)]
 
 
-_moving = partial(Kernel, computes=False, check=check_same_grid)
+_layer = partial(Kernel, inputs=("input", "weight"), joins=True, check=layers.check_weight)
+_of_two = partial(Kernel, inputs=("self", "other"), joins=True, check=elementwise.check_binary)
+_pool = partial(Kernel, joins=True, check=moves.check_same_grid)
+_moving = partial(Kernel, computes=False, check=moves.check_same_grid)
+_joining = partial(Kernel, computes=False, check=moves.check_cat)
+_in_float = partial(Kernel, refusal=NO_INTEGERS)
 
 ALL: tuple[Kernel, ...] = (
-    Kernel("CONV_2D", ("conv2d",), conv2d, inputs=("input", "weight"), joins=True, check=check_conv),
-    Kernel("CONV_2D", ("conv1d",), conv1d, inputs=("input", "weight"), joins=True, check=check_conv),
-    Kernel("TRANSPOSE_CONV", ("conv_transpose2d",), no_groups(conv_transpose2d), inputs=("input", "weight"), joins=True,
-           check=check_conv_transpose),
-    Kernel("FULLY_CONNECTED", ("linear",), linear, inputs=("input", "weight"), joins=True, check=check_conv),
-    Kernel("BATCH_MATMUL", ("matmul", "bmm"), matmul, inputs=("self", "other", "mat2")),
-    Kernel("ADD", ("add", "add_"), binary("ADD", "AddOptions"), inputs=("self", "other"), joins=True, check=check_binary),
-    Kernel("SUB", ("sub", "sub_"), binary("SUB", "SubOptions"), inputs=("self", "other"), joins=True, check=check_binary),
-    Kernel("MUL", ("mul", "mul_"), binary("MUL", "MulOptions"), inputs=("self", "other"), joins=True, check=check_binary),
-    Kernel("DIV", ("div", "div_"), binary("DIV", "DivOptions"), refusal=NO_INTEGERS),
-    Kernel("LOGISTIC", ("sigmoid", "sigmoid_"), unary("LOGISTIC"), check=fixed(LOGISTIC)),
-    Kernel("TANH", ("tanh", "tanh_"), unary("TANH"), check=fixed(TANH)),
-    Kernel("SOFTMAX", ("softmax", "softmax"), softmax, check=fixed(LOGISTIC)),
-    Kernel("LEAKY_RELU", ("leaky_relu", "leaky_relu_"), leaky_relu),
-    Kernel("HARD_SWISH", ("hardswish", "hardswish_"), unary("HARD_SWISH"), wide=False),
-    Kernel("GELU", ("gelu",), gelu, wide=False),
-    Kernel("PRELU", ("prelu",), prelu, refusal=NO_INTEGERS),
-    Kernel("EXP and ADD", ("elu", "elu_"), elu, refusal=NO_INTEGERS),
-    Kernel("LOGISTIC and MUL", ("silu", "silu_"), silu, refusal=NO_INTEGERS),
-    Kernel("RELU6 and MUL", ("hardsigmoid", "hardsigmoid_"), hardsigmoid, refusal=NO_INTEGERS),
-    Kernel("RELU", ("relu", "relu_", "relu6", "relu6_", "hardtanh", "hardtanh_", "clamp", "clamp_"), relu, check=check_relu),
-    Kernel("MUL and ADD", ("batch_norm",), batch_norm, refusal=NO_INTEGERS),
-    Kernel("MEAN and MUL", ("layer_norm",), layer_norm, refusal=NO_INTEGERS),
-    Kernel("BATCH_MATMUL and SOFTMAX", ("scaled_dot_product_attention",), attention, refusal=NO_INTEGERS),
-    Kernel("LSTM by steps", ("lstm",), layer(lstm_step), refusal=OTHER_INTEGERS),
-    Kernel("LSTM by steps", ("lstm_cell",), cell(lstm_step), refusal=OTHER_INTEGERS),
-    Kernel("GRU by steps", ("gru",), layer(gru_step), refusal=NO_INTEGERS),
-    Kernel("GRU by steps", ("gru_cell",), cell(gru_step), refusal=NO_INTEGERS),
-    Kernel("MAX_POOL_2D", ("max_pool2d",), max_pool, joins=True, check=check_same_grid),
-    Kernel("AVERAGE_POOL_2D", ("avg_pool2d",), avg_pool, joins=True, check=check_same_grid),
-    Kernel("AVERAGE_POOL_2D", ("adaptive_avg_pool2d",), adaptive_pool, joins=True, check=check_same_grid),
-    Kernel("MEAN", ("mean",), mean),
-    _moving("RESIZE_NEAREST_NEIGHBOR", ("upsample_nearest2d",), nearest),
-    Kernel("RESIZE_BILINEAR", ("upsample_bilinear2d",), bilinear, check=check_same_grid),
-    Kernel("CONCATENATION", ("cat", "concat"), cat, computes=False, check=check_cat),
-    Kernel("CONCATENATION", ("stack",), stack, computes=False, check=check_cat),
-    _moving("none", ("dropout", "dropout_", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), same),
-    _moving("RESHAPE", ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view"), reshape),
-    _moving("TRANSPOSE", ("permute", "transpose", "t", "numpy_T"), permute),
-    _moving("SLICE", ("slice", "narrow"), slice_of),
-    _moving("SLICE", ("select",), select),
-    _moving("PAD", ("pad", "constant_pad_nd"), zero_pad),
-    _moving("TRANSPOSE", ("pixel_shuffle",), pixel_shuffle),
+    _layer("CONV_2D", ("conv2d",), layers.conv2d),
+    _layer("CONV_2D", ("conv1d",), layers.conv1d),
+    _layer("TRANSPOSE_CONV", ("conv_transpose2d",), layers.conv_transpose2d, check=partial(layers.check_weight, axis=1)),
+    _layer("FULLY_CONNECTED", ("linear",), layers.linear),
+    Kernel("BATCH_MATMUL", ("matmul", "bmm"), layers.matmul, inputs=("self", "other", "mat2")),
+    _of_two("ADD", ("add",), elementwise.binary("ADD", "AddOptions")),
+    _of_two("SUB", ("sub",), elementwise.binary("SUB", "SubOptions")),
+    _of_two("MUL", ("mul",), elementwise.binary("MUL", "MulOptions")),
+    _in_float("DIV", ("div",), elementwise.binary("DIV", "DivOptions")),
+    Kernel("LOGISTIC", ("sigmoid",), elementwise.unary("LOGISTIC"), check=elementwise.fixed(LOGISTIC)),
+    Kernel("TANH", ("tanh",), elementwise.unary("TANH"), check=elementwise.fixed(TANH)),
+    Kernel("SOFTMAX", ("softmax",), elementwise.softmax, check=elementwise.fixed(LOGISTIC)),
+    Kernel("LEAKY_RELU", ("leaky_relu",), elementwise.leaky_relu),
+    Kernel("HARD_SWISH", ("hardswish",), elementwise.unary("HARD_SWISH"), wide=False),
+    Kernel("GELU", ("gelu",), elementwise.gelu, wide=False),
+    _in_float("PRELU", ("prelu",), elementwise.prelu),
+    _in_float("EXP and ADD", ("elu",), elementwise.elu),
+    _in_float("LOGISTIC and MUL", ("silu",), elementwise.silu),
+    _in_float("RELU6 and MUL", ("hardsigmoid",), elementwise.hardsigmoid),
+    Kernel("RELU", ("relu", "relu6", "hardtanh", "clamp"), elementwise.relu, check=elementwise.check_relu),
+    _in_float("MUL and ADD", ("batch_norm",), elementwise.batch_norm),
+    _in_float("MEAN and MUL", ("layer_norm",), elementwise.layer_norm),
+    _in_float("BATCH_MATMUL and SOFTMAX", ("scaled_dot_product_attention",), elementwise.attention),
+    Kernel("LSTM by steps", ("lstm",), recurrent.layer(recurrent.lstm_step), refusal=OTHER_INTEGERS),
+    Kernel("LSTM by steps", ("lstm_cell",), recurrent.cell(recurrent.lstm_step), refusal=OTHER_INTEGERS),
+    _in_float("GRU by steps", ("gru",), recurrent.layer(recurrent.gru_step)),
+    _in_float("GRU by steps", ("gru_cell",), recurrent.cell(recurrent.gru_step)),
+    _pool("MAX_POOL_2D", ("max_pool2d",), sampling.max_pool),
+    _pool("AVERAGE_POOL_2D", ("avg_pool2d",), sampling.avg_pool),
+    _pool("AVERAGE_POOL_2D", ("adaptive_avg_pool2d",), sampling.adaptive_pool),
+    Kernel("MEAN", ("mean",), sampling.mean),
+    _moving("RESIZE_NEAREST_NEIGHBOR", ("upsample_nearest2d",), sampling.nearest),
+    Kernel("RESIZE_BILINEAR", ("upsample_bilinear2d",), sampling.bilinear, check=moves.check_same_grid),
+    _joining("CONCATENATION", ("cat", "concat"), moves.cat),
+    _joining("CONCATENATION", ("stack",), moves.stack),
+    _moving("none", ("dropout", "dropout_", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), moves.same),
+    _moving("RESHAPE", ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view"), moves.reshape),
+    _moving("TRANSPOSE", ("permute", "transpose", "t", "numpy_T"), moves.permute),
+    _moving("SLICE", ("slice", "narrow"), moves.slice_of),
+    _moving("SLICE", ("select",), moves.select),
+    _moving("PAD", ("pad", "constant_pad_nd"), moves.zero_pad),
+    _moving("TRANSPOSE", ("pixel_shuffle",), moves.pixel_shuffle),
 )  # fmt: skip
-KERNELS: Mapping[str, Kernel] = {name: kernel for kernel in ALL for name in kernel.aten}
+# By the ops, and by the forms in place of those that compute.
+KERNELS: Mapping[str, Kernel] = {
+    f"{name}{end}": kernel for kernel in ALL for name in kernel.aten for end in ("", "_" * kernel.computes)
+}

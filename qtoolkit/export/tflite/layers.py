@@ -1,6 +1,6 @@
 """Kernels of layers: convolutions, transposed ones too, linear layers and products of matrices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,37 +13,40 @@ from qtoolkit.export.tflite.windows import Window, dilations, pad, padded, strid
 
 def conv2d(op: Op) -> Value:
     """Add a convolution; one with a group for each channel is depthwise."""
-    x, (out, per_group, *size) = op.image("input"), op.args["weight"].meta["val"].shape
+    x, size = op.image("input"), op.args["weight"].meta["val"].shape[2:]
     window = Window.of(op.args, size, x.shape[2:], op.shape[2:])
     image, padding = padded(op, x, window)
-    options = {**strides(op, window, padding), **dilations(window), "fusedActivationFunction": op.joined}
-    if per_group == 1 and op.args["groups"] > 1:
-        weight, scales = op.weight("weight", (1, 2, 3, 0), 3)
-        inputs: list[Value | int] = [image, weight, op.bias(x, scales, out)]
-        multiplier = out // op.args["groups"]
-        return op.emit("DEPTHWISE_CONV_2D", inputs, x, "DepthwiseConv2DOptions", depthMultiplier=multiplier, **options)
-    weight, scales = op.weight("weight", (0, 2, 3, 1), 0)
-    return op.emit("CONV_2D", [image, weight, op.bias(x, scales, out)], x, "Conv2DOptions", **options)
+    kernel, inputs, options = _convolution(op, x, image, window, padding)
+    return op.emit(kernel, inputs, x, **options)
 
 
 def conv1d(op: Op) -> Value:
     """Compute a convolution over a line as one over an image of height 1."""
-    x, (out, per_group, size) = op.value("input"), op.args["weight"].meta["val"].shape
+    x, size = op.value("input"), op.args["weight"].meta["val"].shape[2]
     n, channels, length = x.shape
     image = op.ordered(op.reshaped(x, (n, channels, 1, length)), IMAGE)
     window = Window.of(_of_image(op.args), (1, size), (1, length), (1, op.shape[2]))
     if any(any(ends) for ends in window.padding):
         image = pad(op, image, [(0, 0), (0, 0), *window.padding])
-    options = {**strides(op, window, "VALID"), **dilations(window), "fusedActivationFunction": op.joined}
-    depthwise = per_group == 1 and op.args["groups"] > 1
-    axes, shape = ((1, 2, 0), (1, 1, size, out)) if depthwise else ((0, 2, 1), (out, 1, size, per_group))
-    weight, scales = op.weight("weight", axes, 3 if depthwise else 0, shape)
-    kernel, kind = ("DEPTHWISE_CONV_2D", "DepthwiseConv2DOptions") if depthwise else ("CONV_2D", "Conv2DOptions")
-    if depthwise:
-        options["depthMultiplier"] = out // op.args["groups"]
-    like = Value(-1, (n, out, 1, op.shape[2]), IMAGE, op.scales)
-    y = op.step(kernel, [image, weight, op.bias(x, scales, out)], like, kind, **options)
-    return op.reshaped(y, op.shape, op.name)
+    kernel, inputs, options = _convolution(op, x, image, window, "VALID")
+    like = Value(-1, (n, op.shape[1], 1, op.shape[2]), IMAGE, op.scales)
+    return op.reshaped(op.step(kernel, inputs, like, **options), op.shape, op.name)
+
+
+def _convolution(
+    op: Op, x: Value, image: Value, window: Window, padding: str
+) -> tuple[str, list[Value | int], dict[str, Any]]:
+    """Return the kernel of a convolution over an image, its inputs and its options."""
+    out, per_group, *sizes = op.args["weight"].meta["val"].shape
+    options: dict[str, Any] = {**strides(op, window, padding), **dilations(window)}
+    options["fusedActivationFunction"] = op.joined
+    along = range(2, 2 + len(sizes))
+    if per_group == 1 and op.args["groups"] > 1:
+        weight, scales = op.weight("weight", (1, *along, 0), 3, (1, *window.size, out))
+        options |= {"options": "DepthwiseConv2DOptions", "depthMultiplier": out // op.args["groups"]}
+        return "DEPTHWISE_CONV_2D", [image, weight, op.bias(x, scales, out)], options
+    weight, scales = op.weight("weight", (0, *along, 1), 0, (out, *window.size, per_group))
+    return "CONV_2D", [image, weight, op.bias(x, scales, out)], {"options": "Conv2DOptions", **options}
 
 
 def _of_image(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,6 +60,11 @@ def _of_image(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def conv_transpose2d(op: Op) -> Value:
     """Compute all that the kernel reaches, and cut off the padding where it is not what "SAME" cuts off."""
+    if op.args["groups"] != 1 or any(d != 1 for d in two(op.args["dilation"])):
+        raise ValueError(
+            f"export_litert: LiteRT's transposed convolution has no groups and no dilation; {op.node.name!r} has "
+            f"groups={op.args['groups']} and dilation={tuple(op.args['dilation'])}. Replace the layer."
+        )
     x, (_, channels, *size) = op.image("input"), op.args["weight"].meta["val"].shape
     stride, before = two(op.args["stride"]), two(op.args["padding"])
     out = op.shape[2:]
@@ -81,7 +89,8 @@ def conv_transpose2d(op: Op) -> Value:
     return cut(op, y, (0, 0, *before))
 
 
-def _check_weight(op: Op, axis: int) -> str:
+def check_weight(op: Op, axis: int = 0) -> str:
+    """Return why a layer whose output channels are along an axis of its weight has no integer kernel."""
     node = op.args["weight"]
     if not op.lowering.is_dequantized(node):
         return "its weight is not quantized"
@@ -92,31 +101,6 @@ def _check_weight(op: Op, axis: int) -> str:
         return f"its weight has scales along axis {along}, and LiteRT takes them along the output channels"
     bias = op.args.get("bias")
     return "" if bias is None or op.lowering.constant(bias) is not None else "its bias is computed"
-
-
-def check_conv(op: Op) -> str:
-    """Return why a layer has no integer kernel."""
-    return _check_weight(op, 0)
-
-
-def check_conv_transpose(op: Op) -> str:
-    """Return why a transposed convolution has no integer kernel."""
-    return _check_weight(op, 1)
-
-
-def no_groups(emit: Callable[[Op], Value]) -> Callable[[Op], Value]:
-    """Return a kernel that refuses groups and dilation."""
-
-    def checked(op: Op) -> Value:
-        """Add the op, or raise ValueError."""
-        if op.args["groups"] != 1 or any(d != 1 for d in two(op.args["dilation"])):
-            raise ValueError(
-                f"export_litert: LiteRT's transposed convolution has no groups and no dilation; {op.node.name!r} has "
-                f"groups={op.args['groups']} and dilation={tuple(op.args['dilation'])}. Replace the layer."
-            )
-        return emit(op)
-
-    return checked
 
 
 def linear(op: Op) -> Value:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from qtoolkit.export.program import Decomposed
+from qtoolkit.export.pt2e.decomposition import layer_name
 from qtoolkit.export.pt2e.quantized_decomposed import decomposed_ops
 from qtoolkit.export.tflite.flatbuffer import FileBuilder, Scales, Value, in_order
 from qtoolkit.export.tflite.kernels import KERNELS, Kernel
@@ -351,12 +352,6 @@ def _like(node: fx.Node) -> Tensor:
     """Return a tensor with the shape and the type of a node's."""
     value = node.meta["val"]
     return torch.zeros(tuple(value.shape), dtype=value.dtype)
-
-
-def layer_name(node: fx.Node) -> str:
-    """Return the name of the layer of a node, or of the node outside layers."""
-    path: str = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1][0]
-    return path or node.name
 
 
 def _tensors(ends: Mapping[str, Value]) -> dict[str, int]:

@@ -16,8 +16,9 @@ def cut(op: Op, x: Value, begin: Sequence[int]) -> Value:
 
 def check_same_grid(op: Op) -> str:
     """Return why an op has no integer kernel: its input and its output have two grids."""
-    source = op.value("input" if "input" in op.args else "self")
-    return "" if source.scales == op.scales else "LiteRT's kernel has one scale for its input and its output"
+    return (
+        "" if op.value(op.first).scales == op.scales else "LiteRT's kernel has one scale for its input and its output"
+    )
 
 
 def cat(op: Op) -> Value:
@@ -33,23 +34,19 @@ def check_cat(op: Op) -> str:
     return "" if same else "LiteRT's kernel has one scale for all inputs and the output"
 
 
-def _source(op: Op) -> Value:
-    return op.value("self" if "self" in op.args else "input")
-
-
 def same(op: Op) -> Value:
     """Return the input."""
-    return _source(op)
+    return op.value(op.first)
 
 
 def reshape(op: Op) -> Value:
     """Add a reshape."""
-    return op.reshaped(_source(op), op.shape, op.name)
+    return op.reshaped(op.value(op.first), op.shape, op.name)
 
 
 def permute(op: Op) -> Value:
     """Note the order of dimensions, which moves nothing until an op asks for another one."""
-    x, rank = _source(op), len(op.shape)
+    x, rank = op.value(op.first), len(op.shape)
     dims = [dim % rank for dim in _permutation(op, rank)]
     return op.plain(Value(x.tensor, op.shape, tuple(dims.index(dim) for dim in x.order), x.scales))
 

@@ -8,14 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from qtoolkit.export.pt2e import decomposition
 from qtoolkit.export.tflite.flatbuffer import Scales, Value, in_order
 
 if TYPE_CHECKING:
     from qtoolkit.export.tflite.lowering import _Lowering
 
 IMAGE = (0, 2, 3, 1)  # the model's dimension of each axis of an image in the file
-ACTIVATIONS = {"relu": "RELU", "relu_": "RELU", "relu6": "RELU6", "relu6_": "RELU6"}
-CLIPS = ("hardtanh", "hardtanh_", "clamp", "clamp_")
+# In place, their names end with "_".
+ACTIVATIONS = {"relu": "RELU", "relu6": "RELU6"}
+CLIPS = ("hardtanh", "clamp")
 
 
 # Ops that return several tensors, and what takes one of them: all of its places along a dimension, or one place.
@@ -29,15 +31,14 @@ def name_of_op(node: fx.Node) -> str:
     """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return SPLITS.get(name_of_op(node.args[0]), "getitem")
-    return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
+    return decomposition.name_of_op(node)
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return all arguments of a node by the names of its schema, with the defaults of those that are not given."""
     if node.target is operator.getitem:
         return _of_part(*node.args)
-    schema = enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
-    return {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value) for i, a in schema}
+    return decomposition.arguments(node)
 
 
 def _of_part(split: Any, part: Any) -> dict[str, Any]:
@@ -55,12 +56,12 @@ def activation_of(node: fx.Node) -> str:
     if bounds is not None:
         known: Mapping[Any, str] = {(0, 6): "RELU6", (0, None): "RELU", (-1, 1): "RELU_N1_TO_1"}
         return known.get(bounds, "")
-    return ACTIVATIONS.get(name_of_op(node), "")
+    return ACTIVATIONS.get(name_of_op(node).removesuffix("_"), "")
 
 
 def bounds_of(node: fx.Node) -> tuple[float | None, float | None] | None:
     """Return the bounds of a clip; None of another op."""
-    if name_of_op(node) not in CLIPS:
+    if name_of_op(node).removesuffix("_") not in CLIPS:
         return None
     found = arguments(node)
     return found.get("min_val", found.get("min")), found.get("max_val", found.get("max"))
@@ -93,6 +94,11 @@ class Op:
         return self.option("ActivationFunctionType", self.activation)
 
     # ---- inputs
+
+    @property
+    def first(self) -> str:
+        """The name of the first tensor: schemas of aten call it self or input."""
+        return "self" if "self" in self.args else "input"
 
     def value(self, argument: "str | fx.Node") -> Value:
         """Return an input: its codes, where the op computes in integers, or floats."""

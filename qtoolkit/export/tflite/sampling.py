@@ -69,13 +69,13 @@ def mean(op: Op) -> Value:
 
 def nearest(op: Op) -> Value:
     """Add a resize to the nearest value."""
-    x = op.image("input" if "input" in op.args else "self")
+    x = op.image(op.first)
     size = op.integers(op.shape[2:])
     return op.emit("RESIZE_NEAREST_NEIGHBOR", [x, size], x, "ResizeNearestNeighborOptions")
 
 
 def bilinear(op: Op) -> Value:
     """Add a linear resize."""
-    x, aligned = op.image("input" if "input" in op.args else "self"), bool(op.args["align_corners"])
+    x, aligned = op.image(op.first), bool(op.args["align_corners"])
     options = {"alignCorners": aligned, "halfPixelCenters": not aligned}
     return op.emit("RESIZE_BILINEAR", [x, op.integers(op.shape[2:])], x, "ResizeBilinearOptions", **options)

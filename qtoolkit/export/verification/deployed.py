@@ -27,13 +27,9 @@ class Verdict(Enum):
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
-        ...     integer = qt.convert(prepared, arithmetic="integer")
-        ...     found = qt.export.verify(integer, x, folder + "/model.onnx")
+        ...     found = qt.quantize(model, [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx").verification
         >>> found.runtimes["onnxruntime"].verdict is qt.export.Verdict.EQUAL
         True
     """
@@ -70,13 +66,9 @@ class RuntimeCodes:
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
-        ...     integer = qt.convert(prepared, arithmetic="integer")
-        ...     found = qt.export.verify(integer, x, folder + "/model.onnx")
+        ...     found = qt.quantize(model, [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx").verification
         >>> codes = found.runtimes["onnxruntime"]
         >>> codes.verdict.name, codes.output_difference
         ('EQUAL', 0.0)
@@ -193,6 +185,7 @@ class RuntimeCodes:
         check_difference(self.output_difference, "verify")
         verdict = self.verdict
         if verdict is Verdict.DIFFERENT:
+            self._check_comparable()
             raise RuntimeError(self._cause())
         if self.not_compared:
             warnings.warn(
@@ -208,25 +201,28 @@ class RuntimeCodes:
             )
         return verdict
 
-    def _cause(self) -> str:
-        """Return why the verdict is DIFFERENT, a sentence: the first of the causes that holds."""
+    def _check_comparable(self) -> None:
+        """Raise RuntimeError where codes or outputs cannot be the same, whatever the runtime computes."""
         if self.other_weights:
             first = self.other_weights[0]
-            return (
+            raise RuntimeError(
                 f"verify: the weights of the file differ from the model's at {_first(self.other_weights)} ({first!r}: "
                 f"{self.weights[first]}): it was exported from another model, or before this one changed; export this one."
             )
         if self.unrounded:
-            return (
+            raise RuntimeError(
                 f"verify: {self.remark} Its outputs therefore differ from the model's. Turn these quantizers off in the "
                 f"converted model before the export (qtoolkit.disable_quantization(model.get_submodule(name))), or "
                 f"accept it."
             )
         if not self.codes.compared:
-            return (
+            raise RuntimeError(
                 f"verify: {self.runtime} does not give the codes of {', '.join(map(repr, self.not_compared))}: it merged their "
                 f"nodes with others, or these inputs do not reach them, so nothing was compared."
             )
+
+    def _cause(self) -> str:
+        """Return why codes that can be compared differ, a sentence: the first of the causes that holds."""
         found, remark = self._found(), f"{' ' * bool(self.remark)}{self.remark}"
         if self.integer_layers and not self.on_codes:
             return (
@@ -278,13 +274,9 @@ class DeployedVerification:
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
-        ...     integer = qt.convert(prepared, arithmetic="integer")
-        ...     found = qt.export.verify(integer, x, folder + "/model.onnx")
+        ...     found = qt.quantize(model, [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx").verification
         >>> list(found.runtimes), found.check()["onnxruntime"].name
         (['onnxruntime'], 'EQUAL')
     """

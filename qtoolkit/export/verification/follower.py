@@ -1,6 +1,6 @@
 """The verifier: follows a converted model from quantizer to quantizer, beside the codes that a runtime computes."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
+from qtoolkit.export.inputs import grids_of
 from qtoolkit.export.verification.codes import Call, CodeCount, codes_in_file, compare_codes, sum_of
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.model_state import removing
@@ -133,8 +134,7 @@ class Follower:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        modules = ((name, module) for name, module in model.named_modules() if isinstance(module, Grid))
-        self.names = {grid: name for name, grid in modules if grid.quantizing}
+        self.names = {grid: name for name, grid in grids_of(model).items() if grid.quantizing}
         self.weights = layer_weights(model)
         in_layers = {grid for grid, _ in self.weights.values()}
         self.between_layers = [grid for grid in self.names if grid not in in_layers]
@@ -275,13 +275,31 @@ def same_grid(one: Grid, other: Grid) -> bool:
     return same and all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def in_shapes_of_calls(nodes: Nodes, follower: Follower) -> dict[str, list[NodeCodes]]:
-    """Return codes in the shapes that the model's have: a mean over an image keeps dimensions in files that it drops there."""
-    found = {}
-    for name, of_name in nodes.items():
-        shapes = {call.size: call.shape for call in follower.codes.get(name, [])}
-        found[name] = [NodeCodes(node.codes.reshape(shapes.get(node.codes.size, node.codes.shape))) for node in of_name]
+def check_names(quantizers: Sequence[str], model: nn.Module, what: str) -> None:
+    """Raise ValueError, which begins with `what`, for a file with a quantizer that the model does not have."""
+    known = {name for name, _ in model.named_modules()}
+    others = [name for name in quantizers if name not in known]
+    if others:
+        raise ValueError(
+            f"{what}: the file has a quantizer {others[0]!r}, and the model does not ({len(others)} of {len(quantizers)}): it "
+            f"is the file of another model; export this one."
+        )
+
+
+def by_quantizer(nodes: Iterable[tuple[str, NodeCodes]]) -> dict[str, list[NodeCodes]]:
+    """Return the nodes of each quantizer by its name."""
+    found: dict[str, list[NodeCodes]] = defaultdict(list)
+    for name, node in nodes:
+        found[name].append(node)
     return found
+
+
+def in_shapes_of_calls(codes: Iterable[tuple[str, Any]], follower: Follower) -> dict[str, list[NodeCodes]]:
+    """Return codes in the shapes that the model's have: a mean over an image keeps dimensions in files that it drops there."""
+    shapes = {name: {call.size: call.shape for call in calls} for name, calls in follower.codes.items()}
+    return by_quantizer(
+        (name, NodeCodes(array.reshape(shapes.get(name, {}).get(array.size, array.shape)))) for name, array in codes
+    )
 
 
 @contextmanager

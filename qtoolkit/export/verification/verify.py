@@ -1,6 +1,5 @@
 """Verification: an exported file's integer codes, as onnxruntime computes them, compared with the model's own."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -16,7 +15,7 @@ from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, quantizer_nodes
 from qtoolkit.export.files.reading import open_model
-from qtoolkit.export.inputs import on_cpu
+from qtoolkit.export.inputs import grids_of, on_cpu
 from qtoolkit.export.verification.codes import (
     CodeCount,
     check_difference,
@@ -26,12 +25,19 @@ from qtoolkit.export.verification.codes import (
     sum_of,
 )
 from qtoolkit.export.verification.deployed import DeployedVerification, RuntimeCodes, compare_execution
-from qtoolkit.export.verification.follower import Followed, Follower, NodeCodes, Nodes, grid_named
+from qtoolkit.export.verification.follower import (
+    Followed,
+    Follower,
+    NodeCodes,
+    Nodes,
+    by_quantizer,
+    check_names,
+    grid_named,
+)
 from qtoolkit.export.verification.positions import ChosenMaxima
 from qtoolkit.export.verification.runtimes.litert_interpreter import LitertFile
 from qtoolkit.model_inputs import call_arguments, tensors_of
 from qtoolkit.progress import note, progress_bar
-from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Executed
 from qtoolkit.runtimes.table import EXECUTES, LITERT_RUNTIMES, RUNTIMES, ExecutingRuntime, LitertRuntime
 
@@ -205,11 +211,8 @@ def verify_onnx(
 
 def _by_quantizer(nodes: Sequence[QuantizerNode], codes: Mapping[str, Any]) -> dict[str, list[NodeCodes]]:
     """Return the nodes of each quantizer whose codes are there, by the names of their tensors."""
-    found: dict[str, list[NodeCodes]] = defaultdict(list)
-    for node in nodes:
-        if node.codes in codes:
-            found[node.quantizer].append(NodeCodes(codes[node.codes], node.is_constant))
-    return found
+    there = (node for node in nodes if node.codes in codes)
+    return by_quantizer((node.quantizer, NodeCodes(codes[node.codes], node.is_constant)) for node in there)
 
 
 def _codes_of_own_inputs(nodes: Sequence[QuantizerNode], values: Mapping[str, Any], follower: Follower) -> CodeCount:
@@ -395,17 +398,10 @@ def _no_path(path: Any, what: str) -> TypeError:
 def _nodes_of(graph: Any, model: nn.Module, what: str) -> list[QuantizerNode]:
     """Return the quantizers of a file; raise an error, which begins with `what`, for a file that is not of the model."""
     nodes = quantizer_nodes(graph)
-    known = {name for name, _ in model.named_modules()}
-    names = {node.quantizer for node in nodes}
-    if not nodes and any(isinstance(module, Grid) and module.quantizing for module in model.modules()):
+    if not nodes and any(grid.quantizing for grid in grids_of(model).values()):
         raise ValueError(
             f"{what}: no quantizer of the file has a name of the model's: qtoolkit.export_onnx did not write it. Export the "
             f"model by it, or compare what runtimes compute from the file by qtoolkit.export.compare_runtimes."
         )
-    if names - known:
-        first = next(node.quantizer for node in nodes if node.quantizer not in known)
-        raise ValueError(
-            f"{what}: the file has a quantizer {first!r}, and the model does not ({len(names - known)} of {len(names)}): it is "
-            f"the file of another model; export this one."
-        )
+    check_names(list(dict.fromkeys(node.quantizer for node in nodes)), model, what)
     return nodes

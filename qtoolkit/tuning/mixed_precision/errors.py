@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,17 +213,15 @@ def _squares(
 def _inputs_through(modules: Mapping[str, Any], function: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Pass the floating-point input of each layer through function(name, x), for a `with` block."""
 
-    def hook_of(name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            """Pass the input of a layer through the function, if it is a tensor of floats."""
-            x = input_of(args, kwargs)
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                return None
-            new = function(name, x)
-            return ((new, *args[1:]), kwargs) if args else (args, kwargs | {"input": new})
+    def pass_through(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass the input of a layer through the function, if it is a tensor of floats: a forward pre-hook."""
+        x = input_of(args, kwargs)
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return None
+        new = function(name, x)
+        return ((new, *args[1:]), kwargs) if args else (args, kwargs | {"input": new})
 
-        return hook
-
-    handles = [module.register_forward_pre_hook(hook_of(name), with_kwargs=True) for name, module in modules.items()]
+    hooks = {name: partial(pass_through, name) for name in modules}
+    handles = [modules[name].register_forward_pre_hook(hook, with_kwargs=True) for name, hook in hooks.items()]
     with removing(handles):
         yield

@@ -88,9 +88,7 @@ class MixedPrecision:
         }
         self.costs: dict[str, dict[str, dict[str, float]]] = {
             "size": self._table(lambda name, choice: size_of(self.modules[name], self.configs[name][choice], name)),
-            "bit_operations": self._table(
-                lambda name, choice: macs[name] * bit_product(self.configs[name][choice]),
-            ),
+            "bit_operations": self._table(lambda name, choice: macs[name] * bit_product(self.configs[name][choice])),
         }
         if latency is not None:
             self.costs["latency"] = self._table(lambda name, choice: _latency(latency, name, choice))

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import first_line
+from qtoolkit.export.pt2e.decomposition import layer_name
 from qtoolkit.model_inputs import tensors_of, with_tensors
 from qtoolkit.op_kinds.table import KINDS, OF_ATEN
 from qtoolkit.runtimes.execution import Layer
@@ -61,8 +62,8 @@ def lower(program: ExportedProgram) -> Lowered:
             f"export_executorch: ExecuTorch cannot lower the program: {type(error).__name__}: {first_line(error)}."
         ) from error
     computing = (op for op in delegated if op.computes and not _only_moves(op))
-    layers = [Layer(op.name, f"XNNPACK {op.kind}", op.integer) for op in computing]
-    layers += [Layer(op.name, f"portable {op.kind}", False, left=True) for op in portable if op.computes]
+    layers = [Layer(layer_name(op.node), f"XNNPACK {op.kind}", op.integer) for op in computing]
+    layers += [Layer(layer_name(op.node), f"portable {op.kind}", False, left=True) for op in portable if op.computes]
     conversions = [op for op in (*delegated, *portable) if op.converts]
     return Lowered(file, tuple(layers), len(conversions), len(parts))
 
@@ -118,12 +119,6 @@ class Op:
         source = self.node.all_input_nodes[0] if self.node.all_input_nodes else None
         joins = self.kind in JOINED and source is not None and _kind(source) not in ("", "dequantize_per_tensor")
         return not (joins or "quantize_per" in self.kind)
-
-    @property
-    def name(self) -> str:
-        """The name of the layer, or of the node outside layers."""
-        path = list(self.node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1][0]
-        return path or self.node.name
 
 
 def _only_moves(op: Op) -> bool:

@@ -5,7 +5,6 @@ read from a second file, whose outputs they are too.
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -15,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qtoolkit import ops
 from qtoolkit.errors import first_line
 from qtoolkit.export.files.reading import UnreadableFileError
 from qtoolkit.export.tflite.flatbuffer import IDENTIFIER, METADATA
 from qtoolkit.export.verification.codes import CodeCount, largest_difference
-from qtoolkit.export.verification.follower import Follower, NodeCodes, Nodes, in_shapes_of_calls
+from qtoolkit.export.verification.follower import Follower, NodeCodes, Nodes, check_names, in_shapes_of_calls
 from qtoolkit.runtimes.execution import Executed, Layer
 from qtoolkit.runtimes.table import LITERT_RUNTIMES
 
@@ -50,7 +50,7 @@ class LitertFile:
         self.plain.allocate_tensors()
         self.facts = self._facts()
         self.tensors = tensors
-        self._check_names(model)
+        check_names(self.quantizers, model, "verify")
         self.batches = self._batches()
 
     @property
@@ -81,9 +81,7 @@ class LitertFile:
         if not references:
             plain, _ = self._run(_interpreter(self.content, references, self.path), read=False)
             change, outputs = largest_difference(plain, outputs), plain
-        nodes: dict[str, list[NodeCodes]] = defaultdict(list)
-        for (name, *_), array in zip(self.facts["quantizers"], codes, strict=True):
-            nodes[name].append(NodeCodes(array))
+        names = (name for name, *_ in self.facts["quantizers"])
         layers = tuple(Layer(*facts) for facts in self.facts["layers"])
         wide = any(array.dtype == np.int16 for array in codes)
         coarse = COARSE_ON_INT16 if wide else COARSE
@@ -99,7 +97,7 @@ class LitertFile:
             max(LITERT_RUNTIMES[runtime].tie_share, *shares),
             steps=2 if wide else 1,
         )
-        return executed, in_shapes_of_calls(nodes, follower)
+        return executed, in_shapes_of_calls(zip(names, codes, strict=True), follower)
 
     # ---- the file
 
@@ -116,15 +114,6 @@ class LitertFile:
             f"{str(self.path)!r} was not written by qtoolkit.export_litert: it does not say which tensors belong to the "
             f"model's quantizers. Export the model with it."
         )
-
-    def _check_names(self, model: nn.Module) -> None:
-        known = {name for name, _ in model.named_modules()}
-        others = [name for name in self.quantizers if name not in known]
-        if others:
-            raise ValueError(
-                f"verify: the file has a quantizer {others[0]!r}, and the model does not ({len(others)} of "
-                f"{len(self.quantizers)}): it is the file of another model; export this one."
-            )
 
     def _batches(self) -> list[list[Tensor]]:
         """Return the inputs in parts of the file's batch."""
@@ -210,16 +199,21 @@ def _interpreter(content: bytes, references: bool, path: Path) -> Any:
 
 def _as_input(x: Tensor, detail: Mapping[str, Any], order: Sequence[int]) -> Any:
     """Return an input as the file takes it: floats, or codes by the grid of its tensor."""
-    array = x.detach().cpu().float().numpy().transpose(order)
+    values = x.detach().cpu().float().permute(tuple(order)).contiguous()
     if detail["dtype"] is np.float32:
-        return np.ascontiguousarray(array)
-    (scale,), (zero_point,) = (detail["quantization_parameters"][name] for name in ("scales", "zero_points"))
+        return values.numpy()
     limits = np.iinfo(detail["dtype"])
-    return np.clip(np.rint(array / np.float32(scale)) + zero_point, limits.min, limits.max).astype(detail["dtype"])
+    dtype = getattr(torch, limits.dtype.name)
+    return ops.quantize(values, *_grid_of(detail), limits.min, limits.max, dtype=dtype).numpy()
 
 
 def _as_floats(array: Any, detail: Mapping[str, Any]) -> Any:
     if array.dtype == np.float32:
         return array
+    return ops.dequantize(torch.from_numpy(array), *_grid_of(detail)).numpy()
+
+
+def _grid_of(detail: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the scale and the zero point of a tensor, float32."""
     (scale,), (zero_point,) = (detail["quantization_parameters"][name] for name in ("scales", "zero_points"))
-    return (array.astype(np.float32) - np.float32(zero_point)) * np.float32(scale)
+    return torch.tensor(scale), torch.tensor(float(zero_point))

@@ -6,6 +6,7 @@ keep some ops from being fused, so codes deep in a network may differ from those
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, layer_names
-from qtoolkit.export.openvino_core import core
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.runtimes.saturating_sums import has_wide_weights, processor_saturates
 from qtoolkit.runtimes.execution import Executed, Layer
@@ -37,6 +37,18 @@ UNROUNDED = (
 )
 
 
+@cache
+def core() -> Any:
+    """Return OpenVINO's Core: one for the process, which stays.
+
+    The CPU plugin of a Core handles signals on a stack of its own. Of two Cores, the one that goes last leaves the stack of the
+    other, which is gone: then Ctrl-C, or the end of a data loader's process, is a segmentation fault (OpenVINO 2026.4).
+    """
+    import openvino
+
+    return openvino.Core()
+
+
 def execute(
     path: Path, inputs: Sequence[Tensor], nodes: Sequence[QuantizerNode], grids: Mapping[str, "Grid"], _: bool = True
 ) -> Executed:
@@ -46,7 +58,7 @@ def execute(
         RuntimeError: OpenVINO cannot run the file.
     """
     arrays = [x.detach().cpu().numpy() for x in inputs]
-    plain = _compiled(path)
+    plain = _compiled_with(path, ())[0]
     outputs = list(plain(arrays).values())
     read = {node.values: node for node in nodes}
     reading, names = _compiled_with(path, tuple(read))
@@ -65,10 +77,6 @@ def execute(
         remarks.append(UNROUNDED.format(", ".join(map(repr, unrounded))))
     facts = (codes, layers, conversions, change, OPENVINO.tie_share, " ".join(remarks), unrounded)
     return Executed(_description(plain), outputs, *facts)
-
-
-def _compiled(path: Path) -> Any:
-    return _compiled_with(path, ())[0]
 
 
 def _compiled_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:

@@ -129,11 +129,19 @@ class TensorQuantizer(ForeignQuantizer):
 
     @property
     def amax(self) -> Tensor | None:
-        """The range, or None. A range can be replaced by one of the same shape only."""
+        """The range, or None. A range can be replaced by one of the same shape only.
+
+        Example:
+            >>> quantizer = TensorQuantizer()
+            >>> quantizer.amax = 2.5
+            >>> quantizer.amax
+            tensor(2.5000)
+        """
         return getattr(self, "_amax", None)
 
     @amax.setter
     def amax(self, value: Any) -> None:
+        """Set the range; a warning, and nothing else, for None."""
         if value is None:
             warnings.warn(
                 "TensorQuantizer: setting amax to None has no effect; del quantizer._amax removes it.", stacklevel=2
