@@ -20,7 +20,7 @@ class ChannelView:
         dims: The number of dimensions of the positions.
 
     Example:
-        >>> view = ChannelView(nn.ConvTranspose2d(4, 6, 3, groups=2))
+        >>> view = ChannelView(torch.nn.ConvTranspose2d(4, 6, 3, groups=2))
         >>> view.outputs_amax().shape, view.inputs_amax().shape
         (torch.Size([6]), torch.Size([4]))
     """
