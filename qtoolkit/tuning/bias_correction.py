@@ -119,7 +119,7 @@ def bias_correction(
         else:
             shifts = _analytic(prepared, layers, skipped)
         if not shifts:
-            listed = "; ".join(f"{name}: {why}" for name, why in list(skipped.items())[:3])
+            listed = "; ".join(f"{name}: {why}" for name, why in list(skipped.items())[:3]) or "there is no layer"
             raise ValueError(f"bias_correction: no layer can be corrected by method={method!r} ({listed}).")
     return BiasCorrection(method, {name: float(shift.abs().max()) for name, shift in shifts.items()}, skipped)
 

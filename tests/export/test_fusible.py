@@ -37,6 +37,27 @@ def exported(tmp_path, function, backend: str = "onnxruntime", exporter: str = "
     return onnx.load(path), found
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("padding", [1, (0, 2), (3, 1)])
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt"])
+def test_circular_padding_is_slices_and_a_concat(tmp_path, backend: str, padding: int, exporter: str) -> None:
+    layers = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=padding, padding_mode="circular"), nn.Conv2d(8, 4, 1)
+    prepared = qt.prepare(nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).eval(), X, backend)
+    qt.calibrate(prepared, [X], progress=False)
+    path = qt.export_onnx(qt.convert(prepared), X, tmp_path / "m.onnx", exporter=exporter, dynamic_batch=True).path
+    ops = {node.op_type for node in onnx.load(path).graph.node}
+    assert "Pad" not in ops
+    assert {"Slice", "Concat"} <= ops
+    if backend == "onnxruntime":
+        found = verify(qt.convert(prepared, arithmetic="integer"), torch.cat([X, X]), path)
+        assert [str(verdict) for verdict in found.check().values()] == ["equal"]
+        kernels = [layer.kernel for layer in found.runtimes["onnxruntime"].integer_layers]
+        assert kernels.count("QLinearConcat") == (2 if isinstance(padding, int) or min(padding) else 1)
+    elif backend == "openvino":
+        pytest.importorskip("openvino", reason="the file is not executed: install the extra [openvino]")
+        assert verify(qt.convert(prepared), X, path, ["openvino"]).runtimes["openvino"].layer_codes.steps <= 1
+
+
 @pytest.mark.parametrize(("exporter", "opset"), OPSETS)
 @pytest.mark.parametrize("counts_padding", [True, False])
 @pytest.mark.parametrize(("kernel", "padding"), [(3, 0), (3, 1), ((3, 2), (1, 0))])

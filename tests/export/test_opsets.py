@@ -1,6 +1,7 @@
 """Files of every backend in each opset load in onnxruntime at its default optimizations, and hold the codes of training."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -112,6 +113,40 @@ def test_int8_codes_stay_codes_behind_ops_that_move_them(tmp_path, backend: str,
     assert kinds[0] == kinds[1]
     for old, new in zip(*outputs, strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("backend", ["tensorrt", "litert"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda y: torch.cat([y[:, :4], y], 1),
+        lambda y: y[:, :4] + y[:, 4:],
+        lambda y: y + y.flip(1),
+        lambda y: torch.cat([y.transpose(2, 3), y], 1),
+    ],
+    ids=["concat", "halves", "flip", "transpose"],
+)
+def test_a_file_with_values_that_are_moved_and_taken_as_they_are_loads(
+    tmp_path, op: Callable[[Tensor], Tensor], backend: str, exporter: str
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 8, 1), nn.LazyConv2d(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(op(self.first(x).relu()))  # type: ignore[no-any-return]
+
+    model, x = Net().eval(), torch.randn(1, 3, 8, 8)
+    model(x)
+    prepared = qt.prepare(model, x, backend=backend)
+    qt.calibrate(prepared, [x], progress=False)
+    path = qt.export_onnx(prepared, x, tmp_path / "m.onnx", opset=21, exporter=exporter).path
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])  # its default optimizations
+    (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    expected = qt.convert(prepared)(x).detach().numpy()
+    assert np.abs(result - expected).max() < 0.02 * np.abs(expected).max()
 
 
 class Reduced(nn.Module):

@@ -112,6 +112,22 @@ def test_layers_without_a_bias_or_called_twice_are_named() -> None:
     assert report.skipped == {"0.fc": "the model calls it several times"}
 
 
+def test_a_model_without_a_layer_says_so() -> None:
+    class Functions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight)
+
+    x = torch.randn(16, 8)
+    prepared = qt.prepare(Functions().eval(), x)
+    qt.calibrate(prepared, [x], progress=False)
+    with pytest.raises(ValueError, match=r"no layer can be corrected by method='empirical' \(there is no layer\)"):
+        qt.tuning.bias_correction(prepared, [x], progress=False)
+
+
 def test_bad_arguments_leave_the_model_as_it_was() -> None:
     prepared = prepared_on(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), [torch.randn(8, 4)])
     before = copy.deepcopy(prepared.state_dict())

@@ -9,12 +9,15 @@ from qtoolkit.export.passes.repeated_pairs import is_on_codes
 if TYPE_CHECKING:
     import onnx_ir
 
+END = np.iinfo(np.int64).max  # of a Slice: behind the last place of any dimension
+
 
 def write_fusible_forms(model: "onnx_ir.Model") -> None:
     """Write spatial means as GlobalAveragePool, linear layers with int32 biases as Gemm, PRelu with one slope as LeakyRelu.
 
     onnxruntime has integer kernels for all three, but none for ReduceMean, for a MatMul and an Add, and for PRelu. Its integer
-    kernel of average pools needs a form of its own with ceil_mode.
+    kernel of average pools needs a form of its own with ceil_mode. Circular padding is written as a concat of slices: OpenVINO
+    and TensorRT have none, and ONNX has it from opset 19 on.
     """
     for node in list(model.graph):
         if node.op_type == "ReduceMean":
@@ -25,6 +28,8 @@ def write_fusible_forms(model: "onnx_ir.Model") -> None:
             _write_leaky_relu(node)
         elif node.op_type == "AveragePool":
             _write_counted_pool(model, node)
+        elif node.op_type == "Pad" and node.attributes.get_string("mode", "constant") == "wrap":
+            _write_concat(model, node)
 
 
 def _write_global_pool(model: "onnx_ir.Model", mean: "onnx_ir.Node") -> None:
@@ -105,6 +110,34 @@ def _write_counted_pool(model: "onnx_ir.Model", pool: "onnx_ir.Node") -> None:
             padding.outputs[0].dtype = source.dtype
         model.graph.insert_before(pool, padding)
         pool.replace_input_with(0, padding.outputs[0])
+
+
+def _write_concat(model: "onnx_ir.Model", pad: "onnx_ir.Node") -> None:
+    """Write circular padding as a concat of the last places of a dimension, all of them, and the first."""
+    import onnx_ir
+
+    ends, whole = constant_input(pad, 1), pad.inputs[0]
+    if ends is None or whole is None or any(pad.inputs[3:]) or (ends < 0).any():
+        return
+    new: list[onnx_ir.Node] = []
+    for axis, (before, behind) in enumerate(ends.reshape(2, -1).T.tolist()):
+        name = f"{pad.name}.{axis}"
+        last = [_slice(model, whole, axis, (-before, END), f"{name}.last")] if before else []
+        first = [_slice(model, whole, axis, (0, behind), f"{name}.first")] if behind else []
+        if last or first:
+            joined = [*(cut.outputs[0] for cut in last), whole, *(cut.outputs[0] for cut in first)]
+            new += [*last, *first, onnx_ir.node("Concat", joined, {"axis": axis}, name=name)]
+            whole = new[-1].outputs[0]
+    if new:
+        _replace(model, pad, new, whole)
+
+
+def _slice(model: "onnx_ir.Model", x: "onnx_ir.Value", axis: int, places: tuple[int, int], name: str) -> "onnx_ir.Node":
+    import onnx_ir
+
+    start, end, axes = ([places[0]], "start"), ([places[1]], "end"), ([axis], "axis")
+    constants = [_constant(model, value, f"{name}.{what}") for value, what in (start, end, axes)]
+    return onnx_ir.node("Slice", [x, *constants], name=name)
 
 
 def _is_int32(value: "onnx_ir.Value") -> bool:

@@ -24,9 +24,9 @@ def quantize_moved_codes(model: "onnx_ir.Model", opset: int) -> None:
     waiting = [node for node in model.graph if node.op_type == "DequantizeLinear"] if opset >= OPSET else []
     while waiting:
         dequantize = waiting.pop()
-        uses = tuple(dequantize.outputs[0].uses())
-        if _is_int8_with_one_scale(dequantize) and len(uses) == 1 and not dequantize.outputs[0].is_graph_output():
-            mover, index = uses[0]
+        if not _is_int8_with_one_scale(dequantize) or dequantize.outputs[0].is_graph_output():
+            continue
+        for mover, index in tuple(dequantize.outputs[0].uses()):
             if mover.op_type in PAIRS_MOVE_PAST and not mover.domain and index == 0:
                 waiting += _insert_behind(mover, dequantize)
 
