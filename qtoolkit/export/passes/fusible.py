@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
 from qtoolkit.export.files.kinds import axes_of
 from qtoolkit.export.passes.repeated_pairs import is_on_codes
@@ -129,15 +131,16 @@ def _write_concat(model: "onnx_ir.Model", pad: "onnx_ir.Node") -> None:
             new += [*last, *first, onnx_ir.node("Concat", joined, {"axis": axis}, name=name)]
             whole = new[-1].outputs[0]
     if new:
-        _replace(model, pad, new, whole)
+        replace_node(pad, new, whole)
 
 
 def _slice(model: "onnx_ir.Model", x: "onnx_ir.Value", axis: int, places: tuple[int, int], name: str) -> "onnx_ir.Node":
     import onnx_ir
 
-    start, end, axes = ([places[0]], "start"), ([places[1]], "end"), ([axis], "axis")
-    constants = [_constant(model, value, f"{name}.{what}") for value, what in (start, end, axes)]
-    return onnx_ir.node("Slice", [x, *constants], name=name)
+    constants, (start, end) = Constants(model.graph), places
+    values = (start, "start"), (end, "end"), (axis, "axis")
+    numbers = [constants.integers([value], f"{name}.{what}") for value, what in values]
+    return onnx_ir.node("Slice", [x, *numbers], name=name)
 
 
 def _is_int32(value: "onnx_ir.Value") -> bool:
