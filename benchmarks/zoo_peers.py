@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import random
+import re
 import resource
 import signal
 import tempfile
@@ -28,6 +29,7 @@ from zoo_models.peers_table import OURS, TOOLS, models_in, sums
 
 SEED = 40
 SECONDS = 6.0  # processor time that a model takes here at most
+FOLDER = re.compile(r"/\S*/(?=model\.onnx)")  # of a file, in an error
 WAIT = 10  # seconds to wait at most for each second of processor time
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "zoo_peers.json"
@@ -61,7 +63,7 @@ def run_here(name: str, tool: str, out: Path, limit: int) -> None:
         _steps(model, x, tool, outcome)
         outcome["failed"] = ""
     except Exception as error:  # another tool may raise any error
-        outcome["error"] = f"{type(error).__name__}: {error}"
+        outcome["error"] = FOLDER.sub("", f"{type(error).__name__}: {error}")
     out.write_text(json.dumps(outcome))
 
 
