@@ -130,8 +130,9 @@ def text(results: Mapping[str, Any]) -> str:
     return TEXT.format(**results, **texts, seed=SEED, drawn=DRAWN) + markdown(models)
 
 
-COMPARED = """{count} of the models, drawn by seed {seed} from those that went through all steps, take one tensor and take at most
-{seconds:.0f} seconds here. Each tool has its default int8 configuration for training, one step of SGD, and its own way to an ONNX file.
+COMPARED = """{count} of the models, drawn by seed {seed} from those that went through all steps, take one tensor and
+take at most {seconds:.0f} seconds here. Each tool has its default int8 configuration for training, one step of SGD, and
+its own way to an ONNX file.
 *Within* and *equal*: the outputs of onnxruntime beside those of the exported model in PyTorch, relative to the largest:
 at most {near:g} and {equal:g}. A rounding tie in one layer changes outputs of random weights by more than that, in every
 tool; no other one compares codes. *Out of time*: stopped after 60 s of processor time. torchao takes a
