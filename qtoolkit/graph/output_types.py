@@ -14,7 +14,7 @@ OutputTypes = tuple[tuple[tuple[str, ...], type], ...]
 
 def types_in(result: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type]]:
     """Yield the classes of dicts that are dataclasses in a result: the fields are the entries."""
-    if isinstance(result, dict):
+    if issubclass(type(result), dict):  # a traced value has the class of its value, and no entries
         for key, value in result.items():
             yield from types_in(value, (*path, key))
         if is_dataclass(result):

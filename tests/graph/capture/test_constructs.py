@@ -474,6 +474,21 @@ def test_dicts_with_attributes_keep_their_class() -> None:
             torch.testing.assert_close(y.logits, expected.logits)
 
 
+class Decode(nn.Module):
+    """A head of a detector: a dict in training mode, a tuple in eval mode."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"scores": x} if self.training else (x.softmax(1), {"scores": x})
+
+
+def test_what_a_leaf_module_returns_is_no_container_of_the_graph() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 8), Decode()).train(), torch.randn(3, 4)
+    prepared = qt.prepare(model, (x,), leaf_modules=[Decode])
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(x), model(x))
+        torch.testing.assert_close(prepared.eval()(x), model.eval()(x))
+
+
 def test_an_object_that_a_graph_cannot_hold_is_named() -> None:
     class Cache:
         pass
