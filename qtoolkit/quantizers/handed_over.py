@@ -114,7 +114,7 @@ def grid_with_codes(
 ) -> Handed | None:
     """Return what was handed over with a tensor, with its codes; the other arguments are those of `codes_of`.
 
-    `handed` is what came with the tensor itself. It counts if the tensor has not changed since.
+    `handed` is what a unit returned with the tensor. It is left out if the tensor has changed since.
     """
     if handed is not None and handed.version == y._version:
         _complete(y, handed, channels_last)

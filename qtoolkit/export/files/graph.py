@@ -42,7 +42,7 @@ def has_one_scale(pair: "onnx_ir.Node") -> bool:
 
 
 def replace_node(node: "onnx_ir.Node", new: "Sequence[onnx_ir.Node]", value: "onnx_ir.Value") -> None:
-    """Put new nodes in the place of one, and a value of theirs in the place of its output."""
+    """Replace a node by new ones, and its output by a value that they compute."""
     import onnx_ir
 
     if node.graph is not None:

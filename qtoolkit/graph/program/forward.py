@@ -44,7 +44,7 @@ def compile_forward(
         return whole
     for index, part in division.parts.items():
         part.block.set_block_code(_code_of(part.block, division, index, products), gm)
-    return _by_block(gm, whole, _code_of(gm, division, ROOT, products), plain, _Blocks(gm, division))
+    return _by_block(gm, whole, _code_of(gm, division, ROOT, products), _Blocks(gm, division))
 
 
 def _code_of(owner: nn.Module, division: Division, index: int, products: Products | None) -> Forward:
@@ -61,32 +61,35 @@ def _with_units(
     if writer is None or not writer.changed:
         return plain
     units = compiled(writer.write(), division.calls[index].block)
-    known = ref(owner)  # replicas of the model share its code, and units have the modules of the model
+    known = ref(owner)
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the units or the nodes of the graph."""
-        is_own = torch.compiler.is_compiling() or known() is self
-        as_units = self.training and is_own and not (is_recorded() or is_transformed() or all_watched())
+        trains = self.training and _is_its_own(self, known)
+        as_units = trains and not (is_recorded() or is_transformed() or all_watched())
         return (units if as_units else plain)(self, *args, **kwargs)
 
     return forward
 
 
-def _by_block(gm: nn.Module, whole: Forward, divided: Forward, plain: Forward, blocks: "_Blocks") -> Forward:
+def _by_block(gm: nn.Module, whole: Forward, divided: Forward, blocks: "_Blocks") -> Forward:
     """Return a forward that calls the blocks in eval mode, where nothing is gained without them, and where it must."""
     known = ref(gm)
 
-    @functools.wraps(plain)
+    @functools.wraps(whole)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the graph as a whole or by block."""
-        if not torch.compiler.is_compiling() and known() is not self:
-            return plain(self, *args, **kwargs)  # the blocks of a replica are those of the model
         # Exported programs name the blocks.
-        calls_blocks = not self.training or torch.compiler.is_exporting() or blocks.are_watched()
-        return (divided if calls_blocks else whole)(self, *args, **kwargs)
+        wants_blocks = not self.training or torch.compiler.is_exporting() or blocks.are_watched()
+        return (divided if wants_blocks and _is_its_own(self, known) else whole)(self, *args, **kwargs)
 
     return forward
+
+
+def _is_its_own(model: nn.Module, known: ref[nn.Module]) -> bool:
+    """Return whether a model is the one that its code was made for, whose blocks and modules of units replicas share."""
+    return torch.compiler.is_compiling() or known() is model
 
 
 def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> list[Chain | Pair]:
