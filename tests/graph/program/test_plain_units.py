@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from qtoolkit.graph.program.units import FunctionUnit, LayerUnit, function, layer
 from qtoolkit.graph.program.units.base import Decided
-from tests.graph.program.test_unit import LSQ, SPECS, Ops, same
+from tests.graph.program.test_unit import LSQ, SPECS, ops_of_step, same
 from tests.nets import settled
 
 
@@ -160,16 +160,7 @@ def test_a_unit_is_one_op_in_each_direction() -> None:
     def ops_of(blocks: int) -> tuple[Counter[str], Counter[str]]:
         kinds = nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)
         layers = [copy.deepcopy(module) for _ in range(blocks) for module in kinds]
-        mapping, x = qt.QConfigMapping().set_global(qt.QConfig(LSQ, SPECS["lsq"][0])), torch.randn(4, 8)
-        model = qt.prepare(nn.Sequential(*layers).train(), (x,), qconfig_mapping=mapping)
-        qt.calibrate(model, [x], progress=False)
-        for _ in range(2):
-            model(x).sum().backward()
-        with Ops() as forward:
-            y = model(x).sum()
-        with Ops() as backward:
-            y.backward()
-        return forward.found, backward.found
+        return ops_of_step(nn.Sequential(*layers), torch.randn(4, 8))
 
     few, many = ops_of(2), ops_of(3)
     assert many[0] - few[0] == {"qtoolkit::layer_fake_quant": 2, "qtoolkit::function_fake_quant": 2}

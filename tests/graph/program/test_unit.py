@@ -347,9 +347,13 @@ def ops_of(units: int) -> tuple[Counter[str], Counter[str]]:
     layers = [
         m for _ in range(units) for m in (nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
     ]
+    return ops_of_step(nn.Sequential(*layers), torch.randn(2, 8, 4, 4), backend="academic")
+
+
+def ops_of_step(layers: nn.Module, x: Tensor, **options: Any) -> tuple[Counter[str], Counter[str]]:
+    """Return the ops of a forward and of a backward of a model with learned scales, after two steps."""
     mapping = qt.QConfigMapping().set_global(qt.QConfig(LSQ, SPECS["lsq"][0]))
-    x = torch.randn(2, 8, 4, 4)
-    model = qt.prepare(nn.Sequential(*layers).train(), (x,), backend="academic", qconfig_mapping=mapping)
+    model = qt.prepare(layers.train(), (x,), qconfig_mapping=mapping, **options)
     qt.calibrate(model, [x], progress=False)
     for _ in range(2):
         model(x).sum().backward()
