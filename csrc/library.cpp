@@ -35,6 +35,15 @@
 // What other units are told about their quantizer: whether backward keeps the values before it, whether its codes are
 // wanted.
 #define QT_UNIT_QUANTIZED(start) QT_UNIT_OUTPUT(start) ", bool learned, bool with_codes"
+// What attention_fake_quant is told about an operand, and about the quantizer of its weights.
+#define QT_OPERAND(name) \
+  "Tensor " name ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point, "
+#define QT_KEPT_OPERAND(name) \
+  "Tensor? " name ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point, "
+#define QT_ATTENTION                                                                                           \
+  "Tensor? mask, ScalarType dtype, bool keeps_softmax, Tensor? weights_start, Tensor? weights_ratio, Tensor? " \
+  "weights_rate, Tensor? "                                                                                     \
+  "weights_zero_point, int weights_qmin, int weights_qmax, float weights_grad_factor, bool learned"
 #define QT_FUNCTION "str function, SymInt[] shape, Tensor? weight, Tensor? bias, float eps"
 
 TORCH_LIBRARY(qtoolkit, m) {
@@ -233,6 +242,22 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def("function_fake_quant_backward(Tensor grad, int[] order, Tensor? x, " QT_FUNCTION ", " QT_UNIT_QUANTIZED(
       "Tensor?") ", Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd, bool[6] wanted) -> (Tensor, Tensor, Tensor, "
                  "Tensor, Tensor, Tensor)");
+
+  // Returns fake_quant(softmax(q k^T + mask)) v, computed in a dtype, with the softmax in float32 (float64 for a dtype
+  // of that), and what backward keeps: the scale of the weights, and the softmax if keeps_softmax is set, else that is
+  // computed again. q: (..., target, features), k: (..., source, features), v: (..., source, features of v), with the
+  // same other sizes, of which there is one at least. q_codes, q_scale, q_zero_point: the codes of q, from which
+  // backward makes its values again; without them it keeps q. mask: added to the scores, to which it broadcasts.
+  // weights_start: makes the scale as y_start does; without it the weights are not rounded. learned: their grid is
+  // trained. Differentiable in q, k, v, weights_start, weights_ratio and weights_zero_point; backward computes the
+  // weights again.
+  m.def("attention_fake_quant(" QT_OPERAND("q") QT_OPERAND("k") QT_OPERAND("v") QT_ATTENTION
+        ") -> (Tensor y, Tensor weights_scale, Tensor softmax)");
+
+  // Returns its gradients, in this order; empty where one is not wanted or there is none.
+  m.def("attention_fake_quant_backward(Tensor grad, " QT_KEPT_OPERAND("q") QT_KEPT_OPERAND("k") QT_KEPT_OPERAND("v")
+            QT_ATTENTION
+        ", Tensor weights_scale, Tensor softmax, bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // torch.ops.aten.convolution with a batch and gradients that write inside of their memory; see strided_pointwise.h.
   m.def(

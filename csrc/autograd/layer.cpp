@@ -1,5 +1,5 @@
-// Autograd of quant_layer, quant_weight and the units. A node keeps the arguments that the backward op shares with the
-// op, found by their names: once, since a small layer takes less time than that.
+// Autograd of quant_layer, quant_weight, the units and attention_fake_quant. A node keeps the arguments that the
+// backward op shares with the op, found by their names: once, since a small layer takes less time than that.
 #include <algorithm>
 #include <unordered_map>
 
@@ -269,6 +269,18 @@ const Differentiated kFunctionFakeQuant = {"function_fake_quant",
                                            {"y_rate"},
                                            nullptr,
                                            {{"x", "keeps_x", true}, {"y_start", "y_ratio", true}}};
+const Differentiated kAttention = {"attention_fake_quant",
+                                   "qtoolkit::attention_fake_quant_backward",
+                                   {"q", "k", "v", "weights_start", "weights_ratio", "weights_zero_point"},
+                                   {"q_codes", "q_scale", "q_zero_point", "k_codes", "k_scale", "k_zero_point",
+                                    "v_codes", "v_scale", "v_zero_point", "mask", "weights_rate"},
+                                   nullptr,
+                                   {{"mask", "keeps_softmax", false},
+                                    {"q", "q_codes", false},
+                                    {"k", "k_codes", false},
+                                    {"v", "v_codes", false},
+                                    {"weights_start", "weights_ratio", true}},
+                                   {"q_scale", "q_zero_point", "k_scale", "k_zero_point", "v_scale", "v_zero_point"}};
 
 }  // namespace
 
@@ -279,6 +291,7 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("unit", CppFunction::makeFromBoxedFunction<&recorded<kUnit>>());
   m.impl("layer_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kLayerFakeQuant>>());
   m.impl("function_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kFunctionFakeQuant>>());
+  m.impl("attention_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kAttention>>());
 }
 
 }  // namespace qtoolkit

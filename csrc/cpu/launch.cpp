@@ -373,7 +373,8 @@ const DeviceKernels kDeviceKernels = {
       for (int64_t i = 0; i < largest_count(u); ++i) {
         u.f64 ? unit_gradients_at<double>(u, i) : unit_gradients_at<float>(u, i);
       }
-    }};
+    },
+    /*attention_weights=*/nullptr};
 
 }  // namespace cpu
 }  // namespace qtoolkit

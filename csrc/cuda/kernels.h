@@ -12,6 +12,7 @@
 
 namespace qtoolkit {
 
+struct AttentionWeights;
 struct UnitScales;
 struct UnitGradients;
 
@@ -62,6 +63,10 @@ void batch_norm_track(const TrackedStatistics& statistics, cudaStream_t stream);
 
 void unit_scales(const UnitScales& u, cudaStream_t stream);
 void unit_gradients(const UnitGradients& u, cudaStream_t stream);
+
+// Weights of an attention, or their gradients too. The workspace is of float64 values.
+int64_t attention_workspace(const AttentionWeights& args);
+void attention_weights(const AttentionWeights& args, double* workspace, cudaStream_t stream);
 
 void weight_forward(const WeightRows& args, cudaStream_t stream);
 void weight_backward(const WeightRows& args, cudaStream_t stream);

@@ -31,17 +31,27 @@ at::Tensor empty_workspace(int64_t size, c10::Device device) {
   return at::empty({size}, at::TensorOptions().dtype(at::kDouble).device(device));
 }
 
-void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device) {
-  on_stream(device, [&](cudaStream_t stream) {
-    at::Tensor scale, zero_point, workspace;
+// Points arguments to a scale and a zero point in the type of the arithmetic, which live as long as this.
+struct GridOnDevice {
+  at::Tensor scale, zero_point;
+
+  template <class Args>
+  GridOnDevice(const GridTensors& grid, bool f64, Args& args) {
     if (grid.scale != nullptr) {
-      scale = in_arithmetic(*grid.scale, args.is_f64());
+      scale = in_arithmetic(*grid.scale, f64);
       args.scale = scale.const_data_ptr();
     }
     if (grid.zero_point != nullptr) {
-      zero_point = in_arithmetic(*grid.zero_point, args.is_f64());
+      zero_point = in_arithmetic(*grid.zero_point, f64);
       args.zero_point = zero_point.const_data_ptr();
     }
+  }
+};
+
+void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device) {
+  on_stream(device, [&](cudaStream_t stream) {
+    const GridOnDevice values(grid, args.is_f64(), args);
+    at::Tensor workspace;
     const int64_t size = workspace_size(kernel, args);
     if (size > 0) workspace = empty_workspace(size, device);
     kKernels[static_cast<int>(kernel)](args, size > 0 ? workspace.mutable_data_ptr<double>() : nullptr, stream);
@@ -68,6 +78,14 @@ void with_workspace(void (*kernels)(const BatchNormArgs&, double*, cudaStream_t)
   on_stream(device, [&](cudaStream_t stream) {
     const at::Tensor workspace = empty_workspace(batch_norm_workspace(args), device);
     kernels(args, workspace.mutable_data_ptr<double>(), stream);
+  });
+}
+
+void weights_of_attention(AttentionWeights& args, const GridTensors& grid, c10::Device device) {
+  on_stream(device, [&](cudaStream_t stream) {
+    const GridOnDevice values(grid, /*f64=*/false, args);
+    const at::Tensor workspace = empty_workspace(attention_workspace(args), device);
+    attention_weights(args, workspace.mutable_data_ptr<double>(), stream);
   });
 }
 
@@ -123,7 +141,8 @@ const DeviceKernels kDeviceKernels = {
     },
     [](const UnitGradients& u, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { unit_gradients(u, stream); });
-    }};
+    },
+    weights_of_attention};
 
 }  // namespace cuda
 }  // namespace qtoolkit

@@ -12,6 +12,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
 from qtoolkit.nn.on_codes import TrainsOnCodes
 from qtoolkit.nn.product import product
+from qtoolkit.nn.quantized_attention import quantized_attention
 from qtoolkit.quantizers.quantizer import Quantizer
 
 IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -122,22 +123,21 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
         self._check(query, key, value, attn_mask, is_causal)
         batched = query.dim() == 3
         q, k, v = self._project(*self._quantize_inputs(query, key, value, batched))
-        k, v, added = self._extend(k, v)
+        along = 1 if self.batch_first and batched else 0
+        k, v, added = self._extend(k, v, along)
+        target, source, batch = q.size(along), k.size(along), q.size(1 - along)
         if is_causal and key_padding_mask is None and not need_weights:
             # torch then ignores the mask and applies a causal one, which also masks what bias_k and add_zero_attn append.
-            attn_mask, added = torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).triu(1), 0
-        mask = self._merge_masks(attn_mask, key_padding_mask, q, added)
-        q = quantized(self.query_quantizer, self._heads(q) * math.sqrt(1.0 / self.head_dim))
-        k = quantized(self.key_quantizer, self._heads(k))
-        v = quantized(self.value_quantizer, self._heads(v))
-        weights = self._attend(q, k, mask)
-        y = self._out(product(torch.matmul, weights, v, self.products[1], self.training_arithmetic))
-        if self.batch_first and batched:
-            y = y.transpose(0, 1)
-        if average_attn_weights:
+            attn_mask, added = torch.ones(target, source, dtype=torch.bool, device=q.device).triu(1), 0
+        mask = self._merge_masks(attn_mask, key_padding_mask, q.dtype, batch, added)
+        q = quantized(self.query_quantizer, self._heads(q, along) * math.sqrt(1.0 / self.head_dim))
+        k = quantized(self.key_quantizer, self._heads(k, along))
+        v = quantized(self.value_quantizer, self._heads(v, along))
+        y, weights = self._attend(q, k, v, mask, need_weights)
+        y = self._out(y, along)
+        if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
-        y, weights = (y, weights) if batched else (y.squeeze(1), weights.squeeze(0))
-        return y, weights if need_weights else None
+        return (y, weights) if batched else (y.squeeze(1), None if weights is None else weights.squeeze(0))
 
     def forward_fp32(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute the module in float, as torch.nn.MultiheadAttention does."""
@@ -164,7 +164,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
     def _quantize_inputs(
         self, query: Tensor, key: Tensor, value: Tensor, batched: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize each distinct tensor once, and return it as (length, batch, features)."""
+        """Quantize each distinct tensor once, and give one without a batch a batch of 1, behind its length."""
         q = self._quantize_input(query, batched)
         k = q if key is query else self._quantize_input(key, batched)
         v = k if value is key else q if value is query else self._quantize_input(value, batched)
@@ -172,9 +172,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
 
     def _quantize_input(self, x: Tensor, batched: bool) -> Tensor:
         y: Tensor = quantized(self.input_quantizer, x)
-        if not batched:
-            return y.unsqueeze(1)
-        return y.transpose(0, 1) if self.batch_first else y
+        return y if batched else y.unsqueeze(1)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.in_proj_weight is None:
@@ -191,46 +189,63 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases, strict=True))
         return q, k, v
 
-    def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Append bias_k and bias_v, and the zeros of add_zero_attn, to keys and values; return the number of elements added."""
-        before, batch = k.size(0), k.size(1)
+    def _extend(self, k: Tensor, v: Tensor, along: int) -> tuple[Tensor, Tensor, int]:
+        """Append bias_k and bias_v, and the zeros of add_zero_attn, to keys and values along a dimension; return how many."""
+        before, batch = k.size(along), k.size(1 - along)
+        copies = (batch, 1, 1) if along else (1, batch, 1)
         if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self.bias_k.repeat(1, batch, 1)])
-            v = torch.cat([v, self.bias_v.repeat(1, batch, 1)])
+            k = torch.cat([k, self.bias_k.repeat(copies)], along)
+            v = torch.cat([v, self.bias_v.repeat(copies)], along)
         if self.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
-        return k, v, k.size(0) - before
+            row = (0, 0, 0, 1) if along else (0, 0, 0, 0, 0, 1)
+            k, v = F.pad(k, row), F.pad(v, row)
+        return k, v, k.size(along) - before
 
     def _merge_masks(
-        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, added: int
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype, batch: int, added: int
     ) -> Tensor | None:
         """Return the sum of both masks as floats, broadcastable to (batch, heads, target, source), or None."""
         masks = []
         if attn_mask is not None:
-            per_head = attn_mask if attn_mask.dim() == 2 else self._split_heads(attn_mask, q.size(1))
-            masks.append(_as_float(per_head, q.dtype))
+            per_head = attn_mask if attn_mask.dim() == 2 else self._split_heads(attn_mask, batch)
+            masks.append(_as_float(per_head, dtype))
         if key_padding_mask is not None:
-            masks.append(_as_float(key_padding_mask, q.dtype).reshape(q.size(1), 1, 1, -1))
+            masks.append(_as_float(key_padding_mask, dtype).reshape(batch, 1, 1, -1))
         return F.pad(sum(masks[1:], masks[0]), (0, added)) if masks else None
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """(length, batch, features) -> (batch, heads, length, features of a head)."""
-        return x.reshape(*x.shape[:2], self.num_heads, self.head_dim).permute(1, 2, 0, 3)
+    def _heads(self, x: Tensor, along: int) -> Tensor:
+        """(length, batch, features), or the batch first -> (batch, heads, length, features of a head).
+
+        Contiguous, as the gradient of a product is: the backward of a quantizer is slow where memory orders differ.
+        """
+        parts = x.reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        return (parts.transpose(1, 2) if along else parts.permute(1, 2, 0, 3)).contiguous()
 
     def _split_heads(self, x: Tensor, batch: int) -> Tensor:
         """(batch * heads, ...) -> (batch, heads, ...)."""
         return x.reshape(batch, self.num_heads, *x.shape[1:])
 
-    def _attend(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the attention weights: quantized, then with dropout in training."""
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the attended values; if they are needed, the weights, quantized and then with dropout in training."""
+        (of_q, of_k), (_, of_v) = self.products
+        if not need_weights and not (self.dropout and self.training):
+            y = quantized_attention(
+                (q, k, v), (of_q, of_k, of_v), mask, self.softmax_quantizer, self.training_arithmetic
+            )
+            if y is not None:
+                return y, None
         scores = product(torch.matmul, q, k.transpose(-2, -1), self.products[0], self.training_arithmetic)
         weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
         kept: Tensor = quantized(self.softmax_quantizer, weights)
-        return F.dropout(kept, self.dropout, self.training)
+        dropped = F.dropout(kept, self.dropout, self.training)
+        y = product(torch.matmul, dropped, v, self.products[1], self.training_arithmetic)
+        return y, dropped if need_weights else None
 
-    def _out(self, y: Tensor) -> Tensor:
-        """(batch, heads, length, features of a head) -> (length, batch, features), projected."""
-        y = y.permute(2, 0, 1, 3).flatten(2)
+    def _out(self, y: Tensor, along: int) -> Tensor:
+        """(batch, heads, length, features of a head) -> (length, batch, features), or the batch first, projected."""
+        y = (y.transpose(1, 2) if along else y.permute(2, 0, 1, 3)).flatten(2)
         weight = quantized(self.out_proj_weight_quantizer, self.out_proj.weight)
         return F.linear(quantized(self.out_proj_input_quantizer, y), weight, self.out_proj.bias)
 

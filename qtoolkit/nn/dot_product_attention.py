@@ -10,6 +10,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.nn.module import QuantModule, activation_quantizer, is_active, quantized
 from qtoolkit.nn.on_codes import TrainsOnCodes
 from qtoolkit.nn.product import product
+from qtoolkit.nn.quantized_attention import quantized_attention
 from qtoolkit.quantizers.quantizer import Quantizer
 
 QUANTIZERS = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer")
@@ -137,6 +138,11 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Tra
         k = self._repeat_heads(query, quantized(self.key_quantizer, key))
         v = self._repeat_heads(query, quantized(self.value_quantizer, value))
         of_scores, of_values = self.products
+        if attn_mask is None and not self.is_causal and not (self.dropout_p and self.training):
+            sources = (*of_scores, of_values[1])
+            y = quantized_attention((q, k, v), sources, None, self.softmax_quantizer, self.training_arithmetic)
+            if y is not None:
+                return y
         scores = product(torch.matmul, q, k.transpose(-2, -1), of_scores, self.training_arithmetic)
         weights = quantized(self.softmax_quantizer, self._weights(scores, attn_mask))
         dropped = F.dropout(weights, self.dropout_p, self.training)

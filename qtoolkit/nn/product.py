@@ -80,7 +80,7 @@ def product(
     if kept == [None, None]:
         return op(x, other)
     codes = [part for each in kept for part in _flat(each)]
-    y: Tensor = _Product.apply(*operands, integer and None not in kept, _autocast_type(x), *codes)
+    y: Tensor = _Product.apply(*operands, integer and None not in kept, autocast_type(x), *codes)
     return y.view(*x.shape[:-1], other.size(-1))
 
 
@@ -113,7 +113,8 @@ def _fits(x: Tensor, other: Tensor) -> bool:
     return x.size(-1) == other.size(-2) and x.numel() > 0 and other.numel() > 0
 
 
-def _autocast_type(x: Tensor) -> torch.dtype:
+def autocast_type(x: Tensor) -> torch.dtype:
+    """Return the type in which autocast lets a product of x compute, or that of x."""
     device = x.device.type
     casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if casts else x.dtype

@@ -151,12 +151,16 @@ def raw_of(y: Tensor) -> RawInput | None:
     return found.raw if found.raw.values._version == found.raw_version else None  # autograd says that it was changed
 
 
-def codes_of_values(part: Tensor, y: Tensor, quantizer: Quantizer | None) -> Codes | None:
-    """Return the codes of a tensor that has values of another one, y, whose arguments are those of `codes_of`."""
+def codes_of_values(part: Tensor, y: Tensor, quantizer: Quantizer | None, packs: bool = True) -> Codes | None:
+    """Return the codes of a tensor that has values of another one, y, whose arguments are those of `codes_of`.
+
+    Without `packs` each code has a byte.
+    """
     found = _grid_of(y, quantizer)
-    return (
-        None if found is None else Codes(_computed(part, found), found.scale, found.zero_point, found.qmin, found.qmax)
-    )
+    if found is None:
+        return None
+    codes = _computed(part, found if packs else replace(found, packed=False))
+    return Codes(codes, found.scale, found.zero_point, found.qmin, found.qmax)
 
 
 def values_of(codes: Codes, size: Sequence[int], dtype: torch.dtype) -> Tensor:

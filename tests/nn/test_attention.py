@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import onnx
 import pytest
@@ -285,3 +286,69 @@ def test_it_keeps_an_encoder_layer_off_the_fused_float_kernel() -> None:
         assert not torch.equal(layer(x), expected)
         with qt.disable_quantization(layer):
             torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- the op of training
+
+
+LEARNED = qt.QuantSpec(quantizer="lsq")
+AFFINE = qt.QuantSpec(quantizer="lsq_plus", symmetric=False)
+
+
+def trains(options: dict[str, object], spec: qt.QuantSpec = LEARNED) -> nn.Module:
+    layer = nn.MultiheadAttention(E, HEADS, batch_first=True, **options)
+    ours = qt.nn.QuantMultiheadAttention.from_float(layer, SPEC, "attn", spec)
+    return calibrated(ours.eval(), (torch.randn(B, L, E),) * 3).train()
+
+
+def attended(layer: nn.Module, **kwargs: object) -> tuple[int, list[Tensor]]:
+    """How often the op is called in a step, and the output with all gradients."""
+    torch.manual_seed(5)
+    x = torch.randn(B, L, E).requires_grad_()
+    layer.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y = layer(x, x, x, **{"need_weights": False, **kwargs})[0]
+    y.square().sum().backward()
+    gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+    calls = sum(event.name == "qtoolkit::attention_fake_quant" for event in profile.events())
+    return calls, [y.detach(), x.grad, *gradients]
+
+
+@pytest.mark.parametrize("spec", [LEARNED, AFFINE, qt.QuantSpec(bits=4)], ids=["learned", "affine", "four bits"])
+@pytest.mark.parametrize("mask", ["none", "padding", "causal", "float_mask", "per_head", "both"])
+def test_a_step_attends_in_one_op(spec: qt.QuantSpec, mask: str) -> None:
+    """Its values and gradients are those of the ops one by one, bit for bit on a CPU."""
+    layer, masks = trains({}, spec), masks_of(mask, L, True)
+    for quantizer in qt.quantizers_of(layer).values():
+        quantizer.count_steps(-1)  # behind the first steps, in which ranges follow the data
+    calls, found = attended(layer, **masks)
+    assert calls == 1
+    layer.training_arithmetic = replace(layer.training_arithmetic, save="float")
+    calls, wanted = attended(layer, **masks)
+    assert calls == 0
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+def test_where_the_op_may_not_attend() -> None:
+    """Where others see the weights, change them, or ask for more gradients, they are made one by one."""
+    layer = trains({})
+    assert attended(layer)[0] == 1
+    assert attended(layer, need_weights=True)[0] == 0
+    assert attended(layer, attn_mask=torch.zeros(L, L).requires_grad_())[0] == 0
+    assert attended(trains({"dropout": 0.5}))[0] == 0
+    seen = []
+    hook = layer.softmax_quantizer.register_forward_hook(lambda module, args, y: seen.append(y.shape))
+    assert attended(layer)[0] == 0
+    assert seen == [(B, HEADS, L, L)]
+    hook.remove()
+    layer.softmax_quantizer.disable()
+    assert attended(layer)[0] == 0
+    layer.softmax_quantizer.enable()
+    qt.nn.set_training_arithmetic(layer, "integer")
+    assert attended(layer)[0] == 0
+    qt.nn.set_training_arithmetic(layer)
+    with torch.no_grad():
+        layer(*[torch.randn(B, L, E)] * 3, need_weights=False)
+    assert attended(layer)[0] == 1
+    with qt.calibrating(layer):
+        assert attended(layer)[0] == 0

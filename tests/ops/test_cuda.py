@@ -25,6 +25,7 @@ from tests.cases import (
     scales,
     zero_points,
 )
+from tests.ops import test_attention as attention
 from tests.ops.test_batch_norm import ACTIVATIONS, tensors
 from tests.ops.test_cuda_host_fused import WEIGHTS, cases, normalized
 from tests.ops.test_every import image, run, sample
@@ -432,15 +433,37 @@ def test_weight(shape, folded, shared, dtype):
 def test_every_op_gives_what_the_cpu_gives(op):
     """On its sample, results and what it writes: near, since some sum in another order; codes and masks are equal.
 
-    Behind torch's GELU, whose last bits are the device's, a value may take the next code.
+    Behind torch's GELU and its softmax, whose last bits are the device's, a value may take the next code.
     """
     arguments = sample(op, floats(torch.float32)(4, 6, 16))
     on = {name: on_gpu(v) if isinstance(v, Tensor) else v for name, v in arguments.items()}
     for gpu, cpu in zip(run(op, on), run(op, arguments), strict=True):
-        if op == "function_fake_quant":
+        if op in ("function_fake_quant", "attention_fake_quant"):
             far = (gpu.cpu().double() - cpu.double()).abs() > 1e-5 + 1e-4 * cpu.abs()
             assert far.sum() <= cpu.numel() // 100
         elif cpu.is_floating_point():
             torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=1e-5, equal_nan=True)
         else:
             assert_same(gpu, cpu)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [1, 7, 197, 256, 500, 1024, 1025, 3000, 9000])
+def test_attention_is_that_of_the_ops_one_by_one(length, masked, dtype):
+    """On CUDA too: bit for bit where torch sums a softmax in the kernel's order, and products are exact in any order."""
+    given = attention.operands(((2, 3), 9, length, 16, 8), torch.float32)
+    mask = torch.linspace(-2, 2, 9 * length).mul(8).round().div(8).view(9, length).cuda() if masked else None
+    grid = {"start": torch.tensor(2.0**-8).cuda(), "ratio": None, "rate": None, "zero_point": None}
+    learned = {**grid, "ratio": attention.leaf(torch.ones((), device="cuda")), "rate": torch.ones((), device="cuda")}
+    found = []
+    for how in (attention.by_op, attention.one_by_one):
+        values = {name: attention.leaf(value.cuda().to(dtype)) for name, value in given.items()}
+        y = how(values, learned, mask, dtype)
+        found.append((y, attention.gradients(y, values, learned)))
+    (ours, gradients), (torchs, wanted) = found
+    if length <= 1024:
+        assert_same(ours, torchs)
+    unit = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    for one, other in ((ours, torchs), *zip(gradients, wanted, strict=True)):
+        torch.testing.assert_close(one, other, rtol=unit, atol=unit * float(other.abs().max()))

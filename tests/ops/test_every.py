@@ -104,6 +104,15 @@ def sample(op: str, x: Tensor) -> dict:
     quantized |= {"learned": True, "with_codes": True}
     plain = {name: value for name, value in unit.items() if name in layer or name in ("start", "ratio", "rate")}
     gelu = {"function": "gelu", "shape": [], "weight": None, "bias": None, "eps": 0.0}
+    attention: dict = {}
+    for name, seed in (("q", 0), ("k", 3), ("v", 5)):
+        on_grid = (floats(x.dtype, seed)(2, 5, 4) / 10).round().clamp(-8, 7)
+        attention |= {name: on_grid * 0.5, f"{name}_codes": on_grid.to(torch.int8)}
+        attention |= {f"{name}_scale": torch.tensor(0.5), f"{name}_zero_point": None}
+    attention |= {"mask": torch.linspace(-1, 1, 5), "dtype": x.dtype, "keeps_softmax": False, "learned": True}
+    of_weights = {"start": torch.tensor(0.004), "ratio": torch.ones(()), "rate": None, "zero_point": None}
+    of_weights |= {"qmin": 0, "qmax": 200, "grad_factor": 0.5}
+    attention |= {f"weights_{name}": value for name, value in of_weights.items()}
     statistics = {"mean": torch.linspace(-1, 1, 6), "variance": torch.linspace(1, 90, 6)}
     window = {"kernel_size": [3], "stride": [2], "padding": [1], "dilation": [1]}
     return {
@@ -224,6 +233,14 @@ def sample(op: str, x: Tensor) -> dict:
             "mean": torch.zeros(0),
             "rstd": torch.zeros(0),
             "wanted": [True] * 6,
+        },
+        "attention_fake_quant": attention,
+        "attention_fake_quant_backward": {
+            "grad": floats(x.dtype, 7)(2, 5, 4),
+            **attention,
+            "weights_scale": torch.tensor(0.004),
+            "softmax": torch.zeros(0),
+            "wanted": [True] * 5 + [False],
         },
         "convolution": {
             "x": x,

@@ -23,12 +23,12 @@ from qtoolkit.graph.program.epilogue import (
     why_activation_not_fused,
     why_batch_norm_not_fused,
     why_layer_not_fused,
-    why_quantizer_not_fused,
 )
 from qtoolkit.graph.program.units.function import why_not_fused
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
 from qtoolkit.nn.hooks import all_watched
+from qtoolkit.nn.output_grid import why_quantizer_not_fused
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.rules import is_number, module_of
 from qtoolkit.op_kinds.table import calls_where

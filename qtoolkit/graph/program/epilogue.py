@@ -23,14 +23,12 @@ from qtoolkit.nn.batch_norm import (
     is_frozen_batch_norm,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
+from qtoolkit.nn.output_grid import grid_now, why_quantizer_not_fused
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.table import bounds_of_module
 from qtoolkit.ops.layer import Codes
-from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
 from qtoolkit.quantizers.handed_over import codes_of, hand_on, hand_over
-from qtoolkit.quantizers.spec_ops import with_factor
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 # Numbers of dimensions of the inputs of each type of batch norm that the op computes.
 DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
@@ -79,30 +77,7 @@ def why_activation_not_fused(activation: nn.Module) -> str | None:
     return "its activation has hooks" if is_watched(activation) else None
 
 
-def why_quantizer_not_fused(quantizer: nn.Module) -> str | None:
-    """Return why the op does not quantize its output as a quantizer does."""
-    if type(quantizer) is not TensorQuantizer:
-        return f"{with_article(type(quantizer))} is not a TensorQuantizer"
-    spec = quantizer.spec
-    if not quantizer.capability.plain or spec.axis is not None:
-        return f"{spec.describe()} is not an integer format with one scale"
-    if quantizer.looks:
-        first = f"in the first {FOLLOWED_STEPS} steps " if quantizer.follows_data else ""
-        return f"{first}its quantizer observes its input"
-    if not (quantizer.quantizing and quantizer.ready):
-        return "its quantizer is disabled or not calibrated"
-    return "its quantizer has hooks" if is_watched(quantizer) else None
-
-
 # ---- the calls that the code of a prepared model makes
-
-
-def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
-    """Return the arguments of an op for a quantizer of a tensor of x's shape, where `why_quantizer_not_fused` has no reason."""
-    kind, spec = quantizer.kind, quantizer.spec
-    scale, zero_point, grad_factor = with_factor(*kind.grid(quantizer), kind.grad_factor(quantizer, x))
-    codes = {"qmin": spec.qmin, "qmax": spec.qmax, "grad_factor": grad_factor}
-    return {"scale": scale, "zero_point": zero_point, **codes}
 
 
 def layer_output(layer: Any, bn: Any, input: Any, *args: Any, **kwargs: Any) -> Output:

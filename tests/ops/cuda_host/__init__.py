@@ -176,6 +176,23 @@ class WeightRows(ctypes.Structure):
     )
 
 
+class ScoreRows(ctypes.Structure):
+    """`ScoreRows` of attention_weights.h."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64), ("dtype", ctypes.c_int8))
+
+
+class AttentionWeights(ctypes.Structure):
+    """`AttentionWeights` of attention_weights.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "length")),
+        *((name, ScoreRows) for name in ("scores", "weights", "grad")),
+        *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("bounds", ctypes.c_double * 2)),
+        ("sums", ctypes.c_void_p),
+    )
+
+
 def filled(structure: type[ctypes.Structure], **fields: Any) -> ctypes.Structure:
     """A structure with tensors as their pointers, tuples as arrays, and absent fields zero."""
     args, types = structure(), dict(structure._fields_)
@@ -204,6 +221,7 @@ def compiled() -> ctypes.CDLL:
     assert kernels.size_of_weight_rows() == ctypes.sizeof(WeightRows)
     assert kernels.size_of_unit_scales() == ctypes.sizeof(UnitScales)
     assert kernels.size_of_unit_gradients() == ctypes.sizeof(UnitGradients)
+    assert kernels.size_of_attention_weights() == ctypes.sizeof(AttentionWeights)
     return kernels
 
 

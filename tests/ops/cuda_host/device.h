@@ -141,3 +141,14 @@ inline void launch(unsigned blocks, unsigned threads, size_t bytes, const std::f
 }  // namespace device
 
 inline void __syncthreads() { swapcontext(&device::running->context, &device::scheduler); }
+
+// Of a warp: all threads of a block must call it equally often.
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int lanes) {
+  static T values[1024];
+  values[threadIdx.x] = value;
+  __syncthreads();
+  const T other = values[threadIdx.x ^ static_cast<unsigned>(lanes)];
+  __syncthreads();
+  return other;
+}

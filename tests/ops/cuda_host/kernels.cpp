@@ -1,6 +1,7 @@
 // Every CUDA kernel as a function NAME_on_host, to be called from Python; their launches are replaced.
 #include <utility>
 
+#include "cuda/attention.cu"
 #include "cuda/batch_norm.cu"
 #include "cuda/fake_quant.cu"
 #include "cuda/histogram.cu"
@@ -90,4 +91,11 @@ extern "C" void weight_forward_on_host(const WeightRows* args, int order) {
 extern "C" void weight_backward_on_host(const WeightRows* args, int order) {
   device::order = static_cast<device::Order>(order);
   cuda::weight_backward(*args, nullptr);
+}
+
+extern "C" int64_t size_of_attention_weights() { return sizeof(AttentionWeights); }
+extern "C" void attention_weights_on_host(const AttentionWeights* args, int order) {
+  std::vector<double> workspace(cuda::attention_workspace(*args), NAN);
+  device::order = static_cast<device::Order>(order);
+  cuda::attention_weights(*args, workspace.data(), nullptr);
 }

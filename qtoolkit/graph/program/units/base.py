@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit._snapshot import Snapshot
-from qtoolkit.graph.program.epilogue import grid_now, why_quantizer_not_fused
 from qtoolkit.nn import on_codes
+from qtoolkit.nn.output_grid import Grid, why_quantizer_not_fused
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.handed_over import Handed, handed_as, handed_with, keep
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -27,14 +27,7 @@ IGNORED = frozenset({*CHANGING, *(name for name in vars(nn.Module()) if "hooks" 
 MOST_PLANS = 64
 """Of one unit, for inputs of different sizes."""
 
-NOT_QUANTIZED = (None, None, None, None, -128, 127, 1.0)
 NOT_FOLLOWED = (None, None, False)
-
-Grid = tuple[Any, ...]
-"""The arguments of an op for a scale and its grid."""
-
-GridNow = Grid | Callable[[], Grid]
-"""The same, or what returns them at each call."""
 
 
 class Decided:
@@ -261,41 +254,9 @@ def _weight_grid_now(layer: Any, factor: Tensor | None, name: str | None) -> tup
     return (grid.scale, None, None, grid.zero_point, *of_codes), NOT_FOLLOWED
 
 
-def output_grid(quantizer: TensorQuantizer | None, like: Tensor) -> GridNow:
-    """Return the scale and the grid of an output like a tensor: a function where its quantizer makes them at each call."""
-    if quantizer is None:
-        return NOT_QUANTIZED
-    start = quantizer.kind.start(quantizer)
-    if start is None:
-        return grid_at_each_call(quantizer, like)
-    factor = quantizer.kind.grad_factor(quantizer, like)
-    return (*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
-
-
-def grid_at_each_call(quantizer: TensorQuantizer, like: Tensor) -> Callable[[], Grid]:
-    """Return the function that makes the scale and the grid of an output like a tensor."""
-
-    def grid() -> Grid:
-        found = grid_now(quantizer, like)
-        return found.pop("scale"), None, None, *(found[name] for name in ("zero_point", "qmin", "qmax", "grad_factor"))
-
-    return grid
-
-
-def grid_of(output: GridNow) -> Grid:
-    """Return the scale and the grid of an output in this call."""
-    return output if isinstance(output, tuple) else output()
-
-
 def gives_codes(quantizer: Any) -> bool:
     """Return whether the codes of a quantizer's output are a byte each."""
     return quantizer is not None and quantizer.capability.codes and not quantizer.capability.packed
-
-
-def is_learned(output: Grid) -> bool:
-    """Return whether a grid, as an op takes it, has a gradient."""
-    start, ratio, _, zero_point, *_ = output
-    return any(t is not None and t.requires_grad for t in (start, ratio, zero_point))
 
 
 def _handed(

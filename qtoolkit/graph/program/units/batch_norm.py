@@ -18,17 +18,15 @@ from qtoolkit.graph.program.epilogue import (
 )
 from qtoolkit.graph.program.units.base import (
     Decided,
-    GridNow,
     LayerArguments,
-    grid_of,
     kind_of_inputs,
     layer_arguments,
     layer_call,
     layer_is_plain,
-    output_grid,
 )
 from qtoolkit.nn.batch_norm import divisor_of, variance_of_step
 from qtoolkit.nn.hooks import all_watched, is_ordinary
+from qtoolkit.nn.output_grid import GridNow, grid_of, output_grid
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer

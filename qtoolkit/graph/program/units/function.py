@@ -9,17 +9,16 @@ from torch.nn import functional as F
 
 from qtoolkit import ops
 from qtoolkit._native import library
-from qtoolkit.graph.program.epilogue import why_quantizer_not_fused
-from qtoolkit.graph.program.units.base import (
-    Decided,
+from qtoolkit.graph.program.units.base import Decided, gives_codes
+from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
+from qtoolkit.nn.output_grid import (
     GridNow,
-    gives_codes,
     grid_at_each_call,
     grid_of,
     is_learned,
     output_grid,
+    why_quantizer_not_fused,
 )
-from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.quantizers.handed_over import Handed, handed_with
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 

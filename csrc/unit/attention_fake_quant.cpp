@@ -1,0 +1,290 @@
+// An attention whose weights are quantized. Backward keeps query, key and value, as their codes where they have them.
+// Scores and weights are the largest tensors of a transformer: backward computes them again, if it is not told to keep
+// the softmax.
+#include <ATen/ops/_softmax_backward_data.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/softmax.h>
+
+#include "../call_op.h"
+#include "../checks.h"
+#include "../launch.h"
+#include "../layer/layer_ops.h"
+#include "../registration.h"
+#include "unit_parts.h"
+
+namespace qtoolkit {
+namespace {
+
+using at::Tensor;
+using std::optional;
+using torch::jit::Stack;
+
+// Query, key or value: the values, or where backward keeps them the codes.
+struct Operand {
+  optional<Tensor> values, codes, scale, zero_point;
+
+  const Tensor& shaped() const { return values.has_value() ? *values : *codes; }
+};
+
+Reader& operator>>(Reader& reader, Operand& o) { return reader >> o.values >> o.codes >> o.scale >> o.zero_point; }
+
+struct Attention {
+  Operand q, k, v;
+  optional<Tensor> mask;
+  at::ScalarType dtype;
+  bool keeps_softmax;
+  Quantized weights;
+};
+
+Reader& operator>>(Reader& reader, Attention& a) {
+  a.weights.with_codes = false;
+  reader >> a.q >> a.k >> a.v >> a.mask >> a.dtype >> a.keeps_softmax >> static_cast<Output&>(a.weights) >>
+      a.weights.learned;
+  return reader;
+}
+
+void check_operand(const char* op, const char* name, const Operand& o) {
+  TORCH_CHECK_VALUE(o.values.has_value() || o.codes.has_value(), op, ": ", name, " or ", name,
+                    "_codes must be given, got None for both.");
+  const Tensor& t = o.shaped();
+  TORCH_CHECK_VALUE(t.dim() >= 3, op, ": ", name, " must have at least 3 dimensions, got shape ", t.sym_sizes(), ".");
+  if (o.values.has_value()) check_float(op, name, *o.values);
+  if (!o.codes.has_value()) return;
+  TORCH_CHECK_TYPE(is_code_dtype(o.codes->scalar_type()), op, ": ", name, "_codes must have an integer dtype, got ",
+                   o.codes->scalar_type(), ".");
+  TORCH_CHECK_VALUE(o.scale.has_value(), op, ": ", name, "_codes require ", name, "_scale, got None.");
+  TORCH_CHECK_VALUE(!o.values.has_value() || o.codes->sym_sizes() == o.values->sym_sizes(), op, ": ", name,
+                    "_codes must have the shape of ", name, ", ", t.sym_sizes(), ", got ", o.codes->sym_sizes(), ".");
+}
+
+void check_attention(const char* op, const Attention& a) {
+  check_operand(op, "q", a.q);
+  check_operand(op, "k", a.k);
+  check_operand(op, "v", a.v);
+  const Tensor &q = a.q.shaped(), &k = a.k.shaped(), &v = a.v.shaped();
+  const auto batch = [](const Tensor& t) { return t.sym_sizes().slice(0, t.dim() - 2); };
+  for (const Tensor* t : {&k, &v}) {
+    TORCH_CHECK_VALUE(t->dim() == q.dim() && batch(*t) == batch(q), op,
+                      ": q, k and v must have the same sizes in all dimensions but the last two, got shapes ",
+                      q.sym_sizes(), ", ", k.sym_sizes(), " and ", v.sym_sizes(), ".");
+    check_same_device(op, t == &k ? "k" : "v", *t, q);
+  }
+  TORCH_CHECK_VALUE(q.sym_size(-1) == k.sym_size(-1), op, ": q and k must have as many features, got ", q.sym_size(-1),
+                    " and ", k.sym_size(-1), ".");
+  TORCH_CHECK_VALUE(k.sym_size(-2) == v.sym_size(-2), op, ": k and v must have as many rows, got ", k.sym_size(-2),
+                    " and ", v.sym_size(-2), ".");
+  TORCH_CHECK_TYPE(is_float_dtype(a.dtype), op, ": dtype must be float32, float64, bfloat16 or float16, got ", a.dtype,
+                   ".");
+}
+
+// ---- batches of matrices
+
+// Whether one kernel makes weights of scores, and their gradients.
+bool has_kernel(const Attention& a) {
+  const Tensor& k = a.k.shaped();
+  const bool types = a.dtype != at::kDouble &&
+                     (!a.mask.has_value() || a.mask->scalar_type() == a.dtype || a.mask->scalar_type() == at::kFloat);
+  return !a.keeps_softmax && !k.is_meta() && on(k.device()).attention_weights != nullptr && types &&
+         k.size(-2) <= kLongestScores;
+}
+
+// cuBLAS takes up to three times longer for rows of another number of elements. Where the kernel makes the weights,
+// keys and values have rows of zeros behind them.
+constexpr int64_t kMultiple = 8;
+
+Tensor values_of(const Operand& o, at::ScalarType dtype) {
+  if (o.values.has_value()) return o.values->to(dtype);
+  static const auto dequantize =
+      find_op<Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, optional<int64_t>, int64_t, int64_t,
+                     at::ScalarType)>("qtoolkit::dequantize");
+  return dequantize.call(*o.codes, *o.scale, o.zero_point, std::nullopt, 1, 0, dtype);
+}
+
+Tensor matrices(const Tensor& values) { return values.flatten(0, -3).contiguous(); }
+
+Tensor padded(const Tensor& values) {
+  const int64_t rows = values.size(-2), all = (rows + kMultiple - 1) / kMultiple * kMultiple;
+  std::vector<int64_t> sizes = values.sizes().vec();
+  sizes[sizes.size() - 2] = all;
+  const Tensor result = at::empty(sizes, values.options());
+  result.narrow(-2, 0, rows).copy_(values);
+  result.narrow(-2, rows, all - rows).zero_();
+  return result.flatten(0, -3);
+}
+
+struct Matrices {
+  Tensor q, k, v;
+
+  explicit Matrices(const Attention& a) : q(matrices(values_of(a.q, a.dtype))) {
+    const auto rows = has_kernel(a) ? padded : matrices;
+    k = rows(values_of(a.k, a.dtype));
+    v = rows(values_of(a.v, a.dtype));
+  }
+};
+
+// Matrices in the shape of a batch of them.
+Tensor shaped_as(const Tensor& matrices, const Tensor& batch) {
+  std::vector<c10::SymInt> sizes = batch.sym_sizes().slice(0, batch.dim() - 2).vec();
+  sizes.push_back(matrices.sym_size(1));
+  sizes.push_back(matrices.sym_size(2));
+  return matrices.view_symint(sizes);
+}
+
+Tensor scores_of(const Attention& a, const Matrices& m) {
+  const Tensor scores = at::bmm(m.q, m.k.transpose(1, 2));
+  if (!a.mask.has_value()) return scores;
+  Tensor mask = *a.mask;
+  if (has_kernel(a) && mask.size(-1) != 1) mask = at::constant_pad_nd(mask, {0, scores.size(2) - mask.size(-1)});
+  return at::add(shaped_as(scores, a.q.shaped()), mask).flatten(0, -3).contiguous();
+}
+
+// The gradient of keys or values, from one with the rows behind them.
+Tensor without_padding(const Tensor& gradient, const Attention& a, const Tensor& grad) {
+  const Tensor rows = has_kernel(a) ? gradient.narrow(1, 0, a.k.shaped().size(-2)).contiguous() : gradient;
+  return shaped_as(rows, grad);
+}
+
+// ---- the weights
+
+struct Weights {
+  Tensor weights;
+  Tensor softmax;                             // of them, if it is kept
+  Tensor of_scores, of_scale, of_zero_point;  // gradients, in backward
+};
+
+ScoreRows rows_of(const Tensor& t) { return {t.mutable_data_ptr(), t.size(2), dtype_of(t)}; }
+
+// From scores, which it may overwrite, and in backward from the gradient of the weights, which becomes theirs.
+Weights by_kernel(const Attention& a, const Tensor& scores, const optional<Tensor>& scale, const Tensor& grad) {
+  Weights result;
+  result.weights = scores.scalar_type() == a.dtype ? scores : at::empty_like(scores, a.dtype);
+  result.of_scores = grad;
+  const optional<Tensor>& zero_point = a.weights.zero_point;
+  const bool sums_wanted = grad.defined() && scale.has_value() && a.weights.learned;
+  if (sums_wanted) result.of_scale = at::empty_like(*scale);
+  if (sums_wanted && zero_point.has_value()) result.of_zero_point = at::empty_like(*zero_point);
+  if (scores.numel() == 0) {
+    if (result.of_scale.defined()) result.of_scale.zero_();
+    if (result.of_zero_point.defined()) result.of_zero_point.zero_();
+    return result;
+  }
+  AttentionWeights args;
+  args.rows = scores.size(0) * scores.size(1);
+  args.length = a.k.shaped().size(-2);
+  args.scores = rows_of(scores);
+  args.weights = rows_of(result.weights);
+  if (grad.defined()) args.grad = rows_of(grad);
+  if (scale.has_value()) args.bounds = representable(a.weights.qmin, a.weights.qmax, result.weights);
+  const Tensor sums = at::empty({sums_wanted ? 2 : 0}, scores.options().dtype(at::kDouble));
+  if (sums_wanted) args.sums = sums.mutable_data_ptr<double>();
+  const c10::Device device = scores.device();
+  on(device).attention_weights(args, {pointer(scale), pointer(zero_point)}, device);
+  if (!sums_wanted) return result;
+  std::vector<GradientOfSums> gradients = {{args.sums, a.weights.grad_factor, &*scale, result.of_scale}};
+  if (result.of_zero_point.defined()) {
+    gradients.push_back({args.sums + 1, a.weights.grad_factor, nullptr, result.of_zero_point});
+  }
+  on(device).learned_gradients(gradients);
+  return result;
+}
+
+// From the softmax of the scores.
+Weights by_ops(const Attention& a, const Tensor& softmax, const optional<Tensor>& scale, const Tensor& grad) {
+  const QuantizedTensor q = quantize_output(softmax, a.weights, scale);
+  Weights result = {q.y.to(a.dtype), softmax};
+  if (!grad.defined()) return result;
+  QuantizedGradients behind = {grad.to(softmax.scalar_type()), {}, {}};
+  if (scale.has_value()) behind = quantize_output_backward(behind.z, softmax, q.mask, {}, a.weights, *scale);
+  result.of_scores = at::_softmax_backward_data(behind.z, softmax, -1, softmax.scalar_type()).to(a.dtype);
+  result.of_scale = behind.scale;
+  result.of_zero_point = behind.zero_point;
+  return result;
+}
+
+Weights weights_of(const Attention& a, const Matrices& m, const optional<Tensor>& scale, const Tensor& grad) {
+  const Tensor scores = scores_of(a, m);
+  if (has_kernel(a)) return by_kernel(a, scores, scale, grad);
+  return by_ops(a, at::softmax(scores, -1, a.dtype == at::kDouble ? at::kDouble : at::kFloat), scale, grad);
+}
+
+// ---- the ops
+
+void attention_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
+  Attention a;
+  const size_t count = op.schema().arguments().size();
+  Reader reader(torch::jit::last(*stack, count));
+  reader >> a;
+  torch::jit::drop(*stack, count);
+
+  constexpr const char* kOp = "attention_fake_quant";
+  TORCH_CHECK_VALUE(a.q.values.has_value() && a.k.values.has_value() && a.v.values.has_value(), kOp,
+                    ": q, k and v must be given, got None.");
+  check_attention(kOp, a);
+  const UnitParts parts = {kOp, nullptr, nullptr, nullptr, &a.weights.trained};
+  check_parts(parts, 0);
+  const WithoutAutocast guard;
+  optional<Tensor> scale;
+  if (a.weights.trained.start.has_value()) scale = make_scales(parts, {}).y_scale;
+  const Matrices m(a);
+  const Weights w = weights_of(a, m, scale, {});
+  stack->emplace_back(shaped_as(at::bmm(w.weights, m.v), *a.q.values));
+  stack->emplace_back(or_empty(scale.value_or(Tensor()), m.q.options()));
+  stack->emplace_back(or_empty(a.keeps_softmax ? w.softmax : Tensor(), m.q.options()));
+}
+
+// The places of gradients in the results of attention_fake_quant_backward.
+enum { kQ, kK, kV, kStart, kRatio, kZeroPoint, kCount };
+
+void attention_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
+  Tensor grad, weights_scale, softmax;
+  Attention a;
+  std::array<bool, kCount> wanted;
+  const size_t count = op.schema().arguments().size();
+  Reader(torch::jit::last(*stack, count)) >> grad >> a >> weights_scale >> softmax >> wanted;
+  torch::jit::drop(*stack, count);
+
+  const UnitParts parts = {"attention_fake_quant_backward", nullptr, nullptr, nullptr, &a.weights.trained};
+  check_attention(parts.op, a);
+  check_parts(parts, 0);
+  const WithoutAutocast guard;
+  TORCH_CHECK_VALUE(!a.keeps_softmax || softmax.dim() == 3, parts.op,
+                    ": softmax must be what the forward returned with keeps_softmax=True, got shape ",
+                    softmax.sym_sizes(), ".");
+  const optional<Tensor> scale = weights_scale.sym_numel() > 0 ? optional<Tensor>(weights_scale) : std::nullopt;
+  for (Operand* o : {&a.q, &a.k, &a.v}) {
+    if (o->codes.has_value()) o->values.reset();  // the codes are less to read
+  }
+  const Matrices m(a);
+  const Tensor dy = matrices(grad.to(a.dtype)), of_weights = at::bmm(dy, m.v.transpose(1, 2));
+  const Weights w = a.keeps_softmax ? by_ops(a, softmax, scale, of_weights) : weights_of(a, m, scale, of_weights);
+
+  std::array<Tensor, kCount> gradients;
+  if (wanted[kQ]) gradients[kQ] = shaped_as(at::bmm(w.of_scores, m.k), grad);
+  if (wanted[kK]) {
+    // The order of torch's own gradient decides its last bits. On CUDA the other one is faster.
+    const Tensor dk = has_kernel(a) ? at::bmm(w.of_scores.transpose(1, 2), m.q)
+                                    : at::bmm(m.q.transpose(1, 2), w.of_scores).transpose(1, 2);
+    gradients[kK] = without_padding(dk, a, grad);
+  }
+  if (wanted[kV]) gradients[kV] = without_padding(at::bmm(w.weights.transpose(1, 2), dy), a, grad);
+  const PartGradients of_parts =
+      gradients_of_parts(parts, {{}, w.of_scale, {}, {}, {}}, {false, false, wanted[kStart], wanted[kRatio]});
+  gradients[kStart] = of_parts.y_start;
+  gradients[kRatio] = of_parts.y_ratio;
+  gradients[kZeroPoint] = w.of_zero_point;
+  for (size_t i = 0; i < kCount; ++i)
+    stack->emplace_back(or_empty(wanted[i] ? gradients[i] : Tensor(), grad.options()));
+}
+
+}  // namespace
+
+QT_REGISTER_BODIES(m) {
+  m.impl("attention_fake_quant", torch::CppFunction::makeFromBoxedFunction<&attention_fake_quant>());
+  m.impl("attention_fake_quant_backward", torch::CppFunction::makeFromBoxedFunction<&attention_fake_quant_backward>());
+}
+
+}  // namespace qtoolkit

@@ -1,0 +1,75 @@
+"""The quantizer behind an op, as the op computes it: whether it may, and with which scale and grid."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from qtoolkit.errors import with_article
+from qtoolkit.nn.hooks import is_watched
+from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
+from qtoolkit.quantizers.spec_ops import with_factor
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+NOT_QUANTIZED = (None, None, None, None, -128, 127, 1.0)
+
+Grid = tuple[Any, ...]
+"""The arguments of an op for a scale and its grid."""
+
+GridNow = Grid | Callable[[], Grid]
+"""The same, or what returns them at each call."""
+
+
+def why_quantizer_not_fused(quantizer: nn.Module) -> str | None:
+    """Return why the op does not quantize its output as a quantizer does."""
+    if type(quantizer) is not TensorQuantizer:
+        return f"{with_article(type(quantizer))} is not a TensorQuantizer"
+    spec = quantizer.spec
+    if not quantizer.capability.plain or spec.axis is not None:
+        return f"{spec.describe()} is not an integer format with one scale"
+    if quantizer.looks:
+        first = f"in the first {FOLLOWED_STEPS} steps " if quantizer.follows_data else ""
+        return f"{first}its quantizer observes its input"
+    if not (quantizer.quantizing and quantizer.ready):
+        return "its quantizer is disabled or not calibrated"
+    return "its quantizer has hooks" if is_watched(quantizer) else None
+
+
+def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
+    """Return the arguments of an op for a quantizer of a tensor of x's shape, where `why_quantizer_not_fused` has no reason."""
+    kind, spec = quantizer.kind, quantizer.spec
+    scale, zero_point, grad_factor = with_factor(*kind.grid(quantizer), kind.grad_factor(quantizer, x))
+    codes = {"qmin": spec.qmin, "qmax": spec.qmax, "grad_factor": grad_factor}
+    return {"scale": scale, "zero_point": zero_point, **codes}
+
+
+def output_grid(quantizer: TensorQuantizer | None, like: Tensor) -> GridNow:
+    """Return the scale and the grid of an output like a tensor: a function where its quantizer makes them at each call."""
+    if quantizer is None:
+        return NOT_QUANTIZED
+    start = quantizer.kind.start(quantizer)
+    if start is None:
+        return grid_at_each_call(quantizer, like)
+    factor = quantizer.kind.grad_factor(quantizer, like)
+    return (*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
+
+
+def grid_at_each_call(quantizer: TensorQuantizer, like: Tensor) -> Callable[[], Grid]:
+    """Return the function that makes the scale and the grid of an output like a tensor."""
+
+    def grid() -> Grid:
+        found = grid_now(quantizer, like)
+        return found.pop("scale"), None, None, *(found[name] for name in ("zero_point", "qmin", "qmax", "grad_factor"))
+
+    return grid
+
+
+def grid_of(output: GridNow) -> Grid:
+    """Return the scale and the grid of an output in this call."""
+    return output if isinstance(output, tuple) else output()
+
+
+def is_learned(output: Grid) -> bool:
+    """Return whether a grid, as an op takes it, has a gradient."""
+    start, ratio, _, zero_point, *_ = output
+    return any(t is not None and t.requires_grad for t in (start, ratio, zero_point))

@@ -1,0 +1,76 @@
+"""The products of an attention with quantized weights in training: one op, which keeps query, key and value alone."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtoolkit._native import library
+from qtoolkit.nn.hooks import all_watched, is_ordinary
+from qtoolkit.nn.on_codes import TrainingArithmetic
+from qtoolkit.nn.output_grid import grid_of, is_learned, output_grid, why_quantizer_not_fused
+from qtoolkit.nn.product import autocast_type
+from qtoolkit.quantizers.handed_over import codes_of_values
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+_attention_fake_quant = library.attention_fake_quant.default
+
+
+def quantized_attention(
+    operands: tuple[Tensor, Tensor, Tensor],
+    sources: Sequence[Quantizer | None],
+    mask: Tensor | None,
+    quantizer: Quantizer | None,
+    arithmetic: TrainingArithmetic,
+) -> Tensor | None:
+    """Return softmax(query key^T + mask) on the grid of a quantizer, times the value.
+
+    Backward keeps the codes of the operands. On CUDA it computes the softmax again by one kernel; on a CPU it keeps it,
+    since that takes 2 % of the step of a small transformer. Values and gradients are those of the ops one by one: bit for
+    bit on a CPU, and on CUDA up to the order of the sums of gradients.
+
+    Args:
+        operands: The scaled query (..., target, features), the key (..., source, features) and the value
+            (..., source, features of the value).
+        sources: For each of them the quantizer on whose grid its values lie, or None.
+        mask: Added to the scores, or None.
+        quantizer: Of the weights, or None.
+        arithmetic: How to compute, and what to keep.
+
+    Returns:
+        (..., target, features of the value); None where the op may not compute it.
+    """
+    if arithmetic.save == "float" or arithmetic.forward == "integer" or not _fits(operands, mask):
+        return None
+    if quantizer is not None and (all_watched() or why_quantizer_not_fused(quantizer) is not None):
+        return None
+    arguments: list[Tensor | None] = []
+    for operand, source in zip(operands, sources, strict=True):
+        codes = codes_of_values(operand, operand, source, packs=False)
+        arguments += [operand, *((None,) * 3 if codes is None else (codes.codes, codes.scale, codes.zero_point))]
+    found = quantizer if isinstance(quantizer, TensorQuantizer) else None
+    grid = grid_of(output_grid(found, _scores_like(*operands[:2])))
+    query = operands[0]
+    how = autocast_type(query), query.is_cpu
+    y, *_ = _attention_fake_quant(*arguments, mask, *how, *grid, is_learned(grid))
+    return y  # type: ignore[no-any-return]  # a Tensor
+
+
+def _fits(operands: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> bool:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not all(map(is_ordinary, operands)):
+        return False
+    if not any(x.requires_grad for x in operands) or (mask is not None and not _is_constant(mask)):
+        return False
+    query = operands[0]
+    same = all((x.dtype, x.device, x.shape[:-2]) == (query.dtype, query.device, query.shape[:-2]) for x in operands)
+    return same and query.dim() >= 3 and all(x.numel() for x in operands)
+
+
+def _is_constant(mask: Tensor) -> bool:
+    return is_ordinary(mask) and mask.is_floating_point() and not mask.requires_grad
+
+
+def _scores_like(query: Tensor, key: Tensor) -> Tensor:
+    """Return a tensor of the shape of the scores, without memory."""
+    return torch.empty(*query.shape[:-1], key.size(-2), dtype=torch.float32, device="meta")
