@@ -37,6 +37,14 @@ struct Quantized {
   unsigned inside;  // as in Bits
 };
 
+// With the code, which is the lowest one for NaN.
+template <class V>
+struct Coded {
+  V value;
+  unsigned inside;
+  V code;
+};
+
 template <class A, class V>
 struct IntegerFunctor {
   static constexpr bool kMemoryBound = true;
@@ -45,9 +53,10 @@ struct IntegerFunctor {
     return {broadcast<V>(static_cast<A>(args.bounds.lo)), broadcast<V>(static_cast<A>(args.bounds.hi))};
   }
   template <class S>
-  QT_FN Quantized<V> apply(const IntegerFunctor& functor, V x, S scale, V zero_point) {
+  QT_FN Coded<V> apply(const IntegerFunctor& functor, V x, S scale, V zero_point) {
     const auto point = snap(x, scale, zero_point, functor.lo, functor.hi);
-    return {value_of<V>(point.code, scale, zero_point), inside_bits(point)};
+    const V code = point.code == point.code ? point.code : functor.lo;
+    return {value_of<V>(point.code, scale, zero_point), inside_bits(point), code};
   }
 };
 

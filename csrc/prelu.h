@@ -29,7 +29,8 @@ struct PreluFunctor {
   }
   template <class S>
   QT_FN Quantized<V> apply(const PreluFunctor& functor, V x, S scale, V slope) {
-    return IntegerFunctor<A, V>::apply(functor.grid, prelu(x, slope), scale, functor.zero_point);
+    const auto coded = IntegerFunctor<A, V>::apply(functor.grid, prelu(x, slope), scale, functor.zero_point);
+    return {coded.value, coded.inside};
   }
 };
 

@@ -79,7 +79,9 @@ QT_DEVICE T* row_of(const ScoreRows& rows, int64_t row) {
 
 // X is the type of the scores, Y that of weights and gradients; a row has kTeam threads with up to kMost elements each.
 template <class X, class Y, int kTeam, int kMost, bool kBackward>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kMost == 8  ? 3
+                                            : kBackward ? 1
+                                                        : 2)
     attention_weights_kernel(const __grid_constant__ AttentionWeights args, double* parts) {
   constexpr int kRows = kThreads / kTeam;
   const bool rounds = args.scale != nullptr;

@@ -26,20 +26,25 @@ constexpr int kLearnedBlocks = 4;
 template <>
 constexpr int kLearnedBlocks<PreluGradient> = 3;
 
-// Functor is one of kernel_list.h.
-template <class A, bool kDense, template <class, class> class Functor>
-__global__ void __launch_bounds__(kThreads, kDense ? kMapBlocks<Functor> : 1)
+// Functor is one of kernel_list.h. kCodes: its codes are written too, which takes more registers.
+template <class A, bool kDense, template <class, class> class Functor, bool kCodes = false>
+__global__ void __launch_bounds__(kThreads, !kDense  ? 1
+                                            : kCodes ? 4
+                                                     : kMapBlocks<Functor>)
     elementwise_kernel(const __grid_constant__ KernelArgs args) {
   using F = Functor<A, A>;
   const auto functor = F::from(args);
   const Grids<ScaleOf<F, A>, A> grids(args);
   map_vectors<A, kDense, F::kMemoryBound>(args, args.x, [&](const Contiguous& at, A(&v)[kVectorSize]) {
     unsigned inside = 0;
+    [[maybe_unused]] A codes[kVectorSize];
     grids.apply(at, v, [&](int k, auto scale, A zero_point) {
       const auto mapped = F::apply(functor, v[k], scale, zero_point);
       v[k] = mapped.value;
       inside |= mapped.inside << k;
+      if constexpr (kCodes) codes[k] = mapped.code;
     });
+    if constexpr (kCodes) store_dense(args.codes, at, codes);
     if (args.mask != nullptr)
       args.mask[at.first / 8] = static_cast<uint8_t>(at.is_whole ? inside : inside & ((1u << at.n) - 1));
   });
@@ -176,11 +181,12 @@ __global__ void __launch_bounds__(kThreads) learned_gradients_kernel(const __gri
   }
 }
 
-template <template <class, class> class Functor>
+template <template <class, class> class Functor, bool kCodes = false>
 void elementwise(const KernelArgs& args, cudaStream_t stream) {
-  launch_elementwise(pick(args.x.dtype, args.x.dense, elementwise_kernel<float, true, Functor>,
-                          elementwise_kernel<float, false, Functor>, elementwise_kernel<double, false, Functor>),
-                     args, stream);
+  launch_elementwise(
+      pick(args.x.dtype, args.x.dense, elementwise_kernel<float, true, Functor, kCodes>,
+           elementwise_kernel<float, false, Functor, kCodes>, elementwise_kernel<double, false, Functor, kCodes>),
+      args, stream);
 }
 
 using LearnedKernel = void (*)(KernelArgs, ReductionTiling, Pairs);
@@ -209,8 +215,13 @@ void learned_backward(const KernelArgs& args, double* workspace, cudaStream_t st
 
 }  // namespace
 
-#define QT_DEFINE(name, Functor) \
-  void name(const KernelArgs& args, double*, cudaStream_t stream) { elementwise<Functor>(args, stream); }
+#define QT_DEFINE(name, Functor)                                                         \
+  void name(const KernelArgs& args, double*, cudaStream_t stream) {                      \
+    if constexpr (std::is_same_v<Functor<float, float>, IntegerFunctor<float, float>>) { \
+      if (args.codes != nullptr) return elementwise<Functor, true>(args, stream);        \
+    }                                                                                    \
+    elementwise<Functor>(args, stream);                                                  \
+  }
 QT_ELEMENTWISE_KERNELS(QT_DEFINE)
 #undef QT_DEFINE
 

@@ -22,6 +22,15 @@ void run_elementwise(KernelId kernel, const KernelArgs& args, const at::Tensor& 
                      const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& zero_point,
                      const Axis& axis);
 
+// Values on a grid, their packed mask and their codes (int8 if qmin is negative, else uint8, of a grid of a byte);
+// empty and undefined where they are not wanted.
+struct FakeQuantized {
+  at::Tensor y, mask, codes;
+};
+
+FakeQuantized fake_quantized(const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& zero_point,
+                             int64_t qmin, int64_t qmax, bool with_mask, bool with_codes);
+
 // Writes dx by a kernel of QT_LEARNED_KERNELS, and keeps the sums of each channel. grad may be dx itself.
 class LearnedSums {
  public:

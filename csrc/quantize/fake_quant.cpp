@@ -27,8 +27,10 @@ std::tuple<Tensor, Tensor> empty_results(const Tensor& x, int64_t group, bool wi
 }
 
 void fake_quant_onto(const Tensor& y, const Tensor& mask, const Tensor& x, const Tensor& scale,
-                     const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, const Axis& axis) {
+                     const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, const Axis& axis,
+                     const Tensor& codes = {}) {
   KernelArgs args;
+  if (codes.defined() && !codes.is_meta()) args.codes = static_cast<uint8_t*>(codes.mutable_data_ptr());
   args.bounds = representable(qmin, qmax, x);
   run_elementwise(KernelId::fake_quant, args, y, mask, x, scale, zero_point, axis);
 }
@@ -227,6 +229,23 @@ std::tuple<Tensor, Tensor> scaled_e4m3(const Tensor& x, const Tensor& amax, bool
 }
 
 }  // namespace
+
+FakeQuantized fake_quantized(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin,
+                             int64_t qmax, bool with_mask, bool with_codes) {
+  constexpr const char* kOp = "fake_quant";
+  check_float(kOp, "x", x);
+  check_code_range(kOp, qmin, qmax);
+  const Axis a = check_grid(kOp, x, scale, zero_point, std::nullopt, 1, 0);
+  auto [y, mask] = empty_results(x, 1, with_mask);
+  Tensor codes;
+  if (with_codes) {
+    const at::ScalarType type = qmin < 0 ? at::kChar : at::kByte;
+    check_codes(kOp, type, qmin, qmax);
+    codes = empty_result(x, x.options().dtype(type), 1);
+  }
+  fake_quant_onto(y, mask, x, scale, zero_point, qmin, qmax, a, codes);
+  return {y, mask, codes};
+}
 
 QT_REGISTER_BODIES(m) {
   m.impl("fake_quant", fake_quant);

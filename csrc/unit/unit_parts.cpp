@@ -13,6 +13,7 @@
 #include "../launch.h"
 #include "../layer/layer_checks.h"
 #include "../layer/layer_ops.h"
+#include "../quantize/elementwise.h"
 #include "../quantize/positive_scale.h"
 
 namespace qtoolkit {
@@ -238,11 +239,8 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
 
 QuantizedTensor quantize_output(const Tensor& z, const Quantized& q, const optional<Tensor>& y_scale) {
   if (!y_scale.has_value()) return {z, {}, {}};
-  const auto [y, mask] =
-      fake_quant_op(z, *y_scale, q.zero_point, q.qmin, q.qmax, std::nullopt, 1, 0, q.grad_factor, !q.learned);
-  if (!q.with_codes) return {y, {}, mask};
-  const at::ScalarType type = q.qmin < 0 ? at::kChar : at::kByte;
-  return {y, quantize_op(y, *y_scale, q.zero_point, q.qmin, q.qmax, std::nullopt, 1, type), mask};
+  const FakeQuantized found = fake_quantized(z, *y_scale, q.zero_point, q.qmin, q.qmax, !q.learned, q.with_codes);
+  return {found.y, found.codes, found.mask};
 }
 
 QuantizedGradients quantize_output_backward(const Tensor& grad, const optional<Tensor>& z, const Tensor& mask,

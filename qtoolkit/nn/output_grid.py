@@ -1,15 +1,24 @@
 """The quantizer behind an op, as the op computes it: whether it may, and with which scale and grid."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
+from qtoolkit._native import library
 from qtoolkit.errors import with_article
-from qtoolkit.nn.hooks import is_watched
+from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
+from qtoolkit.quantizers.handed_over import Handed, handed_as, keep
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import with_factor
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+_function_fake_quant = library.function_fake_quant.default
+
+NO_FUNCTION = ("none", (), None, None, 0.0)
+"""The arguments of that op for a quantizer without a function before it."""
 
 NOT_QUANTIZED = (None, None, None, None, -128, 127, 1.0)
 
@@ -73,3 +82,41 @@ def is_learned(output: Grid) -> bool:
     """Return whether a grid, as an op takes it, has a gradient."""
     start, ratio, _, zero_point, *_ = output
     return any(t is not None and t.requires_grad for t in (start, ratio, zero_point))
+
+
+def gives_codes(quantizer: Any) -> bool:
+    """Return whether the codes of a quantizer's output are a byte each."""
+    return quantizer is not None and quantizer.capability.codes and not quantizer.capability.packed
+
+
+def handed_by_op(
+    y: Tensor, codes: Tensor | None, scale: Tensor, grid: Grid, quantizer: TensorQuantizer | None, others_take_it: bool
+) -> Handed | None:
+    """Return what a unit hands over with its output, whose scale the op has made; None without codes or a gradient."""
+    if quantizer is None or not (y.requires_grad and quantizer.capability.codes):
+        return None
+    positive = scale if grid[1] is not None else scale.abs()  # with a ratio it is positive
+    handed = handed_as(positive, grid[3], quantizer, codes, y._version)
+    if others_take_it:
+        keep(y, handed)
+    return handed
+
+
+def quantized_in_op(quantizer: Quantizer | None, x: Tensor) -> Tensor:
+    """Return x quantized, or x itself without a quantizer; in training its codes are handed over, where one op gives both."""
+    if quantizer is None:
+        return x
+    if not _computes_codes(quantizer, x):
+        return quantizer(x)  # type: ignore[no-any-return]  # a Tensor
+    grid = grid_of(output_grid(quantizer, x.detach().to("meta")))
+    learned = is_learned(grid)
+    y, codes, scale, *_ = _function_fake_quant(x, *NO_FUNCTION, learned, *grid, learned, True)
+    handed_by_op(y, codes, scale, grid, quantizer, True)
+    return y  # type: ignore[no-any-return]  # a Tensor
+
+
+def _computes_codes(quantizer: Quantizer, x: Tensor) -> TypeGuard[TensorQuantizer]:
+    if torch.compiler.is_compiling() or all_watched() or why_quantizer_not_fused(quantizer) is not None:
+        return False
+    needed = is_ordinary(x) and torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()
+    return needed and gives_codes(quantizer)

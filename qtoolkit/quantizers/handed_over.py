@@ -159,7 +159,8 @@ def codes_of_values(part: Tensor, y: Tensor, quantizer: Quantizer | None, packs:
     found = _grid_of(y, quantizer)
     if found is None:
         return None
-    codes = _computed(part, found if packs else replace(found, packed=False))
+    known = found.codes if part is y and not (packs and found.packed) else None
+    codes = _computed(part, found if packs else replace(found, packed=False)) if known is None else known
     return Codes(codes, found.scale, found.zero_point, found.qmin, found.qmax)
 
 

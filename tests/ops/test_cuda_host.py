@@ -109,11 +109,12 @@ def check_elementwise(run, shape: str, x: Tensor) -> None:
     wanted = native.fake_quant(x, *grid, -128, 127, *SHAPES[shape][1:], mask=True)
     assert wanted[0].is_contiguous()
     fields = {"numel": x.numel(), "channels": channels(*SHAPES[shape]), "x": x, "y_dtype": dtype_number(x)}
+    codes = ops.quantize(x, *grid, -128, 127, *SHAPES[shape][1:])
     for order in ORDERS:
-        got = [like(t) for t in wanted]
-        results = {"y": got[0], "mask": got[1], "scale": grid[0], "zero_point": grid[1]}
+        got = [like(t) for t in (*wanted, codes)]
+        results = {"y": got[0], "mask": got[1], "codes": got[2], "scale": grid[0], "zero_point": grid[1]}
         run("fake_quant", order, bounds=(-128, 127), **fields, **results)
-        for g, w in zip(got, wanted, strict=True):
+        for g, w in zip(got, (*wanted, codes), strict=True):
             assert_same(g, w)
 
 

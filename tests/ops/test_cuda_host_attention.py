@@ -46,6 +46,7 @@ def run(kernels, scores: Tensor, length: int, dtype: torch.dtype, grad: Tensor |
         if grad is not None:
             of_weights = grad.clone()
             args.grad = ScoreRows(of_weights.data_ptr(), grad.stride(0), dtype_number(grad))
+        kernels.launches()
         kernels.attention_weights_on_host(ctypes.byref(args), ORDERS[order])
         assert kernels.launches() == (2 if args.sums else 1)
         found[order] = [weights, sums if grad is None else of_weights, sums]

@@ -540,3 +540,25 @@ def test_oracle_itself_on_numbers_worked_out_by_hand():
     assert channel.reshape(-1).tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
     assert count == 4
     assert np.float32(reference.TINY) == np.float32(2**-126)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8], ids=name_of)
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_come_with_their_codes(layout, dtype, kind):
+    """The op of a quantizer writes both in one pass: those of fake_quant and quantize, of special values too."""
+    x = LAYOUTS[layout](floats(dtype)).clone()
+    flat = x.as_strided((x.untyped_storage().size() // x.element_size(),), (1,), 0)
+    flat[: len(SPECIAL)] = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)[: len(flat)]
+    scale, zero_point = scales(1), torch.tensor([3.0])
+    grid = bounds(kind)
+    function = ("none", [], None, None, 0.0, False)
+    for zero in (None, zero_point):
+        arguments = (scale, None, None, zero, *grid, 1.0, False, True)
+        y, codes, _, mask, *_ = torch.ops.qtoolkit.function_fake_quant(x, *function, *arguments)
+        wanted, bits = torch.ops.qtoolkit.fake_quant(x, scale, zero, *grid, mask=True)
+        assert_same(y, wanted)
+        assert_same(mask, bits)
+        of_values = ops.quantize(x, scale, zero, *grid, dtype=kind)
+        assert_same(codes, of_values)
+        assert_laid_out_as(codes, of_values)

@@ -66,7 +66,8 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         *(("numel", ctypes.c_int64), ("channels", ctypes.c_int64 * 4), ("x", Operand), ("grad", Operand)),
-        *(("y", ctypes.c_void_p), ("y_dtype", ctypes.c_int8), ("stream", ctypes.c_bool), ("mask", ctypes.c_void_p)),
+        *(("y", ctypes.c_void_p), ("y_dtype", ctypes.c_int8), ("stream", ctypes.c_bool)),
+        *(("codes", ctypes.c_void_p), ("mask", ctypes.c_void_p)),
         *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("fractional", ctypes.c_bool)),
         ("shared", ctypes.c_void_p),
         *(("bounds", ctypes.c_double * 2), ("format", Format), ("scale_format", Format), ("levels", Levels)),

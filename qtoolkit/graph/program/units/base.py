@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn import on_codes
-from qtoolkit.nn.output_grid import Grid, why_quantizer_not_fused
+from qtoolkit.nn.output_grid import Grid, handed_by_op, why_quantizer_not_fused
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.quantizers.handed_over import Handed, handed_as, handed_with, keep
+from qtoolkit.quantizers.handed_over import Handed, handed_with
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -108,7 +108,7 @@ class Decided:
         """
         quantizer = self.modules[-1]
         if quantizer is in_op:
-            return y, _handed(y, codes, scale, grid, quantizer, self.gives)
+            return y, handed_by_op(y, codes, scale, grid, quantizer, self.gives)
         y = quantizer(y)
         return y, handed_with(y)
 
@@ -252,21 +252,3 @@ def _weight_grid_now(layer: Any, factor: Tensor | None, name: str | None) -> tup
         raise RuntimeError(f"the weight quantizer of {name!r} changed while its layer ran.")
     of_codes = (grid.qmin, grid.qmax, grid.axis, grid.group, grid.block_size, grid.grad_factor)
     return (grid.scale, None, None, grid.zero_point, *of_codes), NOT_FOLLOWED
-
-
-def gives_codes(quantizer: Any) -> bool:
-    """Return whether the codes of a quantizer's output are a byte each."""
-    return quantizer is not None and quantizer.capability.codes and not quantizer.capability.packed
-
-
-def _handed(
-    y: Tensor, codes: Tensor | None, scale: Tensor, grid: Grid, quantizer: TensorQuantizer | None, others_take_it: bool
-) -> Handed | None:
-    """Return what a unit hands over with its output, whose scale the op has made; None without codes or a gradient."""
-    if quantizer is None or not (y.requires_grad and quantizer.capability.codes):
-        return None
-    positive = scale if grid[1] is not None else scale.abs()  # with a ratio it is positive
-    handed = handed_as(positive, grid[3], quantizer, codes, y._version)
-    if others_take_it:
-        keep(y, handed)
-    return handed

@@ -9,10 +9,12 @@ from torch.nn import functional as F
 
 from qtoolkit import ops
 from qtoolkit._native import library
-from qtoolkit.graph.program.units.base import Decided, gives_codes
+from qtoolkit.graph.program.units.base import Decided
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.output_grid import (
+    NO_FUNCTION,
     GridNow,
+    gives_codes,
     grid_at_each_call,
     grid_of,
     is_learned,
@@ -36,7 +38,7 @@ def _gelu(approximate: str) -> Function:
     return _named("gelu" if approximate == "none" else "gelu_tanh")
 
 
-NONE, PRELU = _named("none"), "prelu"
+NONE, PRELU = NO_FUNCTION, "prelu"
 OF_MODULE: Mapping[type[nn.Module], Callable[[Any], Function | None]] = {
     nn.GELU: lambda m: _gelu(m.approximate),
     nn.ReLU: lambda m: None if m.inplace else _named("relu"),

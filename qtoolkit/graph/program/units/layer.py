@@ -9,14 +9,13 @@ from qtoolkit._native import library
 from qtoolkit.graph.program.units.base import (
     Decided,
     LayerArguments,
-    gives_codes,
     kind_of_inputs,
     layer_arguments,
     layer_call,
     layer_is_plain,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
-from qtoolkit.nn.output_grid import GridNow, grid_of, is_learned, output_grid
+from qtoolkit.nn.output_grid import GridNow, gives_codes, grid_of, is_learned, output_grid
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
