@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qtoolkit.errors import check_known, first_line, with_article
+from qtoolkit.errors import first_line, with_article
 
 OWN_FOLDER = str(Path(__file__).parent)
 # What torch says of a tensor of another shape than an op takes.
 OF_SHAPES = re.compile(r"\b(shapes?|sizes?|channels|elements|dimensions?|[2-5]D)\b")
-# Types of defaults that Python branches on. Other defaults, such as a tensor or a tuple, stay inputs of the graph.
-FIXED_TYPES = (bool, int, float, str, type(None))
 
 
 def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -206,32 +204,6 @@ def _bound(model: nn.Module, example_inputs: Any, what: str, remedy: str = "") -
         return signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{what} not match {type(model).__name__}.forward{signature}: {error}{remedy}.") from None
-
-
-def fixed_arguments(model: nn.Module, concrete_args: Mapping[str, Any] | None, example_inputs: Any) -> dict[str, Any]:
-    """Return the values of the arguments that are fixed at tracing.
-
-    These are `concrete_args`, and arguments whose example value or default is a flag, a string or None; a default that is a
-    number is fixed too.
-
-    Raises:
-        ValueError: A key of `concrete_args` is not an argument of forward.
-        TypeError: The example inputs do not match the signature of forward.
-    """
-    parameters = inspect.signature(model.forward).parameters
-    if not isinstance(concrete_args, Mapping | None):
-        raise TypeError(f"prepare: concrete_args must be a dict of arguments of forward, got {concrete_args!r}.")
-    for name in concrete_args or {}:
-        check_known("argument of forward in prepare's concrete_args", name, parameters)
-    given = {} if example_inputs is None else bind(model, example_inputs)
-    values = {name: given.get(name, p.default) for name, p in parameters.items()}
-    fixed = {name: value for name, value in values.items() if _is_fixed(value, name in given)}
-    return {**fixed, **(concrete_args or {})}
-
-
-def _is_fixed(value: Any, given: bool) -> bool:
-    # A number that the user passes stays an input. Flags, strings and None select a branch of the forward.
-    return isinstance(value, bool | str | type(None)) if given else isinstance(value, FIXED_TYPES)
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qtoolkit.convert import check_quantized, in_reference_form
 from qtoolkit.errors import check_sequence, with_article
 from qtoolkit.export.pairs.shaped_weights import check_shapes
 from qtoolkit.finite import check_finite
 from qtoolkit.model_inputs import call_arguments, tensors_of, with_tensors
 from qtoolkit.model_state import check_module, deepcopy_model
-from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
@@ -32,26 +32,6 @@ def on_cpu(model: nn.Module, inputs: Any, what: str) -> tuple[nn.Module, Any]:
         model = deepcopy_model(model, what=what).cpu()
     tensors = tensors_of(inputs)
     return model, with_tensors(inputs, (t.cpu() for t in tensors)) if _are_elsewhere(tensors) else inputs
-
-
-def converted_on_cpu(model: nn.Module, inputs: Any, what: str) -> tuple[nn.Module, Any]:
-    """Return what a file is written from: a prepared model, converted, or a converted one, and inputs, on the CPU.
-
-    Raises:
-        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`.
-        RuntimeError: A quantizer saw no data.
-        ValueError: Nothing is quantized, or the model has what no file can have.
-    """
-    check_quantized(model, what)
-    converted, inputs = on_cpu(convert(model) if quantizers_of(model) else model, inputs, what)
-    if not grids_of(converted):
-        raise ValueError(
-            f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
-            f"To export the float model, use torch.onnx.export."
-        )
-    check_shapes(converted, what)
-    check_finite(converted, what)
-    return converted, inputs
 
 
 def grids_of(model: nn.Module) -> dict[str, Grid]:
@@ -82,26 +62,27 @@ class Inputs:
     what: str
 
     @classmethod
-    def of(cls, model: nn.Module, example_inputs: Any, input_names: Sequence[str] | None, what: str) -> "Inputs":
-        """Return the inputs for example inputs as `export_onnx` takes them; errors begin with `what`, the public function.
+    def of(cls, source: "Source", input_names: Sequence[str] | None) -> "Inputs":
+        """Return the inputs of a model, with names for the first ones.
 
         Raises:
             TypeError: The example inputs do not match forward, or the model or one of them is of float64.
             ValueError: There are more names than tensors, or a name occurs twice.
         """
-        args, kwargs = call_arguments(model, example_inputs, f"{what}: example_inputs do")
+        model, what = source.model, source.what
+        args, kwargs = call_arguments(model, source.example_inputs, f"{what}: example_inputs do")
         arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
         check_sequence(input_names or (), what, "input_names")
         inputs = cls(args, kwargs, arguments, tuple(input_names or ()), what)
         check_names(what, "input_names", inputs.given_names, inputs.default_names)
         check_names(what, "input_names", inputs.names, inputs.default_names)
-        inputs.check_dtypes(model)
+        inputs._check_dtypes(source)
         return inputs
 
-    def check_dtypes(self, model: nn.Module) -> None:
+    def _check_dtypes(self, source: "Source") -> None:
         """Raise TypeError for a model or an input of float64."""
-        scales = [(f"{name}.scale", grid.scale) for name, grid in grids_of(model).items()]
-        tensors = [*model.named_parameters(), *scales, *zip(self.names, self.tensors, strict=True)]
+        scales = [(f"{name}.scale", grid.scale) for name, grid in source.grids.items()]
+        tensors = [*source.model.named_parameters(), *scales, *zip(self.names, self.tensors, strict=True)]
         name = next((name for name, tensor in tensors if tensor.dtype == torch.float64), None)
         if name is not None:
             raise TypeError(
@@ -163,6 +144,44 @@ class Inputs:
         doubled = [torch.cat([tensor, tensor]) if tensor.dim() > 0 else tensor for tensor in self.tensors]
         args, kwargs = with_tensors((self.args, self.kwargs), iter(doubled))
         return replace(self, args=args, kwargs=kwargs), shapes
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a file is written from, on the CPU.
+
+    Attributes:
+        model: The converted model.
+        grids: Its quantizers by their names.
+        example_inputs: Inputs, as `export_onnx` takes them.
+        what: The public function, with which errors begin.
+    """
+
+    model: nn.Module
+    grids: Mapping[str, Grid]
+    example_inputs: Any
+    what: str
+
+    @classmethod
+    def of(cls, model: nn.Module, example_inputs: Any, what: str) -> "Source":
+        """Return the source of a prepared model, which is converted, or of a converted one.
+
+        Raises:
+            TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`.
+            RuntimeError: A quantizer saw no data.
+            ValueError: Nothing is quantized, or the model has what no file can have.
+        """
+        check_quantized(model, what)
+        converted, inputs = on_cpu(in_reference_form(model) if quantizers_of(model) else model, example_inputs, what)
+        grids = grids_of(converted)
+        if not grids:
+            raise ValueError(
+                f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
+                f"To export the float model, use torch.onnx.export."
+            )
+        check_shapes(converted, what)
+        check_finite(converted, what)
+        return cls(converted, grids, inputs, what)
 
 
 class _ByName(nn.Module):

@@ -19,11 +19,10 @@ from qtoolkit.graph.capture.functions import scripted_functions
 from qtoolkit.graph.capture.mode import add_modes, traced_modes
 from qtoolkit.graph.capture.same_outputs import Expected
 from qtoolkit.graph.capture.shapes import ShapePropagation
-from qtoolkit.graph.capture.signature import Call
+from qtoolkit.graph.capture.signature import FIXED_TYPES, Arguments
 from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
 from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, names_of_own, type_for
-from qtoolkit.model_inputs import FIXED_TYPES, bind, fixed_arguments
 from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import check_given
 from qtoolkit.random_state import RandomState
@@ -86,13 +85,12 @@ def run(
     kept = {} if integration is None else integration.attributes_of(original)
     kept |= {name: _find_attribute(original, name) for name in preserve_attributes or ()}
     leaf_submodules = _find_submodules(model, untraced)
-    fixed = fixed_arguments(model, concrete_args, example_inputs)
-    call = Call.find(model, example_inputs, fixed, concrete_args or {})
+    arguments = Arguments.of(model, concrete_args, example_inputs)
 
     def trace_once() -> _Traced:
-        shapes = None if example_inputs is None else ShapePropagation(model, bind(model, example_inputs))
-        tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model), call)
-        return _Traced(tracer, _graph(model, tracer, fixed, example_inputs is not None))
+        shapes = None if arguments.given is None else ShapePropagation(model, arguments.given)
+        tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model), arguments.call)
+        return _Traced(tracer, _graph(model, tracer, arguments.fixed))
 
     (tracer, graph), batch_norms, branches = _in_both_modes(model, trace_once)
     compares = example_inputs is not None and not branches  # with branches it follows the other mode
@@ -104,9 +102,9 @@ def run(
     _warn_of_finite_checks(tracer.finite_checks.values())
     for node in tracer.inlined:
         node.meta.pop("is_wrapped", None)  # torch.fx would wrap the result of a wrapped function again
-    _restore_arguments(graph, fixed)
+    _restore_arguments(graph, arguments.fixed)
     if example_inputs is not None:
-        _check_arguments(graph, fixed)
+        _check_arguments(graph, arguments.fixed)
     add_modes(model, graph, tracer.modes)
     norms.use_torch_types(model, batch_norms)
     subclasses.run(model, graph, tuple(leaf_modules))
@@ -135,7 +133,7 @@ class _Traced(NamedTuple):
         return both_modes.OfMode(self.graph, self.tracer.modes, self.tracer.blocks.calls)
 
 
-def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any], has_example_inputs: bool) -> fx.Graph:
+def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any]) -> fx.Graph:
     """Trace a model in its mode.
 
     Raises:
@@ -152,7 +150,7 @@ def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any], has_exa
                 "the forward draws random numbers, by torch, random or numpy, that every run of the graph would repeat."
             )
     except Exception as error:  # the user's forward may raise anything on proxies
-        raise untraceable(error, model, tracer.path, has_example_inputs) from error
+        raise untraceable(error, model, tracer.path, tracer.shapes is not None) from error
     finally:
         assignments.undo()
     tracer.erase_finite_checks()
