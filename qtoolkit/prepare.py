@@ -131,32 +131,39 @@ def prepare(
         parametrizations = take_parametrizations(own, weighted_types(table))
         rules = LayerRules.of(own, target, qconfig_mapping, table, custom)
         captured = own if capture == "trace" else exported.run(own, example_inputs, leaves)
-        gm = trace.run(captured, leaves, untraced, concrete_args, preserve_attributes, example_inputs, own)
-        branches, calls, types = map(gm.meta.pop, (trace.BRANCHES, trace.CALLS, trace.OUTPUT_TYPES))
-        measured = example_inputs is not None
-        tracing = Tracing(leaves, tuple(untraced), concrete_args, measured, branches, model.training, types)
+        traced = trace.run(captured, leaves, untraced, concrete_args, preserve_attributes, example_inputs, own)
+        gm, measured = traced.gm, example_inputs is not None
+        tracing = Tracing(
+            leaves, tuple(untraced), concrete_args, measured, traced.branches, model.training, traced.output_types
+        )
         gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
         gm = passes.fuse_patterns.run(gm, patterns)
         rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
         _warn_of_types(own, gm, qconfig_mapping, leaf_modules, custom)
-        gm = passes.leaf_modules.run(gm, rules)
-        gm = passes.swap.run(gm, rules)
-        gm = passes.link_batch_norms.run(gm, rules)
-        gm = passes.split_silu.run(gm, rules)
-        gm = passes.insert.run(gm, rules)
-        gm.note_weights()
-        gm = passes.link_inputs.run(gm, target)
-        set_training_arithmetic(gm, arithmetic, save)
-        gm = passes.record.run(gm, rules)
+        gm = _quantized(gm, rules, arithmetic, save)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()
-        gm.divide(calls)
+        gm.divide(traced.calls)
         _note(gm, model, example_inputs, {"training_arithmetic": arithmetic, "save": save, "untraced": untraced,
             "concrete_args": concrete_args, "leaf_modules": leaf_modules, "preserve_attributes": preserve_attributes,
             "qat_modules": qat_modules, "fuse_patterns": fuse_patterns, "capture": capture})  # fmt: skip
         if example_inputs is not None:
             passes.record.try_out(gm, example_inputs)
     return gm
+
+
+def _quantized(
+    gm: QuantizedGraphModule, rules: LayerRules, arithmetic: Arithmetic, save: Saved
+) -> QuantizedGraphModule:
+    """Run the passes that put QAT layers and quantizers into a graph."""
+    gm = passes.leaf_modules.run(gm, rules)
+    gm = passes.swap.run(gm, rules)
+    gm = passes.link_batch_norms.run(gm, rules)
+    gm = passes.split_silu.run(gm, rules)
+    gm = passes.insert.run(gm, rules)
+    gm = passes.link_inputs.run(gm, rules.backend)
+    set_training_arithmetic(gm, arithmetic, save)
+    return passes.record.run(gm, rules)
 
 
 def _note(gm: QuantizedGraphModule, model: nn.Module, example_inputs: Any, options: Mapping[str, Any]) -> None:

@@ -146,7 +146,7 @@ def equalize(
     for name in skip:
         check_known("layer in skip of equalize", name, layers)
     before = outputs_of(own, example_inputs)
-    gm = trace.run(own, example_inputs=example_inputs)
+    gm = trace.run(own, example_inputs=example_inputs).gm
     links, skipped = _links(gm, own, skip, target)
     with values_unchanged_on_error([*own.parameters(), *own.buffers()]):
         if activations is None:
@@ -314,6 +314,7 @@ def _obstacles(
     names, owners = names_by_module(model), owners_of_parameters(model)
 
     def obstacle(node: fx.Node) -> str:
+        """Return why the weight of a layer cannot be scaled; "" if it can."""
         module, name = module_of(node), str(node.target)
         if name in skip:
             return "skip names it"

@@ -34,8 +34,13 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     Raises:
         ValueError: A spec does not fit a function's weight.
     """
-    if any(is_quantizer(node) for node in gm.graph.nodes):
-        return gm
+    if not any(is_quantizer(node) for node in gm.graph.nodes):
+        _insert(gm, rules)
+    gm.note_weights()
+    return gm
+
+
+def _insert(gm: QuantizedGraphModule, rules: LayerRules) -> None:
     decisions = decide.run(Roles(gm.graph, rules), gm.graph)
     weights = list(_insert_weights(gm, decisions.weights))  # first: their values are computed by the graph as it is
     edges = [*_insert_activations(gm, decisions.quantizers), *weights, *layer_edges(gm)]
@@ -43,7 +48,6 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     gm.plan = replace(plan, status={**decisions.left, **plan.status}, edges=tuple(edges))
     gm.graph.lint()
     gm.recompile()
-    return gm
 
 
 def _insert_activations(gm: QuantizedGraphModule, planned: Sequence[PlannedQuantizer]) -> Iterator[Edge]:
