@@ -2,8 +2,9 @@
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from qtoolkit.convert import check_quantized, in_reference_form
 from qtoolkit.errors import check_sequence, with_article
 from qtoolkit.export.pairs.shaped_weights import check_shapes
 from qtoolkit.finite import check_finite
-from qtoolkit.model_inputs import call_arguments, tensors_of, with_tensors
+from qtoolkit.model_inputs import call_arguments, leaves, tensors_of, with_tensors
 from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -98,7 +99,7 @@ class Inputs:
     @property
     def default_names(self) -> list[str]:
         """A name for each tensor: the argument's, with the keys and positions in containers as torch.export adds them."""
-        return [name for argument, value in self.arguments.items() for name in _names_in(argument, value)]
+        return ["_".join(map(str, path)) for path, value in leaves(self.arguments) if isinstance(value, Tensor)]
 
     @property
     def names(self) -> list[str]:
@@ -119,7 +120,7 @@ class Inputs:
                 f"{self.what}: dynamic_shapes must have an entry for each input of forward ({', '.join(self.arguments)}), "
                 f"got {list(shapes) if len(shapes) == len(values) else len(shapes)}; an entry is a dict of dimensions, or None."
             )
-        return list(_sizes_in(values, shapes))
+        return [_entry(shapes, path) for path, value in leaves(values) if isinstance(value, Tensor)]
 
     def with_dynamic_batch(self) -> "tuple[Inputs, dict[str, Any]]":
         """Return inputs with at least two samples, and the `dynamic_shapes` that make dimension 0 of each tensor dynamic.
@@ -232,14 +233,15 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inpu
         ValueError: There are more names than tensors, or a name occurs twice, or is that of an input.
     """
     what = inputs.what
-    for place, value in _leaves("output", outputs):
+    found = {"".join(["output", *(f"[{key!r}]" for key in path)]): value for path, value in leaves(outputs)}
+    for place, value in found.items():
         if not isinstance(value, Tensor | None):
             shown = repr(value) if isinstance(value, int | float | str) else with_article(type(value))
             raise TypeError(
                 f"{what}: the outputs of an ONNX file are tensors, but forward returns {shown} in {place}; export a "
                 f"module that calls the model and returns its tensors alone."
             )
-    tensors = [place for place, value in _leaves("output", outputs) if value is not None]
+    tensors = [place for place, value in found.items() if value is not None]
     check_names(what, "output_names", output_names or (), tensors)
     both = [name for name in output_names or () if name in inputs.names]
     if both:
@@ -248,25 +250,9 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inpu
         )
 
 
-def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, Mapping | tuple | list):
-        yield place, value
-    for key, part in _parts(value):
-        yield from _leaves(f"{place}[{key!r}]", part)
-
-
-def _names_in(name: str, value: Any) -> Iterator[str]:
-    if isinstance(value, Tensor):
-        yield name
-    for key, part in _parts(value):
-        yield from _names_in(f"{name}_{key}", part)
-
-
-def _sizes_in(value: Any, shapes: Any) -> Iterator[Any]:
-    if isinstance(value, Tensor):
-        yield shapes
-    for key, part in _parts(value):
-        yield from _sizes_in(part, None if shapes is None else shapes[key])
+def _entry(entries: Any, path: Iterable[Any]) -> Any:
+    """Return the entry for a tensor, by the keys and positions that lead to both; None where one on the way is None."""
+    return reduce(lambda entry, key: None if entry is None else entry[key], path, entries)
 
 
 def _mapped(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
@@ -275,12 +261,5 @@ def _mapped(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
         return of_tensor(value)
     if isinstance(value, Mapping):
         return {key: _mapped(part, of_tensor) for key, part in value.items()}
-    parts = [_mapped(part, of_tensor) for _, part in _parts(value)]
+    parts = [_mapped(part, of_tensor) for part in (value if isinstance(value, tuple | list) else ())]
     return type(value)(parts) if type(value) in (tuple, list) else (parts or None)
-
-
-def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of a container with their keys or positions; none of another value."""
-    if isinstance(value, Mapping):
-        return value.items()
-    return enumerate(value) if isinstance(value, tuple | list) else ()

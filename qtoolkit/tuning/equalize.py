@@ -16,7 +16,7 @@ from qtoolkit.graph.nodes import kind_of
 from qtoolkit.model_state import deepcopy_model, values_unchanged_on_error
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.shared_modules import names_by_module, owners_of_parameters
 from qtoolkit.tuning.channels import LAYERS, ChannelView
@@ -327,7 +327,7 @@ def _obstacles(
 
 
 def _is_layer(node: fx.Node) -> bool:
-    return node.op == "call_module" and type(module_of(node)) in LAYERS
+    return type(called_module(node)) in LAYERS
 
 
 def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:

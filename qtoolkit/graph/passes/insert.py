@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
 
-import torch
 from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -15,6 +14,7 @@ from qtoolkit.graph.placement.decide import PlannedQuantizer, Request
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Edge, Plan
 from qtoolkit.layer_rules import LayerRules
+from qtoolkit.model_state import device_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
@@ -51,7 +51,7 @@ def _insert(gm: QuantizedGraphModule, rules: LayerRules) -> None:
 
 
 def _insert_activations(gm: QuantizedGraphModule, planned: Sequence[PlannedQuantizer]) -> Iterator[Edge]:
-    device = next((p.device for p in gm.parameters()), torch.device("cpu"))
+    device = device_of(gm)
     holder = add_holder(gm, HOLDER) if planned else HOLDER
     for each in planned:
         target = f"{holder}.{free_name(gm.get_submodule(holder), each.name)}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from qtoolkit.errors import with_article
 from qtoolkit.graph.capture.in_place import changes_first
@@ -32,7 +32,7 @@ from qtoolkit.integer.kernels import Kernel, OpKernel
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.refusals import NO_GRID
 from qtoolkit.op_kinds.bounds import Bounds
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.quantizers.clip_range import saturates
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.table import Runtime
@@ -76,7 +76,7 @@ def _put_kernel(
         return _replace_function(gm, node, grids[0], runtime, holder)
     if len(grids) < len(sources):
         return Computed.in_float(Refusal(Cause.INPUT_CODES, "one of its inputs is not quantized"))
-    if isinstance(_module(node), QuantWeighted):
+    if isinstance(called_module(node), QuantWeighted):
         return _give_layer(node, grids[0], runtime, calls.of(module_of(node)))
     return _replace_op(gm, node, grids, runtime, holder)
 
@@ -91,17 +91,13 @@ def _link_outputs(gm: QuantizedGraphModule, runtime: Runtime, calls: ModuleCalls
             kernel.output.grid.computed_by(kernel)
 
 
-def _module(node: fx.Node) -> nn.Module | None:
-    return module_of(node) if node.op == "call_module" else None
-
-
 def _as_called(why: str) -> Computed:
     return Computed.in_float(Refusal(Cause.CALL, why))
 
 
 def _has_quantized_weight(node: fx.Node) -> bool:
     """Return whether a node calls a layer or a function of other inputs than indices whose weight is quantized."""
-    layer = _module(node)
+    layer = called_module(node)
     of_layer = isinstance(layer, QuantWeighted) and layer.weight_quantizer is not None
     return (of_layer or weight_node(node) is not None) and not kind_of(node).takes_indices
 
