@@ -1,6 +1,5 @@
 """What a file takes and returns: the tensors of the example inputs, their names, and the checks of both."""
 
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from qtoolkit.convert import check_quantized, in_reference_form
 from qtoolkit.errors import check_sequence, with_article
 from qtoolkit.export.pairs.shaped_weights import check_shapes
 from qtoolkit.finite import check_finite
-from qtoolkit.model_inputs import call_arguments, leaves, tensors_of, with_tensors
+from qtoolkit.model_inputs import bind, call_arguments, leaves, tensors_of, with_tensors
 from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -70,9 +69,9 @@ class Inputs:
             TypeError: The example inputs do not match forward, or the model or one of them is of float64.
             ValueError: There are more names than tensors, or a name occurs twice.
         """
-        model, what = source.model, source.what
-        args, kwargs = call_arguments(model, source.example_inputs, f"{what}: example_inputs do")
-        arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        model, what, given = source.model, source.what, source.example_inputs
+        args, kwargs = call_arguments(model, given, f"{what}: example_inputs do")
+        arguments = bind(model, given)
         check_sequence(input_names or (), what, "input_names")
         inputs = cls(args, kwargs, arguments, tuple(input_names or ()), what)
         check_names(what, "input_names", inputs.given_names, inputs.default_names)
