@@ -91,7 +91,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 @cache
 def references(docs: Path) -> dict[str, str]:
-    """Return where the reference has a name that users import: qtoolkit.convert is at qtoolkit.prepare.convert."""
+    """Return where the reference has a name that users import: qtoolkit.convert is at qtoolkit.convert.convert."""
     targets = [
         line for page in docs.glob("api/*.md") for line in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
     ]

@@ -20,6 +20,7 @@ from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate, calibrating
 from qtoolkit.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.convert import convert
 from qtoolkit.eager.fuse import _check_rows, fuse_modules
 from qtoolkit.eager.record import EagerRecord
 from qtoolkit.export import ExportResult, export_litert, export_onnx
@@ -29,7 +30,7 @@ from qtoolkit.instead import of_attribute
 from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.parameter_groups import parameter_groups
 from qtoolkit.parts import prepare_parts
-from qtoolkit.prepare import convert, prepare
+from qtoolkit.prepare import prepare
 from qtoolkit.public import publish
 from qtoolkit.quantize import QuantizeResult, quantize
 from qtoolkit.quantizers.frozen import Grid

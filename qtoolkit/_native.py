@@ -1,9 +1,11 @@
 """Loads the library of ops (`library`), or raises an error that says why it does not load."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 FILE = Path(__file__).with_name("_C.abi3.so")
 REBUILD = (
@@ -11,6 +13,9 @@ REBUILD = (
     "pip install --no-build-isolation --force-reinstall --no-deps ."
 )
 MARK = rb"qtoolkit was built for torch ([0-9]+\.[0-9]+[0-9.]*)"
+
+Op = Callable[..., Tensor]
+TupleOp = Callable[..., tuple[Tensor, ...]]
 
 
 def built_for(file: Path) -> str | None:

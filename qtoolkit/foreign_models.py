@@ -1,6 +1,7 @@
 """Models of other packages: how the core knows them without importing the packages."""
 
 import sys
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -27,3 +28,19 @@ def integration_of(model_class: type[nn.Module]) -> Any:
                     f"the installed {of} lacks what qtoolkit needs for its models ({error}); install a later {of}."
                 ) from error
     return None
+
+
+def warn_of_own_trainer(model: object, what: str) -> None:
+    """Warn of a model whose package has a trainer that would not train the quantized model.
+
+    Args:
+        model: The float model.
+        what: Name of the calling function.
+    """
+    if type(model).__module__.startswith("ultralytics."):
+        warnings.warn(
+            f"{what}: the trainer of ultralytics builds a float model of its own, and trains that even if `yolo.model` is the "
+            f"quantized one: pass trainer=qtoolkit.integrations.ultralytics.trainer(yolo) to yolo.train(). In a training loop "
+            f"of your own this does not matter.",
+            stacklevel=4,  # the caller of what
+        )

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -114,19 +113,3 @@ def say_when_called(package: str, way: str) -> None:
             raise TypeError(f"{package} is a package and no function; write {way}.")
 
     sys.modules[package].__class__ = Package
-
-
-def warn_of_own_trainer(model: object, what: str) -> None:
-    """Warn of a model whose package has a trainer that would not train the quantized model.
-
-    Args:
-        model: The float model.
-        what: Name of the calling function.
-    """
-    if type(model).__module__.startswith("ultralytics."):
-        warnings.warn(
-            f"{what}: the trainer of ultralytics builds a float model of its own, and trains that even if `yolo.model` is the "
-            f"quantized one: pass trainer=qtoolkit.integrations.ultralytics.trainer(yolo) to yolo.train(). In a training loop "
-            f"of your own this does not matter.",
-            stacklevel=4,  # the caller of what
-        )

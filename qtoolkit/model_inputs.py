@@ -1,24 +1,24 @@
 """What models take and return: arguments of forward, batches, and tensors alone or in tuples, lists and dicts."""
 
 import inspect
+import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from qtoolkit.errors import check_known, first_line, with_article
+from qtoolkit.errors import first_line, with_article
 
-OWN_FOLDER = str(Path(__file__).parent)
+Keys = tuple[Any, ...]  # the keys and positions that lead to a value in nested containers
+
+OWN_FOLDER = os.path.dirname(__file__)
 # What torch says of a tensor of another shape than an op takes.
 OF_SHAPES = re.compile(r"\b(shapes?|sizes?|channels|elements|dimensions?|[2-5]D)\b")
-# Types of defaults that Python branches on. Other defaults, such as a tensor or a tuple, stay inputs of the graph.
-FIXED_TYPES = (bool, int, float, str, type(None))
 
 
 def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -89,11 +89,11 @@ def _misfit(model: nn.Module, inputs: Any, in_lookup: bool) -> str | None:
         return None
     if isinstance(inputs, list):
         return f"a list is one argument, {next(iter(arguments))!r}; write a tuple for the arguments of forward"
-    leaves = [(name, leaf) for name, value in arguments.items() for leaf in _leaves(value)]
-    if leaves and all(isinstance(leaf, bool | int | float | str | None) for _, leaf in leaves):
-        name, leaf = leaves[0]
+    given = [(str(name), leaf) for (name, *_), leaf in leaves(arguments)]
+    if given and all(isinstance(leaf, bool | int | float | str | None) for _, leaf in given):
+        name, leaf = given[0]
         return f"{name!r} is {leaf!r}, and no input is a tensor; pass the tensors that the model takes in use"
-    found = (_misfit_of(f"{name!r}", leaf, model, in_lookup) for name, leaf in leaves)
+    found = (_misfit_of(f"{name!r}", leaf, model, in_lookup) for name, leaf in given)
     return next((reason for reason in found if reason is not None), None)
 
 
@@ -154,13 +154,18 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _leaves(value: Any) -> list[Any]:
-    """Return the values in nested tuples, lists and mappings."""
-    if isinstance(value, Mapping):
-        return [leaf for part in value.values() for leaf in _leaves(part)]
-    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
-        return [leaf for part in value for leaf in _leaves(part)]
-    return [value]
+def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield the values in nested tuples, lists and mappings, each with the keys and positions that lead to it.
+
+    Example:
+        >>> list(leaves({"a": 1, "b": (2, None)}))
+        [(('a',), 1), (('b', 0), 2), (('b', 1), None)]
+    """
+    if isinstance(value, Mapping | tuple | list) and not isinstance(value, torch.Size):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves(part, (*path, key))
+    else:
+        yield path, value
 
 
 def bind(
@@ -208,32 +213,6 @@ def _bound(model: nn.Module, example_inputs: Any, what: str, remedy: str = "") -
         raise TypeError(f"{what} not match {type(model).__name__}.forward{signature}: {error}{remedy}.") from None
 
 
-def fixed_arguments(model: nn.Module, concrete_args: Mapping[str, Any] | None, example_inputs: Any) -> dict[str, Any]:
-    """Return the values of the arguments that are fixed at tracing.
-
-    These are `concrete_args`, and arguments whose example value or default is a flag, a string or None; a default that is a
-    number is fixed too.
-
-    Raises:
-        ValueError: A key of `concrete_args` is not an argument of forward.
-        TypeError: The example inputs do not match the signature of forward.
-    """
-    parameters = inspect.signature(model.forward).parameters
-    if not isinstance(concrete_args, Mapping | None):
-        raise TypeError(f"prepare: concrete_args must be a dict of arguments of forward, got {concrete_args!r}.")
-    for name in concrete_args or {}:
-        check_known("argument of forward in prepare's concrete_args", name, parameters)
-    given = {} if example_inputs is None else bind(model, example_inputs)
-    values = {name: given.get(name, p.default) for name, p in parameters.items()}
-    fixed = {name: value for name, value in values.items() if _is_fixed(value, name in given)}
-    return {**fixed, **(concrete_args or {})}
-
-
-def _is_fixed(value: Any, given: bool) -> bool:
-    # A number that the user passes stays an input. Flags, strings and None select a branch of the forward.
-    return isinstance(value, bool | str | type(None)) if given else isinstance(value, FIXED_TYPES)
-
-
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in a nested value, in order; other values are ignored.
 
@@ -241,7 +220,7 @@ def tensors_of(value: Any) -> list[Tensor]:
         >>> tensors_of({"a": torch.tensor(1), "b": (torch.tensor(2), None)})
         [tensor(1), tensor(2)]
     """
-    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:

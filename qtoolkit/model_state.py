@@ -23,6 +23,11 @@ def check_module(model: object, what: str, argument: str = "model") -> None:
         raise TypeError(f"{what}: {argument} must be a torch.nn.Module, got {type(model).__name__}.")
 
 
+def device_of(module: nn.Module) -> torch.device | None:
+    """Return the device of a module's first parameter or buffer; None if it has none."""
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
+
+
 def deepcopy_model(model: M, memo: dict[int, Any] | None = None, what: str = "prepare") -> M:
     """Return a deep copy of a model.
 

@@ -1,12 +1,11 @@
-"""prepare() and convert(): the passes in order."""
+"""prepare(): the passes in order."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.computed_weights import put_parametrizations, take_parametrizations
@@ -18,31 +17,21 @@ from qtoolkit.config.mapping import (
     warn_of_unused_types,
     with_excluded,
 )
-from qtoolkit.eager.record import check_links, plan_of, record_of
-from qtoolkit.errors import check_known, renamed, some, with_article
-from qtoolkit.finite import check_finite
-from qtoolkit.foreign_models import integration_of
-from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
+from qtoolkit.eager.record import record_of
+from qtoolkit.errors import check_known, renamed, with_article
+from qtoolkit.foreign_models import integration_of, warn_of_own_trainer
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import exported, trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import object_type_of
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
-from qtoolkit.instead import warn_of_own_trainer
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import bind
 from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
 from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
-from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.tensor_quantizer import quantizers_of
-from qtoolkit.runtimes.table import RUNTIMES, Runtime, RuntimeName, runtime_named
-
-M = TypeVar("M", bound=nn.Module)
-
-QUANTIZED = (Quantizer, QuantizedGraphModule)  # a model with quantizers has one of these
 
 
 def prepare(
@@ -142,26 +131,19 @@ def prepare(
         parametrizations = take_parametrizations(own, weighted_types(table))
         rules = LayerRules.of(own, target, qconfig_mapping, table, custom)
         captured = own if capture == "trace" else exported.run(own, example_inputs, leaves)
-        gm = trace.run(captured, leaves, untraced, concrete_args, preserve_attributes, example_inputs, own)
-        branches, calls, types = map(gm.meta.pop, (trace.BRANCHES, trace.CALLS, trace.OUTPUT_TYPES))
-        measured = example_inputs is not None
-        tracing = Tracing(leaves, tuple(untraced), concrete_args, measured, branches, model.training, types)
+        traced = trace.run(captured, leaves, untraced, concrete_args, preserve_attributes, example_inputs, own)
+        gm, measured = traced.gm, example_inputs is not None
+        tracing = Tracing(
+            leaves, tuple(untraced), concrete_args, measured, traced.branches, model.training, traced.output_types
+        )
         gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
         gm = passes.fuse_patterns.run(gm, patterns)
         rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
         _warn_of_types(own, gm, qconfig_mapping, leaf_modules, custom)
-        gm = passes.leaf_modules.run(gm, rules)
-        gm = passes.swap.run(gm, rules)
-        gm = passes.link_batch_norms.run(gm, rules)
-        gm = passes.split_silu.run(gm, rules)
-        gm = passes.insert.run(gm, rules)
-        gm.note_weights()
-        gm = passes.link_inputs.run(gm, target)
-        set_training_arithmetic(gm, arithmetic, save)
-        gm = passes.record.run(gm, rules)
+        gm = _quantized(gm, rules, arithmetic, save)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()
-        gm.divide(calls)
+        gm.divide(traced.calls)
         _note(gm, model, example_inputs, {"training_arithmetic": arithmetic, "save": save, "untraced": untraced,
             "concrete_args": concrete_args, "leaf_modules": leaf_modules, "preserve_attributes": preserve_attributes,
             "qat_modules": qat_modules, "fuse_patterns": fuse_patterns, "capture": capture})  # fmt: skip
@@ -170,150 +152,25 @@ def prepare(
     return gm
 
 
+def _quantized(
+    gm: QuantizedGraphModule, rules: LayerRules, arithmetic: Arithmetic, save: Saved
+) -> QuantizedGraphModule:
+    """Run the passes that put QAT layers and quantizers into a graph."""
+    gm = passes.leaf_modules.run(gm, rules)
+    gm = passes.swap.run(gm, rules)
+    gm = passes.link_batch_norms.run(gm, rules)
+    gm = passes.split_silu.run(gm, rules)
+    gm = passes.insert.run(gm, rules)
+    gm = passes.link_inputs.run(gm, rules.backend)
+    set_training_arithmetic(gm, arithmetic, save)
+    return passes.record.run(gm, rules)
+
+
 def _note(gm: QuantizedGraphModule, model: nn.Module, example_inputs: Any, options: Mapping[str, Any]) -> None:
     """Let the config of a model of another package say how the model is prepared."""
     integration = integration_of(gm.model_class)
     if integration is not None:
         integration.note(gm, gm.plan, options, bind(model, example_inputs) if example_inputs is not None else None)
-
-
-def convert(
-    prepared: M,
-    arithmetic: Literal["float", "integer"] = "float",
-    state_dict: Mapping[str, Tensor] | None = None,
-    runtime: RuntimeName | None = None,
-) -> M:
-    """Turn a calibrated (and trained) model into its reference form: batch norms folded, scales frozen, in eval mode.
-
-    The result computes what the deployed model computes: every quantizer is a `Grid`. A quantizer that is off stays off, with
-    a warning. Each quantized layer also has `forward_fp32`; with `qtoolkit.disable_quantization(converted)` every op,
-    functions too, computes in float. The prepared model does not change.
-
-    With `arithmetic="integer"`, ops between quantizers are computed on codes, as the runtime's own integer kernels do: exact
-    integer sums, an int32 bias, and the runtime's order of roundings. The codes of every quantizer are then those of the
-    deployed file. An op for which the runtime has no integer kernel stays float, as in the runtime; `plan.computed` and
-    `qtoolkit.quantization_report` list the kernels, and the reasons of the others.
-
-    Args:
-        prepared: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or any other model with quantizers,
-            calibrated.
-        arithmetic: "float": layers compute in float on values from the grid. "integer": on codes, for a model that
-            `qtoolkit.prepare` returned, in float32.
-        state_dict: The state dict of a model that was converted before, from the same float model, backend and
-            QConfigMapping. The result has its weights and scales, and `prepared` needs no data: this restores a converted
-            model in a new process.
-        runtime: Whose arithmetic "integer" is: "onnxruntime", "openvino", "xnnpack", "litert" (its reference kernels) or
-            "tensorrt" (as documented). None: that of the backend.
-
-    Returns:
-        A model of the same type, in eval mode, without observers. In a model without a graph, a folded batch norm is an
-        Identity.
-
-    Raises:
-        RuntimeError: A quantizer saw no data. The error names it.
-        ValueError: A scale is not positive and finite, a parameter or a statistic of a batch norm is not finite, `arithmetic`
-            or `runtime` is not known, the model has no graph or the backend no runtime for "integer", or a batch norm that is
-            linked to a layer is no longer in the model; or `runtime` is given without "integer".
-        TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`; or `state_dict` is no
-            mapping.
-        RuntimeError, ValueError: `state_dict` does not fit the model.
-
-    Example:
-        >>> import qtoolkit as qt
-        >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> report = qt.calibrate(prepared, [torch.rand(8, 4)], progress=False)
-        >>> converted = qt.convert(prepared)
-        >>> bool((converted(torch.ones(1, 4)) == prepared(torch.ones(1, 4))).all())
-        True
-        >>> new = qt.prepare(nn.Sequential(nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> restored = qt.convert(new, state_dict=converted.state_dict())
-        >>> bool((converted(torch.ones(1, 4)) == restored(torch.ones(1, 4))).all())
-        True
-    """
-    check_known("arithmetic", arithmetic, ("float", "integer"))
-    check_quantized(prepared, "convert")
-    check_links(prepared)
-    _check_branches(prepared)
-    if state_dict is None:
-        check_finite(prepared, "convert")
-    if runtime is not None and arithmetic != "integer":
-        raise ValueError(
-            f"convert: runtime={runtime!r} is whose integer arithmetic the model gets, and arithmetic={arithmetic!r} has none; "
-            f'write arithmetic="integer", or leave runtime out.'
-        )
-    chosen = _runtime_for(prepared, runtime) if arithmetic == "integer" else None
-    own = deepcopy_model(prepared, what="convert")
-    converted = _frozen(prepared, own, state_dict)
-    if chosen is not None and isinstance(converted, QuantizedGraphModule):
-        passes.integers.run(converted, chosen)
-    return converted
-
-
-def _frozen(prepared: nn.Module, own: M, state_dict: Mapping[str, Tensor] | None) -> M:
-    if state_dict is None:
-        _warn_of_skipped(prepared)
-        _warn_of_those_off(prepared)
-        return passes.freeze.run(own)
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"convert: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}.")
-    restored = passes.freeze.restore(own, state_dict)
-    check_finite(restored, "convert: state_dict")
-    return restored
-
-
-def _check_branches(model: nn.Module) -> None:
-    """Raise ValueError for a graph that computes the branch of training mode in eval mode."""
-    for gm in (part for part in model.modules() if isinstance(part, QuantizedGraphModule)):
-        tracing = Tracing() if gm.plan is None else gm.plan.tracing
-        if tracing.training and tracing.branches:
-            raise ValueError(
-                f"convert: Python branches on self.training in {', '.join(tracing.branches)}, and the graph has the branch "
-                f"of training mode alone, since that of eval mode has other ops. Move the branch into a module without "
-                f"parameters, which becomes a leaf module; or name the submodule in `untraced` of prepare; or prepare "
-                f"the model in eval mode."
-            )
-
-
-def _runtime_for(model: nn.Module, runtime: str | None) -> Runtime:
-    """Return the runtime whose integer arithmetic a model gets."""
-    if not isinstance(model, QuantizedGraphModule) or model.plan is None:
-        raise ValueError(
-            f'convert: arithmetic="integer" needs the graph of the model, to know the quantizer of each output; quantize it '
-            f"by qtoolkit.prepare, got {with_article(type(model))} without a graph."
-        )
-    if any(parameter.dtype != torch.float32 for parameter in model.parameters() if parameter.is_floating_point()):
-        raise ValueError('convert: arithmetic="integer" needs a model in float32; convert model.float().')
-    name = model.plan.backend.runtime if runtime is None else runtime
-    if name is None:
-        raise ValueError(
-            f'convert: arithmetic="integer": the backend {model.plan.backend.name!r} has no runtime with published '
-            f"arithmetic; name one in runtime=: {', '.join(map(repr, RUNTIMES))}."
-        )
-    return runtime_named(name)
-
-
-def _warn_of_skipped(model: nn.Module) -> None:
-    """Warn of quantizers whose ranges leave out what was not finite."""
-    names = [
-        name for name, quantizer in quantizers_of(model).items() if quantizer.ready and not quantizer.observer.finite()
-    ]
-    if names:
-        warnings.warn(
-            f"convert: {len(names)} quantizers got NaN or infinities in training, which their ranges leave out: "
-            f"{some(names)}; qtoolkit.stop_on_nonfinite finds the first one.",
-            stacklevel=4,
-        )
-
-
-def _warn_of_those_off(model: nn.Module) -> None:
-    names = [name for name, quantizer in quantizers_of(model).items() if not quantizer.active]
-    if names:
-        warnings.warn(
-            f"convert: {len(names)} quantizers are off and stay off, so that their tensors are in float: {some(names)}; "
-            f"qtoolkit.enable_quantization(prepared) turns them on.",
-            stacklevel=4,
-        )
 
 
 def _warn_of_types(
@@ -331,22 +188,6 @@ def _warn_of_types(
         warn_of_unused_types(f"prepare: {option}", kinds, ops)
     warn_of_unused_types("prepare: leaf_modules names", leaf_modules, bases)
     warn_of_unused_types("prepare: qat_modules names", qat_modules, types)
-
-
-def check_quantized(model: object, what: str) -> None:
-    """Check that a model was prepared or replaced, or has quantizers, before `what` is done with it.
-
-    Raises:
-        TypeError: It was not, or its quantizers are those of `qtoolkit.compat.pytorch_quantization`.
-    """
-    if isinstance(model, nn.Module):
-        refuse_foreign_quantizers(model, what)
-        if any(isinstance(part, QUANTIZED) for part in model.modules()) or plan_of(model) is not None:
-            return
-    raise TypeError(
-        f"{what}: the model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert returned, or "
-        f"another module with quantizers, got {type(model).__name__}."
-    )
 
 
 def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:

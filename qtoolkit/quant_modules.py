@@ -33,13 +33,12 @@ from qtoolkit.eager.rules import (
     names_ignored,
 )
 from qtoolkit.errors import check_known, renamed, unknown
-from qtoolkit.foreign_models import integration_of
+from qtoolkit.foreign_models import integration_of, warn_of_own_trainer
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, kind_of_module
 from qtoolkit.graph.passes.link_inputs import link_own_inputs
 from qtoolkit.graph.plan import Plan
-from qtoolkit.instead import warn_of_own_trainer
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
 from qtoolkit.nn import replaced_modules, set_training_arithmetic

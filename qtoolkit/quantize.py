@@ -16,13 +16,14 @@ from qtoolkit.batches import Caller, recorded_inputs
 from qtoolkit.calibrate import CalibrationReport, calibrate, check_batches
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Exclude, with_excluded
+from qtoolkit.convert import QUANTIZED, convert
 from qtoolkit.errors import some
 from qtoolkit.export import DeployedVerification, ExportResult, Verdict, export_onnx, verify
 from qtoolkit.export.onnx import Exporter, require_extra
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.model_state import check_module, evaluating
-from qtoolkit.prepare import QUANTIZED, convert, prepare
+from qtoolkit.prepare import prepare
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.report import QuantizationReport, quantization_report
 from qtoolkit.runtimes.table import EXECUTES, RUNTIMES, ExecutingRuntime

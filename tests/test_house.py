@@ -59,8 +59,8 @@ FLOORS = (
     "foreign_quantizers",
     "ops", "config", "quantizers", "finite", "op_kinds", "batches", "backends", "nn", "integer", "runtimes", "lint",
     "layer_rules", "layer_costs",
-    "graph", "eager", "report", "calibrate", "synchronize", "parameter_groups", "prepare", "quant_modules", "parts", "export",
-    "quantize", "debug", "tuning", "checkpoint", "__init__", "integrations", "cli", "__main__", "compat",
+    "graph", "eager", "report", "calibrate", "synchronize", "parameter_groups", "prepare", "convert", "quant_modules",
+    "parts", "export", "quantize", "debug", "tuning", "checkpoint", "__init__", "integrations", "cli", "__main__", "compat",
 )  # fmt: skip
 UPWARD = {
     # What torch.onnx.export records of an op is written with onnx, which qtoolkit imports in such an export alone.

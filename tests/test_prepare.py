@@ -35,7 +35,7 @@ def quantized_tensors(model: fx.GraphModule) -> dict[str, tuple[str, ...]]:
 
 def test_tracing_keeps_outputs_and_names() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE).eval()
-    traced = trace.run(copy.deepcopy(model))
+    traced = trace.run(copy.deepcopy(model)).gm
     x = torch.randn(SHAPE)
     assert torch.equal(traced(x), model(x))
     assert set(traced.state_dict()) == set(model.state_dict())

@@ -96,13 +96,7 @@ def _raised(option: str, what: str, error: BaseException) -> ValueError:
 
 
 def _data(backend: str, result: QuantizeResult) -> dict[str, Any]:
-    export, calibration, counts = result.export, result.calibration, dict[str, CodeCount]()
-    if export.verification is not None:
-        counts["weights"] = export.verification.weight_codes
-        counts["quantizers"] = export.verification.quantizer_codes
-        counts["layer by layer"] = export.verification.layer_codes
-    for runtime, codes in ({} if result.verification is None else result.verification.runtimes).items():
-        counts[f"end to end in {runtime}"] = codes.codes
+    export, calibration = result.export, result.calibration
     return {
         "file": str(export.path),
         "backend": backend,
@@ -119,8 +113,22 @@ def _data(backend: str, result: QuantizeResult) -> dict[str, Any]:
         },
         "codes": {
             name: {"compared": count.compared, "differing": count.differing, "steps": count.steps}
-            for name, count in counts.items()
+            for name, count in _counts(result).items()
         },
         "verdict": None if result.verdict is None else str(result.verdict),
         "notes": list(result.notes),
     }
+
+
+def _counts(result: QuantizeResult) -> dict[str, CodeCount]:
+    """Return the codes that were compared, by what they are of."""
+    layers, runtimes = result.export.verification, result.verification
+    counts = {}
+    if layers is not None:
+        counts = {
+            "weights": layers.weight_codes,
+            "quantizers": layers.quantizer_codes,
+            "layer by layer": layers.layer_codes,
+        }
+    end_to_end = {} if runtimes is None else runtimes.runtimes
+    return counts | {f"end to end in {runtime}": codes.codes for runtime, codes in end_to_end.items()}

@@ -105,7 +105,7 @@ def _trace(float_model: nn.Module, quantized: QuantizedGraphModule, values: tupl
     how = quantized.plan.tracing if quantized.plan is not None else Tracing()
     traced = trace.run(
         float_model, how.leaf_modules, how.skip, how.concrete_args, example_inputs=values if how.measured else None
-    )
+    ).gm
     products = {node.name for node in quantized.graph.nodes if kind_of(node).elementwise_product}
     for node in list(traced.graph.nodes):
         if kind_of(node).has_sigmoid_gate and node.name in products:

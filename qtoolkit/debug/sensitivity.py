@@ -201,11 +201,6 @@ def sensitivity(
     if not callable(evaluate) or isinstance(evaluate, type):
         raise TypeError(f"sensitivity: evaluate must be a function of a model, got {evaluate!r}.")
     every = _units(model, by)
-    if not every:
-        raise ValueError(
-            "sensitivity: no layer in it is quantized by a config, only by quantizers that modules call themselves: compare "
-            "scores with and without qtoolkit.disable_quantization."
-        )
     for name in names or ():
         check_known(by, name, [unit.name for unit in every])
     units = [unit for unit in every if names is None or unit.name in names]
@@ -247,12 +242,17 @@ class _Score:
 
 
 def _units(model: nn.Module, by: By) -> list[_Unit]:
-    """Return the quantized layers and ops, or their types, each with its quantizers."""
+    """Return the quantized layers and ops, or their types, each with its quantizers; raise ValueError if there are none."""
     types = _types_of(model)
     lines: dict[str, list[LayerLine]] = defaultdict(list)
     for line in quantization_report(model).quantized:
         if line.quantizers:
             lines[path_of(types[line.name]) if by == "type" else line.name].append(line)
+    if not lines:
+        raise ValueError(
+            "sensitivity: no layer in it is quantized by a config, only by quantizers that modules call themselves: compare "
+            "scores with and without qtoolkit.disable_quantization."
+        )
     return [
         _Unit(name, of[0].kind, types[of[0].name], frozenset(quantizer for line in of for quantizer in line.quantizers))
         for name, of in lines.items()

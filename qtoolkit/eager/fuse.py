@@ -13,7 +13,7 @@ from qtoolkit.eager.chains import ChainRules, chains_in
 from qtoolkit.eager.record import chains_of, record_of, update_record
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
 from qtoolkit.errors import unknown, with_article
-from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
+from qtoolkit.model_state import check_module, deepcopy_model, device_of, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of, is_batch_norm, linked
 from qtoolkit.nn.module import quantize_output, reset_after_loading
@@ -117,7 +117,7 @@ def quantize_outputs(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[s
     Returns:
         The verdict on each module that is not a QAT layer, and on each last module of a chain, by name.
     """
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
+    device = device_of(model)
     chains = {chain[0]: chain for chain in chains_of(model)}
     verdicts: dict[str, Verdict] = {}
     for name, spec in specs.items():

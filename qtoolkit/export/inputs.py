@@ -1,20 +1,20 @@
 """What a file takes and returns: the tensors of the example inputs, their names, and the checks of both."""
 
-import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from qtoolkit.convert import check_quantized, in_reference_form
 from qtoolkit.errors import check_sequence, with_article
 from qtoolkit.export.pairs.shaped_weights import check_shapes
 from qtoolkit.finite import check_finite
-from qtoolkit.model_inputs import call_arguments, tensors_of, with_tensors
+from qtoolkit.model_inputs import bind, call_arguments, leaves, tensors_of, with_tensors
 from qtoolkit.model_state import check_module, deepcopy_model
-from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
@@ -32,26 +32,6 @@ def on_cpu(model: nn.Module, inputs: Any, what: str) -> tuple[nn.Module, Any]:
         model = deepcopy_model(model, what=what).cpu()
     tensors = tensors_of(inputs)
     return model, with_tensors(inputs, (t.cpu() for t in tensors)) if _are_elsewhere(tensors) else inputs
-
-
-def converted_on_cpu(model: nn.Module, inputs: Any, what: str) -> tuple[nn.Module, Any]:
-    """Return what a file is written from: a prepared model, converted, or a converted one, and inputs, on the CPU.
-
-    Raises:
-        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`.
-        RuntimeError: A quantizer saw no data.
-        ValueError: Nothing is quantized, or the model has what no file can have.
-    """
-    check_quantized(model, what)
-    converted, inputs = on_cpu(convert(model) if quantizers_of(model) else model, inputs, what)
-    if not grids_of(converted):
-        raise ValueError(
-            f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
-            f"To export the float model, use torch.onnx.export."
-        )
-    check_shapes(converted, what)
-    check_finite(converted, what)
-    return converted, inputs
 
 
 def grids_of(model: nn.Module) -> dict[str, Grid]:
@@ -82,26 +62,27 @@ class Inputs:
     what: str
 
     @classmethod
-    def of(cls, model: nn.Module, example_inputs: Any, input_names: Sequence[str] | None, what: str) -> "Inputs":
-        """Return the inputs for example inputs as `export_onnx` takes them; errors begin with `what`, the public function.
+    def of(cls, source: "Source", input_names: Sequence[str] | None) -> "Inputs":
+        """Return the inputs of a model, with names for the first ones.
 
         Raises:
             TypeError: The example inputs do not match forward, or the model or one of them is of float64.
             ValueError: There are more names than tensors, or a name occurs twice.
         """
-        args, kwargs = call_arguments(model, example_inputs, f"{what}: example_inputs do")
-        arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        model, what, given = source.model, source.what, source.example_inputs
+        args, kwargs = call_arguments(model, given, f"{what}: example_inputs do")
+        arguments = bind(model, given)
         check_sequence(input_names or (), what, "input_names")
         inputs = cls(args, kwargs, arguments, tuple(input_names or ()), what)
         check_names(what, "input_names", inputs.given_names, inputs.default_names)
         check_names(what, "input_names", inputs.names, inputs.default_names)
-        inputs.check_dtypes(model)
+        inputs._check_dtypes(source)
         return inputs
 
-    def check_dtypes(self, model: nn.Module) -> None:
+    def _check_dtypes(self, source: "Source") -> None:
         """Raise TypeError for a model or an input of float64."""
-        scales = [(f"{name}.scale", grid.scale) for name, grid in grids_of(model).items()]
-        tensors = [*model.named_parameters(), *scales, *zip(self.names, self.tensors, strict=True)]
+        scales = [(f"{name}.scale", grid.scale) for name, grid in source.grids.items()]
+        tensors = [*source.model.named_parameters(), *scales, *zip(self.names, self.tensors, strict=True)]
         name = next((name for name, tensor in tensors if tensor.dtype == torch.float64), None)
         if name is not None:
             raise TypeError(
@@ -117,7 +98,7 @@ class Inputs:
     @property
     def default_names(self) -> list[str]:
         """A name for each tensor: the argument's, with the keys and positions in containers as torch.export adds them."""
-        return [name for argument, value in self.arguments.items() for name in _names_in(argument, value)]
+        return ["_".join(map(str, path)) for path, value in leaves(self.arguments) if isinstance(value, Tensor)]
 
     @property
     def names(self) -> list[str]:
@@ -138,7 +119,7 @@ class Inputs:
                 f"{self.what}: dynamic_shapes must have an entry for each input of forward ({', '.join(self.arguments)}), "
                 f"got {list(shapes) if len(shapes) == len(values) else len(shapes)}; an entry is a dict of dimensions, or None."
             )
-        return list(_sizes_in(values, shapes))
+        return [_entry(shapes, path) for path, value in leaves(values) if isinstance(value, Tensor)]
 
     def with_dynamic_batch(self) -> "tuple[Inputs, dict[str, Any]]":
         """Return inputs with at least two samples, and the `dynamic_shapes` that make dimension 0 of each tensor dynamic.
@@ -163,6 +144,44 @@ class Inputs:
         doubled = [torch.cat([tensor, tensor]) if tensor.dim() > 0 else tensor for tensor in self.tensors]
         args, kwargs = with_tensors((self.args, self.kwargs), iter(doubled))
         return replace(self, args=args, kwargs=kwargs), shapes
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a file is written from, on the CPU.
+
+    Attributes:
+        model: The converted model.
+        grids: Its quantizers by their names.
+        example_inputs: Inputs, as `export_onnx` takes them.
+        what: The public function, with which errors begin.
+    """
+
+    model: nn.Module
+    grids: Mapping[str, Grid]
+    example_inputs: Any
+    what: str
+
+    @classmethod
+    def of(cls, model: nn.Module, example_inputs: Any, what: str) -> "Source":
+        """Return the source of a prepared model, which is converted, or of a converted one.
+
+        Raises:
+            TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`.
+            RuntimeError: A quantizer saw no data.
+            ValueError: Nothing is quantized, or the model has what no file can have.
+        """
+        check_quantized(model, what)
+        converted, inputs = on_cpu(in_reference_form(model) if quantizers_of(model) else model, example_inputs, what)
+        grids = grids_of(converted)
+        if not grids:
+            raise ValueError(
+                f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
+                f"To export the float model, use torch.onnx.export."
+            )
+        check_shapes(converted, what)
+        check_finite(converted, what)
+        return cls(converted, grids, inputs, what)
 
 
 class _ByName(nn.Module):
@@ -213,14 +232,15 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inpu
         ValueError: There are more names than tensors, or a name occurs twice, or is that of an input.
     """
     what = inputs.what
-    for place, value in _leaves("output", outputs):
+    found = {"".join(["output", *(f"[{key!r}]" for key in path)]): value for path, value in leaves(outputs)}
+    for place, value in found.items():
         if not isinstance(value, Tensor | None):
             shown = repr(value) if isinstance(value, int | float | str) else with_article(type(value))
             raise TypeError(
                 f"{what}: the outputs of an ONNX file are tensors, but forward returns {shown} in {place}; export a "
                 f"module that calls the model and returns its tensors alone."
             )
-    tensors = [place for place, value in _leaves("output", outputs) if value is not None]
+    tensors = [place for place, value in found.items() if value is not None]
     check_names(what, "output_names", output_names or (), tensors)
     both = [name for name in output_names or () if name in inputs.names]
     if both:
@@ -229,25 +249,9 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inpu
         )
 
 
-def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, Mapping | tuple | list):
-        yield place, value
-    for key, part in _parts(value):
-        yield from _leaves(f"{place}[{key!r}]", part)
-
-
-def _names_in(name: str, value: Any) -> Iterator[str]:
-    if isinstance(value, Tensor):
-        yield name
-    for key, part in _parts(value):
-        yield from _names_in(f"{name}_{key}", part)
-
-
-def _sizes_in(value: Any, shapes: Any) -> Iterator[Any]:
-    if isinstance(value, Tensor):
-        yield shapes
-    for key, part in _parts(value):
-        yield from _sizes_in(part, None if shapes is None else shapes[key])
+def _entry(entries: Any, path: Iterable[Any]) -> Any:
+    """Return the entry for a tensor, by the keys and positions that lead to both; None where one on the way is None."""
+    return reduce(lambda entry, key: None if entry is None else entry[key], path, entries)
 
 
 def _mapped(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
@@ -256,12 +260,5 @@ def _mapped(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
         return of_tensor(value)
     if isinstance(value, Mapping):
         return {key: _mapped(part, of_tensor) for key, part in value.items()}
-    parts = [_mapped(part, of_tensor) for _, part in _parts(value)]
+    parts = [_mapped(part, of_tensor) for part in (value if isinstance(value, tuple | list) else ())]
     return type(value)(parts) if type(value) in (tuple, list) else (parts or None)
-
-
-def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of a container with their keys or positions; none of another value."""
-    if isinstance(value, Mapping):
-        return value.items()
-    return enumerate(value) if isinstance(value, tuple | list) else ()

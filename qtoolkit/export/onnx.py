@@ -17,7 +17,7 @@ from qtoolkit.errors import check_known
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
 from qtoolkit.export.files.files import replacing_model
-from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, check_outputs, converted_on_cpu, grids_of
+from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source, check_outputs
 from qtoolkit.export.pairs.opsets import choose, convert_opset, native
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
@@ -168,19 +168,19 @@ def export_onnx(
     require_extra("export_onnx")
     from qtoolkit.export.verification.verify import verify_onnx
 
-    converted, example_inputs = converted_on_cpu(model, example_inputs, "export_onnx")
-    _check_formats(converted)
-    _warn_of_layers_put_in(converted)
-    inputs = Inputs.of(converted, example_inputs, input_names, "export_onnx")
-    chosen, backend = choose(opset, converted), _backend_of(converted)
+    source = Source.of(model, example_inputs, "export_onnx")
+    _check_formats(source)
+    _warn_of_layers_put_in(source.model)
+    inputs = Inputs.of(source, input_names)
+    chosen, backend = choose(opset, source), _backend_of(source.model)
     if integer_weights is None:
         integer_weights = backend.integer_weights
     finish = partial(_finish, backend=backend, opset=chosen, integer_weights=integer_weights)
-    request = Request(converted, inputs, native(chosen, exporter), output_names, dynamic_shapes)
+    request = Request(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
 
     def compared(file: Path) -> "Verification | None":
-        with in_float(converted):  # the comparison is of layers alone, without the runtime's optimizations
-            return verify_onnx(converted, example_inputs, file, progress) if verify else None
+        with in_float(source.model):  # the comparison is of layers alone, without the runtime's optimizations
+            return verify_onnx(source.model, source.example_inputs, file, progress) if verify else None
 
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
@@ -188,7 +188,7 @@ def export_onnx(
         size, verification = _saved(exported, Path(path), chosen, compared, bar)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
-    return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, converted, chosen))
+    return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, source.grids, chosen))
 
 
 def _saved(
@@ -266,8 +266,8 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
         )
 
 
-def _check_formats(converted: nn.Module) -> None:
-    for name, grid in grids_of(converted).items():
+def _check_formats(source: Source) -> None:
+    for name, grid in source.grids.items():
         if grid.spec.format == "nnie":
             raise ValueError(
                 f"export_onnx: {name!r} quantizes to format={grid.spec.format!r}, for which ONNX has no node; "

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from qtoolkit.export.inputs import ONE_AT_A_TIME, by_name, converted_on_cpu
+from qtoolkit.export.inputs import ONE_AT_A_TIME, Source, by_name
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pt2e.decomposition import Quantizers, decompose
 from qtoolkit.integer.kernels import in_float
@@ -73,9 +73,10 @@ def export_program(model: nn.Module, example_inputs: Any, dynamic_shapes: Any = 
 
 def decomposed(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, what: str) -> Decomposed:
     """Return a model in the decomposed form; errors begin with `what`, the public function."""
-    converted, example_inputs = converted_on_cpu(model, example_inputs, what)
+    source = Source.of(model, example_inputs, what)
+    converted = source.model
     _check_form(converted, what)
-    args, kwargs = call_arguments(converted, example_inputs, f"{what}: example_inputs do")
+    args, kwargs = call_arguments(converted, source.example_inputs, f"{what}: example_inputs do")
 
     def capture(module: nn.Module) -> ExportedProgram:
         return torch.export.export(by_name(module, kwargs), args, kwargs, dynamic_shapes=dynamic_shapes)

@@ -16,7 +16,7 @@ from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.kind import WEIGHTED, Form, OpKind
 from qtoolkit.op_kinds.recorded import by_mode, is_mode
-from qtoolkit.op_kinds.rules import DISCRETE, argument, gives_tuple, is_number, module_of, name_called
+from qtoolkit.op_kinds.rules import DISCRETE, argument, called_module, gives_tuple, is_number, module_of, name_called
 from qtoolkit.op_kinds.table import (
     FOREIGN,
     KINDS,
@@ -148,7 +148,7 @@ def object_type_of(node: fx.Node) -> Any:
 
 def name_of(node: fx.Node) -> str:
     """Return what a QConfigMapping calls a node: the dotted name of its module, or its own name."""
-    module = module_of(node) if node.op == "call_module" else None
+    module = called_module(node)
     if isinstance(module, OpKernel):
         return module.replaces
     return str(node.target) if node.op == "call_module" else node.name
@@ -212,13 +212,13 @@ def _nodes_in(values: Iterable[Any]) -> Iterable[fx.Node]:
 
 def is_quantizer(node: fx.Node) -> bool:
     """Return whether a node is a quantizer that a pass inserted."""
-    module = module_of(node) if node.op == "call_module" else None
+    module = called_module(node)
     return isinstance(module, FunctionBias) or (isinstance(module, Quantizer | ShapedActivation) and module.inserted)
 
 
 def is_weight_quantizer(node: fx.Node) -> bool:
     """Return whether a node is a quantizer that a pass inserted for the weight of a function, or for its bias."""
-    module = module_of(node) if node.op == "call_module" else None
+    module = called_module(node)
     return isinstance(module, FunctionBias) or (isinstance(module, Quantizer) and module.inserted and module.of_weight)
 
 
@@ -237,4 +237,4 @@ def has_float_weight(node: fx.Node) -> bool:
 
 def quantizes_its_input(node: fx.Node) -> bool:
     """Return whether a node is a layer with a quantizer of its input, as one that is also called inside a leaf module."""
-    return node.op == "call_module" and getattr(module_of(node), "input_quantizer", None) is not None
+    return getattr(called_module(node), "input_quantizer", None) is not None

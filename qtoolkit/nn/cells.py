@@ -74,8 +74,8 @@ class QuantRecurrent(QuantModule):
         return {f"{name}_quantizer": tensor for name, tensor in parameters if name.startswith("weight_")}
 
     def activation_quantizer_names(self) -> tuple[str, ...]:
-        """Return the attributes of the quantizers of state and tensors between layers."""
-        raise NotImplementedError
+        """Return the attributes of the quantizers of the state, and of tensors between layers: a cell has one state."""
+        return ("hidden_quantizer",)
 
     def forward_fp32(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module in float, as torch's class does."""
@@ -122,10 +122,6 @@ class QuantLSTMCell(QuantRecurrent, nn.LSTMCell):
 
     hidden_quantizer: Quantizer | None
 
-    def activation_quantizer_names(self) -> tuple[str, ...]:
-        """Return the attribute of the state's quantizer."""
-        return ("hidden_quantizer",)
-
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Take one step; arguments and results are those of torch.nn.LSTMCell."""
         state = None if hx is None else (quantized(self.hidden_quantizer, hx[0]), hx[1])
@@ -150,10 +146,6 @@ class QuantGRUCell(QuantRecurrent, nn.GRUCell):
     FLOAT = nn.GRUCell
 
     hidden_quantizer: Quantizer | None
-
-    def activation_quantizer_names(self) -> tuple[str, ...]:
-        """Return the attribute of the state's quantizer."""
-        return ("hidden_quantizer",)
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """Take one step; arguments and result are those of torch.nn.GRUCell."""

@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 from qtoolkit.computed_weights import refresh
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
+from qtoolkit.model_state import device_of
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, OTHER, kind_of_type
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
@@ -242,11 +243,10 @@ def quantize_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def activation_quantizer(spec: QuantSpec | None, name: str, module: nn.Module) -> TensorQuantizer | None:
-    """Return a new quantizer of an activation in a module, on the device of its parameters; None if there is no spec."""
+    """Return a new quantizer of an activation in a module, on its device; None if there is no spec."""
     if spec is None:
         return None
-    device = next((parameter.device for parameter in module.parameters()), None)
-    return TensorQuantizer(spec, name=name).to(device)
+    return TensorQuantizer(spec, name=name).to(device_of(module))
 
 
 def quantized(quantizer: Quantizer | None, x: Any) -> Any:

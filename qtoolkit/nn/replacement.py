@@ -9,6 +9,7 @@ from torch import nn
 
 from qtoolkit.config import QConfig
 from qtoolkit.errors import with_article
+from qtoolkit.model_state import device_of
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.attention import stop_fast_path
 from qtoolkit.nn.registry import QatModules, from_float
@@ -97,7 +98,7 @@ def replace_layers(
     Returns:
         The first name of each layer that was replaced.
     """
-    device = next((tensor.device for tensor in (*root.parameters(), *root.buffers())), None)
+    device = device_of(root)
     names, replaced = [], set()
     for name, module in modules_in(root, prefixes):
         qat_type = table.get(type(module))
@@ -162,7 +163,7 @@ def quantized_layer(
         layer.input_quantizer = TensorQuantizer(qconfig.activation, name=f"{name}.input_quantizer")
     if not quantize_inputs and hasattr(layer, "other_quantizer"):
         layer.other_quantizer = None  # `from_float` of an op of two tensors has created it
-    own = next((p.device for p in module.parameters()), device)
+    own = device_of(module) or device
     for quantizer in quantizers_of(layer).values() if own is not None else ():
         quantizer.to(own)
     layer.train(module.training)  # sets the mode of its quantizers too

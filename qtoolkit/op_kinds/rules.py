@@ -41,6 +41,11 @@ def module_of(node: fx.Node) -> nn.Module:
     return owner.get_submodule(node.target)
 
 
+def called_module(node: fx.Node) -> nn.Module | None:
+    """Return the module that a node calls; None for a node that calls none."""
+    return module_of(node) if node.op == "call_module" else None
+
+
 def called_by(node: fx.Node) -> Any:
     """Return what a node calls: the type of its module, or its function or method."""
     return type(module_of(node)) if node.op == "call_module" else node.target

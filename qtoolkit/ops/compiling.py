@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import Op, library
 
-_snapshot = library.snapshot.default
+_snapshot: Op = library.snapshot.default
 
 
 def snapshot(x: Tensor) -> Tensor:
@@ -19,5 +19,4 @@ def snapshot(x: Tensor) -> Tensor:
         >>> x.add_(1), before
         (tensor([1., 1.]), tensor([0., 0.]))
     """
-    copy: Tensor = _snapshot(x)
-    return copy
+    return _snapshot(x)

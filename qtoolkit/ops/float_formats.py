@@ -4,11 +4,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import TupleOp, library
 from qtoolkit.ops.recording import check_has_form, is_recorded, recorded
 
-_fake_quant_block = library.fake_quant_block.default
-_fake_quant_float = library.fake_quant_float.default
+_fake_quant_block: TupleOp = library.fake_quant_block.default
+_fake_quant_float: TupleOp = library.fake_quant_float.default
 
 
 def fake_quant_float(
@@ -53,8 +53,7 @@ def fake_quant_float(
         form = recorded(x, scale, None, format, (0, 0), axis, group, block_size)
         if form is not None:
             return form
-    y: Tensor = _fake_quant_float(x, scale, format, axis, group, block_size)[0]
-    return y
+    return _fake_quant_float(x, scale, format, axis, group, block_size)[0]
 
 
 def fake_quant_block(
@@ -96,5 +95,4 @@ def fake_quant_block(
         tensor([ 0., -1.,  3., 12.])
     """
     check_has_form(f"a scale for each block that is computed from the input (format={format!r})")
-    y: Tensor = _fake_quant_block(x, format, block_size, scale_format, tensor_scale)[0]
-    return y
+    return _fake_quant_block(x, format, block_size, scale_format, tensor_scale)[0]

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import Op, library
 
-_dequantize_int4 = library.dequantize_int4.default
-_quantize_int4 = library.quantize_int4.default
+_dequantize_int4: Op = library.dequantize_int4.default
+_quantize_int4: Op = library.quantize_int4.default
 
 
 def quantize_int4(
@@ -47,8 +47,7 @@ def quantize_int4(
         >>> [hex(byte) for byte in packed]
         ['0xe1', '0x7']
     """
-    packed: Tensor = _quantize_int4(x, scale, zero_point, qmin, qmax, axis, group, block_size)
-    return packed
+    return _quantize_int4(x, scale, zero_point, qmin, qmax, axis, group, block_size)
 
 
 def dequantize_int4(
@@ -87,5 +86,4 @@ def dequantize_int4(
         >>> dequantize_int4(packed, [3], torch.tensor(0.5))
         tensor([ 0.5000, -1.0000,  3.5000])
     """
-    values: Tensor = _dequantize_int4(packed, size, scale, zero_point, signed, axis, group, block_size, dtype=dtype)
-    return values
+    return _dequantize_int4(packed, size, scale, zero_point, signed, axis, group, block_size, dtype=dtype)

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import Op, TupleOp, library
 from qtoolkit.ops.batching import fake_quant_of_samples
 from qtoolkit.ops.recording import is_recorded, recorded
 
-_dequantize = library.dequantize.default
-_fake_quant = library.fake_quant.default
+_dequantize: Op = library.dequantize.default
+_fake_quant: TupleOp = library.fake_quant.default
 _fake_quant_ = library.fake_quant_.default
-_quantize = library.quantize.default
+_quantize: Op = library.quantize.default
 
-torch.library.register_vmap(_fake_quant, fake_quant_of_samples)
+torch.library.register_vmap(library.fake_quant.default, fake_quant_of_samples)
 
 
 def fake_quant(
@@ -61,8 +61,7 @@ def fake_quant(
         form = recorded(x, scale, zero_point, "int", (qmin, qmax), axis, group, block_size)
         if form is not None:
             return form
-    y: Tensor = _fake_quant(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor)[0]
-    return y
+    return _fake_quant(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor)[0]
 
 
 def fake_quant_(
@@ -146,8 +145,7 @@ def quantize(
         >>> quantize(torch.tensor([-1.0, 0.05, 0.15]), torch.tensor(0.1))
         tensor([-10,   0,   2], dtype=torch.int8)
     """
-    codes: Tensor = _quantize(x, scale, zero_point, qmin, qmax, axis, group, block_size, dtype=dtype)
-    return codes
+    return _quantize(x, scale, zero_point, qmin, qmax, axis, group, block_size, dtype=dtype)
 
 
 def dequantize(
@@ -181,5 +179,4 @@ def dequantize(
         >>> dequantize(torch.tensor([-10, 0, 2], dtype=torch.int8), torch.tensor(0.5))
         tensor([-5.,  0.,  1.])
     """
-    values: Tensor = _dequantize(codes, scale, zero_point, axis, group, block_size, dtype=dtype)
-    return values
+    return _dequantize(codes, scale, zero_point, axis, group, block_size, dtype=dtype)

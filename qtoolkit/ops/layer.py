@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import Op, library
 
-_quant_layer = library.quant_layer.default
-_quant_weight = library.quant_weight.default
-_convolution = library.convolution.default
+_quant_layer: Op = library.quant_layer.default
+_quant_weight: Op = library.quant_weight.default
+_convolution: Op = library.convolution.default
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geomet
     if x.dim() == weight.dim() - 1:
         return convolution(x.unsqueeze(0), weight, bias, geometry).squeeze(0)
     g = geometry
-    y: Tensor = _convolution(x, weight, bias, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, g.groups)
-    return y
+    return _convolution(x, weight, bias, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, g.groups)
 
 
 def quant_weight(
@@ -123,7 +122,7 @@ def quant_weight(
         tensor([[0.5000, 1.0000],
                 [0.5000, 2.0000]])
     """
-    y: Tensor = _quant_weight(
+    return _quant_weight(
         weight,
         factor,
         grid.scale,
@@ -137,7 +136,6 @@ def quant_weight(
         transposed,
         groups,
     )
-    return y
 
 
 def quant_layer(
@@ -198,7 +196,7 @@ def quant_layer(
         >>> bool((y == torch.conv2d(x, qt.ops.fake_quant(weight, torch.tensor(0.02), None, -127, 127))).all())
         True
     """
-    y: Tensor = _quant_layer(
+    return _quant_layer(
         x if raw is None else x.detach(),
         bias,
         codes.codes,
@@ -227,4 +225,3 @@ def quant_layer(
         memory_format,
         *((None, None, 1.0) if raw is None else (raw.values, raw.scale, raw.grad_factor)),
     )
-    return y

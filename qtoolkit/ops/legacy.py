@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import TupleOp, library
 
-_fake_affine_tensor_quant = library.fake_affine_tensor_quant.default
-_fake_tensor_quant = library.fake_tensor_quant.default
-_scaled_e4m3 = library.scaled_e4m3.default
+_fake_affine_tensor_quant: TupleOp = library.fake_affine_tensor_quant.default
+_fake_tensor_quant: TupleOp = library.fake_tensor_quant.default
+_scaled_e4m3: TupleOp = library.scaled_e4m3.default
 _tensor_quant = library.tensor_quant.default
 
 
@@ -110,8 +110,7 @@ def fake_tensor_quant(
         tensor([0.5071, 0.8187, 0.4782, 0.9201])
     """
     check_values(x, amax, unsigned)
-    y: Tensor = _fake_tensor_quant(x, amax, num_bits, unsigned, narrow_range)[0]
-    return y
+    return _fake_tensor_quant(x, amax, num_bits, unsigned, narrow_range)[0]
 
 
 def fake_affine(x: Tensor, low: Tensor, high: Tensor, num_bits: int = 8) -> Tensor:
@@ -123,8 +122,7 @@ def fake_affine(x: Tensor, low: Tensor, high: Tensor, num_bits: int = 8) -> Tens
         >>> fake_affine(torch.tensor([-2.0, 0.1, 0.9]), torch.tensor(-1.0), torch.tensor(2.0), 2)
         tensor([-1.,  0.,  1.])
     """
-    y: Tensor = _fake_affine_tensor_quant(x, low, high, num_bits)[0]
-    return y
+    return _fake_affine_tensor_quant(x, low, high, num_bits)[0]
 
 
 def fake_quant_e4m3(x: Tensor, amax: Tensor) -> Tensor:
@@ -137,5 +135,4 @@ def fake_quant_e4m3(x: Tensor, amax: Tensor) -> Tensor:
         tensor([0.2857, 1.2857, 2.0000])
     """
     check_values(x, amax, unsigned=False)
-    y: Tensor = _scaled_e4m3(x, amax)[0]
-    return y
+    return _scaled_e4m3(x, amax)[0]

@@ -5,11 +5,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import TupleOp, library
 
 _grid_of_range = library.grid_of_range.default
 _minmax = library.minmax.default
-_observe_fake_quant = library.observe_fake_quant.default
+_observe_fake_quant: TupleOp = library.observe_fake_quant.default
 _observe_histogram_ = library.observe_histogram_.default
 _observe_minmax_ = library.observe_minmax_.default
 _search_range = library.search_range.default
@@ -164,8 +164,7 @@ def observe_fake_quant(
         (tensor(-1.4000), tensor(7.), tensor(1.))
     """
     codes, channels = (qmin, qmax, momentum, pow2_scale), (axis, group, block_size)
-    y: Tensor = _observe_fake_quant(x, lo, hi, scale, zero_point, *codes, *channels, skipped)[0]
-    return y
+    return _observe_fake_quant(x, lo, hi, scale, zero_point, *codes, *channels, skipped)[0]
 
 
 def observe_histogram_(

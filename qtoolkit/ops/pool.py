@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import TupleOp, library
 
-_max_pool_offsets = library.max_pool_offsets.default
+_max_pool_offsets: TupleOp = library.max_pool_offsets.default
 
 Sides = int | Sequence[int]
 
@@ -46,8 +46,7 @@ def max_pool(
                   [13., 15.]]]])
     """
     sides = [_sides(s) for s in (kernel_size, kernel_size if stride is None else stride, padding, dilation)]
-    y: Tensor = _max_pool_offsets(x, *sides, ceil_mode)[0]
-    return y
+    return _max_pool_offsets(x, *sides, ceil_mode)[0]
 
 
 def _sides(value: Sides) -> list[int]:

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import Op, library
 from qtoolkit.ops.recording import is_recorded_for_onnx
 
-_positive_scale = library.positive_scale.default
+_positive_scale: Op = library.positive_scale.default
 
 
 def positive_scale(start: Tensor, ratio: Tensor, rate: Tensor | None = None) -> Tensor:
@@ -39,5 +39,4 @@ def positive_scale(start: Tensor, ratio: Tensor, rate: Tensor | None = None) -> 
     """
     if is_recorded_for_onnx():
         return start * ratio.reshape(start.shape).abs().clamp(min=2.0**-24)
-    scale: Tensor = _positive_scale(start, ratio, rate)
-    return scale
+    return _positive_scale(start, ratio, rate)

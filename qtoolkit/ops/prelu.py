@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import Op, library
 
-_prelu_fake_quant = library.prelu_fake_quant.default
+_prelu_fake_quant: Op = library.prelu_fake_quant.default
 
 
 def prelu_fake_quant(
@@ -42,5 +42,4 @@ def prelu_fake_quant(
         tensor([[-2.0000,  1.5000],
                 [ 0.5000,  0.0000]])
     """
-    y: Tensor = _prelu_fake_quant(x, weight, scale, zero_point, qmin, qmax, grad_factor)
-    return y
+    return _prelu_fake_quant(x, weight, scale, zero_point, qmin, qmax, grad_factor)

@@ -2,18 +2,18 @@
 
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import Op, library
 
-_add_codes = library.add_codes.default
-_centred_codes = library.centred_codes.default
-_fake_quant_by_factor = library.fake_quant_by_factor.default
-_requantize = library.requantize.default
-_fake_quant_away = library.fake_quant_away.default
-_hard_swish_codes = library.hard_swish_codes.default
-_resize_linear_codes = library.resize_linear_codes.default
-_average_codes = library.average_codes.default
-_softmax_codes = library.softmax_codes.default
-_requantize_fixed_point = library.requantize_fixed_point.default
+_add_codes: Op = library.add_codes.default
+_centred_codes: Op = library.centred_codes.default
+_fake_quant_by_factor: Op = library.fake_quant_by_factor.default
+_requantize: Op = library.requantize.default
+_fake_quant_away: Op = library.fake_quant_away.default
+_hard_swish_codes: Op = library.hard_swish_codes.default
+_resize_linear_codes: Op = library.resize_linear_codes.default
+_average_codes: Op = library.average_codes.default
+_softmax_codes: Op = library.softmax_codes.default
+_requantize_fixed_point: Op = library.requantize_fixed_point.default
 
 
 def requantize(
@@ -45,8 +45,7 @@ def requantize(
         >>> requantize(torch.tensor([5.0, 90.0]), torch.tensor(0.1), torch.tensor(2.0), -8, 7)
         tensor([ 0., 14.])
     """
-    y: Tensor = _requantize(x, factor, scale, qmin, qmax, offset, zero_code, fused)
-    return y
+    return _requantize(x, factor, scale, qmin, qmax, offset, zero_code, fused)
 
 
 def requantize_fixed_point(
@@ -79,8 +78,7 @@ def requantize_fixed_point(
         >>> requantize_fixed_point(torch.tensor([5.0, 90.0]), torch.tensor(0.1), torch.tensor(2.0), -8, 7)
         tensor([ 2., 14.])
     """
-    y: Tensor = _requantize_fixed_point(x, factor, scale, qmin, qmax, count, rounded_once)
-    return y
+    return _requantize_fixed_point(x, factor, scale, qmin, qmax, count, rounded_once)
 
 
 def add_codes(
@@ -124,8 +122,7 @@ def add_codes(
         tensor([2., 7.])
     """
     grids = (x_scale, x_zero_point, other, other_scale, other_zero_point, scale, zero_point)
-    y: Tensor = _add_codes(x, *grids, qmin, qmax, fixed_point, rounded_twice, subtract)
-    return y
+    return _add_codes(x, *grids, qmin, qmax, fixed_point, rounded_twice, subtract)
 
 
 def fake_quant_by_factor(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
@@ -135,8 +132,7 @@ def fake_quant_by_factor(x: Tensor, scale: Tensor, zero_point: Tensor | None, qm
         >>> fake_quant_by_factor(torch.tensor([0.3, 9.0]), torch.tensor(0.25), None, -8, 7)
         tensor([0.2500, 1.7500])
     """
-    y: Tensor = _fake_quant_by_factor(x, scale, zero_point, qmin, qmax)
-    return y
+    return _fake_quant_by_factor(x, scale, zero_point, qmin, qmax)
 
 
 def fake_quant_away(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
@@ -146,8 +142,7 @@ def fake_quant_away(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: i
         >>> fake_quant_away(torch.tensor([0.125, -0.375]), torch.tensor(0.25), None, -8, 7)
         tensor([ 0.2500, -0.5000])
     """
-    y: Tensor = _fake_quant_away(x, scale, zero_point, qmin, qmax)
-    return y
+    return _fake_quant_away(x, scale, zero_point, qmin, qmax)
 
 
 def centred_codes(x: Tensor, scale: Tensor) -> Tensor:
@@ -157,8 +152,7 @@ def centred_codes(x: Tensor, scale: Tensor) -> Tensor:
         >>> centred_codes(torch.tensor([0.75, -0.5]), torch.tensor(0.25))
         tensor([ 3., -2.])
     """
-    codes: Tensor = _centred_codes(x, scale)
-    return codes
+    return _centred_codes(x, scale)
 
 
 def softmax_codes(x: Tensor, scale: float, dim: int) -> Tensor:
@@ -177,8 +171,7 @@ def softmax_codes(x: Tensor, scale: float, dim: int) -> Tensor:
         tensor([[128., 128.],
                 [254.,   2.]])
     """
-    codes: Tensor = _softmax_codes(x, scale, dim)
-    return codes
+    return _softmax_codes(x, scale, dim)
 
 
 def hard_swish_codes(x: Tensor, x_scale: float, scale: float, qmin: int, qmax: int) -> Tensor:
@@ -198,8 +191,7 @@ def hard_swish_codes(x: Tensor, x_scale: float, scale: float, qmin: int, qmax: i
         >>> hard_swish_codes(torch.tensor([-40.0, 0.0, 20.0]), 0.1, 0.05, -128, 127)
         tensor([ 0.,  0., 33.])
     """
-    codes: Tensor = _hard_swish_codes(x, x_scale, scale, qmin, qmax)
-    return codes
+    return _hard_swish_codes(x, x_scale, scale, qmin, qmax)
 
 
 def average_codes(sums: Tensor, counts: Tensor) -> Tensor:
@@ -216,8 +208,7 @@ def average_codes(sums: Tensor, counts: Tensor) -> Tensor:
         >>> average_codes(torch.tensor([5.0, -6.0, 7.0]), torch.tensor([2.0, 4.0, 3.0]))
         tensor([ 3., -2.,  2.])
     """
-    codes: Tensor = _average_codes(sums, counts)
-    return codes
+    return _average_codes(sums, counts)
 
 
 def resize_linear_codes(x: Tensor, size: tuple[int, int], align_corners: bool) -> Tensor:
@@ -235,5 +226,4 @@ def resize_linear_codes(x: Tensor, size: tuple[int, int], align_corners: bool) -
         >>> resize_linear_codes(torch.tensor([[[[0.0, 8.0]]]]), (1, 4), False)
         tensor([[[[0., 2., 6., 8.]]]])
     """
-    codes: Tensor = _resize_linear_codes(x, size, align_corners)
-    return codes
+    return _resize_linear_codes(x, size, align_corners)

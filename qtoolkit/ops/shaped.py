@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit._native import Op, library
 from qtoolkit.ops.integer import fake_quant
 from qtoolkit.ops.recording import check_has_form, is_recorded_for_onnx
 
-_fake_quant_shaped = library.fake_quant_shaped.default
+_fake_quant_shaped: Op = library.fake_quant_shaped.default
 
 
 def fake_quant_clipped(
@@ -64,8 +64,7 @@ def fake_quant_clipped(
     """
     if is_recorded_for_onnx():
         return fake_quant(x, scale, zero_point, qmin, qmax, axis, group, block_size)
-    y: Tensor = _fake_quant_shaped(x, scale, zero_point, steepness, qmin, qmax, "clip", (), axis, group, block_size)
-    return y
+    return _fake_quant_shaped(x, scale, zero_point, steepness, qmin, qmax, "clip", (), axis, group, block_size)
 
 
 def fake_quant_levels(
@@ -104,10 +103,9 @@ def fake_quant_levels(
     """
     most = levels[-1] if levels else 1
     check_has_form("a grid of levels that are not uniform (quantizer='apot')")
-    y: Tensor = _fake_quant_shaped(
+    return _fake_quant_shaped(
         x, scale, None, None, -most if signed else 0, most, "levels", levels, axis, group, block_size
     )
-    return y
 
 
 def interval(
@@ -144,7 +142,6 @@ def interval(
         tensor([ 0.0000,  0.5000, -0.7500,  1.0000])
     """
     check_has_form("an interval of magnitudes (quantizer='qil')")
-    y: Tensor = _fake_quant_shaped(
+    return _fake_quant_shaped(
         x, distance, center, None, -1 if signed else 0, 1, "interval", (), axis, group, block_size
     )
-    return y

@@ -23,7 +23,7 @@ from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.program import calls_now
 from qtoolkit.graph.program import products as products_in
 from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, spec_of, training_of, weight_of
 from qtoolkit.shared_modules import first_names, modules_by_name
@@ -83,7 +83,7 @@ def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[Layer
     weights = [str(n.target) for n in behind if n is not None and is_weight_quantizer(n)]
     inputs = tuple(str(n.target) for n in behind if n is not None and not is_weight_quantizer(n))
     inputs += (f"{node.target}.input_quantizer",) if quantizes_its_input(node) else ()
-    is_layer = node.op == "call_module" and isinstance(module_of(node), QuantModule)
+    is_layer = isinstance(called_module(node), QuantModule)
     own = [quantizer.name for quantizer in held if is_layer and quantizer.layer == node.target]
     weight = ", ".join(spec_of(model.get_submodule(name)) for name in weights)
     training, in_float = training_of(module_of(node)) if is_layer else (trained, None)

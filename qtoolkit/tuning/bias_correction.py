@@ -15,7 +15,7 @@ from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import bounds_of, is_quantizer, kind_of
 from qtoolkit.model_state import check_module, removing
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import called_module
 from qtoolkit.progress import batches_of, note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -260,7 +260,7 @@ def _mean_of_input(node: fx.Node) -> Tensor | Obstacle:
     low, high, source = -math.inf, math.inf, node.all_input_nodes[0]
     while True:
         kind = kind_of(source)
-        module: Any = module_of(source) if source.op == "call_module" else None
+        module: Any = called_module(source)
         if isinstance(module, LinkedBatchNorm) or (kind.normalizes_batches and module is not None):
             if module.weight is None:
                 return Obstacle("the batch norm before it has no scale")

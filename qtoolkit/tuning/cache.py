@@ -2,15 +2,16 @@
 
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class BatchCache:
+class BatchCache(AbstractContextManager["BatchCache"]):
     """A list of nested values with tensors, in a `with` block; afterwards its files are removed.
 
     Other values than tensors, and containers of other types than tuples, lists and dicts, stay in memory as they are.
@@ -75,9 +76,6 @@ class BatchCache:
         file = Path(self._folder.name, f"{index}.pt")
         torch.save(tensors, file)
         return _Item(form, file)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._items.clear()

@@ -16,7 +16,7 @@ from qtoolkit.graph.nodes import kind_of
 from qtoolkit.model_state import deepcopy_model, values_unchanged_on_error
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.shared_modules import names_by_module, owners_of_parameters
 from qtoolkit.tuning.channels import LAYERS, ChannelView
@@ -146,7 +146,7 @@ def equalize(
     for name in skip:
         check_known("layer in skip of equalize", name, layers)
     before = outputs_of(own, example_inputs)
-    gm = trace.run(own, example_inputs=example_inputs)
+    gm = trace.run(own, example_inputs=example_inputs).gm
     links, skipped = _links(gm, own, skip, target)
     with values_unchanged_on_error([*own.parameters(), *own.buffers()]):
         if activations is None:
@@ -314,6 +314,7 @@ def _obstacles(
     names, owners = names_by_module(model), owners_of_parameters(model)
 
     def obstacle(node: fx.Node) -> str:
+        """Return why the weight of a layer cannot be scaled; "" if it can."""
         module, name = module_of(node), str(node.target)
         if name in skip:
             return "skip names it"
@@ -326,7 +327,7 @@ def _obstacles(
 
 
 def _is_layer(node: fx.Node) -> bool:
-    return node.op == "call_module" and type(module_of(node)) in LAYERS
+    return type(called_module(node)) in LAYERS
 
 
 def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:

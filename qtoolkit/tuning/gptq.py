@@ -145,13 +145,7 @@ def gptq(
     if damping is not None and not damping > 0:
         raise ValueError(f"gptq: damping must be positive, or None, got {damping}.")
     dampings = DAMPINGS if damping is None else (damping,)
-    reasons = obstacles(prepared)
-    found = {name: prepared.get_submodule(name) for name in reasons}
-    for name, layer in found.items():
-        if not isinstance(layer, nn.Linear):
-            reasons[name] = (
-                f"it is {with_article(type(layer))}, and only linear layers can be; qtoolkit.tuning.reconstruct takes it"
-            )
+    reasons = _obstacles(prepared)
     wanted = chosen(reasons, layers, "gptq")
     skipped = {name: why for name, why in reasons.items() if why}
     data, errors = Batches(batches, forward, "gptq"), []
@@ -162,7 +156,7 @@ def gptq(
         runs = stack.enter_context(LayerRuns(prepared, order, data))
         bar = stack.enter_context(progress_bar("gptq", "layers", progress, order))
         for name in bar:
-            layer = found[name]
+            layer = prepared.get_submodule(name)
             grid = CodeGrid(layer, name)
             products = _products(layer, name, runs)
             error = _tried(grid, name, products, dampings, act_order)
@@ -171,6 +165,18 @@ def gptq(
             errors.append(error)
             note(bar, f"{name}: error {error.before:.2e} -> {error.after:.2e}")
     return GPTQ(tuple(errors), skipped)
+
+
+def _obstacles(model: nn.Module) -> dict[str, str]:
+    """Return why the rounding of each layer cannot be chosen; "" where it can."""
+    reasons = obstacles(model)
+    for name in reasons:
+        layer = model.get_submodule(name)
+        if not isinstance(layer, nn.Linear):
+            reasons[name] = (
+                f"it is {with_article(type(layer))}, and only linear layers can be; qtoolkit.tuning.reconstruct takes it"
+            )
+    return reasons
 
 
 def _order(model: nn.Module, names: Sequence[str], data: Batches) -> list[str]:

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import clone_tensors, tensors_of
-from qtoolkit.tuning.running import Batches, device_of
+from qtoolkit.model_state import device_of
+from qtoolkit.tuning.running import Batches
 
 Loss = Callable[[Any, Any], Tensor] | Literal["kl"]
 
@@ -29,7 +30,7 @@ class Importance:
 
     def __init__(self, model: QuantizedGraphModule, nodes: Sequence[fx.Node], loss: Loss, seed: int) -> None:
         self.model = _Watched(model.requires_grad_(False), nodes)
-        self.random = torch.Generator(device_of(model)).manual_seed(seed)
+        self.random = torch.Generator(device_of(model) or "cpu").manual_seed(seed)
         self.loss: Callable[[Any, Any], Tensor] = self._kl if loss == "kl" else loss
 
     def of(self, data: Batches, batch: Any) -> list[list[Tensor]]:

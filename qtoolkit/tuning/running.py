@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.batches import Caller
@@ -213,8 +212,3 @@ def tuning(model: nn.Module) -> Iterator[None]:
         finally:
             for layer, arithmetic in zip(layers, before, strict=True):
                 layer.training_arithmetic = arithmetic
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -6,14 +6,16 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from qtoolkit.graph.capture.in_place import changed_by
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import parameters_in
 from qtoolkit.graph.program.division import free_nodes
+from qtoolkit.model_state import device_of
 from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.running import Batches, arguments_part, device_of, part_between
+from qtoolkit.tuning.running import Batches, arguments_part, part_between
 
 
 def _values(*values: Any) -> tuple[Any, ...]:
@@ -59,7 +61,7 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         self._in_place = {node for node in gm.graph.nodes if changed_by(node, gm) not in (None, *constant)}
         self._order = {node: place for place, node in enumerate(gm.graph.nodes)}
         self._arguments = arguments_part(gm)
-        self._cache = BatchCache(limit, device_of(gm))
+        self._cache = BatchCache(limit, device_of(gm) or torch.device("cpu"))
         # The nodes whose values the cache has for each batch before the goal at hand, and after it.
         self._before, self._after = list[fx.Node](), [node for node in gm.graph.nodes if node.op == "placeholder"]
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.model_state import device_of
 from qtoolkit.tuning.cache import BatchCache
 from qtoolkit.tuning.importance import Importance, Loss
 from qtoolkit.tuning.learning import Options
-from qtoolkit.tuning.running import Batches, device_of
+from qtoolkit.tuning.running import Batches
 from qtoolkit.tuning.stepwise import Stepwise
 from qtoolkit.tuning.units import Unit
 
@@ -44,7 +45,7 @@ class UnitSamples:
         self._outputs = [twins[unit.output.name] for unit in units]
         goals = [(*before, output) for before, output in zip(inputs, self._outputs, strict=True)]
         self.reference, self.units, self.data, self.options, self.loss = reference, units, data, options, loss
-        self._limit, self._device, self._stack = limit, device_of(gm), ExitStack()
+        self._limit, self._device, self._stack = limit, device_of(gm) or torch.device("cpu"), ExitStack()
         self._quantized = Stepwise(gm, [unit.inputs for unit in units], data, limit / 6)
         self._in_float = Stepwise(reference, goals, data, limit / 6)
         self._importances = BatchCache(limit / 6, self._device)

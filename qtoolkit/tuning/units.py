@@ -24,7 +24,7 @@ from qtoolkit.graph.nodes import is_quantizer, is_weight_quantizer, kind_of, kin
 from qtoolkit.graph.program.division import free_nodes
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.op_kinds.facts import facts_of
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import names_by_module, owners_of_parameters
 
@@ -279,5 +279,5 @@ def _with_quantizers_between(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _is_layer(node: fx.Node) -> bool:
-    module: Any = module_of(node) if node.op == "call_module" else None
+    module: Any = called_module(node)
     return isinstance(module, QuantWeighted) and module.OP_KIND.layer

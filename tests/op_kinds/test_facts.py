@@ -32,7 +32,7 @@ def facts_in(graph: fx.Graph) -> dict[str, NodeFacts]:
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_keep_the_facts(again) -> None:
-    traced = trace.run(Counts(), example_inputs=(torch.rand(2, 4), 2.0))
+    traced = trace.run(Counts(), example_inputs=(torch.rand(2, 4), 2.0)).gm
     facts = facts_in(traced.graph)
     assert facts["scale"] == NodeFacts(is_number=True, call=ROOT)
     assert facts["add"] == NodeFacts(assigns_in_place=True, call=ROOT)

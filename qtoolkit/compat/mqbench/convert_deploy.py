@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from qtoolkit.compat.mqbench.platforms import BackendType, platform_of
+from qtoolkit.convert import check_quantized
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.backend_files import encodings
 from qtoolkit.export.onnx import export_onnx
 from qtoolkit.graph.passes import freeze
-from qtoolkit.prepare import check_quantized
 
 _OPTIONS = ("input_names", "output_names", "dynamic_axes", "opset_version")
 

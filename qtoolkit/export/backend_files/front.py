@@ -13,7 +13,7 @@ from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.target import BackendFiles, Target
 from qtoolkit.export.backend_files.targets import TARGETS
 from qtoolkit.export.exporters.torch_exporters import Request
-from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, converted_on_cpu
+from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source
 from qtoolkit.export.onnx import require_extra, written
 from qtoolkit.export.pairs.opsets import LOWEST, check_opset, native
 from qtoolkit.progress import progress_bar, step
@@ -73,11 +73,10 @@ def encodings(
     target = _target(backend, "encodings")
     require_extra("encodings")
     check_opset("encodings", opset)
-    converted, example_inputs = converted_on_cpu(model, example_inputs, "encodings")
+    source = Source.of(model, example_inputs, "encodings")
     bar = progress_bar("encodings", "steps", progress, total=1, after=0)
     with ONE_AT_A_TIME, bar:
-        inputs = Inputs.of(converted, example_inputs, input_names, "encodings")
-        request = Request(converted, inputs, native(opset, "dynamo"), output_names, None)
+        request = Request(source.model, Inputs.of(source, input_names), native(opset, "dynamo"), output_names, None)
         step(bar, "torch's exporter, and the files")
         export = partial(written, request, opset, "dynamo", dynamic_batch=dynamic_batch)
         return target.write(export, opset, Path(path))

@@ -23,6 +23,7 @@ from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.shared_modules import names_by_module
 
 if TYPE_CHECKING:
+    import onnx
     import onnx_ir
 
 WRAPPED = "model"
@@ -52,31 +53,11 @@ class Request:
 
 def _export_dynamo(request: Request) -> "onnx_ir.Model":
     from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
-    from qtoolkit.export.exporters.translation import TRANSLATIONS, keep_quantizers
+    from qtoolkit.export.exporters.translation import keep_quantizers
 
-    constants = QuantizedConstants(request.model, request.run)
-    inputs, axes = request.inputs, _names_of_axes(request)
-    try:
-        with constants.kept_out(), ops_taken():
-            program = torch.onnx.export(
-                by_name(request.model, inputs.kwargs),
-                _closed(inputs.args),
-                kwargs=inputs.kwargs,
-                dynamo=True,
-                opset_version=request.opset,
-                custom_translation_table=dict(TRANSLATIONS),
-                input_names=inputs.given_names or None,
-                output_names=request.output_names,
-                dynamic_shapes=request.dynamic_shapes,
-                verbose=False,
-                optimize=False,
-            )
-    except torch.onnx.OnnxExporterError as error:
-        if request.dynamic_shapes is not None and "static shape" in str(error.__cause__):
-            raise RuntimeError(f"{request.what}: {_describe_constants(error.__cause__)}") from error
-        raise RuntimeError(f"{request.what}: {_describe_failure(request.model, error)}") from error
-    if program is None:
-        raise RuntimeError(f"{request.what}: torch.onnx.export returned no program.")
+    constants, axes = QuantizedConstants(request.model, request.run), _names_of_axes(request)
+    with constants.kept_out(), ops_taken():
+        program = _dynamo_program(request)
     constants.put_back(program.model)
     _name_axes(program.model, axes)
     # Before the optimizer, which merges scales of equal value.
@@ -84,6 +65,33 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
     program.optimize()
     keep_quantizers(program.model)
     return program.model
+
+
+def _dynamo_program(request: Request) -> torch.onnx.ONNXProgram:
+    from qtoolkit.export.exporters.translation import TRANSLATIONS
+
+    inputs = request.inputs
+    try:
+        program = torch.onnx.export(
+            by_name(request.model, inputs.kwargs),
+            _closed(inputs.args),
+            kwargs=inputs.kwargs,
+            dynamo=True,
+            opset_version=request.opset,
+            custom_translation_table=dict(TRANSLATIONS),
+            input_names=inputs.given_names or None,
+            output_names=request.output_names,
+            dynamic_shapes=request.dynamic_shapes,
+            verbose=False,
+            optimize=False,
+        )
+    except torch.onnx.OnnxExporterError as error:
+        if request.dynamic_shapes is not None and "static shape" in str(error.__cause__):
+            raise RuntimeError(f"{request.what}: {_describe_constants(error.__cause__)}") from error
+        raise RuntimeError(f"{request.what}: {_describe_failure(request.model, error)}") from error
+    if program is None:
+        raise RuntimeError(f"{request.what}: torch.onnx.export returned no program.")
+    return program
 
 
 def _describe_failure(model: nn.Module, error: Exception) -> str:
@@ -124,12 +132,22 @@ class _Wrapper(nn.Module):
 
 
 def _export_torchscript(request: Request) -> "onnx_ir.Model":
-    import onnx
     import onnx_ir
 
     from qtoolkit.export.exporters.translation import keep_quantizers
 
-    inputs, axes = request.inputs, _names_of_axes(request)
+    axes = _names_of_axes(request)
+    model = onnx_ir.from_proto(_torchscript_proto(request, axes))
+    _add_unused_inputs(model, request.inputs, axes)
+    first = _quantizers_of_scales(request.model)
+    _name_by_quantizers(model, {f"{WRAPPED}.{scale}": name for scale, name in first.items()})
+    keep_quantizers(model)
+    return model
+
+
+def _torchscript_proto(request: Request, axes: Mapping[str, dict[int, str]]) -> "onnx.ModelProto":
+    import onnx
+
     with (
         _destination(request.model) as written,
         warnings.catch_warnings(),
@@ -140,22 +158,16 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that does not apply
         torch.onnx.export(
-            _Wrapper(request.model, inputs).eval(),
-            tuple(inputs.tensors),
+            _Wrapper(request.model, request.inputs).eval(),
+            tuple(request.inputs.tensors),
             written,  # type: ignore[arg-type]  # the TorchScript exporter takes a buffer too
             dynamo=False,
             opset_version=request.opset,
-            input_names=inputs.names,
+            input_names=request.inputs.names,
             output_names=list(request.output_names) if request.output_names else None,
             dynamic_axes=axes,
         )
-        proto = onnx.load(written) if isinstance(written, str) else onnx.load_from_string(written.getvalue())
-    model = onnx_ir.from_proto(proto)
-    _add_unused_inputs(model, inputs, axes)
-    first = _quantizers_of_scales(request.model)
-    _name_by_quantizers(model, {f"{WRAPPED}.{scale}": name for scale, name in first.items()})
-    keep_quantizers(model)
-    return model
+        return onnx.load(written) if isinstance(written, str) else onnx.load_from_string(written.getvalue())
 
 
 @contextlib.contextmanager

@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from qtoolkit.export.files.graph import constant_input, input_at, replace_node
-from qtoolkit.export.inputs import grids_of
+from qtoolkit.export.inputs import Source
 from qtoolkit.lint.file_facts import AXIS_OPSET
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ NATIVE = {"dynamo": (18, 23), "torchscript": (13, 20)}  # those that torch's exp
 SCRIPT_NEWEST = 25  # the newest that onnxscript's converter knows
 
 
-def choose(opset: int | None, converted: nn.Module) -> int:
+def choose(opset: int | None, source: Source) -> int:
     """Return the opset of a file.
 
     Raises:
@@ -28,22 +27,21 @@ def choose(opset: int | None, converted: nn.Module) -> int:
     """
     from qtoolkit.export.pairs.storage import smallest_opset
 
-    grids = grids_of(converted)
     needed = {
         name: smallest_opset(g.spec.element, g.spec.qmin, g.spec.qmax, g.spec.block_size)
-        for name, g in grids.items()
+        for name, g in source.grids.items()
         if g.quantizing
     }
     most = max(needed, key=lambda name: needed[name], default=None)
     least = LOWEST if most is None else needed[most]
     if opset is None:
-        preferred = BFLOAT16 if any(p.dtype == torch.bfloat16 for p in converted.parameters()) else DEFAULT
+        preferred = BFLOAT16 if any(p.dtype == torch.bfloat16 for p in source.model.parameters()) else DEFAULT
         return max(preferred, least)
     check_opset("export_onnx", opset)
     if most is not None and opset < least:
         raise ValueError(
-            f"export_onnx: opset must be at least {least} for {most!r}, which quantizes to {grids[most].spec.describe()}, "
-            f"got {opset}."
+            f"export_onnx: opset must be at least {least} for {most!r}, which quantizes to "
+            f"{source.grids[most].spec.describe()}, got {opset}."
         )
     return opset
 

@@ -1,13 +1,11 @@
 """How a file stores quantized weights, and what other arguments of `export_onnx` store fewer bytes."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from qtoolkit.export.files.quantizer_nodes import quantizer_of
-from qtoolkit.export.inputs import grids_of
 from qtoolkit.lint.file_facts import BLOCKS_OPSET
 from qtoolkit.quantizers.frozen import Grid
 
@@ -52,9 +50,8 @@ class StoredWeights:
         return f"{line}; {self.smaller_by}: {_size(self.smaller_bytes)}" if self.smaller_by else line
 
 
-def stored_weights(file: "onnx_ir.Model", converted: nn.Module, opset: int) -> tuple[StoredWeights, ...]:
-    """Return how a file of a converted model stores its quantized weights, those of each way together."""
-    grids = grids_of(converted)
+def stored_weights(file: "onnx_ir.Model", grids: Mapping[str, Grid], opset: int) -> tuple[StoredWeights, ...]:
+    """Return how a file stores the weights that grids quantize, those of each way together."""
     found: dict[tuple[int, str, str], StoredWeights] = {}
     seen = set()
     for node in file.graph:

@@ -202,7 +202,7 @@ class RuntimeCodes:
         return verdict
 
     def _check_comparable(self) -> None:
-        """Raise RuntimeError where codes or outputs cannot be the same, whatever the runtime computes."""
+        """Raise RuntimeError where there is no cause to look for: other weights, a quantizer left out, or no codes."""
         if self.other_weights:
             first = self.other_weights[0]
             raise RuntimeError(
@@ -213,7 +213,7 @@ class RuntimeCodes:
             raise RuntimeError(
                 f"verify: {self.remark} Its outputs therefore differ from the model's. Turn these quantizers off in the "
                 f"converted model before the export (qtoolkit.disable_quantization(model.get_submodule(name))), or "
-                f"accept it."
+                f"accept the difference."
             )
         if not self.codes.compared:
             raise RuntimeError(

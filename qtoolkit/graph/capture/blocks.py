@@ -1,23 +1,21 @@
 """Make the blocks of a traced model TracedBlocks, which hold its layers."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from qtoolkit.foreign_models import integration_of
+from qtoolkit.graph.block_calls import calls_with_nodes
+from qtoolkit.graph.capture.both_modes import Traced
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.graph.traced_blocks import TracedBlock, traced_type
 
 
-def with_traced_blocks(model: nn.Module, graph: fx.Graph, called: Collection[str]) -> nn.Module:
-    """Return a module with the attributes of a model in which blocks are TracedBlocks; the model does not change.
-
-    Args:
-        model: The model that was traced.
-        graph: Its graph.
-        called: The names of the blocks with parts of the graph.
-    """
-    used = [node for node in graph.nodes if node.op in ("call_module", "get_attr")]
+def with_traced_blocks(traced: Traced) -> nn.Module:
+    """Return a module with the attributes of a model in which blocks are TracedBlocks; the model does not change."""
+    model, calls = traced.model, tuple(traced.calls)
+    called = [calls[i].block for i in calls_with_nodes(traced.graph, calls)]
+    used = [node for node in traced.graph.nodes if node.op in ("call_module", "get_attr")]
     leaves = {str(node.target) for node in used if node.op == "call_module"}
     around = {name for node in used for name in _prefixes(str(node.target))}
     blocks = {model.get_submodule(name): name for name in (*around, *called) if name not in {*leaves, ""}}

@@ -29,15 +29,17 @@ class UnlikeError(Exception):
     """The graphs of both modes do not become one."""
 
 
-class OfMode(NamedTuple):
-    """A graph that was traced in one mode.
+class Traced(NamedTuple):
+    """A model with its graph, traced in one mode.
 
     Attributes:
-        graph: The graph.
-        modes: Its node that reads the training mode of each submodule.
+        model: The model.
+        graph: Its graph.
+        modes: The node of the graph that reads the training mode of each submodule.
         calls: The calls of blocks that its nodes belong to.
     """
 
+    model: nn.Module
     graph: fx.Graph
     modes: Mapping[nn.Module, fx.Node]
     calls: Sequence[BlockCall]
@@ -80,18 +82,13 @@ def in_other_mode(modules: Collection[nn.Module]) -> Iterator[None]:
 
 
 def merge(
-    model: nn.Module,
-    own: OfMode,
-    other: OfMode,
-    branching: Collection[nn.Module],
-    mode_of: Callable[[nn.Module], fx.Node],
+    own: Traced, other: Traced, branching: Collection[nn.Module], mode_of: Callable[[nn.Module], fx.Node]
 ) -> bool:
     """Let a graph compute what the graph of the other mode does, where the model is in that mode.
 
     Args:
-        model: The model that was traced.
-        own: Its graph, which is changed, in the mode of the model.
-        other: That of the other mode.
+        own: The model with its graph, which is changed, in the mode of the model.
+        other: The same in the other mode.
         branching: The submodules that have another mode in the other graph.
         mode_of: Returns the node of the first graph that reads the mode of a submodule, before all ops.
 
@@ -100,7 +97,7 @@ def merge(
         has change a tensor in place or check something.
     """
     try:
-        chosen = list(_Merge(model, own, other, branching).choices())
+        chosen = list(_Merge(own, other, branching).choices())
     except UnlikeError:
         return False
     for node, owner, args, kwargs in chosen:
@@ -109,8 +106,8 @@ def merge(
 
 
 class _Merge:
-    def __init__(self, model: nn.Module, own: OfMode, other: OfMode, branching: Collection[nn.Module]) -> None:
-        self.model, self.own, self.other, self.branching = model, own, other, branching
+    def __init__(self, own: Traced, other: Traced, branching: Collection[nn.Module]) -> None:
+        self.model, self.own, self.other, self.branching = own.model, own, other, branching
         modules = {node: module for module, node in other.modes.items()}
         self.modes = {node: own.modes.get(module) for node, module in modules.items()}
         self.others: dict[fx.Node, fx.Node] = {}  # each node of the other graph -> the one like it
@@ -181,7 +178,7 @@ class _Merge:
         return found[0]
 
 
-def _ops(traced: OfMode) -> list[fx.Node]:
+def _ops(traced: Traced) -> list[fx.Node]:
     modes = set(traced.modes.values())
     return [node for node in traced.graph.nodes if node not in modes]
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from qtoolkit.errors import first_line
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError
-from qtoolkit.model_inputs import split
+from qtoolkit.model_inputs import bind, split
 from qtoolkit.model_state import evaluating
 
 GUARDS = "_guards_fn"  # the check of the inputs, which a graph of qtoolkit makes itself
@@ -58,10 +58,10 @@ def run(model: nn.Module, example_inputs: Any, leaf_modules: Sequence[type[nn.Mo
     if example_inputs is None:
         raise ValueError('prepare: capture="export" runs the model on example_inputs; pass them.')
     args, kwargs = split(example_inputs)
-    shapes = tree_map(_shapes_of, (args, kwargs))
     try:
+        shapes = tree_map(_shapes_of, dict(bind(model, example_inputs)))
         with evaluating(model), torch.no_grad():
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=_by_name(model, *shapes), strict=False)
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # the user's forward may raise anything on fake tensors
         raise UntraceableError(
             f"prepare: torch.export cannot capture {type(model).__name__} ({type(error).__name__}: {first_line(error)}); "
@@ -99,10 +99,6 @@ def _check_ops(model: nn.Module, exported: fx.GraphModule) -> None:
 def _shapes_of(value: Any) -> Any:
     """Return which sizes of an input may change: of a tensor that of the first dimension."""
     return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.dim() and len(value) > 1 else None
-
-
-def _by_name(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
 # ---- layers

@@ -11,44 +11,40 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from qtoolkit.graph.capture.both_modes import Traced
+from qtoolkit.graph.capture.functional_layers import call_layer
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.nn.module import shallow_copy_as
-from qtoolkit.op_kinds.facts import replace_node
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.shared_modules import replace_everywhere
 
 TENSORS = ("running_mean", "running_var", "weight", "bias")
 
 
-def run(model: nn.Module, graph: fx.Graph, modes: Mapping[nn.Module, fx.Node]) -> list[str]:
-    """Replace calls of F.batch_norm by calls of the module that owns all their arguments.
-
-    Args:
-        model: The model that was traced.
-        graph: Its graph, which is changed.
-        modes: The node that reads the training mode of each submodule.
+def run(traced: Traced) -> list[str]:
+    """Replace calls of F.batch_norm in a graph by calls of the module that owns all their arguments.
 
     Returns:
         The names of these modules, whose types `use_torch_types` must replace.
     """
     names = []
-    for node in list(graph.nodes):
+    for node in list(traced.graph.nodes):
         if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):
-            owner = _owner(model, node, modes)
+            owner = _owner(traced.model, node, traced.modes)
             if owner is not None:
                 _call_module(node, owner)
                 names.append(owner)
     return names
 
 
-def use_torch_types(model: nn.Module, names: Iterable[str]) -> None:
+def use_torch_types(traced: Traced, names: Iterable[str]) -> None:
     """Replace batch norms by torch's type. They keep their submodules, such as an activation, under their names."""
     for name in names:
-        module = model.get_submodule(name)
+        module = traced.model.get_submodule(name)
         torch_type = _torch_type(module)
         if torch_type is None:
             raise TypeError(f"{name!r} is not a batch norm.")
-        replace_everywhere(model, module, shallow_copy_as(torch_type, module))
+        replace_everywhere(traced.model, module, shallow_copy_as(torch_type, module))
 
 
 def _owner(model: nn.Module, node: fx.Node, modes: Mapping[nn.Module, fx.Node]) -> str | None:
@@ -79,15 +75,9 @@ def _value(model: nn.Module, operand: Any) -> Any:
 
 def _call_module(node: fx.Node, name: str) -> None:
     source = node.all_input_nodes[0]
-    graph = node.graph
-    with graph.inserting_before(node):
-        new = graph.call_module(name, (source,))
-    tensors = node.all_input_nodes[1:]
-    replace_node(node, new)
-    for unused in (tensor for tensor in tensors if not tensor.users):
-        graph.erase_node(unused)
+    call_layer(node, name, source)
     _erase_dimension_checks(source)
-    _erase_batch_counter(graph, name)
+    _erase_batch_counter(source.graph, name)
 
 
 def _erase_dimension_checks(source: fx.Node) -> None:

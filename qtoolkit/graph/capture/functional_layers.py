@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from qtoolkit.graph.capture.both_modes import Traced
 from qtoolkit.graph.nodes import kind_of
 from qtoolkit.graph.weighted_functions import LAYERS, float_layer, geometry_of
 from qtoolkit.op_kinds.facts import replace_node
@@ -17,17 +18,13 @@ from qtoolkit.op_kinds.rules import argument, is_number
 from qtoolkit.shared_modules import replace_everywhere
 
 
-def run(model: nn.Module, graph: fx.Graph) -> None:
+def run(traced: Traced) -> None:
     """Replace the calls of functions by calls of the layers whose weights they take, and these layers by torch's type.
 
     A layer with other parameters, buffers or submodules stays, and one whose weight has other users.
-
-    Args:
-        model: The model that was traced, which is changed.
-        graph: Its graph, which is changed.
     """
-    read: dict[str, list[fx.Node]] = defaultdict(list)
-    for node in graph.find_nodes(op="get_attr"):
+    model, read = traced.model, defaultdict[str, list[fx.Node]](list)
+    for node in traced.graph.find_nodes(op="get_attr"):
         read[str(node.target)].append(node)
     for target, nodes in read.items():
         name, _, attribute = target.rpartition(".")
@@ -37,7 +34,7 @@ def run(model: nn.Module, graph: fx.Graph) -> None:
             if layer is not None:
                 replace_everywhere(model, model.get_submodule(name), layer)
                 for call in calls:
-                    _call_module(call, name)
+                    call_layer(call, name, argument(call, 0, "input"))
 
 
 def _torch_layer(name: str, module: nn.Module, calls: Sequence[fx.Node]) -> nn.Module | None:
@@ -81,10 +78,11 @@ def _reads(operand: Any, target: str) -> bool:
     return isinstance(operand, fx.Node) and (operand.op, operand.target) == ("get_attr", target)
 
 
-def _call_module(call: fx.Node, name: str) -> None:
+def call_layer(call: fx.Node, name: str, source: fx.Node) -> None:
+    """Replace the call of a function by that of the layer of this name, which has the function's tensors."""
     with call.graph.inserting_before(call):
-        new = call.graph.call_module(name, (argument(call, 0, "input"),))
-    parameters = [node for node in call.all_input_nodes if node.op == "get_attr"]
+        new = call.graph.call_module(name, (source,))
+    others = [node for node in call.all_input_nodes if node is not source and node.op != "placeholder"]
     replace_node(call, new)
-    for unused in (node for node in parameters if not node.users):
+    for unused in (node for node in others if not node.users):
         call.graph.erase_node(unused)

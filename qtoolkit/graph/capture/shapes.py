@@ -10,7 +10,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map
 
 from qtoolkit.model_inputs import copy_containers
-from qtoolkit.model_state import deepcopy_model
+from qtoolkit.model_state import deepcopy_model, device_of
 from qtoolkit.random_state import RandomState
 
 META = torch.device("meta")
@@ -41,7 +41,7 @@ class ShapePropagation:
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         self.model = model
         tensors = [*model.parameters(), *model.buffers()]
-        self.device = next((t.device for t in tensors), torch.device("cpu"))
+        self.device = device_of(model) or torch.device("cpu")
         # The copy's parameters and buffers are on the meta device from the start, so they take no memory.
         self.meta_model = deepcopy_model(model, {id(t): _on_meta(t) for t in tensors})
         self.inputs = inputs

@@ -1,16 +1,19 @@
 """How the traced forward is called: torch.fx reads the arguments from its code, which a decorated forward does not have."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
+from qtoolkit.errors import check_known
 from qtoolkit.model_inputs import bind, split
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+# Types of defaults that Python branches on. Other defaults, such as a tensor or a tuple, stay inputs of the graph.
+FIXED_TYPES = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -28,26 +31,27 @@ class Call:
 
     @classmethod
     def find(
-        cls, model: nn.Module, example_inputs: Any, fixed: Mapping[str, Any], chosen: Mapping[str, Any]
+        cls,
+        parameters: Mapping[str, inspect.Parameter],
+        given: Mapping[str, Any] | None,
+        fixed: Collection[str],
+        by_name: Collection[str],
     ) -> "Call | None":
-        """Return the call for a model; None if `*args` or `**kwargs` of its forward have values, or may have some.
+        """Return the call of a forward; None if its `*args` or `**kwargs` have values, or may have some.
 
         Args:
-            model: The model.
-            example_inputs: As for `qtoolkit.model_inputs.split`; None if there are none.
-            fixed: The arguments that are fixed at tracing.
-            chosen: Those of them that the user has fixed.
+            parameters: The parameters of forward.
+            given: The example value of each argument; None if there are none.
+            fixed: The arguments that are left at their defaults, unless they are given.
+            by_name: Those that the example inputs pass by keyword.
         """
-        parameters = inspect.signature(model.forward).parameters
-        given = {} if example_inputs is None else bind(model, example_inputs)
         variadic = [name for name, parameter in parameters.items() if parameter.kind in VARIADIC]
-        if variadic and (example_inputs is None or any(name in given for name in variadic)):
+        if variadic and (given is None or any(name in given for name in variadic)):
             return None
         named = {name: parameter for name, parameter in parameters.items() if name not in variadic}
-        by_name = split(example_inputs)[1]
         passed: dict[str, bool] = {}
         for place, (name, parameter) in enumerate(named.items()):
-            if name in given or name in chosen or name not in fixed:
+            if name in (given or {}) or name not in fixed:
                 after_gap = place > len(passed) or any(passed.values())
                 passed[name] = after_gap or name in by_name or parameter.kind is inspect.Parameter.KEYWORD_ONLY
         return cls(inspect.Signature(list(named.values())), passed)
@@ -70,3 +74,49 @@ class Call:
         described.__annotations__ = inspect.unwrap(forward).__annotations__
         call.__wrapped__ = described  # type: ignore[attr-defined]
         return call
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a forward that is traced.
+
+    Attributes:
+        given: The example value of each argument; None without example inputs.
+        fixed: The values of those that are fixed: the user's choices, and arguments whose example value or default is a flag,
+            a string or None; a default that is a number is fixed too.
+        call: How forward is called; None if its `*args` or `**kwargs` have values, or may have some.
+    """
+
+    given: dict[str, Any] | None
+    fixed: dict[str, Any]
+    call: Call | None
+
+    @classmethod
+    def of(cls, model: nn.Module, chosen: Mapping[str, Any] | None, example_inputs: Any) -> "Arguments":
+        """Return the arguments of a model's forward.
+
+        Args:
+            model: The model.
+            chosen: The values that the user has fixed.
+            example_inputs: As for `qtoolkit.model_inputs.split`; None if there are none.
+
+        Raises:
+            ValueError: A key of `chosen` is not an argument of forward.
+            TypeError: The example inputs do not match the signature of forward.
+        """
+        parameters = inspect.signature(model.forward).parameters
+        if not isinstance(chosen, Mapping | None):
+            raise TypeError(f"prepare: concrete_args must be a dict of arguments of forward, got {chosen!r}.")
+        chosen = chosen or {}
+        for name in chosen:
+            check_known("argument of forward in prepare's concrete_args", name, parameters)
+        given = None if example_inputs is None else bind(model, example_inputs)
+        values = {name: p.default for name, p in parameters.items()} | (given or {})
+        fixed = {name: value for name, value in values.items() if _is_fixed(value, name in (given or {}))}
+        call = Call.find(parameters, given, fixed.keys() - chosen.keys(), split(example_inputs)[1])
+        return cls(given, {**fixed, **chosen}, call)
+
+
+def _is_fixed(value: Any, given: bool) -> bool:
+    # A number that the user passes stays an input. Flags, strings and None select a branch of the forward.
+    return isinstance(value, bool | str | type(None)) if given else isinstance(value, FIXED_TYPES)

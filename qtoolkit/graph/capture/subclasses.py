@@ -3,8 +3,9 @@
 torchvision's video models have such convolutions: they add a constructor and a static method.
 """
 
-from torch import fx, nn
+from torch import nn
 
+from qtoolkit.graph.capture.both_modes import Traced
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.nn.module import shallow_copy_as
@@ -24,10 +25,10 @@ def equivalent_type(module: nn.Module) -> type[nn.Module] | None:
     return None if any(known & vars(kind).keys() for kind in types[: types.index(base)]) else base
 
 
-def run(model: nn.Module, graph: fx.Graph, leaf_modules: tuple[type[nn.Module], ...]) -> None:
+def run(traced: Traced, leaf_modules: tuple[type[nn.Module], ...]) -> None:
     """Replace the modules of such subclasses that a graph calls by torch's type, unless their type is in `leaf_modules`."""
-    names = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "call_module")
-    for module in dict.fromkeys(map(model.get_submodule, names)):
+    names = dict.fromkeys(str(node.target) for node in traced.graph.nodes if node.op == "call_module")
+    for module in dict.fromkeys(map(traced.model.get_submodule, names)):
         base = None if isinstance(module, leaf_modules) else equivalent_type(module)
         if base is not None:
-            replace_everywhere(model, module, shallow_copy_as(base, module))
+            replace_everywhere(traced.model, module, shallow_copy_as(base, module))

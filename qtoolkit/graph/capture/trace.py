@@ -9,32 +9,27 @@ from torch import fx, nn
 
 from qtoolkit.errors import check_sequence, some, unknown
 from qtoolkit.foreign_models import integration_of
-from qtoolkit.graph.block_calls import ROOT, calls_with_nodes
+from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.capture import both_modes, functional_layers, in_place, subclasses, torch_modes
 from qtoolkit.graph.capture import functional_batch_norms as norms
 from qtoolkit.graph.capture.blocks import with_traced_blocks
+from qtoolkit.graph.capture.both_modes import Traced
 from qtoolkit.graph.capture.checks import Assignments, check_hooks
 from qtoolkit.graph.capture.exported import calls_aten
 from qtoolkit.graph.capture.functions import scripted_functions
 from qtoolkit.graph.capture.mode import add_modes, traced_modes
 from qtoolkit.graph.capture.same_outputs import Expected
 from qtoolkit.graph.capture.shapes import ShapePropagation
-from qtoolkit.graph.capture.signature import Call
+from qtoolkit.graph.capture.signature import FIXED_TYPES, Arguments
 from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
 from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, names_of_own, type_for
-from qtoolkit.model_inputs import FIXED_TYPES, bind, fixed_arguments
+from qtoolkit.graph.output_types import OutputTypes
 from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import check_given
 from qtoolkit.random_state import RandomState
 from qtoolkit.shared_modules import modules_by_name
 
-# The key in the metadata of a traced model for the submodules of which the graph has one mode's branch in both modes.
-BRANCHES = "branches"
-# The key for the calls of its blocks.
-CALLS = "calls"
-# The key for the classes of mappings that it returns.
-OUTPUT_TYPES = "output_types"
 # Names of torch's classes that wrap or compile a model, and what to do instead.
 WRAPPERS: Mapping[str, str] = {
     "DistributedDataParallel": "prepare model.module first, then wrap the result",
@@ -46,6 +41,22 @@ WRAPPERS: Mapping[str, str] = {
 }
 
 
+class Captured(NamedTuple):
+    """A model as a graph, and what its forward did while it was traced.
+
+    Attributes:
+        gm: The graph module.
+        calls: The calls of its blocks.
+        branches: The submodules of which the graph has the branch of one mode in both modes.
+        output_types: The classes of mappings that it returns.
+    """
+
+    gm: QuantizedGraphModule
+    calls: tuple[BlockCall, ...]
+    branches: tuple[str, ...]
+    output_types: OutputTypes
+
+
 def run(
     model: nn.Module,
     leaf_modules: Sequence[type[nn.Module]] = (),
@@ -54,7 +65,7 @@ def run(
     preserve_attributes: Sequence[str] | None = None,
     example_inputs: Any = None,
     original: nn.Module | None = None,
-) -> QuantizedGraphModule:
+) -> Captured:
     """Trace a model.
 
     Arguments of forward that have a default and are not in `example_inputs` are fixed at the default; `*args` and `**kwargs`
@@ -80,21 +91,18 @@ def run(
     """
     check_model(model)
     check_leaf_modules(leaf_modules)
-    check_sequence(preserve_attributes or (), "prepare", "preserve_attributes")
     original = model if original is None else original
-    integration = integration_of(type(original))
-    kept = {} if integration is None else integration.attributes_of(original)
-    kept |= {name: _find_attribute(original, name) for name in preserve_attributes or ()}
+    kept = _attributes_to_keep(original, preserve_attributes or ())
     leaf_submodules = _find_submodules(model, untraced)
-    fixed = fixed_arguments(model, concrete_args, example_inputs)
-    call = Call.find(model, example_inputs, fixed, concrete_args or {})
+    arguments = Arguments.of(model, concrete_args, example_inputs)
 
-    def trace_once() -> _Traced:
-        shapes = None if example_inputs is None else ShapePropagation(model, bind(model, example_inputs))
-        tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model), call)
-        return _Traced(tracer, _graph(model, tracer, fixed, example_inputs is not None))
+    def trace_once() -> _Trace:
+        shapes = None if arguments.given is None else ShapePropagation(model, arguments.given)
+        tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model), arguments.call)
+        graph = _graph(model, tracer, arguments.fixed)
+        return _Trace(tracer, Traced(model, graph, tracer.modes, tracer.blocks.calls))
 
-    (tracer, graph), batch_norms, branches = _in_both_modes(model, trace_once)
+    (tracer, traced), batch_norms, branches = _in_both_modes(model, trace_once)
     compares = example_inputs is not None and not branches  # with branches it follows the other mode
     expected = Expected(original, example_inputs, concrete_args or {}) if compares else None
     if model.training:
@@ -104,38 +112,25 @@ def run(
     _warn_of_finite_checks(tracer.finite_checks.values())
     for node in tracer.inlined:
         node.meta.pop("is_wrapped", None)  # torch.fx would wrap the result of a wrapped function again
-    _restore_arguments(graph, fixed)
-    if example_inputs is not None:
-        _check_arguments(graph, fixed)
-    add_modes(model, graph, tracer.modes)
-    norms.use_torch_types(model, batch_norms)
-    subclasses.run(model, graph, tuple(leaf_modules))
-    functional_layers.run(model, graph)
-    calls = tuple(tracer.blocks.calls)
-    root = with_traced_blocks(model, graph, [calls[i].block for i in calls_with_nodes(graph, calls)])
-    traced = type_for(type(original)).of(root, graph, type(original).__name__)
-    traced.meta[CALLS] = calls
-    traced.meta[BRANCHES] = branches
-    traced.meta[OUTPUT_TYPES] = tracer.output_types
+    _restore_arguments(traced.graph, arguments.fixed)
+    if arguments.given is not None:
+        _check_arguments(traced.graph, arguments.fixed)
+    gm = _graph_module(traced, batch_norms, tuple(leaf_modules), type(original))
     for name, value in kept.items():
-        traced.keep(name, value)
+        gm.keep(name, value)
     if expected is not None:
-        expected.check(traced)
-    return traced
+        expected.check(gm)
+    return Captured(gm, tuple(traced.calls), branches, tracer.output_types)
 
 
-class _Traced(NamedTuple):
-    """A tracer and the graph that it has made."""
+class _Trace(NamedTuple):
+    """A tracer and what it has made."""
 
     tracer: ModelTracer
-    graph: fx.Graph
-
-    def of_mode(self) -> both_modes.OfMode:
-        """Return the graph with the branches on the mode and the calls of blocks that tracing saw."""
-        return both_modes.OfMode(self.graph, self.tracer.modes, self.tracer.blocks.calls)
+    traced: Traced
 
 
-def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any], has_example_inputs: bool) -> fx.Graph:
+def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any]) -> fx.Graph:
     """Trace a model in its mode.
 
     Raises:
@@ -152,7 +147,7 @@ def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any], has_exa
                 "the forward draws random numbers, by torch, random or numpy, that every run of the graph would repeat."
             )
     except Exception as error:  # the user's forward may raise anything on proxies
-        raise untraceable(error, model, tracer.path, has_example_inputs) from error
+        raise untraceable(error, model, tracer.path, tracer.shapes is not None) from error
     finally:
         assignments.undo()
     tracer.erase_finite_checks()
@@ -162,7 +157,18 @@ def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any], has_exa
     return graph
 
 
-def _in_both_modes(model: nn.Module, trace_once: Callable[[], _Traced]) -> tuple[_Traced, list[str], tuple[str, ...]]:
+def _graph_module(
+    traced: Traced, batch_norms: Sequence[str], leaf_modules: tuple[type[nn.Module], ...], original: type[nn.Module]
+) -> QuantizedGraphModule:
+    """Return the graph module of a traced model, with torch's layers for those that compute as they do."""
+    add_modes(traced.model, traced.graph, traced.modes)
+    norms.use_torch_types(traced, batch_norms)
+    subclasses.run(traced, leaf_modules)
+    functional_layers.run(traced)
+    return type_for(original).of(with_traced_blocks(traced), traced.graph, original.__name__)
+
+
+def _in_both_modes(model: nn.Module, trace_once: Callable[[], _Trace]) -> tuple[_Trace, list[str], tuple[str, ...]]:
     """Trace a model so that its graph follows the mode, where it can.
 
     A forward may set what its next call reads, as models of transformers note in their config which loss they compute. So
@@ -173,38 +179,36 @@ def _in_both_modes(model: nn.Module, trace_once: Callable[[], _Traced]) -> tuple
     """
     own = trace_once()
     branching = [m for m in model.modules() if m in own.tracer.branching]
-    batch_norms = norms.run(model, own.graph, own.tracer.modes)
+    batch_norms = norms.run(own.traced)
     other = _in_other_mode(model, branching, trace_once)
-    if other is None or _merged(model, own, other, branching):
+    if other is None or _merged(own, other, branching):
         return own, batch_norms, () if other else _names(model, branching)
     own = trace_once()
-    batch_norms = norms.run(model, own.graph, own.tracer.modes)
-    return own, batch_norms, () if _merged(model, own, other, branching) else _names(model, branching)
+    batch_norms = norms.run(own.traced)
+    return own, batch_norms, () if _merged(own, other, branching) else _names(model, branching)
 
 
-def _merged(model: nn.Module, own: _Traced, other: _Traced, branching: Sequence[nn.Module]) -> bool:
-    return both_modes.merge(model, own.of_mode(), other.of_mode(), branching, own.tracer.mode_before_all)
+def _merged(own: _Trace, other: _Trace, branching: Sequence[nn.Module]) -> bool:
+    return both_modes.merge(own.traced, other.traced, branching, own.tracer.mode_before_all)
 
 
 def _names(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
     return tuple(name or type(model).__name__ for name, m in model.named_modules() if m in modules)
 
 
-def _in_other_mode(
-    model: nn.Module, branching: Sequence[nn.Module], trace_once: Callable[[], _Traced]
-) -> _Traced | None:
+def _in_other_mode(model: nn.Module, branching: Sequence[nn.Module], trace_once: Callable[[], _Trace]) -> _Trace | None:
     """Trace a model with some submodules in the other mode; None where there are none or their Python cannot be traced."""
     random = RandomState.now()
     try:
         with both_modes.in_other_mode(branching), warnings.catch_warnings(action="ignore"):
-            traced = trace_once() if branching else None
-            if traced is not None:
-                norms.run(model, traced.graph, traced.tracer.modes)
+            other = trace_once() if branching else None
+            if other is not None:
+                norms.run(other.traced)
     except (UntraceableError, ValueError):
         return None
     finally:
         random.restore()
-    return traced
+    return other
 
 
 def _warn_of_checkpoint(model: nn.Module) -> None:
@@ -286,6 +290,13 @@ def _find_submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
         if name not in known:
             raise ValueError("prepare: untraced: " + unknown("submodule", name, filter(None, known)))
     return [known[name] for name in names]
+
+
+def _attributes_to_keep(model: nn.Module, names: Sequence[str]) -> dict[str, Any]:
+    check_sequence(names, "prepare", "preserve_attributes")
+    integration = integration_of(type(model))
+    own = {} if integration is None else integration.attributes_of(model)
+    return {**own, **{name: _find_attribute(model, name) for name in names}}
 
 
 def _find_attribute(model: nn.Module, name: str) -> Any:

@@ -10,7 +10,7 @@ from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.op_kinds.facts import replace_node
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import called_module, module_of
 
 Element = type[nn.Module] | Callable[..., Any]
 FusePatterns = Mapping[tuple[Element, ...], Callable[..., nn.Module]]
@@ -105,7 +105,7 @@ def _is(node: fx.Node, element: Element) -> bool:
 def _replace(
     gm: QuantizedGraphModule, chain: list[fx.Node], fuser: Callable[..., nn.Module], pattern: Sequence[Element]
 ) -> None:
-    modules = [module_of(node) if node.op == "call_module" else None for node in chain]
+    modules = [called_module(node) for node in chain]
     names = [str(node.target) for node in chain if node.op == "call_module"]
     where = f"{_show(pattern)} at {' -> '.join(node.name for node in chain)}"
     try:

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
 
-import torch
 from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -15,6 +14,7 @@ from qtoolkit.graph.placement.decide import PlannedQuantizer, Request
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Edge, Plan
 from qtoolkit.layer_rules import LayerRules
+from qtoolkit.model_state import device_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
@@ -34,8 +34,13 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     Raises:
         ValueError: A spec does not fit a function's weight.
     """
-    if any(is_quantizer(node) for node in gm.graph.nodes):
-        return gm
+    if not any(is_quantizer(node) for node in gm.graph.nodes):
+        _insert(gm, rules)
+    gm.note_weights()
+    return gm
+
+
+def _insert(gm: QuantizedGraphModule, rules: LayerRules) -> None:
     decisions = decide.run(Roles(gm.graph, rules), gm.graph)
     weights = list(_insert_weights(gm, decisions.weights))  # first: their values are computed by the graph as it is
     edges = [*_insert_activations(gm, decisions.quantizers), *weights, *layer_edges(gm)]
@@ -43,11 +48,10 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     gm.plan = replace(plan, status={**decisions.left, **plan.status}, edges=tuple(edges))
     gm.graph.lint()
     gm.recompile()
-    return gm
 
 
 def _insert_activations(gm: QuantizedGraphModule, planned: Sequence[PlannedQuantizer]) -> Iterator[Edge]:
-    device = next((p.device for p in gm.parameters()), torch.device("cpu"))
+    device = device_of(gm)
     holder = add_holder(gm, HOLDER) if planned else HOLDER
     for each in planned:
         target = f"{holder}.{free_name(gm.get_submodule(holder), each.name)}"

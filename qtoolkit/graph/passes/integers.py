@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from qtoolkit.errors import with_article
 from qtoolkit.graph.capture.in_place import changes_first
@@ -32,7 +32,7 @@ from qtoolkit.integer.kernels import Kernel, OpKernel
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.refusals import NO_GRID
 from qtoolkit.op_kinds.bounds import Bounds
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.quantizers.clip_range import saturates
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.table import Runtime
@@ -46,23 +46,9 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
     holder, calls = add_holder(gm, HOLDER), ModuleCalls(gm.graph)
     computed: dict[str, Computed] = {}
     for node in list(gm.graph.nodes):
-        sources = [_grid_behind(source, runtime) for source in tensor_inputs(node)]
-        grids = [grid for grid in sources if grid is not None]
-        unknown = is_quantizer(node) or not (grids or _has_quantized_weight(node))
-        if unknown or kind_of(node).name in runtime.carries:
-            continue
-        if quantizes_its_input(node):
-            computed[node.name] = _as_called("it is called inside a leaf module too")
-        elif not grids:
-            computed[node.name] = Computed.in_float(NO_GRID)
-        elif weight_node(node) is not None and len(grids) == 1:
-            computed[node.name] = _replace_function(gm, node, grids[0], runtime, holder)
-        elif len(grids) < len(sources):
-            computed[node.name] = Computed.in_float(Refusal(Cause.INPUT_CODES, "one of its inputs is not quantized"))
-        elif isinstance(_module(node), QuantWeighted):
-            computed[node.name] = _give_layer(node, grids[0], runtime, calls.of(module_of(node)))
-        else:
-            computed[node.name] = _replace_op(gm, node, grids, runtime, holder)
+        how = _put_kernel(gm, node, runtime, holder, calls)
+        if how is not None:
+            computed[node.name] = how
     if not list(gm.get_submodule(holder).children()):
         gm.delete_submodule(holder)
     _link_outputs(gm, runtime, calls)
@@ -71,6 +57,28 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
     gm.graph.lint()
     gm.recompile()
     return gm
+
+
+def _put_kernel(
+    gm: QuantizedGraphModule, node: fx.Node, runtime: Runtime, holder: str, calls: ModuleCalls
+) -> Computed | None:
+    """Let a kernel compute an op, if there is one; return how it computes, or None for an op that takes no codes."""
+    sources = [_grid_behind(source, runtime) for source in tensor_inputs(node)]
+    grids = [grid for grid in sources if grid is not None]
+    unknown = is_quantizer(node) or not (grids or _has_quantized_weight(node))
+    if unknown or kind_of(node).name in runtime.carries:
+        return None
+    if quantizes_its_input(node):
+        return _as_called("it is called inside a leaf module too")
+    if not grids:
+        return Computed.in_float(NO_GRID)
+    if weight_node(node) is not None and len(grids) == 1:
+        return _replace_function(gm, node, grids[0], runtime, holder)
+    if len(grids) < len(sources):
+        return Computed.in_float(Refusal(Cause.INPUT_CODES, "one of its inputs is not quantized"))
+    if isinstance(called_module(node), QuantWeighted):
+        return _give_layer(node, grids[0], runtime, calls.of(module_of(node)))
+    return _replace_op(gm, node, grids, runtime, holder)
 
 
 def _link_outputs(gm: QuantizedGraphModule, runtime: Runtime, calls: ModuleCalls) -> None:
@@ -83,17 +91,13 @@ def _link_outputs(gm: QuantizedGraphModule, runtime: Runtime, calls: ModuleCalls
             kernel.output.grid.computed_by(kernel)
 
 
-def _module(node: fx.Node) -> nn.Module | None:
-    return module_of(node) if node.op == "call_module" else None
-
-
 def _as_called(why: str) -> Computed:
     return Computed.in_float(Refusal(Cause.CALL, why))
 
 
 def _has_quantized_weight(node: fx.Node) -> bool:
     """Return whether a node calls a layer or a function of other inputs than indices whose weight is quantized."""
-    layer = _module(node)
+    layer = called_module(node)
     of_layer = isinstance(layer, QuantWeighted) and layer.weight_quantizer is not None
     return (of_layer or weight_node(node) is not None) and not kind_of(node).takes_indices
 

@@ -13,7 +13,7 @@ from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
 from qtoolkit.nn.batch_norm import linked
 from qtoolkit.op_kinds.facts import replace_node
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import called_module, module_of
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
@@ -47,7 +47,7 @@ def why_not_linked(node: fx.Node, follower: fx.Node, calls: ModuleCalls, rules: 
     """Return why a layer does not take over the batch norm after it, or None where it does."""
     if len(node.users) > 1:
         return "its layer's output has a second user"
-    layer = module_of(node) if node.op == "call_module" else None
+    layer = called_module(node)
     if node.op != "call_module":
         return (
             f"{node.name!r} is a function whose weight no torch.nn layer holds for it alone; make it a torch.nn module"

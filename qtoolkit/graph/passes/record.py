@@ -32,7 +32,7 @@ from qtoolkit.model_inputs import naming_misfits, split
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, replaced_modules
 from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
-from qtoolkit.op_kinds.rules import is_number, module_of
+from qtoolkit.op_kinds.rules import called_module, is_number, module_of
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.switches import disable_quantization
@@ -58,7 +58,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
 def verdict_now(node: fx.Node, plan: Plan) -> Verdict:
     """Return the verdict on an op of a prepared or converted model: the plan's, unless the op was changed since."""
     kind, verdict = kind_of(node), plan.status.get(node.name)
-    module = module_of(node) if node.op == "call_module" else None
+    module = called_module(node)
     if module is not None and any(isinstance(part, QuantModule) for part in module.modules()):
         return Verdict.quantized() if verdict is None or verdict.status is Status.FLOAT else verdict
     lost = owns_weight(node) and verdict is not None and verdict.cause is Cause.COMPUTED
@@ -141,7 +141,7 @@ def _verdict_by_inputs(node: fx.Node, roles: Roles) -> Verdict:
 def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
     if node.op in NO_OPS:
         return Verdict(Status.FLOAT, Cause.NOT_AN_OP)
-    module = module_of(node) if node.op == "call_module" else None
+    module = called_module(node)
     if isinstance(module, Quantizer):
         return Verdict.quantized(Cause.OWN_QUANTIZER, "a quantizer of the model's own")
     rule, kind = roles.rule(node), kind_of(node)
@@ -177,7 +177,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _verdict_on_batch_norm(node: fx.Node, roles: Roles, calls: ModuleCalls) -> Verdict:
-    if node.op == "call_module" and isinstance(module_of(node), LinkedBatchNorm):
+    if isinstance(called_module(node), LinkedBatchNorm):
         return FOLDED
     source = node.all_input_nodes[0]
     reason = why_not_linked(source, node, calls, roles.rules) if kind_of(source).layer else "no layer right before it"

@@ -4,7 +4,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn.registry import from_float
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import called_module
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
@@ -15,7 +15,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         TypeError: A `from_float` returns no module.
     """
     for node in gm.graph.nodes:
-        module = module_of(node) if node.op == "call_module" else None
+        module = called_module(node)
         if module is None or type(module) not in rules.table:
             continue
         qconfig = rules.decide(rule_of_node(node, rules), type(module)).qconfig

@@ -1,6 +1,7 @@
 """The observer of mean and standard deviation."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, ClassVar, Self
 
 import torch
@@ -85,27 +86,14 @@ class ClipStdObserver(EndsObserver):
         hi = torch.where(known, (mean + reach).to(self.hi.dtype), self.hi)
         return lo.maximum(self.lo), hi.minimum(self.hi)
 
-    def observed(self) -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest values observed."""
-        return self.lo, self.hi
-
-    def reset(self) -> None:
-        """Discard what was observed."""
-        super().reset()
-        self.reset_added_up()
-
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
         self.moments = self.moments.new_zeros(3, *shape)
 
-    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Set mean and standard deviation to those of all inputs."""
-        super().merge(states)
-        total = torch.zeros_like(states[0]["moments"])
-        for state in states:
-            total = _sum_of(total, state["moments"])
-        self.moments.copy_(total)
+    def sum_of(self, sums: Sequence[Tensor]) -> Tensor:
+        """Return the moments of all inputs."""
+        return reduce(_sum_of, sums)
 
     def extra_repr(self) -> str:
         """Return the option."""

@@ -56,7 +56,3 @@ class ConstantRangeObserver(EndsObserver):
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the given range."""
         return torch.full_like(self.lo, self.low), torch.full_like(self.hi, self.high)
-
-    def observed(self) -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest values observed."""
-        return self.lo, self.hi

@@ -1,6 +1,5 @@
 """The range from which a learned scale starts."""
 
-from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -76,22 +75,7 @@ class LSQStartObserver(EndsObserver):
         factor = torch.where(self.count > 0, start / whole, 1).clamp(max=1).to(self.lo.dtype)
         return self.lo * factor, self.hi * factor
 
-    def observed(self) -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest values observed."""
-        return self.lo, self.hi
-
-    def reset(self) -> None:
-        """Discard what was observed."""
-        super().reset()
-        self.reset_added_up()
-
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
         self.total, self.count = self.total.new_zeros(shape), self.count.new_zeros(shape)
-
-    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Set the range to the union of the ranges, and the mean to that of all inputs."""
-        super().merge(states)
-        for name, buffer in (("total", self.total), ("count", self.count)):
-            buffer.copy_(torch.stack([state[name] for state in states]).sum(0))

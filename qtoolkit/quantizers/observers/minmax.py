@@ -57,6 +57,10 @@ class EndsObserver(Observer):
         """Return the lowest and highest values observed, or their moving averages."""
         return self.lo, self.hi
 
+    def observed(self) -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest values observed."""
+        return self.lo, self.hi
+
     def share_outside(self, lo: Tensor, hi: Tensor) -> float | None:
         """Return 0 if the range lies in [lo, hi], else None; a moving average does not tell."""
         return None if self.momentum is not None else super().share_outside(lo, hi)
@@ -74,6 +78,7 @@ class EndsObserver(Observer):
         self.lo.fill_(torch.inf)
         self.hi.fill_(-torch.inf)
         self.skipped.zero_()
+        self.reset_added_up()
 
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
@@ -81,7 +86,7 @@ class EndsObserver(Observer):
             bound.data = bound.data.new_full(shape, float(bound.detach().flatten()[0]))
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Set the range to the union of the ranges, or to the mean of moving averages."""
+        """Set the range to the union of the ranges, or to the mean of moving averages; add up the sums."""
         lo, hi = (torch.stack([state[name] for state in states]) for name in ("lo", "hi"))
         if self.momentum is None:
             lo, hi = lo.amin(0), hi.amax(0)
@@ -94,6 +99,12 @@ class EndsObserver(Observer):
         self.lo.copy_(lo)
         self.hi.copy_(hi)
         self.skipped.copy_(torch.stack([state["skipped"] for state in states]).sum(0))
+        for name, sums in self.added_up().items():
+            sums.copy_(self.sum_of([state[name] for state in states]))
+
+    def sum_of(self, sums: Sequence[Tensor]) -> Tensor:
+        """Return what several observers have added up, together."""
+        return torch.stack(list(sums)).sum(0)
 
     def extra_repr(self) -> str:
         """Return the options that are not the default."""

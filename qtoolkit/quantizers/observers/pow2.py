@@ -1,6 +1,6 @@
 """Observers that choose a power of two as the scale."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -143,24 +143,10 @@ class Pow2ModeObserver(EndsObserver):
         lo = -hi if self.qmin < 0 else torch.zeros_like(hi)
         return torch.where(voted, lo, self.lo), torch.where(voted, hi, self.hi)
 
-    def observed(self) -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest values observed."""
-        return self.lo, self.hi
-
-    def reset(self) -> None:
-        """Discard what was observed."""
-        super().reset()
-        self.reset_added_up()
-
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
         self.votes = self.votes.new_zeros(*shape, self.votes.size(-1))
-
-    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Add the votes."""
-        super().merge(states)
-        self.votes.copy_(torch.stack([state["votes"] for state in states]).sum(0))
 
     def extra_repr(self) -> str:
         """Return the number of bins."""

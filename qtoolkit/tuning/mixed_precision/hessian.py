@@ -105,10 +105,14 @@ def hessian_traces(
                 bar.update()
     if not samples:
         raise ValueError("hessian_traces: batches must hold at least one batch, got none.")
-    stacked = torch.stack(samples).double()
+    return dict(zip(weights, _traces(samples), strict=True))
+
+
+def _traces(samples: Sequence[Tensor]) -> list[Trace]:
+    """Return the mean of each block's samples, with its standard error."""
+    stacked = torch.stack(list(samples)).double()
     errors = stacked.std(0) / len(samples) ** 0.5 if len(samples) > 1 else torch.full_like(stacked[0], torch.nan)
-    means = stacked.mean(0)
-    return {name: Trace(float(means[i]), float(errors[i])) for i, name in enumerate(weights)}
+    return [Trace(*pair) for pair in zip(stacked.mean(0).tolist(), errors.tolist(), strict=True)]
 
 
 def _total(samples: Sequence[Tensor]) -> str:

@@ -117,7 +117,7 @@ def test_converted_and_reported_without_the_mode() -> None:
 
 
 def test_a_submodule_without_state_that_branches_is_a_leaf_module() -> None:
-    traced = trace.run(Branches().train(), example_inputs=torch.rand(2, 4))
+    traced = trace.run(Branches().train(), example_inputs=torch.rand(2, 4)).gm
     assert [str(n.target) for n in traced.graph.nodes] == ["x", "body.0", "body.1", "drop", "drop", "output"]
 
 

@@ -38,7 +38,7 @@ def assert_same(ours: object, theirs: object) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_trace_keeps_outputs_and_parameter_names(case: str, training: bool) -> None:
     model, inputs = CASES[case][0]().train(training), CASES[case][1]()
-    traced = trace.run(copy.deepcopy(model), example_inputs=inputs)
+    traced = trace.run(copy.deepcopy(model), example_inputs=inputs).gm
     for module in (traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
         twin = copy.deepcopy(model)
         assert_same(run_on(copy.deepcopy(module), inputs), run_on(twin, inputs))
@@ -87,7 +87,7 @@ def test_a_shared_module_is_one_module_under_both_names() -> None:
 
 
 def test_example_inputs_select_branches_on_sizes_and_the_graph_checks_them() -> None:
-    traced = trace.run(OnSizes(), example_inputs=(torch.randn(2, 6),))
+    traced = trace.run(OnSizes(), example_inputs=(torch.randn(2, 6),)).gm
     model = OnSizes()
     model.load_state_dict(traced.state_dict())
     for batch in (1, 5):  # no branch depends on the batch size
@@ -123,7 +123,7 @@ def test_devices_and_dtypes_are_known() -> None:
                 x = x.float() * 2
             return self.fc(x)
 
-    traced = trace.run(Casts(), example_inputs=torch.randn(2, 4))
+    traced = trace.run(Casts(), example_inputs=torch.randn(2, 4)).gm
     assert not [node for node in traced.graph.nodes if node.target == "float"]
 
 
@@ -173,7 +173,7 @@ class MakesTensors(nn.Module):
 @pytest.mark.parametrize("example", [True, False])
 def test_tensors_made_of_traced_sizes(example: bool) -> None:
     model, x = MakesTensors().eval(), torch.randn(2, 4)
-    traced = trace.run(copy.deepcopy(model), example_inputs=x if example else None)
+    traced = trace.run(copy.deepcopy(model), example_inputs=x if example else None).gm
     for rows in (2, 5):
         x = torch.randn(rows, 4)
         assert torch.equal(traced(x), model(x))
@@ -191,7 +191,7 @@ def test_scripted_functions_are_kept_as_calls() -> None:
 
     model, x = Doubles(), torch.randn(2, 4)
     for example in (None, x):
-        traced = trace.run(copy.deepcopy(model), example_inputs=example)
+        traced = trace.run(copy.deepcopy(model), example_inputs=example).gm
         assert torch.equal(traced(x), model(x))
         assert torch.equal(pickle.loads(pickle.dumps(traced))(x), model(x))
 
@@ -209,14 +209,14 @@ def test_torchvision_ops_are_kept_as_calls() -> None:
 
     model = Pools()
     inputs = torch.randn(1, 3, 8, 8), torch.tensor([[0.0, 1.0, 1.0, 5.0, 5.0]])
-    traced = trace.run(copy.deepcopy(model), example_inputs=inputs)
+    traced = trace.run(copy.deepcopy(model), example_inputs=inputs).gm
     assert torch.equal(traced(*inputs), model(*inputs))
 
 
 def test_stochastic_depth_draws_anew_at_each_run() -> None:
     torchvision = pytest.importorskip("torchvision")
     model = nn.Sequential(linear_of(), torchvision.ops.StochasticDepth(0.5, "row"))
-    traced = trace.run(model.train())
+    traced = trace.run(model.train()).gm
     x = torch.randn(64, 4)
     assert not torch.equal(traced(x), traced(x))
 
@@ -238,7 +238,7 @@ class Optional(nn.Module):
 
 def test_arguments_left_out_are_fixed_at_their_defaults() -> None:
     model, x = Optional(), torch.randn(2, 4)
-    prepared = trace.run(copy.deepcopy(model), example_inputs=(x,))
+    prepared = trace.run(copy.deepcopy(model), example_inputs=(x,)).gm
     assert torch.equal(prepared(x), model(x))
     assert torch.equal(prepared(x=x, mask=None, double=False), model(x))
     with pytest.raises(
@@ -254,14 +254,14 @@ def test_arguments_that_the_example_gives_stay_arguments() -> None:
     model, x = Optional(), torch.randn(2, 4)
     prepared = trace.run(
         copy.deepcopy(model), example_inputs={"x": x, "mask": torch.ones(4), "scale": 2.0, "double": True}
-    )
+    ).gm
     mask = torch.randn(4)
     assert torch.equal(prepared(x, mask, True, 3.0), model(x, mask, True, 3.0))
 
 
 def test_concrete_args_win_over_defaults() -> None:
     model, x = Optional(), torch.randn(2, 4)
-    prepared = trace.run(copy.deepcopy(model), concrete_args={"double": True}, example_inputs=(x,))
+    prepared = trace.run(copy.deepcopy(model), concrete_args={"double": True}, example_inputs=(x,)).gm
     assert torch.equal(prepared(x, double=True), model(x, double=True))
     assert torch.equal(prepared(x), model(x, double=True))
     with pytest.raises(AssertionError, match="double has been specialized to have value True"):
@@ -280,7 +280,7 @@ def test_a_fixed_argument_before_one_without_a_default_has_no_default() -> None:
         def forward(self, x: Tensor, double: bool, y: Tensor) -> Tensor:
             return x * 2 + y if double else x
 
-    prepared = trace.run(Flag(), concrete_args={"double": True})
+    prepared = trace.run(Flag(), concrete_args={"double": True}).gm
     assert torch.equal(prepared(torch.ones(2), True, torch.ones(2)), torch.full((2,), 3.0))
 
 

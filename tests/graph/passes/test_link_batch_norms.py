@@ -143,7 +143,7 @@ def test_a_layer_or_batch_norm_that_is_called_twice_is_not_linked(training: bool
 def test_swapping_and_fusing_twice_changes_nothing(training: bool) -> None:
     rules = LayerRules(qt.backends["tensorrt"], table=qt.nn.QAT_MODULES)
     model = nets.trained(nets.ConvNet(), 4, 3, 8, 8).train(training)
-    once = link_batch_norms.run(swap.run(trace.run(copy.deepcopy(model)), rules), rules)
+    once = link_batch_norms.run(swap.run(trace.run(copy.deepcopy(model)).gm, rules), rules)
     before, modules, state = str(once.graph), dict(once.named_modules()), copy.deepcopy(once.state_dict())
     again = link_batch_norms.run(swap.run(once, rules), rules)
     assert str(again.graph) == before
@@ -266,7 +266,7 @@ def test_bad_patterns_leave_the_model_untouched(given: object, error: type[Excep
 
 
 def test_a_pattern_is_looked_for_once() -> None:
-    gm = fuse_patterns.run(trace.run(Stack(), leaf_modules=[Scale]), {PATTERN: into_linear})
+    gm = fuse_patterns.run(trace.run(Stack(), leaf_modules=[Scale]).gm, {PATTERN: into_linear})
     before = str(gm.graph)
     with pytest.raises(ValueError, match="matches no chain"):
         fuse_patterns.run(gm, {PATTERN: into_linear})

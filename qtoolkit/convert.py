@@ -1,0 +1,183 @@
+"""convert(): a calibrated model in the form in which it is deployed."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.eager.record import check_links, plan_of
+from qtoolkit.errors import check_known, some, with_article
+from qtoolkit.finite import check_finite
+from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes import freeze, integers
+from qtoolkit.graph.plan import Tracing
+from qtoolkit.model_state import deepcopy_model
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of
+from qtoolkit.runtimes.table import RUNTIMES, Runtime, RuntimeName, runtime_named
+
+M = TypeVar("M", bound=nn.Module)
+
+QUANTIZED = (Quantizer, QuantizedGraphModule)  # a model with quantizers has one of these
+
+
+def convert(
+    prepared: M,
+    arithmetic: Literal["float", "integer"] = "float",
+    state_dict: Mapping[str, Tensor] | None = None,
+    runtime: RuntimeName | None = None,
+) -> M:
+    """Turn a calibrated (and trained) model into its reference form: batch norms folded, scales frozen, in eval mode.
+
+    The result computes what the deployed model computes: every quantizer is a `Grid`. A quantizer that is off stays off, with
+    a warning. Each quantized layer also has `forward_fp32`; with `qtoolkit.disable_quantization(converted)` every op,
+    functions too, computes in float. The prepared model does not change.
+
+    With `arithmetic="integer"`, ops between quantizers are computed on codes, as the runtime's own integer kernels do: exact
+    integer sums, an int32 bias, and the runtime's order of roundings. The codes of every quantizer are then those of the
+    deployed file. An op for which the runtime has no integer kernel stays float, as in the runtime; `plan.computed` and
+    `qtoolkit.quantization_report` list the kernels, and the reasons of the others.
+
+    Args:
+        prepared: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or any other model with quantizers,
+            calibrated.
+        arithmetic: "float": layers compute in float on values from the grid. "integer": on codes, for a model that
+            `qtoolkit.prepare` returned, in float32.
+        state_dict: The state dict of a model that was converted before, from the same float model, backend and
+            QConfigMapping. The result has its weights and scales, and `prepared` needs no data: this restores a converted
+            model in a new process.
+        runtime: Whose arithmetic "integer" is: "onnxruntime", "openvino", "xnnpack", "litert" (its reference kernels) or
+            "tensorrt" (as documented). None: that of the backend.
+
+    Returns:
+        A model of the same type, in eval mode, without observers. In a model without a graph, a folded batch norm is an
+        Identity.
+
+    Raises:
+        RuntimeError: A quantizer saw no data. The error names it.
+        ValueError: A scale is not positive and finite, a parameter or a statistic of a batch norm is not finite, `arithmetic`
+            or `runtime` is not known, the model has no graph or the backend no runtime for "integer", or a batch norm that is
+            linked to a layer is no longer in the model; or `runtime` is given without "integer".
+        TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`; or `state_dict` is no
+            mapping.
+        RuntimeError, ValueError: `state_dict` does not fit the model.
+
+    Example:
+        >>> import qtoolkit as qt
+        >>> from torch import nn
+        >>> prepared = qt.prepare(nn.Sequential(nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> report = qt.calibrate(prepared, [torch.rand(8, 4)], progress=False)
+        >>> converted = qt.convert(prepared)
+        >>> bool((converted(torch.ones(1, 4)) == prepared(torch.ones(1, 4))).all())
+        True
+        >>> new = qt.prepare(nn.Sequential(nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> restored = qt.convert(new, state_dict=converted.state_dict())
+        >>> bool((converted(torch.ones(1, 4)) == restored(torch.ones(1, 4))).all())
+        True
+    """
+    check_known("arithmetic", arithmetic, ("float", "integer"))
+    check_quantized(prepared, "convert")
+    chosen = _runtime_for(prepared, arithmetic, runtime)
+    converted = in_reference_form(prepared) if state_dict is None else _restored(prepared, state_dict)
+    if chosen is not None and isinstance(converted, QuantizedGraphModule):
+        integers.run(converted, chosen)
+    return converted
+
+
+def in_reference_form(prepared: M) -> M:
+    """Return a copy of a model with quantizers in its reference form, as `convert` returns it without options."""
+    _check_chains_and_branches(prepared)
+    check_finite(prepared, "convert")
+    _warn_of_skipped(prepared)
+    _warn_of_those_off(prepared)
+    return freeze.run(deepcopy_model(prepared, what="convert"))
+
+
+def _restored(prepared: M, state_dict: Mapping[str, Tensor]) -> M:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"convert: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}.")
+    _check_chains_and_branches(prepared)
+    restored = freeze.restore(deepcopy_model(prepared, what="convert"), state_dict)
+    check_finite(restored, "convert: state_dict")
+    return restored
+
+
+def _check_chains_and_branches(model: nn.Module) -> None:
+    """Raise ValueError for a batch norm that was replaced, and a graph with the branch of training mode in eval mode."""
+    check_links(model)
+    for gm in (part for part in model.modules() if isinstance(part, QuantizedGraphModule)):
+        tracing = Tracing() if gm.plan is None else gm.plan.tracing
+        if tracing.training and tracing.branches:
+            raise ValueError(
+                f"convert: Python branches on self.training in {', '.join(tracing.branches)}, and the graph has the branch "
+                f"of training mode alone, since that of eval mode has other ops. Move the branch into a module without "
+                f"parameters, which becomes a leaf module; or name the submodule in `untraced` of prepare; or prepare "
+                f"the model in eval mode."
+            )
+
+
+def _runtime_for(model: nn.Module, arithmetic: str, runtime: str | None) -> Runtime | None:
+    """Return the runtime whose integer arithmetic a model gets; None where it computes in float."""
+    if arithmetic != "integer":
+        if runtime is not None:
+            raise ValueError(
+                f"convert: runtime={runtime!r} is whose integer arithmetic the model gets, and arithmetic={arithmetic!r} has "
+                f'none; write arithmetic="integer", or leave runtime out.'
+            )
+        return None
+    if not isinstance(model, QuantizedGraphModule) or model.plan is None:
+        raise ValueError(
+            f'convert: arithmetic="integer" needs the graph of the model, to know the quantizer of each output; quantize it '
+            f"by qtoolkit.prepare, got {with_article(type(model))} without a graph."
+        )
+    if any(parameter.dtype != torch.float32 for parameter in model.parameters() if parameter.is_floating_point()):
+        raise ValueError('convert: arithmetic="integer" needs a model in float32; convert model.float().')
+    name = model.plan.backend.runtime if runtime is None else runtime
+    if name is None:
+        raise ValueError(
+            f'convert: arithmetic="integer": the backend {model.plan.backend.name!r} has no runtime with published '
+            f"arithmetic; name one in runtime=: {', '.join(map(repr, RUNTIMES))}."
+        )
+    return runtime_named(name)
+
+
+def _warn_of_skipped(model: nn.Module) -> None:
+    """Warn of quantizers whose ranges leave out what was not finite."""
+    names = [
+        name for name, quantizer in quantizers_of(model).items() if quantizer.ready and not quantizer.observer.finite()
+    ]
+    if names:
+        warnings.warn(
+            f"convert: {len(names)} quantizers got NaN or infinities in training, which their ranges leave out: "
+            f"{some(names)}; qtoolkit.stop_on_nonfinite finds the first one.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_those_off(model: nn.Module) -> None:
+    names = [name for name, quantizer in quantizers_of(model).items() if not quantizer.active]
+    if names:
+        warnings.warn(
+            f"convert: {len(names)} quantizers are off and stay off, so that their tensors are in float: {some(names)}; "
+            f"qtoolkit.enable_quantization(prepared) turns them on.",
+            stacklevel=4,
+        )
+
+
+def check_quantized(model: object, what: str) -> None:
+    """Check that a model was prepared or replaced, or has quantizers, before `what` is done with it.
+
+    Raises:
+        TypeError: It was not, or its quantizers are those of `qtoolkit.compat.pytorch_quantization`.
+    """
+    if isinstance(model, nn.Module):
+        refuse_foreign_quantizers(model, what)
+        if any(isinstance(part, QUANTIZED) for part in model.modules()) or plan_of(model) is not None:
+            return
+    raise TypeError(
+        f"{what}: the model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert returned, or "
+        f"another module with quantizers, got {type(model).__name__}."
+    )
