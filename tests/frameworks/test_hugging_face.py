@@ -367,11 +367,12 @@ def test_a_prepared_model_with_an_encoder_says_how_to_generate() -> None:
 
 def test_a_decoder_whose_parts_are_prepared_generates_with_its_cache() -> None:
     inputs = tokens()
-    parts = [f"transformer.h.{i}.mlp" for i in range(2)]
     model = built("gpt2").eval()
     model.config.use_cache = True
-    in_parts = qt.prepare_parts(model, inputs, parts, "onnxruntime")
+    in_parts = qt.prepare_parts(model, inputs, backend="onnxruntime")
     qt.calibrate(in_parts, [inputs], progress=False)
+    graphs = [name for name, m in in_parts.named_modules() if isinstance(m, qt.graph.QuantizedGraphModule)]
+    assert graphs == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
     expected = greedily(in_parts, inputs["input_ids"])
     assert torch.equal(in_parts.generate(**inputs, **GREEDY), expected)
     assert torch.equal(in_parts.generate(**inputs, **GREEDY, use_cache=False), expected)
