@@ -253,7 +253,9 @@ REFUSED: Mapping[str, str] = {
     "resize_token_embeddings": "its graph has the sizes of the float model; call it before qtoolkit.prepare",
 }
 # Arguments of generate that need a cache of keys and values. Those of forward that are about it, or that omit words.
-NEED_CACHE = ("use_cache", "past_key_values", "cache_implementation", "assistant_model", "inputs_embeds")
+NEED_CACHE = (
+    "use_cache", "past_key_values", "cache_implementation", "assistant_model", "prompt_lookup_num_tokens", "inputs_embeds",
+)  # fmt: skip
 LEFT_OUT = ("use_cache", "past_key_values", "logits_to_keep")
 
 
@@ -308,7 +310,7 @@ class _Generating(nn.Module):
         """Return the inputs for the next word: those of the arguments of the graph that the model's class makes.
 
         Raises:
-            ValueError: The texts are padded, and the graph has no argument for that.
+            ValueError: The texts are padded, and the graph has no argument for that; or it does not take another argument.
         """
         made: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         given = {name: value for name, value in made.items() if name not in LEFT_OUT}
@@ -317,6 +319,13 @@ class _Generating(nn.Module):
             "attention_mask": torch.ones_like(words),
             "position_ids": torch.arange(words.shape[1], device=words.device).expand_as(words),
         }
+        for name in given.keys() - {*taken, *without_padding}:
+            value = given.pop(name)
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"generate: the graph of this model does not take {name!r}; set it in model.config, or give it in the "
+                    f"example_inputs, before qtoolkit.prepare, or quantize the model by qtoolkit.quant_modules.replace."
+                )
         for name, plain in without_padding.items():
             value = given.pop(name, None)
             if name in taken:

@@ -278,6 +278,7 @@ NEED_CACHE = {
     "use_cache": True,
     "cache_implementation": "static",
     "past_key_values": hf.DynamicCache(),
+    "prompt_lookup_num_tokens": 2,
     "inputs_embeds": torch.zeros(2, 3, 32),
 }
 DECODERS = [
@@ -356,6 +357,16 @@ def test_what_needs_a_cache_is_refused_with_a_remedy(argument: str) -> None:
         NotImplementedError, match=f"generate: .*{argument} needs a cache.*leave the argument out, or .*replace"
     ):
         prepared.generate(**tokens(), **GREEDY, **{argument: NEED_CACHE[argument]})
+
+
+def test_an_argument_that_the_graph_does_not_take_is_refused_with_a_remedy() -> None:
+    prepared = prepared_decoder("gpt2", tokens(), concrete_args={"use_cache": False})
+    with pytest.raises(
+        ValueError, match="generate: the graph of this model does not take 'output_attentions'.*replace"
+    ):
+        prepared.generate(**tokens(), **GREEDY, output_attentions=True, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="generate: the graph of this model does not take 'token_type_ids'"):
+        prepared.generate(**tokens(), **GREEDY, token_type_ids=torch.zeros(2, 12, dtype=torch.long))
 
 
 def test_a_prepared_model_with_an_encoder_says_how_to_generate() -> None:
