@@ -39,7 +39,7 @@ class Caller:
         if taken is not inputs and not self._said:
             self._said = True
             warnings.warn(
-                f"{self.what}: {type(model).__name__}.forward({', '.join(_arguments(model))}) does not take "
+                f"{self.what}: {type(model).__name__}.forward({', '.join(taken_arguments(model))}) does not take "
                 f"{_difference(inputs, taken)} of a batch, which is left out as its labels; pass forward=lambda model, batch: "
                 f"... to call it otherwise.",
                 stacklevel=4,
@@ -95,7 +95,7 @@ def _without_labels(model: nn.Module, inputs: Any) -> Any:
     if model._forward_pre_hooks or _takes(model, inputs):  # hooks may take the labels
         return inputs
     if isinstance(inputs, Mapping):
-        named = _arguments(model)
+        named = taken_arguments(model)
         fewer: Any = {name: v for name, v in inputs.items() if name in named or not LABELS.search(str(name))}
     else:
         fewer = inputs[:-1] if isinstance(inputs, tuple) and len(inputs) > 1 else inputs
@@ -109,11 +109,11 @@ def _takes(model: nn.Module, inputs: Any) -> bool:
         given = _signature(model).bind(*args, **kwargs).arguments
     except TypeError:
         return False
-    named = _arguments(model)
+    named = taken_arguments(model)
     return all(name in named or value is None for name, value in given.items())
 
 
-def _arguments(model: nn.Module) -> list[str]:
+def taken_arguments(model: nn.Module) -> list[str]:
     """Return the names of the arguments of a model's forward, without those that its graph has fixed at None."""
     nodes = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
     fixed = {str(node.target) for node in nodes if any(user.target is check_none for user in node.users)}

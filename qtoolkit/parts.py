@@ -17,6 +17,7 @@ from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.model_inputs import naming_misfits, split
 from qtoolkit.model_state import check_module, deepcopy_model, evaluating, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES
+from qtoolkit.nn.registry import imported_types
 from qtoolkit.prepare import prepare
 from qtoolkit.quant_modules import replace
 
@@ -174,7 +175,8 @@ def _is_of_torch(kind: type) -> bool:
 
 
 def _layers_in(part: nn.Module) -> int:
-    return sum(type(module) in QAT_MODULES for module in part.modules())
+    known = {*QAT_MODULES, *imported_types()}
+    return sum(type(module) in known for module in part.modules())
 
 
 def _of_part(name: str, part: nn.Module, mapping: QConfigMapping | None) -> QConfigMapping | None:

@@ -47,8 +47,8 @@ Causes that are known:
 
 - *A value that Python uses is ... now*: the forward asks for the device (`x.is_cpu`, `x.type()`), and tracing answers for
   the meta device, on which it computes sizes. The message names sizes. Such a submodule is a leaf module in `untraced`.
-- *Branches on self.training*: the graph of the other mode has other ops. Prepare in eval mode, as a note says where the
-  recipe does.
+- *Branches on self.training*: eval mode has ops that training mode does not have. Prepare in eval mode, as a note says where
+  the recipe does, or make the submodule a leaf module.
 - *A value of type int has no length*, *unpackString*, *new() received*: `torch.tensor(x.size(0))`, a test of autocast for
   `x.device.type`, and `x.new(sizes)` get a traced value in C++. The error names the leaf module, or replacement.
 - *The codes of layers differ by more than rounding ties* in a leaf module: between its quantized layers it computes in
@@ -56,8 +56,10 @@ Causes that are known:
 - *The file has no QuantizeLinear for*: the forward computes a head whose result it does not return, and the exporter
   leaves it out. `verify=False` writes the file.
 - *Has observed nothing*: a layer with no channels at this small size of the network, whose weight is empty.
-- Random numbers in the forward, such as `torch.randn_like` of an autoencoder: onnxruntime draws others.
-- `unsafe_chunk`, `sort`: torch's exporters raise this error; the float models were not exported.
+- `unsafe_chunk` (tacotron2), `sort` (atd), `uniform` (ats_vit), complex numbers (hdemucs): neither exporter of torch writes
+  the op. Files of the float models fail with the same error.
+- *FlexAttention*: torch has no backward of it on the CPU, for the float models neither.
+- A small network of the zoo may have a layer of no channels, which onnxruntime does not run: a file of the float model neither.
 
 ## What runs
 

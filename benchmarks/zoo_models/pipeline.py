@@ -357,8 +357,10 @@ def _difference_off(part: Part, prepared: Any) -> float:
     """Return the largest difference from the float model with quantizers disabled, relative to the largest output."""
     with torch.no_grad(), qt.disable_quantization(prepared):
         training = prepared.training
+        torch.manual_seed(SEED)  # some models draw random numbers in eval mode
         ours = _tensors(_call(prepared.eval(), part))
         prepared.train(training)
+        torch.manual_seed(SEED)
         theirs = _tensors(_call(part.module.eval(), part))
     # In training mode some models have additional heads, whose outputs follow those of eval mode.
     pairs = [(a, b) for a, b in zip(ours, theirs, strict=False) if a.shape == b.shape]

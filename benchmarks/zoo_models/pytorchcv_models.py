@@ -30,7 +30,7 @@ SEGMENTERS = (
 )
 OTHERS: Mapping[str, tuple[int, ...]] = {
     "centernet_resnet18_coco": (1, 3, 128, 128),
-    "ibppose_coco": (1, 3, 64, 64),
+    "ibppose_coco": (2, 3, 64, 64),
     "lffd20x5s320v2_widerface": (1, 3, 128, 128),
     "lwopenpose2d_mobilenet_cmupan_coco": (1, 3, 64, 64),
     "lwopenpose3d_mobilenet_cmupan_coco": (1, 3, 64, 64),
@@ -39,6 +39,8 @@ OTHERS: Mapping[str, tuple[int, ...]] = {
     "simplepose_mobile_resnet18_coco": (1, 3, 64, 64),
     "superpointnet": (1, 1, 64, 64),
 }
+# What is prepared of a model whose own forward loops over values.
+PARTS: Mapping[str, tuple[str, ...]] = {"superpointnet": ("features", "detector.detector", "descriptor.head")}
 
 
 def pytorchcv_recipes() -> Iterable[Recipe]:
@@ -51,7 +53,7 @@ def pytorchcv_recipes() -> Iterable[Recipe]:
     for name in SEGMENTERS.split():
         entries[name] = Entry(partial(_build, name, {"in_size": (64, 64)}), partial(images, 64))
     for name, shape in OTHERS.items():
-        entries[name] = Entry(partial(_build, name, {}), floats(shape))
+        entries[name] = Entry(partial(_build, name, {}), floats(shape), {"parts": PARTS.get(name, ())})
     return recipes_of("pytorchcv", "pytorchcv.model_provider", entries)
 
 

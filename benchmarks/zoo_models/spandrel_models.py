@@ -32,7 +32,7 @@ NETWORKS: Mapping[str, tuple[Mapping[str, Any], *tuple[tuple[int, ...], ...]]] =
     "DAT": (
         {
             "img_size": 16,
-            "embed_dim": 16,
+            "embed_dim": 64,
             "split_size": [2, 4],
             "depth": [2],
             "num_heads": [2],
@@ -74,14 +74,14 @@ NETWORKS: Mapping[str, tuple[Mapping[str, Any], *tuple[tuple[int, ...], ...]]] =
     "PLKSR": ({"dim": 16, "n_blocks": 2, "upscaling_factor": 2}, RGB),
     "PLKSR.RealPLKSR": ({"dim": 16, "n_blocks": 2, "upscaling_factor": 2, "dysample": True}, RGB),
     "RCAN": ({"scale": 2, "n_resgroups": 2, "n_resblocks": 2, "n_feats": 16, "reduction": 4}, RGB),
-    "RGT": ({"img_size": 16, "embed_dim": 16, "depth": [2], "num_heads": [2], "split_size": [4, 4]}, RGB),
+    "RGT": ({"img_size": 16, "embed_dim": 64, "depth": [2], "num_heads": [2], "split_size": [4, 4]}, RGB),
     "RealCUGAN.UpCunet2x": ({}, LARGER),
     "RealCUGAN.UpCunet4x": ({}, LARGER),
     "RetinexFormer": ({"n_feat": 8, "stage": 1}, LARGER),
     "SAFMN": ({"dim": 16, "n_blocks": 2, "upscaling_factor": 2}, RGB),
     "SAFMNBCIE": ({"dim": 16, "n_blocks": 2, "num_layers": 1}, RGB),
     "SCUNet": ({"config": [1, 1, 1, 1, 1, 1, 1], "dim": 64, "input_resolution": 64}, LARGER),
-    "SeemoRe": ({"num_experts": 2, "num_layers": 2, "embedding_dim": 16, "scale": 2}, RGB),
+    "SeemoRe": ({"num_experts": 2, "num_layers": 2, "embedding_dim": 16, "scale": 2}, (1, 3, 16, 16)),
     "SwiftSRGAN": ({"num_channels": 16, "num_blocks": 2, "upscale_factor": 2}, RGB),
     "Swin2SR": ({**ATTENTION, **DIRECT}, RGB),
     "Uformer": ({"img_size": 128, "embed_dim": 8, "depths": [1] * 9, "num_heads": [1] * 9}, (2, 3, 128, 128)),
@@ -111,14 +111,17 @@ OTHER_OPS = "prepared in eval mode: its forward has other ops in training mode"
 NOTES = {
     "SPAN": "its Conv3XC, which assign weights in forward, replaced by the convolutions that they compute in eval mode"
 }
+# Leaf modules, as the error of `convert` advises: in eval mode Python chooses experts by values.
+SKIPPED = {"SeemoRe": ("*.moe_layer",)}
 
 
 def spandrel_recipes() -> Iterable[Recipe]:
     """Return a recipe for each network, or none if spandrel is not installed."""
     for name, (options, *shapes) in NETWORKS.items():
         module, _, kind = name.partition(".")
-        note = {"note": NOTES[name]} if name in NOTES else {}
-        note |= {"training": False, "note": OTHER_OPS} if module == "PLKSR" else {}
+        note: dict[str, Any] = {"note": NOTES[name]} if name in NOTES else {}
+        note |= {"skip": SKIPPED[name]} if name in SKIPPED else {}
+        note |= {"training": False, "note": OTHER_OPS} if module in ("PLKSR", "RGT") else {}
         entry = Entry(partial(_build, kind or module, options), floats(*shapes), note)
         yield from recipes_of("spandrel", f"spandrel.architectures.{module}", {(kind or module).lower(): entry})
 

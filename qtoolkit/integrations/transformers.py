@@ -17,11 +17,14 @@ from typing import Any, NoReturn
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.generation.utils import GenerationMixin
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.generic import ModelOutput
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qtoolkit.backends import backend_of, backends
+from qtoolkit.batches import taken_arguments
 from qtoolkit.checkpoint.tree import PLAIN, decode, encode
 from qtoolkit.config import QConfigMapping
 from qtoolkit.errors import some
@@ -241,8 +244,6 @@ def _remove_placeholder(model: nn.Module, key: str) -> None:
 
 # Methods of transformers that change what forward does, which a graph does not follow: why, and what to do instead.
 REFUSED: Mapping[str, str] = {
-    "generate": "its graph has no cache of keys and values, and takes the arguments of the example inputs alone; quantize the "
-    "model by qtoolkit.quant_modules.replace, which keeps its Python",
     **dict.fromkeys(
         ("activation_checkpointing_enable", "gradient_checkpointing_enable"),
         "its graph stores the activations; checkpoint blocks of it (qtoolkit's docs/two_modes.md), or quantize the model by "
@@ -251,6 +252,11 @@ REFUSED: Mapping[str, str] = {
     "set_attn_implementation": "its graph has the attention of the float model; call it before qtoolkit.prepare",
     "resize_token_embeddings": "its graph has the sizes of the float model; call it before qtoolkit.prepare",
 }
+# Arguments of generate that need a cache of keys and values. Those of forward that are about it, or that omit words.
+NEED_CACHE = (
+    "use_cache", "past_key_values", "cache_implementation", "assistant_model", "prompt_lookup_num_tokens", "inputs_embeds",
+)  # fmt: skip
+LEFT_OUT = ("use_cache", "past_key_values", "logits_to_keep")
 
 
 @cache
@@ -263,8 +269,73 @@ def graph_module_type(kind: type[nn.Module]) -> type[QuantizedGraphModule]:
         "model_class": kind,
         **{name: _refusal(name, why) for name, why in REFUSED.items()},
     }
-    bases = (QuantizedGraphModule, _Bare, kind)
-    return new_class(kind.__name__, bases, {}, lambda namespace: namespace.update(members))
+    own = (_Prepared, _Generating) if issubclass(kind, GenerationMixin) else (_Prepared,)
+    return new_class(kind.__name__, (QuantizedGraphModule, *own, _Bare, kind), {}, lambda names: names.update(members))
+
+
+class _Prepared(nn.Module):
+    """What a prepared model does as its class does, without its Python."""
+
+    def __call__(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> Any:
+        """Compute the outputs, as an object of the model's class or, with `return_dict=False`, as a tuple."""
+        output = super().__call__(*args, **kwargs)
+        return output.to_tuple() if return_dict is False and isinstance(output, ModelOutput) else output
+
+
+class _Generating(nn.Module):
+    """Generates text without a cache of keys and values: each word takes a forward of the whole text."""
+
+    config: Any
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate text as the model's class does, without a cache.
+
+        Raises:
+            NotImplementedError: An argument needs a cache; or the model has an encoder, which runs alone.
+        """
+        found = [name for name in NEED_CACHE if kwargs.get(name) is not None and kwargs[name] is not False]
+        if found or self.config.is_encoder_decoder:
+            why = (
+                f"{found[0]} needs a cache of keys and values, which its graph does not have; leave the argument out, or"
+                if found
+                else "generate runs the encoder alone, which its graph cannot do;"
+            )
+            raise NotImplementedError(
+                f"generate: this model was prepared, and {why} quantize the model by qtoolkit.quant_modules.replace, which "
+                f"keeps its Python."
+            )
+        return super().generate(*args, **{**kwargs, "use_cache": False})  # type: ignore[misc]  # of the model's class
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the inputs for the next word: those of the arguments of the graph that the model's class makes.
+
+        Raises:
+            ValueError: The texts are padded, and the graph has no argument for that; or it does not take another argument.
+        """
+        made: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
+        given = {name: value for name, value in made.items() if name not in LEFT_OUT}
+        words, taken = given["input_ids"], taken_arguments(self)
+        without_padding = {
+            "attention_mask": torch.ones_like(words),
+            "position_ids": torch.arange(words.shape[1], device=words.device).expand_as(words),
+        }
+        for name in given.keys() - {*taken, *without_padding}:
+            value = given.pop(name)
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"generate: the graph of this model does not take {name!r}; set it in model.config, or give it in the "
+                    f"example_inputs, before qtoolkit.prepare, or quantize the model by qtoolkit.quant_modules.replace."
+                )
+        for name, plain in without_padding.items():
+            value = given.pop(name, None)
+            if name in taken:
+                given[name] = plain if value is None else value
+            elif value is not None and not torch.equal(value.expand_as(plain), plain):
+                raise ValueError(
+                    f"generate: the texts are padded, and this model was prepared without {name!r}, which says where; give "
+                    f"it in the example_inputs of qtoolkit.prepare, or quantize the model by qtoolkit.quant_modules.replace."
+                )
+        return given
 
 
 class _Bare(nn.Module):

@@ -40,7 +40,8 @@ def check_none(value: Any, message: str) -> None:
     """Raise ValueError if an argument that was fixed at None is given."""
     if value is not None:
         raise ValueError(
-            f"{message}: to pass a value, give one in the example_inputs of qtoolkit.prepare, so that it stays an argument."
+            f"{message}: to pass a value, give one in the example_inputs of qtoolkit.prepare, so that it stays an argument, "
+            f"or quantize the model by qtoolkit.quant_modules.replace, which fixes no argument."
         )
 
 

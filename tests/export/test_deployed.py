@@ -308,3 +308,33 @@ def test_files_that_are_not_of_the_model_are_refused(tmp_path) -> None:
             run(path, model, X[:, :, :11])
         with pytest.raises(ValueError, match=r"input 'x' of the file is float32 of shape .*, got float64 of shape"):
             run(path, model, X.double())
+
+
+class Samples(nn.Module):
+    """Draws random numbers between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y + torch.randn_like(y))
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "integer"])
+def test_what_follows_random_numbers_is_compared_from_the_runtimes_codes(arithmetic: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 8)
+    prepared = qt.prepare(Samples().eval(), x, backend="onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    path = qt.export_onnx(prepared, x, tmp_path / "model.onnx", progress=False).path
+    found = qt.export.verify(qt.convert(prepared, arithmetic=arithmetic), x, path, progress=False).runtimes[
+        "onnxruntime"
+    ]
+    assert found.not_compared == ("activation_quantizers.randn_like",)
+    assert set(found.by_quantizer) == {f"activation_quantizers.{name}" for name in ("x", "first", "add")}
+    assert found.codes.compared == 3 * 128
+    assert found.codes.differing == 0
+    with pytest.warns(UserWarning, match="randn_like: .* or each run draws others at random"):
+        found.check()

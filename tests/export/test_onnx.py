@@ -560,11 +560,31 @@ def test_an_op_that_the_older_exporter_cannot_write_names_the_newer(tmp_path: Pa
     x, path = torch.rand(2, 4), tmp_path / "model.onnx"
     prepared = qt.prepare(Differences().eval(), (x,), "onnxruntime")
     qt.calibrate(prepared, [x], progress=False)
-    words = r"exporter='torchscript' cannot export the model \(.*aten::diff.*\); use exporter='dynamo'\.$"
+    words = (
+        r"exporter='torchscript' cannot export the model \(.*aten::diff.*\); use exporter='dynamo'\. If that fails too"
+    )
     with pytest.raises(RuntimeError, match=words):
         qt.export_onnx(prepared, (x,), path, exporter="torchscript", progress=False)
     assert not list(tmp_path.iterdir())
     assert qt.export_onnx(prepared, (x,), path, progress=False).verification.quantizer_codes.differing == 0
+
+
+class Sorts(Differences):
+    """An op that no exporter of torch writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sort(self.fc(x), dim=-1, stable=False).values
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_an_op_that_no_exporter_can_write_has_another_remedy(exporter: str, tmp_path: Path) -> None:
+    x = torch.rand(2, 4)
+    prepared = qt.prepare(Sorts().eval(), (x,), "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    words = rf"export_onnx: exporter='{exporter}' cannot export .*[Ss]ort.* torch cannot export the op, .*prepare_parts"
+    with pytest.raises(RuntimeError, match=words):
+        qt.export_onnx(prepared, (x,), tmp_path / "model.onnx", exporter=exporter, progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 class Projected(nn.Module):
@@ -581,6 +601,8 @@ class Projected(nn.Module):
 def test_a_file_that_onnxruntime_cannot_run_is_described(tmp_path: Path) -> None:
     prepared = qt.prepare(Projected().eval(), (torch.rand(2, 5, 4),), "onnxruntime")
     qt.calibrate(prepared, [torch.rand(2, 5, 4)], progress=False)
-    with pytest.raises(RuntimeError, match="verify_onnx: onnxruntime cannot run the file on these inputs: .*LSTM"):
+    with pytest.raises(
+        RuntimeError, match="verify_onnx: onnxruntime cannot run the file .*LSTM.*export the submodules before"
+    ):
         qt.export_onnx(prepared, (torch.rand(2, 5, 4),), tmp_path / "model.onnx", progress=False)
     assert not list(tmp_path.iterdir())

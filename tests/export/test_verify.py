@@ -294,3 +294,52 @@ def test_a_quantizer_may_be_called_with_a_tensor_without_elements(tmp_path) -> N
     qt.calibrate(model, [x], progress=False)
     found = qt.export_onnx(qt.convert(model), x, tmp_path / "model.onnx").verification
     assert (found.missing, found.layer_codes.differing) == ((), 0)
+
+
+class Samples(nn.Module):
+    """Draws random numbers in eval mode too, as a variational autoencoder does; `scores` have them without a quantizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.spread, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, spread = self.mean(x), self.spread(x).exp()
+        y = self.out(mean + torch.randn_like(spread) * spread)
+        return y, torch.rand_like(y) * 2
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("road", ["prepared", "replaced"])
+def test_random_numbers_are_named_and_what_follows_them_is_compared(road: str, exporter: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    float_model = Samples().eval()
+    if road == "prepared":
+        model = qt.prepare(float_model, X, backend="onnxruntime")
+    else:
+        model = qt.quant_modules.replace(float_model, backend="onnxruntime")
+    qt.calibrate(model, [X], progress=False)
+    converted = qt.convert(model)
+    result = qt.export_onnx(converted, X, tmp_path / "model.onnx", exporter=exporter, progress=False)
+    drawn = {"prepared": "activation_quantizers.randn_like", "replaced": "out.input_quantizer"}[road]
+    found = result.verification
+    assert found.drawn == (drawn,)
+    assert f"not compared, as each run draws others: {drawn}" in str(found)
+    assert drawn not in found.by_quantizer
+    assert found.layer_codes.compared == 32 * (5 if road == "prepared" else 2)
+    assert found.layer_codes.differing == 0
+    assert found.output_error < 1e-5
+    changed = qt.convert(model)
+    with torch.no_grad():
+        changed.out.bias += 1  # behind the random numbers
+    with pytest.raises(RuntimeError, match="an output differs in onnxruntime|codes must equal the model's"):
+        verify_onnx(changed, X, result.path).check()
+
+
+def test_a_model_without_random_numbers_runs_once_more_for_nobody(tmp_path, monkeypatch) -> None:
+    runs = []
+    converted = converted_pair()
+    monkeypatch.setattr(Follower, "_run", lambda self, *args, run=Follower._run: (runs.append(1), run(self, *args))[1])
+    result = qt.export_onnx(converted, X, tmp_path / "model.onnx", progress=False)
+    assert result.verification.drawn == ()
+    assert len(runs) == 2  # by itself, and from the file's codes

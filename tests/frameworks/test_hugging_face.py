@@ -1,5 +1,6 @@
 """Models of Hugging Face: both roads, training, files, from_pretrained, Trainer, generate."""
 
+import copy
 import json
 import math
 import sys
@@ -18,8 +19,9 @@ hf = pytest.importorskip("transformers", reason="tests models of Hugging Face; i
 from qtoolkit.integrations.transformers import QtoolkitConfig  # noqa: E402  # needs transformers
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from zoo_models.transformers_models import BART, WORDS, pairs, tokens  # noqa: E402
+from zoo_models.transformers_models import MODELS as ZOO  # noqa: E402
 from zoo_models.transformers_models import TESTED as MODELS  # noqa: E402  # the zoo has them and more
-from zoo_models.transformers_models import WORDS, tokens  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:prepare. Python tests whether values are finite"),
@@ -32,8 +34,8 @@ NAMES = [name if name in IN_EACH_RUN else pytest.param(name, marks=pytest.mark.s
 
 def built(name: str, training: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = MODELS[name].build(hf)
-    return model.train(training and MODELS[name].training)
+    model: nn.Module = ZOO[name].build(hf)
+    return model.train(training and ZOO[name].training)
 
 
 def quantized(name: str, road: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -271,7 +273,140 @@ def test_a_replaced_decoder_generates(name: str) -> None:
     assert torch.equal(words, replaced.generate(**inputs, **greedy, use_cache=False))
 
 
-def test_a_prepared_decoder_takes_texts_of_any_length_and_says_how_to_generate() -> None:
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+NEED_CACHE = {
+    "use_cache": True,
+    "cache_implementation": "static",
+    "past_key_values": hf.DynamicCache(),
+    "prompt_lookup_num_tokens": 2,
+    "inputs_embeds": torch.zeros(2, 3, 32),
+}
+DECODERS = [
+    "gpt2",
+    *(pytest.param(name, marks=pytest.mark.sweep) for name in ("llama", "opt", "qwen3", "gemma2", "falcon", "gptneox")),
+]
+
+
+def prepared_decoder(name: str, inputs: dict[str, Tensor], **options: Any) -> Any:
+    model = built(name).eval()
+    model.config.use_cache = True
+    prepared: Any = qt.prepare(model, inputs, "onnxruntime", **options)
+    qt.calibrate(prepared, [inputs], progress=False)
+    return prepared
+
+
+def greedily(model: nn.Module, words: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return a text with five more words, each from a forward of the whole text."""
+    for _ in range(5):
+        inputs = {"input_ids": words, "attention_mask": torch.ones_like(words) if mask is None else mask}
+        if mask is not None:
+            inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(0)
+            mask = torch.cat([mask, mask[:, -1:]], 1)
+        words = torch.cat([words, model(**inputs).logits[:, -1:].argmax(-1)], 1)
+    return words
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("untraced", [False, True])
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_prepared_decoder_generates_without_a_cache(name: str, untraced: bool) -> None:
+    inputs = tokens()
+    part = [built(name).base_model_prefix] if untraced else []
+    prepared = prepared_decoder(name, inputs, concrete_args={"use_cache": False}, untraced=part)
+    expected = greedily(prepared, inputs["input_ids"])
+    for model in (prepared, copy.deepcopy(prepared), qt.convert(prepared)):
+        assert torch.equal(model.generate(**inputs, **GREEDY), expected)
+    assert torch.equal(prepared.generate(inputs["input_ids"], **GREEDY, num_beams=2)[:, :12], inputs["input_ids"])
+    chosen = prepared.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_scores=True)
+    assert torch.equal(chosen.sequences, expected)
+    assert len(chosen.scores) == 5
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared.generate(**inputs, **GREEDY), built(name).eval().generate(**inputs, **GREEDY))
+
+
+def test_a_part_that_is_not_traced_may_make_a_cache_that_generate_leaves_out() -> None:
+    inputs = tokens()
+    prepared = prepared_decoder("gpt2", inputs, untraced=["transformer"])
+    assert isinstance(prepared(**inputs).past_key_values, hf.DynamicCache)
+    assert torch.equal(prepared.generate(**inputs, **GREEDY), greedily(prepared, inputs["input_ids"]))
+
+
+def test_a_prepared_decoder_generates_from_padded_texts_where_it_knows_their_positions() -> None:
+    inputs = tokens()
+    inputs["attention_mask"][0, :5] = 0
+    fixed = {"use_cache": False}
+    without = prepared_decoder("gpt2", inputs, concrete_args=fixed)
+    with pytest.raises(
+        ValueError, match="generate: the texts are padded, .* without 'position_ids'.* in the example_inputs of"
+    ):
+        without.generate(**inputs, **GREEDY)
+    positions = {"position_ids": (inputs["attention_mask"].cumsum(1) - 1).clamp(0)}
+    prepared = prepared_decoder("gpt2", {**inputs, **positions}, concrete_args=fixed)
+    expected = greedily(prepared, inputs["input_ids"], inputs["attention_mask"])
+    assert torch.equal(prepared.generate(**inputs, **GREEDY), expected)
+    only_words = prepared_decoder("gpt2", {"input_ids": inputs["input_ids"]}, concrete_args=fixed)
+    assert only_words.generate(inputs["input_ids"], **GREEDY).shape == (2, 17)
+    with pytest.raises(ValueError, match="without 'attention_mask'.*qtoolkit.quant_modules.replace"):
+        only_words.generate(**inputs, **GREEDY)
+
+
+@pytest.mark.parametrize("argument", NEED_CACHE)
+def test_what_needs_a_cache_is_refused_with_a_remedy(argument: str) -> None:
+    prepared = prepared_decoder("gpt2", tokens(), concrete_args={"use_cache": False})
+    with pytest.raises(
+        NotImplementedError, match=f"generate: .*{argument} needs a cache.*leave the argument out, or .*replace"
+    ):
+        prepared.generate(**tokens(), **GREEDY, **{argument: NEED_CACHE[argument]})
+
+
+def test_an_argument_that_the_graph_does_not_take_is_refused_with_a_remedy() -> None:
+    prepared = prepared_decoder("gpt2", tokens(), concrete_args={"use_cache": False})
+    with pytest.raises(
+        ValueError, match="generate: the graph of this model does not take 'output_attentions'.*replace"
+    ):
+        prepared.generate(**tokens(), **GREEDY, output_attentions=True, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="generate: the graph of this model does not take 'token_type_ids'"):
+        prepared.generate(**tokens(), **GREEDY, token_type_ids=torch.zeros(2, 12, dtype=torch.long))
+
+
+def test_a_prepared_model_with_an_encoder_says_how_to_generate() -> None:
+    model = hf.BartForConditionalGeneration(hf.BartConfig(**BART, pad_token_id=0)).eval()
+    prepared: Any = qt.prepare(model, pairs(), "onnxruntime", concrete_args={"use_cache": False})
+    with pytest.raises(NotImplementedError, match="generate runs the encoder alone.*qtoolkit.quant_modules.replace"):
+        prepared.generate(**tokens(), **GREEDY)
+
+
+def test_a_decoder_whose_parts_are_prepared_generates_with_its_cache() -> None:
+    inputs = tokens()
+    model = built("gpt2").eval()
+    model.config.use_cache = True
+    in_parts = qt.prepare_parts(model, inputs, backend="onnxruntime")
+    qt.calibrate(in_parts, [inputs], progress=False)
+    graphs = [name for name, m in in_parts.named_modules() if isinstance(m, qt.graph.QuantizedGraphModule)]
+    assert graphs == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
+    expected = greedily(in_parts, inputs["input_ids"])
+    assert torch.equal(in_parts.generate(**inputs, **GREEDY), expected)
+    assert torch.equal(in_parts.generate(**inputs, **GREEDY, use_cache=False), expected)
+
+
+def test_a_prepared_part_with_a_fixed_argument_says_so_when_generate_passes_another_value() -> None:
+    inputs, model = tokens(), built("gpt2").eval()
+    model.transformer = qt.prepare(model.transformer, inputs, "onnxruntime", concrete_args={"use_cache": False})
+    with pytest.raises(ValueError, match="past_key_values has been specialized.*or.*qtoolkit.quant_modules.replace"):
+        model.generate(**inputs, **GREEDY)
+    with pytest.raises(AssertionError, match="use_cache .* has fixed this argument.*qtoolkit.quant_modules.replace"):
+        model(**inputs, use_cache=True)
+
+
+def test_a_prepared_model_returns_a_tuple_on_demand() -> None:
+    prepared, inputs = quantized("bert", "prepared")
+    prepared.eval()
+    assert torch.equal(prepared(**inputs, return_dict=True).logits, prepared(**inputs).logits)
+    assert equal(prepared(**inputs, return_dict=False), (prepared(**inputs).logits,))
+    assert type(prepared(**inputs, return_dict=False)) is tuple
+
+
+def test_a_prepared_decoder_takes_texts_of_any_length_and_refuses_what_its_graph_does_not_follow() -> None:
     model, inputs = built("gpt2").eval(), tokens()
     model.config.use_cache = True
     with pytest.raises(qt.UntraceableError, match=r"returns a DynamicCache.*concrete_args=\{'use_cache': False\}"):
@@ -280,8 +415,6 @@ def test_a_prepared_decoder_takes_texts_of_any_length_and_says_how_to_generate()
     qt.calibrate(prepared, [inputs], progress=False)
     shorter = {name: x[:1, :7] for name, x in inputs.items()}
     assert prepared(**shorter).logits.shape == (1, 7, WORDS)
-    with pytest.raises(NotImplementedError, match=r"generate: .*quantize the model by qtoolkit.quant_modules.replace"):
-        prepared.generate(**inputs)
     with pytest.raises(
         NotImplementedError, match=r"activation_checkpointing_enable: .*its graph stores the activations"
     ):

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     import onnx_ir
 
 WRAPPED = "model"
+# What follows the advice to use the other exporter.
+IF_THAT_FAILS = (
+    " If that fails too, torch cannot export the op, from a float model neither: compute it by other ops, or export the "
+    "submodules before and after it, which qtoolkit.prepare_parts quantizes."
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ def _describe_failure(model: nn.Module, error: Exception) -> str:
         reason: BaseException = error
         while reason.__cause__ is not None:
             reason = reason.__cause__
-        return f"exporter='dynamo' cannot export the model ({first_line(reason)}); use exporter='torchscript'."
+        return f"exporter='dynamo' cannot export the model ({first_line(reason)}); use exporter='torchscript'.{IF_THAT_FAILS}"
     return (
         f"torch.export cannot export {type(model).__name__} ({first_line(error.__cause__ or error)}). If its "
         f"forward branches on values, use exporter='torchscript': it exports the branches that the example inputs take; export "
@@ -175,9 +180,10 @@ def _described_failures(what: str) -> Iterator[None]:
     """Describe the errors of the TorchScript exporter that have another remedy than its own words say."""
     try:
         yield
-    except torch.onnx.errors.UnsupportedOperatorError as error:
+    except torch.onnx.OnnxExporterError as error:
         raise RuntimeError(
             f"{what}: exporter='torchscript' cannot export the model ({first_line(error)}); use exporter='dynamo'."
+            f"{IF_THAT_FAILS}"
         ) from error
     except RuntimeError as error:
         if "observable data dependence" not in str(error):

@@ -136,7 +136,9 @@ class OpenedFile:
         except Exception as error:  # onnxruntime's errors have no base class of their own
             raise RuntimeError(
                 f"verify_onnx: onnxruntime cannot run the file on these inputs: {first_line(error)}. If they are like those "
-                f"of the export, torch's exporter has written an op wrongly: try another exporter, or quantize the model by "
+                f"of the export, torch's exporter has written an op wrongly, or onnxruntime does not run this op; see "
+                f"whether it runs a file of the float model. Try another exporter; export the submodules before and "
+                f"after the op, which qtoolkit.prepare_parts quantizes; or quantize the model by "
                 f"qtoolkit.quant_modules.replace, which writes recurrent layers step by step."
             ) from error
         values = {**constants, **feeds, **dict(zip(outputs, found, strict=True))}

@@ -52,7 +52,8 @@ class RuntimeCodes:
         output_difference: The largest absolute difference of the outputs.
         layers: The nodes that compute, as the runtime optimized them, and which of them compute on integer codes.
         conversions: How many nodes convert between floats and codes.
-        not_compared: Quantizers whose codes cannot be read in the runtime, or that are not executed for these inputs.
+        not_compared: Quantizers whose codes cannot be read in the runtime, that are not executed for these inputs, or whose
+            codes are random numbers, of which each run draws others.
         changed_by_reading: The largest difference in the outputs between the graph that users run and the one that also
             returns the codes.
         share: The share of the codes that may differ, by one step each, because the runtime rounds in another order.
@@ -190,7 +191,8 @@ class RuntimeCodes:
         if self.not_compared:
             warnings.warn(
                 f"verify: {self.runtime} does not give the codes of {_first(self.not_compared)}: it merged their nodes with "
-                f"others, or these inputs do not reach them. The codes behind them, and the outputs, are compared.",
+                f"others, these inputs do not reach them, or each run draws others at random. The codes behind them, and the "
+                f"outputs, are compared.",
                 stacklevel=2,
             )
         if verdict is Verdict.ROUNDING and self.codes.differing > self.codes.allowed(self.share):
@@ -329,7 +331,9 @@ def compare_execution(
     """
     counts = follower.end_to_end(nodes).counts
     differs = any(count.differing for count in counts.values())
-    begun = follower.layer_by_layer(nodes).counts if differs else counts
+    begun = follower.layer_by_layer(nodes).counts if differs or follower.draws else counts
+    if follower.draws:  # what random numbers change is compared from the runtime's own codes
+        counts = {**begun, **counts}
     outputs = tensors_of(follower.outputs)
     return RuntimeCodes.of(
         executed, counts, outputs, names, layer_by_layer=begun, on_codes=follower.on_codes, **weights

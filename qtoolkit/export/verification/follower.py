@@ -4,8 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.random_state import RandomState
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,16 @@ class Followed:
         missing: Quantizers with a call for which the runtime has no codes.
         stored: The comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes.
         outputs: What the model returns.
+        drawn: Quantizers whose codes depend on random numbers, of which each run draws others: they are not in `counts`.
+        drawn_outputs: The places of the outputs that depend on random numbers, among all tensors that the model returns.
     """
 
     counts: Mapping[str, CodeCount]
     missing: tuple[str, ...]
     stored: CodeCount
     outputs: Any
+    drawn: tuple[str, ...] = ()
+    drawn_outputs: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,16 @@ class Pairing:
         return (node for other, nodes in self.nodes.items() if same_grid(other, grid) for node in nodes)
 
 
+class Drawn(NamedTuple):
+    """What depends on random numbers: quantizers by name, and outputs by their places."""
+
+    quantizers: tuple[str, ...] = ()
+    outputs: frozenset[int] = frozenset()
+
+
+NOT_DRAWN = Drawn()
+
+
 class _Comparison:
     """Collects what a comparison finds, call by call."""
 
@@ -111,11 +127,12 @@ class _Comparison:
         else:  # runtimes may differ by rounding ties in a computed constant, as in a layer
             self.counts[name] = self.counts.get(name, CodeCount()) + count
 
-    def result(self, nodes: Nodes, outputs: Any) -> Followed:
+    def result(self, nodes: Nodes, outputs: Any, drawn: Drawn = NOT_DRAWN) -> Followed:
         """Return what was found. The counts of a quantizer are those of all its calls."""
         names = [name for name in dict.fromkeys((*nodes, *self.counts)) if name in self.counts]
-        counts = {name: self.counts[name] for name in names if name not in self.missing}
-        return Followed(counts, tuple(self.missing), self.stored, outputs)
+        counts = {name: self.counts[name] for name in names if name not in {*self.missing, *drawn.quantizers}}
+        missing = tuple(name for name in self.missing if name not in drawn.quantizers)
+        return Followed(counts, missing, self.stored, outputs, drawn.quantizers, drawn.outputs)
 
 
 class Follower:
@@ -130,6 +147,8 @@ class Follower:
         outputs: What the model returns as it computes by itself.
         codes: The codes of each activation quantizer that is called, by its dotted name, in the order of its calls.
         weights: Quantizer and tensor of each quantized weight of a layer, by the dotted name of the quantizer.
+        draws: Whether the model draws random numbers.
+        drawn: What depends on them, as the model computes by itself.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -141,7 +160,10 @@ class Follower:
         self.activations = {grid for grid in self.between_layers if not grid.of_weight}
         self.calls: Counter[Grid] = Counter()
         self.codes: dict[str, list[Any]] = {}
+        before = RandomState.now()
         self.outputs = self._run(self.names, self._record)
+        self.draws = before != RandomState.now()
+        self.drawn = self._drawn(self.codes, self.outputs)
 
     def _run(self, grids: Iterable[Grid], hook: Callable[[Any, Any, Any], Any]) -> Any:
         with forward_hooks(grids, hook), torch.no_grad():
@@ -151,6 +173,36 @@ class Follower:
         self.calls[grid] += 1
         if grid in self.activations:
             self.codes.setdefault(self.names[grid], []).append(_call(grid, args[0], output).codes)
+
+    def _drawn(
+        self, codes: Mapping[str, Sequence[Any]], outputs: Any, values: Mapping[str, Sequence[Tensor]] | None = None
+    ) -> Drawn:
+        """Return what is another one in a second run than in the first: what depends on random numbers.
+
+        Args:
+            codes: The codes of quantizers in the first run, by name in the order of their calls.
+            outputs: What the model returned.
+            values: What these quantizers return in both runs; None for what they compute.
+        """
+        if not self.draws:
+            return NOT_DRAWN
+        found: dict[str, None] = {}
+        numbers = Counter[str]()
+
+        def compare(grid: Grid, args: tuple[Tensor], output: Tensor) -> Tensor | None:
+            """Compare the codes of a call with those of the first run, and return its values."""
+            name = self.names[grid]
+            if name not in codes:
+                return None
+            number = numbers[name]
+            numbers[name] += 1
+            if not np.array_equal(_call(grid, args[0], output).codes, codes[name][number]):
+                found[name] = None
+            return None if values is None else values[name][number]
+
+        again = tensors_of(self._run(self.names, compare))
+        pairs = enumerate(zip(tensors_of(outputs), again, strict=True))
+        return Drawn(tuple(found), frozenset(place for place, pair in pairs if not _are_equal(*pair)))
 
     @property
     def unreached(self) -> tuple[str, ...]:
@@ -184,7 +236,7 @@ class Follower:
         pairing, comparison = self._pairing(nodes, up_to_ties=False), _Comparison()
         grids = {name: grid for grid, name in self.names.items()}
         for name, calls in self.codes.items():
-            for number, codes in enumerate(calls):
+            for number, codes in enumerate(calls if name not in self.drawn.quantizers else ()):
                 call = Call(grids[name], codes)
                 comparison.add(name, call, pairing.node_of(call, number))
         return comparison.result(nodes, self.outputs)
@@ -199,6 +251,7 @@ class Follower:
             progress: Show a progress bar.
         """
         pairing, comparison, numbers = self._pairing(nodes, up_to_ties=complete), _Comparison(), Counter[Grid]()
+        first_codes, first_values = defaultdict[str, list[Any]](list), defaultdict[str, list[Tensor]](list)
         grids = self.between_layers if complete else self.activations
         tensors = (*self.model.parameters(), *self.model.buffers())
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -213,16 +266,19 @@ class Follower:
             found = comparison.found
             note(bar, f"{found.differing:,} of {found.compared:,} codes differ")
             bar.update()
-            if node is None or node.is_constant:
-                return output  # a constant keeps the model's values, since its layout in the file may differ
-            values: Tensor = grid.values(torch.tensor(node.codes, device=output.device)).to(output.dtype)
+            values = output  # a constant keeps the model's values, since its layout in the file may differ
+            if node is not None and not node.is_constant:
+                values = grid.values(torch.tensor(node.codes, device=output.device)).to(output.dtype)
+            if self.draws:
+                first_codes[self.names[grid]].append(call.codes)
+                first_values[self.names[grid]].append(values)
             return values
 
         with progress_bar("verify", "quantizers", progress, total=sum(self.calls[grid] for grid in grids)) as bar:
             outputs = self._run(grids, compare)
         if complete:
             self._compare_weights(nodes, pairing, comparison)
-        return comparison.result(nodes, outputs)
+        return comparison.result(nodes, outputs, self._drawn(first_codes, outputs, first_values))
 
     def _compare_weights(self, nodes: Nodes, pairing: Pairing, comparison: _Comparison) -> None:
         comparison.stored += sum_of(self.compare_weights(nodes).values())

@@ -70,6 +70,8 @@ class Verification:
             the branches that its example inputs take), and those on which nothing that the model returns depends.
         output_error: Largest difference of the outputs when torch computes them from onnxruntime's codes, as a share of the
             largest value: of those behind layers and ops whose results change little where their inputs do.
+        drawn: Quantizers whose codes depend on random numbers, such as those of `torch.randn_like`: each run draws others, so
+            that `layer_codes` leaves them out. The ops behind them are compared from the runtime's codes.
 
     Example:
         >>> import tempfile
@@ -91,6 +93,7 @@ class Verification:
     missing: tuple[str, ...] = field(default=())
     unreached: tuple[str, ...] = field(default=())
     output_error: float = 0.0
+    drawn: tuple[str, ...] = field(default=())
 
     @classmethod
     def of(cls, follower: Follower, followed: Followed, outputs: Sequence[Any], **facts: Any) -> "Verification":
@@ -104,6 +107,7 @@ class Verification:
             output_difference=largest_difference(tensors_of(follower.outputs), outputs),
             missing=tuple(name for name in followed.missing if name not in unused),
             unreached=(*follower.unreached, *unused),
+            drawn=followed.drawn,
             **facts,
         )
 
@@ -143,6 +147,7 @@ class Verification:
             f"{self.output_error:.1e} relative when the last layer gets identical inputs",
         ]
         lines += [f"not executed, or not used, for these inputs: {', '.join(self.unreached)}"] if self.unreached else []
+        lines += [f"not compared, as each run draws others: {', '.join(self.drawn)}"] if self.drawn else []
         return "\n".join(lines)
 
 
@@ -197,9 +202,13 @@ def verify_onnx(
     follower = Follower(converted, args, kwargs)
     with ChosenMaxima(values[name] for name in positions):
         followed = follower.layer_by_layer(_by_quantizer(nodes, values), complete=True, progress=progress)
-    results = zip(file.proto.graph.output, tensors_of(followed.outputs), strict=True)
+    results = enumerate(zip(file.proto.graph.output, tensors_of(followed.outputs), strict=True))
     compared = _smooth_outputs(file.proto.graph, {node.values for node in nodes})
-    errors = [relative_difference(ours, values[output.name]) for output, ours in results if output.name in compared]
+    errors = [
+        relative_difference(ours, values[output.name])
+        for place, (output, ours) in results
+        if output.name in compared and place not in followed.drawn_outputs
+    ]
     return Verification.of(
         follower,
         followed,

@@ -16,13 +16,20 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.graph.block_calls import ROOT, BlockCall, ancestors, leaves, map_leaves
-from qtoolkit.graph.capture.in_place import changed_by
+from qtoolkit.graph.capture.in_place import base_of, changed_by
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size
 
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
-CHECKS = (check_size, check_none, torch._assert)
+# Checks, each with the value that passes one, from its arguments.
+CHECKS: Mapping[Any, Callable[..., Any]] = {
+    check_size: lambda value, expected, where: expected,
+    check_none: lambda value, message: None,
+    torch._assert: lambda condition, message: True,
+}
+# Functions and methods that make a tensor of their own, which an op of training mode may change in place.
+NEW = ("arange", "clone", "empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros")
 
 
 class UnlikeError(Exception):
@@ -94,7 +101,7 @@ def merge(
 
     Returns:
         Whether it does. If not, the graph is unchanged: the other mode has ops of its own, or those that only training mode
-        has change a tensor in place or check something.
+        has change a tensor in place that the other ops read.
     """
     try:
         chosen = list(_Merge(own, other, branching).choices())
@@ -111,6 +118,7 @@ class _Merge:
         modules = {node: module for module, node in other.modes.items()}
         self.modes = {node: own.modes.get(module) for node, module in modules.items()}
         self.others: dict[fx.Node, fx.Node] = {}  # each node of the other graph -> the one like it
+        self.alone: list[fx.Node] = []  # nodes that the other graph does not have
         self._pair()
 
     def choices(self) -> Iterator[tuple[fx.Node, nn.Module, Any, Any]]:
@@ -119,6 +127,9 @@ class _Merge:
             args, kwargs = self._arguments(node, counterpart)
             if _choices_in(args, kwargs):
                 yield node, self._owner(node), args, kwargs
+        for check in (node for node in self.alone if node.target in CHECKS):
+            passing = CHECKS[check.target](*check.args)
+            yield check, self._owner(check), (Choice(check.args[0], passing), *check.args[1:]), {}
 
     def _arguments(self, mine: fx.Node, theirs: fx.Node) -> tuple[Any, Any]:
         """Return the arguments of a node, with choices where those of the node like it differ."""
@@ -139,7 +150,8 @@ class _Merge:
                 if self._alike(mine, theirs) and self._may_choose(mine, theirs):
                     self.others[theirs] = mine
                     break
-                self._check_unused(mine)
+                self._check_alone(mine)
+                self.alone.append(mine)
             else:
                 raise UnlikeError
         if next(waiting, None) is not None:
@@ -161,11 +173,18 @@ class _Merge:
             return False
         return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
 
-    def _check_unused(self, node: fx.Node) -> None:
+    def _check_alone(self, node: fx.Node) -> None:
         """Raise UnlikeError for a node of this mode alone that must not run in the other one."""
-        runs_in_both = self.model.training and node.target not in CHECKS and changed_by(node, self.model) is None
-        if not runs_in_both or node.op == "placeholder":
+        changed = changed_by(node, self.model)
+        harmless = changed is None or self._is_new(base_of(changed, self.model))
+        whole_check = node.target not in CHECKS or (len(node.args) > 1 and not node.kwargs)
+        if not (self.model.training and harmless and whole_check) or node.op == "placeholder":
             raise UnlikeError
+
+    def _is_new(self, node: fx.Node) -> bool:
+        """Return whether a node makes a tensor of its own, which no op of the other mode reads."""
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        return node in self.alone and str(name).removeprefix("new_").removesuffix("_like") in NEW
 
     def _owner(self, node: fx.Node) -> nn.Module:
         """Return the submodule whose mode decides: the innermost around a node that branches, or else the only one."""
@@ -223,8 +242,12 @@ def _put_choices(
 def _choice(node: fx.Node, mode: fx.Node, in_training: Any, in_eval: Any) -> fx.Node:
     with node.graph.inserting_before(node):
         chosen = node.graph.call_function(by_mode, (mode, in_training, in_eval))
-    set_facts(chosen, call=facts_of(node).call, is_number=is_plain(in_training) and is_plain(in_eval))
+    set_facts(chosen, call=facts_of(node).call, is_number=all(map(_is_number, (in_training, in_eval))))
     return chosen
+
+
+def _is_number(value: Any) -> bool:
+    return facts_of(value).is_number if isinstance(value, fx.Node) else is_plain(value)
 
 
 def keep_eval(graph: fx.Graph) -> None:
@@ -232,6 +255,8 @@ def keep_eval(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=by_mode):
         for user in list(node.users):
             user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), partial(_in_eval, node))
+            if user.target in CHECKS and not user.all_input_nodes:  # of training mode alone
+                graph.erase_node(user)
         _erase_unused(node)
 
 

@@ -52,6 +52,14 @@ def changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     return None if is_number(first) else first  # += on a number makes a new number
 
 
+def base_of(node: fx.Node, model: nn.Module) -> fx.Node:
+    """Return the tensor whose memory a view, or the result of in-place ops, shares; a tensor of its own is its base."""
+    changed = changed_by(node, model)
+    if changed is not None or _is_view(node):
+        return base_of(node.all_input_nodes[0] if changed is None else changed, model)
+    return node
+
+
 def _works_in_place(node: fx.Node, model: nn.Module) -> bool:
     if node.op == "call_module":
         return getattr(model.get_submodule(str(node.target)), "inplace", False) is True

@@ -42,6 +42,12 @@ from qtoolkit.random_state import RandomState
 # Functions and methods that compute gradients, whose calls a graph does not record rightly.
 GRADIENT_CALLS = (torch.autograd.grad, torch.autograd.backward, torch._make_dual, "backward", "register_hook")
 LEAVES = (QuantModule, TensorQuantizer, Grid, TrainingMode, torch.jit.ScriptModule)
+# How torch.fx ends its error for another value of a fixed argument, and what this package adds.
+OF_FIXED = "but got another value"
+TO_PASS_ANOTHER = (
+    ": qtoolkit.prepare has fixed this argument. Leave it at that value, prepare the model with another one in concrete_args, "
+    "or quantize the model by qtoolkit.quant_modules.replace, which fixes no argument."
+)
 # Containers of torch.nn, which are traced, so that the graph has their layers.
 CONTAINERS = (
     nn.Sequential,
@@ -342,6 +348,8 @@ class ModelTracer(fx.Tracer):
         """Return a call of a function that a pickle can name: the function and its arguments."""
         if target in self.scripted:
             return call_scripted, (*self.scripted[target], *args)
+        if target is torch._assert and str(args[-1]).endswith(OF_FIXED):
+            return target, (*args[:-1], args[-1] + TO_PASS_ANOTHER)
         # torch.fx cannot trace any more after a pickle with its own check of a None argument was loaded (torch 2.14).
         return (check_none if getattr(target, "__name__", "") == "_assert_is_none" else target), args
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.graph import by_mode
+from qtoolkit.graph import by_mode, check_size
 from qtoolkit.graph.capture import trace
 from tests import nets
 from tests.nets import linear_of
@@ -190,11 +190,47 @@ class TableInABranch(DropsInABranch):
         return super().forward(x + self.table.expand(2, -1).detach().clone().sum(0))
 
 
+class Jitters(DropsInABranch):
+    """Scales by random numbers in training mode, which it draws in place, as DINOv3 does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            drawn = torch.empty(1, 4, dtype=x.dtype, device=x.device).uniform_(0.5, 2.0)
+            drawn.mul_(x.new_zeros(4).add_(2.0)[:1])
+            x = x * drawn
+        return self.second(x)
+
+
+class LossInABranch(TwoHeads):
+    """Returns a loss beside its result, which it computes in training mode alone, where it checks sizes; zero in eval mode."""
+
+    zero: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("zero", torch.tensor(0.0), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, loss = self.body(x), self.zero
+        if self.training:
+            assert len(x) > 4
+            loss = (self.auxiliary(x).T @ x - torch.eye(4)).square().mean() if x.shape[0] == 16 else x.mean()
+        return self.head(x), loss
+
+
 @pytest.mark.filterwarnings("error:prepare", "error:train")
 @pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
 @pytest.mark.parametrize(
     ("kind", "training"),
-    [(Probability, True), (Probability, False), (DropsInABranch, True), (TwoHeads, True), (TableInABranch, True)],
+    [
+        (Probability, True),
+        (Probability, False),
+        (DropsInABranch, True),
+        (TwoHeads, True),
+        (TableInABranch, True),
+        (Jitters, True),
+    ],
 )
 def test_branches_of_the_same_ops_follow_the_mode(kind: type[nn.Module], training: bool, measured: bool) -> None:
     model, x = kind().train(training), torch.rand(16, 4)
@@ -246,6 +282,40 @@ def test_a_head_for_training_does_not_change_how_the_other_ops_are_quantized(bac
     extra = edges(True) - edges(False)
     assert edges(False) <= edges(True)
     assert all("auxiliary" in source + consumer for source, consumer in extra)
+
+
+@pytest.mark.filterwarnings("error:prepare", "error:train")
+def test_sizes_that_training_mode_alone_checks_are_free_in_eval_mode(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = LossInABranch().train(), torch.rand(16, 4)
+    prepared = qt.prepare(model, (x,), "onnxruntime")
+    with qt.disable_quantization(prepared):
+        for mode, rows in ((True, 16), (False, 16), (False, 3), (True, 16)):
+            for ours, theirs in zip(prepared.train(mode)(x[:rows]), model.train(mode)(x[:rows]), strict=True):
+                assert torch.equal(ours, theirs)
+        with pytest.raises(ValueError, match="prepared for inputs of other sizes"):
+            prepared.train()(x[:8])
+    qt.calibrate(prepared, [x], progress=False)
+    converted = qt.convert(prepared)
+    assert not any(node.target is check_size or "auxiliary" in str(node.target) for node in converted.graph.nodes)
+    assert torch.equal(converted(x[:3])[0], prepared.eval()(x[:3])[0])
+    for ours in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert torch.equal(ours.eval()(x[:3])[0], converted(x[:3])[0])
+    result = qt.export_onnx(prepared.train(), (x,), tmp_path / "model.onnx", progress=False)
+    assert result.verification is not None
+    assert result.verification.weight_codes.differing == 0
+
+
+def test_a_branch_that_changes_a_tensor_of_both_modes_is_warned_of() -> None:
+    class Clamps(DropsInABranch):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x) * 2
+            if self.training:
+                x.clamp_(0, 1)
+            return self.second(x)
+
+    with pytest.warns(UserWarning, match="prepare: Python branches on self.training"):
+        qt.prepare(Clamps().train(), (torch.rand(16, 4),), "onnxruntime")
 
 
 class OtherOps(nn.Module):
