@@ -35,7 +35,7 @@ class Figures:
         versions: The versions of the other tools.
         card: The GPU that was measured.
         batch: The size of its batches.
-        on_gpu: Time of a training step there, and its peak of memory, by network, as multiples of the float model's.
+        on_gpu: By network, the time of a step as a CUDA graph there, and its peak of memory, as multiples of the float model's.
     """
 
     time: Mapping[str, float]
@@ -67,7 +67,7 @@ def figures_of(results: Path) -> Figures:
         {name: version for name, version in steps["peers"].items() if name != "torch"},
         gpu["card"],
         batch,
-        {row["network"]: (row["ratio"], row["peak"]) for row in learned},
+        {row["network"]: (row["captured_ratio"], row["peak"]) for row in learned},
     )
 
 
@@ -97,8 +97,8 @@ def lines_of(figures: Figures) -> list[str]:
         f"{min(memory):.2f} to {max(memory):.2f} times.",
         f"- **{figures.differing:,} of {figures.compared:,} quantized values differ** between PyTorch and onnxruntime, in "
         f"{len(figures.simulated)} networks. With the usual simulation in float, up to {worst:.1%} differ.",
-        f"- On a GPU ({figures.card}, bfloat16, batches of {figures.batch}, learned scales) a step takes, of the float step's "
-        f"time and peak of memory: {', '.join(on_gpu)}.",
+        f"- On a GPU ({figures.card}, bfloat16, batches of {figures.batch}, learned scales) a step recorded as a CUDA "
+        f"graph takes, of the float step's time and peak of memory: {', '.join(on_gpu)}.",
     ]
 
 
