@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
 from qtoolkit.nn.on_codes import TrainsOnCodes
-from qtoolkit.nn.output_grid import quantized_in_op
+from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.nn.product import product
 from qtoolkit.nn.quantized_attention import quantized_attention
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -131,9 +131,11 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
             # torch then ignores the mask and applies a causal one, which also masks what bias_k and add_zero_attn append.
             attn_mask, added = torch.ones(target, source, dtype=torch.bool, device=q.device).triu(1), 0
         mask = self._merge_masks(attn_mask, key_padding_mask, q.dtype, batch, added)
-        q = quantized_in_op(self.query_quantizer, self._heads(q, along) * math.sqrt(1.0 / self.head_dim))
-        k = quantized_in_op(self.key_quantizer, self._heads(k, along))
-        v = quantized_in_op(self.value_quantizer, self._heads(v, along))
+        q = quantized_for(
+            self.training_arithmetic, self.query_quantizer, self._heads(q, along) * math.sqrt(1.0 / self.head_dim)
+        )
+        k = quantized_for(self.training_arithmetic, self.key_quantizer, self._heads(k, along))
+        v = quantized_for(self.training_arithmetic, self.value_quantizer, self._heads(v, along))
         y, weights = self._attend(q, k, v, mask, need_weights)
         y = self._out(y, along)
         if weights is not None and average_attn_weights:

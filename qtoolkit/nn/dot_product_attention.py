@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.module import QuantModule, activation_quantizer, is_active, quantized
 from qtoolkit.nn.on_codes import TrainsOnCodes
-from qtoolkit.nn.output_grid import quantized_in_op
+from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.nn.product import product
 from qtoolkit.nn.quantized_attention import quantized_attention
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -135,9 +135,9 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Tra
         if not any(is_active(getattr(self, name)) for name in QUANTIZERS):
             return self.forward_fp32(query, key, value, attn_mask)
         scale = query.size(-1) ** -0.5 if self.scale is None else self.scale
-        q = quantized_in_op(self.query_quantizer, query * scale)
-        k = self._repeat_heads(query, quantized_in_op(self.key_quantizer, key))
-        v = self._repeat_heads(query, quantized_in_op(self.value_quantizer, value))
+        q = quantized_for(self.training_arithmetic, self.query_quantizer, query * scale)
+        k = self._repeat_heads(query, quantized_for(self.training_arithmetic, self.key_quantizer, key))
+        v = self._repeat_heads(query, quantized_for(self.training_arithmetic, self.value_quantizer, value))
         of_scores, of_values = self.products
         if attn_mask is None and not self.is_causal and not (self.dropout_p and self.training):
             sources = (*of_scores, of_values[1])

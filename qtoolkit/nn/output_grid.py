@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from qtoolkit._native import library
 from qtoolkit.errors import with_article
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
+from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
 from qtoolkit.quantizers.handed_over import Handed, handed_as, keep
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -102,11 +103,14 @@ def handed_by_op(
     return handed
 
 
-def quantized_in_op(quantizer: Quantizer | None, x: Tensor) -> Tensor:
-    """Return x quantized, or x itself without a quantizer; in training its codes are handed over, where one op gives both."""
+def quantized_for(arithmetic: TrainingArithmetic, quantizer: Quantizer | None, x: Tensor) -> Tensor:
+    """Return x quantized, or x itself without a quantizer, for a module that trains so.
+
+    If it keeps codes, they are handed over with the result, where one op gives both.
+    """
     if quantizer is None:
         return x
-    if not _computes_codes(quantizer, x):
+    if arithmetic.save == "float" or not _computes_codes(quantizer, x):
         return quantizer(x)  # type: ignore[no-any-return]  # a Tensor
     grid = grid_of(output_grid(quantizer, x.detach().to("meta")))
     learned = is_learned(grid)

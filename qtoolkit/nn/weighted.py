@@ -13,6 +13,7 @@ from qtoolkit.errors import renamed
 from qtoolkit.nn import batch_norm, on_codes
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.ops.layer import Geometry
 from qtoolkit.quantizers.bias import bias_scale, enlarged, on_grid
 from qtoolkit.quantizers.frozen import Grid
@@ -263,7 +264,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         kernel = self._kernel_of(call)
         if kernel is not None and kernel.active:
             return kernel(input, *args, **kwargs)
-        x = quantized(self.input_quantizer, input)
+        x = quantized_for(self.training_arithmetic, self.input_quantizer, input)
         bn = self.batch_norm
         if bn is None:
             return self.run(x, None, self.bias, *args, call=call, **kwargs)
@@ -311,7 +312,8 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     def undivided(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return what `qtoolkit.nn.batch_norm.undivided` does, for the arguments of forward: for the linked batch norm."""
         self.check_input(input)
-        compute = partial(self._call, quantized(self.input_quantizer, input), args, kwargs)
+        x = quantized_for(self.training_arithmetic, self.input_quantizer, input)
+        compute = partial(self._call, x, args, kwargs)
         return batch_norm.undivided(self, self._batch_norm[0], compute)
 
     def forward_fp32(self, input: Tensor, *args: Any, call: int = 0, **kwargs: Any) -> Tensor:

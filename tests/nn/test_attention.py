@@ -352,3 +352,14 @@ def test_where_the_op_may_not_attend() -> None:
     assert attended(layer)[0] == 1
     with qt.calibrating(layer):
         assert attended(layer)[0] == 0
+
+
+def test_gradients_of_gradients_are_those_of_the_ops_one_by_one() -> None:
+    """With floats kept for backward, as for every layer."""
+    layer = trains({}, qt.QuantSpec())
+    qt.nn.set_training_arithmetic(layer, "float", "float")
+    x = torch.randn(B, L, E).requires_grad_()
+    (first,) = torch.autograd.grad(layer(x, x, x, need_weights=False)[0].square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    assert second.isfinite().all()
+    assert second.any()

@@ -101,6 +101,18 @@ def test_codes_for_backward_change_no_bit(road: str, config: qt.QConfig) -> None
         assert_equal(step(codes), step(plain))
 
 
+@pytest.mark.parametrize("config", [LSQ, FIXED, AFFINE], ids=["lsq", "fixed", "affine"])
+def test_a_replaced_layer_gets_values_and_codes_of_its_input_in_one_op(config: qt.QConfig) -> None:
+    model = quantized("modules", config, training_arithmetic="float")
+    for quantizer in qt.quantizers_of(model).values():
+        quantizer.count_steps(-1)  # behind the first steps, in which ranges follow the data
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(model)
+    calls = [event.name for event in profile.events()]
+    assert calls.count("qtoolkit::function_fake_quant_backward") == 7  # one for each call of a layer
+    assert "qtoolkit::quantize" not in calls
+
+
 @configs
 @roads
 def test_the_integer_forward_is_the_simulation_but_for_rounding(road: str, config: qt.QConfig) -> None:
