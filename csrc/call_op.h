@@ -38,4 +38,13 @@ inline at::Tensor quantize_op(const at::Tensor& x, const at::Tensor& scale, cons
   return op.call(x, scale, zero_point, qmin, qmax, axis, group, 0, dtype);
 }
 
+// The values of codes with one scale.
+inline at::Tensor dequantize_op(const at::Tensor& codes, const at::Tensor& scale,
+                                const std::optional<at::Tensor>& zero_point, at::ScalarType dtype) {
+  static const auto op =
+      find_op<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, std::optional<int64_t>,
+                         int64_t, int64_t, at::ScalarType)>("qtoolkit::dequantize");
+  return op.call(codes, scale, zero_point, std::nullopt, 1, 0, dtype);
+}
+
 }  // namespace qtoolkit

@@ -58,8 +58,8 @@ Causes that are known:
 - *Has observed nothing*: a layer with no channels at this small size of the network, whose weight is empty.
 - `unsafe_chunk` (tacotron2), `sort` (atd), `uniform` (ats_vit), complex numbers (hdemucs): neither exporter of torch writes
   the op. Files of the float models fail with the same error.
-- *FlexAttention*: torch has no backward of it on the CPU, for the float models neither.
-- A small network of the zoo may have a layer of no channels, which onnxruntime does not run: a file of the float model neither.
+- *FlexAttention*: torch has no backward of it on the CPU, not even for the float models.
+- A small network of the zoo may have a layer of no channels, which onnxruntime does not run, not even in a float file.
 
 ## What runs
 

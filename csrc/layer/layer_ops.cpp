@@ -19,9 +19,7 @@ Tensor dequantize_input(const Layer& l, c10::SymIntArrayRef size, at::ScalarType
                        optional<int64_t>, int64_t, int64_t, at::ScalarType)>("qtoolkit::dequantize_int4");
     return op.call(l.codes, size, l.x_scale, l.x_zero_point, l.x_qmin < 0, std::nullopt, 1, 0, dtype);
   }
-  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, optional<int64_t>,
-                                        int64_t, int64_t, at::ScalarType)>("qtoolkit::dequantize");
-  return op.call(l.codes, l.x_scale, l.x_zero_point, std::nullopt, 1, 0, dtype);
+  return dequantize_op(l.codes, l.x_scale, l.x_zero_point, dtype);
 }
 
 Tensor quantize_input(const Tensor& x, const Layer& l) {

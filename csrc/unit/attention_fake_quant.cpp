@@ -97,17 +97,14 @@ bool has_kernel(const Attention& a) {
 constexpr int64_t kMultiple = 8;
 
 Tensor values_of(const Operand& o, at::ScalarType dtype) {
-  if (o.values.has_value()) return o.values->to(dtype);
-  static const auto dequantize =
-      find_op<Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, optional<int64_t>, int64_t, int64_t,
-                     at::ScalarType)>("qtoolkit::dequantize");
-  return dequantize.call(*o.codes, *o.scale, o.zero_point, std::nullopt, 1, 0, dtype);
+  return o.values.has_value() ? o.values->to(dtype) : dequantize_op(*o.codes, *o.scale, o.zero_point, dtype);
 }
 
 Tensor matrices(const Tensor& values) { return values.flatten(0, -3).contiguous(); }
 
 Tensor padded(const Tensor& values) {
   const int64_t rows = values.size(-2), all = (rows + kMultiple - 1) / kMultiple * kMultiple;
+  if (rows == all) return matrices(values);
   std::vector<int64_t> sizes = values.sizes().vec();
   sizes[sizes.size() - 2] = all;
   const Tensor result = at::empty(sizes, values.options());
@@ -276,8 +273,7 @@ void attention_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) 
   gradients[kStart] = of_parts.y_start;
   gradients[kRatio] = of_parts.y_ratio;
   gradients[kZeroPoint] = w.of_zero_point;
-  for (size_t i = 0; i < kCount; ++i)
-    stack->emplace_back(or_empty(wanted[i] ? gradients[i] : Tensor(), grad.options()));
+  push_wanted(stack, gradients, wanted, grad.options());
 }
 
 }  // namespace

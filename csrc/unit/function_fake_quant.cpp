@@ -133,8 +133,7 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   gradients[kYStart] = of_parts.y_start;
   gradients[kYRatio] = of_parts.y_ratio;
   gradients[kYZeroPoint] = behind.zero_point;
-  for (size_t i = 0; i < kCount; ++i)
-    stack->emplace_back(or_empty(wanted[i] ? gradients[i] : Tensor(), grad.options()));
+  push_wanted(stack, gradients, wanted, grad.options());
 }
 
 }  // namespace

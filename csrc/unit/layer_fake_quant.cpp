@@ -97,8 +97,7 @@ void layer_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   const std::array<Tensor, kCount> gradients = {in_layer[0],      in_layer[1],      of_parts.start,
                                                 of_parts.ratio,   in_layer[4],      in_layer[5],
                                                 of_parts.y_start, of_parts.y_ratio, behind.zero_point};
-  for (size_t i = 0; i < kCount; ++i)
-    stack->emplace_back(or_empty(wanted[i] ? gradients[i] : Tensor(), grad.options()));
+  push_wanted(stack, gradients, wanted, grad.options());
 }
 
 }  // namespace

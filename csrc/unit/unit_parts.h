@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <optional>
+#include <vector>
 
 #include "../layer/layer.h"
 
@@ -128,5 +130,14 @@ void note_change(const at::Tensor& t);
 // What a boxed op returns for a tensor that there may not be. Each has memory of its own: a compiler keeps results
 // apart.
 at::Tensor or_empty(const at::Tensor& t, const at::TensorOptions& options);
+
+// Returns the gradients that are wanted from a boxed op.
+template <size_t kCount>
+void push_wanted(std::vector<c10::IValue>* stack, const std::array<at::Tensor, kCount>& gradients,
+                 const std::array<bool, kCount>& wanted, const at::TensorOptions& options) {
+  for (size_t i = 0; i < kCount; ++i) {
+    stack->emplace_back(or_empty(wanted[i] ? gradients[i] : at::Tensor(), options));
+  }
+}
 
 }  // namespace qtoolkit

@@ -112,15 +112,18 @@ def quantized_for(arithmetic: TrainingArithmetic, quantizer: Quantizer | None, x
         return x
     if arithmetic.save == "float" or not _computes_codes(quantizer, x):
         return quantizer(x)  # type: ignore[no-any-return]  # a Tensor
-    grid = grid_of(output_grid(quantizer, x.detach().to("meta")))
+    grid = grid_of(output_grid(quantizer, x.detach()))
     learned = is_learned(grid)
     y, codes, scale, *_ = _function_fake_quant(x, *NO_FUNCTION, learned, *grid, learned, True)
     handed_by_op(y, codes, scale, grid, quantizer, True)
     return y  # type: ignore[no-any-return]  # a Tensor
 
 
+def may_be_in_op(quantizer: Quantizer) -> TypeGuard[TensorQuantizer]:
+    """Return whether an op may compute what a quantizer does now, outside of compiled code."""
+    return not (torch.compiler.is_compiling() or all_watched()) and why_quantizer_not_fused(quantizer) is None
+
+
 def _computes_codes(quantizer: Quantizer, x: Tensor) -> TypeGuard[TensorQuantizer]:
-    if torch.compiler.is_compiling() or all_watched() or why_quantizer_not_fused(quantizer) is not None:
-        return False
     needed = is_ordinary(x) and torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()
-    return needed and gives_codes(quantizer)
+    return needed and may_be_in_op(quantizer) and gives_codes(quantizer)

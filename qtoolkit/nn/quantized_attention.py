@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from qtoolkit._native import library
-from qtoolkit.nn.hooks import all_watched, is_ordinary
+from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import TrainingArithmetic
-from qtoolkit.nn.output_grid import grid_of, is_learned, output_grid, why_quantizer_not_fused
+from qtoolkit.nn.output_grid import grid_of, is_learned, may_be_in_op, output_grid
 from qtoolkit.nn.product import autocast_type
 from qtoolkit.quantizers.handed_over import codes_of_values
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 _attention_fake_quant = library.attention_fake_quant.default
 
@@ -43,14 +42,13 @@ def quantized_attention(
     """
     if arithmetic.save == "float" or arithmetic.forward == "integer" or not _fits(operands, mask):
         return None
-    if quantizer is not None and (all_watched() or why_quantizer_not_fused(quantizer) is not None):
+    if quantizer is not None and not may_be_in_op(quantizer):
         return None
     arguments: list[Tensor | None] = []
     for operand, source in zip(operands, sources, strict=True):
         codes = codes_of_values(operand, operand, source, packs=False)
         arguments += [operand, *((None,) * 3 if codes is None else (codes.codes, codes.scale, codes.zero_point))]
-    found = quantizer if isinstance(quantizer, TensorQuantizer) else None
-    grid = grid_of(output_grid(found, _scores_like(*operands[:2])))
+    grid = grid_of(output_grid(quantizer, _scores_like(*operands[:2])))
     query = operands[0]
     how = autocast_type(query), query.is_cpu
     y, *_ = _attention_fake_quant(*arguments, mask, *how, *grid, is_learned(grid))

@@ -114,7 +114,7 @@ class Loader(list[Any]):
 
 
 class DetectionTrainer:
-    """Builds its model anew, whatever it gets, and trains it; keeps an average of it as the checkpoint."""
+    """Trains a model that it builds itself, and takes an average of its weights as the checkpoint."""
 
     steps = 4
 

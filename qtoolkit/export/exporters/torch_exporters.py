@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 WRAPPED = "model"
 # What follows the advice to use the other exporter.
 IF_THAT_FAILS = (
-    " If that fails too, torch cannot export the op, from a float model neither: compute it by other ops, or export the "
+    " If that fails too, torch cannot export the op, not even from a float model: compute it by other ops, or export the "
     "submodules before and after it, which qtoolkit.prepare_parts quantizes."
 )
 
