@@ -44,6 +44,8 @@
   "Tensor? mask, ScalarType dtype, bool keeps_softmax, Tensor? weights_start, Tensor? weights_ratio, Tensor? " \
   "weights_rate, Tensor? "                                                                                     \
   "weights_zero_point, int weights_qmin, int weights_qmax, float weights_grad_factor, bool learned"
+// What the input of a layer was before it was fake-quantized, and the scale that is trained by it.
+#define QT_RAW "Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0"
 #define QT_FUNCTION "str function, SymInt[] shape, Tensor? weight, Tensor? bias, float eps"
 
 TORCH_LIBRARY(qtoolkit, m) {
@@ -187,14 +189,12 @@ TORCH_LIBRARY(qtoolkit, m) {
   // is multiplied by raw_factor. Differentiable in x, weight, factor, scale, zero_point, bias and raw_scale; backward
   // keeps x as its codes, and computes the quantized weight again.
   m.def("quant_layer(Tensor x, Tensor? bias, " QT_LAYER
-        ", ScalarType? dtype=None, MemoryFormat? memory_format=None, Tensor? raw=None, Tensor? raw_scale=None, "
-        "float raw_factor=1.0) -> Tensor");
+        ", ScalarType? dtype=None, MemoryFormat? memory_format=None, " QT_RAW ") -> Tensor");
 
   // Returns its gradients in x, weight, factor, scale, zero_point, bias and raw_scale; empty where one is not wanted or
   // there is none. size, x_dtype: those of x. grad has the type of the computation.
-  m.def("quant_layer_backward(Tensor grad, SymInt[] size, " QT_LAYER
-        ", ScalarType x_dtype, bool[7] wanted, Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("quant_layer_backward(Tensor grad, SymInt[] size, " QT_LAYER ", ScalarType x_dtype, bool[7] wanted, " QT_RAW
+        ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // Returns batch_norm_fake_quant of quant_layer, with all of which their arguments are made. The scale of the weight
   // is positive_scale(start, ratio, rate), or start without a ratio; so is that of y. The weight's factor is gamma /
@@ -202,11 +202,13 @@ TORCH_LIBRARY(qtoolkit, m) {
   // running mean has it. lo, hi: the range that a symmetric grid covers, of each output channel; start, lo and hi are
   // set to that of the weight. The running statistics, if given, take in the batch, and batches counts it. Returns y
   // and its codes, then what backward keeps: the scales, the factor, the layer's output and its statistics.
-  // Differentiable in x, weight, start, ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio and
-  // y_zero_point. The grids of x and of the residual must not change before backward.
+  // Differentiable in x, weight, start, ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio, y_zero_point
+  // and raw_scale. raw, raw_scale: as in quant_layer. The grids of x and of the residual must not change before
+  // backward.
   m.def("unit(Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED
         ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, " QT_UNIT_NORM
         ", Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, " QT_UNIT_FOLLOWING
+        ", " QT_RAW
         ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, "
         "Tensor batch_variance)");
 
@@ -214,22 +216,25 @@ TORCH_LIBRARY(qtoolkit, m) {
   // with their ratios alone.
   m.def("unit_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, " QT_UNIT_KEPT ", Tensor? bias, " QT_UNIT_NORM
         ", " QT_UNIT_FOLLOWING
-        ", Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, Tensor batch_variance, bool[12] "
-        "wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+        ", Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, Tensor batch_variance, bool[13] "
+        "wanted, " QT_RAW
+        ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+        "Tensor, Tensor, Tensor)");
 
   // Returns fake_quant of quant_layer, with their scales made as unit does, and without y_start quant_layer alone.
   // rounds_bias: puts the bias on the grid of the sums of products of codes, as quantizers/bias.py says. learned: the
   // grid of y is trained, so that backward keeps the layer's output; else it keeps the packed mask. with_codes: returns
   // the codes of y too (int8 if y_qmin is negative, else uint8). Returns y and its codes, then what backward keeps.
-  // Differentiable in x, weight, start, ratio, zero_point, bias, y_start, y_ratio and y_zero_point.
+  // Differentiable in x, weight, start, ratio, zero_point, bias, y_start, y_ratio, y_zero_point and raw_scale.
   m.def("layer_fake_quant(Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED
         ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, bool rounds_bias, " QT_UNIT_QUANTIZED(
-            "Tensor?") ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor scale, Tensor kept)");
+            "Tensor?") ", " QT_RAW ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor scale, Tensor kept)");
 
   // Returns its gradients, in this order; empty where one is not wanted or there is none. order: the memory order of y.
   m.def("layer_fake_quant_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, int[] order, " QT_UNIT_KEPT
-        ", " QT_UNIT_QUANTIZED("Tensor?") ", Tensor y_scale, Tensor scale, Tensor kept, bool[9] wanted) -> (Tensor, "
-        "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+        ", " QT_UNIT_QUANTIZED(
+            "Tensor?") ", Tensor y_scale, Tensor scale, Tensor kept, bool[10] wanted, " QT_RAW
+                       ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // Returns fake_quant of a function of x: "none", "relu", "gelu", "gelu_tanh", "silu" or "layer_norm", which shape,
   // weight, bias and eps are for. keeps_x: backward computes the function again from x; False only for "none" with a

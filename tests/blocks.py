@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import fx
+from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.module import register_module_forward_hook
 
 import qtoolkit as qt
 from qtoolkit.graph.program.units import batch_norm
+from qtoolkit.quantizers import codes
+from qtoolkit.quantizers.quantizer import Quantizer
 
 
 @contextmanager
@@ -51,6 +53,21 @@ def recorded_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str,
         return op(*args, **kwargs)
 
     monkeypatch.setattr(qt.ops, name, recorded)
+    return found
+
+
+def codes_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Quantizer | None, Tensor, codes.TensorCodes]]:
+    """Return the layers' sources, inputs and what the op before knew of them, for each layer that takes that from here on."""
+    found: list[tuple[Quantizer | None, Tensor, codes.TensorCodes]] = []
+    known_of = codes.known_of
+
+    def recorded(y: Tensor, quantizer: Quantizer | None, known: codes.TensorCodes | None = None) -> Any:
+        taken = known_of(y, quantizer, known)
+        if taken is not None and taken is known:
+            found.append((quantizer, y, taken))
+        return taken
+
+    monkeypatch.setattr(codes, "known_of", recorded)
     return found
 
 

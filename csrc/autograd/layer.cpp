@@ -248,9 +248,9 @@ const Differentiated kUnit = {
     "unit",
     "qtoolkit::unit_backward",
     {"x", "weight", "start", "ratio", "zero_point", "bias", "gamma", "beta", "residual", "y_start", "y_ratio",
-     "y_zero_point"},
+     "y_zero_point", "raw_scale"},
     {"codes", "x_scale", "x_zero_point", "rate", "variance", "residual_codes", "residual_scale", "residual_zero_point",
-     "y_rate"},
+     "y_rate", "raw"},
     nullptr,
     {{"residual", "residual_codes", false}, {"start", "ratio", true}, {"y_start", "y_ratio", true}},
     {"x_scale", "x_zero_point", "residual_scale", "residual_zero_point"}};
@@ -258,8 +258,8 @@ const Differentiated kUnit = {
 const Differentiated kLayerFakeQuant = {
     "layer_fake_quant",
     "qtoolkit::layer_fake_quant_backward",
-    {"x", "weight", "start", "ratio", "zero_point", "bias", "y_start", "y_ratio", "y_zero_point"},
-    {"codes", "x_scale", "x_zero_point", "rate", "y_rate"},
+    {"x", "weight", "start", "ratio", "zero_point", "bias", "y_start", "y_ratio", "y_zero_point", "raw_scale"},
+    {"codes", "x_scale", "x_zero_point", "rate", "y_rate", "raw"},
     nullptr,
     {{"start", "ratio", true}, {"y_start", "y_ratio", true}},
     {"x_scale", "x_zero_point"}};

@@ -39,10 +39,11 @@ void layer_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   optional<Tensor> bias;
   bool rounds_bias;
   Quantized output;
+  RawInput raw;
   const size_t count = op.schema().arguments().size();
   Reader reader(torch::jit::last(*stack, count));
   reader >> x;
-  read_layer(reader, layer, weight) >> followed >> dtype >> format >> bias >> rounds_bias >> output;
+  read_layer(reader, layer, weight) >> followed >> dtype >> format >> bias >> rounds_bias >> output >> raw;
   torch::jit::drop(*stack, count);
 
   constexpr const char* kOp = "layer_fake_quant";
@@ -55,7 +56,7 @@ void layer_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
                       layer.x_scale.sym_numel(), ".");
     bias = bias_on_grid(*bias, layer.x_scale, layer.scale);
   }
-  const Tensor z = quant_layer(x, bias, layer, dtype, format, {});
+  const Tensor z = quant_layer(x, bias, layer, dtype, format, raw);
   const QuantizedTensor q = quantize_output(z, output, scales.y_scale);
   const bool keeps_z = scales.y_scale.has_value() && output.learned;
   for (const Tensor& t : {q.y, q.codes, scales.y_scale.value_or(Tensor()), layer.scale, keeps_z ? z : q.mask}) {
@@ -64,7 +65,7 @@ void layer_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 // The places of gradients in the results of layer_fake_quant_backward.
-enum { kX, kWeight, kStart, kRatio, kZeroPoint, kBias, kYStart, kYRatio, kYZeroPoint, kCount };
+enum { kX, kWeight, kStart, kRatio, kZeroPoint, kBias, kYStart, kYRatio, kYZeroPoint, kRawScale, kCount };
 
 void layer_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   Tensor grad, y_scale, kept;
@@ -75,10 +76,11 @@ void layer_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   Trained weight;
   Quantized output;
   std::array<bool, kCount> wanted;
+  RawInput raw;
   const size_t count = op.schema().arguments().size();
   Reader reader(torch::jit::last(*stack, count));
   reader >> grad >> size >> x_dtype >> order;
-  read_layer(reader, layer, weight) >> output >> y_scale >> layer.scale >> kept >> wanted;
+  read_layer(reader, layer, weight) >> output >> y_scale >> layer.scale >> kept >> wanted >> raw;
   torch::jit::drop(*stack, count);
 
   const UnitParts parts = {"layer_fake_quant_backward", nullptr, &layer, &weight, &output.trained};
@@ -89,14 +91,14 @@ void layer_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   const bool of_scale = wanted[kStart] || wanted[kRatio];
   const GradientsOfLayer in_layer = quant_layer_backward(
       behind.z, size, layer, x_dtype,
-      {wanted[kX], wanted[kWeight], /*factor=*/false, of_scale, wanted[kZeroPoint], wanted[kBias], /*raw_scale=*/false},
-      {});
+      {wanted[kX], wanted[kWeight], /*factor=*/false, of_scale, wanted[kZeroPoint], wanted[kBias], wanted[kRawScale]},
+      raw);
   const PartGradients of_parts =
       gradients_of_parts(parts, {of_scale ? in_layer[3] : Tensor(), behind.scale, {}, {}, {}},
                          {wanted[kStart], wanted[kRatio], wanted[kYStart], wanted[kYRatio]});
-  const std::array<Tensor, kCount> gradients = {in_layer[0],      in_layer[1],      of_parts.start,
-                                                of_parts.ratio,   in_layer[4],      in_layer[5],
-                                                of_parts.y_start, of_parts.y_ratio, behind.zero_point};
+  const std::array<Tensor, kCount> gradients = {in_layer[0],       in_layer[1], of_parts.start,   of_parts.ratio,
+                                                in_layer[4],       in_layer[5], of_parts.y_start, of_parts.y_ratio,
+                                                behind.zero_point, in_layer[6]};
   push_wanted(stack, gradients, wanted, grad.options());
 }
 

@@ -40,11 +40,12 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   double momentum;
   Following following;
   Output output;
+  RawInput raw;
   const size_t count = op.schema().arguments().size();
   Reader reader(torch::jit::last(*stack, count));
   reader >> x;
   read_layer(reader, layer, weight) >> followed >> dtype >> format >> bias >> norm;
-  reader >> running_mean >> running_var >> batches >> momentum >> following >> output;
+  reader >> running_mean >> running_var >> batches >> momentum >> following >> output >> raw;
   torch::jit::drop(*stack, count);
 
   TORCH_CHECK_VALUE(running_mean.has_value() == running_var.has_value(),
@@ -54,7 +55,7 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   layer.factor = std::move(scales.factor);
   layer.scale = std::move(scales.scale);
   const optional<Tensor>& y_scale = scales.y_scale;
-  const Tensor undivided = quant_layer(x, std::nullopt, layer, dtype, format, {});
+  const Tensor undivided = quant_layer(x, std::nullopt, layer, dtype, format, raw);
   const Following& f = following;
   const auto [y, codes, mean, variance] = batch_norm_fake_quant(
       undivided, norm.gamma, norm.beta, layer.factor, f.residual, f.codes, f.scale, f.zero_point, norm.eps, f.low,
@@ -89,6 +90,7 @@ enum {
   kYStart,
   kYRatio,
   kYZeroPoint,
+  kRawScale,
   kCount
 };
 using Wanted = std::array<bool, kCount>;
@@ -104,11 +106,12 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   Following f;
   Output output;
   Wanted wanted;
+  RawInput raw;
   const size_t count = op.schema().arguments().size();
   Reader reader(torch::jit::last(*stack, count));
   reader >> grad >> size >> x_dtype;
   read_layer(reader, layer, weight) >> bias >> norm >> f >> output >> y_scale >> layer.factor >> layer.scale >>
-      undivided >> mean >> variance >> wanted;
+      undivided >> mean >> variance >> wanted >> raw;
   torch::jit::drop(*stack, count);
 
   const UnitParts parts = {"unit_backward", &norm, &layer, &weight, &output.trained};
@@ -126,10 +129,11 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   const bool of_scale = wanted[kStart] || wanted[kRatio];
   const GradientsOfLayer in_layer = quant_layer_backward(
       dz, size, layer, x_dtype,
-      {wanted[kX], wanted[kWeight], of_gamma, of_scale, wanted[kZeroPoint], /*bias=*/false, /*raw_scale=*/false}, {});
+      {wanted[kX], wanted[kWeight], of_gamma, of_scale, wanted[kZeroPoint], /*bias=*/false, wanted[kRawScale]}, raw);
   if (wanted[kX]) gradients[kX] = in_layer[0];
   if (wanted[kWeight]) gradients[kWeight] = in_layer[1];
   if (wanted[kZeroPoint]) gradients[kZeroPoint] = in_layer[4];
+  if (wanted[kRawScale]) gradients[kRawScale] = in_layer[6];
   // The batch norm subtracts the bias: its gradient is zero, not absent.
   if (wanted[kBias] && bias.has_value()) gradients[kBias] = at::mul(ddivisor, 0).to(bias->scalar_type());
   if (wanted[kBeta]) gradients[kBeta] = dbeta;

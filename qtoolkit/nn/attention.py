@@ -1,7 +1,7 @@
 """Multi-head attention with quantized weights and quantized inputs of its matrix products."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from qtoolkit.nn.on_codes import TrainsOnCodes
 from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.nn.product import product
 from qtoolkit.nn.quantized_attention import quantized_attention
+from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.quantizer import Quantizer
 
 IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -131,12 +132,13 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
             # torch then ignores the mask and applies a causal one, which also masks what bias_k and add_zero_attn append.
             attn_mask, added = torch.ones(target, source, dtype=torch.bool, device=q.device).triu(1), 0
         mask = self._merge_masks(attn_mask, key_padding_mask, q.dtype, batch, added)
-        q = quantized_for(
-            self.training_arithmetic, self.query_quantizer, self._heads(q, along) * math.sqrt(1.0 / self.head_dim)
+        of_heads = (
+            (self.query_quantizer, self._heads(q, along) * math.sqrt(1.0 / self.head_dim)),
+            (self.key_quantizer, self._heads(k, along)),
+            (self.value_quantizer, self._heads(v, along)),
         )
-        k = quantized_for(self.training_arithmetic, self.key_quantizer, self._heads(k, along))
-        v = quantized_for(self.training_arithmetic, self.value_quantizer, self._heads(v, along))
-        y, weights = self._attend(q, k, v, mask, need_weights)
+        operands, known = zip(*(quantized_for(self.training_arithmetic, *each) for each in of_heads), strict=True)
+        y, weights = self._attend(operands, known, mask, need_weights)
         y = self._out(y, along)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
@@ -229,14 +231,18 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
         return x.reshape(batch, self.num_heads, *x.shape[1:])
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+        self,
+        operands: tuple[Tensor, Tensor, Tensor],
+        known: Sequence[TensorCodes | None],
+        mask: Tensor | None,
+        need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attended values; if they are needed, the weights, quantized and then with dropout in training."""
+        q, k, v = operands
         (of_q, of_k), (_, of_v) = self.products
         if not need_weights and not (self.dropout and self.training):
-            y = quantized_attention(
-                (q, k, v), (of_q, of_k, of_v), mask, self.softmax_quantizer, self.training_arithmetic
-            )
+            sources = (of_q, of_k, of_v)
+            y = quantized_attention(operands, sources, known, mask, self.softmax_quantizer, self.training_arithmetic)
             if y is not None:
                 return y, None
         scores = product(torch.matmul, q, k.transpose(-2, -1), self.products[0], self.training_arithmetic)

@@ -12,6 +12,7 @@ from qtoolkit.nn.on_codes import TrainsOnCodes
 from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.nn.product import product
 from qtoolkit.nn.quantized_attention import quantized_attention
+from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.quantizer import Quantizer
 
 QUANTIZERS = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer")
@@ -135,13 +136,14 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Tra
         if not any(is_active(getattr(self, name)) for name in QUANTIZERS):
             return self.forward_fp32(query, key, value, attn_mask)
         scale = query.size(-1) ** -0.5 if self.scale is None else self.scale
-        q = quantized_for(self.training_arithmetic, self.query_quantizer, query * scale)
-        k = self._repeat_heads(query, quantized_for(self.training_arithmetic, self.key_quantizer, key))
-        v = self._repeat_heads(query, quantized_for(self.training_arithmetic, self.value_quantizer, value))
+        q, of_q = quantized_for(self.training_arithmetic, self.query_quantizer, query * scale)
+        k, of_k = self._heads_of(query, *quantized_for(self.training_arithmetic, self.key_quantizer, key))
+        v, of_v = self._heads_of(query, *quantized_for(self.training_arithmetic, self.value_quantizer, value))
         of_scores, of_values = self.products
         if attn_mask is None and not self.is_causal and not (self.dropout_p and self.training):
             sources = (*of_scores, of_values[1])
-            y = quantized_attention((q, k, v), sources, None, self.softmax_quantizer, self.training_arithmetic)
+            known = (of_q, of_k, of_v)
+            y = quantized_attention((q, k, v), sources, known, None, self.softmax_quantizer, self.training_arithmetic)
             if y is not None:
                 return y
         scores = product(torch.matmul, q, k.transpose(-2, -1), of_scores, self.training_arithmetic)
@@ -153,8 +155,11 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Tra
         """Compute the module in float with torch's own function."""
         return super().forward(*args, **kwargs)
 
-    def _repeat_heads(self, query: Tensor, x: Tensor) -> Tensor:
-        return x.repeat_interleave(query.size(-3) // x.size(-3), -3) if self.enable_gqa else x
+    def _heads_of(self, query: Tensor, x: Tensor, known: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
+        """Repeat the heads of a key or a value for those of a query that share them."""
+        if not self.enable_gqa:
+            return x, known
+        return x.repeat_interleave(query.size(-3) // x.size(-3), -3), None
 
     def _weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
         """Return the softmax of the masked scores. A row that is masked entirely gives zeros, as in torch's function."""

@@ -3,7 +3,7 @@
 The fused ops are private to torch, and nothing else in the package names them. Without them attention keeps floats.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.product import Product
 from qtoolkit.ops.layer import Codes
-from qtoolkit.quantizers.handed_over import codes_of_values, values_of
+from qtoolkit.quantizers.codes import TensorCodes, known_of, values_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 _choice = getattr(torch, "_fused_sdp_choice", None)
@@ -26,10 +26,15 @@ HAS_FUSED = None not in (_choice, _fused, _fused_backward)
 
 
 def attention_of(how: Product) -> Callable[..., Tensor]:
-    """Return the function that computes torch.nn.functional.scaled_dot_product_attention as `attention` does."""
+    """Return the function that computes torch.nn.functional.scaled_dot_product_attention as `attention` does.
 
-    def computed(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return attention((query, key, value), how.sources, how.arithmetic, *args, **kwargs)
+    It takes what is known of query, key and value before them.
+    """
+
+    def computed(
+        known: Sequence[TensorCodes | None], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        return attention((query, key, value), how.sources, known, how.arithmetic, *args, **kwargs)
 
     return computed
 
@@ -37,6 +42,7 @@ def attention_of(how: Product) -> Callable[..., Tensor]:
 def attention(
     inputs: tuple[Tensor, Tensor, Tensor],
     sources: Iterable[Quantizer | None],
+    known: Sequence[TensorCodes | None],
     arithmetic: TrainingArithmetic,
     attn_mask: None = None,
     dropout_p: float = 0.0,
@@ -52,6 +58,7 @@ def attention(
     Args:
         inputs: Query, key and value.
         sources: For each of them the quantizer on whose grid its values lie, or None.
+        known: What is known of each of them.
         arithmetic: What to keep.
         attn_mask: None.
         dropout_p: 0.
@@ -60,7 +67,8 @@ def attention(
         no_others: The defaults of other arguments.
     """
     if arithmetic.save == "codes" and _fits(inputs, is_causal, scale):
-        kept = [codes_of_values(x, x, source) for x, source in zip(inputs, sources, strict=True)]
+        grids = [known_of(x, source, of_x) for x, source, of_x in zip(inputs, sources, known, strict=True)]
+        kept = [None if grid is None else grid.of_whole(x) for x, grid in zip(inputs, grids, strict=True)]
         if kept != [None] * 3:
             y: Tensor = _Attention.apply(*inputs, is_causal, scale, kept)
             return y

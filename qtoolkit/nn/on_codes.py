@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.nn import refusals
 from qtoolkit.nn.hooks import has_hooks, is_transformed
-from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
+from qtoolkit.ops.layer import Codes, Geometry, WeightGrid, quant_layer, quant_weight
 from qtoolkit.ops.recording import is_recorded
 from qtoolkit.ops.sums import is_exact
 from qtoolkit.quantizers.capability import NO_CODES, Capability
-from qtoolkit.quantizers.handed_over import codes_of, raw_of
+from qtoolkit.quantizers.codes import TensorCodes, codes_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.verdicts import Cause, Refusal
@@ -106,8 +106,12 @@ def run(
     args: Any,
     kwargs: Any,
     call: int = 0,
+    known: TensorCodes | None = None,
 ) -> Tensor | None:
-    """Compute a layer in one op that keeps codes for backward; None where the layer's plain computation holds."""
+    """Compute a layer in one op that keeps codes for backward; None where the layer's plain computation holds.
+
+    `known` is what is known of x.
+    """
     wanted = layer.training_arithmetic
     if not torch.is_grad_enabled() or is_recorded():
         return None
@@ -117,15 +121,16 @@ def run(
     integer = computes_on_codes(layer, x, geometry)
     if not integer and wanted.save == "float":
         return None
-    codes = codes_of(x, layer.source_of(call), channels_last=integer)
-    if codes is None:
+    found = codes_of(x, layer.source_of(call), integer, known)
+    if found is None or found.codes is None:
         return None
+    codes = Codes(found.codes, found.scale, found.zero_point, found.qmin, found.qmax)
     grid = weight_grid(layer, factor)
     if grid is None:
         return None
     dtype, memory_format = computed_type(layer.weight, x), computed_format(layer, x, integer)
     bias = layer.bias_in_sums(bias, call)  # after the weight's range, on whose steps it lies
-    raw = raw_of(x) if dtype == x.dtype and reads_image(layer, x, geometry) else None
+    raw = found.raw_of(x) if dtype == x.dtype and reads_image(layer, x, geometry) else None
     if raw is None and not integer and copies_weight(layer, x):
         x, codes = x.contiguous(), replace(codes, codes=codes.codes.contiguous())
     return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, dtype, memory_format, raw)

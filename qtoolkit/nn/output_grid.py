@@ -10,8 +10,8 @@ from qtoolkit._native import library
 from qtoolkit.errors import with_article
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.on_codes import TrainingArithmetic
+from qtoolkit.quantizers.codes import TensorCodes, codes_by, codes_on, version_of
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
-from qtoolkit.quantizers.handed_over import Handed, handed_as, keep
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import with_factor
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -90,33 +90,43 @@ def gives_codes(quantizer: Any) -> bool:
     return quantizer is not None and quantizer.capability.codes and not quantizer.capability.packed
 
 
-def handed_by_op(
-    y: Tensor, codes: Tensor | None, scale: Tensor, grid: Grid, quantizer: TensorQuantizer | None, others_take_it: bool
-) -> Handed | None:
-    """Return what a unit hands over with its output, whose scale the op has made; None without codes or a gradient."""
-    if quantizer is None or not (y.requires_grad and quantizer.capability.codes):
+def codes_by_op(
+    y: Tensor, codes: Tensor | None, scale: Tensor, grid: Grid, quantizer: TensorQuantizer | None
+) -> TensorCodes | None:
+    """Return what is known of an output whose scale an op has made; None without a quantizer that has codes."""
+    if quantizer is None or not quantizer.capability.codes:
         return None
     positive = scale if grid[1] is not None else scale.abs()  # with a ratio it is positive
-    handed = handed_as(positive, grid[3], quantizer, codes, y._version)
-    if others_take_it:
-        keep(y, handed)
-    return handed
+    return codes_on(positive, grid[3], quantizer, y, codes)
 
 
-def quantized_for(arithmetic: TrainingArithmetic, quantizer: Quantizer | None, x: Tensor) -> Tensor:
-    """Return x quantized, or x itself without a quantizer, for a module that trains so.
-
-    If it keeps codes, they are handed over with the result, where one op gives both.
-    """
+def quantized_by(quantizer: nn.Module | None, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
+    """Return the output of a quantizer that is called, and what is known of it; x itself without one."""
     if quantizer is None:
-        return x
-    if arithmetic.save == "float" or not _computes_codes(quantizer, x):
-        return quantizer(x)  # type: ignore[no-any-return]  # a Tensor
+        return x, None
+    y = quantizer(x)
+    in_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if not (isinstance(quantizer, Quantizer) and in_training) or all_watched() or is_watched(quantizer):
+        return y, None
+    known = codes_by(quantizer, y)
+    if known is not None and isinstance(quantizer, TensorQuantizer):
+        known.raw, known.raw_version = quantizer.raw_input(x), version_of(x)
+    return y, known
+
+
+def quantized_for(
+    arithmetic: TrainingArithmetic, quantizer: Quantizer | None, x: Tensor
+) -> tuple[Tensor, TensorCodes | None]:
+    """Return x quantized, or x itself without a quantizer, for a module that trains so, and what is known of it.
+
+    If the module keeps codes, they are known where one op gives both.
+    """
+    if quantizer is None or arithmetic.save == "float" or not _computes_codes(quantizer, x):
+        return quantized_by(quantizer, x)
     grid = grid_of(output_grid(quantizer, x.detach()))
     learned = is_learned(grid)
     y, codes, scale, *_ = _function_fake_quant(x, *NO_FUNCTION, learned, *grid, learned, True)
-    handed_by_op(y, codes, scale, grid, quantizer, True)
-    return y  # type: ignore[no-any-return]  # a Tensor
+    return y, codes_by_op(y, codes, scale, grid, quantizer)
 
 
 def may_be_in_op(quantizer: Quantizer) -> TypeGuard[TensorQuantizer]:

@@ -1,6 +1,6 @@
 """Matrix products of two activations in training: what they keep for backward, and how they compute."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from qtoolkit.nn.on_codes import AS_ASKED, DEFAULT, NO_INT8, Source, TrainingAri
 from qtoolkit.ops.layer import Codes
 from qtoolkit.ops.requantize import centred_codes
 from qtoolkit.ops.sums import exact_matmul
-from qtoolkit.quantizers.handed_over import codes_of_values, values_of
+from qtoolkit.quantizers.codes import TensorCodes, known_of, values_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 
@@ -40,11 +40,14 @@ class Product:
         return Product, (len(self.links),)
 
 
-def product_of(op: Callable[[Tensor, Tensor], Tensor], how: Product) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function that computes an op, torch.matmul or another of its names, as `product` does."""
+def product_of(op: Callable[[Tensor, Tensor], Tensor], how: Product) -> Callable[..., Tensor]:
+    """Return the function that computes an op, torch.matmul or another of its names, as `product` does.
 
-    def computed(x: Tensor, other: Tensor) -> Tensor:
-        return product(op, x, other, how.sources, how.arithmetic)
+    It takes what is known of the operands before them.
+    """
+
+    def computed(known: Sequence[TensorCodes | None], x: Tensor, other: Tensor) -> Tensor:
+        return product(op, x, other, how.sources, how.arithmetic, known)
 
     return computed
 
@@ -55,6 +58,7 @@ def product(
     other: Tensor,
     sources: Iterable[Quantizer | None],
     arithmetic: TrainingArithmetic,
+    known: Sequence[TensorCodes | None] = (None, None),
 ) -> Tensor:
     """Return a matrix product, keeping codes of the operands for backward where they are on grids and a gradient is needed.
 
@@ -67,6 +71,7 @@ def product(
         other: Tensor. Where either is no batch of matrices, or they have different batch dimensions, the op is called.
         sources: For each operand the quantizer on whose grid its values lie, or None.
         arithmetic: How to compute, and what to keep.
+        known: What is known of each operand.
     """
     grids = tuple(sources)
     integer = _on_integers(arithmetic, grids)
@@ -74,8 +79,8 @@ def product(
         return op(x, other)
     operands = x.flatten(0, -3), other.flatten(0, -3)
     kept = [
-        codes_of_values(_by_rows(operand), whole, source)
-        for operand, whole, source in zip(operands, (x, other), grids, strict=True)
+        _codes_by_rows(operand, known_of(whole, source, of_whole))
+        for operand, whole, source, of_whole in zip(operands, (x, other), grids, known, strict=True)
     ]
     if kept == [None, None]:
         return op(x, other)
@@ -123,6 +128,14 @@ def autocast_type(x: Tensor) -> torch.dtype:
 def _by_rows(x: Tensor) -> Tensor:
     """Return a batch of matrices, transposed if that makes it contiguous: codes of 4 bits are packed by rows."""
     return x.transpose(1, 2) if _is_transposed(x) else x
+
+
+def _codes_by_rows(x: Tensor, grid: TensorCodes | None) -> Codes | None:
+    """Return the codes of a batch of matrices, in the order of `_by_rows`; None where its grid is not known."""
+    if grid is None or grid.codes is None or grid.packed:
+        return None if grid is None else grid.of(_by_rows(x))
+    codes = grid.codes.flatten(0, -3)
+    return grid.as_codes(codes.transpose(1, 2) if _is_transposed(x) else codes)
 
 
 def _is_transposed(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.output_grid import grid_of, is_learned, may_be_in_op, output_grid
 from qtoolkit.nn.product import autocast_type
-from qtoolkit.quantizers.handed_over import codes_of_values
+from qtoolkit.quantizers.codes import TensorCodes, known_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 _attention_fake_quant = library.attention_fake_quant.default
@@ -19,6 +19,7 @@ _attention_fake_quant = library.attention_fake_quant.default
 def quantized_attention(
     operands: tuple[Tensor, Tensor, Tensor],
     sources: Sequence[Quantizer | None],
+    known: Sequence[TensorCodes | None],
     mask: Tensor | None,
     quantizer: Quantizer | None,
     arithmetic: TrainingArithmetic,
@@ -33,6 +34,7 @@ def quantized_attention(
         operands: The scaled query (..., target, features), the key (..., source, features) and the value
             (..., source, features of the value).
         sources: For each of them the quantizer on whose grid its values lie, or None.
+        known: What is known of each of them.
         mask: Added to the scores, or None.
         quantizer: Of the weights, or None.
         arithmetic: How to compute, and what to keep.
@@ -45,8 +47,9 @@ def quantized_attention(
     if quantizer is not None and not may_be_in_op(quantizer):
         return None
     arguments: list[Tensor | None] = []
-    for operand, source in zip(operands, sources, strict=True):
-        codes = codes_of_values(operand, operand, source, packs=False)
+    for operand, source, of_operand in zip(operands, sources, known, strict=True):
+        found = known_of(operand, source, of_operand)
+        codes = None if found is None else found.of_whole(operand, packs=False)
         arguments += [operand, *((None,) * 3 if codes is None else (codes.codes, codes.scale, codes.zero_point))]
     grid = grid_of(output_grid(quantizer, _scores_like(*operands[:2])))
     query = operands[0]

@@ -16,6 +16,7 @@ from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
 from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.ops.layer import Geometry
 from qtoolkit.quantizers.bias import bias_scale, enlarged, on_grid
+from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -255,20 +256,29 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         """Return a weight quantized by the weight's quantizer."""
         return quantized(self.weight_quantizer, weight)  # type: ignore[no-any-return]  # a Tensor, as its argument
 
-    def forward(self, input: Tensor, *args: Any, call: int = 0, **kwargs: Any) -> Tensor:
+    def forward(
+        self, input: Tensor, *args: Any, call: int = 0, known: TensorCodes | None = None, **kwargs: Any
+    ) -> Tensor:
         """Apply the layer to its quantized input with its quantized weight; other arguments are those of torch's layer.
 
-        `call` is the number of this call, where a graph has several of the layer on different grids: passes set it.
+        `call` is the number of this call, where a graph has several of the layer on different grids: passes set it. `known` is
+        what the code of a prepared model knows of the input.
         """
         self.check_input(input)
         kernel = self._kernel_of(call)
         if kernel is not None and kernel.active:
             return kernel(input, *args, **kwargs)
-        x = quantized_for(self.training_arithmetic, self.input_quantizer, input)
+        x, known = self._quantized(input, known)
         bn = self.batch_norm
         if bn is None:
-            return self.run(x, None, self.bias, *args, call=call, **kwargs)
-        return batch_norm.forward_with(self, bn, partial(self._call, x, args, kwargs))
+            return self.run(x, None, self.bias, *args, call=call, known=known, **kwargs)
+        return batch_norm.forward_with(self, bn, partial(self._call, x, known, args, kwargs))
+
+    def _quantized(self, x: Tensor, known: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
+        """Return the quantized input and what is known of it."""
+        if self.input_quantizer is None:
+            return x, known
+        return quantized_for(self.training_arithmetic, self.input_quantizer, x)
 
     def compute_by(self, kernel: IntegerKernel, call: int | None = None) -> None:
         """Compute the layer on codes by a kernel; of a layer that a graph calls several times, the call of this number."""
@@ -294,10 +304,17 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         return cast("IntegerKernel | None", found)
 
     def run(
-        self, x: Tensor, factor: Tensor | None, bias: Tensor | None, *args: Any, call: int = 0, **kwargs: Any
+        self,
+        x: Tensor,
+        factor: Tensor | None,
+        bias: Tensor | None,
+        *args: Any,
+        call: int = 0,
+        known: TensorCodes | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         """Compute the layer with its quantized weight, each output channel multiplied by a factor before it is quantized."""
-        y = on_codes.run(self, x, factor, bias, args, kwargs, call)
+        y = on_codes.run(self, x, factor, bias, args, kwargs, call, known)
         if y is not None:
             return y
         weight = on_codes.quantized_weight(self, factor)  # before the bias, whose grid takes the weight's scale
@@ -309,11 +326,11 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
             weight, bias = weight.to(self.weight.dtype), None if bias is None else bias.to(self.weight.dtype)
         return self.compute(x, weight, bias, *args, **kwargs)
 
-    def undivided(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return what `qtoolkit.nn.batch_norm.undivided` does, for the arguments of forward: for the linked batch norm."""
+    def undivided(self, input: Tensor, known: TensorCodes | None = None) -> tuple[Tensor, Tensor]:
+        """Return what `qtoolkit.nn.batch_norm.undivided` does, for an input of forward: for the linked batch norm."""
         self.check_input(input)
-        x = quantized_for(self.training_arithmetic, self.input_quantizer, input)
-        compute = partial(self._call, x, args, kwargs)
+        x, known = self._quantized(input, known)
+        compute = partial(self._call, x, known, (), {})
         return batch_norm.undivided(self, self._batch_norm[0], compute)
 
     def forward_fp32(self, input: Tensor, *args: Any, call: int = 0, **kwargs: Any) -> Tensor:
@@ -323,6 +340,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     def _call(
         self,
         x: Tensor,
+        known: TensorCodes | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         factor: Tensor | None,
@@ -331,7 +349,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     ) -> Tensor:
         """Compute the layer for a strategy of batch norms."""
         if with_quantized_weight:
-            return self.run(x, factor, bias, *args, **kwargs)
+            return self.run(x, factor, bias, *args, known=known, **kwargs)
         return self.compute(x, self.weight, bias, *args, **kwargs)
 
     # ---- for subclasses to implement or override

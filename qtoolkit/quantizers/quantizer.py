@@ -25,6 +25,7 @@ class Quantizer(KeepsFloat32):
         MODES: The attributes that a state dict keeps in its metadata, and loading restores.
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
         ready: Whether there is a range to quantize with.
+        observing: Whether forward observes its input, which changes the range.
     """
 
     MODES: ClassVar[tuple[str, ...]] = ("quantizing",)
@@ -34,6 +35,7 @@ class Quantizer(KeepsFloat32):
     name: str
     quantizing: bool = True
     ready: bool = True
+    observing: bool = False
     of_weight: bool = False
     inserted: bool = False
     _capability: Capability | None = None

@@ -15,7 +15,6 @@ from qtoolkit.ops.recording import is_captured, is_recorded_for_onnx
 from qtoolkit.quantizers import first_steps
 from qtoolkit.quantizers.capability import Capability
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation, check_scale
-from qtoolkit.quantizers.handed_over import hand_over
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.dynamic import Dynamic
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
@@ -396,16 +395,14 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         self.check_ready()
         kind = self.kind
         grid = kind.grid(self) if self.capability.plain else None
-        y = kind.quantize(self, x) if grid is None else kind.quantize_on(self, x, *grid)
-        if not self.of_weight and self.capability.codes and isinstance(y, Tensor) and y.requires_grad:
-            scale, zero_point = grid or kind.grid(self)
-            hand_over(y, None, scale, zero_point, self, self._raw(x, scale, zero_point))
-        return y
+        return kind.quantize(self, x) if grid is None else kind.quantize_on(self, x, *grid)
 
-    def _raw(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> RawInput | None:
-        """Return an input with what a layer needs to train its scale; None where a gradient goes elsewhere too, or is seen."""
-        learns_more = x.requires_grad or (zero_point is not None and zero_point.requires_grad)
-        if learns_more or not (scale.requires_grad and self.capability.plain) or self._forward_hooks:
+    def raw_input(self, x: Tensor) -> RawInput | None:
+        """Return an input with what a layer needs to train its scale; None where a gradient goes elsewhere too."""
+        if x.requires_grad or not (self.kind.LEARNED and self.capability.plain):
+            return None
+        scale, zero_point = self.kind.grid(self)
+        if not scale.requires_grad or (zero_point is not None and zero_point.requires_grad):
             return None
         return RawInput(x, scale, self.kind.grad_factor(self, x))
 

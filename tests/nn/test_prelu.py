@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.quantizers.handed_over import codes_of
-from tests.blocks import called_one_by_one, recorded_calls
+from tests.blocks import called_one_by_one, codes_taken, recorded_calls
 
 X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 
@@ -86,15 +85,13 @@ def test_float32_output_is_that_of_the_modules_bit_for_bit(calls: list[dict]) ->
     assert len(calls) == 4
 
 
-def test_the_next_layer_knows_the_codes(calls: list[dict]) -> None:
-    prepared, seen = prepared_of(), []
+def test_the_next_layer_knows_the_codes(monkeypatch) -> None:
+    prepared, taken = prepared_of(), codes_taken(monkeypatch)
     quantizer = prepared.get_submodule("activation_quantizers.first")
-    prepared.mid.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
     prepared(X)
-    codes = codes_of(seen[0], None, False)
-    assert codes is not None
-    assert torch.equal(qt.ops.dequantize(codes.codes, codes.scale), seen[0])
-    assert torch.equal(codes.scale, quantizer.scale.detach().abs())
+    y, known = next((y, known) for source, y, known in taken if source is quantizer)
+    assert torch.equal(qt.ops.dequantize(known.codes, known.scale), y)
+    assert torch.equal(known.scale, quantizer.scale.detach().abs())
 
 
 def test_what_is_kept_for_backward() -> None:

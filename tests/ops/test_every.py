@@ -99,7 +99,7 @@ def sample(op: str, x: Tensor) -> dict:
     forward = {"lo": None, "hi": None, "pow2_scale": False, "dtype": None, "memory_format": None}
     kept = {"y_scale": scales(1), "factor": scales(6), "scale": scales(6), "undivided": x * 3}
     kept |= {"mean": torch.zeros(6), "batch_variance": torch.ones(6), "wanted": [True, True, False, True, *[False] * 2]}
-    kept["wanted"] += [True, True, True, False, True, False]
+    kept["wanted"] += [True, True, True, False, True, False, False]
     quantized = {name: value for name, value in unit.items() if name.startswith("y_")}
     quantized |= {"learned": True, "with_codes": True}
     plain = {name: value for name, value in unit.items() if name in layer or name in ("start", "ratio", "rate")}
@@ -219,7 +219,7 @@ def sample(op: str, x: Tensor) -> dict:
             "y_scale": scales(1),
             "scale": scales(6),
             "kept": x * 3,
-            "wanted": [True] * 9,
+            "wanted": [True] * 9 + [False],
         },
         "function_fake_quant": {"x": x, **gelu, "keeps_x": True, **quantized},
         "function_fake_quant_backward": {

@@ -23,12 +23,11 @@ from qtoolkit.nn.batch_norm import (
     is_frozen_batch_norm,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
-from qtoolkit.nn.output_grid import grid_now, why_quantizer_not_fused
+from qtoolkit.nn.output_grid import grid_now, quantized_by, why_quantizer_not_fused
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.table import bounds_of_module
-from qtoolkit.ops.layer import Codes
-from qtoolkit.quantizers.handed_over import codes_of, hand_on, hand_over
+from qtoolkit.quantizers.codes import TensorCodes, codes_of, codes_on
 
 # Numbers of dimensions of the inputs of each type of batch norm that the op computes.
 DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
@@ -40,6 +39,7 @@ DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
     QuantBatchNorm3d: (5,),
 }
 
+NO_CODES = (None, None, None)
 LARGEST_WINDOW = 256  # elements whose places fit in one byte
 
 Output = tuple[Tensor, Tensor | None]  # of a layer: undivided, with the factor of each channel; or its output, and None
@@ -80,19 +80,24 @@ def why_activation_not_fused(activation: nn.Module) -> str | None:
 # ---- the calls that the code of a prepared model makes
 
 
-def layer_output(layer: Any, bn: Any, input: Any, *args: Any, **kwargs: Any) -> Output:
+def layer_output(layer: Any, bn: Any, input: Any, known: TensorCodes | None = None) -> Output:
     """Return the output of a layer for its linked batch norm: undivided where the op may take it."""
     if not is_ordinary(input) or all_watched() or not trains(bn) or why_layer_not_fused(layer, bn) is not None:
-        return layer(input, *args, **kwargs), None
-    output: Output = layer.undivided(input, *args, **kwargs)
+        return called_with(layer, input, known), None
+    output: Output = layer.undivided(input, known)
     return output
+
+
+def called_with(layer: Any, x: Any, known: TensorCodes | None) -> Any:
+    """Call a layer, with what is known of its input if it takes that."""
+    return layer(x) if known is None or type(layer).forward is not QuantWeighted.forward else layer(x, known=known)
 
 
 def epilogue_of(
     add: Callable[[Tensor, Tensor], Tensor] | None = None,
     activate: Callable[[Tensor], Tensor] | None = None,
     bounds: Bounds | None = None,
-) -> Callable[..., Tensor]:
+) -> Callable[..., tuple[Tensor, TensorCodes | None]]:
     """Return the function that computes a batch norm with what follows it.
 
     Args:
@@ -101,12 +106,22 @@ def epilogue_of(
         bounds: What that function computes.
 
     Returns:
-        A function of the batch norm's input (what `layer_output` returned, if there is a layer), the residual, the layer, the
-        batch norm, the module of the activation and the quantizer. None stands for those that there are not.
+        A function of the batch norm's input (what `layer_output` returned, if there is a layer), the residual, what is known of
+        it, the layer, the batch norm, the module of the activation and the quantizer. None stands for those that there are not.
+        It returns the output, and what is known of it.
     """
 
-    def epilogue(value: Any, residual: Any, layer: Any, bn: Any, activation: Any, quantizer: Any) -> Tensor:
+    def epilogue(
+        value: Any,
+        residual: Any,
+        of_residual: TensorCodes | None,
+        layer: Any,
+        bn: Any,
+        activation: Any,
+        quantizer: Any,
+    ) -> tuple[Tensor, TensorCodes | None]:
         """Compute the ops by one op as far as it can, and the others one by one."""
+        known: TensorCodes | None = None
         x, factor = (value, None) if layer is None else value
         adds = residual is None or is_added(residual, x.shape, x.dtype, x.device)
         ours = bounds_now(activation, bounds) if adds else None
@@ -117,42 +132,54 @@ def epilogue_of(
             adds, ours, quantizes = residual is None, None, False
             y: Tensor = bn(x if factor is None else divided(layer, x, factor))
         else:
-            joined = residual if adds else None
-            y = _compute(x, factor, layer, bn, joined, ours or Bounds(), quantizer if quantizes else None)
+            joined = (residual, of_residual) if adds else (None, None)
+            y, known = _compute(x, factor, layer, bn, joined, ours or Bounds(), quantizer if quantizes else None)
         if add is not None and not adds:
             y = add(y, residual)
         if ours is None:
             y = activation(y) if activation is not None else y if activate is None else activate(y)
-        if quantizer is not None and not quantizes:
-            y = quantizer(y)
-        return y
+        return (y, known) if quantizer is None or quantizes else quantized_by(quantizer, y)
 
     return epilogue
 
 
-def max_pool(pool: Any, x: Tensor) -> Any:
-    """Call an nn.MaxPool2d, by an op that keeps places instead of the input where it trains."""
+def max_pool(pool: Any, x: Tensor, known: TensorCodes | None) -> tuple[Any, TensorCodes | None]:
+    """Call an nn.MaxPool2d, by an op that keeps places instead of the input where it trains; `known` is what is known of x."""
     by_torch = type(pool) is not nn.MaxPool2d or not pool.training or pool.return_indices or is_watched(pool)
     if by_torch or all_watched():
-        return pool(x)
-    return max_pool2d(x, pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+        return pool(x), None
+    sizes = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+    return max_pool2d(x, *sizes, known=known)
 
 
 def max_pool2d(
-    input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-) -> Tensor:
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    *,
+    known: TensorCodes | None = None,
+) -> tuple[Tensor, TensorCodes | None]:
     """Compute torch.nn.functional.max_pool2d, by an op that keeps one byte for each output where a gradient is needed.
 
-    The values and gradients are torch's. The output is on the grid of the input.
+    The values and gradients are torch's. The output is on the grid of the input, if that is `known`.
     """
     sizes = (kernel_size, stride, padding, dilation, ceil_mode)
-    if not is_ordinary(input) or torch.compiler.is_compiling() or not (torch.is_grad_enabled() and input.requires_grad):
-        return F.max_pool2d(input, *sizes)
-    if input.dim() != 4 or _window(kernel_size) > LARGEST_WINDOW or _is_faster_in_torch(input):
-        return F.max_pool2d(input, *sizes)
-    y: Tensor = ops.max_pool(input, *sizes)
-    hand_on(input, y)
-    return y
+    compiles = torch.compiler.is_compiling()
+    y = (
+        F.max_pool2d(input, *sizes)
+        if compiles or not _keeps_places(input, kernel_size)
+        else ops.max_pool(input, *sizes)
+    )
+    return y, None if compiles or known is None else known.without_codes(y)
+
+
+def _keeps_places(input: Tensor, kernel_size: Any) -> bool:
+    if not (is_ordinary(input) and torch.is_grad_enabled() and input.requires_grad):
+        return False
+    return input.dim() == 4 and _window(kernel_size) <= LARGEST_WINDOW and not _is_faster_in_torch(input)
 
 
 def _is_faster_in_torch(input: Tensor) -> bool:
@@ -187,14 +214,21 @@ def bounds_now(activation: nn.Module | None, bounds: Bounds | None) -> Bounds | 
 
 
 def _compute(
-    x: Tensor, factor: Tensor | None, layer: Any, bn: Any, residual: Tensor | None, bounds: Bounds, quantizer: Any
-) -> Tensor:
+    x: Tensor,
+    factor: Tensor | None,
+    layer: Any,
+    bn: Any,
+    added: tuple[Tensor | None, TensorCodes | None],
+    bounds: Bounds,
+    quantizer: Any,
+) -> tuple[Tensor, TensorCodes | None]:
     bias = None if factor is None else layer.bias
     divisor = factor
     if bias is not None and factor is not None and bias.requires_grad:
         divisor = factor + 0 * bias  # the batch norm subtracts the bias, whose gradient is zero, not absent
-    known = _codes_like(x, residual) if residual is not None and torch.is_grad_enabled() else None
-    of_residual = (None,) * 3 if known is None else (known.codes, known.scale, known.zero_point)
+    residual, of_residual = added
+    is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    coded = NO_CODES if residual is None else codes_added(residual, of_residual, is_last)
     grid = {} if quantizer is None else grid_now(quantizer, x)
     y, codes, mean, variance = ops.batch_norm_fake_quant(
         x,
@@ -203,23 +237,24 @@ def _compute(
         bn.eps,
         divisor=divisor,
         residual=residual,
-        residual_codes=of_residual[0],
-        residual_scale=of_residual[1],
-        residual_zero_point=of_residual[2],
+        residual_codes=coded[0],
+        residual_scale=coded[1],
+        residual_zero_point=coded[2],
         **bounds._asdict(),
         **grid,
     )
     _track(bn, mean, variance, factor, bias, x.numel() // x.size(1))
-    if quantizer is not None and quantizer.capability.codes and y.requires_grad:
-        hand_over(y, codes, grid["scale"], grid["zero_point"], quantizer)
-    return y
+    if quantizer is None or not quantizer.capability.codes or torch.compiler.is_compiling():
+        return y, None
+    return y, codes_on(grid["scale"].detach().abs(), grid["zero_point"], quantizer, y, codes)
 
 
-def _codes_like(x: Tensor, residual: Tensor) -> Codes | None:
-    """Return the codes of a residual, one a byte, in the memory format of x."""
-    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    codes = codes_of(residual, None, channels_last)
-    return None if codes is None or codes.codes.shape != x.shape else codes
+def codes_added(residual: Tensor, known: TensorCodes | None, channels_last: bool) -> tuple[Tensor | None, ...]:
+    """Return the codes of a residual, one a byte, with its scale and zero point; `known` is what is known of it."""
+    found = codes_of(residual, None, channels_last, known) if torch.is_grad_enabled() else None
+    if found is None or found.codes is None or found.codes.shape != residual.shape:
+        return NO_CODES
+    return found.codes, found.scale, found.zero_point
 
 
 def _track(bn: Any, mean: Tensor, variance: Tensor, factor: Tensor | None, bias: Tensor | None, count: int) -> None:

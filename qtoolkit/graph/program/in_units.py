@@ -46,13 +46,14 @@ class UnitWriter(Writer):
         chains: The chains of ops in the part that are one call.
         units: The units that are no chains, by their last nodes: the node of the layer or of the function before the
             quantizer, if there is one.
-        handed: The nodes of the codes of results that units return, by the nodes of the results.
+        known: The nodes of what is known of results, which units return, by the nodes of the results.
+        takers: The nodes whose ops take what is known of their inputs.
         changed: Whether the written code differs from the nodes of the model's graph.
     """
 
     def __init__(self, division: Division | Whole, index: int, found: Products) -> None:
         super().__init__(division, index)
-        self.products, self.handed = found, dict[fx.Node, fx.Node]()
+        self.products, self.known = found, dict[fx.Node, fx.Node]()
         part = division.parts.get(index)
         self.owner: nn.Module = division.gm if part is None else part.block
         self.order = {item: place for place, item in enumerate(self.items) if isinstance(item, fx.Node)}
@@ -67,9 +68,10 @@ class UnitWriter(Writer):
         self.units = self._found(self.inner)
         self.inner |= {before for last, before in self.units.items() if before not in (None, last)}
         layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))
-        joined = (node for chain in self.chains if chain.layer is not None for node in (chain.layer, chain.add))
-        self.takers = {*layers, *joined}
-        self.changed = bool(self.chains or self.units) or any(map(self._is_other, self.order))
+        joined = (node for chain in self.chains for node in (chain.layer, chain.add) if node is not None)
+        others = list(filter(self._is_other, self.order))
+        self.takers = {*layers, *joined, *others}
+        self.changed = bool(self.chains or self.units or others)
 
     def _runs_at_the_end(self, layer: fx.Node, chain: Chain) -> bool:
         """Return whether the layer of a chain may run where the chain ends: no op in between changes its input in place."""
@@ -136,45 +138,55 @@ class UnitWriter(Writer):
         epilogue = epilogue_of(add, activate, chain.bounds)
         modules = (chain.batch_norm, None if function else chain.activation, chain.quantizer)
         if chain.layer is None:
-            tensors = self._value(chain.batch_norm.all_input_nodes[0]), chain.residual and self._value(chain.residual)
+            residual = (None, None) if chain.residual is None else tuple(self._with_codes([chain.residual]))
             called = [node and self._module(node) for node in modules]
-            self.written[chain.last] = self.graph.call_function(epilogue, (*tensors, None, *called))
+            value = self._value(chain.batch_norm.all_input_nodes[0])
+            self._write_unit(epilogue, (value, *residual, None, *called), chain.batch_norm.name, chain.last)
             return
         names = Names(*(node and self._target(str(node.target)) for node in (chain.layer, *modules)))  # type: ignore[arg-type]
-        unit = BatchNormUnit(self.owner, names, epilogue, chain.bounds, self._gives(chain.last))
+        unit = BatchNormUnit(self.owner, names, epilogue, chain.bounds)
         sources = [chain.layer.args[0], *([] if chain.residual is None else [chain.residual])]
         self._write_unit(unit.run, self._with_codes(sources), chain.layer.name, chain.last)
 
     def _write_unit_of(self, node: fx.Node, before: fx.Node | None) -> None:
-        target, codes, gives = self._target(str(node.target)), self._hands_on(node), self._gives(node)
+        target, codes = self._target(str(node.target)), self._wants_codes(node)
         if before is not None and is_weighted_call(before):
             name = self._target(str(before.target))
-            layer = LayerUnit(self.owner, name, None if before is node else target, codes, gives)
+            layer = LayerUnit(self.owner, name, None if before is node else target, codes)
             self._write_unit(layer.run, self._with_codes(before.args), before.name, node)
             return
         module = self._target(str(before.target)) if before is not None and before.op == "call_module" else None
         called = None if before is None or module else function_of(before, before.all_input_nodes)
         function = NONE if before is None or module else OF_FUNCTION[before.target]
-        unit = FunctionUnit(self.owner, module, target, called, function, codes, gives)
+        unit = FunctionUnit(self.owner, module, target, called, function, codes)
         source = node if before is None else before
         self._write_unit(unit.run, [self._value(source.all_input_nodes[0])], source.name, node)
 
-    def _write_unit(self, run: Callable[..., Any], arguments: Iterable[Any], name: str, last: fx.Node) -> None:
-        result = self.graph.create_node("call_function", run, tuple(arguments), name=f"{name}_unit")
+    def _write_unit(
+        self,
+        run: Callable[..., Any],
+        arguments: Iterable[Any],
+        name: str,
+        last: fx.Node,
+        named: dict[str, Any] | None = None,
+    ) -> None:
+        result = self.graph.create_node("call_function", run, tuple(arguments), named, name=f"{name}_unit")
         self.written[last] = self._item(result, 0, last.name)
-        if self._hands_on(last):
-            self.handed[last] = self._item(result, 1, f"{last.name}_codes")
+        if any(self._takers_of(last)):
+            self.known[last] = self._item(result, 1, f"{last.name}_codes")
 
     def _write_other(self, node: fx.Node) -> None:
         args, kwargs = self._built((node.args, node.kwargs), self._value)
+        known = [self._known_of(source) for source in node.args if isinstance(source, fx.Node)]
         if node.name in self.products:
-            call = self.graph.call_function(products.function_of(node, self.products[node.name]), args, kwargs)
+            function = products.function_of(node, self.products[node.name])
+            self.written[node] = self.graph.call_function(function, (known, *args), kwargs)
         elif node.op == "call_module":
-            call = self.graph.call_function(max_pool, (self._module(node), *args))
+            self._write_unit(max_pool, (self._module(node), *args, *known), node.name, node)
         else:
-            sizes = {name: value for name, value in kwargs.items() if name != "return_indices"}
-            call = self.graph.call_function(max_pool2d, args, sizes)
-        self.written[node] = call
+            named = {name: value for name, value in kwargs.items() if name != "return_indices"}
+            named["known"] = self._known_of(node.all_input_nodes[0])
+            self._write_unit(max_pool2d, args, node.name, node, named)
 
     def _module(self, node: fx.Node) -> fx.Node:
         """Return a node that reads the module that a node calls."""
@@ -187,18 +199,33 @@ class UnitWriter(Writer):
         """Yield each tensor and its codes, which are None where no unit of the part returns them."""
         for source in sources:
             yield self._value(source)
-            yield self.handed.get(source)
+            yield self._known_of(source)
 
-    def _hands_on(self, node: fx.Node) -> bool:
-        """Return whether a unit takes a result, with its codes."""
-        return any(user in self.takers for user in node.users)
+    def _known_of(self, source: Any) -> fx.Node | None:
+        """Return the node of what is known of an argument; of what may be its tensor itself, that of its tensor."""
+        while isinstance(source, fx.Node) and _may_return_input(source):
+            source = source.args[0]
+        return self.known.get(source)
 
-    def _gives(self, node: fx.Node) -> bool:
-        """Return whether others than units take a result."""
-        return any(user not in self.takers for user in node.users)
+    def _takers_of(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield the nodes whose ops take what is known of a result."""
+        for user in node.users:
+            if user in self.takers:
+                yield user
+            elif _may_return_input(user):
+                yield from self._takers_of(user)
+
+    def _wants_codes(self, node: fx.Node) -> bool:
+        """Return whether an op takes the codes of a result; a max pool takes the grid alone."""
+        return not all(map(is_max_pool_call, self._takers_of(node)))
 
     def _item(self, result: fx.Node, place: int, name: str) -> fx.Node:
         return self.graph.create_node("call_function", operator.getitem, (result, place), name=name)
+
+
+def _may_return_input(node: fx.Node) -> bool:
+    """Return whether an op may return the tensor that it is given: whoever takes what is known of that looks whether it is."""
+    return kind_of(node).returns_input and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
 def _function(node: fx.Node) -> Function | None:

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtoolkit as qt
 from qtoolkit._snapshot import Snapshot
-from qtoolkit.graph.program.units import BatchNormUnit, batch_norm
+from qtoolkit.graph.program.units import BatchNormUnit, batch_norm, layer
+from qtoolkit.graph.program.units.base import Decided
 from tests import processes
 from tests.cases import floats
 from tests.nets import settled
@@ -330,6 +331,14 @@ def test_second_derivatives_are_refused() -> None:
         gradient.sum().backward()
 
 
+@contextmanager
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let each unit call its ops."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Decided, "plan", lambda self, kind, *inputs: None)
+        yield
+
+
 class Ops(TorchDispatchMode):
     """Counts what is dispatched."""
 
@@ -452,6 +461,45 @@ def test_a_unit_is_one_op_in_each_direction() -> None:
     assert many[0] - few[0] == {"qtoolkit::unit": 1}
     # The five gradients are those of the weight, of its scales, of the batch norm's two parameters and of the output's scale.
     assert many[1] - few[1] == {"qtoolkit::unit_backward": 1, "aten::add_.Tensor": 5}
+
+
+class Reader(nn.Module):
+    """Reads an image by a layer with a batch norm, or by one without."""
+
+    def __init__(self, normalized: bool) -> None:
+        super().__init__()
+        norm = nn.BatchNorm2d(8) if normalized else nn.Identity()
+        self.first, self.norm, self.act = nn.Conv2d(3, 8, 3, 2, bias=not normalized), norm, nn.ReLU()
+        self.last = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("forward", ["float", "integer"])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_reads_an_image_is_in_its_unit(
+    dtype: torch.dtype, normalized: bool, forward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scale of the image is trained by the image, without the gradient of the image."""
+    torch.manual_seed(0)
+    x = torch.rand(2, 3, 9, 9)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(LSQ, SPECS["lsq"][0]))
+    model = qt.prepare(Reader(normalized).train(), (x,), qconfig_mapping=mapping, training_arithmetic=forward)
+    qt.calibrate(model, [x], progress=False)
+    model = settled(model).train().to(dtype)
+    other = copy.deepcopy(model)
+    kind: Any = batch_norm if normalized else layer
+    op, raw = getattr(kind, "_unit" if normalized else "_layer_fake_quant"), []
+    monkeypatch.setattr(kind, "_unit" if normalized else "_layer_fake_quant", lambda *a: (raw.append(a[-3]), op(*a))[1])
+    for net in (model, other):
+        with contextlib.nullcontext() if net is model else apart(monkeypatch):
+            net(x.to(dtype)).float().pow(2).sum().backward()
+    assert [values is not None for values in raw] == [True] if normalized else [True, False]
+    gradients, wanted = ({n: p.grad for n, p in net.named_parameters()} for net in (model, other))
+    assert "activation_quantizers.x._relative_scale" in gradients
+    same(gradients, wanted)
 
 
 def test_the_page_shows_the_code_of_units() -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn import on_codes
-from qtoolkit.nn.output_grid import Grid, handed_by_op, why_quantizer_not_fused
+from qtoolkit.nn.output_grid import Grid, codes_by_op, quantized_by, why_quantizer_not_fused
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.quantizers.handed_over import Handed, handed_with
+from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -28,6 +28,7 @@ MOST_PLANS = 64
 """Of one unit, for inputs of different sizes."""
 
 NOT_FOLLOWED = (None, None, False)
+NOT_RAW = (None, None, 1.0)
 
 
 class Decided:
@@ -36,14 +37,13 @@ class Decided:
     Args:
         root: The model, or the block of it in which the unit runs.
         names: The names of its modules there, that of its quantizer last; None stands for those that there are not.
-        gives: Whether others than units take the result, which are handed its grid with it.
 
     Attributes:
         modules: The modules, as they were when it was last decided.
     """
 
-    def __init__(self, root: nn.Module, names: Sequence[str | None], gives: bool) -> None:
-        self.root, self.names, self.gives = ref(root), tuple(names), gives
+    def __init__(self, root: nn.Module, names: Sequence[str | None]) -> None:
+        self.root, self.names = ref(root), tuple(names)
         self.snapshot: Snapshot | None = None
         self.modules: tuple[Any, ...] = ()
         self.plans: dict[Hashable, Any] = {}
@@ -96,7 +96,7 @@ class Decided:
 
     def output(
         self, y: Tensor, codes: Tensor | None, scale: Tensor, grid: Grid, in_op: TensorQuantizer | None
-    ) -> tuple[Tensor, Handed | None]:
+    ) -> tuple[Tensor, TensorCodes | None]:
         """Return the output of the unit with its codes.
 
         Args:
@@ -108,9 +108,8 @@ class Decided:
         """
         quantizer = self.modules[-1]
         if quantizer is in_op:
-            return y, handed_by_op(y, codes, scale, grid, quantizer, self.gives)
-        y = quantizer(y)
-        return y, handed_with(y)
+            return y, codes_by_op(y, codes, scale, grid, quantizer)
+        return quantized_by(quantizer, y)
 
 
 def snapshot_of(root: nn.Module, names: Sequence[str]) -> Snapshot:
@@ -153,12 +152,14 @@ class LayerArguments(NamedTuple):
         geometry: What the layer computes, and whether on codes.
         computed: The type and the memory format of its output.
         like: A tensor of the output's shape, without memory.
+        takes_raw: Whether the scale of the input is trained by what the input was before it was quantized, if that is known.
     """
 
     grid: tuple[Grid, Grid] | None
     geometry: tuple[Any, ...]
     computed: tuple[Any, ...]
     like: Tensor
+    takes_raw: bool
 
     @property
     def integer(self) -> bool:
@@ -169,17 +170,21 @@ class LayerArguments(NamedTuple):
 def layer_arguments(layer: Any, x: Tensor, dtype: torch.dtype) -> LayerArguments | None:
     """Return what an op is told about a layer of an input like x, in a type; None where it may not compute it."""
     g = layer.geometry(x)
-    if g is None or on_codes.reads_image(layer, x, g):
+    if g is None:
         return None
     integer = on_codes.computes_on_codes(layer, x, g)
     if not integer and (layer.training_arithmetic.save == "float" or on_codes.copies_weight(layer, x)):
         return None
     layer.check_input(x)
-    with torch.no_grad():  # gradient checkpointing counts the tensors that a forward saves
-        like = layer.compute(x.to("meta"), layer.weight.to("meta"), None)
+    try:
+        with torch.no_grad():  # gradient checkpointing counts the tensors that a forward saves
+            like = layer.compute(x.to("meta"), layer.weight.to("meta"), None)
+    except RuntimeError:  # the input does not fit: the layer has a clearer error
+        return None
     sizes = (g.stride, g.padding, g.dilation, g.output_padding, g.transposed, g.groups)
     computed = dtype, on_codes.computed_format(layer, x, integer)
-    return LayerArguments(_grid_of_weight(layer), (*sizes, integer), computed, like)
+    takes_raw = dtype == x.dtype and on_codes.reads_image(layer, x, g)
+    return LayerArguments(_grid_of_weight(layer), (*sizes, integer), computed, like, takes_raw)
 
 
 def kind_of_inputs(layer: Any, x: Tensor) -> tuple[Hashable, ...] | None:
@@ -197,11 +202,11 @@ def layer_call(
     layer: Any,
     arguments: LayerArguments,
     x: Tensor,
-    codes: Handed,
+    codes: TensorCodes,
     factor: Callable[[], Tensor | None],
     name: str | None,
-) -> tuple[Any, ...]:
-    """Return the first arguments of an op that computes a layer, up to its bias.
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the first arguments of an op that computes a layer, up to its bias, and the last ones.
 
     Args:
         layer: The layer.
@@ -214,8 +219,10 @@ def layer_call(
     grid, followed = arguments.grid or _weight_grid_now(layer, factor(), name)
     if followed is not NOT_FOLLOWED:
         vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
-    of_x = x, codes.codes, codes.scale, codes.zero_point, codes.qmin, codes.qmax
-    return (*of_x, layer.weight, *grid, *arguments.geometry, *followed, *arguments.computed, layer.bias)
+    raw = codes.raw_of(x) if arguments.takes_raw else None
+    of_x = x if raw is None else x.detach(), codes.codes, codes.scale, codes.zero_point, codes.qmin, codes.qmax
+    last = NOT_RAW if raw is None else (raw.values, raw.scale, raw.grad_factor)
+    return (*of_x, layer.weight, *grid, *arguments.geometry, *followed, *arguments.computed, layer.bias), last
 
 
 # ---- scales and grids

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from qtoolkit._native import library
 from qtoolkit.graph.program.epilogue import (
+    NO_CODES,
     bounds_now,
+    codes_added,
     fits,
     is_added,
     layer_output,
@@ -28,12 +30,11 @@ from qtoolkit.nn.batch_norm import divisor_of, variance_of_step
 from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.nn.output_grid import GridNow, grid_of, output_grid
 from qtoolkit.op_kinds.bounds import Bounds
-from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
+from qtoolkit.quantizers.codes import TensorCodes, codes_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 _unit = library.unit.default
 
-NO_CODES = (None, None, None)
 NOT_TRACKED = (None, None, None, 0.0)
 
 
@@ -76,48 +77,52 @@ class BatchNormUnit(Decided):
         names: The names of its modules.
         one_by_one: What computes the batch norm and what follows it, of `qtoolkit.graph.program.epilogue.epilogue_of`.
         bounds: What the function of the activation computes; None where it is a module, or there is none.
-        gives: Whether others than units take the result, which are handed its grid with it.
     """
 
-    def __init__(
-        self, root: nn.Module, names: Names, one_by_one: Callable[..., Tensor], bounds: Bounds | None, gives: bool
-    ) -> None:
-        super().__init__(root, names, gives)
+    def __init__(self, root: nn.Module, names: Names, one_by_one: Callable[..., Any], bounds: Bounds | None) -> None:
+        super().__init__(root, names)
         self.one_by_one, self.bounds = one_by_one, bounds
 
     def run(
         self,
         x: Tensor,
-        handed: Handed | None = None,
+        known: TensorCodes | None = None,
         residual: Tensor | None = None,
-        of_residual: Handed | None = None,
-    ) -> tuple[Tensor, Handed | None]:
+        of_residual: TensorCodes | None = None,
+    ) -> tuple[Tensor, TensorCodes | None]:
         """Return the unit's output, with its codes.
 
         Args:
             x: The input of the layer.
-            handed: Its codes, if a unit returned it.
+            known: What is known of it.
             residual: What is added after the batch norm.
-            of_residual: Its codes, if a unit returned it.
+            of_residual: What is known of it.
         """
         if torch.compiler.is_compiling():
-            return self._one_by_one(self.modules_now(), x, residual), None
+            return self._one_by_one(self.modules_now(), x, None, residual, None)
         self.look()
         tensors = type(x) is Tensor and (residual is None or type(residual) is Tensor)
         plan = self.plan_of(x, residual) if tensors and torch.is_grad_enabled() else None
-        codes = None if plan is None else grid_with_codes(x, self.modules[0].source, plan.layer.integer, handed)
+        codes = None if plan is None else codes_of(x, self.modules[0].source, plan.layer.integer, known)
         if plan is None or codes is None:
-            for tensor, known in ((x, handed), (residual, of_residual)):
-                if tensor is not None and known is not None:
-                    keep(tensor, known)
-            y = self._one_by_one(self.modules, x, residual)
-            return y, handed_with(y)
+            return self._one_by_one(self.modules, x, known, residual, of_residual)
         return self.compute(plan, x, codes, residual, of_residual)
 
-    def _one_by_one(self, modules: tuple[Any, ...], x: Tensor, residual: Tensor | None) -> Tensor:
+    def _one_by_one(
+        self,
+        modules: tuple[Any, ...],
+        x: Tensor,
+        known: TensorCodes | None,
+        residual: Tensor | None,
+        of_residual: TensorCodes | None,
+    ) -> tuple[Tensor, TensorCodes | None]:
         """Call the functions that ask the modules."""
         layer, bn, activation, quantizer = modules
-        return self.one_by_one(layer_output(layer, bn, x), residual, layer, bn, activation, quantizer)
+        value = layer_output(layer, bn, x, known)
+        found: tuple[Tensor, TensorCodes | None] = self.one_by_one(
+            value, residual, of_residual, layer, bn, activation, quantizer
+        )
+        return found
 
     def plan_of(self, x: Tensor, residual: Tensor | None) -> Plan | None:
         """Return the plan for inputs; None where one op may not compute the unit."""
@@ -153,20 +158,27 @@ class BatchNormUnit(Decided):
         )
 
     def compute(
-        self, plan: Plan, x: Tensor, codes: Handed, residual: Tensor | None, of_residual: Handed | None
-    ) -> tuple[Tensor, Handed | None]:
+        self,
+        plan: Plan,
+        x: Tensor,
+        codes: TensorCodes,
+        residual: Tensor | None,
+        of_residual: TensorCodes | None,
+    ) -> tuple[Tensor, TensorCodes | None]:
         """Compute the unit by the op."""
         layer, bn, *_ = self.modules
         variance = variance_of_step(bn, bn.running_var, plan.changing)
         output = grid_of(plan.output)
+        first, last = layer_call(layer, plan.layer, x, codes, partial(_factor, bn, variance), self.names[0])
         y, y_codes, y_scale, *_ = _unit(
-            *layer_call(layer, plan.layer, x, codes, partial(_factor, bn, variance), self.names[0]),
+            *first,
             variance,
             *plan.norm,
             residual,
-            *(NO_CODES if residual is None else _codes_added(residual, of_residual, plan.last)),
+            *(NO_CODES if residual is None else codes_added(residual, of_residual, plan.last)),
             *plan.activation,
             *output,
+            *last,
         )
         return self.output(y, y_codes, y_scale, output, plan.quantizer)
 
@@ -181,11 +193,3 @@ def _is_one_op(layer: Any, bn: Any) -> bool:
     if all_watched() or not trains(bn) or bn.momentum is None or why_layer_not_fused(layer, bn) is not None:
         return False
     return layer_is_plain(layer) and all(type(p) is nn.Parameter for p in (bn.weight, bn.bias) if p is not None)
-
-
-def _codes_added(residual: Tensor, handed: Handed | None, channels_last: bool) -> tuple[Tensor | None, ...]:
-    """Return the codes of a residual, one a byte, with its scale and zero point."""
-    found = grid_with_codes(residual, None, channels_last, handed)
-    if found is None or found.codes is None or found.codes.shape != residual.shape:
-        return NO_CODES
-    return found.codes, found.scale, found.zero_point

@@ -19,9 +19,10 @@ from qtoolkit.nn.output_grid import (
     grid_of,
     is_learned,
     output_grid,
+    quantized_by,
     why_quantizer_not_fused,
 )
-from qtoolkit.quantizers.handed_over import Handed, handed_with
+from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 _function_fake_quant = library.function_fake_quant.default
@@ -73,8 +74,7 @@ class FunctionUnit(Decided):
         quantizer: The name of the quantizer.
         called: The function of the graph, which is not a module; None without one.
         function: What it computes.
-        with_codes: Whether a unit takes the codes of the result.
-        gives: Whether others than units take the result, which are handed its grid with it.
+        with_codes: Whether an op takes the codes of the result.
     """
 
     def __init__(
@@ -85,27 +85,25 @@ class FunctionUnit(Decided):
         called: Callable[[Tensor], Tensor] | None,
         function: Function,
         with_codes: bool,
-        gives: bool,
     ) -> None:
-        super().__init__(root, (module, quantizer), gives)
+        super().__init__(root, (module, quantizer))
         self.called, self.function, self.with_codes = called, function, with_codes
 
-    def run(self, x: Tensor) -> tuple[Tensor, Handed | None]:
+    def run(self, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
         """Return the unit's output, with its codes."""
         if torch.compiler.is_compiling():
-            return self._one_by_one(x, *self.modules_now()), None
+            return self._one_by_one(x, *self.modules_now())
         self.look()
         if type(x) is Tensor and x.requires_grad and torch.is_grad_enabled():
             autocast = torch.is_autocast_enabled(x.device.type)
             plan: Plan | None = self.plan((x.shape, x.dtype, x.device, autocast), x, autocast)
             if plan is not None:
                 return self.compute(plan, x)
-        y = self._one_by_one(x, *self.modules)
-        return y, handed_with(y)
+        return self._one_by_one(x, *self.modules)
 
-    def _one_by_one(self, x: Tensor, module: Any, quantizer: Any) -> Tensor:
+    def _one_by_one(self, x: Tensor, module: Any, quantizer: Any) -> tuple[Tensor, TensorCodes | None]:
         y = x if self.called is None else self.called(x)
-        return quantizer(y if module is None else module(y))  # type: ignore[no-any-return]  # a Tensor
+        return quantized_by(quantizer, y if module is None else module(y))
 
     def planned(self, x: Tensor, autocast: bool) -> Plan | None:
         """Ask the modules for the plan."""
@@ -119,7 +117,7 @@ class FunctionUnit(Decided):
         output = grid(quantizer, x.detach().to("meta"))
         return Plan(function, output, self.with_codes and gives_codes(quantizer))
 
-    def compute(self, plan: Plan, x: Tensor) -> tuple[Tensor, Handed | None]:
+    def compute(self, plan: Plan, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
         """Compute the unit by the op."""
         module, quantizer = self.modules
         output = grid_of(plan.output)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit._native import library
+from qtoolkit.graph.program.epilogue import called_with
 from qtoolkit.graph.program.units.base import (
     Decided,
     LayerArguments,
@@ -15,9 +16,9 @@ from qtoolkit.graph.program.units.base import (
     layer_is_plain,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
-from qtoolkit.nn.output_grid import GridNow, gives_codes, grid_of, is_learned, output_grid
+from qtoolkit.nn.output_grid import GridNow, gives_codes, grid_of, is_learned, output_grid, quantized_by
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
+from qtoolkit.quantizers.codes import TensorCodes, codes_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 _layer_fake_quant = library.layer_fake_quant.default
@@ -48,33 +49,29 @@ class LayerUnit(Decided):
         root: The model, or the block of it in which the unit runs.
         layer: The name of the layer.
         quantizer: The name of the quantizer that takes the layer's output, and nobody else does; None without one.
-        with_codes: Whether a unit takes the codes of the result.
-        gives: Whether others than units take the result, which are handed its grid with it.
+        with_codes: Whether an op takes the codes of the result.
     """
 
-    def __init__(self, root: nn.Module, layer: str, quantizer: str | None, with_codes: bool, gives: bool) -> None:
-        super().__init__(root, (layer, quantizer), gives)
+    def __init__(self, root: nn.Module, layer: str, quantizer: str | None, with_codes: bool) -> None:
+        super().__init__(root, (layer, quantizer))
         self.with_codes = with_codes
 
-    def run(self, x: Tensor, handed: Handed | None = None) -> tuple[Tensor, Handed | None]:
+    def run(self, x: Tensor, known: TensorCodes | None = None) -> tuple[Tensor, TensorCodes | None]:
         """Return the unit's output, with its codes.
 
         Args:
             x: The input of the layer.
-            handed: Its codes, if a unit returned it.
+            known: What is known of it.
         """
         if torch.compiler.is_compiling():
-            return _one_by_one(x, *self.modules_now()), None
+            return _one_by_one(x, None, *self.modules_now())
         self.look()
         layer, quantizer = self.modules
         plan = self.plan_of(x) if type(x) is Tensor and torch.is_grad_enabled() else None
-        codes = None if plan is None else grid_with_codes(x, layer.source, plan.layer.integer, handed)
+        codes = None if plan is None else codes_of(x, layer.source, plan.layer.integer, known)
         if plan is not None and codes is not None:
             return self.compute(plan, x, codes)
-        if handed is not None:
-            keep(x, handed)
-        y = _one_by_one(x, layer, quantizer)
-        return y, handed_with(y)
+        return _one_by_one(x, known, layer, quantizer)
 
     def plan_of(self, x: Tensor) -> Plan | None:
         """Return the plan for an input; None where one op may not compute the unit."""
@@ -98,19 +95,20 @@ class LayerUnit(Decided):
             of_layer, layer.sum_steps() is not None, quantizer, output, self.with_codes and gives_codes(quantizer)
         )
 
-    def compute(self, plan: Plan, x: Tensor, codes: Handed) -> tuple[Tensor, Handed | None]:
+    def compute(self, plan: Plan, x: Tensor, codes: TensorCodes) -> tuple[Tensor, TensorCodes | None]:
         """Compute the unit by the op."""
         output = grid_of(plan.output)
+        first, last = layer_call(self.modules[0], plan.layer, x, codes, lambda: None, self.names[0])
         y, y_codes, y_scale, *_ = _layer_fake_quant(
-            *layer_call(self.modules[0], plan.layer, x, codes, lambda: None, self.names[0]),
+            *first,
             plan.rounds_bias,
             *output,
             is_learned(output),
             plan.with_codes,
+            *last,
         )
         return self.output(y, y_codes if plan.with_codes else None, y_scale, output, plan.quantizer)
 
 
-def _one_by_one(x: Tensor, layer: Any, quantizer: Any) -> Tensor:
-    y: Tensor = layer(x)
-    return y if quantizer is None else quantizer(y)
+def _one_by_one(x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> tuple[Tensor, TensorCodes | None]:
+    return quantized_by(quantizer, called_with(layer, x, known))

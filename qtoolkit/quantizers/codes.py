@@ -1,0 +1,151 @@
+"""The codes of a tensor whose values lie on an integer grid, for what computes on them or keeps them for backward.
+
+Values determine codes: whoever has only the tensor and its quantizer computes them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from qtoolkit import ops
+from qtoolkit.ops.layer import Codes, RawInput
+from qtoolkit.quantizers.frozen import code_dtype
+from qtoolkit.quantizers.quantizer import Quantizer
+
+
+@dataclass(slots=True)
+class TensorCodes:
+    """The grid of a tensor's values, and their codes once somebody has asked for them.
+
+    Attributes:
+        scale: The step between codes, positive, in a tensor of its own: an observer may change that of its quantizer.
+        zero_point: The zero point, rounded, or None for 0.
+        qmin: The lowest code.
+        qmax: The highest code.
+        packed: Whether two codes are kept in a byte.
+        tensor: Refers to the tensor; None in compiled code.
+        version: That of the tensor: after a change in place the codes no longer hold.
+        codes: The codes, int8 or uint8 and of the tensor's shape, or packed; None until `completed`.
+        raw: What the values were before, where only the scale has a gradient; or None.
+        raw_version: The version of that.
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None
+    qmin: int
+    qmax: int
+    packed: bool
+    tensor: ReferenceType[Tensor] | None
+    version: int
+    codes: Tensor | None = None
+    raw: RawInput | None = None
+    raw_version: int = 0
+
+    def hold_for(self, y: Tensor) -> bool:
+        """Return whether y is the tensor, unchanged."""
+        return self.tensor is not None and self.tensor() is y and self.version == version_of(y)
+
+    def completed(self, y: Tensor, channels_last: bool) -> "TensorCodes":
+        """Return this with the codes of y, the tensor; those of an image in channels_last, if wanted."""
+        codes = self.of(y).codes if self.codes is None else self.codes
+        if channels_last and codes.dim() == 4:
+            codes = codes.contiguous(memory_format=torch.channels_last)
+        self.codes = codes
+        return self
+
+    def of(self, values: Tensor, packs: bool = True) -> Codes:
+        """Return the codes of values on the grid; without `packs` each has a byte."""
+        x, grid = values.detach(), (self.scale, self.zero_point, self.qmin, self.qmax)
+        if packs and self.packed:
+            return self.as_codes(ops.quantize_int4(x, *grid))
+        return self.as_codes(ops.quantize(x, *grid, dtype=code_dtype(self.qmin, self.qmax)))
+
+    def of_whole(self, y: Tensor, packs: bool = True) -> Codes:
+        """Return the codes of y, the tensor, as `of` does, or those that are known."""
+        known = self.codes is not None and (packs or not self.packed)
+        return self.as_codes(self.codes) if known else self.of(y, packs)  # type: ignore[arg-type]  # not None
+
+    def as_codes(self, codes: Tensor) -> Codes:
+        """Return codes on the grid."""
+        return Codes(codes, self.scale, self.zero_point, self.qmin, self.qmax)
+
+    def without_codes(self, y: Tensor) -> "TensorCodes":
+        """Return the grid of a tensor that has some of the values, such as a max pool's."""
+        return replace(self, codes=None, tensor=ref(y), version=version_of(y), raw=None, raw_version=0)
+
+    def raw_of(self, y: Tensor) -> RawInput | None:
+        """Return what y, the tensor, was before; None where that is not known, or somebody waits for the gradient of y."""
+        if self.raw is None or y._backward_hooks or y.retains_grad:
+            return None
+        return (
+            self.raw if version_of(self.raw.values) == self.raw_version else None
+        )  # autograd says that it was changed
+
+
+def version_of(y: Tensor) -> int:
+    """Return the version of a tensor; 0 where it has none, and in compiled code."""
+    return 0 if torch.compiler.is_compiling() or y.is_inference() else y._version
+
+
+def codes_on(
+    scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer, y: Tensor, codes: Tensor | None = None
+) -> TensorCodes:
+    """Return what is known of a tensor on the grid of a quantizer.
+
+    Args:
+        scale: The step between codes, positive; nobody else has it.
+        zero_point: The zero point, or None.
+        quantizer: Whose grid it is, with `Capability.codes`.
+        y: The tensor.
+        codes: Its codes, a byte each, or None.
+    """
+    zero = None if zero_point is None else zero_point.detach().round()
+    spec, packed = quantizer.spec, quantizer.capability.packed
+    tensor = None if torch.compiler.is_compiling() else ref(y)
+    return TensorCodes(scale, zero, spec.qmin, spec.qmax, packed, tensor, version_of(y), None if packed else codes)
+
+
+def codes_by(quantizer: Quantizer | None, y: Tensor) -> TensorCodes | None:
+    """Return what is known of a tensor on the grid of a quantizer as it is now, yet without codes; None if it has none."""
+    if quantizer is None or not quantizer.capability_now.codes:
+        return None
+    return codes_on(quantizer.scale.detach().abs(), quantizer.zero_point, quantizer, y)
+
+
+def codes_of(
+    y: Tensor, quantizer: Quantizer | None, channels_last: bool, known: TensorCodes | None = None
+) -> TensorCodes | None:
+    """Return the codes of a tensor.
+
+    Args:
+        y: The tensor.
+        quantizer: The quantizer on whose grid its values lie where nothing is known of it; None if that is not known either.
+        channels_last: Whether the codes of an image are wanted in this memory format.
+        known: What is known of it, to which the codes are added. It is left out if it is of another tensor, or y has changed.
+
+    Returns:
+        What is known, with the codes; None where the grid is not known or has no codes of a byte.
+    """
+    found = known_of(y, quantizer, known)
+    return None if found is None else found.completed(y, channels_last)
+
+
+def known_of(y: Tensor, quantizer: Quantizer | None, known: TensorCodes | None = None) -> TensorCodes | None:
+    """Return what is known of a tensor; the arguments are those of `codes_of`.
+
+    The grid of a quantizer that observes may be another one since it quantized the tensor.
+    """
+    if known is not None and known.hold_for(y):
+        return known
+    found = codes_by(quantizer, y)
+    return None if found is None or (quantizer is not None and quantizer.observing) else found
+
+
+def values_of(codes: Codes, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the values of codes of a tensor of this size and dtype."""
+    if codes.codes.dim() == 1 < len(size):  # packed ones have one dimension
+        return ops.dequantize_int4(codes.codes, size, codes.scale, codes.zero_point, codes.qmin < 0, dtype=dtype)
+    return ops.dequantize(codes.codes, codes.scale, codes.zero_point, dtype=dtype)
