@@ -2,11 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TypeVar
 
 from torch import fx, nn
 
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.op_kinds.rules import module_of
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class ModuleCalls:
@@ -28,8 +31,11 @@ class ModuleCalls:
 
     def of_layers(self) -> dict[QuantWeighted, list[fx.Node]]:
         """Return the calls of each layer whose input other nodes quantize."""
-        layers = {m: nodes for m, nodes in self._nodes.items() if isinstance(m, QuantWeighted)}
-        return {layer: nodes for layer, nodes in layers.items() if layer.input_quantizer is None}
+        return {layer: nodes for layer, nodes in self.of_type(QuantWeighted).items() if layer.input_quantizer is None}
+
+    def of_type(self, kind: type[M]) -> dict[M, list[fx.Node]]:
+        """Return the calls of each module of a type."""
+        return {module: nodes for module, nodes in self._nodes.items() if isinstance(module, kind)}
 
 
 def number_calls(layer: QuantWeighted, nodes: Sequence[fx.Node]) -> bool:

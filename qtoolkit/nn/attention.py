@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
-from qtoolkit.nn.on_codes import TrainsOnCodes
+from qtoolkit.nn.on_codes import TakesCodes
 from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.nn.product import product
+from qtoolkit.nn.projection import Projection
 from qtoolkit.nn.quantized_attention import quantized_attention
 from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -31,7 +32,7 @@ def stop_fast_path(module: nn.Module, args: Any) -> None:
     """Do nothing. Any hook keeps TransformerEncoderLayer from calling its fused float kernel, which skips the quantizers."""
 
 
-class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes):
+class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
     """torch.nn.MultiheadAttention with quantized projections and matrix products.
 
     It quantizes the weights of the projections and the inputs of each matrix product: scaled query and key, softmax output
@@ -90,7 +91,8 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
 
     def own_attributes(self) -> tuple[str, ...]:
         """Return the names of the attributes that the float module does not have."""
-        return ("input_quantizer", "_hook", "training_arithmetic", *ACTIVATION_QUANTIZERS, *self.weights_to_quantize())
+        own = ("input_quantizer", "_hook", "training_arithmetic", "_sources")
+        return (*own, *ACTIVATION_QUANTIZERS, *self.weights_to_quantize())
 
     @property
     def products(self) -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
@@ -116,15 +118,20 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        known: TensorCodes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; arguments and results are those of torch.nn.MultiheadAttention.
+
+        `known` is what the code of a prepared model knows of the query.
 
         Raises:
             ValueError: An input is a nested tensor, or the numbers of dimensions do not fit.
         """
         self._check(query, key, value, attn_mask, is_causal)
         batched = query.dim() == 3
-        q, k, v = self._project(*self._quantize_inputs(query, key, value, batched))
+        inputs, known = self._quantize_inputs(query, key, value, batched, known)
+        q, k, v = self._project(inputs, known)
         along = 1 if self.batch_first and batched else 0
         k, v, added = self._extend(k, v, along)
         target, source, batch = q.size(along), k.size(along), q.size(1 - along)
@@ -137,8 +144,8 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
             (self.key_quantizer, self._heads(k, along)),
             (self.value_quantizer, self._heads(v, along)),
         )
-        operands, known = zip(*(quantized_for(self.training_arithmetic, *each) for each in of_heads), strict=True)
-        y, weights = self._attend(operands, known, mask, need_weights)
+        operands, codes = zip(*(quantized_for(self.training_arithmetic, *each) for each in of_heads), strict=True)
+        y, weights = self._attend(operands, codes, mask, need_weights)
         y = self._out(y, along)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
@@ -167,29 +174,52 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
             )
 
     def _quantize_inputs(
-        self, query: Tensor, key: Tensor, value: Tensor, batched: bool
+        self, query: Tensor, key: Tensor, value: Tensor, batched: bool, known: TensorCodes | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], TensorCodes | None]:
+        """Quantize each distinct tensor once, and give one without a batch a batch of 1, behind its length.
+
+        What is known of the query is returned too.
+        """
+        q, known = self._quantize_input(query, batched, known)
+        k = q if key is query else self._quantize_input(key, batched)[0]
+        v = k if value is key else q if value is query else self._quantize_input(value, batched)[0]
+        return (q, k, v), known
+
+    def _quantize_input(
+        self, x: Tensor, batched: bool, known: TensorCodes | None = None
+    ) -> tuple[Tensor, TensorCodes | None]:
+        if self.input_quantizer is not None:
+            x, known = quantized_for(self.training_arithmetic, self.input_quantizer, x)
+        return (x, known) if batched else (x.unsqueeze(1), None)
+
+    @property
+    def in_projection(self) -> Projection | None:
+        """The projection of a tensor that is query, key and value; None where these have weights of their own."""
+        if self.in_proj_weight is None:
+            return None
+        source = self.source if self.input_quantizer is None else self.input_quantizer
+        return Projection(self, self.in_proj_weight, self.in_proj_weight_quantizer, self.in_proj_bias, source)
+
+    @property
+    def out_projection(self) -> Projection:
+        """The projection of the output."""
+        weight, bias = self.out_proj.weight, self.out_proj.bias
+        return Projection(self, weight, self.out_proj_weight_quantizer, bias, self.out_proj_input_quantizer)
+
+    def _project(
+        self, inputs: tuple[Tensor, Tensor, Tensor], known: TensorCodes | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize each distinct tensor once, and give one without a batch a batch of 1, behind its length."""
-        q = self._quantize_input(query, batched)
-        k = q if key is query else self._quantize_input(key, batched)
-        v = k if value is key else q if value is query else self._quantize_input(value, batched)
-        return q, k, v
-
-    def _quantize_input(self, x: Tensor, batched: bool) -> Tensor:
-        y: Tensor = quantized(self.input_quantizer, x)
-        return y if batched else y.unsqueeze(1)
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = inputs
         if self.in_proj_weight is None:
             biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
             parts = [quantized(getattr(self, f"{name}_quantizer"), getattr(self, name)) for name in names]
             q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), parts, biases, strict=True))
             return q, k, v
-        weight = quantized(self.in_proj_weight_quantizer, self.in_proj_weight)
-        if query is key and key is value:
-            q, k, v = F.linear(query, weight, self.in_proj_bias).chunk(3, dim=-1)
+        if query is key and key is value and self.in_projection is not None:
+            q, k, v = self.in_projection(query, known).chunk(3, dim=-1)
             return q, k, v
+        weight = quantized(self.in_proj_weight_quantizer, self.in_proj_weight)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases, strict=True))
         return q, k, v
@@ -255,8 +285,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes)
     def _out(self, y: Tensor, along: int) -> Tensor:
         """(batch, heads, length, features of a head) -> (length, batch, features), or the batch first, projected."""
         y = (y.transpose(1, 2) if along else y.permute(2, 0, 1, 3)).flatten(2)
-        weight = quantized(self.out_proj_weight_quantizer, self.out_proj.weight)
-        return F.linear(quantized(self.out_proj_input_quantizer, y), weight, self.out_proj.bias)
+        return self.out_projection(*quantized_for(self.training_arithmetic, self.out_proj_input_quantizer, y))
 
 
 def _as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,15 @@
 """Layers in training on the codes of their inputs: what they keep for backward, and how they compute."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.nn import refusals
 from qtoolkit.nn.hooks import has_hooks, is_transformed
@@ -21,8 +23,10 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.verdicts import Cause, Refusal
 
 if TYPE_CHECKING:
+    from qtoolkit.nn.projection import Projection
     from qtoolkit.nn.weighted import QuantWeighted
 
+    Layer: TypeAlias = QuantWeighted | Projection
 Arithmetic = Literal["auto", "float", "integer"]
 Saved = Literal["codes", "float"]
 HAS_INT8 = is_exact()
@@ -88,6 +92,14 @@ class Source:
         return None if any(dropout.training and dropout.p for dropout in self.dropouts) else self.quantizer
 
 
+T = TypeVar("T")
+
+
+def of_call(linked: Sequence[T | None], call: int) -> T | None:
+    """Return what is linked to a call of a layer; what is linked alone counts for all calls."""
+    return linked[min(call, len(linked) - 1)] if linked else None
+
+
 class TrainsOnCodes:
     """A module that `qtoolkit.nn.set_training_arithmetic` sets.
 
@@ -98,8 +110,36 @@ class TrainsOnCodes:
     training_arithmetic: TrainingArithmetic = DEFAULT
 
 
+class TakesCodes(TrainsOnCodes):
+    """One whose inputs a graph may quantize."""
+
+    _sources: tuple[Source | None, ...] = ()  # in a tuple: they are submodules elsewhere
+
+    def link_source(self, *sources: Source | None) -> None:
+        """Take inputs for values on a quantizer's grid where no codes come with them; None: they may be any.
+
+        With several, the source of each call's input, by the call's number.
+        """
+        self._sources = sources
+
+    @property
+    def source(self) -> Quantizer | None:
+        """The quantizer on whose grid the inputs lie, or None where that is not known; of several calls, the first's."""
+        return self.source_of(0)
+
+    def source_of(self, call: int) -> Quantizer | None:
+        """Return the quantizer on whose grid the input of a call lies, or None where that is not known."""
+        source = of_call(self._sources, call)
+        return None if source is None else source.now()
+
+
+def along_outputs(spec: QuantSpec, weight: Tensor, axis: int) -> bool:
+    """Return whether a weight has one scale, or one per output channel; these run along an axis of it."""
+    return spec.group_size is None and (spec.axis is None or spec.axis % weight.dim() == axis)
+
+
 def run(
-    layer: "QuantWeighted",
+    layer: "Layer",
     x: Tensor,
     factor: Tensor | None,
     bias: Tensor | None,
@@ -142,21 +182,22 @@ def computed_type(weight: Tensor, x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
-def computed_format(layer: "QuantWeighted", x: Tensor, integer: bool) -> torch.memory_format | None:
+def computed_format(layer: "Layer", x: Tensor, integer: bool) -> torch.memory_format | None:
     """Return the memory format of a layer's output; None for the one that torch's layer returns."""
     return torch.channels_last if integer and layer.returns_channels_last and has_kernel_type(x) else None
 
 
-def copies_weight(layer: "QuantWeighted", x: Tensor) -> bool:
+def copies_weight(layer: "Layer", x: Tensor) -> bool:
     """Return whether torch would copy a weight into the memory format of an image that is smaller than it."""
     in_rows = layer.weight.is_contiguous(memory_format=torch.channels_last) if layer.weight.dim() == 4 else True
     return not in_rows and x.numel() < layer.weight.numel() and not x.is_contiguous()
 
 
-def reads_image(layer: "QuantWeighted", x: Tensor, geometry: Geometry) -> bool:
+def reads_image(layer: "Layer", x: Tensor, geometry: Geometry) -> bool:
     """Return whether a layer reads a tensor with so few channels that its gradient takes the CPU longer than the weight's."""
     is_plain = bool(geometry.stride) and not geometry.transposed and geometry.groups == 1
-    return is_plain and x.is_cpu and x.size(1) <= MOST_IMAGE_CHANNELS and not has_hooks(layer)
+    few = is_plain and x.is_cpu and x.size(1) <= MOST_IMAGE_CHANNELS
+    return few and isinstance(layer, nn.Module) and not has_hooks(layer)
 
 
 def quantized_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor | None:
@@ -170,7 +211,7 @@ def quantized_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor | 
     return None if grid is None else quant_weight(layer.weight, grid, factor, *layer.weight_groups())
 
 
-def weight_grid(layer: "QuantWeighted", factor: Tensor | None) -> WeightGrid | None:
+def weight_grid(layer: "Layer", factor: Tensor | None) -> WeightGrid | None:
     """Return the grid of a layer's weight for an op; None where only the quantizer's forward can put it there."""
     quantizer = layer.weight_quantizer
     if not isinstance(quantizer, TensorQuantizer):
@@ -179,7 +220,7 @@ def weight_grid(layer: "QuantWeighted", factor: Tensor | None) -> WeightGrid | N
     return grid
 
 
-def _scaled_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor:
+def _scaled_weight(layer: Any, factor: Tensor | None) -> Tensor:
     weight: Tensor = layer.weight.detach()
     return weight if factor is None else layer.scale_output_channels(weight, factor.detach())
 
@@ -189,7 +230,7 @@ def has_kernel_type(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.is_cpu
 
 
-def computes_on_codes(layer: "QuantWeighted", x: Tensor, geometry: Geometry) -> bool:
+def computes_on_codes(layer: "Layer", x: Tensor, geometry: Geometry) -> bool:
     """Return whether a layer computes an input on codes in training, if it has some."""
     if not layer.training or not pays(layer, _positions(x, geometry)) or refusal_to_compute(layer) is not None:
         return False
@@ -206,18 +247,18 @@ def _positions(x: Tensor, geometry: Geometry) -> int:
     return x.numel() // max(channels * math.prod(stride), 1)
 
 
-def pays(layer: "QuantWeighted", positions: int) -> bool:
+def pays(layer: "Layer", positions: int) -> bool:
     """Return whether a layer computes on codes for so many positions: because it is faster, or as asked."""
     return layer.training_arithmetic.forward == "integer" or positions >= least_positions(layer)
 
 
-def least_positions(layer: "QuantWeighted") -> int:
+def least_positions(layer: "Layer") -> int:
     """Return for how many positions at least "auto" computes a layer on codes; for fewer, float is faster."""
     of_call: int = math.ceil(PRODUCTS_OF_CALL / layer.weight.numel())
     return min(POSITIONS_OF_WEIGHT + of_call, MOST_POSITIONS)
 
 
-def described(layer: "QuantWeighted") -> tuple[str, Cause | None]:
+def described(layer: "Layer") -> tuple[str, Cause | None]:
     """Return how a layer computes in training and what it keeps for backward, in words, and why not on codes.
 
     "" and None for a layer without an input grid.
@@ -234,7 +275,7 @@ def described(layer: "QuantWeighted") -> tuple[str, Cause | None]:
     return f"int8 kernel{few}, saves codes", None
 
 
-def refusal_to_keep(layer: "QuantWeighted") -> Refusal | None:
+def refusal_to_keep(layer: "Layer") -> Refusal | None:
     """Return why a layer keeps no codes of its inputs for backward, on which it could compute; None where it may."""
     if not layer.has_geometry():
         return Refusal(Cause.NO_KERNEL, f"there is no integer kernel for {with_article(type(layer).FLOAT)}")
@@ -245,7 +286,7 @@ def refusal_to_keep(layer: "QuantWeighted") -> Refusal | None:
     return refusals.NO_INTEGERS if weight.bits is None else _own_gradients(layer, weight)
 
 
-def refusal_to_compute(layer: "QuantWeighted") -> Refusal | None:
+def refusal_to_compute(layer: "Layer") -> Refusal | None:
     """Return why a layer computes in float in training; None where it computes on codes, if its input has codes."""
     forward = layer.training_arithmetic.forward
     if forward == "float":
@@ -261,25 +302,26 @@ def refusal_to_compute(layer: "QuantWeighted") -> Refusal | None:
     return MAY_OVERFLOW if layer.weight.numel() > MOST_TERMS * layer.channels() else None
 
 
-def _of_weight(layer: "QuantWeighted") -> Capability:
+def _of_weight(layer: "Layer") -> Capability:
     quantizer = layer.weight_quantizer
     return NO_CODES if quantizer is None else quantizer.capability
 
 
-def _own_gradients(layer: "QuantWeighted", weight: Capability) -> Refusal | None:
+def _own_gradients(layer: "Layer", weight: Capability) -> Refusal | None:
     if weight.plain or layer.weight_quantizer is None:
         return None
     name = layer.weight_quantizer.spec.quantizer
     return Refusal(Cause.WEIGHT_CODES, f"quantizer {name!r} has its own gradients of the weight")
 
 
-def _has_kernel(layer: "QuantWeighted") -> bool:
+def _has_kernel(layer: Any) -> bool:
     """Return whether torch's int8 kernels compute a layer: a transposed convolution as one with stride 1.
 
     csrc/layer/sub_pixel.h says how.
     """
     transposed, groups = layer.weight_groups()
     if not transposed:
-        return layer.OP_KIND.layer
-    dilation: Any = layer.dilation if layer.weight.dim() == 4 else ()
+        of_kind: bool = layer.OP_KIND.layer
+        return of_kind
+    dilation = layer.dilation if layer.weight.dim() == 4 else ()
     return bool(dilation) and groups == 1 and max(dilation) == 1

@@ -8,6 +8,7 @@ from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.verdicts import Cause, Refusal
 
 if TYPE_CHECKING:
+    from qtoolkit.nn.on_codes import Layer
     from qtoolkit.nn.weighted import QuantWeighted
 
 NO_GRID = Refusal(Cause.INPUT_CODES, "its inputs are not quantized, or have different quantizers")
@@ -44,7 +45,7 @@ def of_inputs(*sources: Capability | None) -> Refusal | None:
     return None
 
 
-def of_weight(layer: "QuantWeighted", weight: Capability) -> Refusal | None:
+def of_weight(layer: "Layer", weight: Capability) -> Refusal | None:
     """Return why no sums of products with the codes of a layer's weight have one step for each output channel."""
     if not weight.sums:
         return NO_INTEGERS

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,6 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 from qtoolkit.sharding import whole
 
-T = TypeVar("T")
-
 
 class IntegerKernel(Protocol):
     """What computes a layer on codes: a module of `qtoolkit.integer`, whose kernels know such layers."""
@@ -37,7 +35,7 @@ class IntegerKernel(Protocol):
         """Return the output, as the layer does."""
 
 
-class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
+class QuantWeighted(QuantModule, on_codes.TakesCodes):
     """A layer whose forward fake-quantizes its weight; to be mixed into torch's class.
 
     With a linked batch norm, the weight is quantized as folding the batch norm would scale it. In eval mode the layer
@@ -76,7 +74,6 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     returns_channels_last: bool = False
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _sums_over: tuple[Quantizer | None, ...] = ()
-    _sources: tuple[on_codes.Source | None, ...] = ()
     _holds_batch_norm: bool  # linked or folded
 
     def __init__(
@@ -185,23 +182,6 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         """
         self._sums_over = quantizers  # in a tuple: they are submodules elsewhere
 
-    def link_source(self, *sources: on_codes.Source | None) -> None:
-        """Take inputs for values on a quantizer's grid where no codes come with them; None: they may be any.
-
-        With several, the source of each call's input, by the call's number.
-        """
-        self._sources = sources
-
-    @property
-    def source(self) -> Quantizer | None:
-        """The quantizer on whose grid the inputs lie, or None where that is not known; of several calls, the first's."""
-        return self.source_of(0)
-
-    def source_of(self, call: int) -> Quantizer | None:
-        """Return the quantizer on whose grid the input of a call lies, or None where that is not known."""
-        source = _of_call(self._sources, call)
-        return None if source is None else source.now()
-
     def computes_by(self) -> Sequence[nn.Module]:
         """Return the modules beside it on which it depends how it computes in training."""
         weight = self.weight_quantizer
@@ -213,7 +193,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
 
     def sum_steps(self, call: int = 0) -> Tensor | None:
         """Return the steps of the integer sums of a call: one, or one per output channel. None without a linked input."""
-        weight, source = self.weight_quantizer, _of_call(self._sums_over, call)
+        weight, source = self.weight_quantizer, on_codes.of_call(self._sums_over, call)
         if source is None or weight is None or not (source.capability_now.codes and weight.capability_now.sums):
             return None
         if not self.scales_along_outputs():
@@ -222,10 +202,8 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
 
     def scales_along_outputs(self) -> bool:
         """Return whether the weight has one scale, or one per output channel."""
-        spec = None if self.weight_quantizer is None else self.weight_quantizer.spec
-        if spec is None or spec.group_size is not None:
-            return False
-        return spec.axis is None or spec.axis % self.weight.dim() == self.OUTPUT_AXIS
+        quantizer = self.weight_quantizer
+        return quantizer is not None and on_codes.along_outputs(quantizer.spec, self.weight, self.OUTPUT_AXIS)
 
     def fit_bias(self) -> int:
         """Enlarge the scales of a converted layer's weight where the bias does not fit in int32; return how many."""
@@ -393,11 +371,6 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     def scale_groups(self, axis: int | None) -> int:
         """Return the `group` argument of ops on the weight with scales along an axis."""
         return 1
-
-
-def _of_call(linked: Sequence[T | None], call: int) -> T | None:
-    """Return what is linked to a call of a layer; what is linked alone counts for all calls."""
-    return linked[min(call, len(linked) - 1)] if linked else None
 
 
 def set_training_arithmetic(

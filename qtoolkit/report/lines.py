@@ -163,8 +163,10 @@ def training_of(layer: nn.Module) -> tuple[str, Cause | None]:
     if isinstance(layer, QuantMatMul):
         return described(layer.sources, layer.training_arithmetic), None
     if isinstance(layer, QuantMultiheadAttention | QuantScaledDotProductAttention):
-        how = dict.fromkeys(described(sources, layer.training_arithmetic) for sources in layer.products)
-        return "; ".join(how), None
+        projections = (layer.in_projection, layer.out_projection) if isinstance(layer, QuantMultiheadAttention) else ()
+        of_layers = dict.fromkeys(on_codes.described(each)[0] for each in projections if each is not None)
+        products = dict.fromkeys(described(sources, layer.training_arithmetic) for sources in layer.products)
+        return "; ".join([*(f"projections {how}" for how in of_layers if how), *products]), None
     return "", None
 
 

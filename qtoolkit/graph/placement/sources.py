@@ -8,6 +8,7 @@ from qtoolkit.backends import Backend
 from qtoolkit.graph.module_calls import ModuleCalls, number_of
 from qtoolkit.graph.nodes import is_weight_quantizer, tensor_inputs
 from qtoolkit.graph.placement.traversal import dropouts_behind, quantizer_behind
+from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.on_codes import Source
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -16,10 +17,16 @@ from qtoolkit.quantizers.quantizer import Quantizer
 def link_sources(graph: fx.Graph, backend: Backend) -> None:
     """Tell each layer that a graph calls the quantizer of its input: of each call's, if the calls are numbered.
 
+    So with each attention of a tensor to itself.
+
     It is None where it is unknown, or where calls without numbers have several. A prepared model does so whenever its graph is
     compiled: the graph may have been changed.
     """
-    for layer, nodes in ModuleCalls(graph).of_layers().items():
+    calls_of = ModuleCalls(graph)
+    for attention, nodes in calls_of.of_type(QuantMultiheadAttention).items():
+        of_itself = all(len(node.args) > 2 and len(set(node.args[:3])) == 1 for node in nodes)
+        attention.link_source(_source_of_calls(nodes, backend) if of_itself else None)
+    for layer, nodes in calls_of.of_layers().items():
         numbers = [number_of(node) for node in nodes]
         calls = [[node] for node in nodes] if numbers == list(range(len(nodes))) else [nodes]
         layer.link_source(*(_source_of_calls(call, backend) for call in calls))

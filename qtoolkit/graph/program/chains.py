@@ -25,7 +25,7 @@ from qtoolkit.graph.program.epilogue import (
     why_layer_not_fused,
 )
 from qtoolkit.graph.program.units.function import why_not_fused
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantMultiheadAttention, QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
 from qtoolkit.nn.hooks import all_watched
 from qtoolkit.nn.output_grid import why_quantizer_not_fused
@@ -250,6 +250,11 @@ def is_max_pool_call(node: fx.Node) -> bool:
         return False
     gives_indices = node.kwargs.get("return_indices", False) is not False
     return len(node.args) <= len(SIZES) and set(node.kwargs) <= {*SIZES, "return_indices"} and not gives_indices
+
+
+def is_attention_call(node: fx.Node) -> bool:
+    """Return whether a node calls a QuantMultiheadAttention, whose query comes first."""
+    return node.op == "call_module" and bool(node.args) and isinstance(module_of(node), QuantMultiheadAttention)
 
 
 def is_weighted_call(node: fx.Node) -> bool:

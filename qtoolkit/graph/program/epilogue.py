@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from qtoolkit import ops
 from qtoolkit.errors import with_article
+from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.batch_norm import (
     LinkedBatchNorm,
     QuantBatchNorm1d,
@@ -83,14 +84,15 @@ def why_activation_not_fused(activation: nn.Module) -> str | None:
 def layer_output(layer: Any, bn: Any, input: Any, known: TensorCodes | None = None) -> Output:
     """Return the output of a layer for its linked batch norm: undivided where the op may take it."""
     if not is_ordinary(input) or all_watched() or not trains(bn) or why_layer_not_fused(layer, bn) is not None:
-        return called_with(layer, input, known), None
+        return called_with(layer, known, input), None
     output: Output = layer.undivided(input, known)
     return output
 
 
-def called_with(layer: Any, x: Any, known: TensorCodes | None) -> Any:
-    """Call a layer, with what is known of its input if it takes that."""
-    return layer(x) if known is None or type(layer).forward is not QuantWeighted.forward else layer(x, known=known)
+def called_with(module: Any, known: TensorCodes | None, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer or an attention, with what is known of its input if it takes that."""
+    takes = known is not None and type(module).forward in (QuantWeighted.forward, QuantMultiheadAttention.forward)
+    return module(*args, **kwargs, known=known) if takes else module(*args, **kwargs)
 
 
 def epilogue_of(

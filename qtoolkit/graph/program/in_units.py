@@ -15,11 +15,12 @@ from qtoolkit.graph.program.chains import (
     Pair,
     find_chains,
     is_activation_quantizer,
+    is_attention_call,
     is_max_pool_call,
     is_weighted_call,
 )
 from qtoolkit.graph.program.division import Division, Whole
-from qtoolkit.graph.program.epilogue import epilogue_of, max_pool, max_pool2d
+from qtoolkit.graph.program.epilogue import called_with, epilogue_of, max_pool, max_pool2d
 from qtoolkit.graph.program.units import BatchNormUnit, FunctionUnit, LayerUnit, Names
 from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, Function, function_of_module
 from qtoolkit.graph.program.writer import Writer, function_of
@@ -114,7 +115,7 @@ class UnitWriter(Writer):
 
     def _is_other(self, node: fx.Node) -> bool:
         """Return whether training computes an op its own way, which is no unit."""
-        return is_max_pool_call(node) or node.name in self.products
+        return is_max_pool_call(node) or is_attention_call(node) or node.name in self.products
 
     # ---- calls
 
@@ -181,6 +182,9 @@ class UnitWriter(Writer):
         if node.name in self.products:
             function = products.function_of(node, self.products[node.name])
             self.written[node] = self.graph.call_function(function, (known, *args), kwargs)
+        elif is_attention_call(node):
+            attention = (self._module(node), *known[:1], *args)
+            self.written[node] = self.graph.create_node("call_function", called_with, attention, kwargs, name=node.name)
         elif node.op == "call_module":
             self._write_unit(max_pool, (self._module(node), *args, *known), node.name, node)
         else:

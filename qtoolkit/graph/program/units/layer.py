@@ -111,4 +111,4 @@ class LayerUnit(Decided):
 
 
 def _one_by_one(x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> tuple[Tensor, TensorCodes | None]:
-    return quantized_by(quantizer, called_with(layer, x, known))
+    return quantized_by(quantizer, called_with(layer, known, x))
