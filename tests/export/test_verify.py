@@ -343,3 +343,27 @@ def test_a_model_without_random_numbers_runs_once_more_for_nobody(tmp_path, monk
     result = qt.export_onnx(converted, X, tmp_path / "model.onnx", progress=False)
     assert result.verification.drawn == ()
     assert len(runs) == 2  # by itself, and from the file's codes
+
+
+class UnusedProduct(nn.Module):
+    """A product that is not returned, of a tensor whose quantizer has the grid of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.matmul(x, x.transpose(0, 1))
+        return self.layer(torch.relu(x))
+
+
+def test_a_quantizer_that_nothing_returned_depends_on_is_not_compared_with_another(tmp_path) -> None:
+    x = torch.linspace(-1, 2, 32).view(4, 8)
+    signed = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0)))
+    prepared = qt.prepare(UnusedProduct().eval(), x, backend="onnxruntime", qconfig_mapping=signed)
+    qt.calibrate(prepared, [x], progress=False)
+    converted = qt.convert(prepared)
+    path = tmp_path / "model.onnx"
+    result = qt.export_onnx(converted, x, path)
+    assert "activation_quantizers.x" in result.verification.unreached
+    qt.export.verify(converted, x, path).check()

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -239,7 +239,7 @@ class Follower:
             for number, codes in enumerate(calls if name not in self.drawn.quantizers else ()):
                 call = Call(grids[name], codes)
                 comparison.add(name, call, pairing.node_of(call, number))
-        return comparison.result(nodes, self.outputs)
+        return self._without_unused(comparison.result(nodes, self.outputs), nodes)
 
     def layer_by_layer(self, nodes: Nodes, complete: bool = False, progress: bool = False) -> Followed:
         """Compare the codes as the model computes them from the runtime's at the quantizers before: no difference spreads.
@@ -278,7 +278,16 @@ class Follower:
             outputs = self._run(grids, compare)
         if complete:
             self._compare_weights(nodes, pairing, comparison)
-        return comparison.result(nodes, outputs, self._drawn(first_codes, outputs, first_values))
+        return self._without_unused(
+            comparison.result(nodes, outputs, self._drawn(first_codes, outputs, first_values)), nodes
+        )
+
+    def _without_unused(self, found: Followed, nodes: Nodes) -> Followed:
+        """Leave out quantizers that no file has, as nothing returned depends on them: others have their grid by chance."""
+        borrowed = [name for name, count in found.counts.items() if name not in nodes and not count.are_ties()]
+        unused = self.unused(borrowed)
+        counts = {name: count for name, count in found.counts.items() if name not in unused}
+        return replace(found, counts=counts, missing=(*found.missing, *unused))
 
     def _compare_weights(self, nodes: Nodes, pairing: Pairing, comparison: _Comparison) -> None:
         comparison.stored += sum_of(self.compare_weights(nodes).values())
