@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from qtoolkit.quantizers.optimizer_steps import OptimizerSteps
+from qtoolkit.quantizers.optimizer_steps import OptimizerSteps, trained_by
 from qtoolkit.quantizers.spec_ops import per_element
 from qtoolkit.sharding import own_part
 
@@ -122,7 +122,7 @@ class FirstSteps(OptimizerSteps):
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
         if not self.quantizers or torch.compiler.is_compiling():
             return
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = trained_by(optimizer)
         # A conversion in place gives a quantizer another class.
         counted = [quantizer for quantizer in tuple(self.quantizers) if getattr(quantizer, "counts_steps", False)]
         stepped = [quantizer for quantizer in counted if _took_part(quantizer, trained)]
