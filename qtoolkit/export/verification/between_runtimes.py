@@ -208,7 +208,13 @@ def _inputs(graph: Any, given: Mapping[str, Any] | None, seed: int) -> list[Tens
         raise ValueError(
             f"the inputs must have an array for each input of the file ({names}); {missing[0]!r} is missing."
         )
-    return [torch.from_numpy(np.ascontiguousarray(given[value.name])) for value in values]
+    tensors = {value.name: torch.from_numpy(np.ascontiguousarray(given[value.name])) for value in values}
+    for name, tensor in tensors.items():
+        if tensor.isnan().any():
+            raise ValueError(
+                f"compare_runtimes: input {name!r} has NaN, for which nothing can be compared; pass numbers."
+            )
+    return list(tensors.values())
 
 
 def _random(value: Any, generator: np.random.Generator) -> Any:

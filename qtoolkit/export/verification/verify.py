@@ -18,7 +18,7 @@ from qtoolkit.export.files.reading import open_model
 from qtoolkit.export.inputs import grids_of, on_cpu
 from qtoolkit.export.verification.codes import (
     CodeCount,
-    check_difference,
+    check_numbers,
     compare_codes,
     largest_difference,
     relative_difference,
@@ -73,6 +73,7 @@ class Verification:
         drawn: Quantizers whose codes depend on random numbers, such as those of `torch.randn_like`: each run draws others, so
             that `layer_codes` leaves them out. The ops behind them are compared from the runtime's codes.
 
+        nan: Quantizers that get NaN, for which there is nothing to compare.
     Example:
         >>> import tempfile
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
@@ -95,6 +96,7 @@ class Verification:
     output_error: float = 0.0
     drawn: tuple[str, ...] = field(default=())
 
+    nan: tuple[str, ...] = field(default=())
     @classmethod
     def of(cls, follower: Follower, followed: Followed, outputs: Sequence[Any], **facts: Any) -> "Verification":
         """Return what a model that was followed layer by layer gives beside the outputs of a file, with other facts."""
@@ -109,15 +111,16 @@ class Verification:
             unreached=(*follower.unreached, *unused),
             drawn=followed.drawn,
             **facts,
+            nan=follower.nan,
         )
 
     def check(self) -> None:
         """Check that codes differ only where rounding ties explain it.
 
         Raises:
-            RuntimeError: Other codes differ, or a quantizer has no node; the message names it. Or outputs have NaN.
+            RuntimeError: Other codes differ, or a quantizer has no node or gets NaN; the message names it. Or outputs have NaN.
         """
-        check_difference(self.output_difference, "export")
+        check_numbers(self.output_difference, self.nan, "export")
         if self.missing:
             raise RuntimeError(f"export: the file has no QuantizeLinear for: {', '.join(self.missing)}.")
         if self.weight_codes.differing or self.quantizer_codes.differing:
@@ -149,6 +152,7 @@ class Verification:
         lines += [f"not executed, or not used, for these inputs: {', '.join(self.unreached)}"] if self.unreached else []
         lines += [f"not compared, as each run draws others: {', '.join(self.drawn)}"] if self.drawn else []
         return "\n".join(lines)
+        lines += [f"NaN, for which nothing can be compared: {', '.join(self.nan)}"] if self.nan else []
 
 
 @in_any_order(model="converted", inputs="inputs", path="path")
