@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.convert import check_quantized, in_reference_form
-from qtoolkit.errors import check_sequence, with_article
+from qtoolkit.errors import check_sequence, shown
 from qtoolkit.export.pairs.shaped_weights import check_shapes
 from qtoolkit.finite import check_finite
 from qtoolkit.model_inputs import bind, call_arguments, leaves, tensors_of, with_tensors
@@ -235,9 +235,8 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inpu
     found = {"".join(["output", *(f"[{key!r}]" for key in path)]): value for path, value in leaves(outputs)}
     for place, value in found.items():
         if not isinstance(value, Tensor | None):
-            shown = repr(value) if isinstance(value, int | float | str) else with_article(type(value))
             raise TypeError(
-                f"{what}: the outputs of an ONNX file are tensors, but forward returns {shown} in {place}; export a "
+                f"{what}: the outputs of an ONNX file are tensors, but forward returns {shown(value)} in {place}; export a "
                 f"module that calls the model and returns its tensors alone."
             )
     tensors = [place for place, value in found.items() if value is not None]
