@@ -177,7 +177,17 @@ def is_discrete(node: fx.Node) -> bool:
 
 def is_output(node: fx.Node) -> bool:
     """Return whether a node is the output of a graph, or picks what the graph returns by the mode."""
-    return node.op == "output" or (node.target is by_mode and not is_number(node))
+    return node.op == "output" or (chooses_by_mode(node) and all(user.op == "output" for user in node.users))
+
+
+def chooses_by_mode(node: fx.Node) -> bool:
+    """Return whether a node returns a tensor of training mode, or that of eval mode."""
+    return node.target is by_mode and not is_number(node)
+
+
+def users_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that take what a node computes, in eval mode too."""
+    return [user for user in node.users if not facts_of(user).in_training]
 
 
 def parameters_in(graph: fx.Graph) -> set[fx.Node]:

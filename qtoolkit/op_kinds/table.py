@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from qtoolkit.errors import check_known
 from qtoolkit.op_kinds import bounds, rules
 from qtoolkit.op_kinds.kind import ATTENTION, TWO, WEIGHTED, Form, OpKind
+from qtoolkit.op_kinds.recorded import by_mode
 
 
 def _named(*names: str) -> tuple[Callable[..., Any], ...]:
@@ -157,6 +158,7 @@ _MOVING = (
         (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
         (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.clone),
         ("contiguous", "clone", "detach")),
+        Form(functions=(by_mode,), operands=((), (), ("in_eval",))),
         onnx=("Identity", "Dropout", "Cast"), aten=("clone", "contiguous", "alias", "dropout", "dropout_"), returns_input=True,
         homogeneous=True),
 )  # fmt: skip

@@ -109,6 +109,7 @@ def merge(
         return False
     for node, owner, args, kwargs in chosen:
         _put_choices(node, owner, args, kwargs, mode_of)
+    _note_training_mode(own.graph)
     return True
 
 
@@ -237,6 +238,18 @@ def _put_choices(
         return _choice(node, mode_of(owner), *in_modes)
 
     node.args, node.kwargs = map_leaves(args, written), map_leaves(kwargs, written)
+
+
+def _note_training_mode(graph: fx.Graph) -> None:
+    """Note which nodes training mode alone takes; not what it returns alone, which is a head of the model."""
+    for node in reversed(graph.nodes):
+        if node.users and all(facts_of(user).in_training or _is_choice_in_training(node, user) for user in node.users):
+            set_facts(node, in_training=True)
+
+
+def _is_choice_in_training(node: fx.Node, user: fx.Node) -> bool:
+    taken = [place for place, value in enumerate(user.args) if value is node]
+    return user.target is by_mode and taken == [1] and all(taker.op != "output" for taker in user.users)
 
 
 def _choice(node: fx.Node, mode: fx.Node, in_training: Any, in_eval: Any) -> fx.Node:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from qtoolkit.graph import by_mode, check_size
 from qtoolkit.graph.capture import trace
+from qtoolkit.graph.nodes import kind_of
 from tests import nets
 from tests.nets import linear_of
 
@@ -402,6 +403,31 @@ class StochasticDepth(nn.Module):
             return x
         kept = 0.5 + torch.rand([x.shape[0], 1, 1, 1], dtype=x.dtype, device=x.device)
         return x / 0.5 * kept.floor()
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("backend", sorted(qt.backends))
+def test_ops_of_training_mode_do_not_change_how_the_others_are_quantized(backend: str, measured: bool) -> None:
+    x = torch.randn(6, 3, 8, 8)
+
+    def specs(training: bool) -> list[qt.QuantSpec]:
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), StochasticDepth(), StochasticDepth(), nn.Conv2d(8, 2, 1))
+        prepared = qt.prepare(model.train(training), (x,) if measured else None, backend)
+        assert bool(prepared.graph.find_nodes(op="call_function", target=by_mode)) is training
+        return [quantizer.spec for quantizer in qt.quantizers_of(prepared).values()]
+
+    assert specs(True) == specs(False)
+
+
+def test_what_training_mode_drops_is_quantized_once_before() -> None:
+    x = torch.randn(6, 3, 8, 8)
+    prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 1), StochasticDepth()).train(), (x,), "onnxruntime")
+    (choice,) = prepared.graph.find_nodes(op="call_function", target=by_mode)
+    quantizer, (add,) = choice.args[2], choice.users
+    assert (str(quantizer.target), kind_of(add).name) == ("activation_quantizers._1_bn", "add")
+    assert {user.name for user in quantizer.users} >= {"truediv", choice.name}
+    line = next(line for line in qt.quantization_report(prepared).layers if line.name == "truediv")
+    assert line.reason == "float: training mode alone takes it, and no target computes it"
 
 
 def test_ops_of_training_mode_between_layers(tmp_path) -> None:
