@@ -19,6 +19,7 @@ from qtoolkit.op_kinds.recorded import by_mode, is_mode
 from qtoolkit.op_kinds.rules import DISCRETE, argument, called_module, gives_tuple, is_number, module_of, name_called
 from qtoolkit.op_kinds.table import (
     FOREIGN,
+    IDENTITY,
     KINDS,
     NO_OPS,
     OF_FUNCTION,
@@ -102,7 +103,7 @@ def owner_of(node: fx.Node) -> fx.Node:
 
 def _entry_of(node: fx.Node) -> Entry | None:
     if node.op == "call_module":
-        return _entry_of_module(module_of(node))
+        return IDENTITY if facts_of(node).returns_input else _entry_of_module(module_of(node))
     if node.op == "call_method":
         return OF_METHOD.get(str(node.target))
     if not callable(node.target):

@@ -216,12 +216,9 @@ ACTIVATIONS = tuple(kind.name for kind in KINDS.values() if kind.activation)
 
 Entry = tuple[OpKind, Form]
 _ENTRIES: tuple[Entry, ...] = tuple((kind, form) for kind in KINDS.values() for form in kind.forms)
-_IDENTITY: Entry = (KINDS["identity"], Form())
+IDENTITY: Entry = (KINDS["identity"], Form())
 # Functions and modules of packages that qtoolkit does not import, by module and name.
-FOREIGN: Mapping[tuple[str, str], Entry] = {
-    ("torchvision.ops.stochastic_depth", "stochastic_depth"): _IDENTITY,
-    ("timm.layers.drop", "DropPath"): _IDENTITY,
-}
+FOREIGN: Mapping[tuple[str, str], Entry] = {("torchvision.ops.stochastic_depth", "stochastic_depth"): IDENTITY}
 OF_MODULE: Mapping[type[nn.Module], Entry] = {module: entry for entry in _ENTRIES for module in entry[1].modules}
 OF_FUNCTION: Mapping[Any, Entry] = {function: entry for entry in _ENTRIES for function in entry[1].functions}
 OF_METHOD: Mapping[str, Entry] = {method: entry for entry in _ENTRIES for method in entry[1].methods}

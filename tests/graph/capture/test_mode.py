@@ -430,6 +430,48 @@ def test_what_training_mode_drops_is_quantized_once_before() -> None:
     assert line.reason == "float: training mode alone takes it, and no target computes it"
 
 
+class Noise(nn.Module):
+    """Has no state, and returns its input in eval mode, as the stochastic depth that many models bring along."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) if self.training else x
+
+
+class Halves(nn.Module):
+    """Has no state, and computes in both modes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) if self.training else x / 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "litert"])
+def test_a_leaf_module_that_returns_its_input_in_eval_mode_is_quantized_as_a_dropout_is(
+    backend: str, training: bool
+) -> None:
+    class Block(nn.Module):
+        def __init__(self, between: nn.Module) -> None:
+            super().__init__()
+            self.conv, self.between = nn.Conv2d(3, 3, 1), between
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.between(self.conv(x)) + x
+
+    def specs(between: nn.Module) -> list[qt.QuantSpec]:
+        prepared = qt.prepare(Block(between).train(training), torch.randn(2, 3, 4, 4), backend)
+        assert (kind_of(prepared.graph.find_nodes(op="call_module", target="between")[0]).name == "identity") is (
+            not isinstance(between, Halves)
+        )
+        again = pickle.loads(pickle.dumps(prepared))
+        assert [str(kind_of(node)) for node in again.graph.nodes] == [
+            str(kind_of(node)) for node in prepared.graph.nodes
+        ]
+        return [quantizer.spec for quantizer in qt.quantizers_of(prepared).values()]
+
+    assert specs(Noise()) == specs(nn.Dropout(0.5))
+    specs(Halves())
+
+
 def test_ops_of_training_mode_between_layers(tmp_path) -> None:
     """As the drop_connect of EfficientNets: eval mode takes the values before it, and so does the exported file."""
     torch.manual_seed(0)
