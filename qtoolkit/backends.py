@@ -353,7 +353,7 @@ XNNPACK = Backend(
 # output. Softmax, logistic and tanh have fixed grids. An op computes in integers where all its inputs and its output are
 # quantized, behind a ReLU or ReLU6, or a clip that the saturation of its output is too. Transposed convolutions have no groups.
 _LITERT_OPS = (*_LAYERS, "matmul", "avg_pool", "mean", "upsample_linear", "softmax", "sigmoid", "tanh", "leaky_relu",
-               "hardswish", "gelu")  # fmt: skip
+               "hardswish", "gelu", "abs")  # fmt: skip
 _LITERT_MERGES = ("add", "sub", "mul")
 # Activations without an integer kernel.
 _FLOAT_IN_LITERT = ("prelu", "elu", "mish", "hardsigmoid", "softplus")

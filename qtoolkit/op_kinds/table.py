@@ -92,6 +92,8 @@ _ELEMENTWISE = (
     _kind("div", _binary("truediv", "div", "divide", "true_divide", refine=rules.div), onnx=("Div",), keeps_sign=True),
     _kind("scale", onnx=("Mul", "Div"), with_constant=True),
     _kind("shift", onnx=("Add", "Sub"), with_constant=True, smooth=True),
+    _kind("abs", Form(functions=(operator.abs, torch.abs, torch.absolute), methods=("abs", "abs_", "absolute", "absolute_")),
+          onnx=("Abs",), never_negative=True, homogeneous=True, smooth=True),
     _kind("cat", Form(functions=_named("cat", "concat", "concatenate", "hstack", "vstack", "dstack"),
                       operands=(("tensors",),)),
           onnx=("Concat",), aten=("cat", "concat", "hstack", "vstack"), concatenates=True, keeps_sign=True, smooth=True),
