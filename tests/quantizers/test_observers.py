@@ -251,6 +251,13 @@ def test_a_power_of_two_in_the_values_is_one_in_the_range(observer: str, exponen
         torch.testing.assert_close(end * 2.0**-exponent, of_plain, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("observer", ["minmax", "moving_average", "lsq"])
+def test_a_range_wider_than_float32_is_an_error(observer: str) -> None:
+    x = data(outlier=3.0).clamp(-3, 3) * 1e38
+    with pytest.raises(ValueError, match="scale must be positive and finite, got inf"):
+        quantizer_of(observer, torch.cat([x, -x]), symmetric=False)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("observer", OBSERVERS)
 def test_bad_values_stop_the_calibration_and_enter_no_range(observer: str, value: float) -> None:
