@@ -91,9 +91,10 @@ def test_the_variance_of_a_step_moves_on_with_each_step_and_mode() -> None:
     assert "_seen" not in vars(bn.to_float())
 
 
+@pytest.mark.parametrize("frozen", [True, False], ids=["fixed ranges", "ranges that follow"])
 @pytest.mark.parametrize("strategy", ["unscale", "std_correction"])
-def test_another_models_steps_do_not_change_a_training(strategy: str) -> None:
-    """Its optimizer steps between the batches of one step, whose forwards quantize weights by one variance.
+def test_another_models_steps_do_not_change_a_training(strategy: str, frozen: bool) -> None:
+    """Its optimizer steps between the batches of one step, whose forwards quantize by one variance and one range.
 
     In the first step nothing says which optimizer trains a model.
     """
@@ -101,7 +102,8 @@ def test_another_models_steps_do_not_change_a_training(strategy: str) -> None:
 
     def trained(other: nn.Module | None) -> list[Tensor]:
         model = prepared_net(strategy)
-        qt.freeze_ranges(model, "activations").apply()
+        if frozen:
+            qt.freeze_ranges(model, "activations").apply()
         optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, other) if each is not None]
         found = []
         for step in range(3):
