@@ -126,8 +126,8 @@ class _Merge:
         """Yield the nodes that differ, each with the submodule whose mode decides and its arguments with choices."""
         for counterpart, node in self.others.items():
             args, kwargs = self._arguments(node, counterpart)
-            if _choices_in(args, kwargs):
-                yield node, self._owner(node), args, kwargs
+            if found := _choices_in(args, kwargs):
+                yield node, self._owner_of(node, found), args, kwargs
         for check in (node for node in self.alone if node.target in CHECKS):
             passing = CHECKS[check.target](*check.args)
             yield check, self._owner(check), (Choice(check.args[0], passing), *check.args[1:]), {}
@@ -186,6 +186,14 @@ class _Merge:
         """Return whether a node makes a tensor of its own, which no op of the other mode reads."""
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         return node in self.alone and str(name).removeprefix("new_").removesuffix("_like") in NEW
+
+    def _owner_of(self, node: fx.Node, choices: Sequence[Choice]) -> nn.Module:
+        """Return the submodule whose mode decides a node's choices: that around the ops of this mode alone, if it takes any."""
+        alone = [choice.own for choice in choices if isinstance(choice.own, fx.Node) and choice.own in self.alone]
+        owners = [self._owner(each) for each in (alone or [node])]
+        if any(owner is not owners[0] for owner in owners):
+            raise UnlikeError
+        return owners[0]
 
     def _owner(self, node: fx.Node) -> nn.Module:
         """Return the submodule whose mode decides: the innermost around a node that branches, or else the only one."""

@@ -419,6 +419,36 @@ def test_ops_of_training_mode_do_not_change_how_the_others_are_quantized(backend
     assert specs(True) == specs(False)
 
 
+class Scaled(nn.Module):
+    """Computes in training mode, and has state, so that it is no leaf module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.kept if self.training else x
+
+
+def test_the_mode_of_each_submodule_decides_what_another_block_takes() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.drop = linear_of(), Scaled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(self.fc(x)) + x
+
+    model, x = nn.Sequential(Sum(), Sum(), linear_of()).train(), torch.rand(64, 4)
+    prepared = qt.prepare(model, (x,), "onnxruntime")
+    assert prepared.plan.tracing.branches == ()
+    with qt.disable_quantization(prepared), torch.no_grad():
+        for modes in ((True, True), (False, True), (True, False), (False, False)):
+            for block, mode in zip((model[0], model[1], prepared[0], prepared[1]), modes * 2, strict=True):
+                block.drop.train(mode)
+            assert torch.equal(prepared(x), model(x))
+
+
 def test_what_training_mode_drops_is_quantized_once_before() -> None:
     x = torch.randn(6, 3, 8, 8)
     prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 1), StochasticDepth()).train(), (x,), "onnxruntime")
