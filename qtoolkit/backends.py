@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, shown
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import ACTIVATIONS, CONCATS, KINDS, MOVES
 
@@ -451,6 +451,6 @@ def backend_of(backend: str | Backend) -> Backend:
     if isinstance(backend, Backend):
         return backend
     if not isinstance(backend, str):
-        raise TypeError(f"backend must be a name or a qtoolkit.Backend, got {backend!r}.")
+        raise TypeError(f"backend must be a name or a qtoolkit.Backend, got {shown(backend)}.")
     check_known("backend", backend, backends, MEANT)
     return backends[backend]

@@ -51,6 +51,7 @@ class Inputs:
         args: The positional arguments of forward.
         kwargs: The keyword arguments.
         arguments: All of them by the name of forward's argument.
+        given: They as the caller gave them.
         given_names: The names that the caller chose for the first inputs of the file.
         what: The public function that takes them, with which errors begin.
     """
@@ -58,6 +59,7 @@ class Inputs:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     arguments: dict[str, Any]
+    given: Any
     given_names: tuple[str, ...]
     what: str
 
@@ -73,7 +75,7 @@ class Inputs:
         args, kwargs = call_arguments(model, given, f"{what}: example_inputs do")
         arguments = bind(model, given)
         check_sequence(input_names or (), what, "input_names")
-        inputs = cls(args, kwargs, arguments, tuple(input_names or ()), what)
+        inputs = cls(args, kwargs, arguments, given, tuple(input_names or ()), what)
         check_names(what, "input_names", inputs.given_names, inputs.default_names)
         check_names(what, "input_names", inputs.names, inputs.default_names)
         inputs._check_dtypes(source)

@@ -424,6 +424,21 @@ def test_what_litert_does_not_have_is_a_sentence(op, sentence: str, tmp_path) ->
     assert (tmp_path / "model.tflite").read_bytes() == b"old"
 
 
+def test_arguments_of_other_types_are_sentences(tmp_path) -> None:
+    model = prepared(nn.Sequential(nn.Conv2d(3, 2, 1)))
+    with pytest.raises(TypeError, match="export_litert: path must be the file to write, got a Sequential; write path="):
+        export_litert(model, X, model)
+    with pytest.raises(IsADirectoryError, match="export_litert: path must be the file to write, got the folder"):
+        export_litert(model, X, tmp_path)
+    with pytest.raises(TypeError, match="export_litert: example_inputs do not fit the model: a list is one argument"):
+        export_litert(model, [X], tmp_path / "model.tflite")
+    unsigned = prepared(nn.Sequential(nn.Conv2d(3, 2, 1)), backend="onnxruntime")
+    with pytest.raises(
+        ValueError, match="'activation_quantizers.input_1' has torch.uint8 codes, and LiteRT's kernels take"
+    ):
+        export_litert(unsigned, X, tmp_path / "model.tflite")
+
+
 def test_files_and_inputs_that_do_not_fit(tmp_path) -> None:
     model = prepared(Net())
     converted = qt.convert(model)
