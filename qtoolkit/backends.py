@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, shown
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import ACTIVATIONS, CONCATS, KINDS, MOVES
 
@@ -353,7 +353,7 @@ XNNPACK = Backend(
 # output. Softmax, logistic and tanh have fixed grids. An op computes in integers where all its inputs and its output are
 # quantized, behind a ReLU or ReLU6, or a clip that the saturation of its output is too. Transposed convolutions have no groups.
 _LITERT_OPS = (*_LAYERS, "matmul", "avg_pool", "mean", "upsample_linear", "softmax", "sigmoid", "tanh", "leaky_relu",
-               "hardswish", "gelu")  # fmt: skip
+               "hardswish", "gelu", "abs")  # fmt: skip
 _LITERT_MERGES = ("add", "sub", "mul")
 # Activations without an integer kernel.
 _FLOAT_IN_LITERT = ("prelu", "elu", "mish", "hardsigmoid", "softplus")
@@ -451,6 +451,6 @@ def backend_of(backend: str | Backend) -> Backend:
     if isinstance(backend, Backend):
         return backend
     if not isinstance(backend, str):
-        raise TypeError(f"backend must be a name or a qtoolkit.Backend, got {backend!r}.")
+        raise TypeError(f"backend must be a name or a qtoolkit.Backend, got {shown(backend)}.")
     check_known("backend", backend, backends, MEANT)
     return backends[backend]

@@ -41,7 +41,7 @@ class Caller:
             warnings.warn(
                 f"{self.what}: {type(model).__name__}.forward({', '.join(taken_arguments(model))}) does not take "
                 f"{_difference(inputs, taken)} of a batch, which is left out as its labels; pass forward=lambda model, batch: "
-                f"... to call it otherwise.",
+                f"... to call it otherwise.{_if_fixed(model, inputs)}",
                 stacklevel=4,
             )
         return self._call(model, taken)
@@ -104,13 +104,25 @@ def _without_labels(model: nn.Module, inputs: Any) -> Any:
 
 def _takes(model: nn.Module, inputs: Any) -> bool:
     """Return whether the forward of a model takes these inputs, by its signature and by what was fixed at tracing."""
+    given, named = _given(model, inputs), taken_arguments(model)
+    return given is not None and all(name in named or value is None for name, value in given.items())
+
+
+def _given(model: nn.Module, inputs: Any) -> Mapping[str, Any] | None:
+    """Return the value of each argument of a model's forward; None where its signature does not take the inputs."""
     args, kwargs = split(inputs)
     try:
-        given = _signature(model).bind(*args, **kwargs).arguments
+        return _signature(model).bind(*args, **kwargs).arguments
     except TypeError:
-        return False
-    named = taken_arguments(model)
-    return all(name in named or value is None for name, value in given.items())
+        return None
+
+
+def _if_fixed(model: nn.Module, inputs: Any) -> str:
+    """Return what to do, if what is left out of a batch is an argument that the model's graph has fixed at None."""
+    named, given = taken_arguments(model), _given(model, inputs) or {}
+    fixed = [name for name in given if name not in named and not LABELS.search(name)]
+    remedy = "pass it in the example_inputs of qtoolkit.prepare, which fixed it at None"
+    return f" If it is no label but the argument {fixed[0]!r}, {remedy}." if fixed else ""
 
 
 def taken_arguments(model: nn.Module) -> list[str]:

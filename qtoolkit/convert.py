@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.eager.record import check_links, plan_of
-from qtoolkit.errors import check_known, some, with_article
+from qtoolkit.errors import check_known, shown, some, with_article
 from qtoolkit.finite import check_finite
 from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import freeze, integers
 from qtoolkit.graph.plan import Tracing
 from qtoolkit.model_state import deepcopy_model
-from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.runtimes.table import RUNTIMES, Runtime, RuntimeName, runtime_named
 
@@ -165,6 +166,18 @@ def _warn_of_those_off(model: nn.Module) -> None:
             f"qtoolkit.enable_quantization(prepared) turns them on.",
             stacklevel=4,
         )
+
+
+def check_converted(model: object, what: str) -> None:
+    """Raise TypeError unless a model is what `convert` returned, before `what` is done with it."""
+    if isinstance(model, nn.Module):
+        refuse_foreign_quantizers(model, what)
+        if named_quantizers(model, Grid) and not quantizers_of(model):
+            return
+    raise TypeError(
+        f"{what}: the model must be what qtoolkit.convert returned, got {shown(model)} that was not converted; prepare and "
+        f"calibrate the model, and pass qtoolkit.convert(prepared)."
+    )
 
 
 def check_quantized(model: object, what: str) -> None:

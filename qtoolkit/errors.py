@@ -60,6 +60,16 @@ def with_article(named: object) -> str:
     return f"{'an' if _BEGINS_WITH_A_VOWEL.match(name) else 'a'} {name}"
 
 
+def shown(value: object) -> str:
+    """Return a number, a string or None as it is written, and any other value by its type: it may be a whole model.
+
+    Example:
+        >>> shown(3), shown([1, 2])
+        ('3', 'a list')
+    """
+    return repr(value) if isinstance(value, int | float | str | None) else with_article(type(value))
+
+
 # A vowel that is heard: of a word (OrderedDict, upsample_linear), or of a letter read by its name (LSTM, MLP, but UNet).
 _BEGINS_WITH_A_VOWEL = re.compile(r"[aeioAEIO]|u|U[a-z]|[FHLMNRSX][A-Z](?![a-z])")
 
@@ -95,14 +105,17 @@ def check_mapping(what: str, value: object) -> None:
         raise ValueError(f"{what} must be a mapping of names to values, got {type(value).__name__}.")
 
 
-def check_sequence(value: object, what: str, argument: str, of: str = "names") -> None:
-    """Raise TypeError for one string, None or another value in place of a sequence."""
+def check_sequence(value: object, what: str, argument: str, of: str = "names", empty: bool = True) -> None:
+    """Raise TypeError for one string, None or another value in place of a sequence; ValueError if it must not be empty."""
     if isinstance(value, str):
         raise TypeError(
             f"{what}: {argument} must be a sequence of {of}, got the string {value!r}; write {argument}=[{value!r}]."
         )
     if not isinstance(value, Iterable):
-        raise TypeError(f"{what}: {argument} must be a sequence of {of}, got {value!r}; write {argument}=[] for none.")
+        remedy = f"; write {argument}=[] for none" if empty else ""
+        raise TypeError(f"{what}: {argument} must be a sequence of {of}, got {value!r}{remedy}.")
+    if not empty and not list(value):
+        raise ValueError(f"{what}: {argument} must be a sequence of at least one of the {of}, got {value!r}.")
 
 
 @contextmanager

@@ -13,13 +13,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from qtoolkit.errors import shown
+
 DAY = 24 * 60 * 60
 
 
 def checked_path(path: object, what: str, example: str) -> str | os.PathLike[str]:
     """Return a path to write. Errors begin with `what`: TypeError for what is no path, IsADirectoryError for a folder."""
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f'{what}: path must be the file to write, got {path!r}; write path="{example}".')
+        raise TypeError(f'{what}: path must be the file to write, got {shown(path)}; write path="{example}".')
     if os.path.isdir(path):
         inside = os.path.join(os.fspath(path), example)
         raise IsADirectoryError(

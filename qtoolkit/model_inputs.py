@@ -67,7 +67,7 @@ def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, MisfitError):
+        if isinstance(error, MisfitError) or (isinstance(error, ValueError) and _is_raised_here(error)):
             raise
         said = f"{type(error).__name__}: {first_line(error)}"
         reason = _misfit(model, inputs, in_lookup="indices" in str(error))
@@ -77,6 +77,11 @@ def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
         if reason is not None:
             raise ShapeMisfitError(f"{what} not fit the model: {reason} ({said}).") from error
         raise
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Return whether code of this package raised an error: it says itself what is wrong."""
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OWN_FOLDER)
 
 
 def _misfit(model: nn.Module, inputs: Any, in_lookup: bool) -> str | None:
@@ -101,8 +106,7 @@ def _wrong_shape(model: nn.Module, inputs: Any, error: Exception) -> str | None:
     """Return what is said of inputs whose shapes a layer of the model, or an op, does not take; None for any other error."""
     if type(error) not in (RuntimeError, ValueError) or not OF_SHAPES.search(str(error)):
         return None
-    raised_here = traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OWN_FOLDER)
-    if isinstance(error, ValueError) and (raised_here or "more than 1 value per channel" in str(error)):
+    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
         return None
     args, kwargs = split(inputs)
     given = inspect.signature(model.forward).bind(*args, **kwargs).arguments

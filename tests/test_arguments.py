@@ -57,7 +57,7 @@ def test_what_is_no_module_is_named(start: str, value: object) -> None:
         ({"preserve_attributes": "training"}, r"got the string 'training'; write preserve_attributes=\['training'\]"),
         ({"preserve_attributes": 5}, "prepare: preserve_attributes must be a sequence of names, got 5"),
         ({"concrete_args": 5}, "prepare: concrete_args must be a dict of arguments of forward, got 5"),
-        ({"backend": {}}, r"backend must be a name or a qtoolkit.Backend, got \{\}"),
+        ({"backend": {}}, r"backend must be a name or a qtoolkit.Backend, got a dict"),
         ({"backend": None}, "backend must be a name or a qtoolkit.Backend, got None"),
     ],
 )
@@ -132,6 +132,16 @@ def test_inputs_that_a_model_does_not_take_are_named(case: str) -> None:
         qt.prepare(make(), inputs)
     with pytest.raises(RuntimeError, match=f"^calibrate: a batch does not fit the model: {words}"):
         qt.calibrate(qt.prepare(make()), [inputs], progress=False)
+
+
+def test_inputs_in_a_list_are_named_by_the_export(tmp_path: Path) -> None:
+    prepared = qt.prepare(conv_net(), IMAGES)
+    qt.calibrate(prepared, [IMAGES], progress=False)
+    words = "example_inputs do not fit the model: a list is one argument, 'input'; write a tuple"
+    with pytest.raises(TypeError, match=f"^export_onnx: {words}"):
+        qt.export_onnx(prepared, [IMAGES], tmp_path / "model.onnx", progress=False)
+    with pytest.raises(TypeError, match=f"^export_program: {words}"):
+        qt.export.export_program(prepared, [IMAGES])
 
 
 @pytest.mark.parametrize("value", [5, 2.5, True])

@@ -74,6 +74,59 @@ def test_a_batch_with_more_than_labels_says_what_to_pass(road, batch: object, wo
         qt.calibrate(model, [batch], progress=False)
 
 
+class Masked(nn.Module):
+    """Takes what is not padding, as integers or booleans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.last(self.first(x) * mask.unsqueeze(-1))
+
+
+class Optional(Masked):
+    """Takes a mask or none."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.last(self.first(x)) if mask is None else super().forward(x, mask)
+
+
+def test_a_mask_that_was_fixed_at_none_is_no_label_and_no_misfit() -> None:
+    x, mask = torch.rand(3, 5, 4), torch.ones(3, 5, dtype=torch.bool)
+    prepared = qt.prepare(Optional(), None, "onnxruntime")
+    with pytest.raises(
+        ValueError, match=r"^mask has been .* value None .*: to pass a value, give one in the example_inputs"
+    ):
+        qt.calibrate(prepared, [{"x": x, "mask": mask}], progress=False)
+    with pytest.warns(
+        UserWarning, match=r"left out as its labels; .* If it is no label but the argument 'mask', pass it in"
+    ):
+        qt.calibrate(prepared, [(x, mask)], progress=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_mask_of_unknown_type_names_its_quantizer_and_the_remedy(dtype: torch.dtype) -> None:
+    batch = torch.rand(3, 5, 4), torch.randint(0, 2, (3, 5)).to(dtype)
+    with pytest.raises(
+        TypeError,
+        match=rf"quantizer 'activation_quantizers.mask' gets a tensor of {dtype}, .* or give a mask in the example_inputs",
+    ):
+        qt.calibrate(qt.prepare(Masked(), None, "onnxruntime"), [batch], progress=False)
+    prepared = qt.prepare(Masked(), batch, "onnxruntime")
+    qt.calibrate(prepared, [batch], progress=False)
+    assert "activation_quantizers.mask" not in qt.quantizers_of(prepared)
+
+
+def test_integers_for_a_replaced_layer_name_its_quantizer() -> None:
+    model = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 2)))
+    with pytest.raises(
+        TypeError,
+        match=r"quantizer '0.input_quantizer' gets a tensor of torch.uint8, .*; pass it with \.to\(torch.float32\)",
+    ):
+        qt.calibrate(model, [torch.ones(3, 4, dtype=torch.uint8)], progress=False)
+
+
 def test_a_type_error_of_the_model_stays() -> None:
     class Wrong(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """NaN, infinities and negative variances in a model are named before they become codes, a file or a checkpoint."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,44 @@ def test_verification_fails_on_nan(tmp_path: Path) -> None:
         verify_onnx(converted, file, bad, progress=False).check()
     with pytest.raises(RuntimeError, match="verify: outputs have NaN"):
         qt.export.verify(file, converted, bad, progress=False).check()
+    with pytest.raises(ValueError, match=r"compare_runtimes: input 'x' has NaN, for which nothing can be compared"):
+        qt.export.compare_runtimes(file, {"x": bad.numpy()}, ("onnxruntime",), progress=False)
+
+
+class Classes(nn.Module):
+    """Returns the class of each image, which is a number for NaN too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).argmax(1)
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "integer"])
+@pytest.mark.parametrize("kind", [Classes, lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))])
+def test_codes_of_nan_are_not_equal(kind: Callable[[], nn.Module], arithmetic: str, tmp_path: Path) -> None:
+    """NaN has some code in each runtime; outputs are then numbers, and the same on both sides."""
+    x = torch.randn(8, 4)
+    prepared = qt.prepare(kind().eval(), x, "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    path = qt.export_onnx(prepared, x, tmp_path / "model.onnx", progress=False).path
+    converted, bad = qt.convert(prepared, arithmetic=arithmetic), torch.full_like(x, torch.nan)
+    found = qt.export.verify(converted, bad, path, progress=False)
+    with pytest.raises(
+        RuntimeError, match=r"verify: (outputs have|the quantizers 'activation.*' get) NaN, for which no"
+    ):
+        found.check()
+    codes = found.runtimes["onnxruntime"]
+    assert codes.verdict is qt.export.Verdict.DIFFERENT
+    assert "NaN, for which nothing can be compared: activation_quantizers." in str(codes)
+    by_layer = verify_onnx(qt.convert(prepared), bad, path, progress=False)
+    with pytest.raises(
+        RuntimeError, match=r"export: (outputs have|the quantizers 'activation.*' get) NaN, for which no"
+    ):
+        by_layer.check()
+    assert by_layer.nan[0] == codes.nan[0]
 
 
 def test_equal_infinities_are_no_difference() -> None:

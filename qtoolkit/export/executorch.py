@@ -16,7 +16,7 @@ from qtoolkit.export.verification.follower import Follower, NodeCodes, in_shapes
 from qtoolkit.export.verification.runtimes import executorch_xnnpack
 from qtoolkit.export.verification.runtimes.executorch_xnnpack import Lowered, lower
 from qtoolkit.export.verification.verify import Verification
-from qtoolkit.files import write_atomically
+from qtoolkit.files import checked_path, write_atomically
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.model_state import evaluating
@@ -107,6 +107,7 @@ def export_executorch(
         (1, 0)
     """
     XNNPACK.check_installed("export_executorch")
+    path = checked_path(path, "export_executorch", "model.pte")
     found = decomposed(model, example_inputs, dynamic_shapes, "export_executorch")
     lowered = lower(found.program)
     verification, end_to_end = _compared(found, lowered) if verify else (None, None)

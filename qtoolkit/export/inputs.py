@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.convert import check_quantized, in_reference_form
-from qtoolkit.errors import check_sequence, with_article
+from qtoolkit.errors import check_sequence, shown
 from qtoolkit.export.pairs.shaped_weights import check_shapes
 from qtoolkit.finite import check_finite
 from qtoolkit.model_inputs import bind, call_arguments, leaves, tensors_of, with_tensors
@@ -51,6 +51,7 @@ class Inputs:
         args: The positional arguments of forward.
         kwargs: The keyword arguments.
         arguments: All of them by the name of forward's argument.
+        given: They as the caller gave them.
         given_names: The names that the caller chose for the first inputs of the file.
         what: The public function that takes them, with which errors begin.
     """
@@ -58,6 +59,7 @@ class Inputs:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     arguments: dict[str, Any]
+    given: Any
     given_names: tuple[str, ...]
     what: str
 
@@ -73,7 +75,7 @@ class Inputs:
         args, kwargs = call_arguments(model, given, f"{what}: example_inputs do")
         arguments = bind(model, given)
         check_sequence(input_names or (), what, "input_names")
-        inputs = cls(args, kwargs, arguments, tuple(input_names or ()), what)
+        inputs = cls(args, kwargs, arguments, given, tuple(input_names or ()), what)
         check_names(what, "input_names", inputs.given_names, inputs.default_names)
         check_names(what, "input_names", inputs.names, inputs.default_names)
         inputs._check_dtypes(source)
@@ -235,9 +237,8 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inpu
     found = {"".join(["output", *(f"[{key!r}]" for key in path)]): value for path, value in leaves(outputs)}
     for place, value in found.items():
         if not isinstance(value, Tensor | None):
-            shown = repr(value) if isinstance(value, int | float | str) else with_article(type(value))
             raise TypeError(
-                f"{what}: the outputs of an ONNX file are tensors, but forward returns {shown} in {place}; export a "
+                f"{what}: the outputs of an ONNX file are tensors, but forward returns {shown(value)} in {place}; export a "
                 f"module that calls the model and returns its tensors alone."
             )
     tensors = [place for place, value in found.items() if value is not None]

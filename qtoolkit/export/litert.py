@@ -15,7 +15,7 @@ from qtoolkit.export.program import decomposed
 from qtoolkit.export.tflite.lowering import lower
 from qtoolkit.export.verification.deployed import RuntimeCodes
 from qtoolkit.export.verification.verify import verify as verify_file
-from qtoolkit.files import write_atomically
+from qtoolkit.files import checked_path, write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import integers
 from qtoolkit.integer.kernels import Kernel
@@ -124,6 +124,7 @@ def export_litert(
     """
     LITERT_RUNTIMES["litert"].check_installed("export_litert")
     check_known("io_type of export_litert:", io_type, ("float32", "int8", "int16"))
+    path = checked_path(path, "export_litert", "model.tflite")
     found = decomposed(model, example_inputs, None, "export_litert")
     lowered = lower(found, io_type, f"torch-qtoolkit {__version__}")
     with tempfile.TemporaryDirectory() as folder:

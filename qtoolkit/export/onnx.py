@@ -14,6 +14,7 @@ from qtoolkit.argument_order import in_any_order
 from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
+from qtoolkit.export.exporters.pools import DivisorsWritten
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
 from qtoolkit.export.files.files import replacing_model
@@ -228,7 +229,13 @@ def written(
     if dynamic_batch:
         inputs, shapes = inputs.with_dynamic_batch()
         request = replace(request, inputs=inputs, dynamic_shapes=shapes)
-    with evaluating(model), in_float(model), without_noise(), shaped_weights(model, request.run, request.what):
+    with (
+        evaluating(model),
+        in_float(model),
+        without_noise(),
+        shaped_weights(model, request.run, request.what),
+        DivisorsWritten(request.what),
+    ):
         check_outputs(request.run(), request.output_names, inputs)
         exported = convert_opset(EXPORTERS[exporter](request), opset, exporter, request.what)
         # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.

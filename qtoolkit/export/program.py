@@ -12,7 +12,7 @@ from qtoolkit.export.inputs import ONE_AT_A_TIME, Source, by_name
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pt2e.decomposition import Quantizers, decompose
 from qtoolkit.integer.kernels import in_float
-from qtoolkit.model_inputs import call_arguments
+from qtoolkit.model_inputs import call_arguments, naming_misfits
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn.module import names_of_weights
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid
@@ -81,7 +81,8 @@ def decomposed(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, what:
     def capture(module: nn.Module) -> ExportedProgram:
         return torch.export.export(by_name(module, kwargs), args, kwargs, dynamic_shapes=dynamic_shapes)
 
-    with ONE_AT_A_TIME, evaluating(converted), in_float(converted), torch.no_grad():
+    misfits = naming_misfits(converted, source.example_inputs, f"{what}: example_inputs do")
+    with misfits, ONE_AT_A_TIME, evaluating(converted), in_float(converted), torch.no_grad():
         with shaped_weights(converted, partial(converted, *args, **kwargs), what):
             captured: Any = capture(converted).module()
         quantizers = decompose(captured, names_of_weights(converted))

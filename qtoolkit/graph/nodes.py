@@ -19,6 +19,7 @@ from qtoolkit.op_kinds.recorded import by_mode, is_mode
 from qtoolkit.op_kinds.rules import DISCRETE, argument, called_module, gives_tuple, is_number, module_of, name_called
 from qtoolkit.op_kinds.table import (
     FOREIGN,
+    IDENTITY,
     KINDS,
     NO_OPS,
     OF_FUNCTION,
@@ -102,7 +103,7 @@ def owner_of(node: fx.Node) -> fx.Node:
 
 def _entry_of(node: fx.Node) -> Entry | None:
     if node.op == "call_module":
-        return _entry_of_module(module_of(node))
+        return IDENTITY if facts_of(node).returns_input else _entry_of_module(module_of(node))
     if node.op == "call_method":
         return OF_METHOD.get(str(node.target))
     if not callable(node.target):
@@ -177,7 +178,17 @@ def is_discrete(node: fx.Node) -> bool:
 
 def is_output(node: fx.Node) -> bool:
     """Return whether a node is the output of a graph, or picks what the graph returns by the mode."""
-    return node.op == "output" or (node.target is by_mode and not is_number(node))
+    return node.op == "output" or (chooses_by_mode(node) and all(user.op == "output" for user in node.users))
+
+
+def chooses_by_mode(node: fx.Node) -> bool:
+    """Return whether a node returns a tensor of training mode, or that of eval mode."""
+    return node.target is by_mode and not is_number(node)
+
+
+def users_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that take what a node computes, in eval mode too."""
+    return [user for user in node.users if not facts_of(user).in_training]
 
 
 def parameters_in(graph: fx.Graph) -> set[fx.Node]:

@@ -127,6 +127,22 @@ class LeakyReLU(OpKernel):
         return torch.where(codes >= 0, above, below)
 
 
+class Absolute(OpKernel):
+    """|x - xz| times xs / ys. Source: elementwise.cc."""
+
+    NAME = "ABS"
+    factor: Tensor
+
+    def refresh(self) -> None:
+        """Compute the factor."""
+        super().refresh()
+        self.constant("factor", self.inputs[0].scale / output_of(self).scale)
+
+    def compute(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the values of the output's codes."""
+        return requantized(self.inputs[0].centred(x).abs(), self.factor, output_of(self))
+
+
 class AveragePool(OpKernel):
     """The mean of the codes of a window, halves rounded away from code zero. Source: reference/integer_ops/pooling.h."""
 
@@ -322,6 +338,7 @@ _KERNELS: Mapping[str, type[OpKernel]] = {
     "mul": Multiply,
     "matmul": MatMul,
     "leaky_relu": LeakyReLU,
+    "abs": Absolute,
     "avg_pool": AveragePool,
     "mean": Mean,
     "softmax": Softmax,

@@ -220,6 +220,8 @@ def _average_pool(node: fx.Node) -> type[OpKernel] | Refusal:
         return QLinearGlobalAveragePool if is_one else _no_kernel("its windows differ in size")
     if op in MEANS:
         return QLinearGlobalAveragePool
+    if argument(node, 6, "divisor_override"):
+        return _no_kernel("its divisor is not the size of its window")
     plain = op in (nn.AvgPool2d, F.avg_pool2d)
     return QLinearAveragePool if plain else _no_kernel("onnxruntime has an integer kernel for two dimensions only")
 

@@ -13,7 +13,7 @@ conversion, and the batch norm returns its input. In training mode (numbers: str
   `freeze_batch_norm` after the statistics have converged.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -332,8 +332,8 @@ def step_variance(layer: nn.Module, bn: LinkedBatchNorm) -> Tensor:
     """Return the running variance before the first forward of the present training step.
 
     The weight is quantized with it. Each forward moves the statistics, but gradient checkpointing runs a forward once more
-    in backward, and must then see what the first one saw. A step ends when an optimizer takes one, when a parameter of the
-    layer or of the batch norm changes, or when `train()` is called.
+    in backward, and must then see what the first one saw. A step ends when an optimizer of these parameters takes one (see
+    `OptimizerSteps.taken`), when a parameter of the layer or of the batch norm changes, or when `train()` is called.
     """
     variance = running_variance(bn)
     if torch.compiler.is_compiling():
@@ -341,9 +341,9 @@ def step_variance(layer: nn.Module, bn: LinkedBatchNorm) -> Tensor:
     return variance_of_step(bn, variance, (*_parameters(layer), *_parameters(bn)))
 
 
-def variance_of_step(bn: LinkedBatchNorm, variance: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+def variance_of_step(bn: LinkedBatchNorm, variance: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return what `step_variance` does, for a running variance and the parameters whose changes end a step."""
-    state = (_steps.taken(), sum([p._version for p in parameters]), variance.dtype, variance.device)
+    state = (_steps.taken(parameters), sum([p._version for p in parameters]), variance.dtype, variance.device)
     seen = bn._seen
     # A CUDA graph must copy it each time that it runs, however often Python counts a step.
     if seen is None or ((seen[0] != state or is_captured(variance)) and not is_recomputing()):

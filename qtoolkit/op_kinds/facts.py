@@ -15,6 +15,8 @@ class NodeFacts:
     Attributes:
         is_number: The node returned a number, or several, and no tensor.
         is_discrete: The node returned a tensor of integers or booleans, or several, and nothing else.
+        returns_input: The node calls a module that returns its input in eval mode, and has another value in training mode.
+        in_training: Training mode alone takes what the node computes, before an op of both modes.
         assigns_in_place: The node comes from an augmented assignment such as `+=`, which torch.fx records as `+`.
         call: The index of the call of a block, among those that tracing saw, that made the node. None for a node that was put
             in later.
@@ -23,6 +25,8 @@ class NodeFacts:
 
     is_number: bool = False
     is_discrete: bool = False
+    returns_input: bool = False
+    in_training: bool = False
     assigns_in_place: bool = False
     call: int | None = None
     replaces: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from qtoolkit.errors import check_known
 from qtoolkit.op_kinds import bounds, rules
 from qtoolkit.op_kinds.kind import ATTENTION, TWO, WEIGHTED, Form, OpKind
+from qtoolkit.op_kinds.recorded import by_mode
 
 
 def _named(*names: str) -> tuple[Callable[..., Any], ...]:
@@ -91,6 +92,8 @@ _ELEMENTWISE = (
     _kind("div", _binary("truediv", "div", "divide", "true_divide", refine=rules.div), onnx=("Div",), keeps_sign=True),
     _kind("scale", onnx=("Mul", "Div"), with_constant=True),
     _kind("shift", onnx=("Add", "Sub"), with_constant=True, smooth=True),
+    _kind("abs", Form(functions=(operator.abs, torch.abs, torch.absolute), methods=("abs", "abs_", "absolute", "absolute_")),
+          onnx=("Abs",), never_negative=True, homogeneous=True, smooth=True),
     _kind("cat", Form(functions=_named("cat", "concat", "concatenate", "hstack", "vstack", "dstack"),
                       operands=(("tensors",),)),
           onnx=("Concat",), aten=("cat", "concat", "hstack", "vstack"), concatenates=True, keeps_sign=True, smooth=True),
@@ -157,6 +160,7 @@ _MOVING = (
         (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
         (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.clone),
         ("contiguous", "clone", "detach")),
+        Form(functions=(by_mode,), operands=((), (), ("in_eval",))),
         onnx=("Identity", "Dropout", "Cast"), aten=("clone", "contiguous", "alias", "dropout", "dropout_"), returns_input=True,
         homogeneous=True),
 )  # fmt: skip
@@ -214,12 +218,9 @@ ACTIVATIONS = tuple(kind.name for kind in KINDS.values() if kind.activation)
 
 Entry = tuple[OpKind, Form]
 _ENTRIES: tuple[Entry, ...] = tuple((kind, form) for kind in KINDS.values() for form in kind.forms)
-_IDENTITY: Entry = (KINDS["identity"], Form())
+IDENTITY: Entry = (KINDS["identity"], Form())
 # Functions and modules of packages that qtoolkit does not import, by module and name.
-FOREIGN: Mapping[tuple[str, str], Entry] = {
-    ("torchvision.ops.stochastic_depth", "stochastic_depth"): _IDENTITY,
-    ("timm.layers.drop", "DropPath"): _IDENTITY,
-}
+FOREIGN: Mapping[tuple[str, str], Entry] = {("torchvision.ops.stochastic_depth", "stochastic_depth"): IDENTITY}
 OF_MODULE: Mapping[type[nn.Module], Entry] = {module: entry for entry in _ENTRIES for module in entry[1].modules}
 OF_FUNCTION: Mapping[Any, Entry] = {function: entry for entry in _ENTRIES for function in entry[1].functions}
 OF_METHOD: Mapping[str, Entry] = {method: entry for entry in _ENTRIES for method in entry[1].methods}

@@ -8,13 +8,13 @@ steps in `LOOKED_AT`.
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from qtoolkit.quantizers.optimizer_steps import OptimizerSteps
+from qtoolkit.quantizers.optimizer_steps import OptimizerSteps, trained_by
 from qtoolkit.quantizers.spec_ops import per_element
 from qtoolkit.sharding import own_part
 
@@ -101,7 +101,9 @@ def _warn(quantizer: "TensorQuantizer", found: str, remedy: str) -> None:
 
 
 class FirstSteps(OptimizerSteps):
-    """The quantizers that are in their first steps.
+    """The quantizers that are in their first steps: those of the optimizers that train their model.
+
+    Copies and loaded models do not say whose quantizers they hold; theirs go by each step behind a forward.
 
     Attributes:
         quantizers: These, as long as somebody holds them.
@@ -110,6 +112,12 @@ class FirstSteps(OptimizerSteps):
     def __init__(self) -> None:
         super().__init__()
         self.quantizers: WeakSet[TensorQuantizer] = WeakSet()
+        self._models: WeakKeyDictionary[TensorQuantizer, ref[nn.Module]] = WeakKeyDictionary()
+
+    def note_model(self, model: nn.Module, quantizers: Iterable["TensorQuantizer"]) -> None:
+        """Note the model that was calibrated, which quantizers do not know."""
+        for quantizer in quantizers:
+            self._models[quantizer] = ref(model)
 
     def count(self, quantizer: "TensorQuantizer") -> None:
         """Count the steps of a quantizer from now on, if it is in its first ones."""
@@ -122,14 +130,30 @@ class FirstSteps(OptimizerSteps):
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
         if not self.quantizers or torch.compiler.is_compiling():
             return
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        super()._after_step(optimizer, args, kwargs)
+        trained = trained_by(optimizer)
         # A conversion in place gives a quantizer another class.
         counted = [quantizer for quantizer in tuple(self.quantizers) if getattr(quantizer, "counts_steps", False)]
-        stepped = [quantizer for quantizer in counted if _took_part(quantizer, trained)]
+        took_part = [quantizer for quantizer in counted if _took_part(quantizer, trained)]
+        stepped = self._without_other_models(took_part, trained)
         with torch.no_grad():
             for quantizer in stepped:
                 quantizer.end_step()
             _say_what_is_wrong(stepped)
+
+    def _without_other_models(
+        self, quantizers: Sequence["TensorQuantizer"], trained: set[int]
+    ) -> list["TensorQuantizer"]:
+        """Leave out the quantizers of models that other optimizers train."""
+        models = {quantizer: self._models[quantizer]() for quantizer in quantizers if quantizer in self._models}
+        others = {
+            model for model in {*models.values()} if model is not None and self._is_trained_otherwise(model, trained)
+        }
+        return [quantizer for quantizer in quantizers if models.get(quantizer) not in others]
+
+    def _is_trained_otherwise(self, model: nn.Module, trained: set[int]) -> bool:
+        parameters = list(model.parameters())
+        return trained.isdisjoint(map(id, parameters)) and self.taken(parameters)[0]
 
 
 FIRST_STEPS = FirstSteps()

@@ -313,12 +313,14 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             RuntimeError: `quantizing` is set, but there is no range; or `observing` is set in a recomputation of gradient
                 checkpointing, whose range would not be that of the first computation.
             ValueError: `stopping` is set, and x has NaN or infinities.
+            TypeError: `observing` is set, and x has integers or booleans.
         """
         self._check_finite(x)
         if is_recorded_for_onnx():
             return self._recorded_for_onnx(x)
         if self.observing:
             check_not_recomputing(self.name)
+            self._check_type(x)
             self._fit_channels(x)
             if self.quantizing:
                 return self.kind.observe_and_quantize(self, x)
@@ -482,6 +484,17 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
                 f"quantizer {self.name!r} has no range yet: call qtoolkit.calibrate(model, batches) first{steps}, or switch it "
                 f"off with qtoolkit.disable_quantization(model)."
             )
+
+    def _check_type(self, x: Tensor) -> None:
+        """Raise TypeError for integers and booleans, which have no range; a graph without example inputs may take any."""
+        if x.is_floating_point():
+            return
+        remedy = "pass it with .to(torch.float32)"
+        if self.inserted:
+            remedy += ", or give a mask in the example_inputs of qtoolkit.prepare, which then leaves it as it is"
+        raise TypeError(
+            f"quantizer {self.name!r} gets a tensor of {x.dtype}, and quantizes floating-point values; {remedy}."
+        )
 
     def _fit_channels(self, x: Tensor) -> None:
         if not self._shape_is_known:

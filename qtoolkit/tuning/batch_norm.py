@@ -195,5 +195,6 @@ class _Sums:
         if self.count:
             mean = self.mean / self.count
             self.bn.running_mean.copy_(mean)
-            self.bn.running_var.copy_(self.square / self.count - mean.square())
+            variance = self.square / self.count - mean.square()
+            self.bn.running_var.copy_(variance.clamp(min=0))  # a constant channel's is zero up to rounding
         return self.count > 0

@@ -225,6 +225,12 @@ def leaky_relu(node: Node) -> Array:
     return node.clamped(codes + node.output.zero)
 
 
+def absolute(node: Node) -> Array:
+    """|x| times the factor of scales (elementwise.cc)."""
+    (x,) = node.inputs
+    return node.requantized(np.abs(x.centred), np.float32(x.scale) / np.float32(node.output.scale))
+
+
 def requantize(node: Node) -> Array:
     (x,) = node.inputs
     if x.data.dtype == np.float32:
@@ -474,6 +480,7 @@ KERNELS: Mapping[str, Callable[[Node], Array]] = {
     "SUB": lambda node: sum_of(node, -1),
     "MUL": product,
     "LEAKY_RELU": leaky_relu,
+    "ABS": absolute,
     "QUANTIZE": requantize,
     "AVERAGE_POOL_2D": average_pool,
     "MAX_POOL_2D": max_pool,

@@ -181,8 +181,6 @@ def test_bad_arguments_are_errors(tmp_path, monkeypatch) -> None:
         verify(path, model, X, runtimes=("onnxrutime",))
     with pytest.raises(TypeError, match="verify: inputs do not match"):
         verify(path, model, (X, X))
-    with pytest.raises(TypeError, match="pass what qtoolkit.convert returned"):
-        verify(path, qt.prepare(Block().eval(), X, "onnxruntime"), X)
     broken = onnx.load(path)
     del broken.graph.node[3]
     onnx.save(broken, tmp_path / "broken.onnx")
@@ -202,6 +200,49 @@ def test_bad_arguments_are_errors(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="verify needs openvino, which is not installed; run: pip install "):
         verify(path, model, X, runtimes=("openvino",))
+
+
+@pytest.mark.parametrize("compare", [verify, qt.export.verify_onnx])
+@pytest.mark.parametrize("road", ["float", "prepared", "replaced", "none", "number"])
+def test_what_was_not_converted_is_an_error(road: str, compare, tmp_path) -> None:
+    path = qt.export_onnx(exact_net(Block(), False), X, tmp_path / "m.onnx").path
+    roads = {
+        "float": Block(),
+        "prepared": qt.prepare(Block().eval(), X, "onnxruntime"),
+        "replaced": qt.quant_modules.replace(Block()),
+        "none": None,
+        "number": 3,
+    }
+    got = {"none": "None", "number": "3"}.get(road, "a Block")
+    with pytest.raises(
+        TypeError, match=f"{compare.__name__}: the model must be what qtoolkit.convert returned, got {got} "
+    ):
+        compare(roads[road], X, path)
+
+
+@pytest.mark.parametrize("compare", [verify, qt.export.verify_onnx])
+def test_inputs_in_a_list_and_a_model_as_the_path_are_errors(compare, tmp_path) -> None:
+    model = exact_net(Block(), False)
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    with pytest.raises(
+        TypeError, match=f"{compare.__name__}: inputs do not fit the model: a list is one argument, 'x'"
+    ):
+        compare(model, [X], path)
+    with pytest.raises(
+        TypeError, match=f"{compare.__name__}: path must be the path of the exported file, got a GraphModule"
+    ):
+        compare(model, X, model)
+
+
+def test_runtimes_are_a_sequence_of_names(tmp_path) -> None:
+    model = exact_net(Block(), False)
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    with pytest.raises(TypeError, match=r"verify: runtimes must be a sequence of names, .* runtimes=\['onnxruntime'\]"):
+        verify(model, X, path, "onnxruntime")
+    with pytest.raises(ValueError, match=r"verify: runtimes must be a sequence of at least one of the names, got \(\)"):
+        verify(model, X, path, ())
+    with pytest.raises(TypeError, match=r"compare_runtimes: runtimes must be a sequence of names, got 3\."):
+        qt.export.compare_runtimes(path, runtimes=3)
 
 
 def test_only_onnxruntime_runs_without_optimizations(tmp_path) -> None:

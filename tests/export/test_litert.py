@@ -284,6 +284,15 @@ OPS = {
     "batch norm on its own": (lambda m, y, x: m.norm(torch.relu(y)), 1),
     "clip on its own": (lambda m, y, x: F.hardtanh(F.max_pool2d(y, 2), -0.1, 0.2), 1),
     "hard sigmoid": (lambda m, y, x: F.hardsigmoid(y), 1),
+    "one minus": (lambda m, y, x: 1 - y, 1),
+    "negative": (lambda m, y, x: -y, 1),
+    "absolute": (lambda m, y, x: y.abs(), 0),
+    "square": (lambda m, y, x: y**2, 1),
+    "square root": (lambda m, y, x: torch.relu(y) ** 0.5, 1),
+    "power of two": (lambda m, y, x: 2**y, 1),
+    "power": (lambda m, y, x: torch.relu(y) ** m.scales, 1),
+    "one divided by": (lambda m, y, x: 1 / (y * y + 1), 3),
+    "reversed difference": (lambda m, y, x: torch.rsub(y, m.even(y)), 0),
 }
 
 
@@ -346,10 +355,13 @@ NETS_OF_16_BITS = {
     "softmax": partial(Probe, OPS["softmax over columns"][0]),
     "matmul": partial(Probe, OPS["matmul"][0]),
     "mean": partial(Probe, OPS["mean over an image"][0]),
+    "absolute": partial(Probe, OPS["absolute"][0]),
 }
 
 
-@pytest.mark.parametrize("name", [name for name in NETS_OF_16_BITS if name in ("net", "softmax", "random 2")])
+@pytest.mark.parametrize(
+    "name", [name for name in NETS_OF_16_BITS if name in ("net", "softmax", "absolute", "random 2")]
+)
 def test_codes_of_16_bits(name: str, tmp_path) -> None:
     codes_of_16_bits(NETS_OF_16_BITS[name](), tmp_path / "model.tflite")
 
@@ -410,6 +422,21 @@ def test_what_litert_does_not_have_is_a_sentence(op, sentence: str, tmp_path) ->
     with pytest.raises(ValueError, match=re.escape(sentence)):
         export_litert(prepared(Probe()), X[:1], tmp_path / "model.tflite")
     assert (tmp_path / "model.tflite").read_bytes() == b"old"
+
+
+def test_arguments_of_other_types_are_sentences(tmp_path) -> None:
+    model = prepared(nn.Sequential(nn.Conv2d(3, 2, 1)))
+    with pytest.raises(TypeError, match="export_litert: path must be the file to write, got a Sequential; write path="):
+        export_litert(model, X, model)
+    with pytest.raises(IsADirectoryError, match="export_litert: path must be the file to write, got the folder"):
+        export_litert(model, X, tmp_path)
+    with pytest.raises(TypeError, match="export_litert: example_inputs do not fit the model: a list is one argument"):
+        export_litert(model, [X], tmp_path / "model.tflite")
+    unsigned = prepared(nn.Sequential(nn.Conv2d(3, 2, 1)), backend="onnxruntime")
+    with pytest.raises(
+        ValueError, match="'activation_quantizers.input_1' has torch.uint8 codes, and LiteRT's kernels take"
+    ):
+        export_litert(unsigned, X, tmp_path / "model.tflite")
 
 
 def test_files_and_inputs_that_do_not_fit(tmp_path) -> None:

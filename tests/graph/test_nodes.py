@@ -65,6 +65,7 @@ ONE: dict[str, list[Op]] = {
         lambda m, x, y: torch.div(x, 3), lambda m, x, y: x * m.row, lambda m, x, y: operator.imul(x, 3),
     ],
     "shift": [lambda m, x, y: x + 1, lambda m, x, y: 1 - x, lambda m, x, y: torch.add(x, m.row), lambda m, x, y: x.sub_(2)],
+    "abs": [lambda m, x, y: abs(x), lambda m, x, y: torch.abs(x), lambda m, x, y: x.abs(), lambda m, x, y: x.abs_()],
     "avg_pool": [
         lambda m, x, y: F.avg_pool2d(x, 2), lambda m, x, y: F.adaptive_avg_pool2d(x, 1),
         lambda m, x, y: x.mean((2, 3)), lambda m, x, y: torch.mean(x, dim=[-1, -2]), lambda m, x, y: F.avg_pool1d(x, 2),

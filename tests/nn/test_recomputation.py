@@ -91,6 +91,48 @@ def test_the_variance_of_a_step_moves_on_with_each_step_and_mode() -> None:
     assert "_seen" not in vars(bn.to_float())
 
 
+@pytest.mark.parametrize("frozen", [True, False], ids=["fixed ranges", "ranges that follow"])
+@pytest.mark.parametrize("strategy", ["unscale", "std_correction"])
+def test_another_models_steps_do_not_change_a_training(strategy: str, frozen: bool) -> None:
+    """Its optimizer steps between the batches of one step, whose forwards quantize by one variance and one range.
+
+    In the first step nothing says which optimizer trains a model.
+    """
+    batches = [torch.rand(4, 3, 10, 10) for _ in range(2)]
+
+    def trained(other: nn.Module | None) -> list[Tensor]:
+        model = prepared_net(strategy)
+        if frozen:
+            qt.freeze_ranges(model, "activations").apply()
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, other) if each is not None]
+        found = []
+        for step in range(3):
+            for batch in batches:
+                found.append(model(batch))
+                found[-1].square().mean().backward()
+                for of_other in optimizers[1:] if step else ():
+                    other(batch).mean().backward()
+                    of_other.step()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        return found
+
+    for found, wanted in zip(trained(nn.Linear(10, 2)), trained(None), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_the_variance_of_parameters_without_an_optimizer_moves_on_with_each_step() -> None:
+    model, x = prepared_net(), torch.rand(4, 3, 10, 10)
+    head = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    for _ in range(2):
+        head(model(x).mean((2, 3))).sum().backward()
+        first = model.get_submodule("1")._seen[1].clone()
+        optimizer.step()
+        model(x)
+        assert not torch.equal(model.get_submodule("1")._seen[1], first)
+
+
 def test_observing_raises_in_a_recomputation() -> None:
     model = prepared_net()
     quantizer = model.get_submodule("activation_quantizers.input_1")

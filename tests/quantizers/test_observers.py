@@ -241,6 +241,23 @@ def test_other_dtypes_have_the_range_of_their_values(observer: str, dtype: torch
     torch.testing.assert_close(found, quantizer_of(observer, x.float()).scale, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("exponent", [-100, -70, 70, 120])  # squares are beyond float32, and below it
+@pytest.mark.parametrize("observer", [name for name in OBSERVERS if name != "constant"])
+def test_a_power_of_two_in_the_values_is_one_in_the_range(observer: str, exponent: int) -> None:
+    batches = data(outlier=30.0).split(12)
+    plain = quantizer_of(observer, *batches, bits=4).observer.range()
+    found = quantizer_of(observer, *(x * 2.0**exponent for x in batches), bits=4).observer.range()
+    for end, of_plain in zip(found, plain, strict=True):
+        torch.testing.assert_close(end * 2.0**-exponent, of_plain, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("observer", ["minmax", "moving_average", "lsq"])
+def test_a_range_wider_than_float32_is_an_error(observer: str) -> None:
+    x = data(outlier=3.0).clamp(-3, 3) * 1e38
+    with pytest.raises(ValueError, match="scale must be positive and finite, got inf"):
+        quantizer_of(observer, torch.cat([x, -x]), symmetric=False)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("observer", OBSERVERS)
 def test_bad_values_stop_the_calibration_and_enter_no_range(observer: str, value: float) -> None:

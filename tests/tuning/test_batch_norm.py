@@ -23,6 +23,14 @@ def test_statistics_are_those_of_the_data() -> None:
     assert (report.batches, report.batch_norms, report.unchanged) == (3, ("0",), {})
 
 
+def test_the_variance_of_a_constant_channel_is_not_negative() -> None:
+    """As that of a pruned one, whose output is the bias: the mean of its squares rounds in many batches."""
+    model = nn.Sequential(nn.BatchNorm1d(64))
+    values = torch.linspace(-300, 300, 64)
+    qt.tuning.reestimate_batch_norm(model, [values.expand(4, 64)] * 100, progress=False)
+    assert float(model[0].running_var.min()) == 0
+
+
 def test_one_batch_gives_what_torch_takes_from_it() -> None:
     model = nets.trained(Residual(), 8, 3, 8, 8).eval()
     other, x = copy.deepcopy(model), torch.randn(8, 3, 8, 8)

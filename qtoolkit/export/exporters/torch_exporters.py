@@ -52,7 +52,7 @@ class Request:
     @torch.no_grad()
     def run(self) -> Any:
         """Return what the model computes of its inputs."""
-        with naming_misfits(self.model, self.inputs.arguments, f"{self.what}: example_inputs do"):
+        with naming_misfits(self.model, self.inputs.given, f"{self.what}: example_inputs do"):
             return self.model(*self.inputs.args, **self.inputs.kwargs)
 
 

@@ -19,16 +19,15 @@ def _aligned(op: Op, values: Sequence[Value]) -> list[Value]:
     return [op.ordered(x, orders[0]) for x in full]
 
 
-def binary(kernel: str, options: str) -> Callable[[Op], Value]:
-    """Return the kernel of an op on two tensors."""
+def binary(kernel: str, options: str, operands: Sequence[str] = ("self", "other")) -> Callable[[Op], Value]:
+    """Return the kernel of an op on two tensors, or on a tensor and a number: these arguments, in the kernel's order."""
 
     def emit(op: Op) -> Value:
-        """Add the op on its two tensors."""
-        other = op.args["other"]
-        second = op.value(other) if isinstance(other, fx.Node) else _number(op, other)
+        """Add the op on its two operands."""
         if op.args.get("alpha", 1) != 1:
             raise ValueError(f"export_litert: {op.node.name!r} adds with alpha; multiply by it before the sum.")
-        a, b = _aligned(op, [op.value("self"), second])
+        given = (op.args[name] for name in operands)
+        a, b = _aligned(op, [op.value(each) if isinstance(each, fx.Node) else _number(op, each) for each in given])
         power = {"potScaleInt16": False} if kernel in ("ADD", "SUB") else {}
         return op.emit(kernel, [a, b], a, options, fusedActivationFunction=op.joined, **power)
 
@@ -45,6 +44,12 @@ def check_binary(op: Op) -> str:
     if not isinstance(other, fx.Node):
         return "it takes a constant, which is not quantized"
     return ""
+
+
+def reciprocal(op: Op) -> Value:
+    """Add one divided by x."""
+    x = op.value("self")
+    return op.emit("DIV", [_number(op, 1.0), x], x, "DivOptions")
 
 
 def unary(kernel: str) -> Callable[[Op], Value]:

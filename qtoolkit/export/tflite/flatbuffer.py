@@ -176,7 +176,7 @@ class FileBuilder:
 
 # The versions of ops on int8, where it is not the first.
 VERSIONS: Mapping[str, int] = {
-    "ADD": 2, "AVERAGE_POOL_2D": 2, "BATCH_MATMUL": 2, "CONCATENATION": 2, "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3,
+    "ABS": 2, "ADD": 2, "AVERAGE_POOL_2D": 2, "BATCH_MATMUL": 2, "CONCATENATION": 2, "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3,
     "DEQUANTIZE": 2, "FULLY_CONNECTED": 5, "GELU": 1, "LEAKY_RELU": 2, "LOGISTIC": 2, "MAX_POOL_2D": 2, "MEAN": 2, "MUL": 2,
     "PAD": 2, "PADV2": 2, "RELU": 2, "RELU6": 2, "RESIZE_BILINEAR": 3, "RESIZE_NEAREST_NEIGHBOR": 3,
     "SLICE": 2, "SOFTMAX": 2, "STRIDED_SLICE": 2, "SUB": 2, "TANH": 2, "TRANSPOSE": 2, "TRANSPOSE_CONV": 3,

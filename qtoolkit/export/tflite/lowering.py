@@ -265,6 +265,11 @@ class _Lowering:
                 f"export_litert: {self.names.get(node, node.name)!r} has scales by channel; take one scale."
             )
         _, scale, zero_point, *_, dtype = node.args
+        if dtype not in (torch.int8, torch.int16):
+            raise ValueError(
+                f"export_litert: {self.names.get(node, node.name)!r} has {dtype} codes, and LiteRT's kernels take int8 and "
+                f'int16; prepare the model with backend="litert".'
+            )
         return Scales((float(np.float32(scale)),), int(zero_point), dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
 
     # ---- constants

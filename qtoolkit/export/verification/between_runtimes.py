@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtoolkit.argument_order import in_any_order
 from qtoolkit.config import QuantSpec
-from qtoolkit.errors import check_known, first_line
+from qtoolkit.errors import check_known, check_sequence, first_line
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, pairs
 from qtoolkit.export.files.reading import UnreadableFileError, array_of, open_model
 from qtoolkit.export.verification.codes import CodeCount, largest_difference
@@ -107,6 +107,7 @@ def compare_runtimes(
         >>> found.runtimes["onnxruntime"].codes.differing
         0
     """
+    check_sequence(runtimes, "compare_runtimes", "runtimes", "names", empty=False)
     for runtime in runtimes:
         check_known("runtime of compare_runtimes:", runtime, EXECUTES)
     for runtime in ("onnxruntime", *runtimes):
@@ -208,7 +209,13 @@ def _inputs(graph: Any, given: Mapping[str, Any] | None, seed: int) -> list[Tens
         raise ValueError(
             f"the inputs must have an array for each input of the file ({names}); {missing[0]!r} is missing."
         )
-    return [torch.from_numpy(np.ascontiguousarray(given[value.name])) for value in values]
+    tensors = {value.name: torch.from_numpy(np.ascontiguousarray(given[value.name])) for value in values}
+    for name, tensor in tensors.items():
+        if tensor.isnan().any():
+            raise ValueError(
+                f"compare_runtimes: input {name!r} has NaN, for which nothing can be compared; pass numbers."
+            )
+    return list(tensors.values())
 
 
 def _random(value: Any, generator: np.random.Generator) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qtoolkit.errors import some
 from qtoolkit.export.verification.positions import SUM_ERROR
 from qtoolkit.quantizers.frozen import Grid
 
@@ -95,12 +96,19 @@ def relative_difference(ours: Tensor, theirs: Any) -> float:
     return gap / size if size else gap
 
 
-def check_difference(difference: float, what: str) -> None:
-    """Raise RuntimeError, which begins with `what`, where outputs cannot be compared because they have NaN."""
-    if np.isnan(difference):
+def check_numbers(difference: float, nan: Sequence[str], what: str) -> None:
+    """Raise RuntimeError, which begins with `what`, where there is NaN, whose codes say nothing.
+
+    Args:
+        difference: The largest difference of the outputs.
+        nan: The quantizers that get NaN.
+        what: The public function.
+    """
+    if nan or np.isnan(difference):
+        place = "outputs have NaN" if np.isnan(difference) else f"the quantizers {some(list(map(repr, nan)))} get NaN"
         raise RuntimeError(
-            f"{what}: outputs have NaN, for which nothing can be compared; qtoolkit.stop_on_nonfinite(prepared) names the "
-            f"first quantizer that gets NaN. Pass inputs for which the model returns numbers."
+            f"{what}: {place}, for which nothing can be compared; qtoolkit.stop_on_nonfinite(prepared) names the "
+            f"first quantizer that gets NaN. Pass inputs for which the model computes numbers."
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from qtoolkit.export.verification.codes import CodeCount, check_difference, largest_difference, sum_of
+from qtoolkit.export.verification.codes import CodeCount, check_numbers, largest_difference, sum_of
 from qtoolkit.export.verification.follower import Follower, Nodes
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.runtimes.execution import Executed, Layer
@@ -64,6 +64,7 @@ class RuntimeCodes:
         weights: The comparison of the weights' codes in the file with the model's, by the names of their quantizers.
         on_codes: The layers that the model itself computes in integers.
         steps: By how many steps a code may differ where the runtime rounds in another order.
+        nan: The quantizers of the model that get NaN, for which there is nothing to compare.
 
     Example:
         >>> import tempfile
@@ -89,6 +90,7 @@ class RuntimeCodes:
     weights: Mapping[str, CodeCount] = field(default_factory=dict)
     on_codes: tuple[str, ...] = ()
     steps: int = 1
+    nan: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -162,7 +164,8 @@ class RuntimeCodes:
         quantizer, by one step: any of values at a rounding boundary, and a share of the others.
         """
         compared_nothing = self.not_compared and not self.codes.compared
-        if self.other_weights or self.unrounded or compared_nothing or math.isnan(self.output_difference):
+        has_nan = bool(self.nan) or math.isnan(self.output_difference)
+        if self.other_weights or self.unrounded or compared_nothing or has_nan:
             return Verdict.DIFFERENT
         if not self.codes.differing:
             return Verdict.EQUAL
@@ -183,7 +186,7 @@ class RuntimeCodes:
             UserWarning: Quantizers could not be compared, or rounding in a few places has changed more codes behind them than
                 rounding explains in one layer: the outputs are not those of the model.
         """
-        check_difference(self.output_difference, "verify")
+        check_numbers(self.output_difference, self.nan, "verify")
         verdict = self.verdict
         if verdict is Verdict.DIFFERENT:
             self._check_comparable()
@@ -264,6 +267,7 @@ class RuntimeCodes:
             begun = [name for name, count in self.layer_by_layer.items() if count.differing]
             lines.append(f"  layer by layer, from its own codes: {self.layer_codes}; they begin at {_first(begun)}")
         lines += [f"  not compared: {', '.join(self.not_compared)}"] if self.not_compared else []
+        lines += [f"  NaN, for which nothing can be compared: {_first(self.nan)}"] if self.nan else []
         if self.changed_by_reading:
             lines.append(f"  reading the codes changes the outputs by up to {self.changed_by_reading:.3g}")
         lines += [f"  {self.remark}"] if self.remark else []
@@ -334,7 +338,5 @@ def compare_execution(
     begun = follower.layer_by_layer(nodes).counts if differs or follower.draws else counts
     if follower.draws:  # what random numbers change is compared from the runtime's own codes
         counts = {**begun, **counts}
-    outputs = tensors_of(follower.outputs)
-    return RuntimeCodes.of(
-        executed, counts, outputs, names, layer_by_layer=begun, on_codes=follower.on_codes, **weights
-    )
+    outputs, of_model = tensors_of(follower.outputs), {"on_codes": follower.on_codes, "nan": follower.nan}
+    return RuntimeCodes.of(executed, counts, outputs, names, layer_by_layer=begun, **of_model, **weights)

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,6 +150,7 @@ class Follower:
         weights: Quantizer and tensor of each quantized weight of a layer, by the dotted name of the quantizer.
         draws: Whether the model draws random numbers.
         drawn: What depends on them, as the model computes by itself.
+        nan: The quantizers that get NaN, by their dotted names in the order of their calls: its codes are no values.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -160,8 +162,10 @@ class Follower:
         self.activations = {grid for grid in self.between_layers if not grid.of_weight}
         self.calls: Counter[Grid] = Counter()
         self.codes: dict[str, list[Any]] = {}
+        found = dict[str, None]()
         before = RandomState.now()
-        self.outputs = self._run(self.names, self._record)
+        self.outputs = self._run(self.names, partial(self._record, found))
+        self.nan = tuple(found)
         self.draws = before != RandomState.now()
         self.drawn = self._drawn(self.codes, self.outputs)
 
@@ -169,8 +173,10 @@ class Follower:
         with forward_hooks(grids, hook), torch.no_grad():
             return self.model(*self.args, **self.kwargs)
 
-    def _record(self, grid: Grid, args: tuple[Tensor], output: Tensor) -> None:
+    def _record(self, nan: dict[str, None], grid: Grid, args: tuple[Tensor], output: Tensor) -> None:
         self.calls[grid] += 1
+        if args[0].isnan().any():
+            nan[self.names[grid]] = None
         if grid in self.activations:
             self.codes.setdefault(self.names[grid], []).append(_call(grid, args[0], output).codes)
 

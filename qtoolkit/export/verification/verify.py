@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.argument_order import in_any_order
-from qtoolkit.errors import check_known, renamed
+from qtoolkit.convert import check_converted
+from qtoolkit.errors import check_known, check_sequence, renamed, shown
 from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, quantizer_nodes
@@ -18,7 +19,7 @@ from qtoolkit.export.files.reading import open_model
 from qtoolkit.export.inputs import grids_of, on_cpu
 from qtoolkit.export.verification.codes import (
     CodeCount,
-    check_difference,
+    check_numbers,
     compare_codes,
     largest_difference,
     relative_difference,
@@ -36,7 +37,7 @@ from qtoolkit.export.verification.follower import (
 )
 from qtoolkit.export.verification.positions import ChosenMaxima
 from qtoolkit.export.verification.runtimes.litert_interpreter import LitertFile
-from qtoolkit.model_inputs import call_arguments, tensors_of
+from qtoolkit.model_inputs import call_arguments, naming_misfits, tensors_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.runtimes.execution import Executed
 from qtoolkit.runtimes.table import EXECUTES, LITERT_RUNTIMES, RUNTIMES, ExecutingRuntime, LitertRuntime
@@ -72,6 +73,7 @@ class Verification:
             largest value: of those behind layers and ops whose results change little where their inputs do.
         drawn: Quantizers whose codes depend on random numbers, such as those of `torch.randn_like`: each run draws others, so
             that `layer_codes` leaves them out. The ops behind them are compared from the runtime's codes.
+        nan: Quantizers that get NaN, for which there is nothing to compare.
 
     Example:
         >>> import tempfile
@@ -94,6 +96,7 @@ class Verification:
     unreached: tuple[str, ...] = field(default=())
     output_error: float = 0.0
     drawn: tuple[str, ...] = field(default=())
+    nan: tuple[str, ...] = field(default=())
 
     @classmethod
     def of(cls, follower: Follower, followed: Followed, outputs: Sequence[Any], **facts: Any) -> "Verification":
@@ -108,6 +111,7 @@ class Verification:
             missing=tuple(name for name in followed.missing if name not in unused),
             unreached=(*follower.unreached, *unused),
             drawn=followed.drawn,
+            nan=follower.nan,
             **facts,
         )
 
@@ -115,9 +119,9 @@ class Verification:
         """Check that codes differ only where rounding ties explain it.
 
         Raises:
-            RuntimeError: Other codes differ, or a quantizer has no node; the message names it. Or outputs have NaN.
+            RuntimeError: Other codes differ, or a quantizer has no node or gets NaN; the message names it. Or outputs have NaN.
         """
-        check_difference(self.output_difference, "export")
+        check_numbers(self.output_difference, self.nan, "export")
         if self.missing:
             raise RuntimeError(f"export: the file has no QuantizeLinear for: {', '.join(self.missing)}.")
         if self.weight_codes.differing or self.quantizer_codes.differing:
@@ -148,6 +152,7 @@ class Verification:
         ]
         lines += [f"not executed, or not used, for these inputs: {', '.join(self.unreached)}"] if self.unreached else []
         lines += [f"not compared, as each run draws others: {', '.join(self.drawn)}"] if self.drawn else []
+        lines += [f"NaN, for which nothing can be compared: {', '.join(self.nan)}"] if self.nan else []
         return "\n".join(lines)
 
 
@@ -191,6 +196,7 @@ def verify_onnx(
         (0, 0)
     """
     path = renamed("verify_onnx", "model", model, "path", path, None)
+    check_converted(converted, "verify_onnx")
     converted, inputs = on_cpu(converted, inputs, "verify_onnx")
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
     file = _opened(path, "verify_onnx")
@@ -199,7 +205,8 @@ def verify_onnx(
     positions = _positions_of_maxima(file.proto.graph)
     names = [name for node in nodes for name in (node.source, node.codes)]
     values = file.run(tensors_of((args, kwargs)), [*names, *positions])
-    follower = Follower(converted, args, kwargs)
+    with naming_misfits(converted, inputs, "verify_onnx: inputs do"):
+        follower = Follower(converted, args, kwargs)
     with ChosenMaxima(values[name] for name in positions):
         followed = follower.layer_by_layer(_by_quantizer(nodes, values), complete=True, progress=progress)
     results = enumerate(zip(file.proto.graph.output, tensors_of(followed.outputs), strict=True))
@@ -318,13 +325,15 @@ def verify(
         0
     """
     of_litert = _check_runtimes(runtimes, optimized)
+    check_converted(model, "verify")
     model, inputs = on_cpu(model, inputs, "verify")
     args, kwargs = call_arguments(model, inputs, "verify: inputs do")
     tensors = tensors_of((args, kwargs))
     if not isinstance(path, str | PathLike):
         raise _no_path(path, "verify")
     file = LitertFile(Path(path), model, tensors) if of_litert else OnnxFile(Path(path), model, tensors, optimized)
-    follower = Follower(model, args, kwargs)
+    with naming_misfits(model, inputs, "verify: inputs do"):
+        follower = Follower(model, args, kwargs)
     weights = file.compare_weights(follower)
     names = [name for name in (*file.quantizers, *follower.codes) if name not in file.constants]
     found: dict[str, RuntimeCodes] = {}
@@ -338,6 +347,7 @@ def verify(
 
 def _check_runtimes(runtimes: Sequence[str], optimized: bool) -> bool:
     """Check that runtimes are known, installed and read one form of file; return whether it is LiteRT's."""
+    check_sequence(runtimes, "verify", "runtimes", "names", empty=False)
     for runtime in runtimes:
         check_known("runtime of verify:", runtime, (*EXECUTES, *LITERT_RUNTIMES))
         {**RUNTIMES, **LITERT_RUNTIMES}[runtime].check_installed("verify")
@@ -395,13 +405,13 @@ def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str)
     """Open a model, or a file, which anybody may have written."""
     if isinstance(model, str | PathLike):
         open_model(model)
-    elif model is None or not hasattr(model, "graph"):
+    elif model is None or type(model).__name__ != "ModelProto":
         raise _no_path(model, what)
     return OpenedFile.of(model)
 
 
 def _no_path(path: Any, what: str) -> TypeError:
-    return TypeError(f"{what}: path must be the path of the exported file, got {path!r}.")
+    return TypeError(f"{what}: path must be the path of the exported file, got {shown(path)}.")
 
 
 def _nodes_of(graph: Any, model: nn.Module, what: str) -> list[QuantizerNode]:

@@ -109,6 +109,7 @@ def merge(
         return False
     for node, owner, args, kwargs in chosen:
         _put_choices(node, owner, args, kwargs, mode_of)
+    _note_training_mode(own.graph)
     return True
 
 
@@ -125,8 +126,8 @@ class _Merge:
         """Yield the nodes that differ, each with the submodule whose mode decides and its arguments with choices."""
         for counterpart, node in self.others.items():
             args, kwargs = self._arguments(node, counterpart)
-            if _choices_in(args, kwargs):
-                yield node, self._owner(node), args, kwargs
+            if found := _choices_in(args, kwargs):
+                yield node, self._owner_of(node, found), args, kwargs
         for check in (node for node in self.alone if node.target in CHECKS):
             passing = CHECKS[check.target](*check.args)
             yield check, self._owner(check), (Choice(check.args[0], passing), *check.args[1:]), {}
@@ -186,6 +187,14 @@ class _Merge:
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         return node in self.alone and str(name).removeprefix("new_").removesuffix("_like") in NEW
 
+    def _owner_of(self, node: fx.Node, choices: Sequence[Choice]) -> nn.Module:
+        """Return the submodule whose mode decides a node's choices: that around the ops of this mode alone, if it takes any."""
+        alone = [choice.own for choice in choices if isinstance(choice.own, fx.Node) and choice.own in self.alone]
+        owners = [self._owner(each) for each in (alone or [node])]
+        if any(owner is not owners[0] for owner in owners):
+            raise UnlikeError
+        return owners[0]
+
     def _owner(self, node: fx.Node) -> nn.Module:
         """Return the submodule whose mode decides: the innermost around a node that branches, or else the only one."""
         call = facts_of(node).call or ROOT
@@ -237,6 +246,18 @@ def _put_choices(
         return _choice(node, mode_of(owner), *in_modes)
 
     node.args, node.kwargs = map_leaves(args, written), map_leaves(kwargs, written)
+
+
+def _note_training_mode(graph: fx.Graph) -> None:
+    """Note which nodes training mode alone takes; not what it returns alone, which is a head of the model."""
+    for node in reversed(graph.nodes):
+        if node.users and all(facts_of(user).in_training or _is_choice_in_training(node, user) for user in node.users):
+            set_facts(node, in_training=True)
+
+
+def _is_choice_in_training(node: fx.Node, user: fx.Node) -> bool:
+    taken = [place for place, value in enumerate(user.args) if value is node]
+    return user.target is by_mode and taken == [1] and all(taker.op != "output" for taker in user.users)
 
 
 def _choice(node: fx.Node, mode: fx.Node, in_training: Any, in_eval: Any) -> fx.Node:

@@ -6,6 +6,7 @@ from typing import Self
 
 from torch import fx, nn
 
+from qtoolkit.model_state import evaluating
 from qtoolkit.op_kinds.recorded import TrainingMode
 
 NAME = "training_mode"
@@ -54,6 +55,16 @@ def traced_modes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> It
 def has_no_state(module: nn.Module) -> bool:
     """Return whether a module has no parameters, buffers and submodules."""
     return not (module._parameters or module._buffers or module._modules)
+
+
+def returns_input(module: nn.Module) -> bool:
+    """Return whether a module without state returns its input in eval mode, as those of dropouts and stochastic depth do."""
+    something = object()
+    with evaluating(module):
+        try:
+            return module.forward(something) is something
+        except Exception:  # it computes
+            return False
 
 
 def name_in(module: nn.Module) -> str:

@@ -22,7 +22,7 @@ from qtoolkit.graph.capture.functions import (
     recorded_functions,
     torchvision_ops,
 )
-from qtoolkit.graph.capture.mode import BranchesOnModeError, Mode, has_no_state, name_in
+from qtoolkit.graph.capture.mode import BranchesOnModeError, Mode, has_no_state, name_in, returns_input
 from qtoolkit.graph.capture.proxy import SizedProxy, TensorProxy
 from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, holds_no_floats, is_plain
 from qtoolkit.graph.capture.signature import Call
@@ -187,6 +187,7 @@ class ModelTracer(fx.Tracer):
         except BranchesOnModeError:
             self._roll_back(before)
             result = self.create_proxy("call_module", name, args, kwargs)
+            set_facts(result.node, returns_input=returns_input(m))
         for value in tree_leaves(result):
             self._check_traced(value)
         self.path.pop()

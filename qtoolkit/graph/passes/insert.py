@@ -8,13 +8,15 @@ from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import layer_edges
-from qtoolkit.graph.nodes import is_quantizer
+from qtoolkit.graph.nodes import chooses_by_mode, is_quantizer
 from qtoolkit.graph.placement import decide
 from qtoolkit.graph.placement.decide import PlannedQuantizer, Request
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Edge, Plan
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import device_of
+from qtoolkit.op_kinds.facts import facts_of
+from qtoolkit.op_kinds.rules import is_number
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
@@ -66,7 +68,9 @@ def _insert_activations(gm: QuantizedGraphModule, planned: Sequence[PlannedQuant
 def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, requests: Iterable[Request]) -> None:
     served = [request for request in requests if request.producer is producer]
     on_the_way = {node for request in served for node in (*request.through, request.consumer)}
-    users = [user for user in producer.users if user in on_the_way]
+    if any(map(chooses_by_mode, on_the_way)):  # training mode goes on from the same values
+        on_the_way.update(user for user in producer.users if facts_of(user).in_training)
+    users = [user for user in producer.users if user in on_the_way or (facts_of(user).in_training and is_number(user))]
     with gm.graph.inserting_after(producer):
         node = gm.graph.call_module(target, (producer,))
     for user in users:

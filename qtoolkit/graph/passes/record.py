@@ -14,6 +14,7 @@ from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import (
+    chooses_by_mode,
     is_discrete,
     is_quantizer,
     is_weight_quantizer,
@@ -31,6 +32,7 @@ from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import naming_misfits, split
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, replaced_modules
+from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
 from qtoolkit.op_kinds.rules import called_module, is_number, module_of
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
@@ -40,6 +42,7 @@ from qtoolkit.verdicts import BY_CONFIG, Cause, Status, Verdict
 
 FOLDED = Verdict.quantized(Cause.FOLDED, "folded into the layer before it")
 FROM_PARAMETERS = Verdict.left_float(Cause.TARGET, "computed from parameters alone")
+IN_TRAINING = Verdict.left_float(Cause.TARGET, "training mode alone takes it, and no target computes it")
 HIDES_LAYERS = Verdict.left_float(
     Cause.NO_QAT_TYPE, "a function that takes weights and is not traced: pass example_inputs, or make it a module"
 )
@@ -73,7 +76,8 @@ def verdict_now(node: fx.Node, plan: Plan) -> Verdict:
 def is_reported(node: fx.Node) -> bool:
     """Return whether a node is an op that reports have a line for: it computes tensors, and is no quantizer."""
     is_op = node.op in ("call_module", "call_function", "call_method")
-    bookkeeping = (kind_of(node) is OTHER and _only_arranges(node)) or is_number(node) or is_mode(node)
+    arranges = (kind_of(node) is OTHER and _only_arranges(node)) or chooses_by_mode(node)
+    bookkeeping = arranges or is_number(node) or is_mode(node)
     return is_op and not is_quantizer(node) and not bookkeeping
 
 
@@ -98,6 +102,8 @@ def ops_put_in(model: nn.Module) -> list[str]:
 
 def _verdict(node: fx.Node, roles: Roles, calls: ModuleCalls) -> Verdict:
     kind, role = kind_of(node), roles[node]
+    if facts_of(node).in_training:
+        return IN_TRAINING
     if any(is_weight_quantizer(source) for source in node.all_input_nodes):
         return Verdict.quantized()
     if kind.has_weight and kind is not OTHER and not kind.keeps_state and node.op == "call_module":

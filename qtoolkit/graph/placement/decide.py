@@ -19,6 +19,7 @@ from qtoolkit.graph.nodes import (
     quantizes_its_input,
     returns_tuple,
     tensor_inputs,
+    users_of,
 )
 from qtoolkit.graph.placement.returned import float_output, is_returned
 from qtoolkit.graph.placement.roles import Roles
@@ -240,7 +241,7 @@ class _Collector:
     def _take_users(self, node: fx.Node, spec: QuantSpec, how: str) -> None:
         why = f"output of {name_of(node)}: {self.backend.name} {how}"
         for output in outputs_of(self.roles.last_in_unit(node)):
-            for user in output.users:
+            for user in users_of(output):
                 returned = is_output(user) and self.backend.quantize_outputs  # see take_outputs
                 if not returned and (output, user) not in self.requests:
                     self.request(output, user, spec, why)

@@ -3,7 +3,7 @@
 from torch import fx
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.nodes import is_output, kind_of
+from qtoolkit.graph.nodes import is_output, kind_of, users_of
 from qtoolkit.verdicts import Cause, Verdict
 
 UNIT = ("batch_norm", "activation")
@@ -17,9 +17,9 @@ def is_returned(node: fx.Node, backend: Backend) -> bool:
     waiting: list[tuple[fx.Node, tuple[str, ...]]] = [(node, UNIT)]  # with the parts that may still join the unit
     while waiting:
         source, joining = waiting.pop()
-        for user in source.users:
+        for user in users_of(source):
             kind = kind_of(user)
-            part = _part_of_unit(node, user, backend) if len(source.users) == 1 else None
+            part = _part_of_unit(node, user, backend) if len(users_of(source)) == 1 else None
             if part in joining:
                 waiting.append((user, joining[joining.index(part) + 1 :]))
             elif backend.role(kind) == "transparent":

@@ -8,6 +8,7 @@ from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import computed_by, source_of
 from qtoolkit.layer_rules import LayerRules, Rule
 from qtoolkit.lint.units import takes_into_unit
+from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 
 
@@ -79,6 +80,8 @@ class Roles:
 
     def _by_rule(self, node: fx.Node) -> Role:
         role, kind = self.backend.role(kind_of(node)), kind_of(node)
+        if facts_of(node).in_training:
+            return "float"
         if role in QUANTIZED_ROLES and not self.has_rule(node) and any(map(is_discrete, tensor_inputs(node))):
             return "float"
         if node.op in NO_OPS or role == "activation" or self.rule(node).is_general:

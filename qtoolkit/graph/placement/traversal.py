@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.nodes import is_quantizer, kind_of, tensor_inputs
+from qtoolkit.graph.nodes import is_quantizer, kind_of, tensor_inputs, users_of
 from qtoolkit.op_kinds.rules import module_of
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -25,10 +25,10 @@ def computed_by(node: fx.Node, quantizers: bool = True, sole_user: bool = False)
         quantizers: Whether to go back through quantizers too.
         sole_user: Return None where a tensor on the way has other users.
     """
-    while not sole_user or len(node.users) == 1:
+    while not sole_user or len(users_of(node)) == 1:
         if not ((quantizers and is_quantizer(node)) or kind_of(node).returns_input):
             return node
-        node = node.all_input_nodes[0]
+        node = tensor_inputs(node)[0]
     return None
 
 

@@ -13,6 +13,7 @@ from qtoolkit.graph.nodes import (
     owns_weight,
     parameters_in,
     tensor_inputs,
+    users_of,
 )
 from qtoolkit.lint.ops import Layer, Op, WeightGrid
 from qtoolkit.nn import QuantModule
@@ -44,7 +45,7 @@ def ops_of(graph: fx.Graph, weight_of: Callable[[fx.Node], WeightGrid | None] = 
             node=node,
         )
     for node, op in ops.items():
-        op.users = [ops[user] for user in node.users]
+        op.users = [ops[user] for user in users_of(node)]
     return list(ops.values())
 
 

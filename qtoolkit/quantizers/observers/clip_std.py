@@ -69,9 +69,8 @@ class ClipStdObserver(EndsObserver):
         x = x.detach()
         if x.numel() == 0:
             return
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rows = rows_of(wide, self.lo.numel(), self.axis, self.group, self.block_size)
-        variance, mean = (each.double().reshape(self.lo.shape) for each in torch.var_mean(rows, 1, correction=0))
+        rows = rows_of(x, self.lo.numel(), self.axis, self.group, self.block_size).double()  # squares leave float32
+        variance, mean = (each.reshape(self.lo.shape) for each in torch.var_mean(rows, 1, correction=0))
         count = torch.full_like(mean, rows.size(1))
         seen = mean.isfinite() & variance.isfinite()
         new = torch.where(seen, torch.stack((count, mean, variance * count)), 0)

@@ -72,7 +72,8 @@ class LSQStartObserver(EndsObserver):
         """Return the range of the start, at most the observed one."""
         whole = ops.grid_of_range(self.lo, self.hi, self.qmin, self.qmax, self.symmetric)[0]
         start = lsq_start(self.total / self.count, self.qmax).to(self.lo.dtype)
-        factor = torch.where(self.count > 0, start / whole, 1).clamp(max=1).to(self.lo.dtype)
+        known = (self.count > 0) & whole.isfinite()  # the scale of a range beyond float32 is not
+        factor = torch.where(known, start / whole, 1).clamp(max=1).to(self.lo.dtype)
         return self.lo * factor, self.hi * factor
 
     def resize(self, shape: tuple[int, ...]) -> None:

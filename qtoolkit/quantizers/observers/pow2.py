@@ -175,9 +175,8 @@ def best_power(counts: Tensor, lo: Tensor, hi: Tensor, qmin: int, qmax: int) -> 
     largest, _ = ops.grid_of_range(lowest, highest, qmin, qmax, True, True)
     candidates = largest * torch.exp2(-torch.arange(FINER, device=lo.device, dtype=largest.dtype)).unsqueeze(1)
     usable = torch.where(candidates.isfinite(), candidates, 1).clamp(min=2.0**SMALLEST)
-    errors = torch.stack(
-        [(weights * (ops.fake_quant(points, scale, None, qmin, qmax, 0) - points).square()).sum(1) for scale in usable]
-    )
+    rounded = (ops.fake_quant(points, scale, None, qmin, qmax, 0) for scale in usable)
+    errors = torch.stack([(weights * (each - points).double().square()).sum(1) for each in rounded])
     best = usable.gather(0, errors.argmin(0, keepdim=True))[0]
     return torch.where(largest.isfinite() & lo.reshape(-1).isfinite(), best, torch.nan).reshape(lo.shape)
 

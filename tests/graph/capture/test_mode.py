@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from qtoolkit.graph import by_mode, check_size
 from qtoolkit.graph.capture import trace
+from qtoolkit.graph.nodes import kind_of
 from tests import nets
 from tests.nets import linear_of
 
@@ -402,6 +403,103 @@ class StochasticDepth(nn.Module):
             return x
         kept = 0.5 + torch.rand([x.shape[0], 1, 1, 1], dtype=x.dtype, device=x.device)
         return x / 0.5 * kept.floor()
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("backend", sorted(qt.backends))
+def test_ops_of_training_mode_do_not_change_how_the_others_are_quantized(backend: str, measured: bool) -> None:
+    x = torch.randn(6, 3, 8, 8)
+
+    def specs(training: bool) -> list[qt.QuantSpec]:
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), StochasticDepth(), StochasticDepth(), nn.Conv2d(8, 2, 1))
+        prepared = qt.prepare(model.train(training), (x,) if measured else None, backend)
+        assert bool(prepared.graph.find_nodes(op="call_function", target=by_mode)) is training
+        return [quantizer.spec for quantizer in qt.quantizers_of(prepared).values()]
+
+    assert specs(True) == specs(False)
+
+
+class Scaled(nn.Module):
+    """Computes in training mode, and has state, so that it is no leaf module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.kept if self.training else x
+
+
+def test_the_mode_of_each_submodule_decides_what_another_block_takes() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.drop = linear_of(), Scaled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(self.fc(x)) + x
+
+    model, x = nn.Sequential(Sum(), Sum(), linear_of()).train(), torch.rand(64, 4)
+    prepared = qt.prepare(model, (x,), "onnxruntime")
+    assert prepared.plan.tracing.branches == ()
+    with qt.disable_quantization(prepared), torch.no_grad():
+        for modes in ((True, True), (False, True), (True, False), (False, False)):
+            for block, mode in zip((model[0], model[1], prepared[0], prepared[1]), modes * 2, strict=True):
+                block.drop.train(mode)
+            assert torch.equal(prepared(x), model(x))
+
+
+def test_what_training_mode_drops_is_quantized_once_before() -> None:
+    x = torch.randn(6, 3, 8, 8)
+    prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 1), StochasticDepth()).train(), (x,), "onnxruntime")
+    (choice,) = prepared.graph.find_nodes(op="call_function", target=by_mode)
+    quantizer, (add,) = choice.args[2], choice.users
+    assert (str(quantizer.target), kind_of(add).name) == ("activation_quantizers._1_bn", "add")
+    assert {user.name for user in quantizer.users} >= {"truediv", choice.name}
+    line = next(line for line in qt.quantization_report(prepared).layers if line.name == "truediv")
+    assert line.reason == "float: training mode alone takes it, and no target computes it"
+
+
+class Noise(nn.Module):
+    """Has no state, and returns its input in eval mode, as the stochastic depth that many models bring along."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) if self.training else x
+
+
+class Halves(nn.Module):
+    """Has no state, and computes in both modes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) if self.training else x / 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "litert"])
+def test_a_leaf_module_that_returns_its_input_in_eval_mode_is_quantized_as_a_dropout_is(
+    backend: str, training: bool
+) -> None:
+    class Block(nn.Module):
+        def __init__(self, between: nn.Module) -> None:
+            super().__init__()
+            self.conv, self.between = nn.Conv2d(3, 3, 1), between
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.between(self.conv(x)) + x
+
+    def specs(between: nn.Module) -> list[qt.QuantSpec]:
+        prepared = qt.prepare(Block(between).train(training), torch.randn(2, 3, 4, 4), backend)
+        assert (kind_of(prepared.graph.find_nodes(op="call_module", target="between")[0]).name == "identity") is (
+            not isinstance(between, Halves)
+        )
+        again = pickle.loads(pickle.dumps(prepared))
+        assert [str(kind_of(node)) for node in again.graph.nodes] == [
+            str(kind_of(node)) for node in prepared.graph.nodes
+        ]
+        return [quantizer.spec for quantizer in qt.quantizers_of(prepared).values()]
+
+    assert specs(Noise()) == specs(nn.Dropout(0.5))
+    specs(Halves())
 
 
 def test_ops_of_training_mode_between_layers(tmp_path) -> None:

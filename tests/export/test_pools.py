@@ -1,0 +1,73 @@
+"""Average pools with a divisor of their own, which torch's exporters drop."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from qtoolkit.export import Verdict, verify
+
+IMAGE = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+VOLUME = torch.rand(2, 3, 6, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Pools(nn.Module):
+    """A pool between two convolutions, and behind them."""
+
+    def __init__(self, dims: int, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        conv = nn.Conv2d if dims == 2 else nn.Conv3d
+        self.first, self.last, self.pool = conv(3, 4, 1), conv(4, 2, 1), pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(self.last(self.pool(self.first(x))))
+
+
+POOLS = {
+    "module": (IMAGE, nn.AvgPool2d(2, divisor_override=3)),
+    "function": (IMAGE, lambda x: F.avg_pool2d(x, (2, 1), divisor_override=1)),
+    "padding that does not count": (IMAGE, nn.AvgPool2d(3, 2, 1, count_include_pad=False, divisor_override=4)),
+    "volume": (VOLUME, nn.AvgPool3d(2, divisor_override=5)),
+    "keyword": (VOLUME, lambda x: F.avg_pool3d(input=x, kernel_size=(2, 2, 2), divisor_override=-2)),
+}
+
+
+def prepared(name: str, backend: str = "onnxruntime") -> tuple[nn.Module, Tensor]:
+    x, pool = POOLS[name]
+    torch.manual_seed(0)
+    model = qt.prepare(Pools(x.dim() - 2, pool).eval(), x, backend)
+    qt.calibrate(model, [x], progress=False)
+    return model, x
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("name", POOLS)
+def test_the_file_divides_by_the_models_divisor(name: str, exporter: str, tmp_path) -> None:
+    model, x = prepared(name)
+    converted = qt.convert(model)
+    result = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter=exporter)
+    assert result.verification.output_error < 1e-5
+    assert verify(converted, x, result.path, optimized=False).check()
+
+
+@pytest.mark.parametrize("name", ["module", "volume"])
+def test_integer_arithmetic_computes_it_in_float_as_the_runtime_does(name: str, tmp_path) -> None:
+    model, x = prepared(name)
+    path = qt.export_onnx(model, x, tmp_path / "model.onnx").path
+    found = verify(qt.convert(model, arithmetic="integer"), x, path).runtimes["onnxruntime"]
+    assert "QLinearAveragePool" not in [layer.kernel for layer in found.integer_layers]
+    assert found.check() is not Verdict.DIFFERENT
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_divisor_with_windows_beyond_the_edge_is_refused(exporter: str, tmp_path) -> None:
+    model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(3, 2, ceil_mode=True, divisor_override=2)).eval())
+    qt.calibrate(model, [IMAGE], progress=False)
+    with pytest.raises(
+        ValueError, match=r"export_onnx: an average pool with divisor_override=2 and ceil_mode=True has no"
+    ):
+        qt.export_onnx(model, IMAGE, tmp_path / "model.onnx", exporter=exporter)
+    assert not (tmp_path / "model.onnx").exists()
