@@ -225,6 +225,7 @@ def loops() -> Iterator[Loop]:
     yield from fake_quant_loops()
     for dtype in SIZES:
         yield from batch_norm_loops(dtype)
+    yield from attention_loops()
     # Four pixels of 8 channels, four windows that hold them, nine gradients for them and those of padding beside them.
     needs, kernel = {r"STG\.E\.128": 4, "BF16": 9 * ELEMENTS // 2}, "pool_backward_kernelIfLi8Ej"
     title, bytes_per_element = "max pool 3x3/2 backward, bfloat16, channels_last", 2 + 3 / 4
@@ -277,6 +278,16 @@ def batch_norm_loops(dtype: str) -> Iterator[Loop]:
     yield from row_loops(dtype)
     for layout, walk in {"planes of whole vectors": "Contiguous", "planes of 7x7": "Scattered"}.items():
         yield from plane_loops(dtype, layout, walk)
+
+
+def attention_loops() -> Iterator[Loop]:
+    """Return those of a row of scores of 256 keys: a thread of its warp has eight of them."""
+    kernel, exponentials = "attention_weights_kernelI13__nv_bfloat16.*Li32ELi8ELb{:d}", {r"MUFU\.EX2": ELEMENTS}
+    for title, backward in (("attention weights", False), ("attention weights backward", True)):
+        of_each = ELEMENTS * (1 + backward)  # scores; weights; a gradient read and one written
+        needs = {**exponentials, "FRND": ELEMENTS, r"STG\.E\.U16": of_each}
+        name, bytes_per_element = f"{title}, bfloat16, 256 keys", 8 if backward else 4
+        yield Loop(name, kernel.format(backward), bytes_per_element, r"LDG\.E\.U16", of_each, needs)
 
 
 def several(needs: Mapping[str, int], rounds: int) -> dict[str, int]:

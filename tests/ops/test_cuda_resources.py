@@ -66,8 +66,12 @@ def test_registers_and_occupancy(kernels, words, registers, occupancy):
         assert kernel.occupancy >= occupancy, kernel
 
 
-# Kernels that wait for instructions: their elements are loaded one by one.
-ABOVE_THE_ROOF = {"batch norm sums, bfloat16, planes of 7x7": 38}
+# Kernels that wait for instructions: their elements are loaded one by one, and those of an attention have an exponential each.
+ABOVE_THE_ROOF = {
+    "batch norm sums, bfloat16, planes of 7x7": 38,
+    "attention weights, bfloat16, 256 keys": 55,
+    "attention weights backward, bfloat16, 256 keys": 76,
+}
 
 
 def titles() -> list[str]:
