@@ -1,5 +1,7 @@
 """Verification of exported files: missing nodes, nodes that several quantizers share, and rounding ties."""
 
+import itertools
+
 import numpy as np
 import onnx
 import pytest
@@ -8,8 +10,8 @@ from onnx import numpy_helper
 from torch import Tensor, fx, nn
 
 import qtoolkit as qt
-from qtoolkit.export.verification.codes import TIE_SHARE, CodeCount, compare_codes, tie_band
-from qtoolkit.export.verification.follower import Follower, NodeCodes
+from qtoolkit.export.verification.codes import TIE_SHARE, Call, CodeCount, compare_codes, tie_band
+from qtoolkit.export.verification.follower import Follower, NodeCodes, Pairing
 from qtoolkit.export.verification.verify import verify_onnx
 from qtoolkit.quantizers.frozen import Grid
 
@@ -367,3 +369,17 @@ def test_a_quantizer_that_nothing_returned_depends_on_is_not_compared_with_anoth
     result = qt.export_onnx(converted, x, path)
     assert "activation_quantizers.x" in result.verification.unreached
     qt.export.verify(converted, x, path).check()
+
+
+def test_nodes_in_another_order_than_the_calls() -> None:
+    """Ops that do not depend on each other: as in RAFT, whose concatenations share a quantizer."""
+    grid = Grid(torch.tensor([0.5]), None, qt.QuantSpec(), 1, name="q")
+    codes = [np.zeros((1, 2), np.int8), np.ones((1, 3), np.int8), np.full((1, 2), 9, np.int8)]
+    for order in itertools.permutations(range(3)):
+        pairing = Pairing({grid: [NodeCodes(codes[place]) for place in order]}, {grid: 3}, up_to_ties=True)
+        for number, of_call in enumerate(codes):
+            node = pairing.node_of(Call(grid, of_call), number)
+            assert node is not None
+            assert node.codes is of_call
+    pairing = Pairing({grid: [NodeCodes(codes[0]), NodeCodes(codes[0])]}, {grid: 2}, up_to_ties=True)
+    assert pairing.node_of(Call(grid, codes[1]), 1) is None

@@ -65,8 +65,9 @@ class Followed:
 class Pairing:
     """Which codes of a runtime belong to a call of a quantizer.
 
-    The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls. The node of another call, or
-    of another quantizer with the same grid, then has its codes: the nearest one counts.
+    The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls, and orders ops that do not
+    depend on each other. The node of another call, or of another quantizer with the same grid, then has its codes: the nearest
+    one counts.
 
     Attributes:
         nodes: The nodes of each quantizer.
@@ -81,20 +82,27 @@ class Pairing:
     def node_of(self, call: Call, number: int) -> NodeCodes | None:
         """Return the node of a quantizer's call with this number; None where the runtime has none."""
         own = self.nodes.get(call.grid, ())
-        if len(own) != self.calls[call.grid]:
+        node = own[number] if len(own) == self.calls[call.grid] else None
+        if node is None or not (node.is_constant or node.codes.shape == call.codes.shape):
             return self.nearest(call)
-        node = own[number]
-        return node if node.is_constant or node.codes.shape == call.codes.shape else None
+        if len(own) == 1 or node.is_constant or call.compare(node.codes).are_ties():
+            return node
+        count, other = _nearest(call, own)  # blocks that run by themselves may call quantizers in another order
+        return other if count.are_ties() else node
 
     def nearest(self, call: Call) -> NodeCodes | None:
         """Return the node of any quantizer with the same grid whose codes differ least; None where there is none."""
-        alike = (node for node in self._of_grid(call.grid) if node.codes.shape == call.codes.shape)
-        counts = ((call.compare(node.codes), node) for node in alike)
-        count, node = min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
+        count, node = _nearest(call, self._of_grid(call.grid))
         return node if count.are_ties() or not self.up_to_ties else None
 
     def _of_grid(self, grid: Grid) -> Iterator[NodeCodes]:
         return (node for other, nodes in self.nodes.items() if same_grid(other, grid) for node in nodes)
+
+
+def _nearest(call: Call, nodes: Iterable[NodeCodes]) -> tuple[CodeCount, NodeCodes | None]:
+    """Return the node whose codes differ least from those of a call, with how they differ; None where none has its shape."""
+    counts = ((call.compare(node.codes), node) for node in nodes if node.codes.shape == call.codes.shape)
+    return min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
 
 
 class Drawn(NamedTuple):
