@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import qtoolkit as qt
 from tests import processes
@@ -121,6 +122,22 @@ def test_what_torch_fx_cannot_trace_is_captured_by_torch_export() -> None:
     assert outcome.off_difference == 0
     assert 'capture="export", as it cannot be traced: prepare: cannot trace Draws' in table.notes(outcome.json())
     assert '1 with `capture="export"`, as the error advises' in table.summary([outcome.json()])
+
+
+def test_a_model_trains_three_steps_and_the_page_counts_them() -> None:
+    pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
+    from zoo_models import pipeline, table
+    from zoo_models.recipe import Recipe
+
+    taken = []
+    steps = register_optimizer_step_post_hook(lambda *_: taken.append("step"))
+    recipe = Recipe("own/linear", "own", lambda: nn.Linear(4, 4), lambda: (torch.rand(2, 4),))
+    outcome = pipeline.run(recipe, "onnxruntime", export=False)
+    steps.remove()
+    assert (outcome.failed, outcome.steps, len(taken)) == ("", 3, 3)
+    assert "training (steps of SGD: 3 in 1) and onnxruntime" in table.summary([outcome.json()])
+    older = {**outcome.json(), "steps": 1}
+    assert "training (steps of SGD: 3 in 1, 1 in 2) and" in table.summary([older, outcome.json(), older])
 
 
 def test_what_cannot_be_quantized_is_in_the_table() -> None:

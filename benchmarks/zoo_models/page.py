@@ -68,7 +68,7 @@ from those whose names say that they are small; small models from configs of tra
 encoders of segmentation_models_pytorch {segmentation_models}; small networks of spandrel {spandrel}, MONAI {monai},
 torchaudio {torchaudio}, vit-pytorch {vit_pytorch} and pytorchcv {pytorchcv}; the smallest networks of ultralytics
 {ultralytics} for each task. They go through `prepare` (in training mode, unless a note says otherwise), `calibrate`,
-one step of SGD, `convert`, `export_onnx` and verification in onnxruntime {onnxruntime}. What cannot be traced goes on
+three steps of SGD, `convert`, `export_onnx` and verification in onnxruntime {onnxruntime}. What cannot be traced goes on
 as the error advises: with the leaf module that it names, or by `qt.quant_modules.replace`; an export, by the exporter
 that its error names. Weights are random, inputs are small, the backend is {backend}; torch {torch}, one thread of
 {cores} shared cores.
@@ -133,8 +133,8 @@ def text(results: Mapping[str, Any]) -> str:
 
 
 COMPARED = """{count} of the models, drawn by seed {seed} from those that went through all steps, take one tensor and
-take at most {seconds:.0f} seconds here. Each tool has its default int8 configuration for training, one step of SGD, and
-its own way to an ONNX file.
+take at most {seconds:.0f} seconds here. Each other tool has its default int8 configuration for training, one step of SGD,
+and its own way to an ONNX file.
 *Within* and *equal*: the outputs of onnxruntime beside those of the exported model in PyTorch, relative to the largest:
 at most {near:g} and {equal:g}. A rounding tie in one layer changes outputs of random weights by more than that, in every
 tool; no other one compares codes. *Out of time*: stopped after 60 s of processor time. torchao takes a

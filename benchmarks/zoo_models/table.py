@@ -105,7 +105,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         f'with `capture="export"`, as the error advises, and in {roads[REPLACED]} '
         f"`qt.quant_modules.replace` quantizes all layers: {_share(sum(roads.values()), whole)} by one of "
         "these roads.",
-        f"**{len(done)} went through all steps**, training and onnxruntime included; {len(failed)} did not"
+        f"**{len(done)} went through all steps**, training{_steps(done)} and onnxruntime included; {len(failed)} did not"
         f"{': ' if failed else ''}{', '.join(failed)}.",
         f"**Codes that differ: in {len(exact)} of {len(exported)} files none** of the weights' and the quantizers' "
         f"({codes:,} codes compared). {layers[0]:,} of {layers[1]:,} values of layers differ by one step, as rounding ties.",
@@ -115,6 +115,13 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         f"With quantizers disabled and batch norms kept, {zero} of {len(done)} equal the float model bit for bit.",
     ]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _steps(done: Sequence[Outcome]) -> str:
+    """Return how many models trained how many steps: " (steps of SGD: 3 in 310, 1 in 218)"."""
+    counts = sorted(Counter(o["steps"] for o in done).items(), reverse=True)
+    words = ", ".join(f"{steps} in {count}" for steps, count in counts)
+    return f" (steps of SGD: {words})" if words else ""
 
 
 def failures(outcomes: Iterable[Outcome]) -> str:
