@@ -34,6 +34,11 @@ NORMS_KEPT = qt.QConfigMapping()
 for kind in NORMS:
     NORMS_KEPT = NORMS_KEPT.set_object_type(kind, None)
 
+LABELS = {
+    Cause.NOT_FOLDED: "batch norm not folded",
+    Cause.IGNORED: "no batch of the calibration reached it",  # the pipeline excludes nothing else
+}
+
 
 @dataclass
 class Outcome:
@@ -340,8 +345,8 @@ def _tensors(values: Any) -> list[Tensor]:
 def label(line: LayerLine) -> str:
     """Return what the table calls an op in float: the kind that the target computes in float, or the reason in words."""
     verdict = line.verdict
-    if verdict.cause is Cause.NOT_FOLDED:
-        return "batch norm not folded"
+    if verdict.cause in LABELS:
+        return LABELS[verdict.cause]
     if verdict.cause is not Cause.TARGET or verdict in (FROM_PARAMETERS, MASKED):
         return re.sub(r" '[^']*'", "", verdict.text.removeprefix("float: "))  # without the names of submodules
     if line.kind == OTHER.name:  # unknown: the op's own name, without its number
