@@ -51,15 +51,9 @@ Causes that are known:
   the recipe does, or make the submodule a leaf module.
 - *A value of type int has no length*, *unpackString*, *new() received*: `torch.tensor(x.size(0))`, a test of autocast for
   `x.device.type`, and `x.new(sizes)` get a traced value in C++. The error names the leaf module, or replacement.
-- *The codes of layers differ by more than rounding ties* in a leaf module: between its quantized layers it computes in
-  float as a whole, so that ties pass from one to the next; only ops of the graph are compared from the codes of the file.
-- *The file has no QuantizeLinear for*: the forward computes a head whose result it does not return, and the exporter
-  leaves it out. `verify=False` writes the file.
-- *Has observed nothing*: a layer with no channels at this small size of the network, whose weight is empty.
 - `unsafe_chunk` (tacotron2), `sort` (atd), `uniform` (ats_vit), complex numbers (hdemucs): neither exporter of torch writes
   the op. Files of the float models fail with the same error.
 - *FlexAttention*: torch has no backward of it on the CPU, not even for the float models.
-- A small network of the zoo may have a layer of no channels, which onnxruntime does not run, not even in a float file.
 
 ## What runs
 

@@ -101,8 +101,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     left = Counter(label for o in done for label, names in o["left_float"].items() for _ in names)
     lines = [
         f"**{whole} models: {roads[AS_IT_IS]} ({_share(roads[AS_IT_IS], whole)}) trace as they are.** {roads[LEAVES]} trace "
-        f"with the leaf modules that the error names, {roads[PARTS]} (detectors and optical flow) in parts, {roads[CAPTURED]} "
-        f'with `capture="export"`, as the error advises, and in {roads[REPLACED]} '
+        f"with the leaf modules that the error names, {roads[PARTS]} (most of them detectors and optical flow) in parts, "
+        f'{roads[CAPTURED]} with `capture="export"`, as the error advises, and in {roads[REPLACED]} '
         f"`qt.quant_modules.replace` quantizes all layers: {_share(sum(roads.values()), whole)} by one of "
         "these roads.",
         f"**{len(done)} went through all steps**, training{_steps(done)} and onnxruntime included; {len(failed)} did not"
