@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,8 @@ def test_the_documented_table_is_that_of_the_results() -> None:
     text = (FOLDER.parent / "docs" / "zoo.md").read_text()
     for part in (table.summary(outcomes), table.failures(outcomes), table.markdown(outcomes)):
         assert part in text
+    models, traced = re.findall(r"(\d+) models: (\d+)", table.summary(outcomes))[0]
+    assert f"{traced} of {models} in the [zoo]" in (FOLDER.parent / "README.md").read_text()
     differing = [o["name"] for o in outcomes if o.get("weight_codes", [0])[0] or o.get("quantizer_codes", [0])[0]]
     assert differing == []
 
