@@ -1,4 +1,4 @@
-"""The model zoo: models of torchvision, timm and others through prepare, calibrate, one training step, convert and export.
+"""The model zoo: models of torchvision, timm and others through prepare, calibrate, three training steps, convert and export.
 
 python benchmarks/zoo.py                      run all models; print the table, write benchmarks/results/zoo.json and docs/zoo.md
 python benchmarks/zoo.py --list               print the names of the models

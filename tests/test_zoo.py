@@ -2,12 +2,14 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import qtoolkit as qt
 from tests import processes
@@ -123,6 +125,22 @@ def test_what_torch_fx_cannot_trace_is_captured_by_torch_export() -> None:
     assert '1 with `capture="export"`, as the error advises' in table.summary([outcome.json()])
 
 
+def test_a_model_trains_three_steps_and_the_page_counts_them() -> None:
+    pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
+    from zoo_models import pipeline, table
+    from zoo_models.recipe import Recipe
+
+    taken = []
+    steps = register_optimizer_step_post_hook(lambda *_: taken.append("step"))
+    recipe = Recipe("own/linear", "own", lambda: nn.Linear(4, 4), lambda: (torch.rand(2, 4),))
+    outcome = pipeline.run(recipe, "onnxruntime", export=False)
+    steps.remove()
+    assert (outcome.failed, outcome.steps, len(taken)) == ("", 3, 3)
+    assert "training (steps of SGD: 3 in 1) and onnxruntime" in table.summary([outcome.json()])
+    older = {**outcome.json(), "steps": 1}
+    assert "training (steps of SGD: 3 in 1, 1 in 2) and" in table.summary([older, outcome.json(), older])
+
+
 def test_what_cannot_be_quantized_is_in_the_table() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
     from zoo_models import pipeline, table
@@ -157,6 +175,8 @@ def test_the_documented_table_is_that_of_the_results() -> None:
     text = (FOLDER.parent / "docs" / "zoo.md").read_text()
     for part in (table.summary(outcomes), table.failures(outcomes), table.markdown(outcomes)):
         assert part in text
+    models, traced = re.findall(r"(\d+) models: (\d+)", table.summary(outcomes))[0]
+    assert f"{traced} of {models} in the [zoo]" in (FOLDER.parent / "README.md").read_text()
     differing = [o["name"] for o in outcomes if o.get("weight_codes", [0])[0] or o.get("quantizer_codes", [0])[0]]
     assert differing == []
 
@@ -169,13 +189,15 @@ def test_labels_come_from_verdicts() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.fc, self.bn = nn.LayerNorm(4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+            self.out = nn.Linear(4, 4)
             self.scale = nn.Parameter(torch.ones(4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = torch.relu(self.norm(self.bn(x))).cumsum(0)
-            return torch.cat([self.fc(y), torch.exp(self.scale).expand(2, 4)])
+            return torch.cat([self.out(self.fc(y)), torch.exp(self.scale).expand(2, 4)])
 
-    lines = {line.name: line for line in qt.quantization_report(qt.prepare(Net(), (torch.rand(2, 4),))).layers}
+    prepared = qt.prepare(Net(), (torch.rand(2, 4),), exclude=["out"])
+    lines = {line.name: line for line in qt.quantization_report(prepared).layers}
     labels = {name: label(line) for name, line in lines.items() if line.status == "float"}
     assert labels == {
         "bn": "batch norm not folded",
@@ -183,5 +205,6 @@ def test_labels_come_from_verdicts() -> None:
         "relu": "relu after a float op",
         "cumsum": "cumsum",
         "exp": "computed from parameters alone",
+        "out": "no batch of the calibration reached it",
         "cat": "no quantized op takes its output",
     }

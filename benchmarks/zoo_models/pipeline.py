@@ -1,4 +1,4 @@
-"""One model through prepare, calibrate, one training step, convert, export and onnxruntime, with the results as plain data."""
+"""One model through prepare, calibrate, training, convert, export and onnxruntime, with the results as plain data."""
 
 import copy
 import re
@@ -27,11 +27,17 @@ from qtoolkit.verdicts import Cause
 from zoo_models.recipe import Inputs, Recipe
 
 SEED = 0
+STEPS = 3  # of training
 OLDER = "use exporter='torchscript'"  # as the error of an export advises
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, FrozenBatchNorm2d)
 NORMS_KEPT = qt.QConfigMapping()
 for kind in NORMS:
     NORMS_KEPT = NORMS_KEPT.set_object_type(kind, None)
+
+LABELS = {
+    Cause.NOT_FOLDED: "batch norm not folded",
+    Cause.IGNORED: "no batch of the calibration reached it",  # the pipeline excludes nothing else
+}
 
 
 @dataclass
@@ -41,6 +47,7 @@ class Outcome:
     Attributes:
         failed: The step that failed, or "".
         error: The message of its error.
+        steps: Number of training steps.
         quantized: Number of quantized layers with weights.
         ops_quantized: Number of other quantized ops.
         left_float: Names of the layers with weights that remain in float, by label.
@@ -66,6 +73,7 @@ class Outcome:
     note: str = ""
     failed: str = ""
     error: str = ""
+    steps: int = 0
     quantized: int = 0
     ops_quantized: int = 0
     left_float: dict[str, list[str]] = field(default_factory=dict)
@@ -203,6 +211,7 @@ class _Steps:
     def finish(self, own: Any, part: Part) -> None:
         with self.step("train"):
             _train(own.train(), part, self.recipe.clip)
+        self.outcome.steps = STEPS
         with self.step("convert"):
             converted = qt.convert(own)
         if self.export:
@@ -336,8 +345,8 @@ def _tensors(values: Any) -> list[Tensor]:
 def label(line: LayerLine) -> str:
     """Return what the table calls an op in float: the kind that the target computes in float, or the reason in words."""
     verdict = line.verdict
-    if verdict.cause is Cause.NOT_FOLDED:
-        return "batch norm not folded"
+    if verdict.cause in LABELS:
+        return LABELS[verdict.cause]
     if verdict.cause is not Cause.TARGET or verdict in (FROM_PARAMETERS, MASKED):
         return re.sub(r" '[^']*'", "", verdict.text.removeprefix("float: "))  # without the names of submodules
     if line.kind == OTHER.name:  # unknown: the op's own name, without its number
@@ -370,8 +379,13 @@ def _difference_off(part: Part, prepared: Any) -> float:
 
 
 def _train(prepared: nn.Module, part: Part, clip: float | None) -> None:
-    """Take one step of SGD, and check that all gradients are finite."""
+    """Take steps of SGD, and check that all gradients are finite."""
     optimizer = torch.optim.SGD([p for p in prepared.parameters() if p.requires_grad], lr=1e-4)
+    for _ in range(STEPS):
+        _train_step(prepared, part, clip, optimizer)
+
+
+def _train_step(prepared: nn.Module, part: Part, clip: float | None, optimizer: torch.optim.Optimizer) -> None:
     loss = torch.stack([y.float().square().mean() for y in _tensors(_call(prepared, part)) if y.numel()]).sum()
     loss.backward()
     grads = {name: p.grad for name, p in prepared.named_parameters() if p.grad is not None}

@@ -26,7 +26,7 @@ class Recipe:
         parts: Submodules to prepare separately if the model's forward cannot be traced; () prepares the model.
         note: A remark for the table.
         exporter: The exporter of torch that writes the ONNX file.
-        clip: Maximum norm of the gradients in the training step; None does not clip.
+        clip: Maximum norm of the gradients in a training step; None does not clip.
         training: Whether the model is prepared in training mode.
     """
 

@@ -101,11 +101,11 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     left = Counter(label for o in done for label, names in o["left_float"].items() for _ in names)
     lines = [
         f"**{whole} models: {roads[AS_IT_IS]} ({_share(roads[AS_IT_IS], whole)}) trace as they are.** {roads[LEAVES]} trace "
-        f"with the leaf modules that the error names, {roads[PARTS]} (detectors and optical flow) in parts, {roads[CAPTURED]} "
-        f'with `capture="export"`, as the error advises, and in {roads[REPLACED]} '
+        f"with the leaf modules that the error names, {roads[PARTS]} (most of them detectors and optical flow) in parts, "
+        f'{roads[CAPTURED]} with `capture="export"`, as the error advises, and in {roads[REPLACED]} '
         f"`qt.quant_modules.replace` quantizes all layers: {_share(sum(roads.values()), whole)} by one of "
         "these roads.",
-        f"**{len(done)} went through all steps**, training and onnxruntime included; {len(failed)} did not"
+        f"**{len(done)} went through all steps**, training{_steps(done)} and onnxruntime included; {len(failed)} did not"
         f"{': ' if failed else ''}{', '.join(failed)}.",
         f"**Codes that differ: in {len(exact)} of {len(exported)} files none** of the weights' and the quantizers' "
         f"({codes:,} codes compared). {layers[0]:,} of {layers[1]:,} values of layers differ by one step, as rounding ties.",
@@ -115,6 +115,13 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         f"With quantizers disabled and batch norms kept, {zero} of {len(done)} equal the float model bit for bit.",
     ]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _steps(done: Sequence[Outcome]) -> str:
+    """Return how many models trained how many steps: " (steps of SGD: 3 in 310, 1 in 218)"."""
+    counts = sorted(Counter(o["steps"] for o in done).items(), reverse=True)
+    words = ", ".join(f"{steps} in {count}" for steps, count in counts)
+    return f" (steps of SGD: {words})" if words else ""
 
 
 def failures(outcomes: Iterable[Outcome]) -> str:
