@@ -51,8 +51,6 @@ Causes that are known:
   the recipe does, or make the submodule a leaf module.
 - *A value of type int has no length*, *unpackString*, *new() received*: `torch.tensor(x.size(0))`, a test of autocast for
   `x.device.type`, and `x.new(sizes)` get a traced value in C++. The error names the leaf module, or replacement.
-- *The file has no QuantizeLinear for* (raft_small): a quantizer of five calls is called in another order than the file has its
-  nodes, and verification pairs the two by their order. The file is right; `verify=False` writes it.
 - `unsafe_chunk` (tacotron2), `sort` (atd), `uniform` (ats_vit), complex numbers (hdemucs): neither exporter of torch writes
   the op. Files of the float models fail with the same error.
 - *FlexAttention*: torch has no backward of it on the CPU, not even for the float models.
