@@ -200,7 +200,7 @@ def reads_image(layer: "Layer", x: Tensor, geometry: Geometry) -> bool:
     return few and isinstance(layer, nn.Module) and not has_hooks(layer)
 
 
-def quantized_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor | None:
+def quantized_weight(layer: "Layer", factor: Tensor | None) -> Tensor | None:
     """Compute a layer's weight in one op, whose backward reads it once; None where the quantizer itself does it.
 
     Gradients are those of layers that keep codes, bit for bit.

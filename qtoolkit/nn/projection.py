@@ -47,7 +47,10 @@ class Projection:
     def __call__(self, x: Tensor, known: TensorCodes | None) -> Tensor:
         """Return the layer of x, of which this is known: in training by an op that keeps codes, where it has some."""
         y = on_codes.run(self, x, None, self.bias, (), {}, known=known)
-        return F.linear(x, quantized(self.weight_quantizer, self.weight), self.bias) if y is None else y
+        if y is not None:
+            return y
+        weight = on_codes.quantized_weight(self, None)
+        return F.linear(x, quantized(self.weight_quantizer, self.weight) if weight is None else weight, self.bias)
 
     def source_of(self, call: int) -> Quantizer | None:
         """Return the source."""

@@ -149,7 +149,7 @@ def test_a_users_own_layer_takes_two_lines() -> None:
 @pytest.mark.parametrize(
     ("attributes", "words"),
     [
-        ({"KIND": "shifts"}, "unknown KIND of class QuantMine: 'shifts'; did you mean 'shift'? Known: add, "),
+        ({"KIND": "shifts"}, "unknown KIND of class QuantMine: 'shifts'; did you mean 'shift'? Known: abs, add, "),
         ({}, "class QuantMine has no KIND; set it to the kind of its op, or to 'other'."),
     ],
 )

@@ -183,7 +183,7 @@ class UnitWriter(Writer):
             function = products.function_of(node, self.products[node.name])
             self.written[node] = self.graph.call_function(function, (known, *args), kwargs)
         elif is_attention_call(node):
-            attention = (self._module(node), *known[:1], *args)
+            attention = (self._module(node), known[0], *args)
             self.written[node] = self.graph.create_node("call_function", called_with, attention, kwargs, name=node.name)
         elif node.op == "call_module":
             self._write_unit(max_pool, (self._module(node), *args, *known), node.name, node)
