@@ -216,8 +216,9 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
             parts = [quantized(getattr(self, f"{name}_quantizer"), getattr(self, name)) for name in names]
             q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), parts, biases, strict=True))
             return q, k, v
-        if query is key and key is value and self.in_projection is not None:
-            q, k, v = self.in_projection(query, known).chunk(3, dim=-1)
+        projection = self.in_projection if query is key and key is value else None
+        if projection is not None:
+            q, k, v = projection(query, known).chunk(3, dim=-1)
             return q, k, v
         weight = quantized(self.in_proj_weight_quantizer, self.in_proj_weight)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)

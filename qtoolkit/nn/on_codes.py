@@ -13,7 +13,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.nn import refusals
 from qtoolkit.nn.hooks import has_hooks, is_transformed
-from qtoolkit.ops.layer import Codes, Geometry, WeightGrid, quant_layer, quant_weight
+from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
 from qtoolkit.ops.recording import is_recorded
 from qtoolkit.ops.sums import is_exact
 from qtoolkit.quantizers.capability import NO_CODES, Capability
@@ -164,7 +164,7 @@ def run(
     found = codes_of(x, layer.source_of(call), integer, known)
     if found is None or found.codes is None:
         return None
-    codes = Codes(found.codes, found.scale, found.zero_point, found.qmin, found.qmax)
+    codes = found.as_codes(found.codes)
     grid = weight_grid(layer, factor)
     if grid is None:
         return None

@@ -30,7 +30,6 @@ class Projection:
 
     FLOAT: ClassVar[type[nn.Module]] = nn.Linear
     OP_KIND: ClassVar[OpKind] = QuantLinear.OP_KIND
-    OUTPUT_AXIS: ClassVar[int] = QuantLinear.OUTPUT_AXIS
     returns_channels_last: ClassVar[bool] = False
 
     def __init__(
@@ -78,4 +77,5 @@ class Projection:
 
     def scales_along_outputs(self) -> bool:
         """Return whether the weight has one scale, or one per output feature."""
-        return self.weight_quantizer is not None and on_codes.along_outputs(self.weight_quantizer.spec, self.weight, 0)
+        quantizer, axis = self.weight_quantizer, QuantLinear.OUTPUT_AXIS
+        return quantizer is not None and on_codes.along_outputs(quantizer.spec, self.weight, axis)
