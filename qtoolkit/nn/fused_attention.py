@@ -102,6 +102,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
+        """Return the attention of query, key and value; then come is_causal, scale and the codes of each, or None."""
         *inputs, ctx.is_causal, ctx.scale, kept = args
         y, sums = _fused(*inputs, 0.0, ctx.is_causal, scale=ctx.scale)  # type: ignore[misc]
         ctx.like = [(x.shape, x.dtype) for x in inputs]
@@ -116,6 +117,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key and value, from the values that the codes stand for."""
         y, sums, *parts = ctx.saved_tensors
         inputs = [
             parts[3 * i] if ends is None else values_of(Codes(*parts[3 * i : 3 * i + 3], *ends), *like)

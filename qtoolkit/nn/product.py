@@ -158,6 +158,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor, integer: bool, dtype: torch.dtype, *codes: Any) -> Tensor:
+        """Return the product of two batches of matrices (n, rows, k) and (n, k, columns); `codes` are those of `_flat`."""
         grids = codes[:5], codes[5:]
         ctx.like = [(operand.dtype, _is_transposed(operand), _by_rows(operand).shape) for operand in (x, other)]
         ctx.dtype, ctx.ranges = dtype, [grid[3:] for grid in grids]
@@ -175,6 +176,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and other, from the values that the codes stand for."""
         saved, dx, dother = ctx.saved_tensors, None, None
         if ctx.needs_input_grad[0]:
             dx = grad.bmm(_values(ctx, 1, *saved[3:]).transpose(1, 2)).to(ctx.like[0][0])
