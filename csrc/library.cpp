@@ -6,12 +6,14 @@
 // divides axis into blocks that share a scale (ONNX's blocked quantization); scale then has x's shape with dimension
 // axis divided by block_size, or as many elements in one dimension. zero_point: as many elements as scale, or absent
 // (symmetric). Results have the memory format of the input.
+#include <torch/custom_class.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
 #include "cpu/launch.h"
 #include "exact_sums.h"
 #include "layer/onednn.h"
+#include "unit/unit_call.h"
 
 // What quant_weight and quant_layer are told about a weight, and quant_layer about a layer; layer.h reads it in this
 // order.
@@ -47,8 +49,23 @@
 // What the input of a layer was before it was fake-quantized, and the scale that is trained by it.
 #define QT_RAW "Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0"
 #define QT_FUNCTION "str function, SymInt[] shape, Tensor? weight, Tensor? bias, float eps"
+// All that the units are told.
+#define QT_UNIT                                                                                                  \
+  "Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED                                                               \
+  ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, " QT_UNIT_NORM                                \
+  ", Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, " QT_UNIT_FOLLOWING \
+  ", " QT_RAW
+#define QT_LAYER_UNIT                                                                                     \
+  "Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED                                                        \
+  ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, bool rounds_bias, " QT_UNIT_QUANTIZED( \
+      "Tensor?") ", " QT_RAW
+#define QT_FUNCTION_UNIT "Tensor x, " QT_FUNCTION ", bool keeps_x, " QT_UNIT_QUANTIZED("Tensor")
+#define QT_UNIT_CALL "__torch__.torch.classes.qtoolkit.UnitCall"
 
 TORCH_LIBRARY(qtoolkit, m) {
+  // A call of a unit's op with the arguments that it has in each step; see unit/unit_call.h.
+  m.class_<qtoolkit::UnitCall>("UnitCall").def("call", &qtoolkit::UnitCall::call);
+
   // Returns values on the grid and the packed in-range mask (empty unless mask is set or x requires grad).
   // Differentiable in x, and in scale and zero_point if they require grad; their gradients are multiplied by
   // grad_factor.
@@ -205,10 +222,7 @@ TORCH_LIBRARY(qtoolkit, m) {
   // Differentiable in x, weight, start, ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio, y_zero_point
   // and raw_scale. raw, raw_scale: as in quant_layer. The grids of x and of the residual must not change before
   // backward.
-  m.def("unit(Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED
-        ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, " QT_UNIT_NORM
-        ", Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, " QT_UNIT_FOLLOWING
-        ", " QT_RAW
+  m.def("unit(" QT_UNIT
         ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, "
         "Tensor batch_variance)");
 
@@ -226,9 +240,7 @@ TORCH_LIBRARY(qtoolkit, m) {
   // grid of y is trained, so that backward keeps the layer's output; else it keeps the packed mask. with_codes: returns
   // the codes of y too (int8 if y_qmin is negative, else uint8). Returns y and its codes, then what backward keeps.
   // Differentiable in x, weight, start, ratio, zero_point, bias, y_start, y_ratio, y_zero_point and raw_scale.
-  m.def("layer_fake_quant(Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED
-        ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, bool rounds_bias, " QT_UNIT_QUANTIZED(
-            "Tensor?") ", " QT_RAW ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor scale, Tensor kept)");
+  m.def("layer_fake_quant(" QT_LAYER_UNIT ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor scale, Tensor kept)");
 
   // Returns its gradients, in this order; empty where one is not wanted or there is none. order: the memory order of y.
   m.def("layer_fake_quant_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, int[] order, " QT_UNIT_KEPT
@@ -240,8 +252,8 @@ TORCH_LIBRARY(qtoolkit, m) {
   // weight, bias and eps are for. keeps_x: backward computes the function again from x; False only for "none" with a
   // grid that is not learned. learned, with_codes: as above. Returns y and its codes, then what backward keeps.
   // Differentiable in x, weight, bias, y_start, y_ratio and y_zero_point.
-  m.def("function_fake_quant(Tensor x, " QT_FUNCTION ", bool keeps_x, " QT_UNIT_QUANTIZED(
-      "Tensor") ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd)");
+  m.def("function_fake_quant(" QT_FUNCTION_UNIT
+        ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd)");
 
   // Returns its gradients, in this order; empty where one is not wanted or there is none.
   m.def("function_fake_quant_backward(Tensor grad, int[] order, Tensor? x, " QT_FUNCTION ", " QT_UNIT_QUANTIZED(
@@ -263,6 +275,11 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def("attention_fake_quant_backward(Tensor grad, " QT_KEPT_OPERAND("q") QT_KEPT_OPERAND("k") QT_KEPT_OPERAND("v")
             QT_ATTENTION
         ", Tensor weights_scale, Tensor softmax, bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // Return a call of the op with these arguments, to which the tensors named in varying are passed each time.
+  m.def("bind_unit(str[] varying, " QT_UNIT ") -> " QT_UNIT_CALL);
+  m.def("bind_layer_fake_quant(str[] varying, " QT_LAYER_UNIT ") -> " QT_UNIT_CALL);
+  m.def("bind_function_fake_quant(str[] varying, " QT_FUNCTION_UNIT ") -> " QT_UNIT_CALL);
 
   // torch.ops.aten.convolution with a batch and gradients that write inside of their memory; see strided_pointwise.h.
   m.def(

@@ -1,7 +1,7 @@
 """What tests of a model's blocks share: a group of one process, and the code of a graph that is not divided."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.module import register_module_forward_hook
 
 import qtoolkit as qt
+from qtoolkit._native import library
 from qtoolkit.graph.program.units import batch_norm
+from qtoolkit.graph.program.units.base import Decided
 from qtoolkit.quantizers import codes
 from qtoolkit.quantizers.quantizer import Quantizer
 
@@ -30,16 +32,17 @@ def called_one_by_one() -> Iterator[None]:
 def recorded_norms(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Return the arguments of each call of `qtoolkit.ops.batch_norm_fake_quant` from here on, alone or as a part of a unit."""
     found = recorded_calls(monkeypatch, "batch_norm_fake_quant")
-    op = batch_norm._unit
-    names = [argument.name for argument in op._schema.arguments]
+    bind = batch_norm._bind
+    names = [argument.name for argument in library.unit.default._schema.arguments]
 
-    def recorded(*args: Any) -> Any:
+    def recorded(varying: Sequence[str], *args: Any) -> Any:
         given = dict(zip(names, args, strict=True))
         grid = {} if given["y_start"] is None else {"scale": given["y_start"]}
         found.append({**given, **grid, "divisor": given["variance"]})
-        return op(*args)
+        return bind(varying, *args)
 
-    monkeypatch.setattr(batch_norm, "_unit", recorded)
+    monkeypatch.setattr(batch_norm, "_bind", recorded)
+    monkeypatch.setattr(Decided, "_again", lambda self, plan, x, *others: None)  # binds at each call
     return found
 
 

@@ -118,25 +118,25 @@ QT_FN NormChunk<T> chunk_at(const BatchNormArgs& args, int64_t i) {
           element<uint8_t>(args.codes, i)};
 }
 
-// Calls f with the operands of a chunk; if it ends early, with padded copies. Padding is zero: it adds nothing to sums
-// of gradients.
-template <class T, class F>
+// Calls f with the operands of a chunk and its vectors; if it ends early, with padded copies. Padding is zero: it adds
+// nothing to sums of gradients.
+template <class A, class T, class F>
 QT_FN void with_chunk(const BatchNormArgs& args, int64_t i, int n, F f) {
-  NormChunk<T> chunk = chunk_at<T>(args, i);
-  const NormChunk<T> whole = chunk;
+  const NormChunk<T> whole = chunk_at<T>(args, i);
+  if (n == kChunk) return f(whole, AllVectors{});
+  NormChunk<T> chunk = whole;
   Padded<T> x, grad, residual, y, residual_grad;
   Padded<uint8_t> residual_codes, codes;
-  if (n < kChunk) {
-    chunk.x = padded(whole.x, n, x);
-    if (whole.grad != nullptr) chunk.grad = padded(whole.grad, n, grad);
-    if (whole.residual != nullptr) chunk.residual = padded(whole.residual, n, residual);
-    if (whole.residual_codes != nullptr) chunk.residual_codes = padded(whole.residual_codes, n, residual_codes);
-    chunk.y = y.values;
-    if (whole.residual_grad != nullptr) chunk.residual_grad = residual_grad.values;
-    if (whole.codes != nullptr) chunk.codes = codes.values;
-  }
-  f(chunk);
-  if (n == kChunk) return;
+  const FirstVectors<A> vectors = FirstVectors<A>::of(n);
+  const int end = vectors.elements;
+  chunk.x = padded(whole.x, n, x, end);
+  if (whole.grad != nullptr) chunk.grad = padded(whole.grad, n, grad, end);
+  if (whole.residual != nullptr) chunk.residual = padded(whole.residual, n, residual, end);
+  if (whole.residual_codes != nullptr) chunk.residual_codes = padded(whole.residual_codes, n, residual_codes, end);
+  chunk.y = y.values;
+  if (whole.residual_grad != nullptr) chunk.residual_grad = residual_grad.values;
+  if (whole.codes != nullptr) chunk.codes = codes.values;
+  f(chunk, vectors);
   if (whole.y != nullptr) put_first(y, n, whole.y);
   if (whole.residual_grad != nullptr) put_first(residual_grad, n, whole.residual_grad);
   if (whole.codes != nullptr) put_first(codes, n, whole.codes);
@@ -174,18 +174,16 @@ QT_FN Vector<A> value_at(const NormSettings<A>& s, const NormChunk<T>& chunk, in
   return with_residual<A>(s, chunk, k, normalized(centred, Of::factor(of, k), Of::bias(of, k)));
 }
 
-template <bool kStream, class A, class T, class Of>
-QT_FN void forward_chunk(const NormSettings<A>& s, const NormChunk<T>& chunk, const Of& of) {
-  Vector<A> y[kVectors<A>], centred;
-  for (int i = 0; i < kVectors<A>; ++i) {
-    y[i] = activate(s.ends, value_at(s, chunk, i * kLanes<A>, of, centred));
-  }
+template <bool kStream, class A, class T, class Of, class Vectors>
+QT_FN void forward_chunk(const NormSettings<A>& s, const NormChunk<T>& chunk, const Of& of, Vectors vectors) {
+  Vector<A> y[kVectors<A>] = {}, centred;
+  for_vectors<A>(vectors, [&](int i) { y[i] = activate(s.ends, value_at(s, chunk, i * kLanes<A>, of, centred)); });
   if (s.quantized) {
-    for (int i = 0; i < kVectors<A>; ++i) {
+    for_vectors<A>(vectors, [&](int i) {
       const Vector<A> code = snap(y[i], s.scale, s.zero_point, s.lo, s.hi).code;
       y[i] = value_of(code, s.scale, s.zero_point);
       if (chunk.codes != nullptr) store_codes<A>(chunk.codes + i * kLanes<A>, code == code ? code : s.lo);
-    }
+    });
   }
   store_chunk<kStream, A>(chunk.y, y);
 }
@@ -200,15 +198,15 @@ QT_FN Vector<A> gradient_before(const NormSettings<A>& s, Vector<A> before, Vect
   return s.ends.sloped ? activation_gradient(s.ends, before, passed) : passed;
 }
 
-template <bool kStream, class A, class T, class Of>
-QT_FN void backward_chunk(const NormSettings<A>& s, const NormChunk<T>& chunk, const Of& of) {
-  Vector<A> dx[kVectors<A>], grads[kVectors<A>], centred;
-  for (int i = 0; i < kVectors<A>; ++i) {
+template <bool kStream, class A, class T, class Of, class Vectors>
+QT_FN void backward_chunk(const NormSettings<A>& s, const NormChunk<T>& chunk, const Of& of, Vectors vectors) {
+  Vector<A> dx[kVectors<A>] = {}, grads[kVectors<A>] = {}, centred;
+  for_vectors<A>(vectors, [&](int i) {
     const int k = i * kLanes<A>;
     const Vector<A> before = value_at(s, chunk, k, of, centred);
     grads[i] = gradient_before<A>(s, before, load_as<A>(chunk.grad + k));
     dx[i] = input_gradient(grads[i], centred, Of::factor(of, k), Of::slope(of, k), Of::offset(of, k));
-  }
+  });
   store_chunk<kStream, A>(chunk.y, dx);
   if (chunk.residual_grad != nullptr) store_chunk<kStream, A>(chunk.residual_grad, grads);
 }
@@ -220,20 +218,21 @@ QT_FN cpu::NormChannels<A> channel_at(const cpu::NormChannels<A>& row, int64_t c
   return {row.mean + c, row.factor + c, row.bias + c, row.slope + c, row.offset + c};
 }
 
-// Calls f(operands, channels) for each chunk of a part.
+// Calls f(operands, channels, vectors) for each chunk of a part.
 template <class A, class T, class F>
 QT_FN void for_norm_chunks(const BatchNormArgs& args, const cpu::NormChannels<A>& row, const cpu::NormPart& part, F f) {
   if (args.inner == 1) {
     return for_row_chunks(args, part.begin * args.channels, part.end * args.channels,
                           [&](int64_t i, int n, int64_t position) {
                             const RowOfChannels<A> of = {channel_at(row, position)};
-                            with_chunk<T>(args, i, n, [&](const NormChunk<T>& chunk) { f(chunk, of); });
+                            with_chunk<A, T>(args, i, n, [&](const auto& chunk, auto some) { f(chunk, of, some); });
                           });
   }
   for_planes(args, part, [&](int64_t c, int64_t begin) {
     const OneChannel<A> of = {channel_at(row, c)};
-    for_chunks(begin, begin + args.inner,
-               [&](int64_t i, int n) { with_chunk<T>(args, i, n, [&](const NormChunk<T>& chunk) { f(chunk, of); }); });
+    for_chunks(begin, begin + args.inner, [&](int64_t i, int n) {
+      with_chunk<A, T>(args, i, n, [&](const auto& chunk, auto some) { f(chunk, of, some); });
+    });
   });
 }
 
@@ -250,8 +249,8 @@ void norm_forward(const BatchNormArgs& args, const cpu::NormChannels<A>& row, co
   with_storage<A>(args.dtype, [&](auto* type) {
     using T = typename std::remove_pointer<decltype(type)>::type;
     with_stream<true>(may_stream<T>(args, args.y), [&](auto stream) {
-      for_norm_chunks<A, T>(args, row, part, [&](const NormChunk<T>& chunk, const auto& of) {
-        forward_chunk<stream.value, A>(settings, chunk, of);
+      for_norm_chunks<A, T>(args, row, part, [&](const NormChunk<T>& chunk, const auto& of, auto vectors) {
+        forward_chunk<stream.value, A>(settings, chunk, of, vectors);
       });
     });
   });
@@ -264,8 +263,8 @@ void norm_backward(const BatchNormArgs& args, const cpu::NormChannels<A>& row, c
     using T = typename std::remove_pointer<decltype(type)>::type;
     const bool stream = may_stream<T>(args, args.y) && may_stream<T>(args, args.residual_grad);
     with_stream<true>(stream, [&](auto stream) {
-      for_norm_chunks<A, T>(args, row, part, [&](const NormChunk<T>& chunk, const auto& of) {
-        backward_chunk<stream.value, A>(settings, chunk, of);
+      for_norm_chunks<A, T>(args, row, part, [&](const NormChunk<T>& chunk, const auto& of, auto vectors) {
+        backward_chunk<stream.value, A>(settings, chunk, of, vectors);
       });
     });
   });
@@ -298,15 +297,21 @@ struct ChannelMoments {
 
 template <class A, class T>
 QT_FN void add_chunk(ChannelMoments<A>& m, Vector<A> shift, const T* x, int n) {
-  Padded<T> buffer;
-  const uint64_t exist = n == kChunk ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
-  if (n < kChunk) x = padded(x, n, buffer);
-  for (int i = 0; i < kVectors<A>; ++i) {
-    Vector<A> centred = load_as<A>(x + i * kLanes<A>) - shift;
-    if (n < kChunk) centred = keep(centred, static_cast<unsigned>(exist >> (i * kLanes<A>)));
+  const auto add = [&](int i, Vector<A> centred) {
     m.sum.sum[i] += centred;
     m.squares.sum[i] += centred * centred;
+  };
+  if (n == kChunk) {
+    return for_vectors<A>(AllVectors{}, [&](int i) { add(i, load_as<A>(x + i * kLanes<A>) - shift); });
   }
+  Padded<T> buffer;
+  const FirstVectors<A> vectors = FirstVectors<A>::of(n);
+  const uint64_t exist = (uint64_t{1} << n) - 1;
+  x = padded(x, n, buffer, vectors.elements);
+  for_vectors<A>(vectors, [&](int i) {
+    const int k = i * kLanes<A>;
+    add(i, keep(load_as<A>(x + k) - shift, static_cast<unsigned>(exist >> k)));
+  });
 }
 
 template <class A, class T>
@@ -457,10 +462,10 @@ QT_FN void sums_of_plane(const BatchNormArgs& args, const NormSettings<A>& setti
     const int64_t n = smaller(args.inner - at, kLimit);
     GradientLanes<A> lanes = gradients.lanes;  // in registers
     for_chunks(begin + at, begin + at + n, [&](int64_t i, int length) {
-      with_chunk<T>(args, i, length, [&](const NormChunk<T>& chunk) {
-        for (int v = 0; v < kVectors<A>; ++v) {
+      with_chunk<A, T>(args, i, length, [&](const NormChunk<T>& chunk, auto vectors) {
+        for_vectors<A>(vectors, [&](int v) {
           add_terms<kLearned>(lanes, v, gradient_terms<kLearned>(settings, chunk, v * kLanes<A>, of));
-        }
+        });
       });
     });
     gradients.lanes = lanes;
@@ -498,17 +503,17 @@ void sums_of_rows(const BatchNormArgs& args, const cpu::NormChannels<A>& row, co
     int chunks = 0;
     for_row_chunks(args, first * channels, (first + rows) * channels, [&](int64_t i, int n, int64_t position) {
       const RowOfChannels<A> of = {channel_at(row, position)};
-      with_chunk<T>(args, i, n, [&](const NormChunk<T>& chunk) {
-        for (int v = 0; v < kVectors<A>; ++v) {
+      with_chunk<A, T>(args, i, n, [&](const NormChunk<T>& chunk, auto vectors) {
+        for_vectors<A>(vectors, [&](int v) {
           const int k = v * kLanes<A>;
           const GradientTerms<A> terms = gradient_terms<kLearned>(settings, chunk, k, of);
           A *grad = grads + position + k, *product = products + position + k;
           store(grad, load(grad) + terms.grad);
           store(product, load(product) + terms.product);
-          if (!kLearned) continue;
+          if (!kLearned) return;
           lanes.scale.sum[v] += terms.scale;
           lanes.zero_point.sum[v] += terms.zero_point;
-        }
+        });
       });
       if (kLearned && ++chunks % kTerms == 0) flush(lanes, result[0]);
     });

@@ -4,7 +4,31 @@
 
 #include "convert-inl.h"
 
-// Copies the first n elements of a chunk to a padded one, with zeros behind them; and back.
+// The vectors of a chunk that have elements: all of them, or the first ones of a chunk that ends early.
+struct AllVectors {};
+
+template <class A>
+struct FirstVectors {
+  int elements;  // whole vectors of them
+  QT_FN FirstVectors of(int n) { return {(n + kLanes<A> - 1) / kLanes<A> * kLanes<A>}; }
+};
+
+// Calls f(i) for these vectors. The numbers are constants, so that an array of vectors may stay in registers.
+template <class A, class F>
+QT_FN void for_vectors(AllVectors, F f) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors<A>; ++i) f(i);
+}
+
+template <class A, class F>
+QT_FN void for_vectors(FirstVectors<A> vectors, F f) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors<A>; ++i) {
+    if (i * kLanes<A> < vectors.elements) f(i);
+  }
+}
+
+// Copies the first n elements of a chunk to a padded one, with zeros behind them up to `end`; and back.
 template <class T>
 struct alignas(64) Padded {
   T values[cpu::kChunk];
@@ -15,9 +39,9 @@ struct alignas(64) Padded {
 QT_FN __mmask64 first_bytes(int64_t n) { return n >= 64 ? ~__mmask64{0} : n <= 0 ? 0 : _bzhi_u64(~0ull, n); }
 
 template <class T>
-QT_FN const T* padded(const T* from, int n, Padded<T>& to) {
+QT_FN const T* padded(const T* from, int n, Padded<T>& to, int end = cpu::kChunk) {
   const char* bytes = reinterpret_cast<const char*>(from);
-  for (size_t line = 0; line < sizeof(T); ++line) {
+  for (size_t line = 0; 64 * line < end * sizeof(T); ++line) {
     const __mmask64 mask = first_bytes(n * static_cast<int64_t>(sizeof(T)) - 64 * line);
     _mm512_store_si512(reinterpret_cast<char*>(to.values) + 64 * line,
                        _mm512_maskz_loadu_epi8(mask, bytes + 64 * line));
@@ -27,7 +51,7 @@ QT_FN const T* padded(const T* from, int n, Padded<T>& to) {
 
 template <class T>
 QT_FN void put_first(const Padded<T>& from, int n, T* to) {
-  for (size_t line = 0; line < sizeof(T); ++line) {
+  for (size_t line = 0; 64 * line < n * sizeof(T); ++line) {
     const __mmask64 mask = first_bytes(n * static_cast<int64_t>(sizeof(T)) - 64 * line);
     _mm512_mask_storeu_epi8(reinterpret_cast<char*>(to) + 64 * line, mask,
                             _mm512_load_si512(reinterpret_cast<const char*>(from.values) + 64 * line));
@@ -37,9 +61,9 @@ QT_FN void put_first(const Padded<T>& from, int n, T* to) {
 #else
 
 template <class T>
-QT_FN const T* padded(const T* from, int n, Padded<T>& to) {
-  to = {};
+QT_FN const T* padded(const T* from, int n, Padded<T>& to, int end = cpu::kChunk) {
   __builtin_memcpy(to.values, from, n * sizeof(T));
+  __builtin_memset(to.values + n, 0, (end - n) * sizeof(T));
   return to.values;
 }
 

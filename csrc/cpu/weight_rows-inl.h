@@ -27,26 +27,33 @@ void turn_row(const A* from, int64_t major, int64_t minor, A* to) {
   }
 }
 
-// Calls f(i, n) for the chunks of a row.
-template <class F>
-QT_FN void for_chunks_of_row(const WeightRows& args, F f) {
-  for (int64_t i = 0; i < args.length(); i += kChunk) f(i, static_cast<int>(smaller(kChunk, args.length() - i)));
+// Calls f(i, vectors) for the whole chunks of a row, and end(i, n, vectors) for the elements that are left.
+template <class A, class F, class End>
+QT_FN void for_chunks_of_row(const WeightRows& args, F f, End end) {
+  int64_t i = 0;
+  for (; i + kChunk <= args.length(); i += kChunk) f(i, AllVectors{});
+  const int n = static_cast<int>(args.length() - i);
+  if (n > 0) end(i, n, FirstVectors<A>::of(n));
 }
 
 template <class A>
 void weight_values(const WeightRows& args, int64_t at, A* to) {
   const auto row = WeightRow<A>::of(args, at);
   const A* weight = static_cast<const A*>(args.weight) + at * args.length();
-  for_chunks_of_row(args, [&](int64_t i, int n) {
-    Padded<A> in, out;
-    const A* from = n < kChunk ? padded(weight + i, n, in) : weight + i;
-    A* values = n < kChunk ? out.values : to + i;
-    for (int k = 0; k < kChunk; k += kLanes<A>) {
+  const auto quantize = [&](const A* from, A* values, auto vectors) {
+    for_vectors<A>(vectors, [&](int v) {
+      const int k = v * kLanes<A>;
       const auto point = WeightRow<A>::snapped(row, load(from + k) * row.factor);
       store(values + k, value_of(point.code, row.scale, Vector<A>{}));
-    }
-    if (n < kChunk) put_first(out, n, to + i);
-  });
+    });
+  };
+  for_chunks_of_row<A>(
+      args, [&](int64_t i, auto all) { quantize(weight + i, to + i, all); },
+      [&](int64_t i, int n, auto vectors) {
+        Padded<A> in, out;
+        quantize(padded(weight + i, n, in, vectors.elements), out.values, vectors);
+        put_first(out, n, to + i);
+      });
 }
 
 template <class A>
@@ -55,18 +62,22 @@ A weight_codes(const WeightRows& args, int64_t at) {
   const A* weight = static_cast<const A*>(args.weight) + at * args.length();
   uint8_t* codes = args.codes + at * args.length();
   Vector<A> poison = {};
-  for_chunks_of_row(args, [&](int64_t i, int n) {
-    Padded<A> in;
-    Padded<uint8_t> out;
-    const A* from = n < kChunk ? padded(weight + i, n, in) : weight + i;
-    uint8_t* to = n < kChunk ? out.values : codes + i;
-    for (int k = 0; k < kChunk; k += kLanes<A>) {
+  const auto quantize = [&](const A* from, uint8_t* to, auto vectors) {
+    for_vectors<A>(vectors, [&](int v) {
+      const int k = v * kLanes<A>;
       const Vector<A> product = load(from + k) * row.factor;
       poison += product * Vector<A>{};
       store_codes<A>(to + k, WeightRow<A>::snapped(row, product).code);
-    }
-    if (n < kChunk) put_first(out, n, codes + i);
-  });
+    });
+  };
+  for_chunks_of_row<A>(
+      args, [&](int64_t i, auto all) { quantize(weight + i, codes + i, all); },
+      [&](int64_t i, int n, auto vectors) {
+        Padded<A> in;
+        Padded<uint8_t> out;
+        quantize(padded(weight + i, n, in, vectors.elements), out.values, vectors);
+        put_first(out, n, codes + i);
+      });
   A result = 0;
   for (int k = 0; k < kLanes<A>; ++k) result += poison[k];
   return result;
@@ -99,23 +110,29 @@ void weight_row_backward(const WeightRows& args, int64_t at, const A* grad) {
     of_factor += total_of(df);
     ds = df = {};
   };
-  for_chunks_of_row(args, [&](int64_t i, int n) {
-    Padded<A> w_in, g_in, out;
-    const A* w_from = n < kChunk ? padded(weight + i, n, w_in) : weight + i;
-    const A* g_from = n < kChunk ? padded(grad + i, n, g_in) : grad + i;
-    A* to = n < kChunk ? out.values : dweight + i;
-    for (int v = 0; v < kVectors<A>; ++v) {
+  const auto differentiate = [&](const A* weights, const A* grads, A* to, auto vectors) {
+    for_vectors<A>(vectors, [&](int v) {
       const int k = v * kLanes<A>;
-      const Vector<A> w = load(w_from + k), g = load(g_from + k);
+      const Vector<A> w = load(weights + k), g = load(grads + k);
       const auto point = WeightRow<A>::snapped(row, w * row.factor);
       const Vector<A> passed = keep(g, inside_bits(point));
       ds.sum[v] += scale_gradient(point, g, Vector<A>{});
       df.sum[v] += passed * w;
       store(to + k, passed * row.factor);
-    }
-    if (n < kChunk) put_first(out, n, dweight + i);
-    if ((i + kChunk) % kFlush == 0) flush();
-  });
+    });
+  };
+  for_chunks_of_row<A>(
+      args,
+      [&](int64_t i, auto all) {
+        differentiate(weight + i, grad + i, dweight + i, all);
+        if ((i + kChunk) % kFlush == 0) flush();
+      },
+      [&](int64_t i, int n, auto vectors) {
+        Padded<A> w, g, out;
+        const int end = vectors.elements;
+        differentiate(padded(weight + i, n, w, end), padded(grad + i, n, g, end), out.values, vectors);
+        put_first(out, n, dweight + i);
+      });
   flush();
   args.sum_scale[at] = of_scale;
   args.sum_factor[at] = of_factor;

@@ -25,7 +25,7 @@ from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module, values_kept
 from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.ops.recording import is_captured, is_recorded_for_onnx
-from qtoolkit.quantizers.optimizer_steps import OptimizerSteps
+from qtoolkit.quantizers.optimizer_steps import OptimizerSteps, Steps
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.sharding import whole
 
@@ -328,6 +328,23 @@ def running_variance(bn: Any) -> Tensor:
 _steps = OptimizerSteps()
 
 
+class Changing:
+    """Parameters whose changes end a training step.
+
+    Args:
+        parameters: The parameters. Those of inference mode count no changes.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters, self._steps, self._looks = parameters, list[Steps](), -1
+
+    def state(self) -> tuple[Any, ...]:
+        """Return what is another in each step."""
+        if self._looks != _steps.looks:
+            self._steps, self._looks = _steps.of(self._parameters), _steps.looks
+        return _steps.taken(self._steps), sum([p._version for p in self._parameters])
+
+
 def step_variance(layer: nn.Module, bn: LinkedBatchNorm) -> Tensor:
     """Return the running variance before the first forward of the present training step.
 
@@ -338,12 +355,12 @@ def step_variance(layer: nn.Module, bn: LinkedBatchNorm) -> Tensor:
     variance = running_variance(bn)
     if torch.compiler.is_compiling():
         return variance
-    return variance_of_step(bn, variance, (*_parameters(layer), *_parameters(bn)))
+    return variance_of_step(bn, variance, Changing((*_parameters(layer), *_parameters(bn))))
 
 
-def variance_of_step(bn: LinkedBatchNorm, variance: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def variance_of_step(bn: LinkedBatchNorm, variance: Tensor, changing: Changing) -> Tensor:
     """Return what `step_variance` does, for a running variance and the parameters whose changes end a step."""
-    state = (_steps.taken(parameters), sum([p._version for p in parameters]), variance.dtype, variance.device)
+    state = (*changing.state(), variance.dtype, variance.device)
     seen = bn._seen
     # A CUDA graph must copy it each time that it runs, however often Python counts a step.
     if seen is None or ((seen[0] != state or is_captured(variance)) and not is_recomputing()):

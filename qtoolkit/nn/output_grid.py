@@ -10,7 +10,7 @@ from qtoolkit._native import library
 from qtoolkit.errors import with_article
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.on_codes import TrainingArithmetic
-from qtoolkit.quantizers.codes import TensorCodes, codes_by, codes_on, version_of
+from qtoolkit.quantizers.codes import TensorCodes, codes_by, codes_on, rounded, version_of
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import with_factor
@@ -91,13 +91,12 @@ def gives_codes(quantizer: Any) -> bool:
 
 
 def codes_by_op(
-    y: Tensor, codes: Tensor | None, scale: Tensor, grid: Grid, quantizer: TensorQuantizer | None
+    y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor | None, quantizer: TensorQuantizer | None
 ) -> TensorCodes | None:
-    """Return what is known of an output whose scale an op has made; None without a quantizer that has codes."""
+    """Return what is known of an output on a grid of which an op was told; None without a quantizer that has codes."""
     if quantizer is None or not quantizer.capability.codes:
         return None
-    positive = scale if grid[1] is not None else scale.abs()  # with a ratio it is positive
-    return codes_on(positive, grid[3], quantizer, y, codes)
+    return codes_on(scale.detach().abs(), rounded(zero_point), quantizer, y, codes)
 
 
 def quantized_by(quantizer: nn.Module | None, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
@@ -126,7 +125,7 @@ def quantized_for(
     grid = grid_of(output_grid(quantizer, x.detach()))
     learned = is_learned(grid)
     y, codes, scale, *_ = _function_fake_quant(x, *NO_FUNCTION, learned, *grid, learned, True)
-    return y, codes_by_op(y, codes, scale, grid, quantizer)
+    return y, codes_by_op(y, codes, scale, grid[3], quantizer)
 
 
 def may_be_in_op(quantizer: Quantizer) -> TypeGuard[TensorQuantizer]:

@@ -46,7 +46,7 @@ class TensorCodes:
 
     def hold_for(self, y: Tensor) -> bool:
         """Return whether y is the tensor, unchanged."""
-        return self.tensor is not None and self.tensor() is y and self.version == version_of(y)
+        return self.tensor is not None and self.tensor() is y and (y.is_inference() or self.version == y._version)
 
     def completed(self, y: Tensor, channels_last: bool) -> "TensorCodes":
         """Return this with the codes of y, the tensor; those of an image in channels_last, if wanted."""
@@ -97,22 +97,28 @@ def codes_on(
 
     Args:
         scale: The step between codes, positive; nobody else has it.
-        zero_point: The zero point, or None.
+        zero_point: The zero point, rounded, or None; nobody else has it either.
         quantizer: Whose grid it is, with `Capability.codes`.
         y: The tensor.
         codes: Its codes, a byte each, or None.
     """
-    zero = None if zero_point is None else zero_point.detach().round()
     spec, packed = quantizer.spec, quantizer.capability.packed
     tensor = None if torch.compiler.is_compiling() else ref(y)
-    return TensorCodes(scale, zero, spec.qmin, spec.qmax, packed, tensor, version_of(y), None if packed else codes)
+    return TensorCodes(
+        scale, zero_point, spec.qmin, spec.qmax, packed, tensor, version_of(y), None if packed else codes
+    )
 
 
 def codes_by(quantizer: Quantizer | None, y: Tensor) -> TensorCodes | None:
     """Return what is known of a tensor on the grid of a quantizer as it is now, yet without codes; None if it has none."""
     if quantizer is None or not quantizer.capability_now.codes:
         return None
-    return codes_on(quantizer.scale.detach().abs(), quantizer.zero_point, quantizer, y)
+    return codes_on(quantizer.scale.detach().abs(), rounded(quantizer.zero_point), quantizer, y)
+
+
+def rounded(zero_point: Tensor | None) -> Tensor | None:
+    """Return a zero point as codes have it, in a tensor of its own."""
+    return None if zero_point is None else zero_point.detach().round()
 
 
 def codes_of(

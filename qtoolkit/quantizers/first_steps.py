@@ -153,7 +153,7 @@ class FirstSteps(OptimizerSteps):
 
     def _is_trained_otherwise(self, model: nn.Module, trained: set[int]) -> bool:
         parameters = list(model.parameters())
-        return trained.isdisjoint(map(id, parameters)) and self.taken(parameters)[0]
+        return trained.isdisjoint(map(id, parameters)) and bool(self.of(parameters))
 
 
 FIRST_STEPS = FirstSteps()

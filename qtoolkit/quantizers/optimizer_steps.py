@@ -1,6 +1,7 @@
 """The steps of optimizers, for modules that know neither the optimizer that trains them nor the model that holds them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,15 +15,31 @@ def trained_by(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
+@dataclass
+class Steps:
+    """The steps that an optimizer has taken.
+
+    Attributes:
+        trained: The ids of the parameters that it trains.
+        count: Their number.
+    """
+
+    trained: set[int]
+    count: int = 0
+
+
 class OptimizerSteps:
     """Counts the steps of each optimizer of this process, from the first question on; those in compiled code do not count.
 
     Torch has one table of hooks for all optimizers. Nothing is there before a module that is trained asks.
+
+    Attributes:
+        looks: Changes when an optimizer takes its first step, or trains other parameters than before.
     """
 
     def __init__(self) -> None:
-        self._hears, self._count = False, 0
-        self._counts: WeakKeyDictionary[Optimizer, tuple[set[int], int]] = WeakKeyDictionary()
+        self._hears, self._count, self.looks = False, 0, 0
+        self._steps: WeakKeyDictionary[Optimizer, Steps] = WeakKeyDictionary()
 
     def begin(self) -> None:
         """Count from now on."""
@@ -30,20 +47,30 @@ class OptimizerSteps:
             self._hears = True
             register_optimizer_step_post_hook(self._after_step)
 
-    def taken(self, parameters: Iterable[Tensor]) -> tuple[bool, int]:
-        """Return how many steps the optimizers of these parameters have taken, so that those of other models do not count.
+    def of(self, parameters: Iterable[Tensor]) -> list[Steps]:
+        """Return the steps of the optimizers that train one of these parameters; as long as `looks` stays, these are all."""
+        self.begin()
+        own = set(map(id, parameters))
+        return [steps for steps in self._steps.values() if not own.isdisjoint(steps.trained)]
+
+    def taken(self, steps: Sequence[Steps]) -> tuple[bool, int]:
+        """Return how many steps the optimizers of some parameters have taken, so that those of other models do not count.
+
+        Args:
+            steps: What `of` returns for the parameters.
 
         Returns:
             Whether an optimizer that has taken a step trains one of them, and its steps; if none does, those of all optimizers:
             parameters that are not trained, and those before the first step of their optimizer, go by every step.
         """
-        self.begin()
-        own = set(map(id, parameters))
-        counts = [count for trained, count in self._counts.values() if not own.isdisjoint(trained)]
-        return bool(counts), sum(counts) if counts else self._count
+        return bool(steps), sum([each.count for each in steps]) if steps else self._count
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-        if not torch.compiler.is_compiling():  # compiled code would be compiled again for each count
-            self._count += 1
-            _, count = self._counts.get(optimizer, (set(), 0))
-            self._counts[optimizer] = trained_by(optimizer), count + 1
+        if torch.compiler.is_compiling():  # compiled code would be compiled again for each count
+            return
+        self._count += 1
+        trained, steps = trained_by(optimizer), self._steps.get(optimizer)
+        if steps is None or steps.trained != trained:
+            self.looks += 1
+            steps = self._steps[optimizer] = Steps(trained, 0 if steps is None else steps.count)
+        steps.count += 1

@@ -24,11 +24,11 @@ from qtoolkit.nn.batch_norm import (
     is_frozen_batch_norm,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
-from qtoolkit.nn.output_grid import grid_now, quantized_by, why_quantizer_not_fused
+from qtoolkit.nn.output_grid import codes_by_op, grid_now, quantized_by, why_quantizer_not_fused
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.table import bounds_of_module
-from qtoolkit.quantizers.codes import TensorCodes, codes_of, codes_on
+from qtoolkit.quantizers.codes import TensorCodes, codes_of
 
 # Numbers of dimensions of the inputs of each type of batch norm that the op computes.
 DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
@@ -246,9 +246,9 @@ def _compute(
         **grid,
     )
     _track(bn, mean, variance, factor, bias, x.numel() // x.size(1))
-    if quantizer is None or not quantizer.capability.codes or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not grid:
         return y, None
-    return y, codes_on(grid["scale"].detach().abs(), grid["zero_point"], quantizer, y, codes)
+    return y, codes_by_op(y, codes, grid["scale"], grid["zero_point"], quantizer)
 
 
 def codes_added(residual: Tensor, known: TensorCodes | None, channels_last: bool) -> tuple[Tensor | None, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit._native import library
 from qtoolkit.graph.program.units import FunctionUnit, LayerUnit, function, layer
 from qtoolkit.graph.program.units.base import Decided
 from tests.graph.program.test_unit import LSQ, SPECS, ops_of_step, same
@@ -68,20 +69,21 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     found = Counter[str]()
     with monkeypatch.context() as patch:
         for kind in (LayerUnit, FunctionUnit):
-            compute = kind.compute
+            by_op = kind.by_op
 
-            def count(self: Any, *args: Any, compute: Callable[..., Any] = compute, name: str = kind.__name__) -> Any:
-                found[name] += 1
-                return compute(self, *args)
+            def count(self: Any, *args: Any, by_op: Callable[..., Any] = by_op, name: str = kind.__name__) -> Any:
+                result = by_op(self, *args)
+                found[name] += result is not None
+                return result
 
-            patch.setattr(kind, "compute", count)
+            patch.setattr(kind, "by_op", count)
         yield found
 
 
 @contextmanager
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(Decided, "plan", lambda self, kind, *inputs: None)
+        patch.setattr(Decided, "by_op", lambda self, *inputs: None)
         yield
 
 
@@ -192,9 +194,11 @@ def test_the_function_is_kept_once(of: nn.Module) -> None:
 def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, tuple[Any, ...]]] = []
     model = prepared(name)
-    for module, attribute in ((layer, "_layer_fake_quant"), (function, "_function_fake_quant")):
-        op = getattr(module, attribute)
-        monkeypatch.setattr(module, attribute, lambda *args, op=op: (calls.append((op, args)), op(*args))[1])
+    for module, op in ((layer, library.layer_fake_quant), (function, library.function_fake_quant)):
+        bind = module._bind
+        monkeypatch.setattr(
+            module, "_bind", lambda *a, bind=bind, op=op: (calls.append((op.default, a[1:])), bind(*a))[1]
+        )
     model(torch.randn(2, 8, 4, 4, requires_grad=True))
     assert len(calls) >= 10
     for op, args in calls:
@@ -227,7 +231,7 @@ def test_random_chains_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
         for net in (model, other):
             x.requires_grad_().grad = None
             if net is other:
-                monkeypatch.setattr(Decided, "plan", lambda self, kind, *inputs: None)
+                monkeypatch.setattr(Decided, "by_op", lambda self, *inputs: None)
             net(x).square().sum().backward()
             results.append({"x": x.grad, **{n: p.grad for n, p in net.named_parameters() if p.grad is not None}})
         monkeypatch.undo()

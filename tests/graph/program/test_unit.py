@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtoolkit as qt
+from qtoolkit._native import library
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.graph.program.units import BatchNormUnit, batch_norm, layer
 from qtoolkit.graph.program.units.base import Decided
@@ -72,8 +73,9 @@ def counting(found: dict[str, int], name: str) -> Callable[..., Any]:
     call = getattr(BatchNormUnit, name)
 
     def count(self: BatchNormUnit, *args: Any) -> Any:
-        found[name] += 1
-        return call(self, *args)
+        result = call(self, *args)
+        found[name] += result is not None
+        return result
 
     return count
 
@@ -81,7 +83,7 @@ def counting(found: dict[str, int], name: str) -> Callable[..., Any]:
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Count the units that run as one op, and those whose ops run one by one."""
-    found = {"compute": 0, "_one_by_one": 0}
+    found = {"by_op": 0, "_one_by_one": 0}
     with monkeypatch.context() as patch:
         for name in found:
             patch.setattr(BatchNormUnit, name, counting(found, name))
@@ -91,7 +93,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 @contextmanager
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(BatchNormUnit, "plan_of", lambda self, x, residual: None)
+        patch.setattr(BatchNormUnit, "by_op", lambda self, *inputs: None)
         yield
 
 
@@ -142,7 +144,7 @@ def test_one_op_has_the_bits_of_its_ops(name: str, forward: str, monkeypatch: py
     other = copy.deepcopy(model)
     with counted(monkeypatch) as found:
         results = step(model)
-    assert found == {"compute": 10, "_one_by_one": 0}
+    assert found == {"by_op": 10, "_one_by_one": 0}
     with one_by_one(monkeypatch):
         same(results, step(other))
 
@@ -174,7 +176,7 @@ def test_a_quantizer_that_must_be_called_is_called_behind_the_op(name: str, monk
         with counted(monkeypatch) as found:
             results = step(model)
         without_codes = 2 if name == "it is off" else 0  # the layer that takes its output
-        assert found == {"compute": 10 - without_codes, "_one_by_one": without_codes}
+        assert found == {"by_op": 10 - without_codes, "_one_by_one": without_codes}
         with one_by_one(monkeypatch):
             same(results, step(other))
         for optimizer in optimizers:
@@ -187,7 +189,7 @@ def test_quantizers_that_no_op_computes(spec: qt.QuantSpec, monkeypatch: pytest.
     other = copy.deepcopy(model)
     with counted(monkeypatch) as found:
         results = step(model)
-    assert found == {"compute": 10, "_one_by_one": 0}
+    assert found == {"by_op": 10, "_one_by_one": 0}
     with one_by_one(monkeypatch):
         same(results, step(other))
 
@@ -199,7 +201,7 @@ def test_one_op_has_the_bits_of_its_ops_on_a_gpu(name: str, monkeypatch: pytest.
     other = copy.deepcopy(model)
     with counted(monkeypatch) as found, torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         results = step(model)
-        assert found["compute"] > 0
+        assert found["by_op"] > 0
         with one_by_one(monkeypatch):
             same(results, step(other))
 
@@ -209,7 +211,7 @@ def test_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     other = copy.deepcopy(model)
     with counted(monkeypatch) as found:
         results = step(model, torch.bfloat16)
-    assert found["compute"] > 0
+    assert found["by_op"] > 0
     with one_by_one(monkeypatch):
         same(results, step(other, torch.bfloat16))
 
@@ -221,7 +223,7 @@ def test_in_other_types(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
     x = torch.randn(4, 8, 8, 8, dtype=dtype)
     with counted(monkeypatch) as found:
         y = model(x)
-    assert found["compute"] == 5
+    assert found["by_op"] == 5
     with one_by_one(monkeypatch):
         wanted = other(x)
     for result, net in ((y, model), (wanted, other)):
@@ -315,7 +317,7 @@ def test_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepared()
     with torch.no_grad(), counted(monkeypatch) as found:
         model(torch.randn(2, 8, 8, 8))
-    assert found["compute"] == 0
+    assert found["by_op"] == 0
     model.requires_grad_(False)
     assert not model(torch.randn(2, 8, 8, 8)).requires_grad
     x = torch.randn(2, 8, 8, 8, requires_grad=True)
@@ -335,7 +337,7 @@ def test_second_derivatives_are_refused() -> None:
 def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let each unit call its ops."""
     with monkeypatch.context() as patch:
-        patch.setattr(Decided, "plan", lambda self, kind, *inputs: None)
+        patch.setattr(Decided, "by_op", lambda self, *inputs: None)
         yield
 
 
@@ -386,8 +388,9 @@ def test_changes_of_buffers_are_counted() -> None:
 @pytest.mark.parametrize("name", ["fixed", "lsq", "affine weights"])
 def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    model, op = prepared(*SPECS[name]), batch_norm._unit
-    monkeypatch.setattr(batch_norm, "_unit", lambda *args: (calls.append(args), op(*args))[1])
+    model, op = prepared(*SPECS[name]), library.unit.default
+    bind = batch_norm._bind
+    monkeypatch.setattr(batch_norm, "_bind", lambda *args: (calls.append(args[1:]), bind(*args))[1])
     model(torch.randn(2, 8, 8, 8))
     for args in calls[:3]:  # one with a residual among them
         held = tuple(a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args)
@@ -412,8 +415,9 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_bad_arguments(argument: str, value: Any, error: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    model, op = prepared(*SPECS["lsq"]), batch_norm._unit
-    monkeypatch.setattr(batch_norm, "_unit", lambda *args: (calls.append(args), op(*args))[1])
+    model, op = prepared(*SPECS["lsq"]), library.unit.default
+    bind = batch_norm._bind
+    monkeypatch.setattr(batch_norm, "_bind", lambda *args: (calls.append(args[1:]), bind(*args))[1])
     model(torch.randn(2, 8, 8, 8))
     names = [each.name for each in op._schema.arguments]
     args = dict(zip(names, (a.detach() if isinstance(a, Tensor) else a for a in calls[0]), strict=True))
@@ -423,6 +427,48 @@ def test_bad_arguments(argument: str, value: Any, error: str | None, monkeypatch
     else:
         with pytest.raises((ValueError, TypeError), match=error):
             op(**args)
+
+
+def bound(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+    """Return a call of the first unit of a model, and the tensors that it is given."""
+    bind, calls = batch_norm._bind, []
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_norm, "_bind", lambda *args: (calls.append(args), bind(*args))[1])
+        model(torch.randn(2, 8, 8, 8))
+    varying, *arguments = calls[0]
+    names = [each.name for each in library.unit.default._schema.arguments]
+    given = dict(zip(names, arguments, strict=True))
+    return bind(varying, *arguments), {name: given[name] for name in varying} | {"all": given}
+
+
+@pytest.mark.parametrize(
+    "change", ["size", "strides", "dtype", "requires_grad", "frozen weight", "no gradients", "autocast", "residual"]
+)
+def test_a_call_refuses_what_it_was_not_made_for(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, given = bound(prepared(*SPECS["lsq"]), monkeypatch)
+    arguments = given.pop("all")
+    assert call.call([*given.values()])[0].shape == arguments["x"].shape
+    x = arguments["x"].detach()
+    changed = {
+        "size": {"x": torch.cat([x, x])},
+        "strides": {"x": x.contiguous(memory_format=torch.channels_last)},
+        "dtype": {"x": x.double()},
+        "requires_grad": {"x": x.requires_grad_(not arguments["x"].requires_grad)},
+        "residual": {"residual": x},
+    }
+    if change == "frozen weight":
+        arguments["weight"].requires_grad_(False)
+    modes = {"no gradients": torch.no_grad(), "autocast": torch.autocast("cpu", torch.bfloat16)}
+    with modes.get(change, contextlib.nullcontext()):
+        assert call.call([*{**given, **changed.get(change, {})}.values()]) == []
+
+
+def test_a_call_names_what_it_cannot_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, given = bound(prepared(*SPECS["lsq"]), monkeypatch)
+    with pytest.raises(ValueError, match=f"varying must have {len(given) - 1} tensors, got 1"):
+        call.call([None])
+    with pytest.raises(ValueError, match="varying must be names of arguments of qtoolkit::unit, got 'y'"):
+        batch_norm._bind(["y"], *given["all"].values())
 
 
 WRONG = (
@@ -491,8 +537,8 @@ def test_a_layer_that_reads_an_image_is_in_its_unit(
     model = settled(model).train().to(dtype)
     other = copy.deepcopy(model)
     kind: Any = batch_norm if normalized else layer
-    op, raw = getattr(kind, "_unit" if normalized else "_layer_fake_quant"), []
-    monkeypatch.setattr(kind, "_unit" if normalized else "_layer_fake_quant", lambda *a: (raw.append(a[-3]), op(*a))[1])
+    bind, raw = kind._bind, []
+    monkeypatch.setattr(kind, "_bind", lambda *a: (raw.append(a[-3]), bind(*a))[1])
     for net in (model, other):
         with contextlib.nullcontext() if net is model else apart(monkeypatch):
             net(x.to(dtype)).float().pow(2).sum().backward()
@@ -574,6 +620,6 @@ def test_a_layer_runs_with_its_batch_norm_behind_a_shortcut(kind: str, monkeypat
     other = copy.deepcopy(settled(model))
     with counted(monkeypatch) as found:
         y = model.train()(x)
-    assert found == {"compute": int(fused), "_one_by_one": 0}
+    assert found == {"by_op": int(fused), "_one_by_one": 0}
     with one_by_one(monkeypatch):
         assert torch.equal(other.train()(x), y)

@@ -6,7 +6,8 @@ decision holds, and where one op may not compute the unit, its ops are called on
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn import on_codes
-from qtoolkit.nn.output_grid import Grid, codes_by_op, quantized_by, why_quantizer_not_fused
+from qtoolkit.nn.output_grid import Grid, GridNow, grid_of, quantized_by, why_quantizer_not_fused
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.quantizers.codes import TensorCodes
+from qtoolkit.quantizers.codes import TensorCodes, codes_of, codes_on
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -28,10 +29,53 @@ MOST_PLANS = 64
 """Of one unit, for inputs of different sizes."""
 
 NOT_FOLLOWED = (None, None, False)
-NOT_RAW = (None, None, 1.0)
+NOT_TRAINED = (None, None, None)
 
 
-class Decided:
+@dataclass(slots=True)
+class Call:
+    """A call of an op, for those after it.
+
+    Attributes:
+        shape: The shape of the unit's first input.
+        dtype: Its dtype.
+        constants: What may differ from call to call besides tensors.
+        repeat: Computes the op from the tensors that may differ. It returns nothing where its other arguments might too.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    constants: tuple[Any, ...]
+    repeat: Callable[[Sequence[Tensor | None]], list[Tensor]]
+
+
+@dataclass(slots=True)
+class Plan:
+    """How one op computes a unit for inputs of a kind.
+
+    Attributes:
+        quantizer: The output's quantizer in the op, if there is one.
+        output: The output's scale and grid.
+        with_codes: Whether the op returns the codes of its output.
+        call: The last call.
+    """
+
+    quantizer: TensorQuantizer | None
+    output: GridNow
+    with_codes: bool
+    call: Call | None = field(default=None, init=False)
+
+
+Varying = tuple[tuple[Tensor | None, ...], tuple[Any, ...]]
+"""What may differ from call to call: tensors, and `Call.constants`."""
+
+Result = tuple[Tensor, TensorCodes | None]
+"""The output of a unit, with its codes."""
+
+P = TypeVar("P", bound=Plan)
+
+
+class Decided(Generic[P]):
     """A unit of a prepared model, and how one op computes it for each kind of input.
 
     Args:
@@ -40,14 +84,19 @@ class Decided:
 
     Attributes:
         modules: The modules, as they were when it was last decided.
+        plans: The plans for kinds of inputs; None where one op may not compute the unit.
+        last: The plan of the last call of the op.
     """
+
+    VARYING: ClassVar[tuple[str, ...]]
+    """The names of the op's tensors that may differ from call to call."""
 
     def __init__(self, root: nn.Module, names: Sequence[str | None]) -> None:
         self.root, self.names = ref(root), tuple(names)
         self.snapshot: Snapshot | None = None
         self.modules: tuple[Any, ...] = ()
-        self.plans: dict[Hashable, Any] = {}
-        self.last: tuple[Hashable, Any] | None = None
+        self.plans: dict[Hashable, P | None] = {}
+        self.last: P | None = None
 
     def look(self) -> None:
         """Take the modules as they are now, if that may be other ones than before."""
@@ -69,24 +118,66 @@ class Decided:
         model = self.model()
         return tuple(None if name is None else model.get_submodule(name) for name in self.names)
 
-    def plan(self, kind: Hashable, *inputs: Any) -> Any:
-        """Return how one op computes the unit for inputs of a kind; None where it may not.
+    def by_op(self, x: Tensor, *others: Any) -> Result | None:
+        """Return the unit's output with its codes, computed by one op; None where it may not be.
 
         Args:
-            kind: What a plan depends on besides the modules.
-            inputs: Inputs of this kind, for `planned`.
+            x: The unit's first input.
+            others: The others.
         """
-        last = self.last
-        if last is None or last[0] != kind:
-            if kind not in self.plans:
-                if len(self.plans) == MOST_PLANS:
-                    self.plans.clear()
-                self.plans[kind] = self.planned(*inputs)
-            last = self.last = kind, self.plans[kind]
-        return last[1]
+        plan = self.last
+        if plan is not None and (result := self._again(plan, x, *others)) is not None:
+            return result
+        plan = self.plan_of(x, *others)
+        return None if plan is None else self.compute(plan, x, *others)
 
-    def planned(self, *inputs: Any) -> Any:
+    def _again(self, plan: P, x: Tensor, *others: Any) -> Result | None:
+        """Return what `compute` does by the call that the plan had last; None if this is another one."""
+        call = plan.call
+        if call is None or call.dtype is not x.dtype or call.shape != x.shape:
+            return None
+        varying = self.varying(plan, x, *others)
+        if varying is None or varying[1] != call.constants:
+            return None
+        results = call.repeat(varying[0])
+        return self.output(plan, *results) if results else None
+
+    def plan_of(self, x: Tensor, *others: Any) -> P | None:
+        """Return the plan for inputs; None where one op may not compute the unit."""
+        kind = self.kind_of(x, *others)
+        if kind is None:
+            return None
+        if kind not in self.plans:
+            if len(self.plans) == MOST_PLANS:
+                self.plans.clear()
+            self.plans[kind] = self.planned(x, *others)
+        return self.plans[kind]
+
+    def compute(self, plan: P, x: Tensor, *others: Any) -> Result | None:
+        """Compute the unit by the op, and keep the call; None if x has no codes."""
+        self.last = plan
+        result = self._again(plan, x, *others)
+        varying = None if result is not None else self.varying(plan, x, *others)
+        if varying is None:
+            return result
+        call: Any = self.bound(plan, *varying)
+        plan.call = Call(x.shape, x.dtype, varying[1], call.call)
+        return self.output(plan, *call.call(varying[0]))
+
+    def kind_of(self, x: Tensor, *others: Any) -> Hashable:
+        """Return on what a plan depends besides the modules; None where there is none."""
+        raise NotImplementedError
+
+    def planned(self, x: Tensor, *others: Any) -> P | None:
         """Ask the modules for the plan."""
+        raise NotImplementedError
+
+    def varying(self, plan: P, x: Tensor, *others: Any) -> Varying | None:
+        """Return what the op is told besides what the plan says; None if x has no codes."""
+        raise NotImplementedError
+
+    def bound(self, plan: P, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
+        """Return the op with all its arguments."""
         raise NotImplementedError
 
     def quantizer_in_op(self) -> TensorQuantizer | None:
@@ -94,22 +185,22 @@ class Decided:
         quantizer = self.modules[-1]
         return quantizer if quantizer is not None and why_quantizer_not_fused(quantizer) is None else None
 
-    def output(
-        self, y: Tensor, codes: Tensor | None, scale: Tensor, grid: Grid, in_op: TensorQuantizer | None
-    ) -> tuple[Tensor, TensorCodes | None]:
+    def output(self, plan: P, y: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Result:
         """Return the output of the unit with its codes.
 
         Args:
-            y: What the op has returned.
-            codes: Its codes; None where they are not known yet.
-            scale: The scale that the op has returned.
-            grid: What the op was told about the output's grid.
-            in_op: The quantizer that the op has computed. Another one is called here.
+            plan: What the op was told.
+            y: What it has returned.
+            codes: The codes of y, if it was told to return them.
+            scale: Their scale.
+            zero_point: Their zero point, or None for 0.
         """
         quantizer = self.modules[-1]
-        if quantizer is in_op:
-            return y, codes_by_op(y, codes, scale, grid, quantizer)
-        return quantized_by(quantizer, y)
+        if quantizer is not plan.quantizer:
+            return quantized_by(quantizer, y)
+        if quantizer is None or not quantizer.capability.codes:
+            return y, None
+        return y, codes_on(scale, zero_point, quantizer, y, codes if plan.with_codes else None)
 
 
 def snapshot_of(root: nn.Module, names: Sequence[str]) -> Snapshot:
@@ -167,8 +258,8 @@ class LayerArguments(NamedTuple):
         return bool(self.geometry[-1])
 
 
-def layer_arguments(layer: Any, x: Tensor, dtype: torch.dtype) -> LayerArguments | None:
-    """Return what an op is told about a layer of an input like x, in a type; None where it may not compute it."""
+def layer_arguments(layer: Any, x: Tensor) -> LayerArguments | None:
+    """Return what an op is told about a layer of an input like x; None where it may not compute it."""
     g = layer.geometry(x)
     if g is None:
         return None
@@ -182,47 +273,83 @@ def layer_arguments(layer: Any, x: Tensor, dtype: torch.dtype) -> LayerArguments
     except RuntimeError:  # the input does not fit: the layer has a clearer error
         return None
     sizes = (g.stride, g.padding, g.dilation, g.output_padding, g.transposed, g.groups)
+    dtype = on_codes.computed_type(layer.weight, x)
     computed = dtype, on_codes.computed_format(layer, x, integer)
     takes_raw = dtype == x.dtype and on_codes.reads_image(layer, x, g)
     return LayerArguments(_grid_of_weight(layer), (*sizes, integer), computed, like, takes_raw)
 
 
 def kind_of_inputs(layer: Any, x: Tensor) -> tuple[Hashable, ...] | None:
-    """Return on what it depends, besides the modules, how an op computes a layer; None where its weight is computed.
-
-    The last of it is the type in which the layer computes.
-    """
+    """Return on what it depends, besides the modules, how an op computes a layer; None where its weight is computed."""
     weight = layer._parameters.get("weight")
     if weight is None:
         return None
     return x.shape, x.stride(), x.dtype, x.device, weight.dtype, on_codes.computed_type(weight, x)
 
 
-def layer_call(
+OF_LAYER = ("x", "codes", "x_scale", "x_zero_point", "start", "zero_point", "raw", "raw_scale")
+OF_OUTPUT = ("y_start", "y_zero_point")
+"""The names of tensors that may differ from call to call."""
+
+
+def varying_of_layer(
     layer: Any,
     arguments: LayerArguments,
     x: Tensor,
-    codes: TensorCodes,
+    known: TensorCodes | None,
     factor: Callable[[], Tensor | None],
     name: str | None,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the first arguments of an op that computes a layer, up to its bias, and the last ones.
+) -> Varying | None:
+    """Return what an op that computes a layer is told besides its plan, in the order of OF_LAYER; None if x has no codes.
 
     Args:
         layer: The layer.
         arguments: What the op is told about it.
         x: Its input.
-        codes: The codes of x.
+        known: What is known of x.
         factor: Returns what multiplies the output channels of the weight before it is quantized, or None.
         name: The name of the layer.
     """
+    codes = codes_of(x, layer.source, arguments.integer, known)
+    if codes is None:
+        return None
     grid, followed = arguments.grid or _weight_grid_now(layer, factor(), name)
     if followed is not NOT_FOLLOWED:
         vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
+    of_input = codes.codes, codes.scale, codes.zero_point, grid[0], grid[3]
     raw = codes.raw_of(x) if arguments.takes_raw else None
-    of_x = x if raw is None else x.detach(), codes.codes, codes.scale, codes.zero_point, codes.qmin, codes.qmax
-    last = NOT_RAW if raw is None else (raw.values, raw.scale, raw.grad_factor)
-    return (*of_x, layer.weight, *grid, *arguments.geometry, *followed, *arguments.computed, layer.bias), last
+    if raw is None:
+        return (x, *of_input, None, None), (codes.qmin, codes.qmax, grid[4:], 1.0)
+    return (x.detach(), *of_input, raw.values, raw.scale), (codes.qmin, codes.qmax, grid[4:], raw.grad_factor)
+
+
+def layer_call(
+    layer: Any, arguments: LayerArguments, tensors: Sequence[Tensor | None], constants: Sequence[Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the first arguments of an op that computes a layer, up to its bias, and the last ones.
+
+    The tensors and the constants are those of `varying_of_layer`.
+    """
+    x, codes, scale, zero_of_input, start, zero_point, *raw = tensors
+    qmin, qmax, of_codes, raw_factor = constants
+    grid, followed = arguments.grid or (NOT_TRAINED, NOT_FOLLOWED)
+    of_x = x, codes, scale, zero_of_input, qmin, qmax
+    of_weight = layer.weight, start, *grid[1:3], zero_point, *of_codes
+    first = (*of_x, *of_weight, *arguments.geometry, *followed, *arguments.computed, layer.bias)
+    return first, (*raw, raw_factor)
+
+
+def varying_of_output(plan: Plan) -> Varying:
+    """Return what an op is told about its output's grid besides the plan, in the order of OF_OUTPUT."""
+    grid = grid_of(plan.output)
+    return (grid[0], grid[3]), (grid[4:],)
+
+
+def output_call(plan: Plan, tensors: Sequence[Tensor | None], constants: Sequence[Any]) -> Grid:
+    """Return the arguments of an op for its output's grid, of those that `varying_of_output` returns."""
+    (start, zero_point), (of_codes,) = tensors, constants
+    trained = plan.output[1:3] if isinstance(plan.output, tuple) else (None, None)
+    return start, *trained, zero_point, *of_codes
 
 
 # ---- scales and grids

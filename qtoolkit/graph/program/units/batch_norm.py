@@ -1,6 +1,7 @@
 """A layer with its batch norm and all that follows it up to a quantizer, in one op."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,21 +20,28 @@ from qtoolkit.graph.program.epilogue import (
     why_layer_not_fused,
 )
 from qtoolkit.graph.program.units.base import (
+    OF_LAYER,
+    OF_OUTPUT,
     Decided,
     LayerArguments,
+    Plan,
+    Result,
+    Varying,
     kind_of_inputs,
     layer_arguments,
     layer_call,
     layer_is_plain,
+    output_call,
+    varying_of_layer,
+    varying_of_output,
 )
-from qtoolkit.nn.batch_norm import divisor_of, variance_of_step
+from qtoolkit.nn.batch_norm import Changing, divisor_of, variance_of_step
 from qtoolkit.nn.hooks import all_watched, is_ordinary
-from qtoolkit.nn.output_grid import GridNow, grid_of, output_grid
+from qtoolkit.nn.output_grid import output_grid
 from qtoolkit.op_kinds.bounds import Bounds
-from qtoolkit.quantizers.codes import TensorCodes, codes_of
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.quantizers.codes import TensorCodes
 
-_unit = library.unit.default
+_bind = library.bind_unit.default
 
 NOT_TRACKED = (None, None, None, 0.0)
 
@@ -47,15 +55,14 @@ class Names(NamedTuple):
     quantizer: str | None
 
 
-class Plan(NamedTuple):
-    """The arguments of the op for some inputs, in its order.
+@dataclass(slots=True)
+class NormPlan(Plan):
+    """The arguments of the op for some inputs.
 
     Attributes:
         layer: The layer.
         norm: The batch norm, without the variance with which the weight is folded, and the running statistics.
         activation: Its bounds.
-        quantizer: The output's quantizer in the op, if there is one.
-        output: The output's scale and grid.
         last: Whether the layer's output is in channels_last.
         changing: The parameters whose changes end a step.
     """
@@ -63,13 +70,11 @@ class Plan(NamedTuple):
     layer: LayerArguments
     norm: tuple[Any, ...]
     activation: tuple[float, float, float]
-    quantizer: TensorQuantizer | None
-    output: GridNow
     last: bool
-    changing: tuple[Tensor, ...]
+    changing: Changing
 
 
-class BatchNormUnit(Decided):
+class BatchNormUnit(Decided[NormPlan]):
     """A layer with its batch norm, a residual add, an activation and a quantizer; the code of a prepared model calls `run`.
 
     Args:
@@ -78,6 +83,8 @@ class BatchNormUnit(Decided):
         one_by_one: What computes the batch norm and what follows it, of `qtoolkit.graph.program.epilogue.epilogue_of`.
         bounds: What the function of the activation computes; None where it is a module, or there is none.
     """
+
+    VARYING = (*OF_LAYER, "variance", "residual", "residual_codes", "residual_scale", "residual_zero_point", *OF_OUTPUT)
 
     def __init__(self, root: nn.Module, names: Names, one_by_one: Callable[..., Any], bounds: Bounds | None) -> None:
         super().__init__(root, names)
@@ -89,7 +96,7 @@ class BatchNormUnit(Decided):
         known: TensorCodes | None = None,
         residual: Tensor | None = None,
         of_residual: TensorCodes | None = None,
-    ) -> tuple[Tensor, TensorCodes | None]:
+    ) -> Result:
         """Return the unit's output, with its codes.
 
         Args:
@@ -102,85 +109,70 @@ class BatchNormUnit(Decided):
             return self._one_by_one(self.modules_now(), x, None, residual, None)
         self.look()
         tensors = type(x) is Tensor and (residual is None or type(residual) is Tensor)
-        plan = self.plan_of(x, residual) if tensors and torch.is_grad_enabled() else None
-        codes = None if plan is None else codes_of(x, self.modules[0].source, plan.layer.integer, known)
-        if plan is None or codes is None:
-            return self._one_by_one(self.modules, x, known, residual, of_residual)
-        return self.compute(plan, x, codes, residual, of_residual)
+        found = self.by_op(x, known, residual, of_residual) if tensors and torch.is_grad_enabled() else None
+        return self._one_by_one(self.modules, x, known, residual, of_residual) if found is None else found
 
     def _one_by_one(
-        self,
-        modules: tuple[Any, ...],
-        x: Tensor,
-        known: TensorCodes | None,
-        residual: Tensor | None,
-        of_residual: TensorCodes | None,
-    ) -> tuple[Tensor, TensorCodes | None]:
-        """Call the functions that ask the modules."""
+        self, modules: Any, x: Tensor, known: Any, residual: Tensor | None, of_residual: TensorCodes | None
+    ) -> Result:
         layer, bn, activation, quantizer = modules
         value = layer_output(layer, bn, x, known)
-        found: tuple[Tensor, TensorCodes | None] = self.one_by_one(
-            value, residual, of_residual, layer, bn, activation, quantizer
-        )
+        found: Result = self.one_by_one(value, residual, of_residual, layer, bn, activation, quantizer)
         return found
 
-    def plan_of(self, x: Tensor, residual: Tensor | None) -> Plan | None:
-        """Return the plan for inputs; None where one op may not compute the unit."""
+    def kind_of(self, x: Tensor, *others: Any) -> Hashable:
+        """Return on what a plan depends besides the modules; None where there is none."""
+        _, residual, _ = others
         kind = kind_of_inputs(self.modules[0], x)
-        if kind is None:
-            return None
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
-        found: Plan | None = self.plan((*kind, added), x, residual, kind[-1])
-        return found
+        return None if kind is None else (*kind, added)
 
-    def planned(self, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Plan | None:
+    def planned(self, x: Tensor, *others: Any) -> NormPlan | None:
         """Ask the modules for the plan."""
+        _, residual, _ = others
         layer, bn, activation, _ = self.modules
         bounds = bounds_now(activation, self.bounds)
         if bounds is None or bn.running_var is None or not is_ordinary(x) or not _is_one_op(layer, bn):
             return None
-        of_layer = layer_arguments(layer, x, dtype)
+        of_layer = layer_arguments(layer, x)
         if of_layer is None:
             return None
-        like, (_, memory_format) = of_layer.like, of_layer.computed
+        like, (dtype, memory_format) = of_layer.like, of_layer.computed
         if not fits(bn, like.shape) or not (residual is None or is_added(residual, like.shape, dtype, x.device)):
             return None
         tracked = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.momentum)
         quantizer = self.quantizer_in_op()
-        return Plan(
+        parameters = [p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None]
+        return NormPlan(
+            quantizer,
+            output_grid(quantizer, like),
+            True,
             of_layer,
             (bn.weight, bn.bias, bn.eps, *(tracked if bn.track_running_stats else NOT_TRACKED)),
             bounds,
-            quantizer,
-            output_grid(quantizer, like),
             memory_format is not None or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
-            tuple(p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None),
+            Changing(parameters),
         )
 
-    def compute(
-        self,
-        plan: Plan,
-        x: Tensor,
-        codes: TensorCodes,
-        residual: Tensor | None,
-        of_residual: TensorCodes | None,
-    ) -> tuple[Tensor, TensorCodes | None]:
-        """Compute the unit by the op."""
+    def varying(self, plan: NormPlan, x: Tensor, *others: Any) -> Varying | None:
+        """Return what the op is told besides what the plan says; None if x has no codes."""
+        known, residual, of_residual = others
         layer, bn, *_ = self.modules
         variance = variance_of_step(bn, bn.running_var, plan.changing)
-        output = grid_of(plan.output)
-        first, last = layer_call(layer, plan.layer, x, codes, partial(_factor, bn, variance), self.names[0])
-        y, y_codes, y_scale, *_ = _unit(
-            *first,
-            variance,
-            *plan.norm,
-            residual,
-            *(NO_CODES if residual is None else codes_added(residual, of_residual, plan.last)),
-            *plan.activation,
-            *output,
-            *last,
-        )
-        return self.output(y, y_codes, y_scale, output, plan.quantizer)
+        found = varying_of_layer(layer, plan.layer, x, known, partial(_factor, bn, variance), self.names[0])
+        if found is None:
+            return None
+        (of_layer, constants), (of_output, of_codes) = found, varying_of_output(plan)
+        added = NO_CODES if residual is None else codes_added(residual, of_residual, plan.last)
+        return (*of_layer, variance, residual, *added, *of_output), (*constants, *of_codes)
+
+    def bound(self, plan: NormPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
+        """Return the op with all its arguments."""
+        count = len(OF_LAYER)
+        variance, *residual = tensors[count:-2]
+        first, last = layer_call(self.modules[0], plan.layer, tensors[:count], constants[:-1])
+        output = output_call(plan, tensors[-2:], constants[-1:])
+        return _bind(self.VARYING, *first, variance, *plan.norm, *residual, *plan.activation, *output, *last)
 
 
 @torch.no_grad()

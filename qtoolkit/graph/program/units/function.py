@@ -1,7 +1,8 @@
 """A quantizer with the function before it, in one op: an activation or a layer norm, or none."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +10,11 @@ from torch.nn import functional as F
 
 from qtoolkit import ops
 from qtoolkit._native import library
-from qtoolkit.graph.program.units.base import Decided
+from qtoolkit.graph.program.units.base import OF_OUTPUT, Decided, Plan, Result, Varying, output_call, varying_of_output
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.output_grid import (
     NO_FUNCTION,
-    GridNow,
+    codes_by_op,
     gives_codes,
     grid_at_each_call,
     grid_of,
@@ -22,10 +23,9 @@ from qtoolkit.nn.output_grid import (
     quantized_by,
     why_quantizer_not_fused,
 )
-from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
-_function_fake_quant = library.function_fake_quant.default
+_bind = library.bind_function_fake_quant.default
 
 Function = tuple[str, tuple[int, ...], Tensor | None, Tensor | None, float]
 """The op's name of a function, and the arguments of a layer norm; the weight is that of a PReLU too."""
@@ -51,21 +51,18 @@ OF_FUNCTION: Mapping[Any, Function] = {F.gelu: _gelu("none"), torch.relu: _named
 """Functions that are called with their input alone."""
 
 
-class Plan(NamedTuple):
-    """The arguments of the op for some inputs, in its order.
+@dataclass(slots=True)
+class FunctionPlan(Plan):
+    """The arguments of the op for some inputs.
 
     Attributes:
         function: What is computed before the quantizer.
-        output: The output's scale and grid.
-        with_codes: Whether the op returns the codes of its output.
     """
 
     function: Function
-    output: GridNow
-    with_codes: bool
 
 
-class FunctionUnit(Decided):
+class FunctionUnit(Decided[FunctionPlan]):
     """A function of one tensor and the quantizer of its result; the code of a prepared model calls `run`.
 
     Args:
@@ -76,6 +73,8 @@ class FunctionUnit(Decided):
         function: What it computes.
         with_codes: Whether an op takes the codes of the result.
     """
+
+    VARYING = ("x", *OF_OUTPUT)
 
     def __init__(
         self,
@@ -89,46 +88,56 @@ class FunctionUnit(Decided):
         super().__init__(root, (module, quantizer))
         self.called, self.function, self.with_codes = called, function, with_codes
 
-    def run(self, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
+    def run(self, x: Tensor) -> Result:
         """Return the unit's output, with its codes."""
         if torch.compiler.is_compiling():
             return self._one_by_one(x, *self.modules_now())
         self.look()
-        if type(x) is Tensor and x.requires_grad and torch.is_grad_enabled():
-            autocast = torch.is_autocast_enabled(x.device.type)
-            plan: Plan | None = self.plan((x.shape, x.dtype, x.device, autocast), x, autocast)
-            if plan is not None:
-                return self.compute(plan, x)
-        return self._one_by_one(x, *self.modules)
+        needed = type(x) is Tensor and x.requires_grad and torch.is_grad_enabled()
+        found = self.by_op(x) if needed else None
+        return self._one_by_one(x, *self.modules) if found is None else found
 
-    def _one_by_one(self, x: Tensor, module: Any, quantizer: Any) -> tuple[Tensor, TensorCodes | None]:
+    def _one_by_one(self, x: Tensor, module: Any, quantizer: Any) -> Result:
         y = x if self.called is None else self.called(x)
         return quantized_by(quantizer, y if module is None else module(y))
 
-    def planned(self, x: Tensor, autocast: bool) -> Plan | None:
+    def kind_of(self, x: Tensor, *others: Any) -> Hashable:
+        """Return on what a plan depends besides the modules."""
+        return x.shape, x.dtype, x.device, torch.is_autocast_enabled(x.device.type)
+
+    def planned(self, x: Tensor, *others: Any) -> FunctionPlan | None:
         """Ask the modules for the plan."""
         module, quantizer = self.modules
         if all_watched() or not is_ordinary(x) or not x.is_floating_point() or why_not_fused(module, quantizer):
             return None
         function = self.function if module is None else function_of_module(module)
-        if function is None or not _takes(function, x, autocast):
+        if function is None or not _takes(function, x):
             return None
         grid = grid_at_each_call if function[0] == PRELU else output_grid
         output = grid(quantizer, x.detach().to("meta"))
-        return Plan(function, output, self.with_codes and gives_codes(quantizer))
+        return FunctionPlan(quantizer, output, self.with_codes and gives_codes(quantizer), function)
 
-    def compute(self, plan: Plan, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
-        """Compute the unit by the op."""
+    def compute(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Result | None:
+        """Compute the unit by the op: that of a PReLU is another one, which takes the scale."""
+        if plan.function[0] != PRELU:
+            return super().compute(plan, x, *others)
         module, quantizer = self.modules
-        output = grid_of(plan.output)
-        if plan.function[0] == PRELU:  # has an op of its own, which takes the scale
-            scale, _, _, *grid = output
-            y = ops.prelu_fake_quant(x, module.weight, scale, *grid)
-            return self.output(y, None, scale.detach(), output, quantizer)
+        scale, _, _, zero_point, *grid = grid_of(plan.output)
+        y = ops.prelu_fake_quant(x, module.weight, scale, zero_point, *grid)
+        return y, codes_by_op(y, None, scale, zero_point, quantizer)
+
+    def varying(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Varying:
+        """Return what the op is told besides what the plan says."""
+        (start, zero_point), constants = varying_of_output(plan)
+        return (x, start, zero_point), constants
+
+    def bound(self, plan: FunctionPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
+        """Return the op with all its arguments."""
+        x, *of_output = tensors
+        output = output_call(plan, of_output, constants)
         learned = is_learned(output)
         keeps_x = learned or plan.function is not NONE
-        y, codes, scale, *_ = _function_fake_quant(x, *plan.function, keeps_x, *output, learned, plan.with_codes)
-        return self.output(y, codes if plan.with_codes else None, scale, output, quantizer)
+        return _bind(self.VARYING, x, *plan.function, keeps_x, *output, learned, plan.with_codes)
 
 
 def function_of_module(module: nn.Module) -> Function | None:
@@ -148,7 +157,7 @@ def why_not_fused(module: nn.Module | None, quantizer: nn.Module) -> str | None:
     return why
 
 
-def _takes(function: Function, x: Tensor, autocast: bool) -> bool:
+def _takes(function: Function, x: Tensor) -> bool:
     """Return whether the op computes a function of x as torch does, in the type of its parameters."""
     name, shape, *parameters, _ = function
     if name == PRELU:
@@ -157,7 +166,12 @@ def _takes(function: Function, x: Tensor, autocast: bool) -> bool:
         return True
     types = {p.dtype for p in parameters if p is not None} | {x.dtype}
     plain = all(p is None or type(p) is nn.Parameter for p in parameters)
-    return not autocast and plain and len(types) == 1 and x.shape[x.dim() - len(shape) :] == shape
+    return (
+        not torch.is_autocast_enabled(x.device.type)
+        and plain
+        and len(types) == 1
+        and x.shape[x.dim() - len(shape) :] == shape
+    )
 
 
 def _takes_prelu(weight: Any, x: Tensor) -> bool:

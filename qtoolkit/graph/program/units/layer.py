@@ -1,6 +1,8 @@
 """A layer without a batch norm, with a quantizer right behind it, in one op."""
 
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,41 +10,43 @@ from torch import Tensor, nn
 from qtoolkit._native import library
 from qtoolkit.graph.program.epilogue import called_with
 from qtoolkit.graph.program.units.base import (
+    OF_LAYER,
+    OF_OUTPUT,
     Decided,
     LayerArguments,
+    Plan,
+    Result,
+    Varying,
     kind_of_inputs,
     layer_arguments,
     layer_call,
     layer_is_plain,
+    output_call,
+    varying_of_layer,
+    varying_of_output,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
-from qtoolkit.nn.output_grid import GridNow, gives_codes, grid_of, is_learned, output_grid, quantized_by
+from qtoolkit.nn.output_grid import gives_codes, is_learned, output_grid, quantized_by
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.quantizers.codes import TensorCodes, codes_of
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.quantizers.codes import TensorCodes
 
-_layer_fake_quant = library.layer_fake_quant.default
+_bind = library.bind_layer_fake_quant.default
 
 
-class Plan(NamedTuple):
-    """The arguments of the op for some inputs, in its order.
+@dataclass(slots=True)
+class LayerPlan(Plan):
+    """The arguments of the op for some inputs.
 
     Attributes:
         layer: The layer.
         rounds_bias: Whether its bias is put on the grid of its sums.
-        quantizer: The output's quantizer in the op, if there is one.
-        output: The output's scale and grid.
-        with_codes: Whether the op returns the codes of its output.
     """
 
     layer: LayerArguments
     rounds_bias: bool
-    quantizer: TensorQuantizer | None
-    output: GridNow
-    with_codes: bool
 
 
-class LayerUnit(Decided):
+class LayerUnit(Decided[LayerPlan]):
     """A layer and a quantizer; the code of a prepared model calls `run`.
 
     Args:
@@ -52,11 +56,13 @@ class LayerUnit(Decided):
         with_codes: Whether an op takes the codes of the result.
     """
 
+    VARYING = (*OF_LAYER, *OF_OUTPUT)
+
     def __init__(self, root: nn.Module, layer: str, quantizer: str | None, with_codes: bool) -> None:
         super().__init__(root, (layer, quantizer))
         self.with_codes = with_codes
 
-    def run(self, x: Tensor, known: TensorCodes | None = None) -> tuple[Tensor, TensorCodes | None]:
+    def run(self, x: Tensor, known: TensorCodes | None = None) -> Result:
         """Return the unit's output, with its codes.
 
         Args:
@@ -66,49 +72,42 @@ class LayerUnit(Decided):
         if torch.compiler.is_compiling():
             return _one_by_one(x, None, *self.modules_now())
         self.look()
-        layer, quantizer = self.modules
-        plan = self.plan_of(x) if type(x) is Tensor and torch.is_grad_enabled() else None
-        codes = None if plan is None else codes_of(x, layer.source, plan.layer.integer, known)
-        if plan is not None and codes is not None:
-            return self.compute(plan, x, codes)
-        return _one_by_one(x, known, layer, quantizer)
+        found = self.by_op(x, known) if type(x) is Tensor and torch.is_grad_enabled() else None
+        return _one_by_one(x, known, *self.modules) if found is None else found
 
-    def plan_of(self, x: Tensor) -> Plan | None:
-        """Return the plan for an input; None where one op may not compute the unit."""
-        kind = kind_of_inputs(self.modules[0], x)
-        found: Plan | None = None if kind is None else self.plan(kind, x, kind[-1])
-        return found
+    def kind_of(self, x: Tensor, *others: Any) -> Hashable:
+        """Return on what a plan depends besides the modules; None where there is none."""
+        return kind_of_inputs(self.modules[0], x)
 
-    def planned(self, x: Tensor, dtype: torch.dtype) -> Plan | None:
+    def planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
         """Ask the modules for the plan."""
         layer = self.modules[0]
         if all_watched() or is_watched(layer) or not is_ordinary(x) or type(layer).forward is not QuantWeighted.forward:
             return None
         if not (layer.training and layer.batch_norm is None and layer_is_plain(layer)):
             return None
-        of_layer = layer_arguments(layer, x, dtype)
+        of_layer = layer_arguments(layer, x)
         if of_layer is None:
             return None
         quantizer = self.quantizer_in_op()
-        output = output_grid(quantizer, of_layer.like)
-        return Plan(
-            of_layer, layer.sum_steps() is not None, quantizer, output, self.with_codes and gives_codes(quantizer)
-        )
+        output, with_codes = output_grid(quantizer, of_layer.like), self.with_codes and gives_codes(quantizer)
+        return LayerPlan(quantizer, output, with_codes, of_layer, layer.sum_steps() is not None)
 
-    def compute(self, plan: Plan, x: Tensor, codes: TensorCodes) -> tuple[Tensor, TensorCodes | None]:
-        """Compute the unit by the op."""
-        output = grid_of(plan.output)
-        first, last = layer_call(self.modules[0], plan.layer, x, codes, lambda: None, self.names[0])
-        y, y_codes, y_scale, *_ = _layer_fake_quant(
-            *first,
-            plan.rounds_bias,
-            *output,
-            is_learned(output),
-            plan.with_codes,
-            *last,
-        )
-        return self.output(y, y_codes if plan.with_codes else None, y_scale, output, plan.quantizer)
+    def varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
+        """Return what the op is told besides what the plan says; None if x has no codes."""
+        (known,) = others
+        found = varying_of_layer(self.modules[0], plan.layer, x, known, lambda: None, self.names[0])
+        if found is None:
+            return None
+        (of_layer, constants), (of_output, of_codes) = found, varying_of_output(plan)
+        return (*of_layer, *of_output), (*constants, *of_codes)
+
+    def bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
+        """Return the op with all its arguments."""
+        first, last = layer_call(self.modules[0], plan.layer, tensors[:-2], constants[:-1])
+        output = output_call(plan, tensors[-2:], constants[-1:])
+        return _bind(self.VARYING, *first, plan.rounds_bias, *output, is_learned(output), plan.with_codes, *last)
 
 
-def _one_by_one(x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> tuple[Tensor, TensorCodes | None]:
+def _one_by_one(x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
     return quantized_by(quantizer, called_with(layer, known, x))
