@@ -35,7 +35,7 @@ struct Differentiated {
 
 // Where an argument of a backward op comes from.
 struct Source {
-  enum { grad, wanted, size, x_dtype, order, tensor, result, other } from;
+  enum { grad, wanted, size, x_dtype, order, tensor, number, result, other } from;
   std::string name;
   size_t index = 0;  // of a tensor or another argument among the op's, of a result among its results
   bool copied = false;
@@ -75,7 +75,10 @@ class Plan {
         const bool is_tensor = argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor());
         const auto& same = spec.unchanged;
         const bool copies = is_grid && std::find(same.begin(), same.end(), name) == same.end();
-        sources.push_back({is_tensor ? Source::tensor : Source::other, name, place(name), copies});
+        // Compiled autograd takes lists as entries of their own alone.
+        const bool is_list = argument.type()->kind() == c10::TypeKind::ListType;
+        const auto from = is_tensor ? Source::tensor : is_list ? Source::other : Source::number;
+        sources.push_back({from, name, place(name), copies});
         for (const Condition& condition : spec.conditions) {
           if (name != condition.argument) continue;
           sources.back().condition = place(condition.other);
@@ -131,17 +134,20 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     const auto given = torch::jit::last(*call.stack, plan<kSpec>().count);
     const Tensor& x = inputs[0];  // or the weight
     variable_list tensors;
-    auto& data = ctx->saved_data;  // an entry for each: compiled autograd cannot take lists of them
+    auto& data = ctx->saved_data;
+    std::vector<IValue> numbers;  // an entry for each would take longer than a small layer
     for (const Source& source : plan<kSpec>().sources) {
       if (source.from == Source::tensor) {
         const bool keeps = !source.condition.has_value() || is_given(given[*source.condition]) == source.given;
         tensors.push_back(keeps ? kept(given[source.index], source.copied) : Tensor());
       }
       if (source.from == Source::result) tensors.emplace_back();
+      if (source.from == Source::number) numbers.push_back(given[source.index]);
       if (source.from == Source::other) data[source.name] = given[source.index];
       if (source.from == Source::size) data[source.name] = x.sym_sizes();
       if (source.from == Source::x_dtype) data[source.name] = x.scalar_type();
     }
+    data["numbers"] = c10::ivalue::Tuple::create(std::move(numbers));
     data["edges"] = call.edges;
     data["x_format"] = x.suggest_memory_format();
     ctx->set_materialize_grads(false);
@@ -171,6 +177,8 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
 
     const variable_list saved = ctx->get_saved_variables();
     auto tensor = saved.begin();
+    const auto numbers = data["numbers"].toTuple();
+    auto number = numbers->elements().begin();
     Stack stack;
     stack.reserve(plan<kSpec>().sources.size());
     for (const Source& source : plan<kSpec>().sources) {
@@ -181,6 +189,8 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
       } else if (source.from == Source::tensor || source.from == Source::result) {
         stack.push_back(tensor->defined() ? IValue(*tensor) : IValue());
         ++tensor;
+      } else if (source.from == Source::number) {
+        stack.push_back(*number++);
       } else {
         stack.push_back(data[source.name]);
       }

@@ -296,10 +296,10 @@ struct ChannelMoments {
 };
 
 template <class A, class T>
-QT_FN void add_chunk(ChannelMoments<A>& m, Vector<A> shift, const T* x, int n) {
+QT_FN void add_chunk(Lanes<A>& sum, Lanes<A>& squares, Vector<A> shift, const T* x, int n) {
   const auto add = [&](int i, Vector<A> centred) {
-    m.sum.sum[i] += centred;
-    m.squares.sum[i] += centred * centred;
+    sum.sum[i] += centred;
+    squares.sum[i] += centred * centred;
   };
   if (n == kChunk) {
     return for_vectors<A>(AllVectors{}, [&](int i) { add(i, load_as<A>(x + i * kLanes<A>) - shift); });
@@ -319,11 +319,15 @@ QT_FN void moments_of_plane(ChannelMoments<A>& m, const T* x, int64_t inner) {
   if (m.total.count == 0 && m.count == 0) m.shift = to_arithmetic<A>(*x);
   for (int64_t at = 0; at < inner;) {
     const int64_t n = smaller(inner - at, ChannelMoments<A>::limit(m));
-    ChannelMoments<A> local = m;  // in registers
     const Vector<A> shift = broadcast<Vector<A>>(m.shift);
-    for_chunks(at, at + n, [&](int64_t i, int length) { add_chunk(local, shift, x + i, length); });
-    m.sum = local.sum;
-    m.squares = local.squares;
+    if (n < kChunk) {
+      add_chunk(m.sum, m.squares, shift, x + at, static_cast<int>(n));
+    } else {
+      Lanes<A> sum = m.sum, squares = m.squares;  // in registers
+      for_chunks(at, at + n, [&](int64_t i, int length) { add_chunk(sum, squares, shift, x + i, length); });
+      m.sum = sum;
+      m.squares = squares;
+    }
     m.count += n;
     at += n;
     if (m.count + kChunk > ChannelMoments<A>::limit(m)) ChannelMoments<A>::flush(m);
@@ -458,17 +462,22 @@ template <bool kLearned, class A, class T>
 QT_FN void sums_of_plane(const BatchNormArgs& args, const NormSettings<A>& settings, const OneChannel<A>& of,
                          int64_t begin, ChannelGradients<A>& gradients, NormSums& sums) {
   constexpr int64_t kLimit = kTerms * kChunk;
-  for (int64_t at = 0; at < args.inner;) {
-    const int64_t n = smaller(args.inner - at, kLimit);
-    GradientLanes<A> lanes = gradients.lanes;  // in registers
-    for_chunks(begin + at, begin + at + n, [&](int64_t i, int length) {
-      with_chunk<A, T>(args, i, length, [&](const NormChunk<T>& chunk, auto vectors) {
-        for_vectors<A>(vectors, [&](int v) {
-          add_terms<kLearned>(lanes, v, gradient_terms<kLearned>(settings, chunk, v * kLanes<A>, of));
-        });
+  const auto add = [&](int64_t i, int length, GradientLanes<A>& lanes) {
+    with_chunk<A, T>(args, i, length, [&](const NormChunk<T>& chunk, auto vectors) {
+      for_vectors<A>(vectors, [&](int v) {
+        add_terms<kLearned>(lanes, v, gradient_terms<kLearned>(settings, chunk, v * kLanes<A>, of));
       });
     });
-    gradients.lanes = lanes;
+  };
+  for (int64_t at = 0; at < args.inner;) {
+    const int64_t n = smaller(args.inner - at, kLimit);
+    if (n < kChunk) {
+      add(begin + at, static_cast<int>(n), gradients.lanes);
+    } else {
+      GradientLanes<A> lanes = gradients.lanes;  // in registers
+      for_chunks(begin + at, begin + at + n, [&](int64_t i, int length) { add(i, length, lanes); });
+      gradients.lanes = lanes;
+    }
     gradients.count += n;
     at += n;
     if (gradients.count + kChunk <= kLimit) continue;
