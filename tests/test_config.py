@@ -243,7 +243,11 @@ def test_bad_values_are_named(make, words: str) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: qt.QConfigMapping().set_global("int8"), lambda: qt.QConfigMapping().set_object_type("Conv2d", None)],
+    [
+        lambda: qt.QConfigMapping().set_global("int8"),
+        lambda: qt.QConfigMapping().set_object_type("Conv2d", None),
+        lambda: qt.QConfigMapping().set_object_type(nn.Conv2d(1, 1, 1), None),
+    ],
 )
 def test_wrong_types(make) -> None:
     with pytest.raises(TypeError, match="must be"):

@@ -141,8 +141,11 @@ class QConfigMapping:
 
     def set_object_type(self, object_type: Kind, qconfig: QConfig | None) -> Self:
         """Set the config of a module type (torch.nn.Conv2d), a function (torch.add) or a tensor method (torch.Tensor.add)."""
-        if not callable(object_type):
-            raise TypeError(f"set_object_type: object_type must be a type or a function, got {object_type!r}.")
+        if not callable(object_type) or isinstance(object_type, nn.Module):
+            raise TypeError(
+                f"set_object_type: object_type must be a type or a function, got {object_type!r}"
+                f"{_way_of_module(object_type)}."
+            )
         if isinstance(object_type, type) and not issubclass(object_type, nn.Module):
             raise TypeError(
                 f"set_object_type: a type must be a module type, such as torch.nn.Conv2d, got {object_type.__name__}."
@@ -179,9 +182,10 @@ class QConfigMapping:
         excluded = self.excluded or QConfigMapping()
         for layer in layers:
             if not isinstance(layer, str):
-                if not callable(layer):
+                if not callable(layer) or isinstance(layer, nn.Module):
                     raise TypeError(
-                        f"exclude must contain names, regular expressions, module types and functions, got {layer!r}."
+                        f"exclude must contain names, regular expressions, module types and functions, got {layer!r}"
+                        f"{_way_of_module(layer)}."
                     )
                 excluded.set_object_type(layer, None)
             elif PLAIN_NAME.fullmatch(layer):
@@ -411,3 +415,8 @@ def check_qconfig_mapping(what: str, mapping: object) -> None:
             f"{type_beside(mapping, QConfigMapping)}; write "
             f"qtoolkit.QConfigMapping().set_global(qtoolkit.QConfig(activation, weight))."
         )
+
+
+def _way_of_module(kind: object) -> str:
+    # A module can be called, as a function can, but a rule for it would find nothing in the copy that is quantized.
+    return "; name the module by its dotted name in the model, or by its type" if isinstance(kind, nn.Module) else ""
