@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.batches import no_batch
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.debug.sensitivity import sensitivity
 from qtoolkit.layer_costs import input_of
@@ -149,7 +150,7 @@ def by_gradients(
             for place, change in _squares(model, modules, quantizers, changes, loss, batch).items():
                 totals[place] += change
     if not count:
-        raise ValueError("MixedPrecision: gradient_errors needs at least one batch, got none.")
+        raise no_batch("gradient_errors")
     return {name: {choice: totals[name, choice] / count for choice in of} for name, of in configs.items()}
 
 
