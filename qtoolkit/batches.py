@@ -3,16 +3,33 @@
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from qtoolkit.model_inputs import bind, naming_misfits, split
+from qtoolkit.model_state import removing
 from qtoolkit.op_kinds.recorded import check_none
 
 LABELS = re.compile(r"label|target|^(start|end)_positions$")  # as transformers' Trainer knows them, and torchvision
+
+
+def check_batches(what: str, batches: object, forward: object) -> None:
+    """Raise TypeError, which begins with `what`, unless these are an iterable of batches, and a function or None."""
+    if isinstance(batches, torch.Tensor | str | Mapping) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"{what}: batches must be an iterable of batches, such as a list, got {type(batches).__name__}; write "
+            f"[batch] for a single one."
+        )
+    if forward is not None and not callable(forward):
+        raise TypeError(f"{what}: forward must be a function of a model and a batch, or None, got {forward!r}.")
+
+
+def no_batch(what: str) -> ValueError:
+    """Return the error of the public function `what` for batches that hold none."""
+    return ValueError(f"{what}: batches must hold at least one batch, got none.")
 
 
 class Caller:
@@ -77,11 +94,8 @@ def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, 
     """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     handle = model.register_forward_hook(lambda _, args, kwargs, __: calls.append((args, kwargs)), with_kwargs=True)
-    try:
-        with torch.no_grad():
-            forward(model, batch)
-    finally:
-        handle.remove()
+    with removing([handle]), torch.no_grad():
+        forward(model, batch)
     if not calls:
         raise ValueError(f"{what}: forward must call model(...) with what the model takes of the batch.")
     args, kwargs = calls[0]

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.batches import Caller
+from qtoolkit.batches import Caller, check_batches, no_batch
 from qtoolkit.eager.record import check_links
 from qtoolkit.errors import check_known, some
 from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
@@ -158,7 +158,7 @@ def calibrate(
         if synchronize:
             count = merged_over_ranks(quantizers, count)
         if count == 0:
-            raise ValueError("calibrate: batches must hold at least one batch, got none.")
+            raise no_batch("calibrate")
         remedy = "; forward(model, batch) must call the model that it gets" if forward is not None else ""
         _check_reached(quantizers, "calibrate", f"in {count} batches{remedy}")
         return _finish(prepared, quantizers, count, "calibrate")
@@ -253,23 +253,12 @@ def _warn_of_unreached(names: Sequence[str]) -> None:
         )
 
 
-def check_batches(what: str, batches: object) -> None:
-    """Raise TypeError, which begins with `what`, unless a value is an iterable of batches."""
-    if isinstance(batches, torch.Tensor | str | Mapping) or not isinstance(batches, Iterable):
-        raise TypeError(
-            f"{what}: batches must be an iterable of batches, such as a list, got {type(batches).__name__}; write "
-            f"[batch] for a single one."
-        )
-
-
 def _check(batches: object, max_batches: object, forward: object) -> None:
-    check_batches("calibrate", batches)
+    check_batches("calibrate", batches, forward)
     if max_batches is not None and not isinstance(max_batches, int):
         raise TypeError(f"calibrate: max_batches must be a whole number or None, got {max_batches!r}.")
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"calibrate: max_batches must be at least 1 or None, got {max_batches}.")
-    if forward is not None and not callable(forward):
-        raise TypeError(f"calibrate: forward must be a function of a model and a batch, or None, got {forward!r}.")
 
 
 def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:

@@ -167,13 +167,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         >>> [module.training for module in model]
         [True, False]
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    with attribute_kept(model.modules(), "training"):
+        model.eval()
+        yield
+
+
+@contextmanager
+def attribute_kept(owners: Iterable[Any], name: str) -> Iterator[None]:
+    """Restore an attribute of each owner after the block."""
+    before = [(owner, getattr(owner, name)) for owner in owners]
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for owner, value in before:
+            setattr(owner, name, value)
 
 
 def check_numbers(what: str, name: str, value: object) -> None:

@@ -15,7 +15,7 @@ from qtoolkit.errors import some
 from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.model_inputs import naming_misfits, split
-from qtoolkit.model_state import check_module, deepcopy_model, evaluating, unchanged_on_error
+from qtoolkit.model_state import check_module, deepcopy_model, evaluating, removing, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.registry import imported_types
 from qtoolkit.prepare import prepare
@@ -104,16 +104,9 @@ def _calls(model: nn.Module, example_inputs: Any) -> Calls:
 
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in names]
     args, kwargs = split(example_inputs)
-    try:
-        with (
-            torch.no_grad(),
-            evaluating(model),
-            naming_misfits(model, example_inputs, "prepare_parts: example_inputs do"),
-        ):
-            model(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    fitting = naming_misfits(model, example_inputs, "prepare_parts: example_inputs do")
+    with removing(hooks), torch.no_grad(), evaluating(model), fitting:
+        model(*args, **kwargs)
     return {name: calls[0] for name, calls in found.items() if len(calls) == 1 and calls[0] is not None}
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from qtoolkit import quant_modules
 from qtoolkit.backends import Backend, backend_of
-from qtoolkit.batches import Caller, recorded_inputs
-from qtoolkit.calibrate import CalibrationReport, calibrate, check_batches
+from qtoolkit.batches import Caller, check_batches, no_batch, recorded_inputs
+from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Exclude, with_excluded
 from qtoolkit.convert import QUANTIZED, convert
@@ -150,7 +150,7 @@ def quantize(
             "qtoolkit.calibrate, convert and export_onnx on this one."
         )
     target = backend_of(backend)
-    check_batches("quantize", batches)
+    check_batches("quantize", batches, forward)
     _check_path(path)
     require_extra("quantize")
     notes: list[str] = []
@@ -187,7 +187,7 @@ def _first_inputs(
     try:
         first = next(iterator)
     except StopIteration:
-        raise ValueError("quantize: batches must hold at least one batch, got none.") from None
+        raise no_batch("quantize") from None
     whole = chain([first], iterator) if iterator is batches else batches
     return recorded_inputs(model, first, call, "quantize"), whole
 

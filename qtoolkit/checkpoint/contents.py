@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from qtoolkit.checkpoint.optimizers import optimizer_tree
 from qtoolkit.checkpoint.random_states import random_bytes
-from qtoolkit.checkpoint.record import OWN, Record
+from qtoolkit.checkpoint.record import OWN, VERSION, Record
 from qtoolkit.checkpoint.tree import encode
 from qtoolkit.eager.record import plan_of
 from qtoolkit.processes import rank, ranks
@@ -66,7 +66,7 @@ def contents_of(
         contents.keep(random_name(rank()), random_bytes())
     plan = plan_of(model)
     record = Record(
-        modules=encode(getattr(saved, "_metadata", {}), "the metadata of the state dict", _no_tensor),
+        modules=getattr(saved, "_metadata", {}),
         aliases=aliases,
         backend=None if plan is None else plan.backend.name,
         mapping=None if plan is None or plan.mapping is None else plan.mapping.to_json(),
@@ -74,6 +74,7 @@ def contents_of(
         state=trees,
         ranks=ranks(),
         qtoolkit=version,
+        version=VERSION,
     )
     memory: set[int] = set()
     return {name: _alone(tensor, memory) for name, tensor in contents.tensors.items()}, record
@@ -110,7 +111,3 @@ def _alone(tensor: Tensor, seen: set[int]) -> Tensor:
         seen.add(tensor.data_ptr())
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _no_tensor(tensor: Tensor) -> str:
-    raise TypeError("save_checkpoint: the metadata of the state dict holds a tensor; register it as a buffer.")

@@ -1,9 +1,8 @@
 """A checkpoint as one file of safetensors, which any reader of that format can open."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, distributed
 
@@ -20,13 +19,11 @@ class InMemory:
 
     Attributes:
         tensors: The tensors.
-        record: The record; None if `qtoolkit.save_checkpoint` did not write it.
-        metadata: The metadata of the state dict, where there is no record.
+        record: The record; of a state dict, its metadata alone.
     """
 
     tensors: dict[str, Tensor]
-    record: Record | None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    record: Record
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -104,4 +101,4 @@ def read_file(path: Path) -> InMemory:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"it is not a complete file of safetensors ({error})") from None
-    return InMemory(tensors, None if text is None else Record.from_values(parsed(text)))
+    return InMemory(tensors, Record() if text is None else Record.from_values(parsed(text)))

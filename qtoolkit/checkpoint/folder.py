@@ -86,8 +86,7 @@ class Folder:
 
     def __init__(self, folder: Path) -> None:
         values = parsed((folder / INDEX).read_bytes())
-        self.record: Record | None = Record.from_values(values)
-        self.metadata: Mapping[str, Any] = {}
+        self.record = Record.from_values(values)
         sizes = _entry(values, "tensors")
         self.shapes = {name: tuple(shape) for name, (_, shape) in sizes.items()}
         self.dtypes = {name: _dtype(dtype) for name, (dtype, _) in sizes.items()}

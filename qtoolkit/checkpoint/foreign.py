@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit.checkpoint.file import InMemory
+from qtoolkit.checkpoint.record import Record
 
 WRAPPINGS = ("state_dict", "model_state_dict", "model")  # entries in which scripts keep a model's state dict
 WRAPPER = "module."  # begins the names of a model in DistributedDataParallel
@@ -36,7 +37,7 @@ def read_pickle(path: Path) -> InMemory:
     metadata = getattr(found, "_metadata", {})
     if is_wrapped(found):
         metadata = {name.removeprefix(WRAPPER): value for name, value in metadata.items()}
-    return InMemory(dict(without_wrapper(found)), None, metadata)
+    return InMemory(dict(without_wrapper(found)), Record(metadata))
 
 
 def _found(error: Exception) -> str:

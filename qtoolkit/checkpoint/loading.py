@@ -33,8 +33,7 @@ SUFFIX = ".safetensors"
 class Source(Protocol):
     """A checkpoint to read: `InMemory` or `Folder`."""
 
-    record: Record | None
-    metadata: Mapping[str, Any]
+    record: Record
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -83,50 +82,42 @@ class Loading:
     values: dict[str, Any] = field(default_factory=dict)
     of_optimizer: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def record(self) -> Record:
+        """The record of the checkpoint."""
+        return self.source.record
+
     @cached_property
     def own(self) -> dict[str, Tensor]:
         """The tensors of the model's state dict."""
         return {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
 
     @cached_property
-    def aliases(self) -> Mapping[str, str]:
-        """The entries that are the same tensor as another one."""
-        return {} if self.source.record is None else self.source.record.aliases
-
-    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each entry of the saved state dict."""
         saved = {name: shape for name, shape in self.source.shapes.items() if not name.startswith(OWN)}
-        return saved | {name: saved[first] for name, first in self.aliases.items()}
+        return saved | {name: saved[first] for name, first in self.record.aliases.items()}
 
     @cached_property
     def metadata(self) -> Mapping[str, Any]:
         """The metadata of the saved state dict."""
-        record = self.source.record
-        found = self.source.metadata if record is None else decode(record.modules, _no_tensor)
-        for name, entry in found.items():
+        for name, entry in self.record.modules.items():
             if not isinstance(entry, dict) or not isinstance(entry.get("version", 1), int | None):
                 raise ValueError(f"its record has no metadata of the module {name!r}")
-        return dict(found)
-
-    @property
-    def trees(self) -> dict[str, Any]:
-        """What was saved by `state=`."""
-        return {} if self.source.record is None else self.source.record.state
+        return dict(self.record.modules)
 
     @property
     def random_key(self) -> str | None:
         """The name of the states of this process's random number generators, where they are to be restored."""
-        record, key = self.source.record, f"{OWN}{random_name(rank())}"
-        fits = record is not None and record.ranks == ranks() and key in self.source.shapes
+        key = f"{OWN}{random_name(rank())}"
+        fits = self.record.ranks == ranks() and key in self.source.shapes
         return key if fits and self.optimizer is not None else None
 
     def check(self) -> None:
         """Raise ValueError unless the checkpoint is that of the model, the optimizer and the state."""
         if any(tensor.is_meta for tensor in self.own.values()):
             raise ValueError("the model is on the meta device; call model.to_empty(device='cpu') first")
-        backend = None if self.source.record is None else self.source.record.backend
-        check_config(self.model, self.metadata, self.shapes, backend)
+        check_config(self.model, self.metadata, self.shapes, self.record.backend)
         modules = dict(self.model.named_modules(remove_duplicate=False))
         self.missing, self.unexpected = differences(modules, self.own, self.shapes, self.metadata)
         if self.strict:
@@ -136,32 +127,32 @@ class Loading:
         if self.optimizer is not None:
             check_optimizer(self.model, self.optimizer, self._optimizer_tree())
         for name in (name for name, value in self.state.items() if is_object(value)):
-            check_known("name in state", name, self.trees)
-            if "object" not in self.trees[name]:
+            check_known("name in state", name, self.record.state)
+            if "object" not in self.record.state[name]:
                 raise ValueError(
                     f"state[{name!r}] was saved as a plain value, but an object with a state dict was passed"
                 )
 
     def _optimizer_tree(self) -> dict[str, Any]:
-        record = self.source.record
-        if record is None or record.optimizer is None:
+        if self.record.optimizer is None:
             raise ValueError("it holds no optimizer; pass optimizer=None")
-        return record.optimizer
+        return self.record.optimizer
 
     def read(self) -> None:
         """Read the tensors. In a process group, each process must call this."""
-        like = {self.aliases.get(name, name): self._like(name) for name in self.shapes if name not in self.unexpected}
+        aliases, trees = self.record.aliases, self.record.state
+        like = {aliases.get(name, name): self._like(name) for name in self.shapes if name not in self.unexpected}
         if self.optimizer is not None:
             parameters = shaped_like(self.model, self._optimizer_tree())
             like |= {key: _fitting(self.source.shapes[key], p) for key, p in parameters.items()}
             for options in self._optimizer_tree()["options"]:
                 decode(options, lambda key: like.setdefault(key, self._plain(key)))
-        for tree in self.trees.values():
+        for tree in trees.values():
             decode(_content(tree), lambda key: like.setdefault(key, self._plain(key)))
         if self.random_key is not None:
             like[self.random_key] = self._plain(self.random_key)
         self.tensors = self.source.read(like)
-        self.values = {name: decode(_content(tree), self.tensors.__getitem__) for name, tree in self.trees.items()}
+        self.values = {name: decode(_content(tree), self.tensors.__getitem__) for name, tree in trees.items()}
         if self.optimizer is not None:
             self.of_optimizer = optimizer_state(self._optimizer_tree(), self.tensors.__getitem__)
 
@@ -170,12 +161,14 @@ class Loading:
         return self._plain(name) if own is None else _fitting(self.shapes[name], own)
 
     def _plain(self, name: str) -> Tensor:
-        return torch.empty(self.source.shapes[self.aliases.get(name, name)])
+        return torch.empty(self.source.shapes[self.record.aliases.get(name, name)])
 
     def load(self) -> dict[str, Any]:
         """Load what was read; return the values that are not objects. If anything raises, all is as before."""
         loaded = OrderedDict(
-            (name, self.tensors[self.aliases.get(name, name)]) for name in self.shapes if name not in self.unexpected
+            (name, self.tensors[self.record.aliases.get(name, name)])
+            for name in self.shapes
+            if name not in self.unexpected
         )
         loaded._metadata = self.metadata  # type: ignore[attr-defined]
         objects = {name: value for name, value in self.state.items() if is_object(value)}
@@ -192,13 +185,12 @@ class Loading:
                 value.load_state_dict(self.values[name])
             if self.random_key is not None:
                 restore_random(self.tensors[self.random_key])
-        return {name: value for name, value in self.values.items() if "value" in self.trees[name]}
+        return {name: value for name, value in self.values.items() if "value" in self.record.state[name]}
 
     def unused(self) -> list[str]:
         """Return what the checkpoint holds beside the model, and was not asked for."""
-        record = self.source.record
-        of_optimizer = ["optimizer"] if record is not None and record.optimizer and self.optimizer is None else []
-        return of_optimizer + [n for n, tree in self.trees.items() if "object" in tree and n not in self.state]
+        of_optimizer = ["optimizer"] if self.record.optimizer and self.optimizer is None else []
+        return of_optimizer + [n for n, tree in self.record.state.items() if "object" in tree and n not in self.state]
 
 
 def _content(tree: Mapping[str, Any]) -> Any:
@@ -223,7 +215,3 @@ def _restored_on_error(objects: list[Any], optimizer: Optimizer | None) -> Itera
         if optimizer is not None:
             optimizer.load_state_dict(of_optimizer)
         raise
-
-
-def _no_tensor(key: str) -> Any:
-    raise ValueError(f"its record names the tensor {str(key)!r} in a place that has none")

@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch
+from torch import Tensor
+
+from qtoolkit.checkpoint.tree import decode, encode
 
 VERSION = 1
 KEY = "qtoolkit"  # of the record in the metadata of a file
@@ -15,7 +18,7 @@ OWN = "qtoolkit:"  # begins the names of tensors that are not entries of the mod
 
 @dataclass(frozen=True)
 class Record:
-    """The record of a checkpoint.
+    """The record of a checkpoint; by its defaults, that of a state dict, which has none.
 
     Attributes:
         modules: The metadata of the model's state dict, by the names of its modules: versions, specs and modes.
@@ -27,23 +30,24 @@ class Record:
         ranks: The number of processes that saved it.
         qtoolkit: The version of the package that wrote it.
         torch: The version of torch.
-        version: The version of this record.
+        version: The version of this record; None of a state dict.
     """
 
-    modules: Any
-    aliases: dict[str, str]
-    backend: str | None
-    mapping: str | None
-    optimizer: dict[str, Any] | None
-    state: dict[str, Any]
-    ranks: int
-    qtoolkit: str
+    modules: Any = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    backend: str | None = None
+    mapping: str | None = None
+    optimizer: dict[str, Any] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 0
+    qtoolkit: str = ""
     torch: str = str(torch.__version__)
-    version: int = VERSION
+    version: int | None = None
 
     def to_json(self, **more: Any) -> str:
         """Return the record as JSON, with more entries for the caller."""
-        return json.dumps({**vars(self), **more})
+        modules = encode(self.modules, "the metadata of the state dict", _refuse)
+        return json.dumps({**vars(self), "modules": modules, **more})
 
     @classmethod
     def from_values(cls, values: Any) -> Self:
@@ -65,7 +69,16 @@ class Record:
         lacking = [f.name for f in fields(cls) if f.name not in values]
         if lacking or wrong:
             raise ValueError(f"its record has no {(lacking + wrong)[0]!r} of the right type")
-        return cls(**{f.name: values[f.name] for f in fields(cls)})
+        modules = decode(values["modules"], _refuse_key)
+        return cls(**{f.name: values[f.name] for f in fields(cls)} | {"modules": modules})
+
+
+def _refuse(tensor: Tensor) -> str:
+    raise TypeError("save_checkpoint: the metadata of the state dict holds a tensor; register it as a buffer.")
+
+
+def _refuse_key(key: str) -> Any:
+    raise ValueError(f"its record names the tensor {str(key)!r} in a place that has none")
 
 
 def parsed(text: str | bytes) -> Any:

@@ -167,7 +167,6 @@ def load_checkpoint(
         loading.read()
     with raising_on_all_ranks("load_checkpoint"), _about(place):
         values = loading.load()
-    record = loading.source.record
     return Checkpoint(
         place,
         values,
@@ -175,7 +174,9 @@ def load_checkpoint(
         tuple(loading.unexpected),
         tuple(loading.unused()),
         loading.random_key is not None,
-        *(None, None, None) if record is None else (record.backend, record.mapping, record.version),
+        loading.record.backend,
+        loading.record.mapping,
+        loading.record.version,
     )
 
 

@@ -7,7 +7,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.placement.view import ops_of
 from qtoolkit.graph.plan import Plan
-from qtoolkit.lint.findings import Finding, Rule, broken
+from qtoolkit.lint.findings import Broken, Finding, Rule, broken
 from qtoolkit.lint.layers import ADVICE, LAYERS
 from qtoolkit.lint.ops import Op
 from qtoolkit.lint.placement import PLACEMENT
@@ -48,15 +48,14 @@ def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ..
 def _put_in(plan: Plan) -> Rule:
     """Return the rule that no quantized op was replaced after the model was prepared."""
 
-    def check(op: Op, backend: Backend) -> Iterator[Finding]:
+    def check(op: Op, backend: Backend) -> Iterator[Broken]:
         """Find an op that the plan quantizes, and that was exchanged for another."""
         node = op.node
         if op.is_quantizer or node.op not in ("call_module", "call_function", "call_method"):
             return
         verdict = verdict_now(node, plan)
         if verdict.cause is Cause.PUT_IN and plan.status.get(node.name, verdict).status is Status.QUANTIZED:
-            yield Finding(
-                op.name,
+            yield (
                 f"the plan quantizes it, and it is {verdict.text}.",
                 "Make that change in the float model, and call qtoolkit.prepare on it.",
             )

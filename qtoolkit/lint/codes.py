@@ -6,7 +6,7 @@ import numpy as np
 
 from qtoolkit.backends import Backend
 from qtoolkit.lint.file_facts import Array, Codes, FileNode, codes_of, first_opset
-from qtoolkit.lint.findings import IMPORTER, ONNX, Finding, Rule
+from qtoolkit.lint.findings import IMPORTER, ONNX, Broken, Rule
 from qtoolkit.lint.ops import Op, users_behind
 from qtoolkit.runtimes.table import ONNXRUNTIME, OPENVINO, TENSORRT
 
@@ -25,22 +25,20 @@ def stored(op: Op) -> Iterator[tuple[str, Codes]]:
         yield "its weight", facts.weight
 
 
-def _zero_point(op: Op, backend: Backend) -> Iterator[Finding]:
+def _zero_point(op: Op, backend: Backend) -> Iterator[Broken]:
     for what, codes in stored(op):
         if codes.is_asymmetric or (codes.has_zero_point and codes.zero_point is None):
-            yield Finding(
-                op.name,
+            yield (
                 f"{what} has a zero point that is not the constant 0; {backend.name} computes symmetric codes only.",
                 "Quantize with symmetric=True.",
             )
 
 
-def _code_type(op: Op, backend: Backend) -> Iterator[Finding]:
+def _code_type(op: Op, backend: Backend) -> Iterator[Broken]:
     for what, codes in stored(op):
         known = _types(backend, of_weight=codes is op.node.weight)
         if codes.dtype not in known:
-            yield Finding(
-                op.name,
+            yield (
                 f"{what} has codes of type {codes.dtype}; {backend.name} computes in integers with {', '.join(known)}.",
                 f"Store {known[0]} codes, or leave the op in float.",
             )
@@ -52,7 +50,7 @@ def _types(backend: Backend, *, of_weight: bool) -> tuple[str, ...]:
     return ("INT8", "UINT8")
 
 
-def _scale(op: Op, backend: Backend) -> Iterator[Finding]:
+def _scale(op: Op, backend: Backend) -> Iterator[Broken]:
     for what, codes in stored(op):
         values = None if codes.scale is None else np.asarray(codes.scale, np.float32)
         if values is None:
@@ -61,16 +59,15 @@ def _scale(op: Op, backend: Backend) -> Iterator[Finding]:
             text = "has a scale that is not positive and finite."
         else:
             continue
-        yield Finding(op.name, f"{what} {text}", "Calibrate it, and write the scale as a constant.")
+        yield f"{what} {text}", "Calibrate it, and write the scale as a constant."
 
 
-def _activation_axis(op: Op, backend: Backend) -> Iterator[Finding]:
+def _activation_axis(op: Op, backend: Backend) -> Iterator[Broken]:
     codes = codes_of(op)
     if OPENVINO.runs(backend) and all(map(_is_depthwise, users_behind(op, backend))):  # its channels are not summed
         return
     if codes is not None and (codes.axis is not None or codes.block_size):
-        yield Finding(
-            op.name,
+        yield (
             "an activation has more than one scale; integer kernels sum over its channels, and need one.",
             "Quantize activations per tensor, and weights per channel.",
         )
@@ -82,42 +79,42 @@ def _is_depthwise(op: Op) -> bool:
     )
 
 
-def _weight_axis(op: Op, backend: Backend) -> Iterator[Finding]:
-    layer = op.layer
-    if layer is None or layer.weight is None or layer.weight.blocks or not op.kind.is_plain_layer:
+def _weight_axis(op: Op, backend: Backend) -> Iterator[Broken]:
+    layer, weight = op.layer, op.weight
+    if layer is None or weight is None or weight.blocks or not op.kind.is_plain_layer:
         return
-    if layer.weight.axis is not None and layer.weight.axis != layer.output_axis:
-        yield Finding(
-            op.name,
-            f"its weight has a scale along axis {layer.weight.axis}, which is summed over; the output channels are axis "
+    if weight.axis is not None and weight.axis != layer.output_axis:
+        yield (
+            f"its weight has a scale along axis {weight.axis}, which is summed over; the output channels are axis "
             f"{layer.output_axis}.",
             f"Write the scales along axis {layer.output_axis}.",
         )
 
 
-def _bias(op: Op, backend: Backend) -> Iterator[Finding]:
+def _bias(op: Op, backend: Backend) -> Iterator[Broken]:
     if isinstance(op.node, FileNode) and op.node.bias is not None:
-        yield Finding(
-            op.name,
+        yield (
             f"its bias is quantized; {backend.name} adds biases in float.",
             "Store the bias in float, without DequantizeLinear.",
         )
 
 
-def _bias_scale(op: Op, backend: Backend) -> Iterator[Finding]:
+def _bias_scale(op: Op, backend: Backend) -> Iterator[Broken]:
     facts = op.node
     if not isinstance(facts, FileNode) or facts.bias is None or facts.weight is None or not op.inputs:
         return
-    source = op.inputs[0].quantizer
-    codes = None if source is None else codes_of(source)
-    scales = [c.scale for c in (codes, facts.weight, facts.bias) if c is not None and c.scale is not None]
+    scales = [
+        c.scale
+        for c in (codes_of(op.inputs[0].quantizer), facts.weight, facts.bias)
+        if c is not None and c.scale is not None
+    ]
     if facts.bias.dtype != "INT32":
         text = f"its bias has codes of type {facts.bias.dtype}; integer kernels add INT32."
     elif len(scales) < 3 or not _is_product(*scales):
         text = "the scale of its bias is not the product of the scales of its input and its weight."
     else:
         return
-    yield Finding(op.name, text, "Store the bias in float, or as INT32 with that scale.")
+    yield (text, "Store the bias in float, or as INT32 with that scale.")
 
 
 def _is_product(x: Array, weight: Array, bias: Array) -> bool:
@@ -128,54 +125,49 @@ def _is_product(x: Array, weight: Array, bias: Array) -> bool:
     return False
 
 
-def _opset(op: Op, backend: Backend) -> Iterator[Finding]:
+def _opset(op: Op, backend: Backend) -> Iterator[Broken]:
     facts = op.node
     for what, codes in stored(op):
         by_axis = codes.axis is not None or ONNXRUNTIME.runs(backend)
         needed = first_opset(codes.dtype, by_axis=by_axis, blocks=codes.block_size > 0)
         if facts.opset < needed:
-            yield Finding(
-                op.name,
+            yield (
                 f"{what} needs opset {needed}, and the file has {facts.opset}.",
                 f"Write the file with opset {needed} or newer.",
             )
 
 
-def _blocks(op: Op, backend: Backend) -> Iterator[Finding]:
-    weight = None if op.layer is None else op.layer.weight
+def _blocks(op: Op, backend: Backend) -> Iterator[Broken]:
+    weight = op.weight
     if weight is None or not weight.block_size or weight.bits != 4 or op.node.weight.dtype != "INT4":
         return
     if op.kind.convolves or not op.kind.layer or weight.block_size not in INT4_BLOCKS:
-        yield Finding(
-            op.name,
+        yield (
             f"its weight has INT4 codes in blocks of {weight.block_size}; {backend.name} takes blocks of "
             f"{' or '.join(map(str, INT4_BLOCKS))}, in linear layers.",
             f"Quantize with group_size={INT4_BLOCKS[0]}.",
         )
 
 
-def _casts(op: Op, backend: Backend) -> Iterator[Finding]:
+def _casts(op: Op, backend: Backend) -> Iterator[Broken]:
     facts = op.node
     if not isinstance(facts, FileNode) or facts.op_type != "Cast" or not op.inputs or not op.inputs[0].is_quantizer:
         return
     taken = next((user for user in op.users if user.kind.multiplies), None)
     if taken is not None:
-        yield Finding(
-            op.name,
+        yield (
             f"a Cast stands between the quantizer {op.inputs[0].name!r} and {taken.name!r}, which then computes in float.",
             "Give scales the type of the float tensors, so that DequantizeLinear returns it.",
         )
 
 
-def _deconvolution_zero_point(op: Op, backend: Backend) -> Iterator[Finding]:
-    if not op.kind.transposed or op.layer is None or op.layer.weight is None or not op.inputs:
+def _deconvolution_zero_point(op: Op, backend: Backend) -> Iterator[Broken]:
+    if not op.kind.transposed or op.weight is None or not op.inputs:
         return
-    source = op.inputs[0].quantizer
-    of_input = None if source is None else codes_of(source)
-    found = [what for what, c in (("input", of_input), ("weight", op.node.weight)) if c is not None and c.is_asymmetric]
+    taken = {"input": codes_of(op.inputs[0].quantizer), "weight": op.node.weight}
+    found = [what for what, codes in taken.items() if codes is not None and codes.is_asymmetric]
     if found:
-        yield Finding(
-            op.name,
+        yield (
             f"the {' and the '.join(found)} of a transposed convolution has a zero point, so that {backend.name} computes it "
             f"in float.",
             "Quantize it with symmetric=True.",

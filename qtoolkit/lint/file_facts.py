@@ -96,6 +96,6 @@ class FileNode:
     bounds: tuple[float, float] | None = None
 
 
-def codes_of(op: "Op") -> Codes | None:
-    """Return the codes of a quantizer of a file."""
-    return op.node.codes if isinstance(op.node, FileNode) else None
+def codes_of(op: "Op | None") -> Codes | None:
+    """Return the codes of a quantizer of a file; None of no quantizer, and of one of a model's graph."""
+    return op.node.codes if op is not None and isinstance(op.node, FileNode) else None

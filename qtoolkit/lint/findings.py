@@ -1,7 +1,7 @@
 """Findings, and rules that make them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from qtoolkit.backends import Backend
 from qtoolkit.lint.ops import Op, find_quantizers
@@ -36,7 +36,8 @@ class Finding:
         return f"{self.where}: {self.rule} {self.remedy}"
 
 
-Check = Callable[[Op, Backend], Iterator[Finding]]
+Broken = tuple[str, str]  # what a target asks for and what is found at an op instead; and what to change
+Check = Callable[[Op, Backend], Iterator[Broken]]
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def broken(rules: Iterable[Rule], ops: Sequence[Op], backend: Backend) -> tuple[
     rules = [rule for rule in rules if rule.applies(backend)]
     find_quantizers(ops, backend)
     return tuple(
-        replace(found, name=rule.name, source=rule.source)
+        Finding(op.name, found, remedy, rule.name, rule.source)
         for op in ops
         for rule in rules
-        for found in rule.check(op, backend)
+        for found, remedy in rule.check(op, backend)
     )

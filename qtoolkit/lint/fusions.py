@@ -8,7 +8,7 @@ from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, ONNX, Finding, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, ONNX, Broken, Rule
 from qtoolkit.lint.masked_attention import MASKED_SCORES
 from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.lint.units import end_of_unit
@@ -19,7 +19,7 @@ CLIP_FUSION = "onnxruntime clip_quantizelinear.cc and qdq_util.cc; measured with
 CLIP_ERROR = 1.19e-7  # by which onnxruntime's ClipQuantFusion lets a bound differ
 
 
-def _float_output(op: Op, backend: Backend) -> Iterator[Finding]:
+def _float_output(op: Op, backend: Backend) -> Iterator[Broken]:
     """Find ops that are fused only if everything that takes their output takes it quantized."""
     takes = [source.quantizer is not None for source in op.inputs]
     if op.kind.name not in backend.needs_quantized_output or not takes or not all(takes) or op.has_float_weight:
@@ -32,8 +32,7 @@ def _float_output(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     if floats or last.returned:
         taker = repr(floats[0].name) if floats else "the graph's output"
-        yield Finding(
-            op.name,
+        yield (
             f"{with_article(op.kind)} is computed in integers only if all that take its output take it quantized, and "
             f"{taker} does not.",
             f"Quantize the output of {last.name!r} once for all that take it, or none of its inputs.",
@@ -50,7 +49,7 @@ def _behind_moving_pairs(op: Op, backend: Backend) -> Op:
     return op
 
 
-def _unrepeated_pair(op: Op, backend: Backend) -> Iterator[Finding]:
+def _unrepeated_pair(op: Op, backend: Backend) -> Iterator[Broken]:
     """Find ops that move codes in float, and with them the ops behind them, because no pair stands between the two."""
     facts = op.node
     if op.quantizer is None or not isinstance(facts, FileNode) or facts.op_type not in backend.repeated_pairs:
@@ -60,8 +59,7 @@ def _unrepeated_pair(op: Op, backend: Backend) -> Iterator[Finding]:
     taker = next((user for user in _behind_moving_pairs(op, backend).users if _takes_codes(user, backend)), None)
     joins = op.kind.pads_with_zero and len(op.users) == 1 and taker is not None and _is_convolution(taker)
     if taker is not None and not joins:
-        yield Finding(
-            op.name,
+        yield (
             f"{with_article(facts.op_type)} moves quantized values, and {taker.name!r} takes them without a QuantizeLinear and "
             f"a DequantizeLinear between the two; {backend.name} then computes both in float.",
             f"Repeat the pair of {op.quantizer.name!r} behind {op.name!r}, with the same scale and zero point.",
@@ -79,15 +77,14 @@ def _takes_codes(op: Op, backend: Backend) -> bool:
     return backend.quantizes(op.kind) or (backend.role(op.kind) == "transparent" and is_taken_by_codes(op, backend))
 
 
-def _mixed_types(op: Op, backend: Backend) -> Iterator[Finding]:
+def _mixed_types(op: Op, backend: Backend) -> Iterator[Broken]:
     if op.kind.name not in backend.needs_quantized_output and backend.role(op.kind) != "concat":
         return
     behind = [source.quantizer for source in op.inputs]
     after = [user for user in end_of_unit(op, backend).users if user.is_quantizer]
-    types = {_type_as_run(codes) for q in (*behind, *after) if q is not None and (codes := codes_of(q)) is not None}
+    types = {_type_as_run(codes) for q in (*behind, *after) if (codes := codes_of(q)) is not None}
     if len(types) > 1:
-        yield Finding(
-            op.name,
+        yield (
             f"its inputs and its output have codes of different types ({', '.join(sorted(types))}); integer kernels need one.",
             "Quantize all of them as UINT8.",
         )
@@ -98,15 +95,14 @@ def _type_as_run(codes: Codes) -> str:
     return "UINT8" if codes.dtype == "INT8" and codes.takers == 1 else codes.dtype
 
 
-def _activation_before_quantizer(op: Op, backend: Backend) -> Iterator[Finding]:
+def _activation_before_quantizer(op: Op, backend: Backend) -> Iterator[Broken]:
     """Find the ReLUs and clips that saturation does not replace, behind layers that would be fused without them."""
     codes = codes_of(op)
     before = op.inputs[0] if codes is not None and op.inputs else None
     if codes is None or before is None or not before.kind.clips:
         return
     if not codes.has_zero_point:
-        yield Finding(
-            op.name,
+        yield (
             f"it has no zero point and follows {before.name!r}; {backend.name} does not load such files.",
             "Give QuantizeLinear a zero point of 0.",
         )
@@ -117,8 +113,7 @@ def _activation_before_quantizer(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     wrong = _unsaturated(before, op)
     if wrong:
-        yield Finding(
-            op.name,
+        yield (
             f"{wrong} {before.name!r}, {layer.name!r} and it are not fused.",
             "Quantize the output of the ReLU without a sign, with the zero point at the lowest code."
             if _is_relu(before)
@@ -156,7 +151,7 @@ def _unsaturated(activation: Op, quantizer: Op) -> str:
     return f"its codes reach from {low:.7g} to {high:.7g}, beyond the bounds of the Clip:"
 
 
-def _inside_silu(op: Op, backend: Backend) -> Iterator[Finding]:
+def _inside_silu(op: Op, backend: Backend) -> Iterator[Broken]:
     if not op.kind.elementwise_product or len(op.inputs) != 2:
         return
     for gate, x in (op.inputs, reversed(op.inputs)):
@@ -166,8 +161,7 @@ def _inside_silu(op: Op, backend: Backend) -> Iterator[Finding]:
         layer = origin(sigmoid.inputs[0], _nothing)
         quantized = gate.is_quantizer or x.is_quantizer or sigmoid.inputs[0].is_quantizer
         if layer is origin(x, _nothing) and layer is not None and layer.kind.layer and quantized:
-            yield Finding(
-                op.name,
+            yield (
                 f"a quantizer stands inside the SiLU of {layer.name!r}, which the target computes as one with it.",
                 "Quantize the output of the SiLU only.",
             )
@@ -178,20 +172,19 @@ def _nothing(_: OpKind) -> bool:
     return False
 
 
-def _unknown_op(op: Op, backend: Backend) -> Iterator[Finding]:
+def _unknown_op(op: Op, backend: Backend) -> Iterator[Broken]:
     facts = op.node
     if not isinstance(facts, FileNode) or facts.domain in ("", "ai.onnx.ml", "com.microsoft"):
         return
     if any(source.quantizer is not None for source in op.inputs):
-        yield Finding(
-            op.name,
+        yield (
             f"{facts.op_type!r} of domain {facts.domain!r} takes quantized values; a plugin computes in integers only if it "
             f"declares integer inputs and outputs.",
             "Declare them in the plugin, or leave its inputs in float.",
         )
 
 
-def _for_floats_only(op: Op, backend: Backend) -> Iterator[Finding]:
+def _for_floats_only(op: Op, backend: Backend) -> Iterator[Broken]:
     """Find quantizers that cost accuracy and bring no integer kernel."""
     if not op.is_quantizer or op.of_weight or not op.inputs:
         return
@@ -202,9 +195,7 @@ def _for_floats_only(op: Op, backend: Backend) -> Iterator[Finding]:
     useful = [u for u in users if u.is_quantizer or backend.quantizes(u.kind)]
     if not useful and not op.returned:
         takers = ", ".join(sorted({repr(user.name) for user in users})[:3]) or "nothing"
-        yield Finding(
-            op.name, f"only {takers} takes its values, in float: it costs accuracy and saves nothing.", "Remove it."
-        )
+        yield f"only {takers} takes its values, in float: it costs accuracy and saves nothing.", "Remove it."
 
 
 FUSIONS = (

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, TABLE, Finding, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, TABLE, Broken, Rule
 from qtoolkit.lint.ops import Op, origin
 from qtoolkit.op_kinds.kind import belongs_to_layer
 from qtoolkit.runtimes.table import TENSORRT
@@ -13,47 +13,47 @@ LEAST_CHANNELS = 16  # of one instruction of TensorRT's integer kernels
 LEAVE_FLOAT = "Leave it in float by the QConfigMapping, or measure."
 
 
-def _grouped_conv_transpose(op: Op, backend: Backend) -> Iterator[Finding]:
+def _grouped_conv_transpose(op: Op, backend: Backend) -> Iterator[Broken]:
     if not op.kind.transposed or op.layer is None or op.has_float_weight:
         return
     if op.layer.groups > 1:
-        yield Finding(
-            op.name,
+        yield (
             f"{backend.name} has no integer kernel for a transposed convolution with groups, here {op.layer.groups}.",
             "Leave it in float by the QConfigMapping.",
         )
 
 
-def _conv_transpose_axis(op: Op, backend: Backend) -> Iterator[Finding]:
-    weight = op.layer.weight if op.kind.transposed and op.layer is not None else None
-    if weight is not None and not weight.blocks and weight.axis == 1 - backend.conv_transpose_axis:
-        yield Finding(
-            op.name,
+def _conv_transpose_axis(op: Op, backend: Backend) -> Iterator[Broken]:
+    weight = op.weight
+    if (
+        op.kind.transposed
+        and weight is not None
+        and not weight.blocks
+        and weight.axis == 1 - backend.conv_transpose_axis
+    ):
+        yield (
             f"its weight has a scale along axis {weight.axis}; {backend.name} takes them along axis "
             f"{backend.conv_transpose_axis}.",
             f"Set QuantSpec(axis={backend.conv_transpose_axis}) in the rule that names it.",
         )
 
 
-def _weight_bits(op: Op, backend: Backend) -> Iterator[Finding]:
-    weight = None if op.layer is None else op.layer.weight
+def _weight_bits(op: Op, backend: Backend) -> Iterator[Broken]:
+    weight = op.weight
     if weight is not None and not weight.block_size and weight.bits not in (backend.weight_bits or ()):
         widths = " or ".join(str(bits) for bits in backend.weight_bits or ())
-        yield Finding(
-            op.name, f"{backend.name} computes with weights of {widths} bits, not {weight.bits}.", "Change its config."
-        )
+        yield f"{backend.name} computes with weights of {widths} bits, not {weight.bits}.", "Change its config."
 
 
-def _few_channels(op: Op, backend: Backend) -> Iterator[Finding]:
+def _few_channels(op: Op, backend: Backend) -> Iterator[Broken]:
     """Find layers that NVIDIA Model Optimizer's ONNX quantizer leaves out: too small to gain."""
     layer = op.layer
-    if layer is None or layer.weight is None or not op.kind.is_plain_layer or not layer.outputs:
+    if layer is None or op.weight is None or not op.kind.is_plain_layer or not layer.outputs:
         return
     inputs, outputs = layer.inputs // layer.groups, layer.outputs  # of a convolution, the inputs of a group
     if min(inputs, outputs) >= LEAST_CHANNELS or (op.kind.convolves and _is_worth_it(op)):
         return
-    yield Finding(
-        op.name,
+    yield (
         f"{backend.name} gains nothing from integers in {with_article(op.kind)} of {inputs} to {outputs} channels: it needs "
         f"{LEAST_CHANNELS} of both.",
         LEAVE_FLOAT,
@@ -72,24 +72,22 @@ def _is_worth_it(op: Op) -> bool:
     return layer.inputs % 8 == 0 and layer.outputs % 8 == 0 and len(set(layer.kernel)) == 1
 
 
-def _deconvolution(op: Op, backend: Backend) -> Iterator[Finding]:
+def _deconvolution(op: Op, backend: Backend) -> Iterator[Broken]:
     """Find transposed convolutions that TensorRT computes otherwise than planned."""
     if op.is_quantizer and op.inputs:
         before = _origin(op.inputs[0])
         if before is not None and before.kind.transposed and not before.has_float_weight:
-            yield Finding(
-                op.name,
+            yield (
                 f"{backend.name} quantizes the output of the transposed convolution {before.name!r} in its own step.",
                 "Measure it, and leave the op that takes it in float where that is faster.",
             )
     layer = op.layer
-    if not op.kind.transposed or layer is None or layer.weight is None:
+    if not op.kind.transposed or layer is None or op.weight is None:
         return
     if len(layer.kernel) == 3:
-        yield Finding(op.name, f"{backend.name} computes a transposed convolution in 3d in float16.", LEAVE_FLOAT)
+        yield f"{backend.name} computes a transposed convolution in 3d in float16.", LEAVE_FLOAT
     if layer.groups > 1 and min(layer.inputs, layer.outputs) < 4 * layer.groups:
-        yield Finding(
-            op.name,
+        yield (
             f"{backend.name} before 10.9 refuses a transposed convolution with groups of fewer than 4 channels, here "
             f"{layer.inputs} to {layer.outputs} in {layer.groups}.",
             LEAVE_FLOAT,

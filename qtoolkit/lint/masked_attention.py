@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, Finding, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, Rule
 from qtoolkit.lint.ops import Op
 from qtoolkit.verdicts import Cause, Verdict
 
@@ -50,12 +50,11 @@ def _keeps_scores(op: Op) -> bool:
     return op.is_cast or op.is_quantizer or op.kind.moves or op.kind.sums or op.kind.with_constant
 
 
-def _quantized(op: Op, backend: Backend) -> Iterator[Finding]:
+def _quantized(op: Op, backend: Backend) -> Iterator[Broken]:
     if any(source.quantizer is not None for source in op.inputs) and are_masked_scores(
         op, lambda softmax: backend.role(softmax.kind) == "float"
     ):
-        yield Finding(
-            op.name,
+        yield (
             "the sum of attention's scores and a mask is quantized; a mask's large negative values would take all codes.",
             "Leave both inputs of this add in float.",
         )

@@ -91,9 +91,14 @@ class Op:
         return self.grid is not None
 
     @property
+    def weight(self) -> WeightGrid | None:
+        """How its weight is quantized; None where the weight stays float, and of an op that takes none."""
+        return None if self.layer is None else self.layer.weight
+
+    @property
     def has_float_weight(self) -> bool:
         """Whether it is a layer whose weight stays float."""
-        return self.kind.multiplies and self.layer is not None and self.layer.weight is None
+        return self.kind.multiplies and self.layer is not None and self.weight is None
 
 
 def origin(op: Op, through: Callable[[OpKind], bool] = belongs_to_layer, sole_user: bool = False) -> Op | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.lint import residual
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, Finding, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, Rule
 from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.lint.units import end_of_unit, takes_into_unit
 from qtoolkit.op_kinds.kind import returns_input
@@ -17,7 +17,7 @@ from qtoolkit.op_kinds.table import KINDS
 from qtoolkit.runtimes.table import TENSORRT
 
 
-def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Finding]:
+def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Broken]:
     if not op.is_quantizer or len(op.users) != 1 or not op.inputs:
         return
     source, user = op.inputs[0], op.users[0]
@@ -26,17 +26,16 @@ def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Finding]:
     # Behind layers that need no quantized output, placement lets activations join that the target does not fuse.
     fused = user.kind.normalizes_batches or user.kind.name in backend.joined_activations
     if begins and fused and takes_into_unit(layer.kind, user.kind, backend):
-        yield Finding(
-            op.name,
+        yield (
             f"a quantizer stands between {source.name!r} and {user.name!r}, which the target computes as one.",
             f"Move it behind {user.name!r}.",
         )
 
 
-def _some_inputs(op: Op, backend: Backend) -> Iterator[Finding]:
+def _some_inputs(op: Op, backend: Backend) -> Iterator[Broken]:
     if not op.kind.multiplies or backend.role(op.kind) == "float":
         return
-    weight = None if op.layer is None else op.layer.weight
+    weight = op.weight
     if weight is not None and weight.block_size:  # the target expands the weight, and computes in float
         return
     inputs = {source: source.quantizer is not None for source in op.inputs if not _inside_attention(source, backend)}
@@ -47,8 +46,7 @@ def _some_inputs(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     if any(quantized) and not all(quantized):
         missing = next((source.name for source, on_grid in inputs.items() if not on_grid), f"{op.name}.weight")
-        yield Finding(
-            op.name,
+        yield (
             f"{with_article(op.kind)} is computed in integers only if all its inputs are quantized, and {missing!r} is not.",
             "Quantize all of them or none.",
         )
@@ -64,63 +62,58 @@ def _inside_attention(source: Op, backend: Backend) -> bool:
     return is_softmax and any(backend.quantizes(kind) for kind in KINDS.values() if kind.holds_softmax)
 
 
-def _concat(op: Op, backend: Backend) -> Iterator[Finding]:
+def _concat(op: Op, backend: Backend) -> Iterator[Broken]:
     if backend.role(op.kind) != "concat":
         return
     behind = [source.quantizer for source in op.inputs]
     if any(behind) and len({q and q.grid for q in behind}) > 1 and is_taken_by_codes(op, backend):
-        yield Finding(
-            op.name,
+        yield (
             "the inputs of a concat have different scales, so that the target requantizes them.",
             "Let one quantizer serve all of them.",
         )
 
 
-def _requantized(op: Op, backend: Backend) -> Iterator[Finding]:
+def _requantized(op: Op, backend: Backend) -> Iterator[Broken]:
     if not op.is_quantizer or op.of_weight or not op.inputs:
         return
     before = op.inputs[0].quantizer
     if before is not None and before.grid != op.grid:
-        yield Finding(
-            op.name,
+        yield (
             f"it quantizes again, with another scale or zero point, what {before.name!r} has quantized and ops only move.",
             f"Give both the same scale and zero point, or remove {op.name!r}.",
         )
 
 
-def _in_and_out(op: Op, backend: Backend) -> Iterator[Finding]:
+def _in_and_out(op: Op, backend: Backend) -> Iterator[Broken]:
     if backend.role(op.kind) not in ("compute", "merge") or not backend.is_float_without_quantized_output(op.kind):
         return
     if any(residual.fusing_layer(source) is not None for source in op.inputs):
         return
     takes = any(source.quantizer is not None for source in op.inputs)
     if takes and not any(user.is_quantizer for user in users_behind(end_of_unit(op, backend), backend)):
-        yield Finding(
-            op.name,
+        yield (
             f"{with_article(op.kind)} takes quantized inputs and its output is not quantized; the target needs both or "
             "neither.",
             "Quantize its output, or leave it in float by the QConfigMapping.",
         )
 
 
-def _pad_before_quantizer(op: Op, backend: Backend) -> Iterator[Finding]:
+def _pad_before_quantizer(op: Op, backend: Backend) -> Iterator[Broken]:
     if not op.is_quantizer or not op.inputs or not op.inputs[0].kind.pads_with_zero:
         return
     pad = op.inputs[0]
     before = pad.quantizer
     if before is None or before.grid != op.grid:
-        yield Finding(
-            op.name,
+        yield (
             f"the quantizer comes after {pad.name!r}, which then cannot become part of the layer behind it.",
             f"Move it before {pad.name!r}.",
         )
 
 
-def _two_quantizers(op: Op, backend: Backend) -> Iterator[Finding]:
+def _two_quantizers(op: Op, backend: Backend) -> Iterator[Broken]:
     quantizers = {user.grid: user for user in op.users if user.is_quantizer and not user.of_weight}
     if len(quantizers) > 1:
-        yield Finding(
-            op.name,
+        yield (
             f"its output has {len(quantizers)} quantizers ({', '.join(user.name for user in quantizers.values())}).",
             "Keep one for all that take it.",
         )

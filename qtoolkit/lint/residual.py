@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, Finding, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, Rule
 from qtoolkit.lint.ops import Op, origin
 from qtoolkit.runtimes.table import TENSORRT
 
@@ -59,26 +59,24 @@ def lengths_from_fork(first: Op, second: Op) -> tuple[tuple[int, int], tuple[int
     return (layers, ops), (other_layers, other_ops)
 
 
-def _one_free_branch(op: Op, backend: Backend) -> Iterator[Finding]:
+def _one_free_branch(op: Op, backend: Backend) -> Iterator[Broken]:
     if not op.kind.adds:
         return
     layers = [layer for source in op.inputs if (layer := fusing_layer(source)) is not None]
     on_grid = [source.quantizer is not None for source in op.inputs]
     if layers and all(on_grid):
-        yield Finding(
-            op.name,
+        yield (
             "both inputs of a residual add are quantized, so that no convolution fuses with it.",
             f"Leave the branch of {layers[0].name!r} without a quantizer.",
         )
     if layers and not any(on_grid):
-        yield Finding(
-            op.name,
+        yield (
             "no input of a residual add is quantized, so that the convolution before it returns floats.",
             "Quantize the identity branch.",
         )
 
 
-def _the_longer_branch(op: Op, backend: Backend) -> Iterator[Finding]:
+def _the_longer_branch(op: Op, backend: Backend) -> Iterator[Broken]:
     quantized = [source for source in op.inputs if source.quantizer is not None]
     if not op.kind.adds or len(op.inputs) != 2 or len(quantized) != 1:
         return
@@ -88,8 +86,7 @@ def _the_longer_branch(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     (layers, _), (other_layers, _) = lengths_from_fork(main, other)
     if layers > other_layers:
-        yield Finding(
-            op.name,
+        yield (
             f"the longer branch of a residual add, which ends in {layer.name!r}, is quantized; the target fuses the add with "
             f"the convolution of the longer branch, whose output must be float.",
             "Quantize the other branch.",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.model_state import check_module
+from qtoolkit.model_state import attribute_kept, check_module
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import BATCH_NORMS, divisor_of
 from qtoolkit.progress import batches_of
@@ -98,19 +98,15 @@ def reestimate_batch_norm(
 
 def _sum_up(model: nn.Module, data: Batches, sums: Collection["_Sums"], progress: bool) -> int:
     """Take in the statistics of all batches; return how many there were."""
-    count = 0
-    try:
-        for each in sums:
-            each.start()
-        with torch.no_grad():
-            for batch in batches_of("batch norms", data, progress):
-                data.run(model, batch)
-                count += 1
-                for each in sums:
-                    each.take()
-    finally:
-        for each in sums:
-            each.stop()
+    count, norms = 0, [each.bn for each in sums]
+    with attribute_kept(norms, "momentum"), attribute_kept(norms, "training"), torch.no_grad():
+        for bn in norms:  # its running statistics become those of each batch
+            bn.momentum, bn.training = 1.0, True
+        for batch in batches_of("batch norms", data, progress):
+            data.run(model, batch)
+            count += 1
+            for each in sums:
+                each.take()
     return count
 
 
@@ -158,18 +154,13 @@ class _Sums:
     """The sums of the statistics of a batch norm's batches: with momentum 1, its running ones are those of the last batch."""
 
     def __init__(self, bn: Any) -> None:
-        self.bn, self.momentum = bn, bn.momentum
+        self.bn = bn
         self.old = [tensor.clone() for tensor in self._tensors()]
         self.seen = bn.num_batches_tracked.clone()
         self.count, self.mean, self.square = 0, torch.zeros(()), torch.zeros(())
 
     def _tensors(self) -> tuple[Tensor, Tensor]:
         return self.bn.running_mean, self.bn.running_var
-
-    def start(self) -> None:
-        """Let the batch norm take the statistics of each batch for its running ones."""
-        self.bn.momentum = 1.0
-        self.bn.training = True
 
     def take(self) -> None:
         """Add the statistics of a batch, if the batch norm has seen one, and put back the old ones."""
@@ -178,17 +169,9 @@ class _Sums:
         mean, variance = (tensor.double() for tensor in self._tensors())
         self.mean, self.square = self.mean.to(mean) + mean, self.square.to(mean) + variance + mean.square()
         self.count += 1
-        self._put_back()
-
-    def _put_back(self) -> None:
         for tensor, old in zip(self._tensors(), self.old, strict=True):
             tensor.copy_(old)
         self.bn.num_batches_tracked.copy_(self.seen)
-
-    def stop(self) -> None:
-        """Put the batch norm's momentum back, and set it to eval mode."""
-        self.bn.momentum = self.momentum
-        self.bn.training = False
 
     def store(self) -> bool:
         """Set the new statistics; return whether there are any."""

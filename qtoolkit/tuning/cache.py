@@ -1,7 +1,6 @@
 """BatchCache: the values of many batches, in memory up to a limit, beyond it in temporary files."""
 
 import tempfile
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 class BatchCache(AbstractContextManager["BatchCache"]):
     """A list of nested values with tensors, in a `with` block; afterwards its files are removed.
 
-    Other values than tensors, and containers of other types than tuples, lists and dicts, stay in memory as they are.
+    Other values than tensors, and containers that torch's pytrees do not know, stay in memory as they are.
 
     Args:
         limit: Bytes of tensors that are kept in memory, on the CPU.
@@ -48,34 +48,30 @@ class BatchCache(AbstractContextManager["BatchCache"]):
         before = self._items[index]
         if isinstance(before.tensors, list):
             self.bytes -= _size(before.tensors)
-        self._items[index] = _Item(None, [])  # its memory is free before the new value takes some
+        del before
+        self._items[index] = self._kept(None, index)  # its memory is free before the new value takes some
         self._items[index] = self._kept(value, index)
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self._items):
             raise IndexError(index)
         item = self._items[index]
-        tensors = torch.load(item.tensors) if isinstance(item.tensors, Path) else item.tensors
-        return _mapped(item.form, lambda v: tensors[v.place].to(self.device) if isinstance(v, _Place) else v)
+        tensors = iter(torch.load(item.tensors) if isinstance(item.tensors, Path) else item.tensors)
+        leaves = [next(tensors).to(self.device) if leaf is Tensor else leaf for leaf in item.leaves]
+        return tree_unflatten(leaves, item.form)
 
     def _kept(self, value: Any, index: int) -> "_Item":
-        tensors: list[Tensor] = []
-
-        def placed(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            tensors.append(_alone(leaf.detach().cpu()))
-            return _Place(len(tensors) - 1)
-
-        form, size = _mapped(value, placed), _size(tensors)
+        found, form = tree_flatten(value, lambda part: isinstance(part, torch.Size))  # which would become a tuple
+        tensors = [_alone(leaf.detach().cpu()) for leaf in found if isinstance(leaf, Tensor)]
+        leaves, size = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in found], _size(tensors)
         if self.bytes + size <= self.limit:
             self.bytes += size
-            return _Item(form, tensors)
+            return _Item(form, leaves, tensors)
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="qtoolkit-", ignore_cleanup_errors=True)
         file = Path(self._folder.name, f"{index}.pt")
         torch.save(tensors, file)
-        return _Item(form, file)
+        return _Item(form, leaves, file)
 
     def __exit__(self, *_: object) -> None:
         self._items.clear()
@@ -84,17 +80,11 @@ class BatchCache(AbstractContextManager["BatchCache"]):
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Stands for a tensor in an item."""
-
-    place: int
-
-
-@dataclass(frozen=True)
 class _Item:
-    """A value with places instead of tensors, and the tensors or the file that has them."""
+    """The structure of a value, its leaves with `Tensor` in place of tensors, and the tensors or the file that has them."""
 
-    form: Any
+    form: TreeSpec
+    leaves: list[Any]
     tensors: list[Tensor] | Path
 
 
@@ -105,12 +95,3 @@ def _size(tensors: list[Tensor]) -> int:
 def _alone(tensor: Tensor) -> Tensor:
     """Return a tensor without the rest of the memory of which it is a view, which would be kept, and written, too."""
     return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a value with its leaves replaced. Unlike that of torch.fx, it keeps the types of other containers."""
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(part, function) for part in value)
-    if type(value) is dict:
-        return {key: _mapped(part, function) for key, part in value.items()}
-    return function(value)

@@ -1,10 +1,8 @@
 """Learning the rounding of a unit's weights, and the scales of its activations."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,15 +63,11 @@ def learn(
     random = torch.Generator(cache.device).manual_seed(options.seed * 100_003 + place)
     order = torch.Generator().manual_seed(options.seed * 100_003 + place)
     variables = [rounding.variable for rounding in roundings.values()]
-    count = sum(variable.numel() for variable in variables)
     ratios = [scale.ratio for scale in scales.values()]
-    optimizer = torch.optim.Adam([{"params": variables, "lr": options.learning_rate}])
-    of_scales = torch.optim.Adam(ratios, lr=options.scale_learning_rate) if ratios else None
-    with ExitStack() as stack:
-        for name, rounding in roundings.items():
-            stack.enter_context(_answering(grids[name].quantizer, partial(_soft, rounding)))
-        for name, quantizer in activations.items():
-            stack.enter_context(_answering(quantizer, _Activation(scales.get(name), options.drop, random)))
+    optimizer = torch.optim.Adam([{"params": variables}, {"params": ratios}], options.learning_rate)
+    answers = [(grids[name].quantizer, _soft(rounding)) for name, rounding in roundings.items()]
+    answers += [(q, _activation(scales.get(name), options.drop, random)) for name, q in activations.items()]
+    with removing([quantizer.register_forward_hook(answer) for quantizer, answer in answers]):
         for step in range(options.steps):
             inputs, in_float, expected, importance = cache[int(torch.randint(len(cache), (1,), generator=order))]
             if options.drop:
@@ -83,18 +77,18 @@ def learn(
             beta = _beta(step / options.steps)
             if beta is not None:
                 undecided = torch.stack([rounding.undecided(beta) for rounding in roundings.values()])
-                loss = loss + options.rounding_weight * undecided.sum() / count
-            _step(loss, variables, optimizer, ratios, of_scales, _cosine(step / options.steps, options))
+                loss = loss + options.rounding_weight * undecided.sum() / sum(map(Tensor.numel, variables))
+            # Not by backward(): the gradients of the model's own parameters stay as they are.
+            gradients = torch.autograd.grad(loss, [*variables, *ratios], allow_unused=True)
+            for parameter, gradient in zip((*variables, *ratios), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.param_groups[1]["lr"] = options.scale_learning_rate * _cosine(step / options.steps)
+            optimizer.step()
             bar.update()
     with torch.no_grad():
         for scale in scales.values():
             scale.store()
         return {name: rounding.codes() for name, rounding in roundings.items()}
-
-
-def _soft(rounding: SoftRounding, weight: Tensor, quantized: Tensor) -> Tensor:
-    soft: Tensor = rounding()
-    return soft.to(weight.dtype)
 
 
 def _beta(progress: float) -> float | None:
@@ -103,26 +97,8 @@ def _beta(progress: float) -> float | None:
     return LAST_BETA + (FIRST_BETA - LAST_BETA) * (1 - (progress - WARM_UP) / (1 - WARM_UP))
 
 
-def _cosine(progress: float, options: Options) -> float:
-    return options.scale_learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _step(
-    loss: Tensor,
-    variables: list[nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    ratios: list[nn.Parameter],
-    of_scales: torch.optim.Optimizer | None,
-    scale_rate: float,
-) -> None:
-    # Not by backward(): the gradients of the model's own parameters stay as they are.
-    gradients = torch.autograd.grad(loss, [*variables, *ratios], allow_unused=True)
-    for parameter, gradient in zip([*variables, *ratios], gradients, strict=True):
-        parameter.grad = gradient
-    optimizer.step()
-    if of_scales is not None:
-        of_scales.param_groups[0]["lr"] = scale_rate
-        of_scales.step()
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def distances(
@@ -147,15 +123,25 @@ def _dropped(quantized: Tensor, in_float: Tensor, drop: float, random: torch.Gen
     return torch.where(chance < drop, in_float, quantized)
 
 
-@contextmanager
-def _answering(quantizer: TensorQuantizer, answer: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Let a quantizer return answer(x, y) instead of y."""
-    with removing([quantizer.register_forward_hook(lambda module, args, y: answer(args[0], y))]):
-        yield
-
-
 def _can_learn(quantizer: TensorQuantizer) -> bool:
     return quantizer.capability.plain and not quantizer.spec.pow2_scale
+
+
+Hook = Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]  # what a quantizer of (x,) returns instead of y
+
+
+def _soft(rounding: SoftRounding) -> Hook:
+    return lambda module, args, y: rounding().to(args[0].dtype)
+
+
+def _activation(scale: "_LearnedScale | None", drop: float, random: torch.Generator) -> Hook:
+    """Return what a quantizer of an activation returns: by its learned scale, if it has one, with a share left in float."""
+
+    def answer(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor:
+        y = y if scale is None else scale(args[0])
+        return _dropped(y, args[0], drop, random) if drop else y
+
+    return answer
 
 
 class _LearnedScale:
@@ -178,20 +164,3 @@ class _LearnedScale:
     def store(self) -> None:
         """Give the quantizer the learned scale."""
         self.quantizer.write_grid(self.start * self.ratio.detach().abs(), self.zero_point)
-
-
-class _Activation:
-    """What a quantizer of an activation returns while a unit is learned.
-
-    Args:
-        scale: Its learned scale, or None.
-        drop: The share of values that stay in float.
-        random: Where the drops come from.
-    """
-
-    def __init__(self, scale: _LearnedScale | None, drop: float, random: torch.Generator) -> None:
-        self.scale, self.drop, self.random = scale, drop, random
-
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        y = y if self.scale is None else self.scale(x)
-        return _dropped(y, x, self.drop, self.random) if self.drop else y

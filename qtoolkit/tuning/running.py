@@ -1,16 +1,16 @@
 """Running parts of a model on batches: up to a node of its graph, or up to a layer."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from qtoolkit.batches import Caller
+from qtoolkit.batches import Caller, check_batches, no_batch
 from qtoolkit.eager.record import check_links
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import clone_tensors
-from qtoolkit.model_state import evaluating, unchanged_on_error
+from qtoolkit.model_state import attribute_kept, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.op_kinds.recorded import check_none
@@ -36,12 +36,7 @@ class Batches:
     """
 
     def __init__(self, batches: Iterable[Any], forward: Forward | None, what: str) -> None:
-        if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Iterable):
-            raise TypeError(
-                f"{what}: batches must be an iterable of batches, such as a list, got {type(batches).__name__}."
-            )
-        if forward is not None and not callable(forward):
-            raise TypeError(f"{what}: forward must be a function of a model and a batch, or None, got {forward!r}.")
+        check_batches(what, batches, forward)
         self.batches = list(batches) if isinstance(batches, Iterator) else batches
         self.forward, self.what, self._call = forward, what, forward or Caller(what)
         self.count: int | None = None  # of batches, once they were read
@@ -51,7 +46,7 @@ class Batches:
         for count, batch in enumerate(self.batches, 1):  # noqa: B007
             yield batch
         if not count:
-            raise ValueError(f"{self.what}: batches must hold at least one batch, got none.")
+            raise no_batch(self.what)
 
     def each(self) -> Iterator[tuple[int, Any]]:
         """Yield the place of each batch and the batch; None instead of a batch that is not read again.
@@ -200,15 +195,9 @@ def tuning(model: nn.Module) -> Iterator[None]:
     """
     check_links(model)
     layers = [module for module in model.modules() if isinstance(module, QuantWeighted)]
-    before = [layer.training_arithmetic for layer in layers]
     take_names(quantizers_of(model))
-    with ExitStack() as stack:
-        stack.enter_context(unchanged_on_error(model, parameters=True))
-        stack.enter_context(evaluating(model))
-        try:
-            for layer in layers:
-                layer.training_arithmetic = TrainingArithmetic("float", "float")
-            yield
-        finally:
-            for layer, arithmetic in zip(layers, before, strict=True):
-                layer.training_arithmetic = arithmetic
+    kept = attribute_kept(layers, "training_arithmetic")
+    with unchanged_on_error(model, parameters=True), evaluating(model), kept:
+        for layer in layers:
+            layer.training_arithmetic = TrainingArithmetic("float", "float")
+        yield

@@ -1,6 +1,5 @@
-"""Three estimates of what each choice of each layer costs: measured, by the curvature, by squared gradients."""
+"""What the estimates of errors need: the checks of choices, the changes of weights, squared gradients."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -9,50 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.config import QConfig, QConfigMapping
-from qtoolkit.debug.sensitivity import sensitivity
+from qtoolkit.config import QConfig
 from qtoolkit.layer_costs import input_of
-from qtoolkit.model_state import check_module, evaluating, removing
-from qtoolkit.progress import batches_of
+from qtoolkit.model_state import check_module, removing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import quantization_report
 from qtoolkit.tuning.mixed_precision.costs import weight_quantizer_of
-from qtoolkit.tuning.mixed_precision.hessian import Loss, Trace, differentiable, hessian_traces, scalar_loss
+from qtoolkit.tuning.mixed_precision.hessian import Loss, differentiable, scalar_loss
 
 Configs = Mapping[str, Mapping[str, QConfig | None]]
 Errors = dict[str, dict[str, float]]
 
 
-# ---- measured
-
-
-def measured(
-    configs: Configs,
-    choices: Mapping[str, QConfig | None],
-    build: Callable[[QConfigMapping], nn.Module],
-    evaluate: Callable[[nn.Module], float],
-    higher_is_better: bool,
-    progress: bool,
-) -> Errors:
-    """Return by how much each choice of each layer alone worsens a score (see `MixedPrecision.measured_errors`)."""
-    errors: Errors = {name: {} for name in configs}
-    for choice, config in choices.items():
-        names = [name for name in configs if choice in configs[name]]
-        if config is None:
-            errors = {name: of | ({choice: 0.0} if name in names else {}) for name, of in errors.items()}
-        elif names:
-            mapping = QConfigMapping().set_global(None)
-            for name in names:
-                mapping.set_module_name(name, configs[name][choice])
-            model = build(mapping)
-            _check_quantized(model, names, choice)
-            found = sensitivity(model, evaluate, names=names, higher_is_better=higher_is_better, progress=progress)
-            for row in found.rows:
-                errors[row.name][choice] = row.drop
-    return errors
-
-
-def _check_quantized(model: nn.Module, names: Iterable[str], choice: str) -> None:
+def check_quantized(model: nn.Module, names: Iterable[str], choice: str) -> None:
+    """Raise ValueError if a model that `build` returned does not quantize one of these layers."""
     check_module(model, "MixedPrecision", "the result of build")
     lines = {line.name: line for line in quantization_report(model).layers}
     quantized = {line.name for line in quantization_report(model).quantized}
@@ -65,39 +34,8 @@ def _check_quantized(model: nn.Module, names: Iterable[str], choice: str) -> Non
             )
 
 
-# ---- by the curvature
-
-
-def by_hessian(
-    model: nn.Module,
-    modules: Mapping[str, Any],
-    configs: Configs,
-    loss: Loss,
-    batches: Iterable[Any],
-    probes: int,
-    seed: int,
-    traces: Mapping[str, Trace] | None,
-    progress: bool,
-) -> Errors:
-    """Return trace / weights * |Q(w) - w|^2 / 2 for each choice of each layer (see `MixedPrecision.hessian_errors`)."""
-    _check_same_activations(configs)
-    weights = {name: module.weight for name, module in modules.items()}
-    found = traces
-    if found is None:
-        found = hessian_traces(model, loss, batches, weights, probes, seed, progress)
-    return {
-        name: {
-            choice: found[name].at_least
-            / weights[name].numel()
-            * float(_weight_change(modules[name], config, name).double().square().sum())
-            / 2
-            for choice, config in of.items()
-        }
-        for name, of in configs.items()
-    }
-
-
-def _check_same_activations(configs: Configs) -> None:
+def check_same_activations(configs: Configs) -> None:
+    """Raise ValueError if the choices of a layer differ in their activations."""
     for name, of in configs.items():
         specs = {choice: config and config.activation for choice, config in of.items() if config is not None}
         (first, wanted), *others = specs.items() or [("", None)]
@@ -110,7 +48,7 @@ def _check_same_activations(configs: Configs) -> None:
 
 
 @torch.no_grad()
-def _weight_change(module: Any, config: QConfig | None, name: str) -> Tensor:
+def weight_change(module: Any, config: QConfig | None, name: str) -> Tensor:
     """Return the quantized weight less the weight."""
     weight: Tensor = module.weight.detach()
     if config is None or config.weight is None:
@@ -119,94 +57,75 @@ def _weight_change(module: Any, config: QConfig | None, name: str) -> Tensor:
     return quantized - weight
 
 
-# ---- by squared gradients
+class SquaredGradients:
+    """The errors of all choices by squared gradients, batch by batch (see `MixedPrecision.gradient_errors`).
 
+    Args:
+        model: The float model, in eval mode.
+        modules: Its layers.
+        configs: The config of each choice of each layer.
+        loss: loss(model, batch).
+    """
 
-def by_gradients(
-    model: nn.Module, modules: Mapping[str, Any], configs: Configs, loss: Loss, batches: Iterable[Any], progress: bool
-) -> Errors:
-    """Return N / 2 * sum (g * change)^2 for each choice of each layer (see `MixedPrecision.gradient_errors`)."""
-    check_module(model, "gradient_errors")
-    if iter(batches) is batches:
-        raise ValueError("MixedPrecision: gradient_errors runs batches twice; pass a list of batches.")
-    quantizers = {
-        (name, choice): TensorQuantizer(config.activation, name=name)
-        for name, of in configs.items()
-        for choice, config in of.items()
-        if config is not None and config.activation is not None
-    }
-    changes = {
-        (name, choice): _weight_change(modules[name], config, name)
-        for name, of in configs.items()
-        for choice, config in of.items()
-    }
-    totals: dict[tuple[str, str], float] = dict.fromkeys(changes, 0.0)
-    count = 0
-    with evaluating(model):
-        _calibrate(model, modules, quantizers, loss, batches_of("gradients: ranges", batches, progress))
-        for batch in batches_of("gradients", batches, progress):
-            count += 1
-            for place, change in _squares(model, modules, quantizers, changes, loss, batch).items():
-                totals[place] += change
-    if not count:
-        raise ValueError("MixedPrecision: gradient_errors needs at least one batch, got none.")
-    return {name: {choice: totals[name, choice] / count for choice in of} for name, of in configs.items()}
+    def __init__(self, model: nn.Module, modules: Mapping[str, Any], configs: Configs, loss: Loss) -> None:
+        self.model, self.modules, self.loss = model, modules, loss
+        self.changes = {
+            name: {choice: weight_change(modules[name], config, name) for choice, config in of.items()}
+            for name, of in configs.items()
+        }
+        self.quantizers = {
+            name: {
+                choice: TensorQuantizer(config.activation, name=name)
+                for choice, config in of.items()
+                if config is not None and config.activation is not None
+            }
+            for name, of in configs.items()
+        }
 
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[Any]) -> None:
+        """Set the ranges of the activations from all batches."""
+        quantizers = [quantizer for of in self.quantizers.values() for quantizer in of.values()]
+        for quantizer in quantizers:
+            quantizer.observing, quantizer.quantizing = True, False
 
-Places = Mapping[tuple[str, str], Any]
-
-
-@torch.no_grad()
-def _calibrate(
-    model: nn.Module, modules: Mapping[str, Any], quantizers: Places, loss: Loss, batches: Iterable[Any]
-) -> None:
-    for quantizer in quantizers.values():
-        quantizer.observing, quantizer.quantizing = True, False
-
-    def observe(name: str, x: Tensor) -> Tensor:
-        for (of, _), quantizer in quantizers.items():
-            if of == name:
+        def observe(name: str, x: Tensor) -> Tensor:
+            for quantizer in self.quantizers[name].values():
                 quantizer.to(x.device)(x)
-        return x
+            return x
 
-    with _inputs_through(modules, observe):
-        for batch in batches:
-            scalar_loss("gradient_errors", loss, model, batch)
-    for quantizer in quantizers.values():
-        quantizer.observing, quantizer.quantizing = False, True
-        if quantizer.observer.seen() or not quantizer.observer.finite():
-            quantizer.load_observed()
+        with _inputs_through(self.modules, observe):
+            for batch in batches:
+                scalar_loss("gradient_errors", self.loss, self.model, batch)
+        for quantizer in quantizers:
+            quantizer.observing, quantizer.quantizing = False, True
+            if quantizer.observer.seen() or not quantizer.observer.finite():
+                quantizer.load_observed()
 
+    def of(self, batch: Any) -> Errors:
+        """Return N / 2 * sum (g * change)^2 of each choice of each layer on a batch of N samples."""
+        inputs: list[tuple[str, Tensor]] = []
 
-def _squares(
-    model: nn.Module, modules: Mapping[str, Any], quantizers: Places, changes: Places, loss: Loss, batch: Any
-) -> dict[tuple[str, str], float]:
-    """Return N / 2 * sum (g * change)^2 of each choice on one batch of N samples."""
-    inputs: dict[str, list[Tensor]] = defaultdict(list)
+        def keep(name: str, x: Tensor) -> Tensor:
+            # A tensor of its own for this layer: its gradient is not that of the other layers that take x.
+            own = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+            inputs.append((name, own))
+            return own
 
-    def keep(name: str, x: Tensor) -> Tensor:
-        # A tensor of its own for this layer: its gradient is not that of the other layers that take x.
-        own = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-        inputs[name].append(own)
-        return own
-
-    weights = {name: module.weight for name, module in modules.items()}
-    with differentiable(weights.values()), torch.enable_grad(), _inputs_through(modules, keep):
-        value = scalar_loss("gradient_errors", loss, model, batch)
-        flat = [(name, x) for name, of in inputs.items() for x in of]
-        wanted = [*weights.values(), *(x for _, x in flat)]
-        gradients = torch.autograd.grad(value, wanted, materialize_grads=True)
-    of_weights = dict(zip(weights, gradients, strict=False))
-    samples = flat[0][1].size(0) if flat else 1
-    squares = {
-        place: float((of_weights[place[0]] * change).double().square().sum()) for place, change in changes.items()
-    }
-    with torch.no_grad():
-        for (name, x), gradient in zip(flat, gradients[len(weights) :], strict=True):
-            for (of, choice), quantizer in quantizers.items():
-                if of == name:
-                    squares[name, choice] += float((gradient * (quantizer(x) - x)).double().square().sum())
-    return {place: samples / 2 * total for place, total in squares.items()}
+        weights = [module.weight for module in self.modules.values()]
+        with differentiable(weights), torch.enable_grad(), _inputs_through(self.modules, keep):
+            value = scalar_loss("gradient_errors", self.loss, self.model, batch)
+            gradients = torch.autograd.grad(value, [*weights, *(x for _, x in inputs)], materialize_grads=True)
+        squares = {
+            name: {choice: float((gradient * change).double().square().sum()) for choice, change in of.items()}
+            for (name, of), gradient in zip(self.changes.items(), gradients, strict=False)
+        }
+        with torch.no_grad():
+            for (name, x), gradient in zip(inputs, gradients[len(weights) :], strict=True):
+                for choice, quantizer in self.quantizers[name].items():
+                    squares[name][choice] += float((gradient * (quantizer(x) - x)).double().square().sum())
+        samples = inputs[0][1].size(0) if inputs else 1
+        return {name: {choice: samples / 2 * total for choice, total in of.items()} for name, of in squares.items()}
 
 
 @contextmanager

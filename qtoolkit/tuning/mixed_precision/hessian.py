@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.model_state import check_module, evaluating
+from qtoolkit.batches import no_batch
+from qtoolkit.model_state import attribute_kept, check_module, evaluating
 from qtoolkit.progress import note, progress_bar
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -104,7 +105,7 @@ def hessian_traces(
                 note(bar, _total(samples))
                 bar.update()
     if not samples:
-        raise ValueError("hessian_traces: batches must hold at least one batch, got none.")
+        raise no_batch("hessian_traces")
     return dict(zip(weights, _traces(samples), strict=True))
 
 
@@ -156,10 +157,7 @@ def scalar_loss(what: str, loss: Loss, model: nn.Module, batch: Any) -> Tensor:
 def differentiable(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Let tensors require gradients for a `with` block."""
     frozen = [tensor for tensor in tensors if not tensor.requires_grad]
-    for tensor in frozen:
-        tensor.requires_grad_()
-    try:
-        yield
-    finally:
+    with attribute_kept(frozen, "requires_grad"):
         for tensor in frozen:
-            tensor.requires_grad_(False)
+            tensor.requires_grad_()
+        yield

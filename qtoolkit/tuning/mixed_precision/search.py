@@ -7,15 +7,24 @@ import numpy as np
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
+from qtoolkit.batches import no_batch
 from qtoolkit.config import QConfig, QConfigMapping
+from qtoolkit.debug.sensitivity import sensitivity
 from qtoolkit.errors import check_known
 from qtoolkit.layer_costs import bit_product, count_macs, layers_of
 from qtoolkit.layer_rules import LayerRules
-from qtoolkit.model_state import check_module
-from qtoolkit.tuning.mixed_precision import errors as estimates
+from qtoolkit.model_state import check_module, evaluating
+from qtoolkit.progress import batches_of
 from qtoolkit.tuning.mixed_precision.assignment import Assignment, Front
 from qtoolkit.tuning.mixed_precision.costs import Layer, own_config, size_of
-from qtoolkit.tuning.mixed_precision.hessian import Loss, Trace
+from qtoolkit.tuning.mixed_precision.errors import (
+    Errors,
+    SquaredGradients,
+    check_quantized,
+    check_same_activations,
+    weight_change,
+)
+from qtoolkit.tuning.mixed_precision.hessian import Loss, Trace, hessian_traces
 from qtoolkit.tuning.mixed_precision.solve import Table, solve
 
 
@@ -120,7 +129,21 @@ class MixedPrecision:
         Raises:
             ValueError: A layer is not quantized in the model that `build` returns, or as `qtoolkit.debug.sensitivity` does.
         """
-        return estimates.measured(self.configs, self.choices, build, evaluate, higher_is_better, progress)
+        errors: Errors = {name: {} for name in self.modules}
+        for choice, config in self.choices.items():
+            names = [name for name in self.modules if choice in self.allowed(name)]
+            if config is None:
+                for name in names:
+                    errors[name][choice] = 0.0
+            elif names:
+                mapping = QConfigMapping().set_global(None)
+                for name in names:
+                    mapping.set_module_name(name, self.configs[name][choice])
+                model = build(mapping)
+                check_quantized(model, names, choice)
+                for row in sensitivity(model, evaluate, "layer", "one", names, higher_is_better, progress).rows:
+                    errors[row.name][choice] = row.drop
+        return errors
 
     def hessian_errors(
         self,
@@ -146,9 +169,19 @@ class MixedPrecision:
         Raises:
             ValueError: Choices of a layer differ in their activations; or as `hessian_traces` does.
         """
-        return estimates.by_hessian(
-            self.model, self.modules, self.configs, loss, batches, probes, seed, traces, progress
-        )
+        check_same_activations(self.configs)
+        weights = {name: module.weight for name, module in self.modules.items()}
+        if traces is None:
+            traces = hessian_traces(self.model, loss, batches, weights, probes, seed, progress)
+        curvatures: dict[str, float] = {
+            name: traces[name].at_least / weight.numel() for name, weight in weights.items()
+        }
+
+        def increase(name: str, choice: str) -> float:
+            change = weight_change(self.modules[name], self.configs[name][choice], name)
+            return curvatures[name] * float(change.double().square().sum()) / 2
+
+        return self._table(increase)
 
     def gradient_errors(self, loss: Loss, batches: Iterable[Any], progress: bool = True) -> dict[str, dict[str, float]]:
         """Estimate the increase of the loss by squared gradients: N / 2 * sum (g * (Q(x) - x))^2 over weights and inputs.
@@ -164,7 +197,15 @@ class MixedPrecision:
         Raises:
             ValueError: There is no batch, or the loss is not finite.
         """
-        return estimates.by_gradients(self.model, self.modules, self.configs, loss, batches, progress)
+        if iter(batches) is batches:
+            raise ValueError("MixedPrecision: gradient_errors runs batches twice; pass a list of batches.")
+        squares = SquaredGradients(self.model, self.modules, self.configs, loss)
+        with evaluating(self.model):
+            squares.calibrate(batches_of("gradients: ranges", batches, progress))
+            found = [squares.of(batch) for batch in batches_of("gradients", batches, progress)]
+        if not found:
+            raise no_batch("gradient_errors")
+        return self._table(lambda name, choice: sum(of[name][choice] for of in found) / len(found))
 
     # ---- the search
 
