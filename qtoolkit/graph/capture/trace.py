@@ -10,12 +10,12 @@ from torch import fx, nn
 from qtoolkit.errors import check_sequence, some, unknown
 from qtoolkit.foreign_models import integration_of
 from qtoolkit.graph.block_calls import ROOT, BlockCall
-from qtoolkit.graph.capture import both_modes, functional_layers, in_place, subclasses, torch_modes
-from qtoolkit.graph.capture import functional_batch_norms as norms
 from qtoolkit.graph.capture.attributes import add_modes, traced_attributes
-from qtoolkit.graph.capture.blocks import with_traced_blocks
-from qtoolkit.graph.capture.both_modes import Traced
 from qtoolkit.graph.capture.exported import calls_aten
+from qtoolkit.graph.capture.rewrites import both_modes, functional_layers, in_place, subclasses, torch_modes
+from qtoolkit.graph.capture.rewrites import functional_batch_norms as norms
+from qtoolkit.graph.capture.rewrites.blocks import with_traced_blocks
+from qtoolkit.graph.capture.rewrites.both_modes import Traced
 from qtoolkit.graph.capture.same_outputs import Expected
 from qtoolkit.graph.capture.signature import FIXED_TYPES, Arguments
 from qtoolkit.graph.capture.tracer import ModelTracer

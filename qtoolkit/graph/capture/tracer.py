@@ -31,10 +31,10 @@ from qtoolkit.graph.capture.functions import (
     torchvision_ops,
 )
 from qtoolkit.graph.capture.proxy import SizedProxy, TensorProxy
+from qtoolkit.graph.capture.rewrites.subclasses import equivalent_type
+from qtoolkit.graph.capture.rewrites.torch_modes import TorchModes
 from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, holds_no_floats, is_plain
 from qtoolkit.graph.capture.signature import Arguments, Call
-from qtoolkit.graph.capture.subclasses import equivalent_type
-from qtoolkit.graph.capture.torch_modes import TorchModes
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
 from qtoolkit.graph.output_types import OutputTypes, types_in
 from qtoolkit.graph.traced_blocks import name_in_graph, node_name
