@@ -19,7 +19,7 @@ from qtoolkit.config.mapping import (
 )
 from qtoolkit.eager.record import record_of
 from qtoolkit.errors import check_known, renamed, with_article
-from qtoolkit.foreign_models import integration_of, warn_of_own_trainer
+from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import exported, trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule

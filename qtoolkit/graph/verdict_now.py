@@ -4,7 +4,6 @@ import operator
 
 from torch import fx, nn
 
-from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import chooses_by_mode, is_quantizer, kind_of, name_of, owns_weight, tensor_inputs
 from qtoolkit.graph.placement.traversal import quantizer_behind
@@ -26,7 +25,7 @@ def verdict_now(node: fx.Node, plan: Plan) -> Verdict:
     if verdict is not None and not lost and plan.kinds.get(node.name) == str(kind):
         return verdict
     on_grid = [quantizer_behind(source, plan.backend) is not None for source in tensor_inputs(node)]
-    if plan.backend.role(kind) in QUANTIZED_ROLES and not kind.has_weight and any(on_grid):
+    if plan.backend.quantizes(kind) and not kind.has_weight and any(on_grid):
         return Verdict.quantized()
     return Verdict.put_in(type(module).__name__ if module is not None else str(kind))
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from qtoolkit.eager.record import chains_of, kinds_in, plan_of, verdicts_in
 from qtoolkit.errors import with_article
-from qtoolkit.foreign_quantizers import ForeignQuantizer
+from qtoolkit.foreign import ForeignQuantizer
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import kind_of_module
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, replaced_modules

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from qtoolkit.errors import check_sequence, some, unknown
-from qtoolkit.foreign_models import integration_of
+from qtoolkit.foreign import integration_of
 from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.capture.attributes import add_modes, traced_attributes
 from qtoolkit.graph.capture.exported import calls_aten
