@@ -65,7 +65,7 @@ TOPICS = (
     Topic(
         "Migration",
         "the adapters for pytorch-quantization and MQBench",
-        ("qtoolkit/compat", "qtoolkit/foreign_quantizers"),
+        ("qtoolkit/compat", "qtoolkit/foreign"),
     ),
     Topic(
         "Native ops of layers",

@@ -136,11 +136,15 @@ class Backend:
         """Return whether the target computes a kind of op on quantized inputs."""
         return self.role(kind) in QUANTIZED_ROLES
 
+    def frees_a_branch(self) -> bool:
+        """Return whether one input of a residual add stays unquantized: the convolution that computes it takes in the add."""
+        return self.residual_add == "identity"
+
     def is_float_without_quantized_output(self, kind: OpKind) -> bool:
         """Return whether the target computes a kind of op in float where its output is not quantized."""
         if kind.name in self.needs_quantized_output:
             return not kind.multiplies
-        exempt = kind.multiplies or (kind.adds and self.residual_add == "both")
+        exempt = kind.multiplies or (kind.adds and not self.frees_a_branch())
         return self.integers_in_and_out and not exempt
 
     def is_other_conv_transpose_axis(self, spec: QuantSpec) -> bool:

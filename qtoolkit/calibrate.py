@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qtoolkit.batches import Caller, check_batches, no_batch
 from qtoolkit.eager.record import check_links
 from qtoolkit.errors import check_known, some
-from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
+from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import batch_statistics

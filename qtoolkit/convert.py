@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from qtoolkit.eager.record import check_links, plan_of
 from qtoolkit.errors import check_known, shown, some, with_article
 from qtoolkit.finite import check_finite
-from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
+from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import freeze, integers
 from qtoolkit.graph.plan import Tracing

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from qtoolkit.errors import check_known, check_sequence
-from qtoolkit.foreign_quantizers import ForeignQuantizer
+from qtoolkit.foreign import ForeignQuantizer
 from qtoolkit.model_state import check_module
 from qtoolkit.quantizers.quantizer import Quantizer
 

@@ -19,7 +19,7 @@ from qtoolkit.config.mapping import (
 )
 from qtoolkit.eager.record import record_of
 from qtoolkit.errors import check_known, renamed, with_article
-from qtoolkit.foreign_models import integration_of, warn_of_own_trainer
+from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import exported, trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -27,11 +27,12 @@ from qtoolkit.graph.nodes import object_type_of
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.layer_rules import LayerRules
-from qtoolkit.model_inputs import bind
-from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept, unchanged_on_error
+from qtoolkit.model_inputs import bind, naming_misfits, split
+from qtoolkit.model_state import check_module, deepcopy_model, evaluating, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
 from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
+from qtoolkit.quantizers.switches import disable_quantization
 
 
 def prepare(
@@ -148,7 +149,7 @@ def prepare(
             "concrete_args": concrete_args, "leaf_modules": leaf_modules, "preserve_attributes": preserve_attributes,
             "qat_modules": qat_modules, "fuse_patterns": fuse_patterns, "capture": capture})  # fmt: skip
         if example_inputs is not None:
-            passes.record.try_out(gm, example_inputs)
+            _try_out(gm, example_inputs)
     return gm
 
 
@@ -171,6 +172,28 @@ def _note(gm: QuantizedGraphModule, model: nn.Module, example_inputs: Any, optio
     integration = integration_of(gm.model_class)
     if integration is not None:
         integration.note(gm, gm.plan, options, bind(model, example_inputs) if example_inputs is not None else None)
+
+
+def _try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
+    """Run a prepared model on example inputs in eval mode with quantizers off; its state does not change.
+
+    Raises:
+        ValueError: They lack an argument that forward reads from `*args` or `**kwargs`.
+    """
+    args, kwargs = split(example_inputs)
+    with (
+        naming_misfits(gm, example_inputs, "prepare: example_inputs do"),
+        torch.no_grad(),
+        evaluating(gm),
+        disable_quantization(gm),
+    ):
+        try:
+            gm(*args, **kwargs)
+        except LookupError as error:
+            raise ValueError(
+                f"prepare: the model does not run on example_inputs ({type(error).__name__}: {error}); they must have all "
+                f"that forward reads from its *args and **kwargs."
+            ) from error
 
 
 def _warn_of_types(

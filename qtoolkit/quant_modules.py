@@ -33,7 +33,7 @@ from qtoolkit.eager.rules import (
     names_ignored,
 )
 from qtoolkit.errors import check_known, renamed, unknown
-from qtoolkit.foreign_models import integration_of, warn_of_own_trainer
+from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, kind_of_module

@@ -107,3 +107,4 @@ class Obstacle:
 
 
 BY_CONFIG = Verdict.left_float(Cause.CONFIG, "the qconfig_mapping leaves it in float")
+FOLDED = Verdict.quantized(Cause.FOLDED, "folded into the layer before it")

@@ -22,8 +22,8 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.graph.passes import split_silu
 from qtoolkit.graph.passes.link_batch_norms import batch_norms
-from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.plan import Tracing
+from qtoolkit.graph.verdict_now import verdict_now
 from qtoolkit.model_inputs import call_arguments, clone_tensors, naming_misfits
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm

@@ -10,7 +10,7 @@ from qtoolkit.extras import missing
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import is_quantizer, kind_of, name_of
-from qtoolkit.graph.passes.record import verdict_now
+from qtoolkit.graph.verdict_now import verdict_now
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.clip_range import clip_range
 from qtoolkit.quantizers.frozen import Grid

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from qtoolkit.debug.activity import Activity, Hook, Recorder
 from qtoolkit.debug.diagnosis import Diagnosis
 from qtoolkit.debug.summary_writer import SummaryWriter, check_writer, write
-from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
+from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module
 from qtoolkit.processes import unwrapped
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of

@@ -30,7 +30,7 @@ from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 from qtoolkit.extras import missing
 from qtoolkit.files import checked_path
-from qtoolkit.graph.passes.record import ops_put_in
+from qtoolkit.graph.verdict_now import ops_put_in
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_state import evaluating
 from qtoolkit.progress import progress_bar, step
@@ -167,7 +167,7 @@ def export_onnx(
         )
     path = checked_path(path, "export_onnx", "model.onnx")
     require_extra("export_onnx")
-    from qtoolkit.export.verification.verify import verify_onnx
+    from qtoolkit.export.verification.verify import compare_layers
 
     source = Source.of(model, example_inputs, "export_onnx")
     _check_formats(source)
@@ -181,7 +181,7 @@ def export_onnx(
 
     def compared(file: Path) -> "Verification | None":
         with in_float(source.model):  # the comparison is of layers alone, without the runtime's optimizations
-            return verify_onnx(source.model, source.example_inputs, file, progress) if verify else None
+            return compare_layers(source.model, source.example_inputs, file, progress) if verify else None
 
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")

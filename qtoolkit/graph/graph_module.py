@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 
 from qtoolkit.errors import with_article
-from qtoolkit.foreign_models import integration_of
+from qtoolkit.foreign import integration_of
 from qtoolkit.graph import weight_ranges
 from qtoolkit.graph.block_calls import BlockCall
 from qtoolkit.graph.output_types import returning

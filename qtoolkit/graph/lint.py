@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.placement.view import ops_of
 from qtoolkit.graph.plan import Plan
+from qtoolkit.graph.verdict_now import verdict_now
 from qtoolkit.lint.findings import Broken, Finding, Rule, broken
 from qtoolkit.lint.layers import ADVICE, LAYERS
 from qtoolkit.lint.ops import Op

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import LayerKernel, OpKernel, SumKernel, output_of, takes_two
+from qtoolkit.integer.sub_pixel import sub_pixels_of_image
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
@@ -24,7 +25,6 @@ from qtoolkit.op_kinds.rules import argument, called_by
 from qtoolkit.op_kinds.table import CONCATS, MOVES, calls_where
 from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.sub_pixel import sub_pixels_of_image
 from qtoolkit.verdicts import Cause, Refusal
 
 

@@ -11,7 +11,7 @@ from qtoolkit.runtimes.table import TENSORRT
 
 def free_branch(op: Op, backend: Backend) -> Op | None:
     """Return the input of a residual add that stays unquantized; None for other ops and other targets."""
-    if not (_has_free_branch(backend) and op.kind.adds):
+    if not (backend.frees_a_branch() and op.kind.adds):
         return None
     branches = [source for source in op.inputs if layer_before(source) is not None]
     if len(branches) < 2:
@@ -93,11 +93,7 @@ def _the_longer_branch(op: Op, backend: Backend) -> Iterator[Broken]:
         )
 
 
-def _has_free_branch(backend: Backend) -> bool:
-    return backend.residual_add == "identity"
-
-
 RULES = (
-    Rule("residual-add", _one_free_branch, f"{TENSORRT.rules}; {MODEL_OPTIMIZER}", _has_free_branch),
-    Rule("residual-branch", _the_longer_branch, MODEL_OPTIMIZER, _has_free_branch),
+    Rule("residual-add", _one_free_branch, f"{TENSORRT.rules}; {MODEL_OPTIMIZER}", Backend.frees_a_branch),
+    Rule("residual-branch", _the_longer_branch, MODEL_OPTIMIZER, Backend.frees_a_branch),
 )

@@ -18,10 +18,10 @@ from qtoolkit.graph.nodes import (
     quantizes_its_input,
     tensor_inputs,
 )
-from qtoolkit.graph.passes.record import is_reported, verdict_now
 from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.program import calls_now
 from qtoolkit.graph.program import products as products_in
+from qtoolkit.graph.verdict_now import is_reported, verdict_now
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers

@@ -8,16 +8,15 @@ from torch import nn
 
 from qtoolkit.eager.record import chains_of, kinds_in, plan_of, verdicts_in
 from qtoolkit.errors import with_article
-from qtoolkit.foreign_quantizers import ForeignQuantizer
+from qtoolkit.foreign import ForeignQuantizer
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import kind_of_module
-from qtoolkit.graph.passes.record import FOLDED
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, replaced_modules
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, spec_of, training_of, weight_of
 from qtoolkit.report.of_graph import report_of_graph
 from qtoolkit.shared_modules import first_names
-from qtoolkit.verdicts import Cause, Status, Verdict
+from qtoolkit.verdicts import FOLDED, Cause, Status, Verdict
 
 # Quantizers of the output of a module, which `quant_modules.replace(quantize="outputs")` adds.
 OUTPUTS = ("output_quantizer", "activation_post_process")

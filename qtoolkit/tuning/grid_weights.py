@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 
 from qtoolkit import ops
 from qtoolkit.errors import some
-from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
+from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, divisor_of, step_variance
 from qtoolkit.processes import ranks, unwrapped

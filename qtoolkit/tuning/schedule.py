@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from qtoolkit.calibrate import load_ranges, merged_over_ranks
-from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
+from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule, freeze_batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from qtoolkit.graph.capture.in_place import changed_by
+from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import parameters_in
 from qtoolkit.graph.program.division import free_nodes

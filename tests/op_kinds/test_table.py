@@ -28,8 +28,7 @@ NAMES = KINDS.keys() | OF_METHOD.keys() | OF_ATEN.keys()
 
 # Literals that are in the table too, but belong to another vocabulary.
 OTHER_WORDS = {
-    "lint/residual.py: backend.residual_add == 'identity'",  # a policy of a Backend
-    "graph/capture/in_place.py: VIEWS",  # a kind has views and copies among its ops
+    "graph/capture/rewrites/in_place.py: VIEWS",  # a kind has views and copies among its ops
     "graph/program/memory_format.py: OF_STRIDES",  # a kind has ops that take any strides too
     "export/tflite/ops.py: CLIPS",  # clips with two numbers as bounds; a kind has relu6 among them
     "export/tflite/elementwise.py: op.args['approximate'] == 'tanh'",  # GELU's argument

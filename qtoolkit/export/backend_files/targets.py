@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtoolkit.errors import some
-from qtoolkit.export.backend_files import nnie, ppl, qualcomm, stpu, tengine, tensorrt, vitis
 from qtoolkit.export.backend_files.encoding import Encoding
-from qtoolkit.export.backend_files.format import Format
+from qtoolkit.export.backend_files.formats import nnie, ppl, qualcomm, stpu, tengine, tensorrt, vitis
+from qtoolkit.export.backend_files.formats.base import Format
 from qtoolkit.export.backend_files.moves import spread
 from qtoolkit.export.backend_files.openvino import FakeQuantizeIR
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending

@@ -9,7 +9,7 @@ import numpy as np
 from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
 from qtoolkit.export.passes.repeated_pairs import is_on_codes
 from qtoolkit.export.passes.saturation import quantizer_behind
-from qtoolkit.sub_pixel import SubPixel, sub_pixels_of_image
+from qtoolkit.integer.sub_pixel import SubPixel, sub_pixels_of_image
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -197,7 +197,16 @@ def verify_onnx(
     """
     path = renamed("verify_onnx", "model", model, "path", path, None)
     check_converted(converted, "verify_onnx")
-    converted, inputs = on_cpu(converted, inputs, "verify_onnx")
+    return compare_layers(*on_cpu(converted, inputs, "verify_onnx"), path, progress)
+
+
+def compare_layers(
+    converted: nn.Module,
+    inputs: Any,
+    path: "onnx.ModelProto | str | os.PathLike[str] | None",
+    progress: bool,
+) -> Verification:
+    """Compare the codes of a file with those of a converted model as `verify_onnx` does; model and inputs are on the CPU."""
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
     file = _opened(path, "verify_onnx")
     nodes = _nodes_of(file.proto.graph, converted, "verify_onnx")

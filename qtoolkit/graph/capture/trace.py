@@ -8,18 +8,15 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from qtoolkit.errors import check_sequence, some, unknown
-from qtoolkit.foreign_models import integration_of
+from qtoolkit.foreign import integration_of
 from qtoolkit.graph.block_calls import ROOT, BlockCall
-from qtoolkit.graph.capture import both_modes, functional_layers, in_place, subclasses, torch_modes
-from qtoolkit.graph.capture import functional_batch_norms as norms
-from qtoolkit.graph.capture.blocks import with_traced_blocks
-from qtoolkit.graph.capture.both_modes import Traced
-from qtoolkit.graph.capture.checks import Assignments, check_hooks
+from qtoolkit.graph.capture.attributes import add_modes, traced_attributes
 from qtoolkit.graph.capture.exported import calls_aten
-from qtoolkit.graph.capture.functions import scripted_functions
-from qtoolkit.graph.capture.mode import add_modes, traced_modes
+from qtoolkit.graph.capture.rewrites import both_modes, functional_layers, in_place, subclasses, torch_modes
+from qtoolkit.graph.capture.rewrites import functional_batch_norms as norms
+from qtoolkit.graph.capture.rewrites.blocks import with_traced_blocks
+from qtoolkit.graph.capture.rewrites.both_modes import Traced
 from qtoolkit.graph.capture.same_outputs import Expected
-from qtoolkit.graph.capture.shapes import ShapePropagation
 from qtoolkit.graph.capture.signature import FIXED_TYPES, Arguments
 from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
@@ -97,8 +94,7 @@ def run(
     arguments = Arguments.of(model, concrete_args, example_inputs)
 
     def trace_once() -> _Trace:
-        shapes = None if arguments.given is None else ShapePropagation(model, arguments.given)
-        tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model), arguments.call)
+        tracer = ModelTracer.of(model, arguments, leaf_modules, leaf_submodules)
         graph = _graph(model, tracer, arguments.fixed)
         return _Trace(tracer, Traced(model, graph, tracer.modes, tracer.blocks.calls))
 
@@ -136,20 +132,16 @@ def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any]) -> fx.G
     Raises:
         UntraceableError, ValueError: As for `run`.
     """
-    random, assignments = RandomState.now(), Assignments(model)
+    random = RandomState.now()
     try:
-        check_hooks(model)
-        with traced_modes(model, tracer.branch_on_mode):
+        with traced_attributes(model, tracer.branch_on_mode):
             graph = tracer.trace(model, fixed or None)
-        assignments.check()
         if random != RandomState.now():
             raise RuntimeError(
                 "the forward draws random numbers, by torch, random or numpy, that every run of the graph would repeat."
             )
     except Exception as error:  # the user's forward may raise anything on proxies
         raise untraceable(error, model, tracer.path, tracer.shapes is not None) from error
-    finally:
-        assignments.undo()
     tracer.erase_finite_checks()
     in_place.run(graph, model)
     values = {} if tracer.shapes is None else tracer.shapes.values
@@ -288,8 +280,12 @@ def _find_submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
         if not name:
             raise ValueError('prepare: untraced must name submodules, got "", which is the model itself.')
         if name not in known:
-            raise ValueError("prepare: untraced: " + unknown("submodule", name, filter(None, known)))
+            raise _unknown_submodule(model, "untraced", name)
     return [known[name] for name in names]
+
+
+def _unknown_submodule(model: nn.Module, argument: str, name: str) -> ValueError:
+    return ValueError(f"prepare: {argument}: " + unknown("submodule", name, filter(None, modules_by_name(model))))
 
 
 def _attributes_to_keep(model: nn.Module, names: Sequence[str]) -> dict[str, Any]:
@@ -306,8 +302,7 @@ def _find_attribute(model: nn.Module, name: str) -> Any:
     try:
         owner = model.get_submodule(owner_name)
     except AttributeError:
-        modules = [n for n, _ in model.named_modules() if n]
-        raise ValueError("prepare: preserve_attributes: " + unknown("submodule", owner_name, modules)) from None
+        raise _unknown_submodule(model, "preserve_attributes", owner_name) from None
     if not owner_name and attribute in names_of_own():
         raise ValueError(
             f"prepare: preserve_attributes must not name {name!r}, since prepared models have an attribute of that name; "

@@ -4,7 +4,7 @@ import functools
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -12,22 +12,29 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from qtoolkit.errors import with_article
+from qtoolkit.graph.capture.attributes import (
+    BranchesOnModeError,
+    Mode,
+    check_hooks,
+    has_no_state,
+    name_in,
+    returns_input,
+)
 from qtoolkit.graph.capture.calls import CallRecorder
 from qtoolkit.graph.capture.checkpoints import is_checkpointed, traced_checkpoints
-from qtoolkit.graph.capture.checks import check_hooks, is_finite_check
 from qtoolkit.graph.capture.functions import (
     is_foreign,
     is_weight,
     patched,
     recorded_functions,
+    scripted_functions,
     torchvision_ops,
 )
-from qtoolkit.graph.capture.mode import BranchesOnModeError, Mode, has_no_state, name_in, returns_input
 from qtoolkit.graph.capture.proxy import SizedProxy, TensorProxy
+from qtoolkit.graph.capture.rewrites.subclasses import equivalent_type
+from qtoolkit.graph.capture.rewrites.torch_modes import TorchModes
 from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, holds_no_floats, is_plain
-from qtoolkit.graph.capture.signature import Call
-from qtoolkit.graph.capture.subclasses import equivalent_type
-from qtoolkit.graph.capture.torch_modes import TorchModes
+from qtoolkit.graph.capture.signature import Arguments, Call
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
 from qtoolkit.graph.output_types import OutputTypes, types_in
 from qtoolkit.graph.traced_blocks import name_in_graph, node_name
@@ -35,6 +42,7 @@ from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import RECORDED, TrainingMode, call_scripted, check_none, check_size, items_of
+from qtoolkit.op_kinds.rules import name_called
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.random_state import RandomState
@@ -42,6 +50,8 @@ from qtoolkit.random_state import RandomState
 # Functions and methods that compute gradients, whose calls a graph does not record rightly.
 GRADIENT_CALLS = (torch.autograd.grad, torch.autograd.backward, torch._make_dual, "backward", "register_hook")
 LEAVES = (QuantModule, TensorQuantizer, Grid, TrainingMode, torch.jit.ScriptModule)
+# Reductions of tests of values, such as torch.isfinite(x).all(), and what they give where all values are finite.
+FINITE_CHECKS = {("all", "isfinite"): True, ("any", "isinf"): False, ("any", "isnan"): False}
 # How torch.fx ends its error for another value of a fixed argument, and what this package adds.
 OF_FIXED = "but got another value"
 TO_PASS_ANOTHER = (
@@ -130,6 +140,18 @@ class ModelTracer(fx.Tracer):
         self.torch_modes = TorchModes(shapes is not None)
         self.patches = [*recorded_functions(), *self.torch_modes.patches()]
         self.originals = [(owner, name, getattr(owner, name)) for owner, name, _ in self.patches]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        arguments: Arguments,
+        leaf_modules: Sequence[type[nn.Module]],
+        leaf_submodules: Collection[nn.Module],
+    ) -> Self:
+        """Return the tracer of a model, which propagates shapes where the arguments of its forward have example values."""
+        shapes = None if arguments.given is None else ShapePropagation(model, arguments.given)
+        return cls(leaf_modules, leaf_submodules, shapes, scripted_functions(model), arguments.call)
 
     def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Return the graph of a model."""
@@ -407,7 +429,7 @@ class ModelTracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Return whether a condition holds. Values are taken to be finite."""
-        answer = is_finite_check(obj.node)
+        answer = _if_finite(obj.node)
         if answer is None:
             return bool(self.guard(obj, bool))
         self.finite_checks[obj.node] = self.path[-1][0] if self.path else type(self.root).__name__
@@ -429,3 +451,11 @@ class ModelTracer(fx.Tracer):
         if not isinstance(value, tuple | list | Tensor):
             items = self.create_proxy("call_function", items_of, (obj,), {})
         return (items[i] for i in range(len(items)))
+
+
+def _if_finite(node: fx.Node) -> bool | None:
+    """Return what a test of values gives if they are finite; None for a node that is no such test."""
+    tested = node.args[0] if node.args else None
+    if not isinstance(tested, fx.Node):
+        return None
+    return FINITE_CHECKS.get((name_called(node), name_called(tested)))

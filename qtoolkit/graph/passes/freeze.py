@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from qtoolkit.computed_weights import bake
-from qtoolkit.graph.capture.both_modes import keep_eval
+from qtoolkit.graph.capture.rewrites.both_modes import keep_eval
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import link_inputs
 from qtoolkit.graph.passes.link_batch_norms import fold

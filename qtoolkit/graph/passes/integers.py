@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from qtoolkit.errors import with_article
-from qtoolkit.graph.capture.in_place import changes_first
+from qtoolkit.graph.capture.rewrites.in_place import changes_first
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls, number_calls, number_of
 from qtoolkit.graph.nodes import (

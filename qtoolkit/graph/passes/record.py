@@ -1,12 +1,9 @@
-"""Record a verdict on each op in the plan. And run the prepared model once, so that one that does not run fails early."""
+"""Record a verdict on each op in the plan."""
 
-import operator
 from dataclasses import replace
 from operator import attrgetter
 from types import FunctionType
-from typing import Any
 
-import torch
 from torch import fx, nn
 
 from qtoolkit.backends import QUANTIZED_ROLES
@@ -14,13 +11,11 @@ from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import (
-    chooses_by_mode,
     is_discrete,
     is_quantizer,
     is_weight_quantizer,
     kind_of,
     name_of,
-    owns_weight,
     tensor_inputs,
 )
 from qtoolkit.graph.passes.link_batch_norms import why_not_linked
@@ -29,18 +24,14 @@ from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerRules
-from qtoolkit.model_inputs import naming_misfits, split
-from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, replaced_modules
 from qtoolkit.op_kinds.facts import facts_of
-from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
-from qtoolkit.op_kinds.rules import called_module, is_number, module_of
+from qtoolkit.op_kinds.recorded import BOOKKEEPING
+from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.switches import disable_quantization
-from qtoolkit.verdicts import BY_CONFIG, Cause, Status, Verdict
+from qtoolkit.verdicts import BY_CONFIG, FOLDED, Cause, Status, Verdict
 
-FOLDED = Verdict.quantized(Cause.FOLDED, "folded into the layer before it")
 FROM_PARAMETERS = Verdict.left_float(Cause.TARGET, "computed from parameters alone")
 IN_TRAINING = Verdict.left_float(Cause.TARGET, "training mode alone takes it, and no target computes it")
 HIDES_LAYERS = Verdict.left_float(
@@ -56,48 +47,6 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     status = {**{n.name: _verdict(n, roles, calls) for n in nodes}, **plan.status}
     gm.plan = replace(plan, status=status, kinds={n.name: str(kind_of(n)) for n in nodes})
     return gm
-
-
-def verdict_now(node: fx.Node, plan: Plan) -> Verdict:
-    """Return the verdict on an op of a prepared or converted model: the plan's, unless the op was changed since."""
-    kind, verdict = kind_of(node), plan.status.get(node.name)
-    module = called_module(node)
-    if module is not None and any(isinstance(part, QuantModule) for part in module.modules()):
-        return Verdict.quantized() if verdict is None or verdict.status is Status.FLOAT else verdict
-    lost = owns_weight(node) and verdict is not None and verdict.cause is Cause.COMPUTED
-    if verdict is not None and not lost and plan.kinds.get(node.name) == str(kind):
-        return verdict
-    on_grid = [quantizer_behind(source, plan.backend) is not None for source in tensor_inputs(node)]
-    if plan.backend.role(kind) in QUANTIZED_ROLES and not kind.has_weight and any(on_grid):
-        return Verdict.quantized()
-    return Verdict.put_in(type(module).__name__ if module is not None else str(kind))
-
-
-def is_reported(node: fx.Node) -> bool:
-    """Return whether a node is an op that reports have a line for: it computes tensors, and is no quantizer."""
-    is_op = node.op in ("call_module", "call_function", "call_method")
-    arranges = (kind_of(node) is OTHER and _only_arranges(node)) or chooses_by_mode(node)
-    bookkeeping = arranges or is_number(node) or is_mode(node)
-    return is_op and not is_quantizer(node) and not bookkeeping
-
-
-def _only_arranges(node: fx.Node) -> bool:
-    """Return whether an op without a row in the table only selects items or builds tuples."""
-    if node.target is operator.getitem:
-        return isinstance(node.args[1], int | str)
-    makes_tuple = isinstance(node.target, type) and issubclass(node.target, tuple)
-    return node.target in BOOKKEEPING or makes_tuple
-
-
-def ops_put_in(model: nn.Module) -> list[str]:
-    """Return the names of the ops of a model that compute in float because they came into it after it was quantized."""
-    return [
-        f"{prefix}.{name_of(node)}" if prefix else name_of(node)
-        for prefix, part in model.named_modules()
-        if isinstance(part, QuantizedGraphModule) and part.plan is not None
-        for node in part.graph.nodes
-        if is_reported(node) and verdict_now(node, part.plan).cause is Cause.PUT_IN
-    ]
 
 
 def _verdict(node: fx.Node, roles: Roles, calls: ModuleCalls) -> Verdict:
@@ -188,25 +137,3 @@ def _verdict_on_batch_norm(node: fx.Node, roles: Roles, calls: ModuleCalls) -> V
     source = node.all_input_nodes[0]
     reason = why_not_linked(source, node, calls, roles.rules) if kind_of(source).layer else "no layer right before it"
     return Verdict.left_float(Cause.NOT_FOLDED, f"a batch norm that cannot be folded ({reason})")
-
-
-def try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
-    """Run a prepared model on example inputs in eval mode with quantizers off; its state does not change.
-
-    Raises:
-        ValueError: They lack an argument that forward reads from `*args` or `**kwargs`.
-    """
-    args, kwargs = split(example_inputs)
-    with (
-        naming_misfits(gm, example_inputs, "prepare: example_inputs do"),
-        torch.no_grad(),
-        evaluating(gm),
-        disable_quantization(gm),
-    ):
-        try:
-            gm(*args, **kwargs)
-        except LookupError as error:
-            raise ValueError(
-                f"prepare: the model does not run on example_inputs ({type(error).__name__}: {error}); they must have all "
-                f"that forward reads from its *args and **kwargs."
-            ) from error

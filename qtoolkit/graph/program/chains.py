@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from qtoolkit.graph.capture.in_place import changes_first
+from qtoolkit.graph.capture.rewrites.in_place import changes_first
 from qtoolkit.graph.nodes import (
     bounds_of,
     form_of,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from qtoolkit.graph.block_calls import leaves
-from qtoolkit.graph.capture.in_place import changed_by
+from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.nodes import is_quantizer, kind_of
 from qtoolkit.graph.program import products
 from qtoolkit.graph.program.chains import (

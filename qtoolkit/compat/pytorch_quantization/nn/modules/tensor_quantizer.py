@@ -14,7 +14,7 @@ from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import affine_f
 from qtoolkit.compat.pytorch_quantization.nn.modules.leaf import fx_leaf
 from qtoolkit.compat.pytorch_quantization.reduction import amax_along
 from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, fake_tensor_quant, scaled_e4m3, tensor_quant
-from qtoolkit.foreign_quantizers import ForeignQuantizer
+from qtoolkit.foreign import ForeignQuantizer
 
 _CALIBRATORS = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
 _BUFFERS = ("_amax", "_pre_quant_scale")  # registered with their first value, as scripts ask for them by hasattr

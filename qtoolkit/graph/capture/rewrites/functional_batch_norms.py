@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from qtoolkit.graph.capture.both_modes import Traced
-from qtoolkit.graph.capture.functional_layers import call_layer
+from qtoolkit.graph.capture.rewrites.both_modes import Traced
+from qtoolkit.graph.capture.rewrites.functional_layers import call_layer
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.op_kinds.rules import argument

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from qtoolkit.foreign_models import integration_of
+from qtoolkit.foreign import integration_of
 from qtoolkit.graph.block_calls import calls_with_nodes
-from qtoolkit.graph.capture.both_modes import Traced
+from qtoolkit.graph.capture.rewrites.both_modes import Traced
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.graph.traced_blocks import TracedBlock, traced_type
 

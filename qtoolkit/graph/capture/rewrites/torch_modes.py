@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.graph.capture.functions import Patch
-from qtoolkit.graph.capture.in_place import changed_by
+from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.capture.shapes import UNKNOWN, is_plain
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.export.backend_files.encoding import Encoding, float32
-from qtoolkit.export.backend_files.format import Array, Format
+from qtoolkit.export.backend_files.formats.base import Array, Format
 
 _STEPS = 255
 

@@ -5,7 +5,7 @@ torchvision's video models have such convolutions: they add a constructor and a 
 
 from torch import nn
 
-from qtoolkit.graph.capture.both_modes import Traced
+from qtoolkit.graph.capture.rewrites.both_modes import Traced
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.nn.module import shallow_copy_as

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.export.backend_files.encoding import Encoding, float32
-from qtoolkit.export.backend_files.format import Array, Format, as_json, from_json, number
+from qtoolkit.export.backend_files.formats.base import Array, Format, as_json, from_json, number
 
 HEADER = "TRT-100000-EntropyCalibration2"
 _LARGEST = 127  # the code of the highest value of a dynamic range

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.graph.capture.subclasses import equivalent_type
+from qtoolkit.graph.capture.rewrites.subclasses import equivalent_type
 from tests import nets
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from qtoolkit.graph.capture.both_modes import Traced
+from qtoolkit.graph.capture.rewrites.both_modes import Traced
 from qtoolkit.graph.nodes import kind_of
 from qtoolkit.graph.weighted_functions import LAYERS, float_layer, geometry_of
 from qtoolkit.op_kinds.facts import replace_node

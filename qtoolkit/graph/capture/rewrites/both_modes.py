@@ -16,10 +16,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.graph.block_calls import ROOT, BlockCall, ancestors, leaves, map_leaves
-from qtoolkit.graph.capture.in_place import base_of, changed_by
+from qtoolkit.graph.capture.rewrites.in_place import base_of, changed_by
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size
+from qtoolkit.op_kinds.rules import name_called
 
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 # Checks, each with the value that passes one, from its arguments.
@@ -184,8 +185,7 @@ class _Merge:
 
     def _is_new(self, node: fx.Node) -> bool:
         """Return whether a node makes a tensor of its own, which no op of the other mode reads."""
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-        return node in self.alone and str(name).removeprefix("new_").removesuffix("_like") in NEW
+        return node in self.alone and name_called(node).removeprefix("new_").removesuffix("_like") in NEW
 
     def _owner_of(self, node: fx.Node, choices: Sequence[Choice]) -> nn.Module:
         """Return the submodule whose mode decides a node's choices: that around the ops of this mode alone, if it takes any."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from qtoolkit.errors import within
 from qtoolkit.export.backend_files.encoding import Encoding, float32
-from qtoolkit.export.backend_files.format import Format, as_json, from_json, number, width
+from qtoolkit.export.backend_files.formats.base import Format, as_json, from_json, number, width
 
 VERSION = "0.6.1"
 

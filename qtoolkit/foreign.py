@@ -1,9 +1,9 @@
-"""Models of other packages: how the core knows them without importing the packages."""
+"""Models and quantizers of other packages: how the core knows them without importing the packages."""
 
 import sys
 import warnings
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -44,3 +44,23 @@ def warn_of_own_trainer(model: object, what: str) -> None:
             f"of your own this does not matter.",
             stacklevel=4,  # the caller of what
         )
+
+
+class ForeignQuantizer(nn.Module):
+    """The base class of quantizers with a calibration, a conversion and an export of their own: qtoolkit's do not apply.
+
+    Attributes:
+        PACKAGE: The package that has these, for errors and reports.
+    """
+
+    PACKAGE: ClassVar[str]
+
+
+def refuse_foreign_quantizers(model: nn.Module, what: str) -> None:
+    """Raise TypeError if a model holds such quantizers; `what` names the function that does not support them."""
+    for name, module in model.named_modules():
+        if isinstance(module, ForeignQuantizer):
+            raise TypeError(
+                f"{what}: {name!r} is a quantizer of {module.PACKAGE}, which has its own calibration and export; use those, "
+                f"or replace the float model by qtoolkit.quant_modules (docs/migration.md)."
+            )

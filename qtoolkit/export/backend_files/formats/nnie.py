@@ -11,7 +11,7 @@ import numpy as np
 
 from qtoolkit.errors import within
 from qtoolkit.export.backend_files.encoding import Encoding, float32
-from qtoolkit.export.backend_files.format import Array, Format, as_json, from_json, number
+from qtoolkit.export.backend_files.formats.base import Array, Format, as_json, from_json, number
 
 _WITHOUT = ("Clip", "Flatten", "GlobalAveragePool", "Identity", "Mul", "PRelu", "Relu", "Reshape", "Sigmoid", "Softmax")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from qtoolkit.errors import within
 from qtoolkit.export.backend_files.encoding import Encoding, float32
-from qtoolkit.export.backend_files.format import Format, as_json, from_json, number, width
+from qtoolkit.export.backend_files.formats.base import Format, as_json, from_json, number, width
 
 _LISTS = {"step": "scale", "zero_point": "zero_point", "min": "low", "max": "high"}
 

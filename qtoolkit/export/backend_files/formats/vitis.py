@@ -5,7 +5,7 @@ from typing import Any
 
 from qtoolkit.errors import within
 from qtoolkit.export.backend_files.encoding import Encoding, float32
-from qtoolkit.export.backend_files.format import Format, as_json, from_json, number
+from qtoolkit.export.backend_files.formats.base import Format, as_json, from_json, number
 
 
 def _write(encodings: Sequence[Encoding], model: Any) -> str:

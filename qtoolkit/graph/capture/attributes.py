@@ -1,0 +1,193 @@
+"""The attributes of a model's modules while its forward is traced: training modes, hooks, and tensors that it assigns.
+
+Where a forward passes on `self.training`, the graph reads the mode at each run. Hooks and assignments it would lose without an
+error.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING
+from qtoolkit.model_state import evaluating
+from qtoolkit.op_kinds.recorded import TrainingMode
+from qtoolkit.op_kinds.rules import CASTS
+
+NAME = "training_mode"
+# The module whose hooks give the values of submodules to the forward that calls them, which a graph records.
+CAPTURING = "transformers.utils.output_capturing"
+
+
+@contextmanager
+def traced_attributes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Trace the forward of a model in a block: `training` of each submodule is a Mode, and assignments are undone at its end.
+
+    Args:
+        model: The model.
+        on_branch: Called with a submodule where Python branches on its mode.
+
+    Raises:
+        RuntimeError: The model has forward hooks, or a traced value was assigned to a tensor that the next forward would read.
+    """
+    assignments = _Assignments(model)
+    try:
+        check_hooks(model)
+        with _traced_modes(model, on_branch):
+            yield
+        assignments.check()
+    finally:
+        assignments.undo()
+
+
+# ---- training modes
+
+
+class BranchesOnModeError(Exception):
+    """Python branches on the mode of a submodule that can be a leaf module instead."""
+
+
+class Mode(int):
+    """The flag `training` of a submodule while it is traced, with a reference to the submodule.
+
+    Attributes:
+        module: The submodule.
+        on_branch: Called with the submodule where Python branches on the flag.
+    """
+
+    module: nn.Module
+    on_branch: Callable[[nn.Module], None]
+
+    @classmethod
+    def of(cls, module: nn.Module, on_branch: Callable[[nn.Module], None]) -> Self:
+        """Return the mode of a submodule."""
+        mode = cls(module.training)
+        mode.module, mode.on_branch = module, on_branch
+        return mode
+
+    def __bool__(self) -> bool:
+        self.on_branch(self.module)
+        return self != 0
+
+
+@contextmanager
+def _traced_modes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Make `training` of each submodule a Mode in a block."""
+    before = [(module, module.training) for module in model.modules()]
+    for module, _ in before:
+        vars(module)["training"] = Mode.of(module, on_branch)
+    try:
+        yield
+    finally:
+        for module, training in before:
+            vars(module)["training"] = training
+
+
+def has_no_state(module: nn.Module) -> bool:
+    """Return whether a module has no parameters, buffers and submodules."""
+    return not (module._parameters or module._buffers or module._modules)
+
+
+def returns_input(module: nn.Module) -> bool:
+    """Return whether a module without state returns its input in eval mode, as those of dropouts and stochastic depth do."""
+    something = object()
+    with evaluating(module):
+        try:
+            return module.forward(something) is something
+        except Exception:  # it computes
+            return False
+
+
+def name_in(module: nn.Module) -> str:
+    """Return the name for a TrainingMode in a module: the one that is there, or a name that no other submodule has."""
+    name = NAME
+    while not isinstance(module._modules.get(name, TrainingMode()), TrainingMode):
+        name += "_"
+    return name
+
+
+def add_modes(model: nn.Module, graph: fx.Graph, modes: Mapping[nn.Module, fx.Node]) -> None:
+    """Add a TrainingMode to each submodule whose mode a graph reads.
+
+    Args:
+        model: The model, which is changed.
+        graph: Its graph.
+        modes: The node that reads the mode of each submodule.
+    """
+    nodes = set(graph.nodes)
+    for node in modes.values():
+        if node in nodes:
+            owner, _, name = str(node.target).rpartition(".")
+            module = model.get_submodule(owner)
+            module.register_module(name, TrainingMode().train(module.training))
+
+
+# ---- what a graph would lose
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Raise RuntimeError for a module with forward hooks: they would run once, on proxies, and then be lost."""
+    hooks = [hook for name in ("_forward_hooks", "_forward_pre_hooks") for hook in vars(module)[name].values()]
+    if any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks):
+        raise RuntimeError(
+            f"this module has forward hooks, which a graph does not record; remove them first, those of torch.nn.utils.prune "
+            f"by prune.remove, or {WITHOUT_TRACING}."
+        )
+
+
+class _Assignments:
+    """The attributes of a model's submodules before a trace, whose forward may assign traced values to them.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.before = [
+            (f"{name}.{attribute}".removeprefix("."), kind, space, attribute, value)
+            for name, kind, space in _spaces(model)
+            for attribute, value in space.items()
+        ]
+        self.spaces = [(space, set(space)) for _, _, space in _spaces(model)]
+
+    def check(self) -> None:
+        """Raise RuntimeError if a traced value was assigned to a tensor that the next forward would read.
+
+        A cast of the tensor itself is a local value: each forward makes it anew.
+        """
+        for name, kind, space, attribute, value in self.before:
+            assigned = space.get(attribute)
+            if isinstance(value, Tensor) and isinstance(assigned, fx.Proxy) and not _is_cast_of(name, assigned.node):
+                raise RuntimeError(
+                    f"the forward assigns to {kind} {name!r}, which a graph does not record; write into the {kind} with copy_ "
+                    f"or add_, or assign to a local variable."
+                )
+
+    def undo(self) -> None:
+        """Give attributes with traced values the values that they had."""
+        for _, _, space, attribute, value in self.before:
+            if isinstance(space.get(attribute), fx.Proxy):
+                space[attribute] = value
+        for space, known in self.spaces:
+            for attribute in [
+                name for name, value in space.items() if isinstance(value, fx.Proxy) and name not in known
+            ]:
+                del space[attribute]
+
+
+def _spaces(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):  # a leaf module
+            yield name, "attribute", vars(module)
+            yield name, "buffer", module._buffers
+            for attribute, value in vars(module).items():
+                if type(value) is dict and not attribute.startswith("_"):  # a cache, which a forward may fill
+                    yield f"{name}.{attribute}".removeprefix("."), "entry", value
+
+
+def _is_cast_of(name: str, node: fx.Node) -> bool:
+    while node.op == "call_method" and node.target in CASTS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.op == "get_attr" and node.target == name
