@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
-from qtoolkit.quantizers.spec_ops import clip, fake_quant
+from qtoolkit.quantizers.spec_ops import clip, ends_of, fake_quant
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -69,8 +69,8 @@ class DoReFa(Shaped):
 
     def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
         """Return an infinite range for a weight, which tanh bounds, and [0, 1] for an activation."""
-        end = torch.full_like(quantizer.scale, torch.inf) if quantizer.spec.signed else torch.ones_like(quantizer.scale)
-        return (-end if quantizer.spec.signed else torch.zeros_like(end)), end
+        signed = quantizer.spec.signed
+        return ends_of(torch.full_like(quantizer.scale, torch.inf if signed else 1.0), signed)
 
     def shapes(self, spec: QuantSpec) -> bool:
         """Return whether it is the spec of a weight."""
