@@ -27,7 +27,6 @@ from qtoolkit.eager.record import chains_of, record_of, update_record
 from qtoolkit.eager.rules import (
     FLOAT_FUNCTIONAL,
     Ignore,
-    ReplacementRules,
     decide_all,
     entries_of,
     names_ignored,
@@ -137,7 +136,7 @@ def replace(
         configs = LayerRules.of(own, target, mapping, table, custom or ())
         configs.check_names()
         _warn_of_types(own, mapping, custom or {})
-        _replace(own, ReplacementRules(configs), quantize)
+        _replace(own, configs, quantize)
         set_training_arithmetic(own, arithmetic, save)
         put_parametrizations(own, parametrizations)
         integration = integration_of(type(own))
@@ -197,7 +196,7 @@ def initialize(
     called = ignore if callable(ignore) and not isinstance(ignore, type) else None
     if called is None:
         mapping = with_excluded(mapping, _ignored_types(ignore, table))
-    return Active(Settings(ReplacementRules(LayerRules(target, mapping, table, frozenset(custom or ()))), called))
+    return Active(Settings(LayerRules(target, mapping, table, frozenset(custom or ())), called))
 
 
 def deactivate() -> None:
@@ -244,23 +243,23 @@ class Active(AbstractContextManager["Active"]):
         CONSTRUCTION.switch(self._before.pop())
 
 
-def _replace(model: nn.Module, rules: ReplacementRules, quantize: str) -> None:
+def _replace(model: nn.Module, rules: LayerRules, quantize: str) -> None:
     """Replace the layers of a model, and link and quantize its chains, by rules."""
-    configs, decisions = rules.rules, decide_all(model, rules)
+    decisions = decide_all(model, rules)
     outputs = _output_specs(model, rules, decisions) if quantize == "outputs" else {}
     modules = modules_by_name(model)
-    norms = {name: modules[name] for _, name, *_ in chains_of(model) if name in modules}
-    not_linked = {name: verdict for name, bn in norms.items() if (verdict := rules.verdict_not_linked(bn)) is not None}
+    norms = {name: rules.of_module(modules[name]) for _, name, *_ in chains_of(model) if name in modules}
+    not_linked = {name: rule.left for name, rule in norms.items() if rule.qconfig is None}
     qconfigs = {name: decision.qconfig for name, decision in decisions.items()}
-    replace_layers(model, [""], lambda name, *_: qconfigs.get(name), configs.table, quantize == "inputs", "replace")
-    link_own_inputs(model, configs.backend)
+    replace_layers(model, [""], lambda name, *_: qconfigs.get(name), rules.table, quantize == "inputs", "replace")
+    link_own_inputs(model, rules.backend)
     verdicts = {name: decision.verdict for name, decision in decisions.items()}
-    verdicts |= link_chains(model, configs.backend.batch_norm, not_linked)
+    verdicts |= link_chains(model, rules.backend.batch_norm, not_linked)
     verdicts |= quantize_outputs(model, outputs)
     now = modules_by_name(model)
     kinds = {name: str(kind_of_module(now[name])) for name in verdicts if name in now}
-    mapping = None if configs.mapping is None else configs.mapping.copy()
-    update_record(model, plan=Plan(configs.backend, kinds=kinds, inside=verdicts, mapping=mapping))
+    mapping = None if rules.mapping is None else rules.mapping.copy()
+    update_record(model, plan=Plan(rules.backend, kinds=kinds, inside=verdicts, mapping=mapping))
 
 
 def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules | None) -> None:
@@ -287,16 +286,15 @@ def _warn_of_types(model: nn.Module, mapping: QConfigMapping | None, custom: Qat
     warn_of_unused_types("replace: custom names", custom, types)
 
 
-def _output_specs(
-    model: nn.Module, rules: ReplacementRules, decisions: Mapping[str, LayerDecision]
-) -> dict[str, QuantSpec]:
+def _output_specs(model: nn.Module, rules: LayerRules, decisions: Mapping[str, LayerDecision]) -> dict[str, QuantSpec]:
     """Return the spec of each quantized output, by the name of the layer or of the chain's first module."""
     specs = {name: decision.qconfig.activation for name, decision in decisions.items() if decision.qconfig is not None}
     chain_starts = {chain[0] for chain in chains_of(model)}
     for name, module in model.named_modules():
         is_unit = type(module).__name__ in OUTPUT_ALONE or (name in chain_starts and is_batch_norm(module))
         if is_unit and name in decisions and decisions[name].verdict.status is Status.FLOAT:
-            specs[name] = rules.output_spec(module)
+            qconfig = rules.of_module(module).qconfig
+            specs[name] = None if qconfig is None else qconfig.activation
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 

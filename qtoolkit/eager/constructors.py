@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from qtoolkit.eager.rules import ReplacementRules
+from qtoolkit.eager.rules import decide_layer
 from qtoolkit.graph.passes.link_inputs import link_own_inputs
+from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.replacement import TRANSFORMERS, keep_off_fast_paths, quantized_layer, replace_in_place
 
@@ -25,17 +26,17 @@ class Settings:
         ignore: A callable that is called with "" and each layer; those for which it is true stay in float.
     """
 
-    rules: ReplacementRules
+    rules: LayerRules
     ignore: Callable[[str, nn.Module], bool] | None = None
 
     def finish(self, module: nn.Module, cls: type[nn.Module]) -> None:
         """Quantize a module after the constructor of `cls` ran, unless the module is an instance of a subclass."""
-        if type(module) is cls and cls in self.rules.rules.table and not (self.ignore and self.ignore("", module)):
-            qconfig = self.rules.decide(module).qconfig
+        if type(module) is cls and cls in self.rules.table and not (self.ignore and self.ignore("", module)):
+            qconfig = decide_layer(module, self.rules).qconfig
             if qconfig is not None:
-                qat_type = self.rules.rules.table[cls]
+                qat_type = self.rules.table[cls]
                 replace_in_place(module, quantized_layer(module, qat_type, qconfig, cls.__name__, what="initialize"))
-                link_own_inputs(module, self.rules.rules.backend)
+                link_own_inputs(module, self.rules.backend)
         if isinstance(module, TRANSFORMERS):
             keep_off_fast_paths(module, [part for part in module.modules() if isinstance(part, QuantModule)])
 
@@ -59,7 +60,7 @@ class Construction:
             self.settings = settings
             for cls in list(self._patches):
                 self._restore(cls)
-            for cls in () if settings is None else (*settings.rules.rules.table, *TRANSFORMERS):
+            for cls in () if settings is None else (*settings.rules.table, *TRANSFORMERS):
                 if cls not in self._patches:
                     self._patch(cls)
 

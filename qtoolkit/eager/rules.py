@@ -1,14 +1,12 @@
 """Which layers module replacement quantizes, how, and why others stay float."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from qtoolkit.config import QuantSpec
 from qtoolkit.eager.record import verdicts_in
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -29,56 +27,35 @@ BY_REPLACEMENT = Verdict.quantized(Cause.REPLACED, "by module replacement")
 PATCHED = Verdict.left_float(Cause.NO_QAT_TYPE, "its forward is an attribute of this one module; define it in a class")
 
 
-@dataclass(frozen=True)
-class ReplacementRules:
-    """How the layers of a model are quantized by module replacement.
+def decide_layer(module: nn.Module, rules: LayerRules) -> LayerDecision:
+    """Return how module replacement quantizes a float layer.
 
-    Attributes:
-        rules: The configs.
+    Raises:
+        ValueError: The layer has several names, and the mapping has different configs for them.
     """
+    if type(module) not in rules.table:
+        return LayerDecision(None, Verdict.left_float(Cause.NO_QAT_TYPE, _why_no_type(module, rules.table)))
+    if "forward" in vars(module):
+        return LayerDecision(None, PATCHED)
+    decision = rules.decide(rules.of_module(module), type(module))
+    return decision if decision.qconfig is None else LayerDecision(decision.qconfig, BY_REPLACEMENT)
 
-    rules: LayerRules
 
-    def decide(self, module: nn.Module) -> LayerDecision:
-        """Return how a float layer is quantized.
-
-        Raises:
-            ValueError: The layer has several names, and the mapping has different configs for them.
-        """
-        if type(module) not in self.rules.table:
-            return LayerDecision(None, Verdict.left_float(Cause.NO_QAT_TYPE, self._why_no_type(module)))
-        if "forward" in vars(module):
-            return LayerDecision(None, PATCHED)
-        decision = self.rules.decide(self.rules.of_module(module), type(module))
-        return decision if decision.qconfig is None else LayerDecision(decision.qconfig, BY_REPLACEMENT)
-
-    def output_spec(self, module: nn.Module) -> QuantSpec | None:
-        """Return the spec of the output of a module whose type is not in the table; None leaves it in float."""
-        qconfig = self.rules.of_module(module).qconfig
-        return None if qconfig is None else qconfig.activation
-
-    def verdict_not_linked(self, batch_norm: nn.Module) -> Verdict | None:
-        """Return the verdict on a batch norm that is not linked to the layer before it; None if it is."""
-        rule = self.rules.of_module(batch_norm)
-        return rule.left if rule.qconfig is None else None
-
-    def _why_no_type(self, module: nn.Module) -> str:
-        kind = type(module)
-        base = next((base for base in kind.__mro__ if base in self.rules.table), None)
-        if parametrize.is_parametrized(module):
-            original, remedy = kind.__mro__[1].__name__, "torch.nn.utils.parametrize.remove_parametrizations"
-            return f"a parametrized {original}; call {remedy} first"
-        if base is not None:
-            return (
-                f"{kind.__name__} is a subclass of {base.__name__}; its forward may differ: pass its QAT type in custom"
-            )
-        if kind.__name__ in STUBS:
-            return "it returns its input unchanged; each layer quantizes its own input"
-        if kind.__name__ == FLOAT_FUNCTIONAL:
-            return 'it has no forward with inputs to quantize; use qtoolkit.nn.Add, Mul or Cat, or quantize="outputs"'
-        if is_batch_norm(module):
-            return "no chain of qtoolkit.fuse_modules names the layer before it"
-        return f"no QAT type for {kind.__name__}"
+def _why_no_type(module: nn.Module, table: QatModules) -> str:
+    kind = type(module)
+    base = next((base for base in kind.__mro__ if base in table), None)
+    if parametrize.is_parametrized(module):
+        original, remedy = kind.__mro__[1].__name__, "torch.nn.utils.parametrize.remove_parametrizations"
+        return f"a parametrized {original}; call {remedy} first"
+    if base is not None:
+        return f"{kind.__name__} is a subclass of {base.__name__}; its forward may differ: pass its QAT type in custom"
+    if kind.__name__ in STUBS:
+        return "it returns its input unchanged; each layer quantizes its own input"
+    if kind.__name__ == FLOAT_FUNCTIONAL:
+        return 'it has no forward with inputs to quantize; use qtoolkit.nn.Add, Mul or Cat, or quantize="outputs"'
+    if is_batch_norm(module):
+        return "no chain of qtoolkit.fuse_modules names the layer before it"
+    return f"no QAT type for {kind.__name__}"
 
 
 def names_ignored(model: nn.Module, ignore: Ignore | None) -> list[str]:
@@ -119,7 +96,7 @@ def entries_of(ignore: object, what: str) -> list[str]:
     return entries
 
 
-def decide_all(model: nn.Module, rules: ReplacementRules) -> dict[str, LayerDecision]:
+def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
     """Return how each layer of a model is quantized, by its first name, in order.
 
     Layers that an earlier replacement quantized keep their verdict.
@@ -137,8 +114,8 @@ def decide_all(model: nn.Module, rules: ReplacementRules) -> dict[str, LayerDeci
             decisions[name] = LayerDecision(None, known)
         elif isinstance(module, QuantModule):
             decisions[name] = LayerDecision(None, BY_REPLACEMENT)
-        elif _is_layer(name, module, rules.rules.table):
-            decisions[name] = rules.decide(module)
+        elif _is_layer(name, module, rules.table):
+            decisions[name] = decide_layer(module, rules)
         if name not in decisions or _has_layers_inside(module, decisions[name]):
             pairs[:0] = [(f"{name}.{child}".strip("."), part) for child, part in module.named_children()]
     return decisions

@@ -59,6 +59,10 @@ class Side:
         """Return the values on this grid to which a kernel rounds x; see `qtoolkit.ops.requantize.requantize`."""
         return requantize(x, factor, self.scale, *self.ends, offset, zero_code, fused)
 
+    def clamped(self, codes: Tensor) -> Tensor:
+        """Return the values of codes as a kernel computes them, within the range of the grid."""
+        return (codes - self.zero_point).clamp(*self.ends) * self.scale
+
     def unsigned_codes(self, x: Tensor) -> Tensor:
         """Return the codes of values on the grid as uint8, 128 more for signed ones."""
         codes = self.grid.codes(x)

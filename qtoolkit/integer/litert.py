@@ -152,9 +152,7 @@ class AveragePool(OpKernel):
         """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
         sums, counts = self._sums_and_counts(source.centred(x).double(), *args, **kwargs)
-        codes = average_codes(sums + counts * source.zero_point, counts) - output.zero_point
-        values: Tensor = codes.clamp(*output.ends) * output.scale
-        return values
+        return output.clamped(average_codes(sums + counts * source.zero_point, counts))
 
     def _sums_and_counts(self, codes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the sums of windows, and the numbers of elements in them."""
@@ -264,8 +262,7 @@ class ResizeLinear(OpKernel):
         aligned = bool(getattr(op, "align_corners", align_corners))
         given = () if isinstance(op, nn.Module) else (size, scale_factor, mode, align_corners)
         height, width = op(x, *given).shape[2:]
-        codes = resize_linear_codes(source.centred(x) + source.zero_point, (height, width), aligned)
-        return (codes - output.zero_point).clamp(*output.ends) * output.scale
+        return output.clamped(resize_linear_codes(source.centred(x) + source.zero_point, (height, width), aligned))
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
@@ -281,17 +278,11 @@ def op_kernel(
     if kind not in _KERNELS:
         how = f"no kernel here has the reference arithmetic of {with_article(kind)}"
         return Refusal(Cause.NO_KERNEL, how)
-    refusal = refusals.of_inputs(*(grid.capability_now for grid in inputs))
-    refusal = refusal or refusals.of_signs(RUNTIME, Cause.INPUT_CODES, *inputs)
     kernel = _KERNELS[kind]
     if kernel is AveragePool and called_by(node) in MEANS:
         kernel = Mean
-    return (
-        refusal
-        or refusals.of_signed_output(RUNTIME, output)
-        or _refusal_of_call(kernel, node, inputs, output)
-        or kernel
-    )
+    refusal = refusals.of_signed_op(RUNTIME, inputs, output) or _refusal_of_call(kernel, node, inputs, output)
+    return refusal or kernel
 
 
 def _refusal_of_call(

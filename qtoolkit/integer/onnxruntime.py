@@ -5,8 +5,6 @@ Sources are files of onnxruntime 1.30 under onnxruntime/core, read and then comp
 In the formulas, xs, ws, ys are scales of input, weight and output, xz and yz zero points, and f32(...) rounds to float32.
 """
 
-import functools
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -126,7 +124,7 @@ class QLinearGlobalAveragePool(OpKernel):
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
-        count = functools.reduce(operator.mul, x.shape[2:], 1)
+        count = x.shape[2:].numel()
         sums = source.centred(x).double().sum(tuple(range(2, x.dim())), keepdim=self._keeps_dimensions(*args, **kwargs))
         return output.rounded(sums, source.scale / (output.scale * count))
 

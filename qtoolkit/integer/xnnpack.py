@@ -76,9 +76,7 @@ def op_kernel(
         return refusals.OTHER_ARGUMENTS
     if any(kind.clips and not kind.is_relu for kind in followers):
         return Refusal(Cause.NO_KERNEL, "XNNPACK fuses only a ReLU into it")
-    refusal = refusals.of_inputs(*(grid.capability_now for grid in inputs))
-    refusal = refusal or refusals.of_signs(RUNTIME, Cause.INPUT_CODES, *inputs)
-    return refusal or refusals.of_signed_output(RUNTIME, output) or _KERNELS[kind]
+    return refusals.of_signed_op(RUNTIME, inputs, output) or _KERNELS[kind]
 
 
 _KERNELS: Mapping[str, type[OpKernel]] = {"add": Add, "mul": Multiply}

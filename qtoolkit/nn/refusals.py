@@ -1,5 +1,6 @@
 """Why a layer or an op cannot compute on the codes of its inputs: the rules that training and runtimes share."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qtoolkit.errors import with_article
@@ -67,6 +68,12 @@ def of_signed_layer(
     unsigned = of_signs(runtime, Cause.INPUT_CODES, source)
     unsigned = unsigned or of_signs(runtime, Cause.WEIGHT_CODES, layer.weight_quantizer)
     return unsigned or of_signed_output(runtime, output)
+
+
+def of_signed_op(runtime: str, inputs: Sequence[Quantizer], output: Quantizer | None) -> Refusal | None:
+    """Return why a runtime without unsigned codes has no integer kernel for an op between quantizers."""
+    refusal = of_inputs(*(each.capability_now for each in inputs))
+    return refusal or of_signs(runtime, Cause.INPUT_CODES, *inputs) or of_signed_output(runtime, output)
 
 
 def of_signed_output(runtime: str, output: Quantizer | None) -> Refusal | None:

@@ -18,6 +18,11 @@ def range_of(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> tuple
     return (spec.qmin - shift) * scale, (spec.qmax - shift) * scale
 
 
+def ends_of(magnitude: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest value of a symmetric range: of both signs, or from zero on."""
+    return -magnitude if signed else torch.zeros_like(magnitude), magnitude
+
+
 def fake_quant(
     spec: QuantSpec,
     x: Tensor,

@@ -19,7 +19,7 @@ from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.dynamic import Dynamic
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.recomputation import check_not_recomputing, is_recomputing
-from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range, mean_magnitude
+from qtoolkit.quantizers.spec_ops import ends_of, fake_quant, grid_of_range, mean_magnitude
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS
 from qtoolkit.sharding import whole
@@ -197,7 +197,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         amax = torch.as_tensor(value, dtype=self._scale.dtype, device=self._scale.device)
         if bool((amax < 0).any()):
             raise ValueError(f"quantizer {self.name!r}: amax must not be negative, got {float(amax.min())}.")
-        self.set_range(-amax if self.spec.signed else torch.zeros_like(amax), amax)
+        self.set_range(*ends_of(amax, self.spec.signed))
 
     def set_range(self, lo: Tensor | float, hi: Tensor | float) -> None:
         """Set the grid to cover the range [lo, hi], of one element or one per channel, and keep it in training.

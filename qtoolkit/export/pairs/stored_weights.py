@@ -28,12 +28,10 @@ class StoredWeights:
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
-        >>> result.weights[0].count, result.weights[0].bits, result.weights[0].dtype
+        ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
+        >>> weights = result.export.weights[0]
+        >>> weights.count, weights.bits, weights.dtype
         (1, 8, 'INT8')
     """
 

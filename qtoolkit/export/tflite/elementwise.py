@@ -1,6 +1,7 @@
 """Kernels of elementwise ops, and of softmax and batch norm."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -19,7 +20,7 @@ def _aligned(op: Op, values: Sequence[Value]) -> list[Value]:
     return [op.ordered(x, orders[0]) for x in full]
 
 
-def binary(kernel: str, options: str, operands: Sequence[str] = ("self", "other")) -> Callable[[Op], Value]:
+def binary(kernel: str, operands: Sequence[str] = ("self", "other")) -> Callable[[Op], Value]:
     """Return the kernel of an op on two tensors, or on a tensor and a number: these arguments, in the kernel's order."""
 
     def emit(op: Op) -> Value:
@@ -29,7 +30,7 @@ def binary(kernel: str, options: str, operands: Sequence[str] = ("self", "other"
         given = (op.args[name] for name in operands)
         a, b = _aligned(op, [op.value(each) if isinstance(each, fx.Node) else _number(op, each) for each in given])
         power = {"potScaleInt16": False} if kernel in ("ADD", "SUB") else {}
-        return op.emit(kernel, [a, b], a, options, fusedActivationFunction=op.joined, **power)
+        return op.emit(kernel, [a, b], a, fusedActivationFunction=op.joined, **power)
 
     return emit
 
@@ -40,24 +41,21 @@ def _number(op: Op, value: float) -> Value:
 
 def check_binary(op: Op) -> str:
     """Return why an op on two tensors has no integer kernel."""
-    other = op.args["other"]
-    if not isinstance(other, fx.Node):
-        return "it takes a constant, which is not quantized"
-    return ""
+    return "" if isinstance(op.args["other"], fx.Node) else "it takes a constant, which is not quantized"
 
 
 def reciprocal(op: Op) -> Value:
     """Add one divided by x."""
     x = op.value("self")
-    return op.emit("DIV", [_number(op, 1.0), x], x, "DivOptions")
+    return op.emit("DIV", [_number(op, 1.0), x], x)
 
 
-def unary(kernel: str) -> Callable[[Op], Value]:
-    """Return the kernel of an op on one tensor."""
+def unary(kernel: str, **options: Callable[[Op], Any]) -> Callable[[Op], Value]:
+    """Return the kernel of an op on one tensor, with options that the op gives."""
 
     def emit(op: Op) -> Value:
         x = op.value(op.first)
-        return op.emit(kernel, [x], x)
+        return op.emit(kernel, [x], x, **{name: of(op) for name, of in options.items()})
 
     return emit
 
@@ -73,24 +71,12 @@ def fixed(scales: Scales) -> Callable[[Op], str]:
     return check
 
 
-def leaky_relu(op: Op) -> Value:
-    """Add a leaky ReLU."""
-    x = op.value("self")
-    return op.emit("LEAKY_RELU", [x], x, "LeakyReluOptions", alpha=float(op.args["negative_slope"]))
-
-
-def gelu(op: Op) -> Value:
-    """Add a GELU."""
-    x = op.value("self")
-    return op.emit("GELU", [x], x, "GeluOptions", approximate=op.args["approximate"] == "tanh")
-
-
 def softmax(op: Op) -> Value:
     """Compute it over the last axis of the file."""
     x, dim = op.value("self"), op.args["dim"] % len(op.shape)
     order = x.order if x.axis(dim) == len(x.shape) - 1 else (*(d for d in range(len(x.shape)) if d != dim), dim)
     x = op.ordered(x, order)
-    return op.emit("SOFTMAX", [x], x, "SoftmaxOptions", beta=1.0)
+    return op.emit("SOFTMAX", [x], x, beta=1.0)
 
 
 def relu(op: Op) -> Value:
@@ -103,7 +89,7 @@ def _clip(op: Op, x: Value) -> Value:
     low, high = (op.args.get(name, op.args.get(f"{name}_val")) for name in ("min", "max"))
     for kernel, bound in (("MAXIMUM", low), ("MINIMUM", high)):
         if bound is not None:
-            x = op.step(kernel, [x, _number(op, bound)], x, "MaximumMinimumOptions")
+            x = op.step(kernel, [x, _number(op, bound)], x)
     return x
 
 
@@ -115,7 +101,7 @@ def check_relu(op: Op) -> str:
 def silu(op: Op) -> Value:
     """Add a SiLU: the product of x and its sigmoid."""
     x = op.value("self")
-    return op.emit("MUL", [x, op.step("LOGISTIC", [x], x)], x, "MulOptions")
+    return op.emit("MUL", [x, op.step("LOGISTIC", [x], x)], x)
 
 
 def elu(op: Op) -> Value:
@@ -123,18 +109,18 @@ def elu(op: Op) -> Value:
     x, alpha = op.value("self"), float(op.args["alpha"])
     if op.args["input_scale"] != 1 or op.args["scale"] != 1:
         raise ValueError(f"export_litert: {op.node.name!r} is an ELU with scales, such as SELU; replace it by ELU.")
-    below = op.step("EXP", [op.step("MINIMUM", [x, _number(op, 0.0)], x, "MaximumMinimumOptions")], x, "ExpOptions")
-    shifted = op.step("SUB", [below, _number(op, 1.0)], x, "SubOptions")
-    scaled = op.step("MUL", [shifted, _number(op, alpha)], x, "MulOptions")
-    return op.emit("ADD", [op.step("RELU", [x], x), scaled], x, "AddOptions")
+    below = op.step("EXP", [op.step("MINIMUM", [x, _number(op, 0.0)], x)], x)
+    shifted = op.step("SUB", [below, _number(op, 1.0)], x)
+    scaled = op.step("MUL", [shifted, _number(op, alpha)], x)
+    return op.emit("ADD", [op.step("RELU", [x], x), scaled], x)
 
 
 def hardsigmoid(op: Op) -> Value:
     """Add a hard sigmoid: relu6(x + 3) / 6."""
     x = op.value("self")
     six = op.option("ActivationFunctionType", "RELU6")
-    shifted = op.step("ADD", [x, _number(op, 3.0)], x, "AddOptions", fusedActivationFunction=six)
-    return op.emit("MUL", [shifted, _number(op, 1 / 6)], x, "MulOptions")
+    shifted = op.step("ADD", [x, _number(op, 3.0)], x, fusedActivationFunction=six)
+    return op.emit("MUL", [shifted, _number(op, 1 / 6)], x)
 
 
 def prelu(op: Op) -> Value:
@@ -151,16 +137,16 @@ def layer_norm(op: Op) -> Value:
     x, rank = op.plain(op.value("input")), len(op.shape)
     dims = range(rank - len(op.args["normalized_shape"]), rank)
     axes, kept = op.integers(dims), x.moved([1 if d in dims else n for d, n in enumerate(x.shape)], x.order)
-    centred = op.step("SUB", [x, op.step("MEAN", [x, axes], kept, "ReducerOptions", keepDims=True)], x, "SubOptions")
-    squares = op.step("MUL", [centred, centred], x, "MulOptions")
-    variance = op.step("MEAN", [squares, axes], kept, "ReducerOptions", keepDims=True)
-    root = op.step("RSQRT", [op.step("ADD", [variance, _number(op, op.args["eps"])], kept, "AddOptions")], kept)
+    centred = op.step("SUB", [x, op.step("MEAN", [x, axes], kept, keepDims=True)], x)
+    squares = op.step("MUL", [centred, centred], x)
+    variance = op.step("MEAN", [squares, axes], kept, keepDims=True)
+    root = op.step("RSQRT", [op.step("ADD", [variance, _number(op, op.args["eps"])], kept)], kept)
     scaled = [centred, root]
     if op.args["weight"] is not None:
-        scaled = [op.step("MUL", scaled, x, "MulOptions"), op.value("weight")]
+        scaled = [op.step("MUL", scaled, x), op.value("weight")]
     if op.args["bias"] is None:
-        return op.emit("MUL", scaled, x, "MulOptions")
-    return op.emit("ADD", [op.step("MUL", scaled, x, "MulOptions"), op.value("bias")], x, "AddOptions")
+        return op.emit("MUL", scaled, x)
+    return op.emit("ADD", [op.step("MUL", scaled, x), op.value("bias")], x)
 
 
 def attention(op: Op) -> Value:
@@ -173,21 +159,21 @@ def attention(op: Op) -> Value:
     query, key, value = (op.plain(op.value(name)) for name in ("query", "key", "value"))
     factor = query.shape[-1] ** -0.5 if op.args["scale"] is None else op.args["scale"]
     scores = query.moved((*query.shape[:-1], key.shape[-2]), query.order)
-    scaled = op.step("MUL", [query, _number(op, factor)], query, "MulOptions")
-    products = op.step("BATCH_MATMUL", [scaled, key], scores, "BatchMatMulOptions", adjY=True)
-    weights = op.step("SOFTMAX", [products], scores, "SoftmaxOptions", beta=1.0)
-    return op.emit("BATCH_MATMUL", [weights, value], query, "BatchMatMulOptions")
+    scaled = op.step("MUL", [query, _number(op, factor)], query)
+    products = op.step("BATCH_MATMUL", [scaled, key], scores, adjY=True)
+    weights = op.step("SOFTMAX", [products], scores, beta=1.0)
+    return op.emit("BATCH_MATMUL", [weights, value], query)
 
 
 def batch_norm(op: Op) -> Value:
     """Add a batch norm: a factor and a sum."""
     mean, var = (op.lowering.constant(op.args[name]).double() for name in ("running_mean", "running_var"))
-    given = {name: op.args[name] for name in ("weight", "bias")}
-    weight, bias = (None if node is None else op.lowering.constant(node).double() for node in given.values())
+    given = (op.args[name] for name in ("weight", "bias"))
+    weight, bias = (None if node is None else op.lowering.constant(node).double() for node in given)
     factor = (var + op.args["eps"]).rsqrt() * (1 if weight is None else weight)
     shift = (0 if bias is None else bias) - mean * factor
     x = op.value("input")
     shape = [1] * len(x.shape)
     shape[x.axis(1)] = factor.numel()
     factors, shifts = (op.constant(part.float().reshape(shape).numpy(), op.name) for part in (factor, shift))
-    return op.emit("ADD", [op.step("MUL", [x, factors], x, "MulOptions"), shifts], x, "AddOptions")
+    return op.emit("ADD", [op.step("MUL", [x, factors], x), shifts], x)

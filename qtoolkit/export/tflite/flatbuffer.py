@@ -101,14 +101,12 @@ class FileBuilder:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def operator(
-        self, op: str, inputs: Sequence[int], outputs: Sequence[int], options: str = "", **values: Any
-    ) -> None:
+    def operator(self, op: str, inputs: Sequence[int], outputs: Sequence[int], **values: Any) -> None:
         """Add an op: its name, its tensors, and its options by the schema's names."""
         operator = self.schema.OperatorT()
         operator.opcodeIndex = self.codes.setdefault(op, len(self.codes))
         operator.inputs, operator.outputs = np.array(inputs, np.int32), np.array(outputs, np.int32)
-        if options:
+        if options := OPTIONS.get(op):
             operator.builtinOptionsType = getattr(self.schema.BuiltinOptions, options)
             operator.builtinOptions = getattr(self.schema, f"{options}T")()
             for name, value in values.items():
@@ -174,6 +172,20 @@ class FileBuilder:
         return end
 
 
+# The options of ops, by the schema's names: most are named as their op.
+OPTIONS: Mapping[str, str] = {
+    **{
+        op: f"{op.title().replace('_', '')}Options"
+        for op in (
+            *("ADD", "SUB", "MUL", "DIV", "POW", "EXP", "GELU", "LEAKY_RELU", "SOFTMAX", "CONV_2D", "DEPTHWISE_CONV_2D"),
+            *("TRANSPOSE_CONV", "FULLY_CONNECTED", "CONCATENATION", "RESHAPE", "TRANSPOSE", "SLICE", "STRIDED_SLICE", "PAD"),
+            *("RESIZE_NEAREST_NEIGHBOR", "RESIZE_BILINEAR"),
+        )
+    },
+    **dict.fromkeys(("MAX_POOL_2D", "AVERAGE_POOL_2D"), "Pool2DOptions"),
+    **dict.fromkeys(("MAXIMUM", "MINIMUM"), "MaximumMinimumOptions"),
+    "BATCH_MATMUL": "BatchMatMulOptions", "MEAN": "ReducerOptions", "PADV2": "PadV2Options",
+}  # fmt: skip
 # The versions of ops on int8, where it is not the first.
 VERSIONS: Mapping[str, int] = {
     "ABS": 2, "ADD": 2, "AVERAGE_POOL_2D": 2, "BATCH_MATMUL": 2, "CONCATENATION": 2, "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3,

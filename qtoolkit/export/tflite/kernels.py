@@ -50,6 +50,9 @@ class Kernel:
         return [source for source in sources if isinstance(source, fx.Node)]
 
 
+LEAKY_RELU = elementwise.unary("LEAKY_RELU", alpha=lambda op: float(op.args["negative_slope"]))
+GELU = elementwise.unary("GELU", approximate=lambda op: op.args["approximate"] == "tanh")
+
 _layer = partial(Kernel, inputs=("input", "weight"), joins=True, check=layers.check_weight)
 _of_two = partial(Kernel, inputs=("self", "other"), joins=True, check=elementwise.check_binary)
 _pool = partial(Kernel, joins=True, check=moves.check_same_grid)
@@ -63,21 +66,21 @@ ALL: tuple[Kernel, ...] = (
     _layer("TRANSPOSE_CONV", ("conv_transpose2d",), layers.conv_transpose2d, check=partial(layers.check_weight, axis=1)),
     _layer("FULLY_CONNECTED", ("linear",), layers.linear),
     Kernel("BATCH_MATMUL", ("matmul", "bmm"), layers.matmul, inputs=("self", "other", "mat2")),
-    _of_two("ADD", ("add",), elementwise.binary("ADD", "AddOptions")),
-    _of_two("SUB", ("sub",), elementwise.binary("SUB", "SubOptions")),
-    _of_two("SUB", ("rsub",), elementwise.binary("SUB", "SubOptions", ("other", "self"))),
-    _of_two("MUL", ("mul",), elementwise.binary("MUL", "MulOptions")),
-    _in_float("DIV", ("div",), elementwise.binary("DIV", "DivOptions")),
+    _of_two("ADD", ("add",), elementwise.binary("ADD")),
+    _of_two("SUB", ("sub",), elementwise.binary("SUB")),
+    _of_two("SUB", ("rsub",), elementwise.binary("SUB", ("other", "self"))),
+    _of_two("MUL", ("mul",), elementwise.binary("MUL")),
+    _in_float("DIV", ("div",), elementwise.binary("DIV")),
     _in_float("DIV", ("reciprocal",), elementwise.reciprocal),
-    _in_float("POW", ("pow",), elementwise.binary("POW", "PowOptions", ("self", "exponent"))),
+    _in_float("POW", ("pow",), elementwise.binary("POW", ("self", "exponent"))),
     _in_float("NEG", ("neg",), elementwise.unary("NEG")),
     Kernel("LOGISTIC", ("sigmoid",), elementwise.unary("LOGISTIC"), check=elementwise.fixed(LOGISTIC)),
     Kernel("TANH", ("tanh",), elementwise.unary("TANH"), check=elementwise.fixed(TANH)),
     Kernel("SOFTMAX", ("softmax",), elementwise.softmax, check=elementwise.fixed(LOGISTIC)),
-    Kernel("LEAKY_RELU", ("leaky_relu",), elementwise.leaky_relu),
+    Kernel("LEAKY_RELU", ("leaky_relu",), LEAKY_RELU),
     Kernel("HARD_SWISH", ("hardswish",), elementwise.unary("HARD_SWISH"), wide=False),
     Kernel("ABS", ("abs",), elementwise.unary("ABS")),
-    Kernel("GELU", ("gelu",), elementwise.gelu, wide=False),
+    Kernel("GELU", ("gelu",), GELU, wide=False),
     _in_float("PRELU", ("prelu",), elementwise.prelu),
     _in_float("EXP and ADD", ("elu",), elementwise.elu),
     _in_float("LOGISTIC and MUL", ("silu",), elementwise.silu),

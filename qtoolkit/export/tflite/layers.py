@@ -43,10 +43,10 @@ def _convolution(
     along = range(2, 2 + len(sizes))
     if per_group == 1 and op.args["groups"] > 1:
         weight, scales = op.weight("weight", (1, *along, 0), 3, (1, *window.size, out))
-        options |= {"options": "DepthwiseConv2DOptions", "depthMultiplier": out // op.args["groups"]}
+        options |= {"depthMultiplier": out // op.args["groups"]}
         return "DEPTHWISE_CONV_2D", [image, weight, op.bias(x, scales, out)], options
     weight, scales = op.weight("weight", (0, *along, 1), 0, (out, *window.size, per_group))
-    return "CONV_2D", [image, weight, op.bias(x, scales, out)], {"options": "Conv2DOptions", **options}
+    return "CONV_2D", [image, weight, op.bias(x, scales, out)], options
 
 
 def _of_image(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,9 +83,9 @@ def conv_transpose2d(op: Op) -> Value:
     }  # fmt: skip
     inputs: list[Value | int] = [sizes, weight, x, op.bias(x, scales, channels)]
     if not is_cut:
-        return op.emit("TRANSPOSE_CONV", inputs, x, "TransposeConvOptions", **options)
+        return op.emit("TRANSPOSE_CONV", inputs, x, **options)
     like = Value(-1, (op.shape[0], channels, *full), IMAGE, op.scales)
-    y = op.step("TRANSPOSE_CONV", inputs, like, "TransposeConvOptions", **options)
+    y = op.step("TRANSPOSE_CONV", inputs, like, **options)
     return cut(op, y, (0, 0, *before))
 
 
@@ -109,10 +109,10 @@ def linear(op: Op) -> Value:
     weight, scales = op.weight("weight", (0, 1), 0)
     options = {"fusedActivationFunction": op.joined, "keepNumDims": len(op.shape) > 2}
     like = x.moved(op.shape, range(len(op.shape)))
-    return op.emit("FULLY_CONNECTED", [x, weight, op.bias(x, scales, out)], like, "FullyConnectedOptions", **options)
+    return op.emit("FULLY_CONNECTED", [x, weight, op.bias(x, scales, out)], like, **options)
 
 
 def matmul(op: Op) -> Value:
     """Add a product of matrices."""
     a, b = (op.plain(op.value(name)) for name in ("self", "other" if "other" in op.args else "mat2"))
-    return op.emit("BATCH_MATMUL", [a, b], Value(-1, op.shape, tuple(range(len(op.shape)))), "BatchMatMulOptions")
+    return op.emit("BATCH_MATMUL", [a, b], Value(-1, op.shape, tuple(range(len(op.shape)))))

@@ -326,14 +326,13 @@ class _Lowering:
         shape: Sequence[int],
         order: Sequence[int],
         scales: Scales | None,
-        options: str = "",
         **values: Any,
     ) -> Value:
         """Add an op with one output."""
         dtype = np.dtype("float32" if scales is None else scales.dtype)
         tensor = self.file.tensor(name, in_order(tuple(shape), order), dtype, scales)
         tensors = [each.tensor if isinstance(each, Value) else each for each in inputs]
-        self.file.operator(op, tensors, [tensor], options, **values)
+        self.file.operator(op, tensors, [tensor], **values)
         self.conversions += op in CONVERSIONS
         return Value(tensor, tuple(shape), tuple(order), scales)
 

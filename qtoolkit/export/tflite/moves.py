@@ -11,7 +11,7 @@ from qtoolkit.export.tflite.ops import IMAGE, Op
 def cut(op: Op, x: Value, begin: Sequence[int]) -> Value:
     """Cut the output of an op out of a value, from these places on."""
     starts, sizes = ([part[dim] for dim in x.order] for part in (begin, op.shape))
-    return op.emit("SLICE", [x, op.integers(starts), op.integers(sizes)], x, "SliceOptions")
+    return op.emit("SLICE", [x, op.integers(starts), op.integers(sizes)], x)
 
 
 def check_same_grid(op: Op) -> str:
@@ -25,7 +25,7 @@ def cat(op: Op) -> Value:
     """Add a concat."""
     values = [op.value(node) for node in op.args["tensors"] if node.meta["val"].numel()]
     values = [op.ordered(x, values[0].order) for x in values]
-    return op.emit("CONCATENATION", values, values[0], "ConcatenationOptions", axis=values[0].axis(op.args["dim"]))
+    return op.emit("CONCATENATION", values, values[0], axis=values[0].axis(op.args["dim"]))
 
 
 def check_cat(op: Op) -> str:
@@ -80,14 +80,14 @@ def _strided(op: Op, x: Value, dim: int, start: int, end: int, step: int) -> Val
     begins, ends, steps = [0] * len(x.shape), list(x.shape), [1] * len(x.shape)
     begins[dim], ends[dim], steps[dim] = start, end, step
     parts = [op.integers([part[d] for d in x.order]) for part in (begins, ends, steps)]
-    return op.emit("STRIDED_SLICE", [x, *parts], x, "StridedSliceOptions")
+    return op.emit("STRIDED_SLICE", [x, *parts], x)
 
 
 def part(op: Op, x: Value, dim: int, start: int, size: int) -> Value:
     """Cut places out of a dimension of a value, in a step before the output."""
     like = x.moved([size if d == dim else count for d, count in enumerate(x.shape)], x.order)
     starts, sizes = ([start if d == dim else 0 for d in x.order], [like.shape[d] for d in x.order])
-    return op.step("SLICE", [x, op.integers(starts), op.integers(sizes)], like, "SliceOptions")
+    return op.step("SLICE", [x, op.integers(starts), op.integers(sizes)], like)
 
 
 def place(op: Op, x: Value, dim: int, index: int, name: str = "") -> Value:
@@ -108,7 +108,7 @@ def joined(op: Op, values: Sequence[Value], dim: int) -> Value:
     first = values[0]
     sizes = [sum(x.shape[d] for x in values) if d == dim else size for d, size in enumerate(first.shape)]
     like = first.moved(sizes, first.order)
-    return op.step("CONCATENATION", values, like, "ConcatenationOptions", axis=first.axis(dim))
+    return op.step("CONCATENATION", values, like, axis=first.axis(dim))
 
 
 def stacked(op: Op, values: Sequence[Value], dim: int = 0) -> Value:
@@ -133,7 +133,7 @@ def zero_pad(op: Op) -> Value:
             f"export_litert: {op.node.name!r} pads with values other than zero, or crops; LiteRT pads only with zeros."
         )
     sizes = op.constant(np.array([ends[dim] for dim in x.order], np.int32), "padding")
-    return op.emit("PAD", [x, sizes], x, "PadOptions")
+    return op.emit("PAD", [x, sizes], x)
 
 
 def pixel_shuffle(op: Op) -> Value:
@@ -145,5 +145,5 @@ def pixel_shuffle(op: Op) -> Value:
     five = op.arranged_as(parts, (n, h * w, channels, r, r), (0, 1, 2, 3, 4))
     six = op.arranged_as(five, (n, h, w, channels, r, r), tuple(range(6)))
     axes = op.integers((0, 1, 4, 2, 5, 3))
-    moved = op.step("TRANSPOSE", [six, axes], six.moved((n, h, r, w, r, channels), range(6)), "TransposeOptions")
+    moved = op.step("TRANSPOSE", [six, axes], six.moved((n, h, r, w, r, channels), range(6)))
     return op.arranged_as(moved, (n, channels, height, width), IMAGE, op.name)

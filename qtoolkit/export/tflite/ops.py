@@ -136,9 +136,7 @@ class Op:
             return self.arranged_as(value, value.shape, order)
         axes = self.integers([value.order.index(dim) for dim in order])
         name = f"{self.name}.transposed"
-        return self.lowering.emit(
-            "TRANSPOSE", [value, axes], name, value.shape, order, value.scales, "TransposeOptions"
-        )
+        return self.lowering.emit("TRANSPOSE", [value, axes], name, value.shape, order, value.scales)
 
     def reshaped(self, value: Value, shape: Sequence[int], name: str = "") -> Value:
         """Return a value in another shape, in the model's order of dimensions."""
@@ -148,7 +146,7 @@ class Op:
     def arranged_as(self, value: Value, shape: Sequence[int], order: Sequence[int], name: str = "") -> Value:
         """Add a reshape that moves no value, with the file's axes in this order of the shape's dimensions."""
         sizes = in_order(tuple(shape), order)
-        facts = (name or f"{self.name}.reshaped", shape, order, value.scales, "ReshapeOptions")
+        facts = (name or f"{self.name}.reshaped", shape, order, value.scales)
         return self.lowering.emit("RESHAPE", [value, self.integers(sizes)], *facts, newShape=np.array(sizes, np.int32))
 
     def integers(self, values: Sequence[int]) -> int:
@@ -161,14 +159,14 @@ class Op:
 
     # ---- the output
 
-    def emit(self, op: str, inputs: Sequence[Value | int], like: Value, options: str = "", **values: Any) -> Value:
+    def emit(self, op: str, inputs: Sequence[Value | int], like: Value, **values: Any) -> Value:
         """Add the op that computes the output, in the order of dimensions of a value."""
-        return self.lowering.emit(op, inputs, self.name, self.shape, like.order, self.scales, options, **values)
+        return self.lowering.emit(op, inputs, self.name, self.shape, like.order, self.scales, **values)
 
-    def step(self, op: str, inputs: Sequence[Value | int], like: Value, options: str = "", **values: Any) -> Value:
+    def step(self, op: str, inputs: Sequence[Value | int], like: Value, **values: Any) -> Value:
         """Add an op before the last one, whose output has the shape, the order and the grid of a value."""
-        facts = (f"{self.name}.{op.lower()}", like.shape, like.order, like.scales, options)
-        return self.lowering.emit(op, inputs, *facts, **values)
+        name = f"{self.name}.{op.lower()}"
+        return self.lowering.emit(op, inputs, name, like.shape, like.order, like.scales, **values)
 
     # ---- weights
 

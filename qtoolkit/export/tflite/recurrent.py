@@ -33,23 +33,23 @@ Step = Callable[[Op, Value, State, _Weights], State]
 def lstm_step(op: Op, gates: Value, state: State, weights: _Weights) -> State:
     """Add a step of an LSTM: c' = sigmoid(f) c + sigmoid(i) tanh(g), h' = sigmoid(o) tanh(c')."""
     hidden, cell = state
-    both = _computed(op, "ADD", gates, _product(op, hidden, weights.hh, weights.bias_hh))
+    both = op.step("ADD", [gates, _product(op, hidden, weights.hh, weights.bias_hh)], gates)
     i, f, g, o = _parts(op, both, 4)
     i, f, o = (op.step("LOGISTIC", [gate], gate) for gate in (i, f, o))
-    kept, new = _computed(op, "MUL", f, cell), _computed(op, "MUL", i, op.step("TANH", [g], g))
-    cell = _computed(op, "ADD", kept, new)
-    return _computed(op, "MUL", o, op.step("TANH", [cell], cell)), cell
+    kept, new = op.step("MUL", [f, cell], f), op.step("MUL", [i, op.step("TANH", [g], g)], i)
+    cell = op.step("ADD", [kept, new], kept)
+    return op.step("MUL", [o, op.step("TANH", [cell], cell)], o), cell
 
 
 def gru_step(op: Op, gates: Value, state: State, weights: _Weights) -> State:
     """Add a step of a GRU: n = tanh(n_x + sigmoid(r) n_h), h' = n + sigmoid(z) (h - n)."""
     (hidden,) = state
     of_input, of_state = (_parts(op, x, 3) for x in (gates, _product(op, hidden, weights.hh, weights.bias_hh)))
-    sums = (_computed(op, "ADD", a, b) for a, b in zip(of_input[:2], of_state[:2], strict=True))
+    sums = (op.step("ADD", [a, b], a) for a, b in zip(of_input[:2], of_state[:2], strict=True))
     r, z = (op.step("LOGISTIC", [gate], gate) for gate in sums)
-    gated = _computed(op, "ADD", of_input[2], _computed(op, "MUL", r, of_state[2]))
+    gated = op.step("ADD", [of_input[2], op.step("MUL", [r, of_state[2]], r)], r)
     n = op.step("TANH", [gated], gated)
-    return (_computed(op, "ADD", n, _computed(op, "MUL", z, _computed(op, "SUB", hidden, n))),)
+    return (op.step("ADD", [n, op.step("MUL", [z, op.step("SUB", [hidden, n], hidden)], z)], n),)
 
 
 def cell(step: Step) -> Callable[[Op], Value | State]:
@@ -120,11 +120,7 @@ def _product(op: Op, x: Value, weight: Tensor, bias: Tensor | None) -> Value:
     """Add a linear layer in float."""
     tensors = [op.constant(t.float().numpy(), f"{op.name}.weight") for t in (weight, bias) if t is not None]
     like = x.moved((*x.shape[:-1], len(weight)), x.order)
-    return op.step("FULLY_CONNECTED", [x, *tensors], like, "FullyConnectedOptions", keepNumDims=len(x.shape) > 2)
-
-
-def _computed(op: Op, kernel: str, a: Value, b: Value) -> Value:
-    return op.step(kernel, [a, b], a, f"{kernel.capitalize()}Options")
+    return op.step("FULLY_CONNECTED", [x, *tensors], like, keepNumDims=len(x.shape) > 2)
 
 
 def _parts(op: Op, x: Value, count: int) -> list[Value]:

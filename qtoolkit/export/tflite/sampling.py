@@ -39,7 +39,7 @@ def avg_pool(op: Op) -> Value:
 def _pool(op: Op, kernel: str, x: Value, window: Window, padding: str) -> Value:
     height, width = window.size
     options = {**strides(op, window, padding), "filterHeight": height, "filterWidth": width}
-    return op.emit(kernel, [x], x, "Pool2DOptions", **options, fusedActivationFunction=op.joined)
+    return op.emit(kernel, [x], x, **options, fusedActivationFunction=op.joined)
 
 
 def adaptive_pool(op: Op) -> Value:
@@ -62,20 +62,20 @@ def mean(op: Op) -> Value:
     kept = tuple(1 if dim in dims else size for dim, size in enumerate(x.shape))
     axes = op.integers(sorted(x.axis(dim) for dim in dims))
     if op.args.get("keepdim"):
-        return op.emit("MEAN", [x, axes], x, "ReducerOptions", keepDims=True)
+        return op.emit("MEAN", [x, axes], x, keepDims=True)
     like = Value(-1, kept, x.order, op.scales)
-    return op.reshaped(op.step("MEAN", [x, axes], like, "ReducerOptions", keepDims=True), op.shape, op.name)
+    return op.reshaped(op.step("MEAN", [x, axes], like, keepDims=True), op.shape, op.name)
 
 
 def nearest(op: Op) -> Value:
     """Add a resize to the nearest value."""
     x = op.image(op.first)
     size = op.integers(op.shape[2:])
-    return op.emit("RESIZE_NEAREST_NEIGHBOR", [x, size], x, "ResizeNearestNeighborOptions")
+    return op.emit("RESIZE_NEAREST_NEIGHBOR", [x, size], x)
 
 
 def bilinear(op: Op) -> Value:
     """Add a linear resize."""
     x, aligned = op.image(op.first), bool(op.args["align_corners"])
     options = {"alignCorners": aligned, "halfPixelCenters": not aligned}
-    return op.emit("RESIZE_BILINEAR", [x, op.integers(op.shape[2:])], x, "ResizeBilinearOptions", **options)
+    return op.emit("RESIZE_BILINEAR", [x, op.integers(op.shape[2:])], x, **options)

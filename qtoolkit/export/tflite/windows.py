@@ -70,11 +70,11 @@ def pad(op: Op, x: Value, ends: Sequence[tuple[int, int]], lowest: bool = False)
     sizes = op.constant(np.array([ends[dim] for dim in x.order], np.int32), "padding")
     like = x.moved(shape, x.order)
     if not lowest:
-        return op.step("PAD", [x, sizes], like, "PadOptions")
+        return op.step("PAD", [x, sizes], like)
     lowest_value = np.finfo(np.float32).min if x.scales is None else np.iinfo(x.scales.dtype).min
     dtype = "float32" if x.scales is None else x.scales.dtype
     fill = op.constant(np.array([lowest_value], dtype), "lowest", x.scales)
-    return op.step("PADV2", [x, sizes, fill], like, "PadV2Options")
+    return op.step("PADV2", [x, sizes, fill], like)
 
 
 def strides(op: Op, window: Window, padding: str) -> dict[str, int]:

@@ -38,12 +38,9 @@ class RuntimeComparison:
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
-        ...     found = qt.export.compare_runtimes(folder + "/model.onnx", runtimes=("onnxruntime",), progress=False)
+        ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
+        ...     found = qt.export.compare_runtimes(result.export.path, runtimes=("onnxruntime",), progress=False)
         >>> list(found.runtimes), found.program
         (['onnxruntime'], {})
     """
@@ -98,12 +95,9 @@ def compare_runtimes(
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
-        ...     found = qt.export.compare_runtimes(folder + "/model.onnx", runtimes=("onnxruntime",), progress=False)
+        ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
+        ...     found = qt.export.compare_runtimes(result.export.path, runtimes=("onnxruntime",), progress=False)
         >>> found.runtimes["onnxruntime"].codes.differing
         0
     """
@@ -166,13 +160,18 @@ def _difference(expected: Sequence[Tensor], outputs: Sequence[Any]) -> float:
 
 def _grids(graph: Any, file: Path) -> dict[str, Grid]:
     """Return the grid of each quantizer with integer codes and a constant scale, by its name."""
-    constants = _Constants(graph, file)
+    constants = _constants(graph)
+
+    def array(name: str) -> Any:
+        """Return a constant; None where it is computed."""
+        return array_of(constants[name], file) if name in constants else None
+
     by_output = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
     found = {}
     for pair in pairs(graph):
         node = by_output[pair.values]
-        scale = constants.get(node.input[1])
-        zero = constants.get(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros((), np.uint8)
+        scale = array(node.input[1])
+        zero = array(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros((), np.uint8)
         if scale is None or zero is None or zero.dtype not in INTEGERS or scale.size != 1:
             continue
         info = np.iinfo(zero.dtype)
@@ -182,20 +181,11 @@ def _grids(graph: Any, file: Path) -> dict[str, Grid]:
     return found
 
 
-class _Constants:
-    """Reads initializers and the outputs of Constant nodes by name."""
-
-    def __init__(self, graph: Any, file: Path) -> None:
-        self.file = file
-        self.tensors = {tensor.name: tensor for tensor in graph.initializer}
-        for node in graph.node:
-            values = [each.t for each in node.attribute if each.name == "value"]
-            if node.op_type == "Constant" and values:
-                self.tensors[node.output[0]] = values[0]
-
-    def get(self, name: str) -> Any:
-        """Return the array; None where it is computed."""
-        return array_of(self.tensors[name], self.file) if name in self.tensors else None
+def _constants(graph: Any) -> dict[str, Any]:
+    """Return the initializers, and the outputs of Constant nodes, by name."""
+    made = [(node.output[0], node.attribute) for node in graph.node if node.op_type == "Constant"]
+    values = {name: each.t for name, attributes in made for each in attributes if each.name == "value"}
+    return {**{tensor.name: tensor for tensor in graph.initializer}, **values}
 
 
 def _inputs(graph: Any, given: Mapping[str, Any] | None, seed: int) -> list[Tensor]:

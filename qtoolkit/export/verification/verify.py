@@ -77,12 +77,9 @@ class Verification:
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
-        ...     found = qt.export.verify_onnx(qt.convert(prepared), folder + "/model.onnx", x)
+        ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
+        ...     found = qt.export.verify_onnx(result.converted, result.export.path, torch.rand(8, 4))
         >>> found.weight_codes.compared, found.missing, found.unreached
         (8, (), ())
     """
@@ -186,12 +183,9 @@ def verify_onnx(
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
-        ...     found = qt.export.verify_onnx(qt.convert(prepared), folder + "/model.onnx", x)
+        ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
+        ...     found = qt.export.verify_onnx(result.converted, result.export.path, torch.rand(8, 4))
         >>> found.weight_codes.differing, found.quantizer_codes.differing
         (0, 0)
     """

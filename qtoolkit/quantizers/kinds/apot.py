@@ -4,14 +4,13 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.quantizers.kinds.from_start import FromStart
+from qtoolkit.quantizers.kinds.from_start import FromStart, trained_bound
 from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
-from qtoolkit.quantizers.state import scale_dtype
+from qtoolkit.quantizers.spec_ops import ends_of
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -49,6 +48,7 @@ class APoT(FromStart, Shaped):
     """
 
     label = "apot"
+    RATIOS = ("_relative_bound",)
 
     def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a number of bits without levels."""
@@ -63,23 +63,9 @@ class APoT(FromStart, Shaped):
         """Return the bits of the most levels, and one for the sign."""
         return max(TERMS) + int(spec.signed)
 
-    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the scale at the start and its rate as buffers, and the ratio of alpha to its start as a parameter."""
-        ratio = nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype()))
-        return {**super().tensors(spec, shape), "_relative_bound": ratio}
-
-    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
-        """Store the scale as the start: alpha = scale * qmax."""
-        super().set_grid(quantizer, scale, zero_point)
-        quantizer._relative_bound.fill_(1)
-
-    def bound(self, quantizer: "TensorQuantizer") -> Tensor:
-        """Return alpha."""
-        return ops.positive_scale(quantizer._scale * quantizer.spec.qmax, quantizer._relative_bound, quantizer._rate)
-
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the least level above zero, of which the others are multiples."""
-        return self.bound(quantizer) / LEVELS[magnitude_bits(quantizer.spec)][-1], None
+        return trained_bound(quantizer) / LEVELS[magnitude_bits(quantizer.spec)][-1], None
 
     def grid_spec(self, spec: QuantSpec) -> QuantSpec:
         """Return the spec of the codes, the multiples of the least level."""
@@ -88,8 +74,7 @@ class APoT(FromStart, Shaped):
 
     def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
         """Return the range up to alpha."""
-        bound = self.bound(quantizer).detach()
-        return (-bound if quantizer.spec.signed else torch.zeros_like(bound)), bound
+        return ends_of(trained_bound(quantizer).detach(), quantizer.spec.signed)
 
     def shape(self, quantizer: "TensorQuantizer") -> Shape:
         """Return the rounding to the levels."""
@@ -98,11 +83,6 @@ class APoT(FromStart, Shaped):
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Return the level nearest to x, times alpha."""
         return nearest_level(x, quantizer.spec, self.grid(quantizer)[0], quantizer.group)
-
-    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
-        """Return the magnitude of the ratio."""
-        growth: Tensor = quantizer._relative_bound.detach().abs()
-        return growth
 
 
 def nearest_level(x: Tensor, spec: QuantSpec, scale: Tensor, group: int) -> Tensor:

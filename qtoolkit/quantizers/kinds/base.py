@@ -1,6 +1,6 @@
 """QuantizerKind: the base class of quantizers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,6 +27,7 @@ class QuantizerKind:
             may do it in its place.
         LEARNED: Whether the range is trained.
         POWERS: Whether its scales are powers of two, also where the spec's pow2_scale is False.
+        RULES: Which specs it supports: each raises ValueError for one that it does not.
         KEEPS_SIZE: Whether quantized values are as large as the input. If not, a batch norm behind a layer with such a weight
             is not folded into it: its scales would be lost.
 
@@ -42,9 +43,12 @@ class QuantizerKind:
     LEARNED: ClassVar[bool] = True
     POWERS: ClassVar[bool] = False
     KEEPS_SIZE: ClassVar[bool] = True
+    RULES: ClassVar[tuple[Callable[[QuantSpec], None], ...]] = ()
 
     def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a spec that this quantizer does not support, or for an option out of its range."""
+        for rule in self.RULES:
+            rule(spec)
 
     def most_bits(self, spec: QuantSpec) -> int:
         """Return the most bits that a spec may have which is otherwise like this one."""
@@ -65,14 +69,20 @@ class QuantizerKind:
 
     # ---- the grid
 
+    def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
+        """Return what is trained, by the names in the state dict, with the values before there is a range."""
+        return {}
+
     def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return new parameters and buffers, named as in the state dict, each of the scale's shape.
+        """Return new buffers, and the `parameters`, named as in the state dict, each of the scale's shape.
 
         `_scale` and `_zero_point` are required. `_scale` is NaN while there is no range; `_zero_point` is None for a
-        symmetric spec.
+        symmetric spec. Parameters have at least one dimension.
         """
-        zero_point = None if spec.symmetric else torch.zeros(shape, dtype=scale_dtype())
-        return {"_scale": torch.full(shape, torch.nan, dtype=scale_dtype()), "_zero_point": zero_point}
+        dtype, starts = scale_dtype(), self.parameters(spec).items()
+        zero_point = None if spec.symmetric else torch.zeros(shape, dtype=dtype)
+        trained = {name: nn.Parameter(torch.full(shape or (1,), start, dtype=dtype)) for name, start in starts}
+        return {"_scale": torch.full(shape, torch.nan, dtype=dtype), "_zero_point": zero_point, **trained}
 
     def upgrade(self, quantizer: "TensorQuantizer", state: dict[str, Any], prefix: str) -> None:
         """Change the entries of a state dict from before `TensorQuantizer`'s version 4 to those of today."""

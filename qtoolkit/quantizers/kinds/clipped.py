@@ -3,14 +3,13 @@
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.quantizers.kinds.from_start import FromStart
+from qtoolkit.quantizers.kinds.from_start import FromStart, trained_bound
 from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
 from qtoolkit.quantizers.spec_ops import straight_through, trained_by_ratio
-from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -25,24 +24,17 @@ class Clipped(FromStart):
     """
 
     PLAIN = False
+    RULES = (needs_integers, needs_any_scale)
 
-    def check(self, spec: QuantSpec) -> None:
-        """Raise ValueError for a spec that restricts the scale's values."""
-        needs_integers(spec)
-        needs_any_scale(spec)
-
-    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return scale, rate and zero point at the start as buffers, and the ratio of each bound as a parameter."""
-        names = ("_relative_bound",) if spec.symmetric else ("_relative_low", "_relative_high")
-        ratios = {name: nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype())) for name in names}
-        return {**super().tensors(spec, shape), **ratios}
+    def ratios(self, spec: QuantSpec) -> tuple[str, ...]:
+        """Return that of each bound."""
+        return ("_relative_bound",) if spec.symmetric else ("_relative_low", "_relative_high")
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the grid as the start, and the bounds that it has."""
         super().set_grid(quantizer, scale, zero_point)
         spec, zero = quantizer.spec, quantizer._zero_point
         if zero is None:
-            quantizer._relative_bound.fill_(1)
             return
         width = spec.qmax - spec.qmin
         for ratio, code in ((quantizer._relative_low, spec.qmin), (quantizer._relative_high, spec.qmax)):
@@ -53,9 +45,9 @@ class Clipped(FromStart):
 
         The grid's own bounds lie beside the trained ones, since zero is on it: the zero point has the gradient at those.
         """
-        spec, start = quantizer.spec, quantizer._scale
+        spec = quantizer.spec
         if quantizer._zero_point is None:
-            return ops.positive_scale(start * spec.qmax, quantizer._relative_bound, quantizer._rate) / spec.qmax, None
+            return trained_bound(quantizer) / spec.qmax, None
         low, high = self._trained_range(quantizer)
         scale = (high - low) / (spec.qmax - spec.qmin)
         zero_point = (spec.qmin - low / scale).detach().round().clamp(spec.qmin, spec.qmax)

@@ -1,5 +1,6 @@
 """Weights by tanh, activations in [0, 1] (DoReFa)."""
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
-from qtoolkit.quantizers.spec_ops import clip, fake_quant
+from qtoolkit.quantizers.spec_ops import clip, ends_of, fake_quant, per_element, rows_of
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -69,8 +70,8 @@ class DoReFa(Shaped):
 
     def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
         """Return an infinite range for a weight, which tanh bounds, and [0, 1] for an activation."""
-        end = torch.full_like(quantizer.scale, torch.inf) if quantizer.spec.signed else torch.ones_like(quantizer.scale)
-        return (-end if quantizer.spec.signed else torch.zeros_like(end)), end
+        signed = quantizer.spec.signed
+        return ends_of(torch.full_like(quantizer.scale, torch.inf if signed else 1.0), signed)
 
     def shapes(self, spec: QuantSpec) -> bool:
         """Return whether it is the spec of a weight."""
@@ -109,16 +110,7 @@ class OddCodes(Shape):
 
     def _largest(self, t: Tensor) -> Tensor:
         """Return the largest magnitudes of the elements that share a scale, shaped to broadcast; 1 where all are zero."""
-        spec, magnitude = self.spec, t.abs()
-        if spec.axis is None:
-            largest = magnitude.amax()
-        else:
-            axis = spec.axis % t.dim()
-            if spec.group_size is not None:
-                blocks = torch.unflatten(magnitude, axis, (-1, spec.group_size)).amax(axis + 1)
-                largest = blocks.repeat_interleave(spec.group_size, axis)
-            else:
-                rows = torch.unflatten(magnitude, 0, (self.group, -1))
-                others = [dim for dim in range(1, rows.dim()) if dim != axis + 1]
-                largest = rows.amax(others, keepdim=True).expand_as(rows).flatten(0, 1)
+        spec, group = self.spec, self.group
+        count = math.prod(spec.scale_shape(t.shape, group))
+        largest = per_element(rows_of(t.abs(), count, spec.axis, group, spec.block_size).amax(1), t, spec, group)
         return torch.where(largest == 0, torch.ones_like(largest), largest)

@@ -1,14 +1,14 @@
 """A soft staircase in training (DSQ)."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.clipped import Clipped
 from qtoolkit.quantizers.spec_ops import straight_through
-from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -37,10 +37,9 @@ class DSQ(Clipped):
                 f"QuantSpec: alpha of quantizer={spec.quantizer!r} must lie in [{LEAST_ALPHA}, {LARGEST_ALPHA}], got {alpha!r}."
             )
 
-    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
         """Return those of the bounds, and alpha."""
-        alpha = torch.full(shape or (1,), float(self.options(spec)["alpha"]), dtype=scale_dtype())
-        return {**super().tensors(spec, shape), "_alpha": nn.Parameter(alpha)}
+        return {**super().parameters(spec), "_alpha": float(self.options(spec)["alpha"])}
 
     def steepness(self, quantizer: "TensorQuantizer") -> Tensor:
         """Return k."""

@@ -1,11 +1,13 @@
 """Scales and bounds that are trained by their ratio to a start."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.spec_ops import lsq_start
@@ -29,10 +31,23 @@ class FromStart(QuantizerKind):
     - for a weight, the start in units of the weight that is trained, without the batch norm's factor;
     - for an activation, the start in units in which the activation's scale is `lsq_start(ACTIVATION_MEAN, qmax)`, that of
       a standard normal behind a ReLU.
+
+    Attributes:
+        RATIOS: The names of the ratios.
     """
 
+    RATIOS: ClassVar[tuple[str, ...]] = ()
+
+    def ratios(self, spec: QuantSpec) -> tuple[str, ...]:
+        """Return the names of the ratios of a spec."""
+        return self.RATIOS
+
+    def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
+        """Return the ratios."""
+        return dict.fromkeys(self.ratios(spec), 1.0)
+
     def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the start, its rate and the zero point as buffers."""
+        """Return the start, its rate and the zero point as buffers, and what is trained."""
         return {**super().tensors(spec, shape), "_rate": torch.ones(shape, dtype=scale_dtype())}
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
@@ -44,6 +59,13 @@ class FromStart(QuantizerKind):
             quantizer._rate.copy_(torch.where(before.isfinite() & kept.isfinite(), kept, 1))
         else:
             quantizer._rate.copy_(self.activation_rate(quantizer._scale, quantizer.spec))
+        for ratio in self.ratios(quantizer.spec):
+            getattr(quantizer, ratio).fill_(1)
+
+    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+        """Return the magnitude of the ratio, where there is one alone."""
+        ratios = self.ratios(quantizer.spec)
+        return getattr(quantizer, ratios[0]).detach().abs() if len(ratios) == 1 else None
 
     def kept_rate(self, quantizer: "TensorQuantizer", before: Tensor) -> Tensor:
         """Return the rate of a weight whose start was `before`: by default the same, that of the batch norm's factor."""
@@ -71,3 +93,8 @@ class FromStart(QuantizerKind):
             of_weight = quantizer.of_weight
             rate = torch.ones_like(scale) if of_weight else self.activation_rate(scale.abs(), quantizer.spec)
             state[prefix + "_rate"] = rate
+
+
+def trained_bound(quantizer: "TensorQuantizer") -> Tensor:
+    """Return the bound of a symmetric range, which is trained by `_relative_bound`, its ratio to that at the start."""
+    return ops.positive_scale(quantizer._scale * quantizer.spec.qmax, quantizer._relative_bound, quantizer._rate)

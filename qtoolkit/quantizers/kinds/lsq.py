@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
@@ -11,7 +11,6 @@ from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
 from qtoolkit.quantizers.observers import HistogramObserver, LSQStartObserver, MovingHistogramObserver, Observer
 from qtoolkit.quantizers.spec_ops import lsq_start
-from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -28,11 +27,8 @@ class LSQ(FromStart):
     """
 
     label = "lsq"
-
-    def check(self, spec: QuantSpec) -> None:
-        """Raise ValueError for a spec that restricts the scale's values."""
-        needs_integers(spec)
-        needs_any_scale(spec)
+    RULES = (needs_integers, needs_any_scale)
+    RATIOS = ("_relative_scale",)
 
     def observer_type(self, spec: QuantSpec, of_weight: bool = False) -> type[Observer]:
         """Return the observer of the start: for "minmax" that of the least squared error, with groups that of the paper."""
@@ -43,16 +39,6 @@ class LSQ(FromStart):
         return (
             MovingHistogramObserver if of_weight else HistogramObserver
         )  # a weight is one tensor, without a sum to keep
-
-    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return start, rate and zero point as buffers, and the ratio as a parameter of at least one dimension."""
-        ratio = nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype()))
-        return {**super().tensors(spec, shape), "_relative_scale": ratio}
-
-    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
-        """Store the scale as the start, and the zero point."""
-        super().set_grid(quantizer, scale, zero_point)
-        quantizer._relative_scale.fill_(1)
 
     def kept_rate(self, quantizer: "TensorQuantizer", before: Tensor) -> Tensor:
         """Return the rate with the same base."""
@@ -76,11 +62,6 @@ class LSQ(FromStart):
     def start(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         """Return the start, the ratio to it and its rate."""
         return _trained(quantizer)
-
-    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
-        """Return the magnitude of the ratio."""
-        growth: Tensor = quantizer._relative_scale.detach().abs()
-        return growth
 
     def upgrade(self, quantizer: "TensorQuantizer", state: dict[str, Any], prefix: str) -> None:
         """Take the scale, which was the parameter, of either sign, as the start."""

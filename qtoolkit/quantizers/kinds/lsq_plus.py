@@ -1,14 +1,13 @@
 """A trained scale and offset (LSQ+)."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.lsq import LSQ
 from qtoolkit.quantizers.spec_ops import straight_through, trained_by_ratio
-from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -33,10 +32,9 @@ class LSQPlus(LSQ):
                 f"'lsq' for a symmetric grid, as the paper does for weights."
             )
 
-    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return those of LSQ, and the ratio of the offset to the scale at the start."""
-        offset = nn.Parameter(torch.zeros(shape or (1,), dtype=scale_dtype()))
-        return {**super().tensors(spec, shape), "_relative_offset": offset}
+    def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
+        """Return that of LSQ, and the ratio of the offset to the scale at the start."""
+        return {**super().parameters(spec), "_relative_offset": 0.0}
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the scale as the start, and the offset."""

@@ -1,16 +1,16 @@
 """A learned interval of magnitudes (QIL)."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
-from qtoolkit.quantizers.spec_ops import clip, fake_quant, per_element
-from qtoolkit.quantizers.state import scale_dtype
+from qtoolkit.quantizers.spec_ops import clip, ends_of, fake_quant, per_element
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -30,6 +30,7 @@ class QIL(FromStart, Shaped):
     label = "qil"
     OPTIONS = {"gamma": 1.0, "learn_gamma": False}
     KEEPS_SIZE = False
+    RATIOS = ("_relative_center", "_relative_distance")  # to half the range at the start
 
     def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a gamma out of its range, or one of an activation."""
@@ -50,19 +51,10 @@ class QIL(FromStart, Shaped):
                 f"paper, got gamma={gamma!r} and learn_gamma={learn!r}."
             )
 
-    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return scale and rate of the start as buffers, and the ratios of center and distance to half its range."""
-        ones = torch.ones(shape or (1,), dtype=scale_dtype())
-        learned = {"_relative_center": nn.Parameter(ones), "_relative_distance": nn.Parameter(ones.clone())}
-        gamma = ones * self.options(spec)["gamma"]
-        exponent = {"_gamma": nn.Parameter(gamma)} if self.options(spec)["learn_gamma"] else {}
-        return {**super().tensors(spec, shape), **learned, **exponent}
-
-    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
-        """Store the scale, whose range is the interval at the start."""
-        super().set_grid(quantizer, scale, zero_point)
-        quantizer._relative_center.fill_(1)
-        quantizer._relative_distance.fill_(1)
+    def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
+        """Return the ratios of center and distance, and gamma if it is trained."""
+        options = self.options(spec)
+        return {**super().parameters(spec), **({"_gamma": options["gamma"]} if options["learn_gamma"] else {})}
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the steps of the results, 1 / qmax; NaN while there is no range."""
@@ -80,8 +72,7 @@ class QIL(FromStart, Shaped):
     def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
         """Return the range up to c + d."""
         center, distance, _ = self.interval(quantizer)
-        end = (center + distance).detach()
-        return (-end if quantizer.spec.signed else torch.zeros_like(end)), end
+        return ends_of((center + distance).detach(), quantizer.spec.signed)
 
     def shape(self, quantizer: "TensorQuantizer") -> Shape:
         """Return the transform."""

@@ -22,12 +22,7 @@ class Shaped(QuantizerKind):
     """The input is shaped, then rounded to a uniform grid."""
 
     PLAIN = False
-
-    def check(self, spec: QuantSpec) -> None:
-        """Raise ValueError for a spec without a symmetric grid of integers."""
-        needs_integers(spec)
-        needs_any_scale(spec)
-        needs_no_zero_point(spec)
+    RULES = (needs_integers, needs_any_scale, needs_no_zero_point)
 
     def shapes(self, spec: QuantSpec) -> bool:
         """Return True."""

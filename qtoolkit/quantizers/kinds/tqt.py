@@ -1,16 +1,16 @@
 """A trained power-of-two scale (TQT)."""
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.rules import needs_integers, needs_no_zero_point
 from qtoolkit.quantizers.spec_ops import straight_through
-from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -29,16 +29,11 @@ class TQT(QuantizerKind):
 
     POWERS = True
     label = "tqt"
+    RULES = (needs_integers, needs_no_zero_point)
 
-    def check(self, spec: QuantSpec) -> None:
-        """Raise ValueError for a spec that has no symmetric grid of integers."""
-        needs_integers(spec)
-        needs_no_zero_point(spec)
-
-    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the scale at the start as a buffer, and the logarithm of the threshold as a parameter."""
-        threshold = nn.Parameter(torch.zeros(shape or (1,), dtype=scale_dtype()))
-        return {**super().tensors(spec, shape), "_log2_threshold": threshold}
+    def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
+        """Return the logarithm of the threshold."""
+        return {"_log2_threshold": 0.0}
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the threshold, scale * qmax, and the power-of-two scale that it gives."""

@@ -68,16 +68,8 @@ class MovingHistogramObserver(EndsObserver):
     def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
         options = cls.options(spec)
-        qmin, qmax = searched_codes(spec)
-        return cls(
-            qmin=qmin,
-            qmax=qmax,
-            symmetric=spec.symmetric,
-            shape=shape,
-            axis=spec.axis,
-            group=group,
-            **options,
-        )
+        grid = (options.pop("momentum"), *searched_codes(spec), spec.symmetric)
+        return cls(*grid, shape=shape, axis=spec.axis, group=group, **options)
 
     def forward(self, x: Tensor) -> None:
         """Choose the range of x, and take it into the average."""
@@ -89,9 +81,8 @@ class MovingHistogramObserver(EndsObserver):
         lo, hi = ops.search_range(counts, lo, hi, *grid)
         lowest, highest = (end.to(lo).reshape(lo.shape) for end in ops.minmax(x, self.axis, self.group))
         bounds = torch.stack((lo.maximum(lowest), hi.minimum(highest)), -1)  # NaN stays, and is skipped
-        ops.observe_minmax_(
-            bounds, self.lo, self.hi, self.momentum, None if self.axis is None else 0, skipped=self.skipped
-        )
+        axis = None if self.axis is None else 0
+        ops.observe_minmax_(bounds, self.lo, self.hi, self.momentum, axis, skipped=self.skipped)
 
     def extra_repr(self) -> str:
         """Return the method, the number of bins and the momentum."""

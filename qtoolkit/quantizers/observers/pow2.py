@@ -10,6 +10,7 @@ from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.observers.histogram import HistogramObserver, check_bins, check_no_groups, histogram_of
 from qtoolkit.quantizers.observers.minmax import EndsObserver
+from qtoolkit.quantizers.spec_ops import ends_of
 
 FINER = 8  # the candidates: the smallest power of two that clips nothing, and its halves
 POINTS = 4  # the values of a bin count as if they were at this number of points of it
@@ -65,8 +66,8 @@ class Pow2Observer(HistogramObserver):
         """Return the range of the best scale. Synchronizes with the device."""
         scale = best_power(self.counts, self.lo, self.hi, self.qmin, self.qmax)
         unseen = self.hi <= self.lo
-        low = -scale * self.qmax if self.qmin < 0 else torch.zeros_like(scale)
-        return torch.where(unseen, torch.inf, low), torch.where(unseen, -torch.inf, scale * self.qmax)
+        low, high = ends_of(scale * self.qmax, self.qmin < 0)
+        return torch.where(unseen, torch.inf, low), torch.where(unseen, -torch.inf, high)
 
     def extra_repr(self) -> str:
         """Return the number of bins."""
@@ -139,8 +140,7 @@ class Pow2ModeObserver(EndsObserver):
         """Return the range of the most frequent scale."""
         voted = self.votes.sum(-1) > 0
         exponent = self.votes.size(-1) - 1 - self.votes.flip(-1).argmax(-1) + SMALLEST
-        hi = torch.exp2(exponent.to(self.lo.dtype)) * self.qmax
-        lo = -hi if self.qmin < 0 else torch.zeros_like(hi)
+        lo, hi = ends_of(torch.exp2(exponent.to(self.lo.dtype)) * self.qmax, self.qmin < 0)
         return torch.where(voted, lo, self.lo), torch.where(voted, hi, self.hi)
 
     def resize(self, shape: tuple[int, ...]) -> None:
