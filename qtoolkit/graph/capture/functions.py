@@ -1,4 +1,4 @@
-"""Functions that the tracer records as one node, and functions that it inlines."""
+"""Functions that the tracer records as one node, functions that it inlines, and tests of values that it answers."""
 
 import inspect
 import sys
@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qtoolkit.op_kinds.rules import name_called
+
+# Reductions of tests of values, such as torch.isfinite(x).all(), and what they give where all values are finite.
+FINITE_CHECKS = {("all", "isfinite"): True, ("any", "isinf"): False, ("any", "isnan"): False}
 Patch = tuple[Any, str, Any]  # an object, the name of one of its attributes, and the attribute's other value
 
 
@@ -40,6 +44,14 @@ def is_foreign(target: Any) -> bool:
 def is_weight(node: fx.Node, value: Any) -> bool:
     """Return whether a node reads a parameter of two or more dimensions."""
     return node.op == "get_attr" and isinstance(value, nn.Parameter) and value.dim() > 1
+
+
+def answer_if_finite(node: fx.Node) -> bool | None:
+    """Return what a test of values gives if they are finite; None for a node that is no such test."""
+    tested = node.args[0] if node.args else None
+    if not isinstance(tested, fx.Node):
+        return None
+    return FINITE_CHECKS.get((name_called(node), name_called(tested)))
 
 
 @contextmanager

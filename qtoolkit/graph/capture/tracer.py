@@ -23,6 +23,7 @@ from qtoolkit.graph.capture.attributes import (
 from qtoolkit.graph.capture.calls import CallRecorder
 from qtoolkit.graph.capture.checkpoints import is_checkpointed, traced_checkpoints
 from qtoolkit.graph.capture.functions import (
+    answer_if_finite,
     is_foreign,
     is_weight,
     patched,
@@ -42,7 +43,6 @@ from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import RECORDED, TrainingMode, call_scripted, check_none, check_size, items_of
-from qtoolkit.op_kinds.rules import name_called
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.random_state import RandomState
@@ -50,8 +50,6 @@ from qtoolkit.random_state import RandomState
 # Functions and methods that compute gradients, whose calls a graph does not record rightly.
 GRADIENT_CALLS = (torch.autograd.grad, torch.autograd.backward, torch._make_dual, "backward", "register_hook")
 LEAVES = (QuantModule, TensorQuantizer, Grid, TrainingMode, torch.jit.ScriptModule)
-# Reductions of tests of values, such as torch.isfinite(x).all(), and what they give where all values are finite.
-FINITE_CHECKS = {("all", "isfinite"): True, ("any", "isinf"): False, ("any", "isnan"): False}
 # How torch.fx ends its error for another value of a fixed argument, and what this package adds.
 OF_FIXED = "but got another value"
 TO_PASS_ANOTHER = (
@@ -429,7 +427,7 @@ class ModelTracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Return whether a condition holds. Values are taken to be finite."""
-        answer = _if_finite(obj.node)
+        answer = answer_if_finite(obj.node)
         if answer is None:
             return bool(self.guard(obj, bool))
         self.finite_checks[obj.node] = self.path[-1][0] if self.path else type(self.root).__name__
@@ -451,11 +449,3 @@ class ModelTracer(fx.Tracer):
         if not isinstance(value, tuple | list | Tensor):
             items = self.create_proxy("call_function", items_of, (obj,), {})
         return (items[i] for i in range(len(items)))
-
-
-def _if_finite(node: fx.Node) -> bool | None:
-    """Return what a test of values gives if they are finite; None for a node that is no such test."""
-    tested = node.args[0] if node.args else None
-    if not isinstance(tested, fx.Node):
-        return None
-    return FINITE_CHECKS.get((name_called(node), name_called(tested)))
