@@ -31,7 +31,7 @@ OTHER_WORDS = {
     "graph/capture/rewrites/in_place.py: VIEWS",  # a kind has views and copies among its ops
     "graph/program/memory_format.py: OF_STRIDES",  # a kind has ops that take any strides too
     "export/tflite/ops.py: CLIPS",  # clips with two numbers as bounds; a kind has relu6 among them
-    "export/tflite/elementwise.py: op.args['approximate'] == 'tanh'",  # GELU's argument
+    "export/tflite/kernels.py: op.args['approximate'] == 'tanh'",  # GELU's argument
 }
 
 
