@@ -205,7 +205,9 @@ class LayerRules:
             return Rule(None, left=EMPTY)
         if self.mapping is None:
             return Rule(self.backend.qconfig)
-        matches = [self.mapping.match(name, object_type, self._around(name, scope)) for name in names]
+        matches = [
+            self.mapping.match(name, self._type_named(name, object_type), self._around(name, scope)) for name in names
+        ]
         found = [match for match in matches if match is not None]
         if not found:
             return Rule(self.backend.qconfig)
@@ -217,6 +219,16 @@ class LayerRules:
             )
         left = Verdict.left_float(Cause.IGNORED, f"excluded by {best.excluded_by}") if best.excluded_by else BY_CONFIG
         return Rule(best.qconfig, best.source, best.depth, left)
+
+    def _type_named(self, name: str, object_type: Any) -> Any:
+        """Return the type by which the mapping finds a module: the float model's, where a rule is for it, else `object_type`.
+
+        They differ for a subclass of torch's layer, which capture replaces by torch's layer where both compute the same.
+        """
+        own = self.types.get(name)
+        if own is None or self.mapping is None or not self.mapping.has_type(own):
+            return object_type
+        return own if isinstance(object_type, type) and issubclass(own, object_type) else object_type
 
     def _around(self, name: str, scope: str | None) -> Iterator[tuple[str, type[nn.Module]]]:
         """Yield the names and types of the modules around a module of this name, or around an op in this scope."""

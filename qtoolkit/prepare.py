@@ -140,7 +140,7 @@ def prepare(
         gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
         gm = passes.fuse_patterns.run(gm, patterns)
         rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
-        _warn_of_types(own, gm, qconfig_mapping, leaf_modules, custom)
+        _warn_of_types(rules, gm, leaf_modules)
         gm = _quantized(gm, rules, arithmetic, save)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()
@@ -196,21 +196,15 @@ def _try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
             ) from error
 
 
-def _warn_of_types(
-    model: nn.Module,
-    gm: QuantizedGraphModule,
-    mapping: QConfigMapping | None,
-    leaf_modules: Sequence[type[nn.Module]],
-    qat_modules: QatModules,
-) -> None:
+def _warn_of_types(rules: LayerRules, gm: QuantizedGraphModule, leaf_modules: Sequence[type[nn.Module]]) -> None:
     """Warn of types that are not in the model: the options may serve several models, or have a typing error."""
-    types = {type(module) for module in model.modules()}
+    types = set(rules.types.values())
     ops = types | {object_type_of(node) for node in gm.graph.nodes if node.op.startswith("call")}
     bases = {base for kind in types for base in kind.__mro__}
-    for option, kinds in types_by_option(mapping).items():
+    for option, kinds in types_by_option(rules.mapping).items():
         warn_of_unused_types(f"prepare: {option}", kinds, ops)
     warn_of_unused_types("prepare: leaf_modules names", leaf_modules, bases)
-    warn_of_unused_types("prepare: qat_modules names", qat_modules, types)
+    warn_of_unused_types("prepare: qat_modules names", rules.custom, types)
 
 
 def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:

@@ -240,6 +240,10 @@ class QConfigMapping:
             return Match(self.rules[found.source][found.key], found.source, found.depth)
         return Match(self.rules["global"][""], "global") if "" in self.rules["global"] else None
 
+    def has_type(self, kind: Kind) -> bool:
+        """Return whether a rule or an exclusion is for a type or a function."""
+        return any(kind in kinds for kinds in types_by_option(self).values())
+
     def _find(self, path: Iterable[tuple[str, Kind | None]]) -> _Found | None:
         """Return the first rule that names a module of a path, by precedence."""
         for source in self.SOURCES[:-1]:

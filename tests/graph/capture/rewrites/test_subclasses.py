@@ -1,5 +1,7 @@
 """Subclasses of torch's layers: those that compute the same become torch's type, the others are traced."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,3 +89,37 @@ REASON = "float: no QAT module for LSTM in a graph: qtoolkit.quant_modules.repla
 def test_a_layer_without_a_qat_module_says_so() -> None:
     (line,) = qt.quantization_report(qt.prepare(Recurrent(), backend="onnxruntime")).left_float
     assert (line.name, line.reason) == ("rnn", REASON)
+
+
+class OwnConvolution(nn.Conv2d):
+    """It calls the function with its own weight, as timm's Conv2dSame."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, self.bias)
+
+
+def _quantized(mapping: qt.QConfigMapping, *layers: nn.Module) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no warning that a type is not in the model
+        prepared = qt.prepare(nn.Sequential(*layers).eval(), torch.zeros(1, 3, 8, 8), qconfig_mapping=mapping)
+    return [name for name, layer in prepared.named_modules() if isinstance(layer, qt.nn.QuantConv2d)]
+
+
+@pytest.mark.parametrize("layer", [Narrow(3), OwnConvolution(3, 3, 3)], ids=["equal", "own call"])
+def test_a_rule_for_a_type_is_for_the_class_that_the_model_has(layer: nn.Module) -> None:
+    kind, other = type(layer), nn.Conv2d(3, 3, 1)
+    assert _quantized(qt.QConfigMapping().exclude(kind), layer, other) == ["1"]
+    assert _quantized(qt.QConfigMapping().set_object_type(kind, None), layer, other) == ["1"]
+    both = qt.QConfigMapping().set_object_type(kind, qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0)))
+    assert _quantized(both.exclude(nn.Conv2d), layer, other) == ["0"]
+
+
+def test_a_rule_for_torchs_type_is_for_the_subclasses_that_compute_the_same_unless_they_have_their_own() -> None:
+    layers = (Narrow(3), OwnConvolution(3, 3, 3), nn.Conv2d(3, 3, 1))
+    assert _quantized(qt.QConfigMapping().exclude(nn.Conv2d), *layers) == []
+    four = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=4, axis=0))
+    eight = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))
+    mapping = qt.QConfigMapping().set_object_type(nn.Conv2d, eight).set_object_type(Narrow, four)
+    prepared = qt.prepare(nn.Sequential(*layers).eval(), torch.zeros(1, 3, 8, 8), qconfig_mapping=mapping)
+    bits = [prepared.get_submodule(name).weight_quantizer.spec.bits for name in ("0", "1", "2")]
+    assert bits == [4, 8, 8]
