@@ -9,6 +9,7 @@
 #include "../call_op.h"
 #include "../grid.h"
 #include "../launch.h"
+#include "../scratch.h"
 #include "weight_rows.h"
 
 namespace qtoolkit {
@@ -96,6 +97,8 @@ MemoryFormat other_format(MemoryFormat format) {
   return format == MemoryFormat::Contiguous ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous;
 }
 
+Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }
+
 // A row of the weight is a matrix: of channels and kernel positions, or of kernel positions and channels.
 class Rows {
  public:
@@ -124,11 +127,13 @@ class Rows {
 
   explicit operator bool() const { return valid_; }
 
-  Tensor values(MemoryFormat format, at::ScalarType type) {
+  Tensor values(MemoryFormat format, at::ScalarType type, Lifetime lifetime) {
     const bool is_image = w_.weight.dim() == 4;
     args_.other_format = is_image && format != format_ && !w_.weight.is_contiguous(format);
     const auto options = w_.weight.options().memory_format(is_image ? format : format_);
-    const Tensor y = at::empty(w_.weight.sizes(), takes(type) ? options.dtype(type) : options);
+    const auto of_values = takes(type) ? options.dtype(type) : options;
+    const auto empty = lifetime == Lifetime::call ? &empty_scratch : &empty_result;
+    const Tensor y = empty(w_.weight.sizes(), of_values);
     args_.y = y.mutable_data_ptr();
     args_.y_dtype = dtype_of(y);
     on(y.device()).weight_forward(args_, y.device());
@@ -145,7 +150,7 @@ class Rows {
     return {result, poison.to(type)};
   }
 
-  WeightGradients gradients(const Tensor& given, const WantedOfWeight& wanted) {
+  WeightGradients gradients(const Tensor& given, const WantedOfWeight& wanted, OfGrad memory) {
     const Tensor grad = takes(given.scalar_type()) ? given : given.to(w_.weight.scalar_type());
     const bool turned =
         !grad.is_contiguous(format_) && w_.weight.dim() == 4 && grad.is_contiguous(other_format(format_));
@@ -153,7 +158,10 @@ class Rows {
     const Tensor sums = at::empty({2, args_.rows}, grad.options().dtype(at::kDouble));
     const DeviceKernels& kernels = on(sums.device());
     WeightGradients result;
-    result[0] = at::empty_like(w_.weight);
+    // Large buffers are new pages each time, and a new page costs more than the kernel's work on it. CUDA's kernels
+    // read grad through a cache that does not see writes.
+    const bool takes_over = memory == OfGrad::taken && in.is_cpu() && in.strides() == w_.weight.strides();
+    result[0] = takes_over ? in : at::empty_like(w_.weight);
     args_.other_format = turned;
     args_.grad = in.const_data_ptr();
     args_.grad_dtype = dtype_of(in);
@@ -203,8 +211,9 @@ class Rows {
 
 Tensor usable_scales(const Tensor& scale, at::ScalarType type) { return scale.to(type).abs().clamp_min(0x1p-126); }
 
-Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, MemoryFormat format, optional<at::ScalarType> type) {
-  if (Rows rows{w, g}) return rows.values(format, type.value_or(w.weight.scalar_type()));
+Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, MemoryFormat format, optional<at::ScalarType> type,
+                         Lifetime lifetime) {
+  if (Rows rows{w, g}) return rows.values(format, type.value_or(w.weight.scalar_type()), lifetime);
   const Tensor values = std::get<0>(fake_quant(scaled(w, g), w, false));
   const Tensor y = type.has_value() ? values.to(*type) : values;
   return w.weight.dim() == 4 ? laid_out(y, format) : y;
@@ -219,8 +228,9 @@ WeightCodes quantize_weight(const LayerWeight& w, const Geometry& g, at::ScalarT
   return {codes, at::mul(sum_per_output(product.to(type), g), 0)};
 }
 
-WeightGradients weight_backward(const Tensor& grad, const LayerWeight& w, const Geometry& g, WantedOfWeight wanted) {
-  if (Rows rows{w, g}) return rows.gradients(grad, wanted);
+WeightGradients weight_backward(const Tensor& grad, const LayerWeight& w, const Geometry& g, WantedOfWeight wanted,
+                                OfGrad memory) {
+  if (Rows rows{w, g}) return rows.gradients(grad, wanted, memory);
   WeightGradients result;
   Tensor of_product;
   const Tensor product = scaled(w, g);

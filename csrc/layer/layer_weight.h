@@ -13,9 +13,12 @@ namespace qtoolkit {
 // The magnitudes of scales that count, as grid.h has them, in a type.
 at::Tensor usable_scales(const at::Tensor& scale, at::ScalarType type);
 
+// Whether a tensor is a result, or is dropped at the end of the call.
+enum class Lifetime { result, call };
+
 // The fake-quantized weight, in a memory format and a type: without one, in that of weight * factor.
 at::Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, at::MemoryFormat format,
-                             std::optional<at::ScalarType> type);
+                             std::optional<at::ScalarType> type, Lifetime lifetime);
 
 // The weight's codes, int8, and for each output channel (or in one element) 0 in a type, or NaN where a value is not
 // finite, which has no code.
@@ -28,8 +31,12 @@ WeightCodes quantize_weight(const LayerWeight& w, const Geometry& g, at::ScalarT
 using WeightGradients = std::array<at::Tensor, 4>;
 using WantedOfWeight = std::array<bool, 4>;
 
+// What becomes of the memory of the incoming gradient: the weight's gradient may take it, if nobody else has it.
+enum class OfGrad { kept, taken };
+
 // From the gradient of the fake-quantized weight. The weight's gradient has its memory format.
-WeightGradients weight_backward(const at::Tensor& grad, const LayerWeight& w, const Geometry& g, WantedOfWeight wanted);
+WeightGradients weight_backward(const at::Tensor& grad, const LayerWeight& w, const Geometry& g, WantedOfWeight wanted,
+                                OfGrad memory);
 
 // The same by differentiable ops, for a grid without gradients: for double backward.
 WeightGradients differentiable_weight_backward(const at::Tensor& grad, const LayerWeight& w, const Geometry& g,

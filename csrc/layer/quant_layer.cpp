@@ -45,7 +45,7 @@ Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l
   const WithoutAutocast guard;
   const at::MemoryFormat of_output = format.value_or(output_format(x, l));
   if (l.integer && !x.is_meta()) return integer_layer(x, bias, l).contiguous(of_output).to(type);
-  const Tensor weight = fake_quant_weight(l, l.geometry, l.weight.suggest_memory_format(), type);
+  const Tensor weight = fake_quant_weight(l, l.geometry, l.weight.suggest_memory_format(), type, Lifetime::call);
   const auto compute = l.geometry.is_linear() ? &apply : &strided_pointwise::convolution;
   return compute(x.to(type), weight, cast(bias, type), l.geometry).contiguous(of_output);
 }
@@ -152,10 +152,12 @@ GradientsOfLayer quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef si
   const bool is_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast && l.integer;
   const Tensor dy = is_last ? grad.contiguous(at::MemoryFormat::ChannelsLast) : grad;
   const auto format = is_last ? at::MemoryFormat::ChannelsLast : l.weight.suggest_memory_format();
-  const Tensor weight = fake_quant_weight(l, l.geometry, format, grad.scalar_type());
+  const Tensor weight = fake_quant_weight(l, l.geometry, format, grad.scalar_type(), Lifetime::call);
   auto [dx, dweight, dbias] = layer_backward(dy, x, weight, l.geometry, {wanted[0], in_weight, wanted[5]});
   WeightGradients w;
-  if (in_weight) w = weight_backward(dweight, l, l.geometry, {wanted[1], wanted[2], wanted[3], wanted[4]});
+  if (in_weight) {
+    w = weight_backward(dweight, l, l.geometry, {wanted[1], wanted[2], wanted[3], wanted[4]}, OfGrad::taken);
+  }
   if (wanted[0]) dx = dx.to(x_dtype).contiguous(x.suggest_memory_format());
   GradientsOfLayer gradients = {dx, w[0], w[1], w[2], w[3], dbias};
   if (wanted[6] && raw.x.has_value()) {

@@ -39,7 +39,8 @@ void quant_weight(const c10::OperatorHandle& op, Stack* stack) {
   w.read(reader);
   torch::jit::drop(*stack, count);
   w.check("quant_weight");
-  stack->emplace_back(fake_quant_weight(w, w.geometry, w.weight.suggest_memory_format(), std::nullopt));
+  stack->emplace_back(
+      fake_quant_weight(w, w.geometry, w.weight.suggest_memory_format(), std::nullopt, Lifetime::result));
 }
 
 void quant_weight_backward(const c10::OperatorHandle& op, Stack* stack) {
@@ -57,7 +58,7 @@ void quant_weight_backward(const c10::OperatorHandle& op, Stack* stack) {
   TORCH_CHECK_VALUE(grad.sym_sizes() == w.weight.sym_sizes(), kOp, ": grad must have the shape of weight, ",
                     w.weight.sym_sizes(), ", got ", grad.sym_sizes(), ".");
   check_same_device(kOp, "grad", grad, w.weight);
-  const WeightGradients gradients = weight_backward(grad, w, w.geometry, wanted);
+  const WeightGradients gradients = weight_backward(grad, w, w.geometry, wanted, OfGrad::kept);
   for (size_t i = 0; i < gradients.size(); ++i) {
     const bool given = wanted[i] && gradients[i].defined();
     stack->emplace_back(given ? gradients[i] : at::empty({0}, grad.options()));
