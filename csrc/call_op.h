@@ -47,4 +47,14 @@ inline at::Tensor dequantize_op(const at::Tensor& codes, const at::Tensor& scale
   return op.call(codes, scale, zero_point, std::nullopt, 1, 0, dtype);
 }
 
+// The same for codes of four bits, two in a byte, of a tensor of this size.
+inline at::Tensor dequantize_int4_op(const at::Tensor& packed, c10::SymIntArrayRef size, const at::Tensor& scale,
+                                     const std::optional<at::Tensor>& zero_point, bool is_signed,
+                                     at::ScalarType dtype) {
+  static const auto op =
+      find_op<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, const at::Tensor&, const std::optional<at::Tensor>&,
+                         bool, std::optional<int64_t>, int64_t, int64_t, at::ScalarType)>("qtoolkit::dequantize_int4");
+  return op.call(packed, size, scale, zero_point, is_signed, std::nullopt, 1, 0, dtype);
+}
+
 }  // namespace qtoolkit

@@ -42,6 +42,12 @@
   "Tensor " name ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point, "
 #define QT_KEPT_OPERAND(name) \
   "Tensor? " name ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point, "
+// What product and fused_attention are told about an operand.
+#define QT_CODES_OF(name)                                                                                  \
+  " " name ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point, SymInt[] " name \
+  "_size, bool " name "_signed, bool " name "_transposed, bool " name "_kept, "
+#define QT_FACTOR(name) "Tensor" QT_CODES_OF(name)
+#define QT_KEPT_FACTOR(name) "Tensor?" QT_CODES_OF(name)
 #define QT_ATTENTION                                                                                           \
   "Tensor? mask, ScalarType dtype, bool keeps_softmax, Tensor? weights_start, Tensor? weights_ratio, Tensor? " \
   "weights_rate, Tensor? "                                                                                     \
@@ -275,6 +281,27 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def("attention_fake_quant_backward(Tensor grad, " QT_KEPT_OPERAND("q") QT_KEPT_OPERAND("k") QT_KEPT_OPERAND("v")
             QT_ATTENTION
         ", Tensor weights_scale, Tensor softmax, bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // Returns x @ other as torch.bmm, x: (batch, rows, features), other: (batch, features, columns), or a copy of
+  // `computed`, which is that. Backward keeps the codes of an operand; without codes it keeps the operand, if `kept` is
+  // set, which the gradient of the other one takes. size: that of the codes, for codes of four bits, which are packed
+  // in the order of memory, and signed or not; transposed: they are those of the transposed matrices. Differentiable in
+  // x and other.
+  m.def("product(" QT_FACTOR("x") QT_FACTOR("other") "Tensor? computed=None) -> Tensor");
+
+  // Returns its gradients, in this order; empty where one is not wanted.
+  m.def("product_backward(Tensor grad, " QT_KEPT_FACTOR("x")
+            QT_KEPT_FACTOR("other") "bool[2] wanted) -> (Tensor, Tensor)");
+
+  // Returns torch's scaled_dot_product_attention of (batch, heads, length, features) as its fused op of the CPU
+  // computes it, and the logarithms of its sums. The operands are kept as those of product are. Differentiable in q, k
+  // and v.
+  m.def("fused_attention(" QT_FACTOR("q") QT_FACTOR("k")
+            QT_FACTOR("v") "bool is_causal, float? scale) -> (Tensor y, Tensor logsumexp)");
+
+  // Returns its gradients, in this order; empty where one is not wanted.
+  m.def("fused_attention_backward(Tensor grad, " QT_KEPT_FACTOR("q") QT_KEPT_FACTOR("k") QT_KEPT_FACTOR(
+      "v") "bool is_causal, float? scale, Tensor y, Tensor logsumexp, bool[3] wanted) -> (Tensor, Tensor, Tensor)");
 
   // Return a call of the op with these arguments, to which the tensors named in varying are passed each time.
   m.def("bind_unit(str[] varying, " QT_UNIT ") -> " QT_UNIT_CALL);

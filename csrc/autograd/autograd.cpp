@@ -124,7 +124,7 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 26> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 28> kWithoutGradient = {{
     {"unit_backward",
      "unit: double backward is not supported; compute the first gradient without create_graph=True, or prepare with "
      "training_arithmetic='float' and save='float'."},
@@ -136,6 +136,12 @@ constexpr std::array<WithoutGradient, 26> kWithoutGradient = {{
      "use torch's function and fake_quant."},
     {"attention_fake_quant_backward",
      "attention_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or "
+     "prepare with training_arithmetic='float' and save='float'."},
+    {"product_backward",
+     "product: double backward is not supported; compute the first gradient without create_graph=True, or prepare with "
+     "training_arithmetic='float' and save='float'."},
+    {"fused_attention_backward",
+     "fused_attention: double backward is not supported; compute the first gradient without create_graph=True, or "
      "prepare with training_arithmetic='float' and save='float'."},
     {"fake_quant_learned_backward",
      "fake_quant: double backward through a scale or zero_point that requires grad is not supported; pass "

@@ -1,4 +1,4 @@
-// Autograd of quant_layer, quant_weight, the units and attention_fake_quant. A node keeps the arguments that the
+// Autograd of quant_layer, quant_weight, the units and the products of activations. A node keeps the arguments that the
 // backward op shares with the op, found by their names: once, since a small layer takes less time than that.
 #include <algorithm>
 #include <unordered_map>
@@ -292,6 +292,23 @@ const Differentiated kAttention = {"attention_fake_quant",
                                     {"weights_start", "weights_ratio", true}},
                                    {"q_scale", "q_zero_point", "k_scale", "k_zero_point", "v_scale", "v_zero_point"}};
 
+const Differentiated kProduct = {
+    "product",
+    "qtoolkit::product_backward",
+    {"x", "other"},
+    {"x_codes", "x_scale", "x_zero_point", "other_codes", "other_scale", "other_zero_point", "computed"},
+    nullptr,
+    {{"x", "x_kept", true}, {"other", "other_kept", true}},
+    {"x_scale", "x_zero_point", "other_scale", "other_zero_point"}};
+const Differentiated kFusedAttention = {
+    "fused_attention",
+    "qtoolkit::fused_attention_backward",
+    {"q", "k", "v"},
+    {"q_codes", "q_scale", "q_zero_point", "k_codes", "k_scale", "k_zero_point", "v_codes", "v_scale", "v_zero_point"},
+    nullptr,
+    {{"q", "q_kept", true}, {"k", "k_kept", true}, {"v", "v_kept", true}},
+    {"q_scale", "q_zero_point", "k_scale", "k_zero_point", "v_scale", "v_zero_point"}};
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
@@ -302,6 +319,8 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("layer_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kLayerFakeQuant>>());
   m.impl("function_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kFunctionFakeQuant>>());
   m.impl("attention_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kAttention>>());
+  m.impl("product", CppFunction::makeFromBoxedFunction<&recorded<kProduct>>());
+  m.impl("fused_attention", CppFunction::makeFromBoxedFunction<&recorded<kFusedAttention>>());
 }
 
 }  // namespace qtoolkit

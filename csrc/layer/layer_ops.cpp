@@ -13,12 +13,7 @@ using std::optional;
 // ---- the input
 
 Tensor dequantize_input(const Layer& l, c10::SymIntArrayRef size, at::ScalarType dtype) {
-  if (l.codes.dim() == 1) {
-    static const auto op =
-        find_op<Tensor(const Tensor&, c10::SymIntArrayRef, const Tensor&, const optional<Tensor>&, bool,
-                       optional<int64_t>, int64_t, int64_t, at::ScalarType)>("qtoolkit::dequantize_int4");
-    return op.call(l.codes, size, l.x_scale, l.x_zero_point, l.x_qmin < 0, std::nullopt, 1, 0, dtype);
-  }
+  if (l.codes.dim() == 1) return dequantize_int4_op(l.codes, size, l.x_scale, l.x_zero_point, l.x_qmin < 0, dtype);
   return dequantize_op(l.codes, l.x_scale, l.x_zero_point, dtype);
 }
 

@@ -9,11 +9,10 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/softmax.h>
 
-#include "../call_op.h"
-#include "../checks.h"
 #include "../launch.h"
 #include "../layer/layer_ops.h"
 #include "../registration.h"
+#include "operand.h"
 #include "unit_parts.h"
 
 namespace qtoolkit {
@@ -23,17 +22,8 @@ using at::Tensor;
 using std::optional;
 using torch::jit::Stack;
 
-// Query, key or value: the values, or where backward keeps them the codes.
-struct Operand {
-  optional<Tensor> values, codes, scale, zero_point;
-
-  const Tensor& shaped() const { return values.has_value() ? *values : *codes; }
-};
-
-Reader& operator>>(Reader& reader, Operand& o) { return reader >> o.values >> o.codes >> o.scale >> o.zero_point; }
-
 struct Attention {
-  Operand q, k, v;
+  ProductOperand q, k, v;
   optional<Tensor> mask;
   at::ScalarType dtype;
   bool keeps_softmax;
@@ -47,18 +37,13 @@ Reader& operator>>(Reader& reader, Attention& a) {
   return reader;
 }
 
-void check_operand(const char* op, const char* name, const Operand& o) {
-  TORCH_CHECK_VALUE(o.values.has_value() || o.codes.has_value(), op, ": ", name, " or ", name,
-                    "_codes must be given, got None for both.");
+void check_operand(const char* op, const char* name, const ProductOperand& o) {
+  check_given(op, name, o);
   const Tensor& t = o.shaped();
   TORCH_CHECK_VALUE(t.dim() >= 3, op, ": ", name, " must have at least 3 dimensions, got shape ", t.sym_sizes(), ".");
-  if (o.values.has_value()) check_float(op, name, *o.values);
-  if (!o.codes.has_value()) return;
-  TORCH_CHECK_TYPE(is_code_dtype(o.codes->scalar_type()), op, ": ", name, "_codes must have an integer dtype, got ",
-                   o.codes->scalar_type(), ".");
-  TORCH_CHECK_VALUE(o.scale.has_value(), op, ": ", name, "_codes require ", name, "_scale, got None.");
-  TORCH_CHECK_VALUE(!o.values.has_value() || o.codes->sym_sizes() == o.values->sym_sizes(), op, ": ", name,
-                    "_codes must have the shape of ", name, ", ", t.sym_sizes(), ", got ", o.codes->sym_sizes(), ".");
+  TORCH_CHECK_VALUE(!o.codes.has_value() || !o.values.has_value() || o.codes->sym_sizes() == o.values->sym_sizes(), op,
+                    ": ", name, "_codes must have the shape of ", name, ", ", t.sym_sizes(), ", got ",
+                    o.codes->sym_sizes(), ".");
 }
 
 void check_attention(const char* op, const Attention& a) {
@@ -95,10 +80,6 @@ bool has_kernel(const Attention& a) {
 // cuBLAS takes up to three times longer for rows of another number of elements. Where the kernel makes the weights,
 // keys and values have rows of zeros behind them.
 constexpr int64_t kMultiple = 8;
-
-Tensor values_of(const Operand& o, at::ScalarType dtype) {
-  return o.values.has_value() ? o.values->to(dtype) : dequantize_op(*o.codes, *o.scale, o.zero_point, dtype);
-}
 
 Tensor matrices(const Tensor& values) { return values.flatten(0, -3).contiguous(); }
 
@@ -252,7 +233,7 @@ void attention_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) 
                     ": softmax must be what the forward returned with keeps_softmax=True, got shape ",
                     softmax.sym_sizes(), ".");
   const optional<Tensor> scale = weights_scale.sym_numel() > 0 ? optional<Tensor>(weights_scale) : std::nullopt;
-  for (Operand* o : {&a.q, &a.k, &a.v}) {
+  for (ProductOperand* o : {&a.q, &a.k, &a.v}) {
     if (o->codes.has_value()) o->values.reset();  // the codes are less to read
   }
   const Matrices m(a);

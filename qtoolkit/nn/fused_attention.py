@@ -1,28 +1,30 @@
 """torch's fused attention on the CPU, which in training keeps codes of query, key and value for backward.
 
-The fused ops are private to torch, and nothing else in the package names them. Without them attention keeps floats.
+The fused ops are private to torch, and nothing else in the package asks for them; the library's op calls them. Without them
+attention keeps floats.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from qtoolkit._native import library
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import TrainingArithmetic
-from qtoolkit.nn.product import Product
-from qtoolkit.ops.layer import Codes
-from qtoolkit.quantizers.codes import TensorCodes, known_of, values_of
+from qtoolkit.nn.product import Product, kept_operand
+from qtoolkit.quantizers.codes import TensorCodes, known_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 _choice = getattr(torch, "_fused_sdp_choice", None)
-_fused = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-_fused_backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-HAS_FUSED = None not in (_choice, _fused, _fused_backward)
+_fused = "_scaled_dot_product_flash_attention_for_cpu"
+HAS_FUSED = _choice is not None and all(hasattr(torch.ops.aten, name) for name in (_fused, f"{_fused}_backward"))
+
+_fused_attention = library.fused_attention.default
 
 
 def attention_of(how: Product) -> Callable[..., Tensor]:
@@ -70,8 +72,9 @@ def attention(
         grids = [known_of(x, source, of_x) for x, source, of_x in zip(inputs, sources, known, strict=True)]
         kept = [None if grid is None else grid.of_whole(x) for x, grid in zip(inputs, grids, strict=True)]
         if kept != [None] * 3:
-            y: Tensor = _Attention.apply(*inputs, is_causal, scale, kept)
-            return y
+            operands = (kept_operand(x, codes, True) for x, codes in zip(inputs, kept, strict=True))
+            y, _ = _fused_attention(*chain.from_iterable(operands), is_causal, scale)
+            return y  # type: ignore[no-any-return]  # a Tensor
     return F.scaled_dot_product_attention(*inputs, None, 0.0, is_causal, scale=scale)
 
 
@@ -95,33 +98,3 @@ def _fits(inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool, scale: float |
     if torch.is_autocast_enabled("cpu"):
         return False
     return bool(_choice(*inputs, None, 0.0, is_causal, scale=scale) == SDPBackend.FLASH_ATTENTION.value)  # type: ignore[misc]
-
-
-class _Attention(torch.autograd.Function):
-    """The fused op of query, key and value. Each of them is kept as its codes, where it has them."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        """Return the attention of query, key and value; then come is_causal, scale and the codes of each, or None."""
-        *inputs, ctx.is_causal, ctx.scale, kept = args
-        y, sums = _fused(*inputs, 0.0, ctx.is_causal, scale=ctx.scale)  # type: ignore[misc]
-        ctx.like = [(x.shape, x.dtype) for x in inputs]
-        ctx.ranges = [None if codes is None else (codes.qmin, codes.qmax) for codes in kept]
-        parts = [
-            (x, None, None) if codes is None else (codes.codes, codes.scale, codes.zero_point)
-            for x, codes in zip(inputs, kept, strict=True)
-        ]
-        ctx.save_for_backward(y, sums, *(part for each in parts for part in each))
-        return y  # type: ignore[no-any-return]  # a Tensor
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key and value, from the values that the codes stand for."""
-        y, sums, *parts = ctx.saved_tensors
-        inputs = [
-            parts[3 * i] if ends is None else values_of(Codes(*parts[3 * i : 3 * i + 3], *ends), *like)
-            for i, (ends, like) in enumerate(zip(ctx.ranges, ctx.like, strict=True))
-        ]
-        gradients = _fused_backward(grad, *inputs, y, sums, 0.0, ctx.is_causal, scale=ctx.scale)  # type: ignore[misc]
-        return *gradients, None, None, None

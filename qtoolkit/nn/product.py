@@ -5,15 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from qtoolkit._native import library
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import AS_ASKED, DEFAULT, NO_INT8, Source, TrainingArithmetic
 from qtoolkit.ops.layer import Codes
 from qtoolkit.ops.requantize import centred_codes
 from qtoolkit.ops.sums import exact_matmul
-from qtoolkit.quantizers.codes import TensorCodes, known_of, values_of
+from qtoolkit.quantizers.codes import TensorCodes, known_of
 from qtoolkit.quantizers.quantizer import Quantizer
+
+_product = library.product.default
 
 
 class Product:
@@ -78,14 +80,20 @@ def product(
     if (not integer and arithmetic.save == "float") or not _fits(x, other):
         return op(x, other)
     operands = x.flatten(0, -3), other.flatten(0, -3)
-    kept = [
+    codes = [
         _codes_by_rows(operand, known_of(whole, source, of_whole))
         for operand, whole, source, of_whole in zip(operands, (x, other), grids, known, strict=True)
     ]
-    if kept == [None, None]:
+    if codes == [None, None]:
         return op(x, other)
-    codes = [part for each in kept for part in _flat(each)]
-    y: Tensor = _Product.apply(*operands, integer and None not in kept, autocast_type(x), *codes)
+    of_x, of_other = codes
+    computed = _on_codes(*operands, of_x, of_other) if integer and of_x is not None and of_other is not None else None
+    # The gradient of the one takes the values of the other.
+    kept = [
+        kept_operand(operand.to(autocast_type(x)), of_operand, needed, _is_transposed(operand))
+        for operand, of_operand, needed in zip(operands, codes, (other.requires_grad, x.requires_grad), strict=True)
+    ]
+    y: Tensor = _product(*kept[0], *kept[1], computed)
     return y.view(*x.shape[:-1], other.size(-1))
 
 
@@ -112,6 +120,8 @@ def _fits(x: Tensor, other: Tensor) -> bool:
     if not (torch.is_grad_enabled() and is_ordinary(x) and is_ordinary(other)):
         return False
     if not (x.requires_grad or other.requires_grad) or x.dtype != other.dtype or x.device != other.device:
+        return False
+    if x.dtype not in (torch.float32, autocast_type(x)):  # rounded twice on the way to autocast's type
         return False
     if min(x.dim(), other.dim()) < 3 or x.shape[:-2] != other.shape[:-2]:
         return False
@@ -142,66 +152,27 @@ def _is_transposed(x: Tensor) -> bool:
     return not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
 
 
-# ---- codes as autograd.Function takes them: tensors and numbers
+def kept_operand(x: Tensor, codes: Codes | None, needed: bool, transposed: bool = False) -> tuple[Any, ...]:
+    """Return what `product` and `fused_attention` of the library are told about an operand.
 
-Flat = tuple[Any, ...]  # codes, scale, zero point, the lowest and the highest code; None for what there is not
-
-
-def _flat(codes: Codes | None) -> Flat:
-    if codes is None:
-        return None, None, None, 0, 0
-    return codes.codes, codes.scale, codes.zero_point, codes.qmin, codes.qmax
-
-
-class _Product(torch.autograd.Function):
-    """torch.bmm of x and other in a dtype. Each operand is kept as its codes, where it has them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor, integer: bool, dtype: torch.dtype, *codes: Any) -> Tensor:
-        """Return the product of two batches of matrices (n, rows, k) and (n, k, columns); `codes` are those of `_flat`."""
-        grids = codes[:5], codes[5:]
-        ctx.like = [(operand.dtype, _is_transposed(operand), _by_rows(operand).shape) for operand in (x, other)]
-        ctx.dtype, ctx.ranges = dtype, [grid[3:] for grid in grids]
-        a, b = x.to(dtype), other.to(dtype)
-        kept = [
-            (None, None, None) if not needed else grid[:3] if grid[0] is not None else (operand, None, None)
-            # the gradient of the one takes the values of the other
-            for operand, grid, needed in zip(
-                (a, b), grids, (ctx.needs_input_grad[1], ctx.needs_input_grad[0]), strict=True
-            )
-        ]
-        ctx.save_for_backward(*kept[0], *kept[1])
-        return _on_codes(x, other, *grids).to(dtype) if integer else torch.bmm(a, b)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and other, from the values that the codes stand for."""
-        saved, dx, dother = ctx.saved_tensors, None, None
-        if ctx.needs_input_grad[0]:
-            dx = grad.bmm(_values(ctx, 1, *saved[3:]).transpose(1, 2)).to(ctx.like[0][0])
-        if ctx.needs_input_grad[1]:
-            dother = _values(ctx, 0, *saved[:3]).transpose(1, 2).bmm(grad).to(ctx.like[1][0])
-        return dx, dother, *[None] * 12
+    Args:
+        x: The operand.
+        codes: Its codes, in its own order or packed in that of its memory, or None.
+        needed: Whether the gradient of another operand takes its values.
+        transposed: Whether its codes are those of its transposed matrices.
+    """
+    if codes is None or not needed:
+        return x, None, None, None, x.shape, True, False, needed
+    size = x.transpose(-2, -1).shape if transposed else x.shape
+    return x, codes.codes, codes.scale, codes.zero_point, size, codes.qmin < 0, transposed, False
 
 
-def _values(ctx: Any, place: int, codes: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
-    """Return an operand: what was kept, or what its codes stand for."""
-    if scale is None:
-        return codes
-    dtype, transposed, shape = ctx.like[place]
-    values = values_of(Codes(codes, scale, zero_point, *ctx.ranges[place]), shape, dtype).to(ctx.dtype)
-    return values.transpose(1, 2) if transposed else values
-
-
-def _on_codes(x: Tensor, other: Tensor, grid: Flat, grid_of_other: Flat) -> Tensor:
+def _on_codes(x: Tensor, other: Tensor, grid: Codes, grid_of_other: Codes) -> Tensor:
     """Return the product as runtimes compute it: exact sums of products of codes, times the product of the steps."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     # Values determine codes, and NaN stays NaN.
-    centred, centred_other = (centred_codes(t.to(dtype), g[1]).float() for t, g in ((x, grid), (other, grid_of_other)))
-    codes, codes_of_other = (
-        (qmin, qmax) if zero_point is None else (qmin - qmax, qmax - qmin)
-        for *_, zero_point, qmin, qmax in (grid, grid_of_other)
-    )
-    steps: Tensor = grid[1].to(dtype) * grid_of_other[1].to(dtype)
-    return exact_matmul(centred, centred_other, codes, codes_of_other).to(dtype) * steps
+    grids = (grid, grid_of_other)
+    centred = [centred_codes(t.detach().to(dtype), g.scale).float() for t, g in zip((x, other), grids, strict=True)]
+    ends = [(g.qmin, g.qmax) if g.zero_point is None else (g.qmin - g.qmax, g.qmax - g.qmin) for g in grids]
+    steps: Tensor = grid.scale.to(dtype) * grid_of_other.scale.to(dtype)
+    return exact_matmul(centred[0], centred[1], *ends).to(dtype) * steps

@@ -3,7 +3,6 @@
 Values determine codes: whoever has only the tensor and its quantizer computes them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import ReferenceType, ref
 
@@ -148,10 +147,3 @@ def known_of(y: Tensor, quantizer: Quantizer | None, known: TensorCodes | None =
         return known
     found = codes_by(quantizer, y)
     return None if found is None or (quantizer is not None and quantizer.observing) else found
-
-
-def values_of(codes: Codes, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the values of codes of a tensor of this size and dtype."""
-    if codes.codes.dim() == 1 < len(size):  # packed ones have one dimension
-        return ops.dequantize_int4(codes.codes, size, codes.scale, codes.zero_point, codes.qmin < 0, dtype=dtype)
-    return ops.dequantize(codes.codes, codes.scale, codes.zero_point, dtype=dtype)

@@ -429,7 +429,9 @@ def test_weight(shape, folded, shared, dtype):
             )
 
 
-@pytest.mark.parametrize("op", EVERY)
+@pytest.mark.parametrize(
+    "op", [op for op in EVERY if not op.startswith("fused_attention")]
+)  # torch has that for the CPU
 def test_every_op_gives_what_the_cpu_gives(op):
     """On its sample, results and what it writes: near, since some sum in another order; codes and masks are equal.
 

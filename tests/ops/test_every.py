@@ -24,6 +24,14 @@ def histograms(channels: int) -> dict[str, Tensor]:
     }
 
 
+def on_codes_of(name: str, dtype: torch.dtype, *size: int) -> dict:
+    """An operand of product or fused_attention on a grid with a step of 1/2, with its codes."""
+    codes = (floats(dtype, len(size))(*size) / 10).round().clamp(-8, 7)
+    found = {"": codes * 0.5, "_codes": codes.to(torch.int8), "_scale": torch.tensor(0.5), "_zero_point": None}
+    found |= {"_size": list(size), "_signed": True, "_transposed": False, "_kept": False}
+    return {f"{name}{part}": value for part, value in found.items()}
+
+
 def sample(op: str, x: Tensor) -> dict:
     """Arguments of an op on x (of three dimensions, six channels on axis 1, a multiple of 16 elements in a row)."""
     grid = {"scale": scales(6), "zero_point": zero_points(6), "qmin": -100, "qmax": 90, "axis": 1}
@@ -113,6 +121,10 @@ def sample(op: str, x: Tensor) -> dict:
     of_weights = {"start": torch.tensor(0.004), "ratio": torch.ones(()), "rate": None, "zero_point": None}
     of_weights |= {"qmin": 0, "qmax": 200, "grad_factor": 0.5}
     attention |= {f"weights_{name}": value for name, value in of_weights.items()}
+    product = {**on_codes_of("x", x.dtype, 2, 5, 4), **on_codes_of("other", x.dtype, 2, 4, 3)}
+    product |= {"other_codes": None, "other_scale": None, "other_kept": True}
+    fused = {"is_causal": True, "scale": 0.3}
+    fused |= {k: v for name in "qkv" for k, v in on_codes_of(name, x.dtype, 2, 3, 5, 4).items()}
     statistics = {"mean": torch.linspace(-1, 1, 6), "variance": torch.linspace(1, 90, 6)}
     window = {"kernel_size": [3], "stride": [2], "padding": [1], "dilation": [1]}
     return {
@@ -241,6 +253,18 @@ def sample(op: str, x: Tensor) -> dict:
             "weights_scale": torch.tensor(0.004),
             "softmax": torch.zeros(0),
             "wanted": [True] * 5 + [False],
+        },
+        "product": {**product, "computed": None},
+        "product_backward": {"grad": floats(x.dtype, 7)(2, 5, 3), **product, "wanted": [True, True]},
+        "fused_attention": fused,
+        "fused_attention_backward": {
+            "grad": floats(x.dtype, 7)(2, 3, 5, 4),
+            **fused,
+            "y": floats(x.dtype, 8)(2, 3, 5, 4),
+            "logsumexp": floats(torch.float32, 9)(2, 3, 5).to(
+                torch.float64 if x.dtype == torch.float64 else torch.float32
+            ),
+            "wanted": [True] * 3,
         },
         "convolution": {
             "x": x,

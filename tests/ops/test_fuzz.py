@@ -33,8 +33,15 @@ EVERY = re.findall(r'"(\w+)\(Tensor', (ROOT / "csrc" / "library.cpp").read_text(
 # All but torch's own op with other gradients, whose checks and sentences are torch's.
 OURS = [name for name in EVERY if name != "convolution"]
 # Other tests compare these with their ops and call them with wrong arguments: tests/graph/program/test_unit.py and
-# test_plain_units.py, tests/ops/test_attention.py.
-OF_SEVERAL_OPS = ("unit", "layer_fake_quant", "function_fake_quant", "attention_fake_quant")
+# test_plain_units.py, tests/ops/test_attention.py and test_products.py.
+OF_SEVERAL_OPS = (
+    "unit",
+    "layer_fake_quant",
+    "function_fake_quant",
+    "attention_fake_quant",
+    "product",
+    "fused_attention",
+)
 UNITS = [f"{name}{way}" for name in OF_SEVERAL_OPS for way in ("", "_backward")]
 NAMES = [name for name in OURS if name not in UNITS]
 OPS = {name: getattr(torch.ops.qtoolkit, name).default for name in EVERY}
