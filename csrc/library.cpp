@@ -88,6 +88,9 @@ TORCH_LIBRARY(qtoolkit, m) {
   // divided by start^2; see positive_scale.cpp.
   m.def("positive_scale(Tensor start, Tensor ratio, Tensor? rate=None) -> Tensor");
 
+  // Returns a copy of value. Differentiable in through, of the same shape and dtype, with the gradient of the result.
+  m.def("straight_through(Tensor value, Tensor through) -> Tensor");
+
   // observe_minmax_, then grid_of_range of the new ranges, written to scale and zero_point (symmetric without a zero
   // point), then fake_quant on this grid. Differentiable in x.
   m.def(

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit._native import library
 from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS, LARGEST, BlockFormat
+
+_straight_through = library.straight_through.default
 
 
 def range_of(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -170,21 +173,9 @@ def clip(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     return torch.where(x < low, low, torch.where(x > high, high, x))
 
 
-class _Straight(torch.autograd.Function):
-    """Return `value`; the gradient goes to `through` as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, through: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad
-
-
 def straight_through(value: Tensor, through: Tensor) -> Tensor:
     """Return `value`, exactly, with the gradient of `through`, a tensor of the same shape."""
-    straight: Tensor = _Straight.apply(value.detach(), through)
+    straight: Tensor = _straight_through(value, through)
     return straight
 
 
@@ -200,7 +191,10 @@ def trained_by_ratio(unit: Tensor, ratio: Tensor, rate: Tensor) -> Tensor:
 
 
 class _WithFactor(torch.autograd.Function):
-    """Return x; its gradient is multiplied by a factor, which may depend on a dynamic size."""
+    """Return x; its gradient is multiplied by a factor, which may depend on a dynamic size.
+
+    It runs in compiled code alone. An op's schema has no floats that are not constants of the graph.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:

@@ -276,6 +276,7 @@ def sample(op: str, x: Tensor) -> dict:
             },
         },
         "snapshot": {"x": x},
+        "straight_through": {"value": scales(6), "through": torch.linspace(-0.5, 2, 6)},
         "positive_scale": {"start": scales(6), "ratio": torch.linspace(-0.5, 2, 6), "rate": scales(6)},
         "quantize": {"x": x, **grid, "dtype": torch.int8},
         "dequantize": {"codes": codes(torch.uint8)(*x.shape), "zero_point": None, **symmetric, **floating},

@@ -286,6 +286,14 @@ class Drawn:
         wrong = (torch.rand(start.numel() + 1), start.half())
         return self.mostly((torch.randn(start.shape) * 2).to(start), *wrong)
 
+    def value(self) -> Tensor:
+        return self.tensor(FLOATS)
+
+    def through(self) -> Tensor:
+        value = self.given["value"]
+        wrong = (torch.rand(value.numel() + 1), value.int())
+        return self.mostly(torch.randn(value.shape).to(value), *wrong)
+
     def rate(self) -> Tensor | None:
         start = self.given["start"]
         right = self.r.choice([None, torch.rand(start.shape).to(start)])
@@ -1101,6 +1109,10 @@ def check_max_pool_offsets_backward(
 def check_snapshot(drawn: Drawn, found: Results, x: Tensor) -> None:
     assert (found[0].dtype, found[0].shape) == (x.dtype, x.shape)
     assert found[0].contiguous().untyped_storage().tolist() == x.clone().contiguous().untyped_storage().tolist()
+
+
+def check_straight_through(drawn: Drawn, found: Results, value: Tensor, through: Tensor) -> None:
+    assert_same(found[0], value)
 
 
 def check_positive_scale(drawn: Drawn, found: Results, start: Tensor, ratio: Tensor, rate: Tensor | None) -> None:

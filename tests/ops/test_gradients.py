@@ -459,3 +459,15 @@ def test_the_same_bits_in_every_run_and_for_any_number_of_threads(dtype, channel
     for other in results[1:]:
         for got, wanted in zip(other, results[0], strict=True):
             assert_same(got, wanted)
+
+
+def test_straight_through_gives_a_value_the_gradient_of_another_tensor():
+    value, through = torch.tensor([-0.0, float("inf"), float("nan")]), leaf(torch.ones(3))
+    y = torch.ops.qtoolkit.straight_through(leaf(value), through)
+    assert_same(y, value)
+    (grad,) = torch.autograd.grad(y, through, torch.tensor([1.0, 2.0, 3.0]), create_graph=True)
+    assert grad.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="^straight_through: through must have the shape of value, .3., got .2."):
+        torch.ops.qtoolkit.straight_through(value, torch.ones(2))
+    with pytest.raises(TypeError, match="^straight_through: through must have the dtype of value, Float, got Double"):
+        torch.ops.qtoolkit.straight_through(value, torch.ones(3, dtype=torch.float64))
