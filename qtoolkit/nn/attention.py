@@ -32,6 +32,26 @@ def stop_fast_path(module: nn.Module, args: Any) -> None:
     """Do nothing. Any hook keeps TransformerEncoderLayer from calling its fused float kernel, which skips the quantizers."""
 
 
+class Parts:
+    """The quantizers and projections inside of an attention, each asked at every call how it computes.
+
+    Args:
+        attention: The attention.
+    """
+
+    def __init__(self, attention: "QuantMultiheadAttention") -> None:
+        self.attention = attention
+
+    def quantized(self, name: str, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
+        """Return x quantized by the quantizer of this name, or x itself without one, and what is known of it."""
+        return quantized_for(self.attention.training_arithmetic, getattr(self.attention, name), x)
+
+    def projected(self, name: str, x: Tensor, known: TensorCodes | None) -> Tensor:
+        """Return the projection of x of this name, "in_projection" or "out_projection"; `known` is what is known of x."""
+        projection: Projection = getattr(self.attention, name)
+        return projection(x, known)
+
+
 class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
     """torch.nn.MultiheadAttention with quantized projections and matrix products.
 
@@ -120,10 +140,11 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
         is_causal: bool = False,
         *,
         known: TensorCodes | None = None,
+        parts: Parts | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; arguments and results are those of torch.nn.MultiheadAttention.
 
-        `known` is what the code of a prepared model knows of the query.
+        `known` is what the code of a prepared model knows of the query, `parts` what computes inside of the module there.
 
         Raises:
             ValueError: An input is a nested tensor, or the numbers of dimensions do not fit.
@@ -131,7 +152,8 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
         self._check(query, key, value, attn_mask, is_causal)
         batched = query.dim() == 3
         inputs, known = self._quantize_inputs(query, key, value, batched, known)
-        q, k, v = self._project(inputs, known)
+        parts = Parts(self) if parts is None else parts
+        q, k, v = self._project(inputs, known, parts)
         along = 1 if self.batch_first and batched else 0
         k, v, added = self._extend(k, v, along)
         target, source, batch = q.size(along), k.size(along), q.size(1 - along)
@@ -140,13 +162,13 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
             attn_mask, added = torch.ones(target, source, dtype=torch.bool, device=q.device).triu(1), 0
         mask = self._merge_masks(attn_mask, key_padding_mask, q.dtype, batch, added)
         of_heads = (
-            (self.query_quantizer, self._heads(q, along) * math.sqrt(1.0 / self.head_dim)),
-            (self.key_quantizer, self._heads(k, along)),
-            (self.value_quantizer, self._heads(v, along)),
+            ("query_quantizer", self._heads(q, along) * math.sqrt(1.0 / self.head_dim)),
+            ("key_quantizer", self._heads(k, along)),
+            ("value_quantizer", self._heads(v, along)),
         )
-        operands, codes = zip(*(quantized_for(self.training_arithmetic, *each) for each in of_heads), strict=True)
+        operands, codes = zip(*(parts.quantized(*each) for each in of_heads), strict=True)
         y, weights = self._attend(operands, codes, mask, need_weights)
-        y = self._out(y, along)
+        y = parts.projected("out_projection", *parts.quantized("out_proj_input_quantizer", self._joined(y, along)))
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         return (y, weights) if batched else (y.squeeze(1), None if weights is None else weights.squeeze(0))
@@ -192,6 +214,12 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
             x, known = quantized_for(self.training_arithmetic, self.input_quantizer, x)
         return (x, known) if batched else (x.unsqueeze(1), None)
 
+    def computes_by(self) -> list[nn.Module]:
+        """Return the modules beside it on which it depends how it computes in training."""
+        quantizers = (self.input_quantizer, self.out_proj_input_quantizer, *self.weight_quantizers().values())
+        inside = [module for quantizer in quantizers if quantizer is not None for module in quantizer.modules()]
+        return [self.out_proj, *inside, *super().computes_by()]
+
     @property
     def in_projection(self) -> Projection | None:
         """The projection of a tensor that is query, key and value; None where these have weights of their own."""
@@ -207,7 +235,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
         return Projection(self, weight, self.out_proj_weight_quantizer, bias, self.out_proj_input_quantizer)
 
     def _project(
-        self, inputs: tuple[Tensor, Tensor, Tensor], known: TensorCodes | None
+        self, inputs: tuple[Tensor, Tensor, Tensor], known: TensorCodes | None, by: Parts
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = inputs
         if self.in_proj_weight is None:
@@ -216,9 +244,8 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
             parts = [quantized(getattr(self, f"{name}_quantizer"), getattr(self, name)) for name in names]
             q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), parts, biases, strict=True))
             return q, k, v
-        projection = self.in_projection if query is key and key is value else None
-        if projection is not None:
-            q, k, v = projection(query, known).chunk(3, dim=-1)
+        if query is key and key is value:
+            q, k, v = by.projected("in_projection", query, known).chunk(3, dim=-1)
             return q, k, v
         weight = quantized(self.in_proj_weight_quantizer, self.in_proj_weight)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
@@ -283,10 +310,9 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
         y = product(torch.matmul, dropped, v, self.products[1], self.training_arithmetic)
         return y, dropped if need_weights else None
 
-    def _out(self, y: Tensor, along: int) -> Tensor:
-        """(batch, heads, length, features of a head) -> (length, batch, features), or the batch first, projected."""
-        y = (y.transpose(1, 2) if along else y.permute(2, 0, 1, 3)).flatten(2)
-        return self.out_projection(*quantized_for(self.training_arithmetic, self.out_proj_input_quantizer, y))
+    def _joined(self, y: Tensor, along: int) -> Tensor:
+        """(batch, heads, length, features of a head) -> (length, batch, features), or the batch first."""
+        return (y.transpose(1, 2) if along else y.permute(2, 0, 1, 3)).flatten(2)
 
 
 def _as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -132,6 +132,11 @@ class TakesCodes(TrainsOnCodes):
         source = of_call(self._sources, call)
         return None if source is None else source.now()
 
+    def computes_by(self) -> list[nn.Module]:
+        """Return the modules beside it on which it depends how it computes in training."""
+        sources = (source for source in self._sources if source is not None)
+        return [module for source in sources for module in (source.quantizer, *source.dropouts)]
+
 
 def along_outputs(spec: QuantSpec, weight: Tensor, axis: int) -> bool:
     """Return whether a weight has one scale, or one per output channel; these run along an axis of it."""

@@ -30,7 +30,9 @@ class Projection:
 
     FLOAT: ClassVar[type[nn.Module]] = nn.Linear
     OP_KIND: ClassVar[OpKind] = QuantLinear.OP_KIND
+    OUTPUT_AXIS: ClassVar[int] = QuantLinear.OUTPUT_AXIS
     returns_channels_last: ClassVar[bool] = False
+    batch_norm = integer_kernel = input_quantizer = None
 
     def __init__(
         self,
@@ -49,7 +51,18 @@ class Projection:
         if y is not None:
             return y
         weight = on_codes.quantized_weight(self, None)
-        return F.linear(x, quantized(self.weight_quantizer, self.weight) if weight is None else weight, self.bias)
+        return self.compute(x, quantized(self.weight_quantizer, self.weight) if weight is None else weight, self.bias)
+
+    @staticmethod
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer."""
+        return F.linear(x, weight, bias)
+
+    def check_input(self, x: Tensor) -> None:
+        """Do nothing: no batch norm is behind it."""
+
+    def sum_steps(self) -> None:
+        """Return None: the bias is added in float."""
 
     def source_of(self, call: int) -> Quantizer | None:
         """Return the source."""
@@ -77,5 +90,5 @@ class Projection:
 
     def scales_along_outputs(self) -> bool:
         """Return whether the weight has one scale, or one per output feature."""
-        quantizer, axis = self.weight_quantizer, QuantLinear.OUTPUT_AXIS
-        return quantizer is not None and on_codes.along_outputs(quantizer.spec, self.weight, axis)
+        quantizer = self.weight_quantizer
+        return quantizer is not None and on_codes.along_outputs(quantizer.spec, self.weight, self.OUTPUT_AXIS)

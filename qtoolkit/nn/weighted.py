@@ -182,14 +182,10 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         """
         self._sums_over = quantizers  # in a tuple: they are submodules elsewhere
 
-    def computes_by(self) -> Sequence[nn.Module]:
+    def computes_by(self) -> list[nn.Module]:
         """Return the modules beside it on which it depends how it computes in training."""
         weight = self.weight_quantizer
-        observer = weight.observer if isinstance(weight, TensorQuantizer) else None
-        sources = [
-            each for source in self._sources if source is not None for each in (source.quantizer, *source.dropouts)
-        ]
-        return [module for module in (weight, observer, *sources) if module is not None]
+        return [*([] if weight is None else weight.modules()), *super().computes_by()]
 
     def sum_steps(self, call: int = 0) -> Tensor | None:
         """Return the steps of the integer sums of a call: one, or one per output channel. None without a linked input."""

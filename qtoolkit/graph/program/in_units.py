@@ -20,8 +20,8 @@ from qtoolkit.graph.program.chains import (
     is_weighted_call,
 )
 from qtoolkit.graph.program.division import Division, Whole
-from qtoolkit.graph.program.epilogue import called_with, epilogue_of, max_pool, max_pool2d
-from qtoolkit.graph.program.units import BatchNormUnit, FunctionUnit, LayerUnit, Names
+from qtoolkit.graph.program.epilogue import epilogue_of, max_pool, max_pool2d
+from qtoolkit.graph.program.units import AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit, Names
 from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, Function, function_of_module
 from qtoolkit.graph.program.writer import Writer, function_of
 from qtoolkit.graph.traced_blocks import node_name
@@ -184,7 +184,8 @@ class UnitWriter(Writer):
             self.written[node] = self.graph.call_function(function, (known, *args), kwargs)
         elif is_attention_call(node):
             attention = (self._module(node), known[0], *args)
-            self.written[node] = self.graph.create_node("call_function", called_with, attention, kwargs, name=node.name)
+            run = AttentionUnit().run
+            self.written[node] = self.graph.create_node("call_function", run, attention, kwargs, name=node.name)
         elif node.op == "call_module":
             self._write_unit(max_pool, (self._module(node), *args, *known), node.name, node)
         else:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn import on_codes
 from qtoolkit.nn.output_grid import Grid, GridNow, grid_of, quantized_by, why_quantizer_not_fused
-from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.codes import TensorCodes, codes_of, codes_on
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
@@ -206,7 +205,7 @@ class Decided(Generic[P]):
 def snapshot_of(root: nn.Module, names: Sequence[str]) -> Snapshot:
     """Return the attributes of submodules now, and of the quantizers on which it depends how they compute."""
     modules = [root.get_submodule(name) for name in names]
-    seen = [*modules, *(each for m in modules if isinstance(m, QuantWeighted) for each in m.computes_by())]
+    seen = [*modules, *(each for m in modules if isinstance(m, on_codes.TakesCodes) for each in m.computes_by())]
     holders = [root.get_submodule(parent)._modules for parent in {p for name in names for p in _parents(name)}]
     return Snapshot((*seen, *holders), IGNORED)
 
@@ -279,9 +278,8 @@ def layer_arguments(layer: Any, x: Tensor) -> LayerArguments | None:
     return LayerArguments(_grid_of_weight(layer), (*sizes, integer), computed, like, takes_raw)
 
 
-def kind_of_inputs(layer: Any, x: Tensor) -> tuple[Hashable, ...] | None:
-    """Return on what it depends, besides the modules, how an op computes a layer; None where its weight is computed."""
-    weight = layer._parameters.get("weight")
+def kind_of_inputs(weight: Tensor | None, x: Tensor) -> tuple[Hashable, ...] | None:
+    """Return on what it depends, besides the modules, how an op computes a layer of a parameter; None without that."""
     if weight is None:
         return None
     return x.shape, x.stride(), x.dtype, x.device, weight.dtype, on_codes.computed_type(weight, x)

@@ -123,7 +123,7 @@ class BatchNormUnit(Decided[NormPlan]):
     def kind_of(self, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
         _, residual, _ = others
-        kind = kind_of_inputs(self.modules[0], x)
+        kind = kind_of_inputs(self.modules[0]._parameters.get("weight"), x)
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
         return None if kind is None else (*kind, added)
 

@@ -70,21 +70,23 @@ class LayerUnit(Decided[LayerPlan]):
             known: What is known of it.
         """
         if torch.compiler.is_compiling():
-            return _one_by_one(x, None, *self.modules_now())
+            return self.one_by_one(x, None, *self.modules_now())
         self.look()
         found = self.by_op(x, known) if type(x) is Tensor and torch.is_grad_enabled() else None
-        return _one_by_one(x, known, *self.modules) if found is None else found
+        return self.one_by_one(x, known, *self.modules) if found is None else found
+
+    def one_by_one(self, x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
+        """Call the modules one by one."""
+        return quantized_by(quantizer, called_with(layer, known, x))
 
     def kind_of(self, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
-        return kind_of_inputs(self.modules[0], x)
+        return kind_of_inputs(self.modules[0]._parameters.get("weight"), x)
 
     def planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
         """Ask the modules for the plan."""
         layer = self.modules[0]
-        if all_watched() or is_watched(layer) or not is_ordinary(x) or type(layer).forward is not QuantWeighted.forward:
-            return None
-        if not (layer.training and layer.batch_norm is None and layer_is_plain(layer)):
+        if all_watched() or not (is_ordinary(x) and self.is_one_op(layer)):
             return None
         of_layer = layer_arguments(layer, x)
         if of_layer is None:
@@ -92,6 +94,11 @@ class LayerUnit(Decided[LayerPlan]):
         quantizer = self.quantizer_in_op()
         output, with_codes = output_grid(quantizer, of_layer.like), self.with_codes and gives_codes(quantizer)
         return LayerPlan(quantizer, output, with_codes, of_layer, layer.sum_steps() is not None)
+
+    def is_one_op(self, layer: Any) -> bool:
+        """Return whether the op computes a layer as it is now, for some inputs."""
+        is_called = is_watched(layer) or type(layer).forward is not QuantWeighted.forward
+        return not is_called and layer.training and layer.batch_norm is None and layer_is_plain(layer)
 
     def varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         """Return what the op is told besides what the plan says; None if x has no codes."""
@@ -107,7 +114,3 @@ class LayerUnit(Decided[LayerPlan]):
         first, last = layer_call(self.modules[0], plan.layer, tensors[:-2], constants[:-1])
         output = output_call(plan, tensors[-2:], constants[-1:])
         return _bind(self.VARYING, *first, plan.rounds_bias, *output, is_learned(output), plan.with_codes, *last)
-
-
-def _one_by_one(x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
-    return quantized_by(quantizer, called_with(layer, known, x))
