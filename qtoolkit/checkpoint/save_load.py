@@ -14,7 +14,7 @@ from qtoolkit.argument_order import in_any_order
 from qtoolkit.checkpoint.contents import contents_of
 from qtoolkit.checkpoint.file import write_file
 from qtoolkit.checkpoint.loading import SUFFIX, Loading, opened
-from qtoolkit.errors import some
+from qtoolkit.errors import check_flags, some
 from qtoolkit.extras import missing
 from qtoolkit.finite import check_finite
 from qtoolkit.model_state import check_module
@@ -157,6 +157,7 @@ def load_checkpoint(
         >>> torch.equal(prepared.get_parameter("0.weight"), model[0].weight)
         True
     """
+    check_flags("load_checkpoint", strict=strict)
     check_module(model, "load_checkpoint")
     inner, place, given = unwrapped(model), Path(path), _checked(state, "load_checkpoint")
     with raising_on_all_ranks("load_checkpoint"), _about(place), _damaged():

@@ -13,7 +13,7 @@ from torch import nn
 from qtoolkit.argument_order import in_any_order
 from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_flags, check_known
 from qtoolkit.export.exporters.pools import DivisorsWritten
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
@@ -159,6 +159,9 @@ def export_onnx(
         >>> result.verification.weight_codes.differing
         0
     """
+    check_flags("export_onnx", verify=verify, dynamic_batch=dynamic_batch, progress=progress)
+    if integer_weights is not None:
+        check_flags("export_onnx", integer_weights=integer_weights)
     check_known("exporter", exporter, EXPORTERS)
     if dynamic_batch and dynamic_shapes is not None:
         raise ValueError(

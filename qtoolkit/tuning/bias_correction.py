@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from qtoolkit.errors import check_known, with_article
+from qtoolkit.errors import check_flags, check_known, with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import bounds_of, is_quantizer, kind_of
@@ -104,6 +104,7 @@ def bias_correction(
         >>> torch.allclose(prepared(x).mean(0), model(x).mean(0), atol=1e-6)
         True
     """
+    check_flags("bias_correction", progress=progress)
     check_module(prepared, "bias_correction", "prepared")
     check_known("method of bias_correction", method, ("empirical", "analytic"))
     if (method == "analytic") != (batches is None):
