@@ -111,8 +111,14 @@ class Inputs:
         """Return the entry of `dynamic_shapes` for each tensor.
 
         Raises:
-            ValueError: It does not have an entry for each argument.
+            TypeError: It, or an entry, is of another type.
+            ValueError: It does not have an entry for each argument, or an entry names a dimension that its tensor does not have.
         """
+        if not isinstance(dynamic_shapes, Mapping | Sequence) or isinstance(dynamic_shapes, str):
+            raise TypeError(
+                f"{self.what}: dynamic_shapes must be a sequence or a dict of entries for the inputs of forward, such as "
+                f"({{0: 'batch'}},), or None, got {shown(dynamic_shapes)}."
+            )
         shapes = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else tuple(dynamic_shapes)
         values: Any = self.arguments if isinstance(shapes, Mapping) else (*self.args, *self.kwargs.values())
         unlike = isinstance(shapes, Mapping) and shapes.keys() != values.keys()
@@ -121,7 +127,24 @@ class Inputs:
                 f"{self.what}: dynamic_shapes must have an entry for each input of forward ({', '.join(self.arguments)}), "
                 f"got {list(shapes) if len(shapes) == len(values) else len(shapes)}; an entry is a dict of dimensions, or None."
             )
-        return [_entry(shapes, path) for path, value in leaves(values) if isinstance(value, Tensor)]
+        found = [(_entry(shapes, path), value) for path, value in leaves(values) if isinstance(value, Tensor)]
+        for name, (entry, tensor) in zip(self.names, found, strict=True):
+            self._check_entry(name, entry, tensor.dim())
+        return [entry for entry, _ in found]
+
+    def _check_entry(self, name: str, entry: Any, dims: int) -> None:
+        """Check an entry of `dynamic_shapes`: torch.export ignores a negative dimension, and the older exporter crashes on it."""
+        what = f"{self.what}: dynamic_shapes"
+        if not isinstance(entry, Mapping | Sequence | None) or isinstance(entry, str):
+            raise TypeError(
+                f"{what} must have for {name!r} a dict of dimensions, such as {{0: 'batch'}}, or None, got {shown(entry)}."
+            )
+        axes = entry if isinstance(entry, Mapping) else range(len(entry or ()))
+        wrong = [axis for axis in axes if type(axis) is not int or not 0 <= axis < dims]
+        if wrong:
+            raise ValueError(
+                f"{what} must name dimensions of {name!r} by numbers from 0 to {dims - 1}, got {wrong[0]!r}."
+            )
 
     def with_dynamic_batch(self) -> "tuple[Inputs, dict[str, Any]]":
         """Return inputs with at least two samples, and the `dynamic_shapes` that make dimension 0 of each tensor dynamic.
