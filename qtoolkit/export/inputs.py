@@ -112,7 +112,7 @@ class Inputs:
 
         Raises:
             TypeError: It, or an entry, is of another type.
-            ValueError: It does not have an entry for each argument, or an entry names a dimension that its tensor does not have.
+            ValueError: It does not have an entry for each argument, or an entry names a dimension that its tensor lacks.
         """
         if not isinstance(dynamic_shapes, Mapping | Sequence) or isinstance(dynamic_shapes, str):
             raise TypeError(
@@ -133,7 +133,7 @@ class Inputs:
         return [entry for entry, _ in found]
 
     def _check_entry(self, name: str, entry: Any, dims: int) -> None:
-        """Check an entry of `dynamic_shapes`: torch.export ignores a negative dimension, and the older exporter crashes on it."""
+        """Check an entry of `dynamic_shapes`: torch.export ignores negative dimensions, and the older exporter crashes."""
         what = f"{self.what}: dynamic_shapes"
         if not isinstance(entry, Mapping | Sequence | None) or isinstance(entry, str):
             raise TypeError(
