@@ -193,7 +193,7 @@ def test_inputs_without_a_tensor_are_named(value: object, tmp_path: Path) -> Non
         qt.export_onnx(prepared, (value,), tmp_path / "model.onnx", progress=False)
 
 
-@pytest.mark.parametrize("path", [None, io.BytesIO(), 5])
+@pytest.mark.parametrize("path", [None, io.BytesIO(), 5, ""])
 def test_a_value_that_is_no_path_is_named(path: object) -> None:
     prepared = qt.prepare(conv_net(), IMAGES)
     qt.calibrate(prepared, [IMAGES], progress=False)
@@ -203,6 +203,21 @@ def test_a_value_that_is_no_path_is_named(path: object) -> None:
         qt.export_onnx(prepared, IMAGES, path=path)
     with pytest.raises(TypeError, match=r'^report: path must be the file to write, got .*; write path="report\.html"'):
         qt.debug.report(prepared, IMAGES, path)
+    with pytest.raises(TypeError, match=r'^draw: path must be the file to write, got .*; write path="model\.svg"'):
+        qt.debug.draw(prepared, path)
+    with pytest.raises(
+        TypeError, match=r"^save_checkpoint: path must be a file that ends in '\.safetensors' or a folder, got"
+    ):
+        qt.save_checkpoint(prepared, path=path)
+
+
+def test_a_file_is_no_folder_of_a_checkpoint(tmp_path: Path) -> None:
+    place = tmp_path / "last"
+    place.write_text("notes")
+    words = r"^save_checkpoint: a path that does not end in '\.safetensors' is a folder, but '.*last' is a file; remove it, or"
+    with pytest.raises(NotADirectoryError, match=words):
+        qt.save_checkpoint(net(), place)
+    assert place.read_text() == "notes"
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
