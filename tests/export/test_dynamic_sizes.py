@@ -64,3 +64,18 @@ def test_branches_that_no_dynamic_size_decides_are_not(then: Callable[[Tensor], 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "export_onnx")
         qt.export_onnx(prepared(then), IMAGE, tmp_path / "model.onnx", dynamic_shapes=(dims,))
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_file_that_is_wrong_for_other_sizes_is_refused(exporter: str, tmp_path) -> None:
+    """Without a graph, Python runs in the export alone: no function records what it asks of a size."""
+    net = nn.Sequential(Net(doubled_if_high), nn.Conv2d(4, 2, 1)).eval()
+    model = qt.quant_modules.replace(net, backend="onnxruntime")
+    qt.calibrate(model, [IMAGE], progress=False)
+    path = tmp_path / "model.onnx"
+    words = r"^export_onnx: the file computes as the model does for the example inputs, but .* of sizes \(2, 3, 6, 16\): tor"
+    with pytest.raises(RuntimeError, match=words):
+        qt.export_onnx(model, IMAGE, path, dynamic_shapes=({2: "height"},), exporter=exporter)
+    assert not path.exists()
+    result = qt.export_onnx(model, IMAGE, path, dynamic_shapes=({0: "batch", 3: "width"},), exporter=exporter)
+    assert result.verification.output_error < 1e-5
