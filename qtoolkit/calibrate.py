@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qtoolkit.batches import Caller, check_batches, no_batch
 from qtoolkit.eager.record import check_links
-from qtoolkit.errors import check_known, some
+from qtoolkit.errors import check_flags, check_known, check_whole, some
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
@@ -133,6 +133,7 @@ def calibrate(
         >>> report.ranges["activation_quantizers.input_1"]
         (1.0, 2.0)
     """
+    check_flags("calibrate", progress=progress, synchronize=synchronize)
     check_module(prepared, "calibrate", "prepared")
     quantizers = quantizers_of(prepared)
     _check_any(prepared, quantizers, "calibrate")
@@ -255,10 +256,8 @@ def _warn_of_unreached(names: Sequence[str]) -> None:
 
 def _check(batches: object, max_batches: object, forward: object) -> None:
     check_batches("calibrate", batches, forward)
-    if max_batches is not None and not isinstance(max_batches, int):
-        raise TypeError(f"calibrate: max_batches must be a whole number or None, got {max_batches!r}.")
-    if max_batches is not None and max_batches < 1:
-        raise ValueError(f"calibrate: max_batches must be at least 1 or None, got {max_batches}.")
+    if max_batches is not None:
+        check_whole("calibrate", "max_batches", max_batches, 1, " or None")
 
 
 def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:

@@ -118,6 +118,49 @@ def check_sequence(value: object, what: str, argument: str, of: str = "names", e
         raise ValueError(f"{what}: {argument} must be a sequence of at least one of the {of}, got {value!r}.")
 
 
+def check_flags(what: str, **flags: object) -> None:
+    """Raise TypeError, which begins with `what`, unless each argument is True or False: the text "no" would count as True.
+
+    Example:
+        >>> check_flags("export_onnx", verify=True, dynamic_batch="no")
+        Traceback (most recent call last):
+        ...
+        TypeError: export_onnx: dynamic_batch must be True or False, got 'no'; write dynamic_batch=True or dynamic_batch=False.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"{what}: {name} must be True or False, got {shown(value)}; write {name}=True or {name}=False."
+            )
+
+
+def check_whole(what: str, name: str, value: object, least: int, otherwise: str = "") -> int:
+    """Return an argument that is a whole number of at least `least`; True and 2.0 are none.
+
+    Args:
+        what: The public function, with which errors begin.
+        name: The argument.
+        value: Its value.
+        least: The smallest value that is allowed.
+        otherwise: What else the argument may be, as the error says it, such as " or None".
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is less.
+
+    Example:
+        >>> check_whole("calibrate", "max_batches", True, 1, " or None")
+        Traceback (most recent call last):
+        ...
+        TypeError: calibrate: max_batches must be a whole number or None, got True.
+    """
+    if type(value) is not int:
+        raise TypeError(f"{what}: {name} must be a whole number{otherwise}, got {shown(value)}.")
+    if value < least:
+        raise ValueError(f"{what}: {name} must be at least {least}, got {value}.")
+    return value
+
+
 @contextmanager
 def within(place: str) -> Iterator[None]:
     """Begin a ValueError of the block with the place in a file that it is about.

@@ -19,8 +19,11 @@ DAY = 24 * 60 * 60
 
 
 def checked_path(path: object, what: str, example: str) -> str | os.PathLike[str]:
-    """Return a path to write. Errors begin with `what`: TypeError for what is no path, IsADirectoryError for a folder."""
-    if not isinstance(path, str | os.PathLike):
+    """Return a path to write. Errors begin with `what`: TypeError for what is no path, IsADirectoryError for a folder.
+
+    The empty text, which `pathlib` takes for the present folder, is no path.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise TypeError(f'{what}: path must be the file to write, got {shown(path)}; write path="{example}".')
     if os.path.isdir(path):
         inside = os.path.join(os.fspath(path), example)

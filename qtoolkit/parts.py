@@ -11,7 +11,7 @@ from torch import nn
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Exclude, with_excluded
-from qtoolkit.errors import some
+from qtoolkit.errors import check_flags, some
 from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.model_inputs import naming_misfits, split
@@ -72,6 +72,7 @@ def prepare_parts(
         >>> isinstance(prepared.body, qt.graph.QuantizedGraphModule)
         True
     """
+    check_flags("prepare_parts", inplace=inplace)
     target = backend_of(backend)
     check_module(model, "prepare_parts")
     mapping = with_excluded(qconfig_mapping, exclude)

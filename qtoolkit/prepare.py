@@ -18,7 +18,7 @@ from qtoolkit.config.mapping import (
     with_excluded,
 )
 from qtoolkit.eager.record import record_of
-from qtoolkit.errors import check_known, renamed, with_article
+from qtoolkit.errors import check_flags, check_known, renamed, with_article
 from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import exported, trace
@@ -113,6 +113,7 @@ def prepare(
         >>> [type(layer).__name__ for layer in prepare(model, exclude="2").children()][:3]
         ['QuantLinear', 'ReLU', 'Linear']
     """
+    check_flags("prepare", inplace=inplace)
     _check_example_inputs(example_inputs)
     target = backend_of(backend)
     untraced = renamed("prepare", "skip", skip, "untraced", untraced, ())

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -30,8 +31,9 @@ from qtoolkit.eager.rules import (
     decide_all,
     entries_of,
     names_ignored,
+    quantized_otherwise,
 )
-from qtoolkit.errors import check_known, renamed, unknown
+from qtoolkit.errors import check_flags, check_known, renamed, some, unknown
 from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -70,7 +72,7 @@ def replace(
 
     The model's Python stays as it is, with its control flow. Call `qtoolkit.calibrate` next. `qtoolkit.convert` and
     `qtoolkit.export_onnx` take the result, and `qtoolkit.quantization_report` lists the status of each layer with the reason.
-    A second call skips layers that are quantized already.
+    A second call skips layers that are quantized already, and warns of those for which its rules give another config.
 
     Each layer stays the same object with the same parameters: shared layers stay shared, and references to a layer and
     handles of its hooks remain valid. (A bound method taken from a layer before, `f = layer.forward`, still computes in
@@ -122,6 +124,7 @@ def replace(
         >>> report.ranges["0.input_quantizer"]
         (1.0, 1.0)
     """
+    check_flags("replace", inplace=inplace)
     target = backend_of(backend)
     check_known("quantize", quantize, QUANTIZE)
     arithmetic = renamed("replace", "forward", forward, "training_arithmetic", training_arithmetic, "auto")
@@ -136,6 +139,7 @@ def replace(
         configs = LayerRules.of(own, target, mapping, table, custom or ())
         configs.check_names()
         _warn_of_types(own, mapping, custom or {})
+        _warn_of_kept(own, configs)
         _replace(own, configs, quantize)
         set_training_arithmetic(own, arithmetic, save)
         put_parametrizations(own, parametrizations)
@@ -284,6 +288,17 @@ def _warn_of_types(model: nn.Module, mapping: QConfigMapping | None, custom: Qat
         warn_of_unused_types(f"replace: {option}", [kind for kind in kinds if isinstance(kind, type)], types)
         warn_of_unused_types(f"replace: {option}", functions, (), "is a function (replace quantizes modules only)")
     warn_of_unused_types("replace: custom names", custom, types)
+
+
+def _warn_of_kept(model: nn.Module, rules: LayerRules) -> None:
+    """Warn of layers that are quantized already, for which the rules of this call have no effect."""
+    names = quantized_otherwise(model, rules)
+    if names:
+        warnings.warn(
+            f"replace: qconfig_mapping, exclude or backend gives another config for layers that are quantized already, which "
+            f"keep theirs: {some(list(map(repr, names)))}; replace the float model, with all rules in one call.",
+            stacklevel=3,
+        )
 
 
 def _output_specs(model: nn.Module, rules: LayerRules, decisions: Mapping[str, LayerDecision]) -> dict[str, QuantSpec]:

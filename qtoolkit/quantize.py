@@ -17,7 +17,7 @@ from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Exclude, with_excluded
 from qtoolkit.convert import QUANTIZED, convert
-from qtoolkit.errors import some
+from qtoolkit.errors import check_flags, some
 from qtoolkit.export import DeployedVerification, ExportResult, Verdict, export_onnx, verify
 from qtoolkit.export.onnx import Exporter, require_extra
 from qtoolkit.graph.capture import trace
@@ -142,6 +142,7 @@ def quantize(
         >>> str(result.verdict), len(result.report.left_float), result.calibration.batches
         ('equal', 0, 4)
     """
+    check_flags("quantize", dynamic_batch=dynamic_batch, progress=progress)
     check_module(model, "quantize")
     trace.check_model(model, "quantize")
     if any(isinstance(part, QUANTIZED) for part in model.modules()):

@@ -1,7 +1,8 @@
 """Arguments of wrong types: each error names the public function, the argument and the value."""
 
+import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 
 import qtoolkit as qt
 from qtoolkit.compat.checkpoints import load_amax
+from qtoolkit.graph.lint import lint as graph_lint
+from qtoolkit.tuning import mixed_precision
 
 
 def net() -> nn.Module:
@@ -66,6 +69,38 @@ def test_options_of_prepare(options: dict[str, object], words: str) -> None:
         qt.prepare(net(), **options)
 
 
+def flags() -> Iterator[tuple[str, Callable[..., object], str]]:
+    """Yield each option of public functions that is True or False: the function's name, the function and the option."""
+    homes = (qt, qt.tuning, qt.debug, qt.export)
+    public = [getattr(home, name) for home in homes for name in home.__all__]
+    others = [qt.quant_modules.replace, graph_lint, mixed_precision.hessian_traces]
+    methods = [*vars(mixed_precision.MixedPrecision).values(), *vars(mixed_precision.Front).values()]
+    for function in filter(inspect.isfunction, [*public, *others, *methods]):
+        for option, parameter in inspect.signature(function).parameters.items():
+            if parameter.annotation in (bool, bool | None):
+                yield function.__name__, function, option
+
+
+FLAGS = {f"{function.__module__}-{name}-{option}": (name, function, option) for name, function, option in flags()}
+
+
+@pytest.mark.parametrize("value", ["no", 0], ids=repr)
+@pytest.mark.parametrize("case", FLAGS)
+def test_options_that_are_true_or_false_are_nothing_else(case: str, value: object) -> None:
+    name, function, option = FLAGS[case]
+    parameters = inspect.signature(function).parameters.values()
+    required = ["model.onnx" if p.name == "path" else object() for p in parameters if p.default is p.empty]
+    with pytest.raises(
+        TypeError, match=rf"^{name}: {option} must be True or False, got {value!r}; write {option}=True"
+    ):
+        function(*required, **{option: value})
+
+
+def test_the_best_known_options_are_among_them() -> None:
+    found = {(name, option) for name, _, option in FLAGS.values()}
+    assert {("prepare", "inplace"), ("export_onnx", "integer_weights"), ("measured", "progress")} <= found
+
+
 @pytest.mark.parametrize("evaluate", ["accuracy", None])
 def test_what_is_no_function_does_not_evaluate(evaluate: object) -> None:
     prepared = qt.prepare(net().eval())
@@ -80,6 +115,7 @@ def test_what_is_no_function_does_not_evaluate(evaluate: object) -> None:
         (("text",), "batches must be an iterable of batches, such as a list, got str"),
         (({"x": X},), "batches must be an iterable of batches, such as a list, got dict"),
         (([X], "3"), "max_batches must be a whole number or None, got '3'"),
+        (([X], True), "max_batches must be a whole number or None, got True"),
         (([X], None, 5), "forward must be a function of a model and a batch, or None, got 5"),
     ],
 )
@@ -157,7 +193,7 @@ def test_inputs_without_a_tensor_are_named(value: object, tmp_path: Path) -> Non
         qt.export_onnx(prepared, (value,), tmp_path / "model.onnx", progress=False)
 
 
-@pytest.mark.parametrize("path", [None, io.BytesIO(), 5])
+@pytest.mark.parametrize("path", [None, io.BytesIO(), 5, ""])
 def test_a_value_that_is_no_path_is_named(path: object) -> None:
     prepared = qt.prepare(conv_net(), IMAGES)
     qt.calibrate(prepared, [IMAGES], progress=False)
@@ -167,6 +203,21 @@ def test_a_value_that_is_no_path_is_named(path: object) -> None:
         qt.export_onnx(prepared, IMAGES, path=path)
     with pytest.raises(TypeError, match=r'^report: path must be the file to write, got .*; write path="report\.html"'):
         qt.debug.report(prepared, IMAGES, path)
+    with pytest.raises(TypeError, match=r'^draw: path must be the file to write, got .*; write path="model\.svg"'):
+        qt.debug.draw(prepared, path)
+    with pytest.raises(
+        TypeError, match=r"^save_checkpoint: path must be a file that ends in '\.safetensors' or a folder, got"
+    ):
+        qt.save_checkpoint(prepared, path=path)
+
+
+def test_a_file_is_no_folder_of_a_checkpoint(tmp_path: Path) -> None:
+    place = tmp_path / "last"
+    place.write_text("notes")
+    words = r"^save_checkpoint: a path that does not end in '\.safetensors' is a folder, but '.*last' is a file; remove it, or"
+    with pytest.raises(NotADirectoryError, match=words):
+        qt.save_checkpoint(net(), place)
+    assert place.read_text() == "notes"
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:

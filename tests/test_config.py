@@ -247,11 +247,20 @@ def test_bad_values_are_named(make, words: str) -> None:
         lambda: qt.QConfigMapping().set_global("int8"),
         lambda: qt.QConfigMapping().set_object_type("Conv2d", None),
         lambda: qt.QConfigMapping().set_object_type(nn.Conv2d(1, 1, 1), None),
+        lambda: qt.QConfigMapping().set_module_name(["0"], None),
+        lambda: qt.QConfigMapping().set_module_name(5, None),
+        lambda: qt.QConfigMapping().set_module_name_regex(["0"], None),
     ],
 )
 def test_wrong_types(make) -> None:
     with pytest.raises(TypeError, match="must be"):
         make()
+
+
+def test_several_names_are_one_call_each() -> None:
+    words = r"^set_module_name: name must be one text, such as 'layer1.0.conv', got a list; call it once for each\.$"
+    with pytest.raises(TypeError, match=words):
+        qt.QConfigMapping().set_module_name(["0", "1"], None)
 
 
 def test_a_spec_keeps_arguments_of_its_own() -> None:

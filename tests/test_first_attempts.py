@@ -1,5 +1,6 @@
 """What somebody types first, who knows another tool or has read one page: it works, or the error says what to type."""
 
+import importlib
 import inspect
 import json
 import pickle
@@ -765,3 +766,9 @@ def test_a_model_of_ultralytics_is_told_which_trainer_trains_it() -> None:
         with pytest.warns(UserWarning, match=r"trainer=qtoolkit\.integrations\.ultralytics\.trainer\(yolo\)") as found:
             quantize(kind())
         assert [Path(warning.filename) for warning in found] == [Path(__file__)]
+
+
+def test_what_lint_names_for_models_is_there() -> None:
+    with pytest.raises(TypeError, match="for a model, from qtoolkit.graph.lint import lint and lint.prepared."):
+        qt.lint(Net())
+    assert callable(importlib.import_module("qtoolkit.graph.lint").lint)

@@ -226,8 +226,39 @@ def test_layers_added_later_are_replaced_by_the_second_call() -> None:
 def test_a_replaced_part_keeps_its_status_in_a_larger_model() -> None:
     model = Branches()
     replace(model.up, inplace=True)
-    replace(model, ignore="*", inplace=True)
+    with pytest.warns(
+        UserWarning, match="^replace: .* exclude or backend gives another config .* keep theirs: 'up'; replace"
+    ):
+        replace(model, ignore="*", inplace=True)
     assert quantized_names(model) == {"up"}
+
+
+FOUR_BITS = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=4, axis=0)))
+
+
+@pytest.mark.parametrize(
+    "options", [{"qconfig_mapping": FOUR_BITS}, {"exclude": "0"}, {"backend": "openvino"}], ids=str
+)
+def test_rules_for_layers_that_are_quantized_already_have_no_effect(options: dict[str, object]) -> None:
+    model = replace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    words = "layers that are quantized already, which keep theirs: '0'; replace the float model, with all rules in one"
+    with pytest.warns(UserWarning, match=words):
+        again = replace(model, **options)
+    assert (quantized_names(again), again[0].weight_quantizer.spec) == ({"0"}, model[0].weight_quantizer.spec)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"qconfig_mapping": FOUR_BITS, "backend": "openvino"}], ids=["no rules", "the same"]
+)
+def test_a_second_call_that_asks_for_nothing_else_does_not_warn(options: dict[str, object]) -> None:
+    model = replace(
+        nn.Sequential(nn.Linear(4, 4)), qconfig_mapping=FOUR_BITS, backend=options.get("backend", "tensorrt")
+    )
+    model.append(nn.Linear(4, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replace(model, inplace=True, **options)
+    assert quantized_names(model) == {"0", "1"}
 
 
 # ---- rules
@@ -302,7 +333,8 @@ def test_types_that_are_not_in_the_model_raise_a_warning(options: dict[str, obje
 def test_types_of_replaced_layers_raise_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        replace(replace(nn.Sequential(nn.Linear(2, 2))), qt.QConfigMapping().set_object_type(nn.Linear, None))
+        own = qt.QConfigMapping().set_object_type(nn.Linear, qt.backends["tensorrt"].qconfig)
+        replace(replace(nn.Sequential(nn.Linear(2, 2))), own)
 
 
 def test_switches_apply_to_a_submodule_and_are_restored_after_errors() -> None:

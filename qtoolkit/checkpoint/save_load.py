@@ -14,7 +14,7 @@ from qtoolkit.argument_order import in_any_order
 from qtoolkit.checkpoint.contents import contents_of
 from qtoolkit.checkpoint.file import write_file
 from qtoolkit.checkpoint.loading import SUFFIX, Loading, opened
-from qtoolkit.errors import some
+from qtoolkit.errors import check_flags, shown, some
 from qtoolkit.extras import missing
 from qtoolkit.finite import check_finite
 from qtoolkit.model_state import check_module
@@ -86,7 +86,7 @@ def save_checkpoint(
             and tensors, in lists, tuples and dicts. It is that of rank 0, except for tensors sharded by fully_shard.
 
     Raises:
-        TypeError: The model is not a module, or the state holds an object of another kind.
+        TypeError: The model is not a module, the path is none, or the state holds an object of another kind.
         ValueError: The optimizer is that of another model, a sharded model is to be saved as one file, or a parameter or a
             statistic of a batch norm is not finite. What was there stays.
         OSError: The file or the folder cannot be written.
@@ -103,16 +103,17 @@ def save_checkpoint(
         3
     """
     check_module(model, "save_checkpoint")
+    place = _place_to_save(path)
     with raising_on_all_ranks("save_checkpoint"):
         _check_extra()
         check_finite(unwrapped(model), "save_checkpoint")
         tensors, record = contents_of(unwrapped(model), optimizer, _checked(state, "save_checkpoint"), __version__)
-    if Path(path).suffix == SUFFIX:
-        write_file(tensors, record, Path(path))
+    if place.suffix == SUFFIX:
+        write_file(tensors, record, place)
         return
     from qtoolkit.checkpoint.folder import write_folder  # imports what takes a second
 
-    write_folder(tensors, record, Path(path))
+    write_folder(tensors, record, place)
 
 
 @in_any_order(model="model", path="path")
@@ -157,6 +158,7 @@ def load_checkpoint(
         >>> torch.equal(prepared.get_parameter("0.weight"), model[0].weight)
         True
     """
+    check_flags("load_checkpoint", strict=strict)
     check_module(model, "load_checkpoint")
     inner, place, given = unwrapped(model), Path(path), _checked(state, "load_checkpoint")
     with raising_on_all_ranks("load_checkpoint"), _about(place), _damaged():
@@ -178,6 +180,21 @@ def load_checkpoint(
         loading.record.mapping,
         loading.record.version,
     )
+
+
+def _place_to_save(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):  # pathlib takes "" for the present folder
+        raise TypeError(
+            f"save_checkpoint: path must be a file that ends in {SUFFIX!r} or a folder, got {shown(path)}; write "
+            f'path="last{SUFFIX}".'
+        )
+    place = Path(path)
+    if place.suffix != SUFFIX and place.is_file():
+        raise NotADirectoryError(
+            f"save_checkpoint: a path that does not end in {SUFFIX!r} is a folder, but {str(place)!r} is a file; remove it, or "
+            f"write path={str(place) + SUFFIX!r}."
+        )
+    return place
 
 
 def _checked(state: Mapping[str, Any] | None, what: str) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from torch import nn
 from qtoolkit.config.formats import BLOCKS
 from qtoolkit.config.kinds import Kind, kind_at, path_of
 from qtoolkit.config.spec import QuantSpec
-from qtoolkit.errors import check_known, check_mapping, check_sequence, type_beside, unknown, within
+from qtoolkit.errors import check_known, check_mapping, check_sequence, shown, type_beside, unknown, within
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,7 @@ class QConfigMapping:
 
     def set_module_name_regex(self, regex: str, qconfig: QConfig | None) -> Self:
         """Set the config of the layers whose full dotted name matches a regular expression."""
+        _check_text("set_module_name_regex", "regex", regex)
         try:
             re.compile(regex)
         except (re.error, RecursionError, OverflowError) as error:
@@ -165,6 +166,7 @@ class QConfigMapping:
 
     def set_module_name(self, name: str, qconfig: QConfig | None) -> Self:
         """Set the config of the layer with this dotted name."""
+        _check_text("set_module_name", "name", name)
         return self._set("module_name", name, qconfig)
 
     def exclude(self, *layers: str | Kind) -> Self:
@@ -418,6 +420,13 @@ def check_qconfig_mapping(what: str, mapping: object) -> None:
             f"{what}: qconfig_mapping must be a QConfigMapping of qtoolkit or None, got "
             f"{type_beside(mapping, QConfigMapping)}; write "
             f"qtoolkit.QConfigMapping().set_global(qtoolkit.QConfig(activation, weight))."
+        )
+
+
+def _check_text(what: str, argument: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{what}: {argument} must be one text, such as 'layer1.0.conv', got {shown(value)}; call it once for each."
         )
 
 

@@ -17,6 +17,7 @@ from qtoolkit.debug.similarity import (
     similarity_of,
     watching,
 )
+from qtoolkit.errors import check_flags
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import is_quantizer, kind_of, name_of
@@ -64,6 +65,7 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress:
         >>> min(layer.own.cosine for layer in result.layers) > 0.999
         True
     """
+    check_flags("compare", progress=progress)
     _check(float_model, quantized)
     if not isinstance(quantized, QuantizedGraphModule):
         return compare_modules(float_model, quantized, inputs, progress)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from qtoolkit.extras import missing
-from qtoolkit.files import write_atomically
+from qtoolkit.files import checked_path, write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.graph.verdict_now import verdict_now
@@ -57,6 +57,7 @@ def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
             f"draw: graph_module must be a torch.fx.GraphModule, got {type(graph_module).__name__}; call qtoolkit.prepare "
             f"first."
         )
+    path = checked_path(path, "draw", "model.svg")
     write_atomically(picture_of(graph_module), path)
 
 

@@ -15,6 +15,7 @@ from qtoolkit.argument_order import in_any_order
 from qtoolkit.debug.compare import compare
 from qtoolkit.debug.page import charts, details, facts, picture, summary, tables
 from qtoolkit.debug.sensitivity import Sensitivity
+from qtoolkit.errors import check_flags
 from qtoolkit.export.onnx import ExportResult
 from qtoolkit.export.verification.deployed import DeployedVerification
 from qtoolkit.export.verification.verify import Verification
@@ -79,6 +80,7 @@ def report(
         >>> "a softmax, which tensorrt computes in float" in page, "0.909" in page
         (True, True)
     """
+    check_flags("report", progress=progress)
     check_module(model, "report")
     path = checked_path(path, "report", "report.html")
     found = verification.verification if isinstance(verification, ExportResult) else verification

@@ -11,7 +11,7 @@ from torch import nn
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.kinds import Kind, path_of
 from qtoolkit.eager.record import plan_of
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_flags, check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, name_of, object_type_of
 from qtoolkit.model_state import check_module, evaluating
@@ -195,6 +195,7 @@ def sensitivity(
         >>> [line.name for line in qt.quantization_report(qt.prepare(model, qconfig_mapping=mapping)).quantized]
         ['0']
     """
+    check_flags("sensitivity", higher_is_better=higher_is_better, progress=progress)
     check_known("by", by, ("layer", "type"))
     check_known("mode", mode, ("one", "all_but_one"))
     _check(model)

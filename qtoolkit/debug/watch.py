@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from qtoolkit.debug.activity import Activity, Hook, Recorder
 from qtoolkit.debug.diagnosis import Diagnosis
 from qtoolkit.debug.summary_writer import SummaryWriter, check_writer, write
+from qtoolkit.errors import check_whole
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module
 from qtoolkit.processes import unwrapped
@@ -243,7 +244,7 @@ def watch(model: nn.Module, every: int = 20, writer: SummaryWriter | None = None
         the watch keeps the inputs of the model's latest forward until the step.
 
     Raises:
-        TypeError: `model` is not a module, `every` not an int, or `writer` nothing to write to.
+        TypeError: `model` is not a module, `every` not a whole number, or `writer` nothing to write to.
         ValueError: The model has no quantizers that train, or `every` is not positive.
 
     Example:
@@ -262,10 +263,7 @@ def watch(model: nn.Module, every: int = 20, writer: SummaryWriter | None = None
     """
     check_module(model, "watch")
     refuse_foreign_quantizers(model, "watch")
-    if type(every) is not int:
-        raise TypeError(f"watch: every must be an int, got {every!r}.")
-    if every < 1:
-        raise ValueError(f"watch: every must be positive, got {every}.")
+    check_whole("watch", "every", every, 1)
     if not quantizers_of(model):
         raise ValueError(
             f"watch: this {type(model).__name__} has no quantizer that trains; pass what qtoolkit.prepare or "

@@ -12,7 +12,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.eager.chains import ChainRules, chains_in
 from qtoolkit.eager.record import chains_of, record_of, update_record
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
-from qtoolkit.errors import unknown, with_article
+from qtoolkit.errors import check_flags, unknown, with_article
 from qtoolkit.model_state import check_module, deepcopy_model, device_of, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of, is_batch_norm, linked
@@ -57,6 +57,7 @@ def fuse_modules(
         >>> [type(layer).__name__ for layer in fuse_modules(model.eval(), ["0", "1", "2"])]
         ['Conv2d', 'Identity', 'ReLU']
     """
+    check_flags("fuse_modules", inplace=inplace)
     chains = chains_in(modules_to_fuse)
     check_module(model, "fuse_modules")
     ChainRules(model).check(chains)

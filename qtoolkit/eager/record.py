@@ -61,15 +61,16 @@ def chains_of(model: nn.Module) -> list[tuple[str, ...]]:
 
 def verdicts_in(model: nn.Module) -> dict[str, Verdict]:
     """Return the verdicts of earlier replacements of a model and of its parts, by dotted names in the model."""
-    return {_joined(part, layer): verdict for part, plan in _plans_in(model) for layer, verdict in plan.inside.items()}
+    return {_joined(part, layer): verdict for part, plan in plans_in(model) for layer, verdict in plan.inside.items()}
 
 
 def kinds_in(model: nn.Module) -> dict[str, str]:
     """Return the kinds of the layers at the earlier replacements of a model and of its parts, by dotted names in the model."""
-    return {_joined(part, layer): kind for part, plan in _plans_in(model) for layer, kind in plan.kinds.items()}
+    return {_joined(part, layer): kind for part, plan in plans_in(model) for layer, kind in plan.kinds.items()}
 
 
-def _plans_in(model: nn.Module) -> list[tuple[str, Plan]]:
+def plans_in(model: nn.Module) -> list[tuple[str, Plan]]:
+    """Return the plans of earlier replacements of a model and of its parts, each with the part's dotted name."""
     return [(part, record.plan) for part, record in records_in(model) if record.plan is not None]
 
 

@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from qtoolkit.eager.record import verdicts_in
+from qtoolkit.eager.record import plans_in, verdicts_in
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.nodes import float_type
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -119,6 +120,24 @@ def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
         if name not in decisions or _has_layers_inside(module, decisions[name]):
             pairs[:0] = [(f"{name}.{child}".strip("."), part) for child, part in module.named_children()]
     return decisions
+
+
+def quantized_otherwise(model: nn.Module, rules: LayerRules) -> list[str]:
+    """Return the names of the layers that an earlier replacement quantized by another config than these rules give.
+
+    A second call without rules, for the same backend, asks for nothing else than what the layers have.
+    """
+    names: list[str] = []
+    for part, plan in plans_in(model):
+        earlier = LayerRules.of(model.get_submodule(part), plan.backend, plan.mapping, rules.table, rules.custom)
+        for module in earlier.names:
+            if isinstance(module, QuantModule):
+                kind, own = float_type(module), rules.names[module]
+                new = rules.find(own, kind)
+                is_asked = new.source != "default" or rules.backend != plan.backend
+                if is_asked and new.qconfig != earlier.find(earlier.names[module], kind).qconfig:
+                    names.append(own[0])
+    return names
 
 
 def _is_layer(name: str, module: nn.Module, table: QatModules) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.argument_order import in_any_order
+from qtoolkit.errors import check_flags
 from qtoolkit.export.inputs import ONE_AT_A_TIME
 from qtoolkit.export.program import Decomposed, decomposed
 from qtoolkit.export.verification.codes import largest_difference
@@ -106,6 +107,7 @@ def export_executorch(
         >>> result.delegates, result.verification.quantizer_codes.differing
         (1, 0)
     """
+    check_flags("export_executorch", verify=verify)
     XNNPACK.check_installed("export_executorch")
     path = checked_path(path, "export_executorch", "model.pte")
     found = decomposed(model, example_inputs, dynamic_shapes, "export_executorch")

@@ -111,8 +111,14 @@ class Inputs:
         """Return the entry of `dynamic_shapes` for each tensor.
 
         Raises:
-            ValueError: It does not have an entry for each argument.
+            TypeError: It, or an entry, is of another type.
+            ValueError: It does not have an entry for each argument, or an entry names a dimension that its tensor lacks.
         """
+        if not isinstance(dynamic_shapes, Mapping | Sequence) or isinstance(dynamic_shapes, str):
+            raise TypeError(
+                f"{self.what}: dynamic_shapes must be a sequence or a dict of entries for the inputs of forward, such as "
+                f"({{0: 'batch'}},), or None, got {shown(dynamic_shapes)}."
+            )
         shapes = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else tuple(dynamic_shapes)
         values: Any = self.arguments if isinstance(shapes, Mapping) else (*self.args, *self.kwargs.values())
         unlike = isinstance(shapes, Mapping) and shapes.keys() != values.keys()
@@ -121,7 +127,30 @@ class Inputs:
                 f"{self.what}: dynamic_shapes must have an entry for each input of forward ({', '.join(self.arguments)}), "
                 f"got {list(shapes) if len(shapes) == len(values) else len(shapes)}; an entry is a dict of dimensions, or None."
             )
-        return [_entry(shapes, path) for path, value in leaves(values) if isinstance(value, Tensor)]
+        found = [(_entry(shapes, path), value) for path, value in leaves(values) if isinstance(value, Tensor)]
+        for name, (entry, tensor) in zip(self.names, found, strict=True):
+            self._check_entry(name, entry, tensor.dim())
+        return [entry for entry, _ in found]
+
+    def _check_entry(self, name: str, entry: Any, dims: int) -> None:
+        """Check an entry of `dynamic_shapes`: torch.export ignores negative dimensions, and the older exporter crashes."""
+        what = f"{self.what}: dynamic_shapes"
+        if not isinstance(entry, Mapping | Sequence | None) or isinstance(entry, str):
+            raise TypeError(
+                f"{what} must have for {name!r} a dict of dimensions, such as {{0: 'batch'}}, or None, got {shown(entry)}."
+            )
+        axes = entry if isinstance(entry, Mapping) else range(len(entry or ()))
+        wrong = [axis for axis in axes if type(axis) is not int or not 0 <= axis < dims]
+        if wrong:
+            raise ValueError(
+                f"{what} must name dimensions of {name!r} by numbers from 0 to {dims - 1}, got {wrong[0]!r}."
+            )
+
+    def of_other_sizes(self, dynamic_shapes: Any) -> Any:
+        """Return example inputs of other sizes: one sample more, and half of the other dynamic dimensions, which costs less."""
+        pairs = zip(self.tensors, self.sizes(dynamic_shapes), strict=True)
+        tensors = iter([_of_other_size(tensor, entry) for tensor, entry in pairs])
+        return with_tensors(self.arguments if self.kwargs else self.args, tensors)
 
     def with_dynamic_batch(self) -> "tuple[Inputs, dict[str, Any]]":
         """Return inputs with at least two samples, and the `dynamic_shapes` that make dimension 0 of each tensor dynamic.
@@ -248,6 +277,16 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inpu
         raise ValueError(
             f"{what}: output_names must be other names than those of the inputs ({', '.join(inputs.names)}), got {both[0]!r}."
         )
+
+
+def _of_other_size(tensor: Tensor, entry: Any) -> Tensor:
+    dims = entry.items() if isinstance(entry, Mapping) else enumerate(entry or ())
+    for axis, dim in dims:
+        if dim is not None and not isinstance(dim, int):
+            size = tensor.size(axis)
+            more = tensor.narrow(axis, 0, min(size, 1))
+            tensor = torch.cat([tensor, more]) if axis == 0 else tensor.narrow(axis, 0, max(size // 2, 1))
+    return tensor.contiguous()
 
 
 def _entry(entries: Any, path: Iterable[Any]) -> Any:

@@ -3,6 +3,7 @@
 import os
 
 from qtoolkit.backends import Backend, backend_of
+from qtoolkit.errors import check_flags
 from qtoolkit.export.files.ops import ops_of
 from qtoolkit.export.files.reading import UnreadableFileError, open_graph
 from qtoolkit.lint.codes import CODES
@@ -43,6 +44,7 @@ def lint(path: str | os.PathLike[str], backend: str | Backend, advice: bool = Fa
         >>> found
         ()
     """
+    check_flags("lint", advice=advice)
     backend = backend_of(backend)
     model = open_graph(path)
     kinds = {node.op_type for node in model.graph}

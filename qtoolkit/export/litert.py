@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from qtoolkit.argument_order import in_any_order
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_flags, check_known
 from qtoolkit.export.program import decomposed
 from qtoolkit.export.tflite.lowering import lower
 from qtoolkit.export.verification.deployed import RuntimeCodes
@@ -122,6 +122,7 @@ def export_litert(
         >>> list(result.inputs.values()), result.float_layers
         (['NHWC'], ())
     """
+    check_flags("export_litert", verify=verify)
     LITERT_RUNTIMES["litert"].check_installed("export_litert")
     check_known("io_type of export_litert:", io_type, ("float32", "int8", "int16"))
     path = checked_path(path, "export_litert", "model.tflite")

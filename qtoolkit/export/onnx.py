@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from qtoolkit.argument_order import in_any_order
 from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
-from qtoolkit.errors import check_known
-from qtoolkit.export.exporters.pools import DivisorsWritten
+from qtoolkit.errors import check_flags, check_known
+from qtoolkit.export.exporters.pools import PoolsWritten
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
 from qtoolkit.export.files.files import replacing_model
@@ -32,6 +33,7 @@ from qtoolkit.extras import missing
 from qtoolkit.files import checked_path
 from qtoolkit.graph.verdict_now import ops_put_in
 from qtoolkit.integer.kernels import in_float
+from qtoolkit.model_inputs import split, tensors_of
 from qtoolkit.model_state import evaluating
 from qtoolkit.progress import progress_bar, step
 
@@ -131,7 +133,8 @@ def export_onnx(
             arguments. Without names for all, the others keep the arguments' names.
         output_names: Names of the file's outputs.
         dynamic_shapes: Dynamic dimensions in the format of torch.export: ({0: "batch"},) for one input.
-        verify: Run the file in onnxruntime and compare all codes with the model's (see `verify_onnx`).
+        verify: Run the file in onnxruntime and compare all codes with the model's (see `verify_onnx`); with dynamic dimensions
+            also on inputs of other sizes, if the model takes them.
         exporter: "dynamo" (torch.export-based) or "torchscript" (deprecated in torch).
         integer_weights: True stores weights as integers with DequantizeLinear alone; False stores them as floats with both
             nodes; None follows the backend that the model was prepared for ("tensorrt" if the model records none).
@@ -159,6 +162,9 @@ def export_onnx(
         >>> result.verification.weight_codes.differing
         0
     """
+    check_flags("export_onnx", verify=verify, dynamic_batch=dynamic_batch, progress=progress)
+    if integer_weights is not None:
+        check_flags("export_onnx", integer_weights=integer_weights)
     check_known("exporter", exporter, EXPORTERS)
     if dynamic_batch and dynamic_shapes is not None:
         raise ValueError(
@@ -180,8 +186,15 @@ def export_onnx(
     request = Request(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
 
     def compared(file: Path) -> "Verification | None":
+        if not verify:
+            return None
         with in_float(source.model):  # the comparison is of layers alone, without the runtime's optimizations
-            return compare_layers(source.model, source.example_inputs, file, progress) if verify else None
+            found = compare_layers(source.model, source.example_inputs, file, progress)
+            found.check()
+            shapes = inputs.with_dynamic_batch()[1] if dynamic_batch else dynamic_shapes
+            if shapes is not None:
+                _compare_other_sizes(source.model, inputs.of_other_sizes(shapes), file, progress)
+        return found
 
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
@@ -192,6 +205,33 @@ def export_onnx(
     return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, source.grids, chosen))
 
 
+def _compare_other_sizes(model: nn.Module, example_inputs: Any, file: Path, progress: bool) -> None:
+    """Compare a file on inputs of other sizes than those of the export, if the model takes them.
+
+    Raises:
+        RuntimeError: The file does not run on them, or computes something else: an exporter has written a constant.
+    """
+    from qtoolkit.export.verification.verify import compare_layers
+
+    args, kwargs = split(example_inputs)
+    try:
+        with torch.no_grad(), evaluating(model):
+            outputs = tensors_of(model(*args, **kwargs))
+    except Exception:  # whatever Python and torch raise for sizes that a model does not take
+        return
+    if not all(bool(torch.isfinite(output).all()) for output in outputs):  # such as the deviation of one value
+        return
+    try:
+        compare_layers(model, example_inputs, file, progress).check()
+    except (RuntimeError, ValueError) as error:
+        sizes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(example_inputs))
+        raise RuntimeError(
+            f"export_onnx: the file computes as the model does for the example inputs, but not for others of sizes {sizes}: "
+            f"torch's exporter has written a constant in place of a size. Leave that dimension out of dynamic_shapes, or take "
+            f"the other exporter. ({error})"
+        ) from error
+
+
 def _saved(
     exported: "onnx_ir.Model", path: Path, opset: int, compared: Callable[[Path], "Verification | None"], bar: Any
 ) -> tuple[int, "Verification | None"]:
@@ -200,8 +240,6 @@ def _saved(
     with replacing_model(exported, path, opset, "export_onnx") as files:
         step(bar, "comparing codes with onnxruntime")
         verification = compared(files[0])
-        if verification is not None:
-            verification.check()
         return sum(file.stat().st_size for file in files), verification
 
 
@@ -234,10 +272,11 @@ def written(
         in_float(model),
         without_noise(),
         shaped_weights(model, request.run, request.what),
-        DivisorsWritten(request.what),
+        PoolsWritten(request.what) as pools,
     ):
         check_outputs(request.run(), request.output_names, inputs)
         exported = convert_opset(EXPORTERS[exporter](request), opset, exporter, request.what)
+        pools.check()
         # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.
         onnxscript.optimizer.fold_constants(exported, should_fold=lambda node: node.domain != DOMAIN)
         finish(exported)

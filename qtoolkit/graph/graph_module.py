@@ -225,11 +225,11 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
 
     def note_weights(self) -> None:
         """Take the ranges of the weights of functions as those of the weights as they are now."""
-        self._ranges_of = weight_ranges.versions(self)
+        self._ranges_of = Versions(weight_ranges.sources(self))
 
     def refresh_weight_ranges(self) -> None:
         """Set each range that follows the weight of a function to that of the weight, if it may have changed since."""
-        changed = self._ranges_of is not None and self._ranges_of.changed()
+        changed = self._ranges_of is not None and self._ranges_of.changed(weight_ranges.sources(self))
         weight_ranges.refresh(self, changed, self.values_of)
         self.note_weights()
 

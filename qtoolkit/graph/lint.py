@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
+from qtoolkit.errors import check_flags
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.placement.view import ops_of
 from qtoolkit.graph.plan import Plan
@@ -36,6 +37,7 @@ def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ..
         >>> lint(qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())))
         ()
     """
+    check_flags("lint", advice=advice)
     if not isinstance(model, QuantizedGraphModule) or model.plan is None:
         raise TypeError(
             f"lint: model must be what qtoolkit.prepare or qtoolkit.convert returned, got {type(model).__name__}."

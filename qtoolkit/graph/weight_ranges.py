@@ -9,7 +9,7 @@ from qtoolkit.graph.nodes import is_weight_quantizer
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.quantizers.weights import Versions, is_stale
+from qtoolkit.quantizers.weights import is_stale
 
 
 def refresh(
@@ -36,8 +36,8 @@ def refresh_rates(gm: fx.GraphModule, values_of: Callable[[Sequence[fx.Node]], M
         quantizer.set_weight_rate(values[weight], values[weight])
 
 
-def versions(gm: fx.GraphModule) -> Versions:
-    """Return the versions of the parameters and buffers on which the weights depend."""
+def sources(gm: fx.GraphModule) -> list[Tensor]:
+    """Return the parameters and buffers on which the weights depend."""
     waiting, seen = [weight for _, weight in _weights(gm)], set[fx.Node]()
     while waiting:
         node = waiting.pop()
@@ -45,7 +45,7 @@ def versions(gm: fx.GraphModule) -> Versions:
             seen.add(node)
             waiting += node.all_input_nodes
     tensors = [attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node in seen and node.op == "get_attr"]
-    return Versions(tensor for tensor in tensors if isinstance(tensor, Tensor))
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 def _weights(gm: fx.GraphModule) -> Iterator[tuple[Quantizer, fx.Node]]:

@@ -4,4 +4,7 @@ from qtoolkit.instead import say_when_called
 from qtoolkit.lint.findings import Finding
 
 __all__ = ["Finding"]
-say_when_called(__name__, "qtoolkit.export.lint(path, backend) for a file, or qtoolkit.graph.lint(model)")
+say_when_called(
+    __name__,
+    "qtoolkit.export.lint(path, backend) for a file; for a model, from qtoolkit.graph.lint import lint and lint(prepared)",
+)

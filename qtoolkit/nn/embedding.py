@@ -10,6 +10,22 @@ from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
+def renormalize_table(module: nn.Module) -> None:
+    """Renormalize all rows of an embedding with `max_norm`, float or quantized, and set `max_norm` to None.
+
+    Lookups then return what they returned before, and change nothing: for a table that is not trained any more.
+    """
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        rows = torch.arange(module.num_embeddings, device=module.weight.device)
+        _renormalize(module, rows)
+        module.max_norm = None
+
+
+def _renormalize(module: Any, rows: Tensor) -> None:
+    with torch.no_grad():  # F.embedding renormalizes the rows in place
+        F.embedding(rows, module.weight, None, module.max_norm, module.norm_type)
+
+
 class _QuantTable(QuantWeighted):
     """The base class of embeddings and embedding bags, which renormalize rows in place before they look them up."""
 
@@ -31,15 +47,15 @@ class _QuantTable(QuantWeighted):
 
     def _renormalize(self, input: Tensor) -> None:
         if self.max_norm is not None:
-            with torch.no_grad():  # F.embedding renormalizes the rows in place
-                F.embedding(input, self.weight, None, self.max_norm, self.norm_type)
+            _renormalize(self, input)
 
 
 class QuantEmbedding(_QuantTable, nn.Embedding):
     """torch.nn.Embedding with a quantized table; `weight_spec`'s axis 0 is the row.
 
     With `sparse=True` the gradient of the table is sparse, as in torch's layer, and only the indexed rows are quantized.
-    With `max_norm` the indexed rows are first renormalized in place, as in torch's layer.
+    With `max_norm` the indexed rows are first renormalized in place, as in torch's layer; `qtoolkit.convert` renormalizes all
+    rows once.
 
     Example:
         >>> layer = QuantEmbedding(10, 4, padding_idx=0, weight_spec=qt.QuantSpec(axis=0))
@@ -69,7 +85,8 @@ class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
     """torch.nn.EmbeddingBag with a quantized table; `weight_spec`'s axis 0 is the row. Sums and means are float.
 
     With `sparse=True` and a quantized table the gradient is dense: each step quantizes the whole table. `per_sample_weights`
-    stay float. With `max_norm` the indexed rows are first renormalized in place, as in torch's layer.
+    stay float. With `max_norm` the indexed rows are first renormalized in place, as in torch's layer; `qtoolkit.convert`
+    renormalizes all rows once.
 
     Example:
         >>> layer = QuantEmbeddingBag(10, 4, mode="mean", weight_spec=qt.QuantSpec(axis=0))

@@ -1,6 +1,6 @@
 """QuantModule: the base class of QAT modules, as the passes, the reports and the export use them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor, nn
@@ -165,10 +165,11 @@ class QuantModule(nn.Module):
 
     def note_weights(self) -> None:
         """Take the ranges of the weight quantizers as those of the weights as they are now."""
-        modules = (self, *self.depends_on())
-        self._range_of = Versions(
-            t for module in modules for t in (*module.parameters(), *module.buffers(recurse=False))
-        )
+        self._range_of = Versions(self._sources_of_range())
+
+    def _sources_of_range(self) -> Iterator[Tensor]:
+        for module in (self, *self.depends_on()):
+            yield from (*module.parameters(), *module.buffers(recurse=False))
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; in eval mode each range that follows a weight is that of the weight after the last training step."""
@@ -179,7 +180,7 @@ class QuantModule(nn.Module):
 
     def refresh_weight_range(self) -> None:
         """Set each range that follows a weight to that of the weight, if it may have changed since."""
-        changed = self._range_of is not None and self._range_of.changed()
+        changed = self._range_of is not None and self._range_of.changed(self._sources_of_range())
         if any(is_stale(quantizer, changed) for quantizer in self.weight_quantizers().values()):
             refresh(self)
             for quantizer, weight in self.quantized_weights().values():

@@ -1,7 +1,9 @@
 """Functions and modules that tracing puts into a graph, to run with the model."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
@@ -9,6 +11,20 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.public import publish
+
+# What `check_size` asks of sizes that are dynamic, and where, while an exporter records the model: the file does not ask it.
+_asked: ContextVar[list[tuple[Any, str]] | None] = ContextVar("asked", default=None)
+
+
+@contextmanager
+def sizes_asked() -> Iterator[list[tuple[Any, str]]]:
+    """Collect what Python asks of dynamic sizes in a `with` block: the value that an export then has, and the place."""
+    asked: list[tuple[Any, str]] = []
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
 
 
 class TrainingMode(nn.Module):
@@ -27,6 +43,8 @@ def is_mode(node: fx.Node) -> bool:
 
 def check_size(value: Any, expected: Any, where: str) -> None:
     """Raise ValueError if a value that decided a branch at tracing is another one now."""
+    if not torch.compiler.is_dynamo_compiling() and isinstance(value, torch.SymInt | torch.SymBool):
+        _note_asked(value, expected, where)
     if (bool(value) if isinstance(expected, bool) else value) != expected:
         raise ValueError(
             f"the model was prepared for inputs of other sizes: a value that Python uses is {value!r} now and was "
@@ -34,6 +52,14 @@ def check_size(value: Any, expected: Any, where: str) -> None:
             f"with the optional tensors that forward otherwise makes itself, such as position_ids or attention_mask of a "
             f"language model, which then takes any batch; or make that submodule a leaf module with untraced."
         )
+
+
+def _note_asked(value: Any, expected: Any, where: str) -> None:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    asked = _asked.get()
+    if asked is not None and not statically_known_true(value == expected):
+        asked.append((expected, where))
 
 
 def check_none(value: Any, message: str) -> None:

@@ -92,12 +92,12 @@ class Quantizer(KeepsFloat32):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         # The entries keep the names that they had in earlier versions: what is no tensor is beside them, in the metadata.
         metadata = getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {})
-        metadata["spec"] = _spec_of(self)
+        metadata["spec"] = spec_fields(self.spec)
         metadata["modes"] = {name: getattr(self, name) for name in self.MODES}
 
     def differing(self, metadata: Mapping[str, Any]) -> str | None:
         """Return, in words, how the spec in the metadata of a state dict differs from this quantizer's; None if it does not."""
-        saved, own = metadata.get("spec", {}), _spec_of(self)
+        saved, own = metadata.get("spec", {}), spec_fields(self.spec)
         names = [name for name in saved if saved[name] != own.get(name)]
         return f"{_listed(saved, names)}, in the model {_listed(own, names)}" if names else None
 
@@ -122,9 +122,9 @@ class Quantizer(KeepsFloat32):
             )
 
 
-def _spec_of(quantizer: Quantizer) -> dict[str, Any]:
+def spec_fields(spec: QuantSpec) -> dict[str, Any]:
     """Return the part of a spec that a state dict must match: not how ranges are observed, nor the training options."""
-    fields = quantizer.spec.to_dict()
+    fields = spec.to_dict()
     return {name: fields[name] for name in fields if name not in ("observer", "observer_args", "quantizer_args")}
 
 

@@ -17,7 +17,7 @@ from qtoolkit.quantizers.capability import Capability
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation, check_scale
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.dynamic import Dynamic
-from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
+from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers, spec_fields
 from qtoolkit.quantizers.recomputation import check_not_recomputing, is_recomputing
 from qtoolkit.quantizers.spec_ops import ends_of, fake_quant, grid_of_range, mean_magnitude
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
@@ -83,6 +83,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     looking = False  # whether the next forward in training says how much it clips
     looked: Tensor | None = None  # what it has said
     warned = False
+    _made_for: QuantSpec | None = (
+        None  # the spec whose tensors and observer it has; None in pickles of earlier versions
+    )
     _scale: Tensor
     _zero_point: Tensor | None
 
@@ -110,6 +113,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
                 f"dynamic out of its spec."
             )
         self.kind.check_use(spec, self.name, of_weight)
+        self._made_for = spec
         self.observing = False
         self.following = True
         self.stale = False
@@ -265,8 +269,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
         Raises:
             RuntimeError: Nothing was observed.
-            ValueError: An observed value is not finite.
+            ValueError: An observed value is not finite, or the spec was exchanged for one with other codes.
         """
+        self._check_spec()
         if not self.observer.finite():
             raise self._not_finite("has observed")
         if not self.observer.seen():
@@ -496,6 +501,16 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             f"quantizer {self.name!r} gets a tensor of {x.dtype}, and quantizes floating-point values; {remedy}."
         )
 
+    def _check_spec(self) -> None:
+        """Raise ValueError if its spec is one with other codes than it was made for: its scale and its observer are not."""
+        made_for = {} if self._made_for is None else {"spec": spec_fields(self._made_for)}
+        differing = self.differing(made_for)
+        if differing is not None:
+            raise ValueError(
+                f"quantizer {self.name!r}: its spec was changed (made for {differing}), and its scale and its observer were "
+                f"not; give the layer another spec by QConfigMapping.set_module_name, and prepare the float model again."
+            )
+
     def _fit_channels(self, x: Tensor) -> None:
         if not self._shape_is_known:
             self._resize(self.scale_shape(x))
@@ -505,13 +520,14 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
         Raises:
             RuntimeError: It has no range.
-            ValueError: A scale is not positive and finite.
+            ValueError: A scale is not positive and finite, or the spec was exchanged for one with other codes.
         """
         if not self.ready:
             raise RuntimeError(
                 f"quantizer {self.name!r} saw no data, so it has no scale: call qtoolkit.calibrate(model, batches) on data "
                 f"that reaches it, or leave its layer in float by the QConfigMapping."
             )
+        self._check_spec()
         if self.dynamic:
             dynamic = DynamicActivation(self.spec, self.group, self.name, of_weight=False, inserted=self.inserted)
             dynamic.quantizing = self.active

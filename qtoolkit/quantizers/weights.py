@@ -84,9 +84,16 @@ class Versions:
             (ref(tensor), -1 if change else _version(tensor)) for tensor, change in zip(listed, changes, strict=True)
         ]
 
-    def changed(self) -> bool:
-        """Return whether a tensor has changed."""
-        return any(change for _, change in self._changes())
+    def changed(self, now: Iterable[Tensor]) -> bool:
+        """Return whether a tensor has changed, or another one is among those that are in use now.
+
+        A tensor on the meta device has no values yet: those of offloaded weights come back for each forward.
+        """
+        changes = self._changes()
+        known = {id(tensor) for tensor, _ in changes}
+        return any(change for _, change in changes) or any(
+            id(tensor) not in known and not tensor.is_meta for tensor in now
+        )
 
     def _changes(self) -> list[tuple[Tensor, bool]]:
         found = ((reference(), version) for reference, version in self._known)

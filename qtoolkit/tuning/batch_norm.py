@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.errors import check_flags
 from qtoolkit.model_state import attribute_kept, check_module
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import BATCH_NORMS, divisor_of
@@ -74,6 +75,7 @@ def reestimate_batch_norm(
         >>> model[0].running_mean, model[0].running_var
         (tensor([2.]), tensor([2.]))
     """
+    check_flags("reestimate_batch_norm", progress=progress)
     check_module(model, "reestimate_batch_norm")
     found, unchanged = _batch_norms(model)
     if not found:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from qtoolkit.errors import check_known, with_article
+from qtoolkit.errors import check_flags, check_known, with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import bounds_of, is_quantizer, kind_of
@@ -104,6 +104,7 @@ def bias_correction(
         >>> torch.allclose(prepared(x).mean(0), model(x).mean(0), atol=1e-6)
         True
     """
+    check_flags("bias_correction", progress=progress)
     check_module(prepared, "bias_correction", "prepared")
     check_known("method of bias_correction", method, ("empirical", "analytic"))
     if (method == "analytic") != (batches is None):
@@ -195,6 +196,7 @@ def _empirical(
     with LayerRuns(model, wanted, data) as runs, progress_bar("bias", "layers", progress, wanted) as bar:
         for name in bar:
             shifts[name] = _mean_of(layers[name], name, runs) - expected[name].value()
+            _round_bias(layers[name])  # as the mean has it: its rounding is a part of the shift
             _shift_back(layers[name], shifts[name])
             note(bar, f"{name}: by {float(shifts[name].abs().max()):.3g}")
     return shifts
@@ -206,6 +208,12 @@ def _mean_of(layer: QuantWeighted, name: str, runs: LayerRuns) -> Tensor:
     with removing([layer.register_forward_hook(mean.add)]):
         runs.reach(name)
     return mean.value()
+
+
+def _round_bias(layer: QuantWeighted) -> None:
+    if layer.batch_norm is None:
+        with torch.no_grad():
+            layer.bias.copy_(layer.bias_in_sums(layer.bias))
 
 
 def _shift_back(layer: QuantWeighted, shift: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.backends import Backend, backend_of
-from qtoolkit.errors import check_known, check_sequence
+from qtoolkit.errors import check_flags, check_known, check_sequence
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import kind_of
@@ -135,6 +135,7 @@ def equalize(
         >>> [(pair.first, pair.second) for pair in result.pairs], result.change < 1e-5
         ([('0', '2')], True)
     """
+    check_flags("equalize", inplace=inplace, progress=progress)
     check_float(model, "equalize", "equalize")
     check_sequence(skip, "equalize", "skip")
     if activations is not None and not 0 < activations <= 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
-from qtoolkit.errors import with_article
+from qtoolkit.errors import check_flags, with_article
 from qtoolkit.model_state import check_module, removing
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.module import quantized
@@ -141,6 +141,7 @@ def gptq(
         >>> layer.after < 0.8 * layer.before
         True
     """
+    check_flags("gptq", act_order=act_order, progress=progress)
     check_module(prepared, "gptq", "prepared")
     if damping is not None and not damping > 0:
         raise ValueError(f"gptq: damping must be positive, or None, got {damping}.")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, check_whole
 from qtoolkit.model_state import check_module
 from qtoolkit.tuning.code_tracks import LayerOscillation, Oscillations, Track
 from qtoolkit.tuning.grid_weights import GridWeight, shared_variances, weights_on_grids
@@ -171,7 +171,7 @@ class OscillationFreezing:
         _check_steps(name, total_steps, begin)
         _check_momentum(name, momentum)
         _check_thresholds(name, thresholds, momentum)
-        _whole(name, "max_bits", max_bits, 2)
+        check_whole(name, "max_bits", max_bits, 2)
         self.total_steps, self.thresholds, self.momentum, self.begin = total_steps, thresholds, momentum, begin
         self.steps = 0
         self._weights, self.skipped = weights_on_grids(model, max_bits, name)
@@ -247,17 +247,9 @@ def _annealed(start: float, end: float, begin: int, total_steps: int, steps: int
 
 
 def _check_steps(what: str, total_steps: object, begin: object) -> None:
-    total, first = _whole(what, "total_steps", total_steps, 1), _whole(what, "begin", begin, 0)
+    total, first = check_whole(what, "total_steps", total_steps, 1), check_whole(what, "begin", begin, 0)
     if first >= total:
         raise ValueError(f"{what}: begin must come before the end of the training, total_steps={total}, got {first}.")
-
-
-def _whole(what: str, name: str, value: object, least: int) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{what}: {name} must be a whole number, got {value!r}.")
-    if value < least:
-        raise ValueError(f"{what}: {name} must be at least {least}, got {value}.")
-    return value
 
 
 def _number(what: str, name: str, value: object) -> float:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_flags, check_known, check_whole
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import clone_tensors
 from qtoolkit.model_state import deepcopy_model
@@ -190,6 +190,7 @@ def reconstruct(
         >>> [unit.name for unit in report.units], all(unit.after < unit.before for unit in report.units)
         (['0', '2'], True)
     """
+    check_flags("reconstruct", progress=progress)
     chosen = _check(prepared, method, granularity, steps, cache_gib, loss)
     options = Options(
         steps, learning_rate, scale_learning_rate, rounding_weight, chosen.learn_scales, chosen.drop, seed
@@ -239,8 +240,7 @@ def _check(
     check_known("method of reconstruct", method, METHODS)
     if granularity is not None:
         check_known("granularity of reconstruct", granularity, ("layer", "block"))
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"reconstruct: steps must be a whole number of at least 1, got {steps!r}.")
+    check_whole("reconstruct", "steps", steps, 1)
     if not cache_gib >= 0:
         raise ValueError(f"reconstruct: cache_gib must not be negative, got {cache_gib}.")
     if loss is not None and loss != "kl" and not callable(loss):

@@ -1,5 +1,6 @@
 """Running parts of a model on batches: up to a node of its graph, or up to a layer."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,6 +15,7 @@ from qtoolkit.model_state import attribute_kept, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.op_kinds.recorded import check_none
+from qtoolkit.processes import ranks
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of, take_names
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -31,12 +33,22 @@ class Batches:
         forward: forward(model, batch), or None for batches that the model takes.
         what: The public function, for errors.
 
+    Warns:
+        UserWarning: There are other processes, which have batches of their own.
+
     Raises:
         TypeError: It is no iterable of batches, or forward is no function.
     """
 
     def __init__(self, batches: Iterable[Any], forward: Forward | None, what: str) -> None:
         check_batches(what, batches, forward)
+        if ranks() > 1:
+            warnings.warn(
+                f"{what}: this process tunes its model by its own batches, and merges nothing with the other {ranks() - 1} of "
+                f"its group, so that their models may differ; give all processes the same batches, or tune in one process and "
+                f"load its state dict in the others.",
+                stacklevel=3,
+            )
         self.batches = list(batches) if isinstance(batches, Iterator) else batches
         self.forward, self.what, self._call = forward, what, forward or Caller(what)
         self.count: int | None = None  # of batches, once they were read

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from qtoolkit.calibrate import load_ranges, merged_over_ranks
+from qtoolkit.errors import check_whole
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule, freeze_batch_norm
@@ -195,12 +196,8 @@ def _begun(begin: int | None, steps: int) -> bool:
 
 
 def _check_step(name: str, value: object) -> None:
-    if value is None and name != "observe":
-        return
-    if type(value) is not int:
-        raise TypeError(f"QuantizationSchedule: {name} must be a whole number of steps, got {value!r}.")
-    if value < 0:
-        raise ValueError(f"QuantizationSchedule: {name} must not be negative, got {value}.")
+    if value is not None or name == "observe":
+        check_whole("QuantizationSchedule", name, value, 0)
 
 
 def _copy_ranges(of: Iterable[TensorQuantizer], to: Iterable[TensorQuantizer]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from qtoolkit.errors import check_known, check_sequence
+from qtoolkit.errors import check_flags, check_known, check_sequence
 from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, random_state_kept, removing, values_unchanged_on_error
 from qtoolkit.progress import batches_of
@@ -118,6 +118,7 @@ def smooth_quant(
         >>> [(group.norm, group.layers) for group in result.groups], result.groups[0].after < result.groups[0].before / 4
         ([('0', ('1',))], True)
     """
+    check_flags("smooth_quant", inplace=inplace, progress=progress)
     check_float(model, "smooth_quant", "smooth")
     if not 0 <= alpha <= 1:
         raise ValueError(f"smooth_quant: alpha must be in [0, 1], got {alpha}.")

@@ -440,8 +440,8 @@ def test_bad_arguments() -> None:
         ),
         ((qt.convert(model),), ValueError, r"has no quantizer that trains"),
         ((3,), TypeError, r"watch: model must be a torch\.nn\.Module, got int"),
-        ((model, 0), ValueError, r"watch: every must be positive, got 0"),
-        ((model, 0.5), TypeError, r"watch: every must be an int, got 0\.5"),
+        ((model, 0), ValueError, r"watch: every must be at least 1, got 0"),
+        ((model, 0.5), TypeError, r"watch: every must be a whole number, got 0\.5"),
     ):
         with pytest.raises(kind, match=words):
             qt.debug.watch(*arguments)

@@ -209,6 +209,26 @@ def test_too_few_dynamic_shapes(tmp_path) -> None:
         qt.export_onnx(model, (X, Y), tmp_path / "m.onnx", exporter="torchscript", dynamic_shapes=({0: "n"},))
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize(
+    ("shapes", "error", "words"),
+    [
+        (({-2: "n"}, {-2: "n"}), ValueError, "must name dimensions of 'x' by numbers from 0 to 1, got -2"),
+        (({0: "n"}, {2: "n"}), ValueError, "must name dimensions of 'y' by numbers from 0 to 1, got 2"),
+        (({"0": "n"}, None), ValueError, "must name dimensions of 'x' by numbers from 0 to 1, got '0'"),
+        ((["n", None, None], None), ValueError, "must name dimensions of 'x' by numbers from 0 to 1, got 2"),
+        (("n", "n"), TypeError, r"must have for 'x' a dict of dimensions, such as \{0: 'batch'\}, or None, got 'n'"),
+        (5, TypeError, "must be a sequence or a dict of entries for the inputs of forward, .* got 5"),
+        ("n", TypeError, "must be a sequence or a dict of entries for the inputs of forward, .* got 'n'"),
+    ],
+)
+def test_dynamic_shapes_of_dimensions_that_are_none(tmp_path, exporter: str, shapes, error, words: str) -> None:
+    """torch.export ignores negative ones, and the older exporter ends the process."""
+    model = calibrated(OfTwo(minus), (X, Y))
+    with pytest.raises(error, match=f"^export_onnx: dynamic_shapes {words}"):
+        qt.export_onnx(model, (X, Y), tmp_path / "m.onnx", exporter=exporter, dynamic_shapes=shapes)
+
+
 def test_verification_with_another_number_of_inputs(tmp_path) -> None:
     model = calibrated(OfOne(lambda m, x: m.fc(x)), (X,))
     result = qt.export_onnx(model, (X,), tmp_path / "m.onnx")

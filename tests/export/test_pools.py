@@ -1,7 +1,8 @@
-"""Average pools with a divisor of their own, which torch's exporters drop."""
+"""Pools that torch's exporters change without a word: divisors of their own, and windows that follow dynamic sizes."""
 
 from collections.abc import Callable
 
+import onnxruntime as ort
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,3 +72,33 @@ def test_a_divisor_with_windows_beyond_the_edge_is_refused(exporter: str, tmp_pa
     ):
         qt.export_onnx(model, IMAGE, tmp_path / "model.onnx", exporter=exporter)
     assert not (tmp_path / "model.onnx").exists()
+
+
+FOLLOWING = {
+    "average": (nn.AdaptiveAvgPool2d(2), "an adaptive pool to 2 has windows"),
+    "one dimension": (nn.AdaptiveAvgPool2d((None, 1)), "an adaptive pool to .None, 1. has windows"),
+    "maximum": (nn.AdaptiveMaxPool2d((4, 2)), "an adaptive pool to .4, 2. has windows"),
+    "area": (nn.Upsample(scale_factor=0.5, mode="area"), "a resize in the mode 'area' has windows"),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_windows_that_follow_a_dynamic_size_are_refused(name: str, tmp_path) -> None:
+    pool, words = FOLLOWING[name]
+    model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), pool).eval(), IMAGE, "onnxruntime")
+    qt.calibrate(model, [IMAGE], progress=False)
+    with pytest.raises(ValueError, match=rf"export_onnx: {words} that follow the size of its input, which is dynamic"):
+        qt.export_onnx(model, IMAGE, tmp_path / "model.onnx", dynamic_shapes=({0: "batch", 2: "h", 3: "w"},))
+    assert not (tmp_path / "model.onnx").exists()
+    qt.export_onnx(model, IMAGE, tmp_path / "model.onnx", dynamic_batch=True)
+
+
+@pytest.mark.parametrize("size", [1, (None, 4)], ids=str)
+def test_windows_that_follow_no_dynamic_size_are_exported(size: object, tmp_path) -> None:
+    model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(size)).eval(), IMAGE, "onnxruntime")
+    qt.calibrate(model, [IMAGE], progress=False)
+    converted = qt.convert(model)
+    path = qt.export_onnx(converted, IMAGE, tmp_path / "model.onnx", dynamic_shapes=({2: "h"},)).path
+    taller = torch.rand(2, 3, 13, 8)
+    (y,) = ort.InferenceSession(path).run(None, {"input": taller.numpy()})
+    torch.testing.assert_close(torch.as_tensor(y), converted(taller), rtol=1e-4, atol=1e-4)

@@ -110,6 +110,24 @@ def test_an_embedding_exports_as_integers(tmp_path) -> None:
     assert result.verification.missing == ()
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])  # tensorrt's embeddings are float
+@pytest.mark.parametrize("make", [qt.prepare, qt.quant_modules.replace])
+def test_a_table_with_max_norm_is_renormalized_once_and_exports(tmp_path, make, backend: str, exporter: str) -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, max_norm=0.5), nn.Linear(4, 2)).eval()
+    calibrated, x = torch.tensor([[1, 0, 3], [9, 1, 1]]), torch.arange(10)[None]
+    prepared = make(copy.deepcopy(model), backend=backend)
+    qt.calibrate(prepared, [calibrated], progress=False)
+    converted = qt.convert(prepared)
+    assert torch.equal(converted(x), prepared(x))
+    table = next(m for m in converted.modules() if isinstance(m, nn.Embedding))
+    model(x)
+    assert torch.equal(table.weight, model[0].weight)
+    found = qt.export_onnx(converted, x, tmp_path / "m.onnx", exporter=exporter, progress=False).verification
+    assert (found.weight_codes.differing, found.missing) == (0, ())
+    assert found.output_error < 1e-5
+
+
 def test_an_embedding_stays_float_where_the_backend_has_none() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
     report = qt.quantization_report(qt.prepare(model, backend="tensorrt"))

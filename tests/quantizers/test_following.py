@@ -282,6 +282,20 @@ def test_the_mode_of_a_model_that_diverged_can_be_changed(name):
         qt.convert(model)
 
 
+@pytest.mark.parametrize(("name", "road"), CASES)
+def test_a_new_parameter_in_eval_mode_gives_the_range(name, road):
+    model, _ = calibrated(name, road)
+    model.eval()
+    before = {name: quantizer.scale for name, quantizer in quantizers_of(model).items() if quantizer.of_weight}
+    for module in model.modules():
+        for parameter, value in list(module.named_parameters(recurse=False)):
+            setattr(module, parameter, nn.Parameter(3 * value.detach()))
+    model.eval()
+    factor = 9 if (name, road) == ("conv_bn", "prepare") else 3  # the batch norm's too, where it is linked
+    for quantizer, scale in before.items():
+        torch.testing.assert_close(quantizers_of(model)[quantizer].scale, factor * scale)
+
+
 def test_a_step_with_quantization_off_is_followed_too():
     model, x = calibrated("linear")
     with qt.disable_quantization(model):

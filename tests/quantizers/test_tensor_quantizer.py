@@ -1,5 +1,6 @@
 import copy
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -388,3 +389,18 @@ def test_a_range_upside_down_is_an_error(symmetric: bool) -> None:
     assert torch.equal(quantizer.scale, scale)
     quantizer.set_range(torch.tensor([-1.0, 2.0]), 2.0)
     assert quantizer.scale.shape == (2,)
+
+
+@pytest.mark.parametrize("name", ["0.weight_quantizer", "activation_quantizers.input_1"])
+def test_a_spec_with_other_codes_is_refused_where_it_would_take_effect(name: str) -> None:
+    x = torch.rand(8, 4)
+    model = qt.prepare(nn.Sequential(nn.Linear(4, 4)).eval(), x)
+    qt.calibrate(model, [x], progress=False)
+    quantizer = model.get_submodule(name)
+    quantizer.spec = replace(quantizer.spec, observer="moving_average")
+    qt.convert(model)
+    quantizer.spec = replace(quantizer.spec, bits=4)
+    words = rf"quantizer '{name}': its spec was changed \(made for bits=8, in the model bits=4\), .* by QConfigMapping"
+    for use in (qt.convert, lambda m: qt.calibrate(m, [x], progress=False)):
+        with pytest.raises(ValueError, match=words):
+            use(model)

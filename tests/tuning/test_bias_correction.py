@@ -154,3 +154,16 @@ def test_bad_arguments_leave_the_model_as_it_was() -> None:
         assert all(not module._forward_hooks for module in prepared.modules())
     with pytest.raises(TypeError, match="needs the graph of qtoolkit.prepare"):
         qt.tuning.bias_correction(qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 4))), method="analytic")
+
+
+def test_a_bias_on_a_coarse_grid_is_corrected_to_the_nearest_code() -> None:
+    """The shift has the rounding of the bias in it, so that it is taken off the bias as rounded."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 64)).eval(), 100 * torch.rand(256, 4)
+    w2 = qt.QConfig(qt.QuantSpec(bits=3, signed=False), qt.QuantSpec(bits=2, axis=0))
+    prepared = qt.prepare(model, x, "onnxruntime", qt.QConfigMapping().set_global(w2))
+    qt.calibrate(prepared, [x], progress=False)
+    step = prepared.get_submodule("0").sum_steps()
+    qt.tuning.bias_correction(prepared, [x], progress=False)
+    shift = (prepared(x) - model(x)).mean(0)
+    assert (shift.abs() <= step / 2 * 1.001).all()

@@ -422,7 +422,7 @@ def test_nothing_to_learn() -> None:
     [
         ({"method": "adarond"}, ValueError, "unknown method of reconstruct 'adarond'; did you mean 'adaround'"),
         ({"granularity": "net"}, ValueError, "unknown granularity of reconstruct 'net'"),
-        ({"steps": 0}, ValueError, "steps must be a whole number of at least 1, got 0"),
+        ({"steps": 0}, ValueError, "steps must be at least 1, got 0"),
         ({"cache_gib": -1}, ValueError, "cache_gib must not be negative"),
         ({"layers": "0"}, TypeError, r"layers must be a sequence of names, got the string '0'; write \['0'\]"),
         ({"batches": []}, ValueError, "reconstruct: batches must hold at least one batch, got none"),

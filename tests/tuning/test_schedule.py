@@ -268,9 +268,9 @@ def test_bad_batches_are_named_when_the_ranges_are_set() -> None:
 
 def test_plans_that_cannot_be() -> None:
     model = learned()
-    with pytest.raises(TypeError, match="observe must be a whole number of steps, got 1.5"):
+    with pytest.raises(TypeError, match="observe must be a whole number, got 1.5"):
         Schedule(model, observe=1.5)
-    with pytest.raises(ValueError, match="freeze_ranges must not be negative, got -1"):
+    with pytest.raises(ValueError, match="freeze_ranges must be at least 0, got -1"):
         Schedule(model, freeze_ranges=-1)
     with pytest.raises(ValueError, match=r"the first observe=9 steps find them. Set freeze_ranges to at least 9."):
         Schedule(model, observe=9, freeze_ranges=3)

@@ -1,6 +1,7 @@
 """Traps that published tables show: granularity of depthwise nets, choices of ranges, and small test sets."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from benchmarks.post_training.hits import accuracy, difference, hits_of
+from qtoolkit.tuning import running
 
 DEPTH = 3
 
@@ -190,3 +192,26 @@ def test_few_images_overstate_and_turn_the_sign_of_a_small_difference() -> None:
     assert whole.decided
     assert whole.points > 0
     assert not str(whole).endswith("~")
+
+
+def tune(method: str) -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 4)).eval(),
+        torch.randn(8, 4),
+    )
+    options = {"steps": 1} if method == "reconstruct" else {}
+    if method not in ("reestimate_batch_norm", "smooth_quant"):
+        model = qt.prepare(model, x)
+        qt.calibrate(model, [x], progress=False)
+    getattr(qt.tuning, method)(model, [x], progress=False, **options)
+
+
+@pytest.mark.parametrize("method", ["bias_correction", "gptq", "reconstruct", "reestimate_batch_norm", "smooth_quant"])
+def test_several_processes_are_told_that_nothing_is_merged(method: str, monkeypatch) -> None:
+    monkeypatch.setattr(running, "ranks", lambda: 4)
+    words = (
+        rf"^{method}: this process tunes its model by its own batches, and merges nothing with the other 3 of its group"
+    )
+    with pytest.warns(UserWarning, match=words) as found:
+        tune(method)
+    assert Path(found[0].filename) == Path(__file__)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
+from qtoolkit.errors import check_flags
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.target import BackendFiles, Target
 from qtoolkit.export.backend_files.targets import TARGETS
@@ -70,6 +71,7 @@ def encodings(
         >>> read[0].tensor, round(read[0].scale[0] * 255, 6), read[0].zero_point
         ('x', 1.0, (0,))
     """
+    check_flags("encodings", dynamic_batch=dynamic_batch, progress=progress)
     target = _target(backend, "encodings")
     require_extra("encodings")
     check_opset("encodings", opset)

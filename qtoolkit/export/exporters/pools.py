@@ -1,35 +1,71 @@
-"""Average pools with a divisor of their own, which ONNX does not have and torch's exporters drop without a word."""
+"""Pools that ONNX does not have, which torch's exporters change without a word: own divisors, windows that follow sizes."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 DIMENSIONS: Mapping[Callable[..., Any], int] = {F.avg_pool2d: 2, F.avg_pool3d: 3}
+ADAPTIVE: Mapping[Callable[..., Any], int] = {
+    torch.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3,
+    F.adaptive_max_pool1d: 1, F.adaptive_max_pool2d: 2, F.adaptive_max_pool3d: 3,
+    F.adaptive_max_pool1d_with_indices: 1, F.adaptive_max_pool2d_with_indices: 2, F.adaptive_max_pool3d_with_indices: 3,
+}  # fmt: skip
 
 
-class DivisorsWritten(TorchFunctionMode):
-    """Let pools with `divisor_override` be pools that divide by their window, times a factor, while exporters record a model.
+class PoolsWritten(TorchFunctionMode):
+    """Write pools by what ONNX has while exporters record a model, and note those for which it has nothing.
+
+    Pools with `divisor_override` become pools that divide by their window, times a factor. The windows of an adaptive pool
+    follow the size of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area".
 
     Args:
         what: The public function, with which errors begin.
 
     Raises:
-        ValueError: Such a pool has `ceil_mode`: the windows beyond the edge would need factors of their own.
+        ValueError: A pool with `divisor_override` has `ceil_mode`: the windows beyond the edge would need factors of their own.
     """
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
+        self._follows_sizes: list[str] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
+        named = kwargs or {}
         if function in DIMENSIONS:
-            return self._pool(function, *args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+            return self._pool(function, *args, **named)
+        if function in ADAPTIVE:
+            self._note_pool(ADAPTIVE[function], *args, **named)
+        elif function is F.interpolate:
+            self._note_resize(*args, **named)
+        return function(*args, **named)
+
+    def _note_pool(self, dimensions: int, input: Tensor, output_size: Any, *_: Any, **__: Any) -> None:
+        size = output_size if isinstance(output_size, tuple | list) else [output_size] * dimensions
+        pooled = (length for length, to in zip(input.shape[-dimensions:], size, strict=True) if to is not None)
+        if any(to != 1 for to in size) and any(isinstance(length, torch.SymInt) for length in pooled):
+            self._follows_sizes.append(f"an adaptive pool to {output_size}")
+
+    def _note_resize(
+        self, input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *_: Any, **__: Any
+    ) -> None:
+        if mode == "area" and any(isinstance(length, torch.SymInt) for length in input.shape[2:]):
+            self._follows_sizes.append("a resize in the mode 'area'")
+
+    def check(self) -> None:
+        """Raise ValueError if a window that was written as a constant follows a dynamic size."""
+        if self._follows_sizes:
+            raise ValueError(
+                f"{self.what}: {self._follows_sizes[0]} has windows that follow the size of its input, which is dynamic, and "
+                f"ONNX has no such op; leave that dimension constant, pool to one value (x.mean((2, 3), keepdim=True)), or "
+                f"resize by torch.nn.functional.interpolate in the mode 'bilinear'."
+            )
 
     def _pool(
         self,

@@ -18,6 +18,7 @@ from qtoolkit.export.files.files import LARGEST_FILE
 from qtoolkit.export.inputs import Inputs, by_name
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import naming_misfits, with_tensors
+from qtoolkit.op_kinds.recorded import sizes_asked
 from qtoolkit.ops.recording import ops_taken
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.shared_modules import names_by_module
@@ -61,8 +62,9 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
     from qtoolkit.export.exporters.translation import keep_quantizers
 
     constants, axes = QuantizedConstants(request.model, request.run), _names_of_axes(request)
-    with constants.kept_out(), ops_taken():
+    with constants.kept_out(), ops_taken(), sizes_asked() as asked:
         program = _dynamo_program(request)
+    _check_asked(asked, request.what)
     constants.put_back(program.model)
     _name_axes(program.model, axes)
     # Before the optimizer, which merges scales of equal value.
@@ -70,6 +72,30 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
     program.optimize()
     keep_quantizers(program.model)
     return program.model
+
+
+def _check_asked(asked: Sequence[tuple[Any, str]], what: str) -> None:
+    """Warn of branches on dynamic sizes, which the file does not check.
+
+    Raises:
+        RuntimeError: The file would compute with a number that Python has from a dynamic size.
+    """
+    remedy = (
+        "leave that dimension constant (dynamic_batch=False, or no entry in dynamic_shapes), or prepare with that submodule in "
+        "untraced"
+    )
+    for value, where in asked:
+        if not isinstance(value, bool):
+            raise RuntimeError(
+                f"{what}: Python uses a number that follows from a dynamic size, at {where}: the file would have {value!r}, "
+                f"that of the example inputs, for all sizes; {remedy}."
+            )
+    if asked:
+        warnings.warn(
+            f"{what}: Python branches on a dynamic size, at {asked[0][1]}: the file has the branch of the example inputs for "
+            f"all sizes, and does not check them; {remedy}.",
+            stacklevel=6,
+        )
 
 
 def _dynamo_program(request: Request) -> torch.onnx.ONNXProgram:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtoolkit.argument_order import in_any_order
 from qtoolkit.config import QuantSpec
-from qtoolkit.errors import check_known, check_sequence, first_line
+from qtoolkit.errors import check_flags, check_known, check_sequence, first_line
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, pairs
 from qtoolkit.export.files.reading import UnreadableFileError, array_of, open_model
 from qtoolkit.export.verification.codes import CodeCount, largest_difference
@@ -101,6 +101,7 @@ def compare_runtimes(
         >>> found.runtimes["onnxruntime"].codes.differing
         0
     """
+    check_flags("compare_runtimes", progress=progress)
     check_sequence(runtimes, "compare_runtimes", "runtimes", "names", empty=False)
     for runtime in runtimes:
         check_known("runtime of compare_runtimes:", runtime, EXECUTES)

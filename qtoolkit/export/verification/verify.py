@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qtoolkit.argument_order import in_any_order
 from qtoolkit.convert import check_converted
-from qtoolkit.errors import check_known, check_sequence, renamed, shown
+from qtoolkit.errors import check_flags, check_known, check_sequence, renamed, shown
 from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, quantizer_nodes
@@ -189,6 +189,7 @@ def verify_onnx(
         >>> found.weight_codes.differing, found.quantizer_codes.differing
         (0, 0)
     """
+    check_flags("verify_onnx", progress=progress)
     path = renamed("verify_onnx", "model", model, "path", path, None)
     check_converted(converted, "verify_onnx")
     return compare_layers(*on_cpu(converted, inputs, "verify_onnx"), path, progress)
@@ -327,6 +328,7 @@ def verify(
         >>> found.runtimes["onnxruntime"].codes.differing
         0
     """
+    check_flags("verify", optimized=optimized, progress=progress)
     of_litert = _check_runtimes(runtimes, optimized)
     check_converted(model, "verify")
     model, inputs = on_cpu(model, inputs, "verify")

@@ -14,6 +14,7 @@ from qtoolkit.graph.passes.link_batch_norms import fold
 from qtoolkit.model_state import check_numbers
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
+from qtoolkit.nn.embedding import renormalize_table
 from qtoolkit.nn.replacement import replace_in_place
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of, take_names
 
@@ -23,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 def run(model: M) -> M:
     """Fold linked batch norms, replace quantizers by their frozen grids, and switch to eval mode.
 
-    Weights that masks or parametrizations compute become plain parameters.
+    Weights that masks or parametrizations compute become plain parameters, and tables with `max_norm` are renormalized.
 
     In a model without a graph every module stays the same object, and a folded batch norm becomes an Identity. Parts that were
     prepared are folded by their graphs.
@@ -35,6 +36,7 @@ def run(model: M) -> M:
     model.eval()
     for module in list(model.modules()):
         bake(module)
+        renormalize_table(module)
     graphs = [part for part in model.modules() if isinstance(part, QuantizedGraphModule)]
     for gm in graphs:
         _run_on_graph(gm)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qtoolkit.config import QConfig, QConfigMapping
+from qtoolkit.errors import check_flags
 from qtoolkit.extras import missing
 from qtoolkit.files import write_atomically
 from qtoolkit.progress import note, progress_bar
@@ -96,6 +97,7 @@ class Front:
             base: Rules for everything else, as in `Assignment.to_qconfig_mapping`.
             progress: Show a progress bar.
         """
+        check_flags("measured", progress=progress)
         scores: list[float] = []
         with progress_bar("front", "points", progress, self.points) as bar:
             for point in bar:

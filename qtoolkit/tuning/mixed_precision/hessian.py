@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.batches import no_batch
+from qtoolkit.errors import check_flags, check_whole
 from qtoolkit.model_state import attribute_kept, check_module, evaluating
 from qtoolkit.progress import note, progress_bar
 
@@ -82,9 +83,9 @@ def hessian_traces(
         >>> abs(traces["w"].value - 25) < 5 * traces["w"].error  # 3^2 + 4^2
         True
     """
+    check_flags("hessian_traces", progress=progress)
     check_module(model, "hessian_traces")
-    if probes < 1:
-        raise ValueError(f"hessian_traces: probes must be at least 1, got {probes}.")
+    check_whole("hessian_traces", "probes", probes, 1)
     tensors = list(weights.values())
     device = tensors[0].device if tensors else torch.device("cpu")
     signs = torch.Generator(device).manual_seed(seed)

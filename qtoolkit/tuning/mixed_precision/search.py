@@ -10,7 +10,7 @@ from qtoolkit.backends import Backend, backend_of
 from qtoolkit.batches import no_batch
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.debug.sensitivity import sensitivity
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_flags, check_known, check_whole
 from qtoolkit.layer_costs import bit_product, count_macs, layers_of
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module, evaluating
@@ -129,6 +129,7 @@ class MixedPrecision:
         Raises:
             ValueError: A layer is not quantized in the model that `build` returns, or as `qtoolkit.debug.sensitivity` does.
         """
+        check_flags("measured_errors", higher_is_better=higher_is_better, progress=progress)
         errors: Errors = {name: {} for name in self.modules}
         for choice, config in self.choices.items():
             names = [name for name in self.modules if choice in self.allowed(name)]
@@ -169,6 +170,7 @@ class MixedPrecision:
         Raises:
             ValueError: Choices of a layer differ in their activations; or as `hessian_traces` does.
         """
+        check_flags("hessian_errors", progress=progress)
         check_same_activations(self.configs)
         weights = {name: module.weight for name, module in self.modules.items()}
         if traces is None:
@@ -197,6 +199,7 @@ class MixedPrecision:
         Raises:
             ValueError: There is no batch, or the loss is not finite.
         """
+        check_flags("gradient_errors", progress=progress)
         if iter(batches) is batches:
             raise ValueError("MixedPrecision: gradient_errors runs batches twice; pass a list of batches.")
         squares = SquaredGradients(self.model, self.modules, self.configs, loss)
@@ -250,8 +253,7 @@ class MixedPrecision:
             cost: "size", "bit_operations" or "latency".
             points: The number of budgets; assignments that repeat are left out.
         """
-        if points < 2:
-            raise ValueError(f"MixedPrecision: points must be at least 2, got {points}.")
+        check_whole("MixedPrecision", "points", points, 2)
         self._check_costs([cost])
         table = self._checked(errors)
         least = self._least(cost, {})
