@@ -1,7 +1,8 @@
 """Vision transformers of vit-pytorch, two layers deep: one of each paper that the package implements as a whole model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -152,27 +153,41 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
     "vivit_with_moss.ViViT": (VIVIT, (2, 3, 4, 32, 32)),
     "xcit.XCiT": ({**PLAIN, "cls_depth": 1}, None),
 }
-# Models whose gammas of 0 let constants alone pass, of which the batch norms behind them have a variance of 0.
-STARTED: Mapping[str, str] = {"levit.LeViT": "gammas of 0 are 1, as the error of the export advises to train them first"}
+
+
+def _start_gammas(model: nn.Module) -> None:
+    """Let gammas of 0 be 1: behind them the model has constants alone until they are trained."""
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d) and not norm.weight.any():
+            nn.init.ones_(norm.weight)
+
+
+def _compute_attention_by_ops(model: nn.Module) -> None:
+    """Let a model compute attention as it does on devices without FlexAttention, which torch cannot train on the CPU."""
+    import_module("vit_pytorch.vit_nd_masking").flex_attention_supported = lambda device: False  # type: ignore[attr-defined]
+
+
+# What is changed of a model once it is built, and the note that says so.
+GAMMAS = (_start_gammas, "gammas of 0 are 1: behind them are constants until they are trained")
+BY_OPS = (_compute_attention_by_ops, "attention by ops of its own: torch has no backward of FlexAttention on the CPU")
+CHANGES: Mapping[str, tuple[Callable[[nn.Module], None], str]] = {
+    "levit.LeViT": GAMMAS,
+    **{f"{module}.ViTND": BY_OPS for module in ("vit_nd", "vit_nd_pope", "vit_nd_rotary")},
+}
 
 
 def vit_pytorch_recipes() -> Iterable[Recipe]:
     """Return a recipe for each model, or none if vit-pytorch is not installed."""
     for name, (options, shape) in MODELS.items():
         module, _, kind = name.partition(".")
-        inputs, note = floats(shape) if shape else partial(images, 32), STARTED.get(name, "")
-        entry = Entry(partial(_started if note else _build, kind, options), inputs, {"note": note})
+        change, note = CHANGES.get(name, (None, ""))
+        inputs = floats(shape) if shape else partial(images, 32)
+        entry = Entry(partial(_build, kind, options, change), inputs, {"note": note})
         yield from recipes_of("vit_pytorch", f"vit_pytorch.{module}", {name: entry})
 
 
-def _build(kind: str, options: Mapping[str, Any], module: Any) -> Any:
-    return getattr(module, kind)(**options)
-
-
-def _started(kind: str, options: Mapping[str, Any], module: Any) -> Any:
-    """Return a model as a trained one is: without gammas of 0."""
-    model = _build(kind, options, module)
-    for norm in model.modules():
-        if isinstance(norm, nn.BatchNorm2d) and not norm.weight.any():
-            nn.init.ones_(norm.weight)
+def _build(kind: str, options: Mapping[str, Any], change: Callable[[nn.Module], None] | None, module: Any) -> Any:
+    model = getattr(module, kind)(**options)
+    if change is not None:
+        change(model)
     return model
