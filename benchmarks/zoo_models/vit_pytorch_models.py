@@ -174,15 +174,22 @@ CHANGES: Mapping[str, tuple[Callable[[nn.Module], None], str]] = {
     "levit.LeViT": GAMMAS,
     **{f"{module}.ViTND": BY_OPS for module in ("vit_nd", "vit_nd_pope", "vit_nd_rotary")},
 }
+SAMPLING = "random numbers are between the parts, which neither exporter of torch writes"
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "ats_vit.ViT": (
+        *("to_patch_embedding", "transformer.layers.0.0", "transformer.layers.0.1"),
+        *("transformer.layers.1.0.to_qkv", "transformer.layers.1.0.to_out", "transformer.layers.1.1", "mlp_head"),
+    )
+}
 
 
 def vit_pytorch_recipes() -> Iterable[Recipe]:
     """Return a recipe for each model, or none if vit-pytorch is not installed."""
     for name, (options, shape) in MODELS.items():
         module, _, kind = name.partition(".")
-        change, note = CHANGES.get(name, (None, ""))
+        change, note = CHANGES.get(name, (None, SAMPLING if name in PARTS else ""))
         inputs = floats(shape) if shape else partial(images, 32)
-        entry = Entry(partial(_build, kind, options, change), inputs, {"note": note})
+        entry = Entry(partial(_build, kind, options, change), inputs, {"note": note, "parts": PARTS.get(name, ())})
         yield from recipes_of("vit_pytorch", f"vit_pytorch.{module}", {name: entry})
 
 

@@ -226,7 +226,8 @@ def test_a_layer_of_16_bits_that_is_wrong_by_two_steps_is_noticed(tmp_path) -> N
     values = numpy_helper.to_array(bias) + np.float32(2 * step)
     bias.CopyFrom(numpy_helper.from_array(values, bias.name))
     with pytest.raises(
-        RuntimeError, match=r"in onnxruntime by more than rounding ties: .* train that gamma and calibrate again, or turn"
+        RuntimeError,
+        match=r"in onnxruntime by more than rounding ties: .* train that gamma and calibrate again, or turn",
     ):
         verify_onnx(converted, proto, x).check()
 
@@ -246,7 +247,7 @@ def test_the_remedies_for_a_range_of_rounding_errors(remedy: str, tmp_path) -> N
     quantizer = prepared.get_submodule("activation_quantizers._3")
     assert float(quantizer.scale) < 1e-6
     if remedy == "off":
-        qt.disable_quantization(quantizer).apply()
+        qt.disable_quantization(quantizer)
     else:
         nn.init.ones_(prepared.get_submodule("1").weight)
         qt.calibrate(prepared, [x], progress=False)

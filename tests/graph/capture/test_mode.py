@@ -153,7 +153,7 @@ class Heads(NamedTuple):
 
 
 class HeadsInPlace(TwoHeads):
-    """Has a head for training only whose ReLUs work in place, and names what it returns then, as torchvision's GoogLeNet does."""
+    """Has a head for training only whose ReLUs work in place, and names what it returns then, as GoogLeNet does."""
 
     def __init__(self) -> None:
         super().__init__()
