@@ -22,6 +22,7 @@ from qtoolkit.graph.nodes import kind_of, kind_of_module
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size
 from qtoolkit.op_kinds.rules import name_called
+from qtoolkit.op_kinds.table import KINDS
 
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 # Checks, each with the value that passes one, from its arguments.
@@ -193,7 +194,7 @@ class _Merge:
         """Return whether a node is of a kind whose result never shares the memory of an input, unless it works in place."""
         is_module = node.op == "call_module"
         kind = kind_of_module(self.model.get_submodule(str(node.target))) if is_module else kind_of(node)
-        return kind.multiplies or kind.sums or kind.normalizes_batches or kind.activation
+        return kind.name in KINDS and not (kind.moves or kind.may_view)
 
     def _owner_of(self, node: fx.Node, choices: Sequence[Choice]) -> nn.Module:
         """Return the submodule whose mode decides a node's choices: that around the ops of this mode alone, if it takes any."""
