@@ -96,10 +96,10 @@ _ELEMENTWISE = (
     _kind("abs", Form(functions=(operator.abs, torch.abs, torch.absolute), methods=("abs", "abs_", "absolute", "absolute_")),
           onnx=("Abs",), never_negative=True, homogeneous=True, smooth=True),
     _kind("cat", Form(functions=_named("cat", "concat", "concatenate", "hstack", "vstack", "dstack"),
-                      operands=(("tensors",),)),
+                      operands=(("tensors",),), refine=rules.cat),
           onnx=("Concat",), aten=("cat", "concat", "hstack", "vstack"), concatenates=True, keeps_sign=True, smooth=True),
-    _kind("stack", Form(functions=(torch.stack,), operands=(("tensors",),)), aten=("stack",), concatenates=True,
-          keeps_sign=True, smooth=True),
+    _kind("stack", Form(functions=(torch.stack,), operands=(("tensors",),), refine=rules.stack), aten=("stack",),
+          concatenates=True, keeps_sign=True, smooth=True),
 )  # fmt: skip
 
 _RESIZE = ("Resize", "Upsample")
