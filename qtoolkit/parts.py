@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtoolkit.backends import Backend, backend_of
+from qtoolkit.backends import Backend, backend_of, backends
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Exclude, with_excluded
-from qtoolkit.errors import check_flags, some
+from qtoolkit.errors import check_flags, check_sequence, some
 from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.model_inputs import naming_misfits, split
@@ -56,6 +56,7 @@ def prepare_parts(
     Raises:
         ValueError: A part is not in the model, is not called exactly once, or lies in another one; or no submodule traces.
         UntraceableError: A part that is named does not trace.
+        TypeError: `parts` is one string.
 
     Example:
         >>> class Net(torch.nn.Module):
@@ -73,6 +74,8 @@ def prepare_parts(
         True
     """
     check_flags("prepare_parts", inplace=inplace)
+    if isinstance(parts, str) and parts in backends:
+        raise TypeError(f"prepare_parts: parts must be a sequence of names, got a backend; write backend={parts!r}.")
     target = backend_of(backend)
     check_module(model, "prepare_parts")
     mapping = with_excluded(qconfig_mapping, exclude)
@@ -116,6 +119,8 @@ def _is_variadic(module: nn.Module) -> bool:
 
 
 def _check(model: nn.Module, parts: Sequence[str] | None, calls: Calls) -> None:
+    if parts is not None:
+        check_sequence(parts, "prepare_parts", "parts")
     known = {name for name, _ in model.named_modules()}
     for part in parts or ():
         around = [other for other in parts or () if part.startswith(f"{other}.")]

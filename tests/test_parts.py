@@ -141,6 +141,13 @@ def test_errors(options: dict[str, Any], says: str) -> None:
         qt.prepare_parts(Net(), torch.ones(3, 4), **options)
 
 
+def test_one_string_for_the_parts() -> None:
+    with pytest.raises(TypeError, match=r"got a backend; write backend='onnxruntime'"):
+        qt.prepare_parts(Net(), torch.ones(3, 4), "onnxruntime")
+    with pytest.raises(TypeError, match=r"got the string 'body'; write parts=\['body'\]"):
+        qt.prepare_parts(Net(), torch.ones(3, 4), "body")
+
+
 def test_a_part_that_does_not_trace() -> None:
     class Branching(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:

@@ -125,6 +125,37 @@ def test_what_torch_fx_cannot_trace_is_captured_by_torch_export() -> None:
     assert '1 with `capture="export"`, as the error advises' in table.summary([outcome.json()])
 
 
+def test_parts_get_inputs_by_place_and_by_keyword_and_quantizers_may_be_off() -> None:
+    pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
+    from zoo_models import pipeline
+    from zoo_models.recipe import Recipe
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, *, factor: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x) * factor)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Scaled()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x, factor=x.sum().sigmoid())
+
+    def codes(*off: str) -> int:
+        recipe = Recipe("own/net", "own", Net, lambda: (torch.rand(2, 4),), parts=("body",), off=off)
+        outcome = pipeline.run(recipe, "onnxruntime")
+        assert outcome.failed == "", outcome.error
+        assert outcome.quantized == 2
+        return outcome.quantizer_codes[1]
+
+    assert codes("body.activation_quantizers.x*") < codes("elsewhere.*") == codes()
+
+
 def test_a_model_trains_three_steps_and_the_page_counts_them() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
     from zoo_models import pipeline, table

@@ -70,7 +70,7 @@ MODELS = {
         SLICE,
     ),
     "efficientnet_3d": Entry(
-        lambda n: n.EfficientNetBN("efficientnet-b0", False, spatial_dims=3, in_channels=1), floats((1, 1, 32, 32, 32))
+        lambda n: n.EfficientNetBN("efficientnet-b0", False, spatial_dims=3, in_channels=1), floats((2, 1, 32, 32, 32))
     ),
     "flexible_unet": Entry(
         lambda n: n.FlexibleUNet(1, 2, "resnet18", decoder_channels=(32, 16, 8, 8, 8)), floats((2, 1, 64, 64))
@@ -147,7 +147,7 @@ MODELS = {
         floats((1, 1, 16, 16, 16), (1, 1, 16, 16, 16)),
     ),
     "voxelmorph_unet": Entry(lambda n: n.VoxelMorphUNet(2, 2, 4, (4, 4, 8, 8), (4, 4)), floats((1, 2, 32, 32))),
-    "ahnet": Entry(lambda n: n.AHNet((1, 1, 1, 1), psp_block_num=2), floats((1, 1, 32, 32, 32))),
+    "ahnet": Entry(lambda n: n.AHNet((1, 1, 1, 1), psp_block_num=2), floats((2, 1, 32, 32, 32))),
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase as fnmatch
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +197,15 @@ class _Steps:
             self.finish(own, part)
 
     def calibrated(self, own: Any, part: Part, quantize: Callable[..., Any]) -> Any:
-        """Calibrate a model. What no batch reaches is left in float, as the warning advises."""
+        """Calibrate a model. What no batch reaches, and what the recipe says, is left in float, as messages advise."""
         with self.step("calibrate"):
             unreached = qt.calibrate(own, [part], forward=_call, progress=False).unreached
             if unreached:
                 own = quantize(part, exclude=[quantizer.rpartition(".")[0] for quantizer in unreached])
                 qt.calibrate(own, [part], forward=_call, progress=False)
+            for name, quantizer in qt.quantizers_of(own).items():
+                if any(fnmatch(f"{part.path}.{name}", pattern) for pattern in self.recipe.off):
+                    qt.disable_quantization(quantizer)
         return own
 
     def replace(self, part: Part, exclude: Sequence[str] = ()) -> Any:
@@ -309,6 +313,8 @@ def _parts(model: nn.Module, inputs: Inputs, paths: tuple[str, ...]) -> list[Par
 
     def note(path: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if kwargs:  # example inputs are all positional, or all by keyword
+                args, kwargs = (), dict(signature(module.forward).bind(*args, **kwargs).arguments)
             found.setdefault(path, Part(path, module, _detached(args), _detached(kwargs)))
 
         return hook

@@ -24,6 +24,7 @@ class Recipe:
         inputs: Creates the arguments of its forward: a tuple, or a mapping of keywords.
         skip: The `untraced` argument of `prepare`, as fnmatch patterns: "blocks.*.attn".
         parts: Submodules to prepare separately if the model's forward cannot be traced; () prepares the model.
+        off: Quantizers that are turned off, as fnmatch patterns of their names in the model, as an error of the export advises.
         note: A remark for the table.
         exporter: The exporter of torch that writes the ONNX file.
         clip: Maximum norm of the gradients in a training step; None does not clip.
@@ -36,6 +37,7 @@ class Recipe:
     inputs: Callable[[], Inputs]
     skip: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
     note: str = ""
     exporter: Literal["dynamo", "torchscript"] = "dynamo"
     clip: float | None = None

@@ -109,7 +109,16 @@ NETWORKS: Mapping[str, tuple[Mapping[str, Any], *tuple[tuple[int, ...], ...]]] =
 }
 OTHER_OPS = "prepared in eval mode: its forward has other ops in training mode"
 NOTES = {
-    "SPAN": "its Conv3XC, which assign weights in forward, replaced by the convolutions that they compute in eval mode"
+    "SPAN": "its Conv3XC, which assign weights in forward, replaced by the convolutions that they compute in eval mode",
+    "ATD": "a sort is between the parts, which neither exporter of torch writes",
+}
+# Parts around an op that neither exporter of torch writes, as their errors advise.
+OF_ATD = [f"layers.{i}.residual_group.layers.{j}" for i in (0, 1) for j in (0, 1)]
+PARTS = {
+    "ATD": (
+        *(f"{layer}.{part}" for layer in OF_ATD for part in ("attn_atd", "attn_win", "convffn")),
+        *("conv_first", "layers.0.conv", "layers.1.conv", "conv_after_body", "upsample"),
+    )
 }
 # Leaf modules, as the error of `convert` advises: in eval mode Python chooses experts by values.
 SKIPPED = {"SeemoRe": ("*.moe_layer",)}
@@ -121,6 +130,7 @@ def spandrel_recipes() -> Iterable[Recipe]:
         module, _, kind = name.partition(".")
         note: dict[str, Any] = {"note": NOTES[name]} if name in NOTES else {}
         note |= {"skip": SKIPPED[name]} if name in SKIPPED else {}
+        note |= {"parts": PARTS[name]} if name in PARTS else {}
         note |= {"training": False, "note": OTHER_OPS} if module in ("PLKSR", "RGT") else {}
         entry = Entry(partial(_build, kind or module, options), floats(*shapes), note)
         yield from recipes_of("spandrel", f"spandrel.architectures.{module}", {(kind or module).lower(): entry})

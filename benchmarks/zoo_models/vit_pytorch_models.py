@@ -1,8 +1,11 @@
 """Vision transformers of vit-pytorch, two layers deep: one of each paper that the package implements as a whole model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
+
+from torch import nn
 
 from zoo_models.recipe import Entry, Recipe, floats, images, recipes_of
 
@@ -152,13 +155,46 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
 }
 
 
+def _start_gammas(model: nn.Module) -> None:
+    """Let gammas of 0 be 1: behind them the model has constants alone until they are trained."""
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d) and not norm.weight.any():
+            nn.init.ones_(norm.weight)
+
+
+def _compute_attention_by_ops(model: nn.Module) -> None:
+    """Let a model compute attention as it does on devices without FlexAttention, which torch cannot train on the CPU."""
+    import_module("vit_pytorch.vit_nd_masking").flex_attention_supported = lambda device: False  # type: ignore[attr-defined]
+
+
+# What is changed of a model once it is built, and the note that says so.
+GAMMAS = (_start_gammas, "gammas of 0 are 1: behind them are constants until they are trained")
+BY_OPS = (_compute_attention_by_ops, "attention by ops of its own: torch has no backward of FlexAttention on the CPU")
+CHANGES: Mapping[str, tuple[Callable[[nn.Module], None], str]] = {
+    "levit.LeViT": GAMMAS,
+    **{f"{module}.ViTND": BY_OPS for module in ("vit_nd", "vit_nd_pope", "vit_nd_rotary")},
+}
+SAMPLING = "random numbers are between the parts, which neither exporter of torch writes"
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "ats_vit.ViT": (
+        *("to_patch_embedding", "transformer.layers.0.0", "transformer.layers.0.1"),
+        *("transformer.layers.1.0.to_qkv", "transformer.layers.1.0.to_out", "transformer.layers.1.1", "mlp_head"),
+    )
+}
+
+
 def vit_pytorch_recipes() -> Iterable[Recipe]:
     """Return a recipe for each model, or none if vit-pytorch is not installed."""
     for name, (options, shape) in MODELS.items():
         module, _, kind = name.partition(".")
-        entry = Entry(partial(_build, kind, options), floats(shape) if shape else partial(images, 32))
+        change, note = CHANGES.get(name, (None, SAMPLING if name in PARTS else ""))
+        inputs = floats(shape) if shape else partial(images, 32)
+        entry = Entry(partial(_build, kind, options, change), inputs, {"note": note, "parts": PARTS.get(name, ())})
         yield from recipes_of("vit_pytorch", f"vit_pytorch.{module}", {name: entry})
 
 
-def _build(kind: str, options: Mapping[str, Any], module: Any) -> Any:
-    return getattr(module, kind)(**options)
+def _build(kind: str, options: Mapping[str, Any], change: Callable[[nn.Module], None] | None, module: Any) -> Any:
+    model = getattr(module, kind)(**options)
+    if change is not None:
+        change(model)
+    return model

@@ -15,6 +15,7 @@ class NodeFacts:
     Attributes:
         is_number: The node returned a number, or several, and no tensor.
         is_discrete: The node returned a tensor of integers or booleans, or several, and nothing else.
+        is_sequence: The node returned a list or a tuple with tensors.
         returns_input: The node calls a module that returns its input in eval mode, and has another value in training mode.
         in_training: Training mode alone takes what the node computes, before an op of both modes.
         assigns_in_place: The node comes from an augmented assignment such as `+=`, which torch.fx records as `+`.
@@ -25,6 +26,7 @@ class NodeFacts:
 
     is_number: bool = False
     is_discrete: bool = False
+    is_sequence: bool = False
     returns_input: bool = False
     in_training: bool = False
     assigns_in_place: bool = False

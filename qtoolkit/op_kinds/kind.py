@@ -56,6 +56,7 @@ class OpKind:
             (`qtoolkit.export.files.kinds`).
         aten: The ops of aten, in graphs of torch.export, of kinds that passes over those graphs ask for.
         moves: The output holds values of the input, and zeros: reshapes, slices, max pools, padding with zero.
+        may_view: The output may share the memory of the input, though the op does not always move values alone.
         rearranges: The output holds all values of the input.
         returns_input: The output is the input in eval mode.
         concatenates: The output holds the values of all inputs, which are several tensors.
@@ -96,6 +97,7 @@ class OpKind:
     onnx: tuple[str, ...] = ()
     aten: tuple[str, ...] = ()
     moves: bool = False
+    may_view: bool = False
     rearranges: bool = False
     returns_input: bool = False
     concatenates: bool = False

@@ -192,8 +192,24 @@ def item(node: fx.Node) -> str:
         return OTHER
     if gives_tuple(source):
         return "slice" if isinstance(index, int | slice) else OTHER
+    if facts_of(source).is_sequence:
+        return OTHER
     parts = index if isinstance(index, tuple) else (index,)
     return "slice" if any(isinstance(p, slice) or p is Ellipsis for p in parts) and all(map(_picks, parts)) else OTHER
+
+
+def _of_tensors(kind: str) -> Callable[[fx.Node], str]:
+    """Return a rule that knows a concatenation of tensors, but not one of a list that an unknown op returns."""
+
+    def rule(node: fx.Node) -> str:
+        tensors = argument(node, 0, "tensors")
+        is_list = isinstance(tensors, fx.Node) and facts_of(tensors).is_sequence and not gives_tuple(tensors)
+        return OTHER if is_list else kind
+
+    return rule
+
+
+cat, stack = _of_tensors("cat"), _of_tensors("stack")
 
 
 def gives_tuple(node: fx.Node) -> bool:

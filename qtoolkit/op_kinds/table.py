@@ -72,7 +72,8 @@ _PRODUCTS = (
           Form(functions=(torch.addmm, torch.baddbmm), methods=("addmm", "baddbmm"),
                operands=((), ("mat1", "batch1"), ("mat2", "batch2"))),
           onnx=("MatMul",), weight_argument=True, multiplies=True, of_two_matrices=True, smooth=True),
-    _kind("einsum", Form(functions=(torch.einsum,), operands=((), ("operands",)), rest=True, refine=rules.einsum)),
+    _kind("einsum", Form(functions=(torch.einsum,), operands=((), ("operands",)), rest=True, refine=rules.einsum),
+          may_view=True),
     _kind("attention", Form((nn.MultiheadAttention,), operands=ATTENTION, items=(0,)),
           has_weight=True, multiplies=True, one_tensor=False),
     _kind("dot_product_attention", Form(functions=(F.scaled_dot_product_attention,), operands=ATTENTION),
@@ -95,10 +96,10 @@ _ELEMENTWISE = (
     _kind("abs", Form(functions=(operator.abs, torch.abs, torch.absolute), methods=("abs", "abs_", "absolute", "absolute_")),
           onnx=("Abs",), never_negative=True, homogeneous=True, smooth=True),
     _kind("cat", Form(functions=_named("cat", "concat", "concatenate", "hstack", "vstack", "dstack"),
-                      operands=(("tensors",),)),
+                      operands=(("tensors",),), refine=rules.cat),
           onnx=("Concat",), aten=("cat", "concat", "hstack", "vstack"), concatenates=True, keeps_sign=True, smooth=True),
-    _kind("stack", Form(functions=(torch.stack,), operands=(("tensors",),)), aten=("stack",), concatenates=True,
-          keeps_sign=True, smooth=True),
+    _kind("stack", Form(functions=(torch.stack,), operands=(("tensors",),), refine=rules.stack), aten=("stack",),
+          concatenates=True, keeps_sign=True, smooth=True),
 )  # fmt: skip
 
 _RESIZE = ("Resize", "Upsample")

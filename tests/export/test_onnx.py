@@ -410,6 +410,28 @@ def test_a_changed_layer_is_noticed(tmp_path) -> None:
         found.check()
 
 
+class ReadsData(nn.Module):
+    """Pads channels as MONAI's and others' ResNets do, without a gradient for the shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return self.head(torch.cat([x.data, torch.zeros_like(x)], 1))
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_the_data_of_a_tensor_is_no_constant_in_the_file(exporter: str, tmp_path) -> None:
+    x = torch.randn(2, 3, 5, 5)
+    prepared = qt.prepare(ReadsData().eval(), (x,), "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    converted = qt.convert(prepared)
+    path = qt.export_onnx(converted, (x,), tmp_path / "m.onnx", exporter=exporter).path
+    qt.export.verify_onnx(converted, path, x.flip(0)).check()
+
+
 # ---- errors
 
 

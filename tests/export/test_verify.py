@@ -225,8 +225,36 @@ def test_a_layer_of_16_bits_that_is_wrong_by_two_steps_is_noticed(tmp_path) -> N
     step = float(converted.get_submodule("activation_quantizers.relu").scale)
     values = numpy_helper.to_array(bias) + np.float32(2 * step)
     bias.CopyFrom(numpy_helper.from_array(values, bias.name))
-    with pytest.raises(RuntimeError, match="differ in onnxruntime by more than rounding ties"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"in onnxruntime by more than rounding ties: .* train that gamma and calibrate again, or turn",
+    ):
         verify_onnx(converted, proto, x).check()
+
+
+@pytest.mark.parametrize("remedy", ["gamma", "off"])
+def test_the_remedies_for_a_range_of_rounding_errors(remedy: str, tmp_path) -> None:
+    """They are those of the error: the second batch norm gets a constant as long as the gamma of the first is 0."""
+    torch.manual_seed(0)
+    first, x = nn.BatchNorm2d(64), torch.rand(2, 3, 8, 8)
+    nn.init.zeros_(first.weight)
+    nn.init.uniform_(first.bias)
+    layers = nn.Conv2d(3, 64, 1), first, nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64, momentum=1.0), nn.Conv2d(64, 4, 1)
+    model = nn.Sequential(*layers)
+    model(x)
+    prepared = qt.prepare(model, (x,), "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    quantizer = prepared.get_submodule("activation_quantizers._3")
+    assert float(quantizer.scale) < 1e-6
+    if remedy == "off":
+        qt.disable_quantization(quantizer)
+    else:
+        nn.init.ones_(prepared.get_submodule("1").weight)
+        qt.calibrate(prepared, [x], progress=False)
+        assert float(quantizer.scale) > 1e-3
+    found = qt.export_onnx(prepared, (x,), tmp_path / "m.onnx", exporter="torchscript").verification
+    assert found is not None
+    assert ("activation_quantizers._3" in found.by_quantizer) is (remedy == "gamma")
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ class Request:
 
 
 def _export_dynamo(request: Request) -> "onnx_ir.Model":
+    from onnx_ir.passes import PassError
+
     from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
     from qtoolkit.export.exporters.translation import keep_quantizers
 
@@ -69,7 +71,10 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
     _name_axes(program.model, axes)
     # Before the optimizer, which merges scales of equal value.
     _name_by_quantizers(program.model, _quantizers_of_scales(request.model))
-    program.optimize()
+    try:
+        program.optimize()
+    except PassError as error:
+        raise RuntimeError(f"{request.what}: {_describe_failure(request.model, error)}") from error
     keep_quantizers(program.model)
     return program.model
 

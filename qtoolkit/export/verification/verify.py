@@ -130,7 +130,11 @@ class Verification:
             worst = max(self.by_quantizer, key=lambda name: self.by_quantizer[name].share)
             raise RuntimeError(
                 f"export: the codes of layers differ in onnxruntime by more than rounding ties: {self.layer_codes}; worst "
-                f"at {worst!r}: {self.by_quantizer[worst]}."
+                f"at {worst!r}: {self.by_quantizer[worst]}. If the scale of that quantizer is below 1e-7 of the values that "
+                f"the op before it computes with, its range holds rounding errors alone, as behind a batch norm whose input is "
+                f"constant because another one before it starts with gamma 0: train that gamma and calibrate again, or turn "
+                f"the quantizer off (qtoolkit.disable_quantization(prepared.get_submodule(name))). Otherwise "
+                f"onnxruntime computes the op differently: report it with the model."
             )
         if self.output_error > OUTPUT_ERROR:
             raise RuntimeError(

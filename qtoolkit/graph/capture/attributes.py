@@ -151,6 +151,8 @@ class _Assignments:
             for attribute, value in space.items()
         ]
         self.spaces = [(space, set(space)) for _, _, space in _spaces(model)]
+        values = (value for module in model.modules() for value in vars(module).values())
+        self.lists = [(value, tuple(value)) for value in values if type(value) is list]
 
     def check(self) -> None:
         """Raise RuntimeError if a traced value was assigned to a tensor that the next forward would read.
@@ -166,7 +168,7 @@ class _Assignments:
                 )
 
     def undo(self) -> None:
-        """Give attributes with traced values the values that they had."""
+        """Give attributes, and lists that are attributes, the values that they had in place of traced ones."""
         for _, _, space, attribute, value in self.before:
             if isinstance(space.get(attribute), fx.Proxy):
                 space[attribute] = value
@@ -175,6 +177,9 @@ class _Assignments:
                 name for name, value in space.items() if isinstance(value, fx.Proxy) and name not in known
             ]:
                 del space[attribute]
+        for values, before in self.lists:
+            if any(isinstance(value, fx.Proxy) for value in values):
+                values[:] = before
 
 
 def _spaces(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -26,6 +26,8 @@ class SizedProxy(fx.Proxy):
         is_protocol = name.startswith("__") and name.endswith("__")  # which proxies do not implement
         if is_protocol or (value is not UNKNOWN and not hasattr(value, name)):
             raise AttributeError(f"a traced value has no {name!r}.")
+        if name == "data" and isinstance(value, Tensor):  # exporters would write its values as a constant
+            return self.tracer.create_proxy("call_method", "detach", (self,), {})
         if value is UNKNOWN or callable(getattr(value, name)):
             return super().__getattr__(name)
         read = self.tracer.create_proxy("call_function", getattr, (self, name), {})

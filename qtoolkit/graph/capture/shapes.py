@@ -30,6 +30,11 @@ def holds_no_floats(value: Any) -> bool:
     return all(isinstance(t, Tensor) and not (t.is_floating_point() or t.is_complex()) for t in tensors)
 
 
+def is_sequence_of_tensors(value: Any) -> bool:
+    """Return whether a value is a tuple or list with tensors."""
+    return isinstance(value, tuple | list) and any(isinstance(t, Tensor) for t in value)
+
+
 class ShapePropagation:
     """Values of a graph's nodes, computed as the nodes are made, without data and without touching the model.
 

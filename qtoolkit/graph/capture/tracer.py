@@ -34,7 +34,7 @@ from qtoolkit.graph.capture.functions import (
 from qtoolkit.graph.capture.proxy import SizedProxy, TensorProxy
 from qtoolkit.graph.capture.rewrites.subclasses import equivalent_type
 from qtoolkit.graph.capture.rewrites.torch_modes import TorchModes
-from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, holds_no_floats, is_plain
+from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, holds_no_floats, is_plain, is_sequence_of_tensors
 from qtoolkit.graph.capture.signature import Arguments, Call
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
 from qtoolkit.graph.output_types import OutputTypes, types_in
@@ -360,7 +360,8 @@ class ModelTracer(fx.Tracer):
             self.propagating = False
             if is_plain(self.shapes[node]) and not isinstance(self.shapes[node], str | None):
                 set_facts(node, is_number=True)
-            set_facts(node, is_discrete=holds_no_floats(self.shapes[node]))
+            value = self.shapes[node]
+            set_facts(node, is_discrete=holds_no_floats(value), is_sequence=is_sequence_of_tensors(value))
         if is_op and kind != "get_attr" and not torch.is_grad_enabled():
             self.without_grad.append(node)
         return node

@@ -127,6 +127,7 @@ TRACED: dict[str, Callable[[Construct, Tensor], Tensor]] = {
     "match": matched,
     "format": lambda m, x: m.layers(x) if f"{x}" and f"{x!r}" else x,
     "copy": lambda m, x: m.layers(copy.copy(x)),
+    "data": lambda m, x: m.layers(x.data) + x,
     "as_tensor": lambda m, x: torch.as_tensor(x) * 2,
     "asarray": lambda m, x: torch.asarray(x) * 2,
     "new_tensor": lambda m, x: x.new_tensor(x) * 2,
@@ -167,7 +168,7 @@ REFUSED: dict[str, tuple[Callable[[Construct, Tensor], Tensor], str]] = {
     "jit": (lambda m, x: torch.jit.trace(m.layers, x)(x), "Tracer cannot infer type"),
     "make_subclass": (lambda m, x: torch.Tensor._make_subclass(Tensor, x) * 2, "computed from a traced value in C"),
     "below __torch_function__": (below_torch_function, "Expected torch.dtype|Tensor with dtype Proxy"),
-    "data": (with_data_assigned, "'data' of a tensor is assigned here"),
+    "assigned data": (with_data_assigned, "'data' of a tensor is assigned here"),
     "compile": (lambda m, x: torch.compile(m.layers, backend="eager")(x), "not installed as a submodule"),
 }
 

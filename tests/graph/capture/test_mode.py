@@ -3,6 +3,7 @@
 import copy
 import pickle
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -144,6 +145,40 @@ class TwoHeads(nn.Module):
         return (self.head(x), self.auxiliary(x)) if self.training else self.head(x)
 
 
+class Heads(NamedTuple):
+    """What a model with two heads returns in training mode."""
+
+    head: Tensor
+    auxiliary: Tensor
+
+
+class HeadsInPlace(TwoHeads):
+    """Has a head for training only whose ReLUs work in place, and names what it returns then, as GoogLeNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary = nn.Sequential(
+            nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.LayerNorm(4), nn.ReLU(inplace=True), linear_of()
+        )
+
+    def forward(self, x: Tensor) -> Tensor | Heads:
+        x = F.relu(self.body(x), inplace=True)
+        return Heads(self.head(x), F.relu(self.auxiliary(x), inplace=True)) if self.training else self.head(x)
+
+
+class HeadsInAList(TwoHeads):
+    """Keeps what its head for training returns in a list that is an attribute, as MONAI's DynUNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [torch.zeros(1)]
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.body(x)
+        self.kept[0] = self.auxiliary(x)
+        return (self.head(x), self.kept[0]) if self.training else self.head(x)
+
+
 class Probability(nn.Module):
     """Dropout whose probability Python chooses by the mode, as transformers writes it, in one block of two that have a mode."""
 
@@ -229,6 +264,8 @@ class LossInABranch(TwoHeads):
         (Probability, False),
         (DropsInABranch, True),
         (TwoHeads, True),
+        (HeadsInPlace, True),
+        (HeadsInAList, True),
         (TableInABranch, True),
         (Jitters, True),
     ],
@@ -257,7 +294,7 @@ def test_the_mode_of_a_branch_is_that_of_its_submodule() -> None:
         assert torch.equal(y, model(x))
 
 
-@pytest.mark.parametrize("kind", [Probability, DropsInABranch, TwoHeads])
+@pytest.mark.parametrize("kind", [Probability, DropsInABranch, TwoHeads, HeadsInPlace, HeadsInAList])
 def test_what_training_mode_alone_computes_is_not_converted(kind: type[nn.Module], tmp_path: Path) -> None:
     x = torch.rand(16, 4)
     prepared = qt.prepare(kind().train(), (x,), "onnxruntime")

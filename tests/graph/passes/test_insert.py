@@ -631,3 +631,34 @@ def test_tensors_that_have_the_names_of_methods_of_modules_are_quantized(name: s
     assert qt.calibrate(prepared, [x, -x], progress=False).unreached == ()
     converted = copy.deepcopy(qt.convert(prepared))
     assert torch.equal(converted(x), prepared.eval()(x))
+
+
+class Pyramid(nn.Module):
+    """Returns a list of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [conv(x) for conv in self.convs]
+
+
+@pytest.mark.parametrize("backend", sorted(qt.backends))
+def test_a_slice_of_a_leaf_modules_list_is_quantized_tensor_by_tensor(backend: str) -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = Pyramid(), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.cat(self.encoder(x)[1:][::-1], 1))
+
+    model, x = Decoder().eval(), torch.randn(2, 4, 5, 5)
+    prepared = qt.prepare(model, (x,), backend, untraced=["encoder"])
+    assert ("cat" in activations(prepared)) is not backend.endswith("-nlp")
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(x), model(x))
+    if not backend.endswith("-nlp"):  # these have no convolutions
+        qt.calibrate(prepared, [x], progress=False)
+    assert prepared(x).shape == (2, 4, 5, 5)

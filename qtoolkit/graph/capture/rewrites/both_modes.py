@@ -18,9 +18,11 @@ from torch.nn import functional as F
 from qtoolkit.graph.block_calls import ROOT, BlockCall, ancestors, leaves, map_leaves
 from qtoolkit.graph.capture.rewrites.in_place import base_of, changed_by
 from qtoolkit.graph.capture.shapes import is_plain
+from qtoolkit.graph.nodes import kind_of, kind_of_module
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size
 from qtoolkit.op_kinds.rules import name_called
+from qtoolkit.op_kinds.table import KINDS
 
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 # Checks, each with the value that passes one, from its arguments.
@@ -185,7 +187,14 @@ class _Merge:
 
     def _is_new(self, node: fx.Node) -> bool:
         """Return whether a node makes a tensor of its own, which no op of the other mode reads."""
-        return node in self.alone and name_called(node).removeprefix("new_").removesuffix("_like") in NEW
+        name = name_called(node).removeprefix("new_").removesuffix("_like")
+        return node in self.alone and (name in NEW or self._computes(node))
+
+    def _computes(self, node: fx.Node) -> bool:
+        """Return whether a node is of a kind whose result never shares the memory of an input, unless it works in place."""
+        is_module = node.op == "call_module"
+        kind = kind_of_module(self.model.get_submodule(str(node.target))) if is_module else kind_of(node)
+        return kind.name in KINDS and not (kind.moves or kind.may_view)
 
     def _owner_of(self, node: fx.Node, choices: Sequence[Choice]) -> nn.Module:
         """Return the submodule whose mode decides a node's choices: that around the ops of this mode alone, if it takes any."""
