@@ -4,6 +4,7 @@ python benchmarks/accuracy.py                  trains what is missing, writes re
 python benchmarks/accuracy.py --bits 4 --only lsq pact --seeds 0
 python benchmarks/accuracy.py --only lsq --bits 4 --forward float integer     whether both forwards train alike
 python benchmarks/accuracy.py --epochs 200 --teacher    hours of processor time for each training
+python benchmarks/accuracy.py --epochs 100 --only float lsq --bits 4 --seeds 0 --device cuda     on a GPU
 python benchmarks/accuracy.py --network resnet8 --bits 8 4     a small network that takes pixels of 0 to 255
 python benchmarks/accuracy.py --page docs/accuracy.md   writes the tables of the results, and their plots, into the page
 
@@ -116,6 +117,7 @@ class Row:
         trained: The accuracy after it.
         minutes: How long it took, without what an earlier run of this script had trained.
         failure: Why there is no figure.
+        device: Where it was trained, if not on a CPU.
     """
 
     training: Training
@@ -123,6 +125,7 @@ class Row:
     trained: float | None = None
     minutes: float = 0.0
     failure: str = ""
+    device: str = ""
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> "Row":
@@ -153,14 +156,15 @@ def train(training: Training, float_model: nn.Module, data: Data, checkpoints: P
     schedule = training.schedule(len(data.train[1]))
     Run(model, data, schedule, training.seed, checkpoints / f"{training.name}.pt", teacher).train(training.name)
     minutes = (time.perf_counter() - start) / 60
-    return replace(row, calibrated=before, trained=accuracy(model, data), minutes=minutes)
+    device = "" if data.device.type == "cpu" else torch.cuda.get_device_name(data.device)
+    return replace(row, calibrated=before, trained=accuracy(model, data), minutes=minutes, device=device)
 
 
 def train_missing(missing: Sequence[Training], rows: list[Row], folder: Path, args: argparse.Namespace) -> None:
     """Add the rows of the trainings to the others, and write the file of results after each."""
     network, images, checkpoints = NETWORKS[args.network], images_of(args), checkpoints_of(args)
-    data = load(folder, images["train"], images["test"], network.raw)
-    float_model = network.float_model(folder, data, checkpoints)
+    data = load(folder, images["train"], images["test"], network.raw, args.device)
+    float_model = network.float_model(folder, data, checkpoints).to(data.device)
     before = json.loads(args.out.read_text())["float_weights"] if args.out.exists() else {}
     float_weights = {**before, args.network: accuracy(float_model, data)}
     train_all(missing, rows, lambda training: train(training, float_model, data, checkpoints), float_weights, args)
@@ -206,7 +210,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
         minutes = statistics.mean(row.minutes for row in line)
         spread = max(trained) - min(trained)
         figures = f"{calibrated:.2f}", f"{mean:.2f}", f"{spread:.2f}", drop, f"{minutes:.1f}"
-        yield [*head, str(len(trained)), *figures, ""]
+        yield [*head, str(len(trained)), *figures, ", ".join(sorted({row.device for row in line if row.device}))]
 
 
 def _float_models(lines: Sequence[Sequence[Row]]) -> dict[int, float]:
@@ -276,6 +280,7 @@ def main() -> None:
     parser.add_argument("--decay", type=float, default=None, help="the decay of weights (default: the optimizer's)")
     parser.add_argument("--clip", type=float, default=None, help="the largest norm of the gradient (default: any)")
     parser.add_argument("--forward", nargs="+", choices=("auto", "float", "integer"), default=["auto"])
+    parser.add_argument("--device", default="cpu", help="where models are trained: cpu, cuda")
     add_options(parser, Path("build/accuracy"), RESULTS)
     args = parser.parse_args()
     console = Console(width=160)

@@ -82,11 +82,22 @@ class Data:
     test: tuple[Tensor, Tensor]
     border: Tensor
 
+    @property
+    def device(self) -> torch.device:
+        """The device on which models are trained."""
+        return self.border.device
 
-def load(folder: Path, train: int, test: int, raw: bool = False) -> Data:
-    """Return the first images of both splits, normalised, or with pixels of 0 to 255 if `raw`."""
+
+def load(folder: Path, train: int, test: int, raw: bool = False, device: str = "cpu") -> Data:
+    """Return the first images of both splits on a device, normalised, or with pixels of 0 to 255 if `raw`."""
     images, border = (jpeg_pixels, 255 * MEAN) if raw else (jpeg_images, torch.zeros(3))
-    return Data(images(folder, "train", train), images(folder, "test", test), border)
+    trained, tested = images(folder, "train", train), images(folder, "test", test)
+    return Data(_on(device, trained), _on(device, tested), border.to(device))
+
+
+def _on(device: str, part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    images, labels = part
+    return images.to(device), labels.to(device)
 
 
 class Run:
@@ -101,7 +112,7 @@ class Run:
         checkpoint: Path,
         teacher: nn.Module | None = None,
     ) -> None:
-        self.model = model.train().to(memory_format=torch.channels_last)  # 12 % less time
+        self.model = model.train().to(data.device, memory_format=torch.channels_last)  # 12 % less time on a CPU
         self.data, self.schedule, self.checkpoint = data, schedule, checkpoint
         self.teacher = qt.tuning.Distillation(model, teacher) if teacher is not None else None
         self.generator = torch.Generator().manual_seed(seed)
@@ -113,12 +124,12 @@ class Run:
         self.rates = [group["lr"] for group in groups]
         self.optimizer = kind.build(groups)
         if checkpoint.exists():
-            self._load(torch.load(checkpoint, weights_only=True))
+            self._load(torch.load(checkpoint, map_location=data.device, weights_only=True))
 
     def _load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.generator.set_state(state["generator"])
+        self.generator.set_state(state["generator"].cpu())
         self.step = state["step"]
 
     def _save(self) -> None:
@@ -151,10 +162,10 @@ class Run:
         falling = 1 + math.cos(math.pi * self.step / self.schedule.steps)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * falling / 2
-        images, labels = (part[index] for part in self.data.train)
+        images, labels = (part[index.to(self.data.device)] for part in self.data.train)
         images = augmented(images, self.data.border, self.generator)
         self.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.schedule.bfloat16):
+        with torch.autocast(self.data.device.type, torch.bfloat16, enabled=self.schedule.bfloat16):
             logits = self.model(images)
         logits = logits.float()
         losses = [F.cross_entropy(logits, labels)] if self.schedule.labels else []
@@ -178,11 +189,14 @@ def augmented(images: Tensor, border: Tensor, generator: torch.Generator) -> Ten
     size, count = images.shape[-1], len(images)
     padded = border[:, None, None].expand(count, -1, *(size + 2 * PADDING,) * 2).contiguous()
     padded[..., PADDING:-PADDING, PADDING:-PADDING] = images
-    top, left = torch.randint(2 * PADDING + 1, (2, count), generator=generator).tolist()
-    crops = [padded[i, :, y : y + size, x : x + size] for i, (y, x) in enumerate(zip(top, left, strict=True))]
-    mirrored = torch.rand(count, generator=generator) < 0.5
-    flipped = [crop.flip(-1) if flip else crop for crop, flip in zip(crops, mirrored.tolist(), strict=True)]
-    return torch.stack(flipped).contiguous(memory_format=torch.channels_last)
+    top, left = torch.randint(2 * PADDING + 1, (2, count), generator=generator).to(images.device)
+    mirrored = (torch.rand(count, generator=generator) < 0.5).to(images.device)
+    places = torch.arange(size, device=images.device)
+    columns = torch.where(mirrored[:, None], places.flip(0), places) + left[:, None]
+    rows, image = places + top[:, None], torch.arange(count, device=images.device)
+    # An index before and behind a slice puts channels last.
+    crops = padded[image[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    return crops.contiguous(memory_format=torch.channels_last)
 
 
 @torch.no_grad()
