@@ -11,19 +11,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeGuard
 
 from qtoolkit.errors import shown
 
 DAY = 24 * 60 * 60
 
 
-def checked_path(path: object, what: str, example: str) -> str | os.PathLike[str]:
-    """Return a path to write. Errors begin with `what`: TypeError for what is no path, IsADirectoryError for a folder.
+def is_path(path: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Return whether an argument names a file or a folder. The empty text, for `pathlib` the present folder, does not."""
+    return isinstance(path, str | os.PathLike) and bool(os.fspath(path))
 
-    The empty text, which `pathlib` takes for the present folder, is no path.
-    """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+
+def checked_path(path: object, what: str, example: str) -> str | os.PathLike[str]:
+    """Return a path to write. Errors begin with `what`: TypeError for what is no path, IsADirectoryError for a folder."""
+    if not is_path(path):
         raise TypeError(f'{what}: path must be the file to write, got {shown(path)}; write path="{example}".')
     if os.path.isdir(path):
         inside = os.path.join(os.fspath(path), example)

@@ -16,6 +16,7 @@ from qtoolkit.checkpoint.file import write_file
 from qtoolkit.checkpoint.loading import SUFFIX, Loading, opened
 from qtoolkit.errors import check_flags, shown, some
 from qtoolkit.extras import missing
+from qtoolkit.files import is_path
 from qtoolkit.finite import check_finite
 from qtoolkit.model_state import check_module
 from qtoolkit.processes import raising_on_all_ranks, unwrapped
@@ -183,7 +184,7 @@ def load_checkpoint(
 
 
 def _place_to_save(path: object) -> Path:
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):  # pathlib takes "" for the present folder
+    if not is_path(path):
         raise TypeError(
             f"save_checkpoint: path must be a file that ends in {SUFFIX!r} or a folder, got {shown(path)}; write "
             f'path="last{SUFFIX}".'

@@ -173,8 +173,6 @@ def export_onnx(
         )
     path = checked_path(path, "export_onnx", "model.onnx")
     require_extra("export_onnx")
-    from qtoolkit.export.verification.verify import compare_layers
-
     source = Source.of(model, example_inputs, "export_onnx")
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
@@ -185,24 +183,32 @@ def export_onnx(
     finish = partial(_finish, backend=backend, opset=chosen, integer_weights=integer_weights)
     request = Request(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
 
-    def compared(file: Path) -> "Verification | None":
-        if not verify:
-            return None
-        with in_float(source.model):  # the comparison is of layers alone, without the runtime's optimizations
-            found = compare_layers(source.model, source.example_inputs, file, progress)
-            found.check()
-            shapes = inputs.with_dynamic_batch()[1] if dynamic_batch else dynamic_shapes
-            if shapes is not None:
-                _compare_other_sizes(source.model, inputs.of_other_sizes(shapes), file, progress)
-        return found
-
+    compared = partial(_compared, source=source, request=request, dynamic_batch=dynamic_batch, progress=progress)
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
         exported = written(request, chosen, exporter, finish, dynamic_batch)
-        size, verification = _saved(exported, Path(path), chosen, compared, bar)
+        size, verification = _saved(exported, Path(path), chosen, compared if verify else None, bar)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
     return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, source.grids, chosen))
+
+
+def _compared(file: Path, source: Source, request: Request, dynamic_batch: bool, progress: bool) -> "Verification":
+    """Compare a file with its model on the example inputs, which is returned, and with dynamic dimensions on others too.
+
+    Raises:
+        RuntimeError: The file computes something else.
+    """
+    from qtoolkit.export.verification.verify import compare_layers
+
+    inputs = request.inputs
+    shapes = inputs.with_dynamic_batch()[1] if dynamic_batch else request.dynamic_shapes
+    with in_float(source.model):  # the comparison is of layers alone, without the runtime's optimizations
+        found = compare_layers(source.model, source.example_inputs, file, progress)
+        found.check()
+        if shapes is not None:
+            _compare_other_sizes(source.model, inputs.of_other_sizes(shapes), file, progress)
+    return found
 
 
 def _compare_other_sizes(model: nn.Module, example_inputs: Any, file: Path, progress: bool) -> None:
@@ -217,7 +223,7 @@ def _compare_other_sizes(model: nn.Module, example_inputs: Any, file: Path, prog
     try:
         with torch.no_grad(), evaluating(model):
             outputs = tensors_of(model(*args, **kwargs))
-    except Exception:  # whatever Python and torch raise for sizes that a model does not take
+    except Exception:  # a model may raise anything for a size that it does not take
         return
     if not all(bool(torch.isfinite(output).all()) for output in outputs):  # such as the deviation of one value
         return
@@ -233,13 +239,13 @@ def _compare_other_sizes(model: nn.Module, example_inputs: Any, file: Path, prog
 
 
 def _saved(
-    exported: "onnx_ir.Model", path: Path, opset: int, compared: Callable[[Path], "Verification | None"], bar: Any
+    exported: "onnx_ir.Model", path: Path, opset: int, compared: Callable[[Path], "Verification"] | None, bar: Any
 ) -> tuple[int, "Verification | None"]:
     """Write a model at a path, once its file is valid and compares well; return the size and the comparison."""
     step(bar, "checking the file")
     with replacing_model(exported, path, opset, "export_onnx") as files:
         step(bar, "comparing codes with onnxruntime")
-        verification = compared(files[0])
+        verification = None if compared is None else compared(files[0])
         return sum(file.stat().st_size for file in files), verification
 
 
