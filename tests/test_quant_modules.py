@@ -247,6 +247,27 @@ def test_rules_for_layers_that_are_quantized_already_have_no_effect(options: dic
     assert (quantized_names(again), again[0].weight_quantizer.spec) == ({"0"}, model[0].weight_quantizer.spec)
 
 
+@pytest.mark.parametrize("options", [{"qconfig_mapping": FOUR_BITS}, {"exclude": "0"}], ids=str)
+def test_rules_for_layers_that_initialize_has_built_have_no_effect(options: dict[str, object]) -> None:
+    with qt.quant_modules.initialize():
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.warns(
+        UserWarning, match="layers that are quantized already, which keep theirs: '0'; replace the float"
+    ):
+        assert quantized_names(replace(model, **options)) == {"0"}
+
+
+def test_rules_that_initialize_has_followed_do_not_warn() -> None:
+    with qt.quant_modules.initialize(FOUR_BITS):
+        model = nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.ConvTranspose2d(4, 4, 3), nn.AvgPool2d(2), nn.MultiheadAttention(4, 2), nn.LSTM(4, 4)
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replace(model, FOUR_BITS)
+        replace(model)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"qconfig_mapping": FOUR_BITS, "backend": "openvino"}], ids=["no rules", "the same"]
 )

@@ -1,12 +1,14 @@
 """Which layers module replacement quantizes, how, and why others stay float."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
+from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.eager.record import plans_in, verdicts_in
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -123,13 +125,16 @@ def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
 
 
 def quantized_otherwise(model: nn.Module, rules: LayerRules) -> list[str]:
-    """Return the names of the layers that an earlier replacement quantized by another config than these rules give.
+    """Return the names of the layers that are already quantized by another config than these rules give.
 
-    A second call without rules, for the same backend, asks for nothing else than what the layers have.
+    A second call without rules, for the same backend, asks for nothing else than what the layers have. Layers that `initialize`
+    built, or the user, are in no plan: their quantizers tell what config they have.
     """
     names: list[str] = []
+    planned = set[nn.Module]()
     for part, plan in plans_in(model):
         earlier = LayerRules.of(model.get_submodule(part), plan.backend, plan.mapping, rules.table, rules.custom)
+        planned.update(earlier.names)
         for module in earlier.names:
             if isinstance(module, QuantModule):
                 kind, own = float_type(module), rules.names[module]
@@ -137,7 +142,26 @@ def quantized_otherwise(model: nn.Module, rules: LayerRules) -> list[str]:
                 is_asked = new.source != "default" or rules.backend != plan.backend
                 if is_asked and new.qconfig != earlier.find(earlier.names[module], kind).qconfig:
                     names.append(own[0])
+    for module, own in rules.names.items():
+        if isinstance(module, QuantModule) and module not in planned:
+            new = rules.find(own, float_type(module))
+            if new.source != "default" and _quantizes_otherwise(module, new.qconfig):
+                names.append(own[0])
     return names
+
+
+def _quantizes_otherwise(layer: QuantModule, qconfig: QConfig | None) -> bool:
+    """Return whether a quantizer of a layer's own has another spec than a config asks for; the layer chooses the axis."""
+    asked = {} if qconfig is None else {"weight_quantizer": qconfig.weight, "input_quantizer": qconfig.activation}
+    own = ((name, layer._modules.get(name)) for name in ("weight_quantizer", "input_quantizer"))
+    return any(
+        isinstance(quantizer, Quantizer) and _without_axis(quantizer.spec) != _without_axis(asked.get(name))
+        for name, quantizer in own
+    )
+
+
+def _without_axis(spec: QuantSpec | None) -> QuantSpec | None:
+    return None if spec is None else replace(spec, axis=None)
 
 
 def _is_layer(name: str, module: nn.Module, table: QatModules) -> bool:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,22 @@ from qtoolkit.quantizers.table import QUANTIZERS
 from qtoolkit.sharding import whole
 
 DYNAMIC = Dynamic()
+
+
+class OptionOfSpec:
+    """An option of the spec, or its name in another tool: it cannot be set on the quantizer, where it would do nothing."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, quantizer: "TensorQuantizer", owner: type | None = None) -> NoReturn:
+        raise AttributeError(f"a TensorQuantizer has no attribute {self.name!r}; its options are in its spec.")
+
+    def __set__(self, quantizer: "TensorQuantizer", value: object) -> NoReturn:
+        raise AttributeError(
+            f"quantizer {quantizer.name!r}: {self.name} cannot be set on a quantizer, got {value!r}; pass a QuantSpec with it "
+            f"to qtoolkit.prepare or qtoolkit.quant_modules.replace, in a QConfigMapping."
+        )
 
 
 class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
@@ -70,6 +86,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         >>> quantizer(torch.tensor([0.6, 100.0]))
         tensor([1., 7.])
     """
+
+    bits, num_bits, bitwidth, signed, symmetric, narrow, axis = (OptionOfSpec() for _ in range(7))
 
     MODES = ("quantizing", "observing", "following", "stale", "steps")
     _version = 4  # of the state dict: 1 had the learned scale itself as a parameter, 2 no rates, 3 rates by units
@@ -184,12 +202,26 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         with torch.no_grad():  # a node that saves tensors would upset gradient checkpointing, which counts them
             return self.kind.grid(self)[0].abs()
 
+    @scale.setter
+    def scale(self, value: object) -> None:
+        self._refuse_part("scale")
+
     @property
     def zero_point(self) -> Tensor | None:
         """Codes of zero, as floats; None for a symmetric spec."""
         with torch.no_grad():
             zero_point = self.kind.grid(self)[1]
             return None if zero_point is None else zero_point.round()
+
+    @zero_point.setter
+    def zero_point(self, value: object) -> None:
+        self._refuse_part("zero_point")
+
+    def _refuse_part(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"quantizer {self.name!r}: {name} cannot be set alone, as the kind of quantizer may store it in another form; call "
+            f"set_range(lo, hi), or set amax."
+        )
 
     @property
     def amax(self) -> Tensor:

@@ -404,3 +404,25 @@ def test_a_spec_with_other_codes_is_refused_where_it_would_take_effect(name: str
     for use in (qt.convert, lambda m: qt.calibrate(m, [x], progress=False)):
         with pytest.raises(ValueError, match=words):
             use(model)
+
+
+@pytest.mark.parametrize("name", ["bits", "num_bits", "bitwidth", "signed", "symmetric", "narrow", "axis"])
+def test_options_of_the_spec_cannot_be_set_where_they_would_do_nothing(name: str) -> None:
+    quantizer = qt.TensorQuantizer(qt.QuantSpec(), name="act")
+    with pytest.raises(
+        AttributeError, match=rf"quantizer 'act': {name} cannot be set on a quantizer, got 4; pass a QuantSpec"
+    ):
+        setattr(quantizer, name, 4)
+    assert not hasattr(quantizer, name)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "lsq"])
+@pytest.mark.parametrize("name", ["scale", "zero_point"])
+def test_a_part_of_the_grid_cannot_be_set_alone(kind: str, name: str) -> None:
+    quantizer = qt.TensorQuantizer(qt.QuantSpec(quantizer=kind), name="act")
+    quantizer.amax = 12.7
+    with pytest.raises(
+        AttributeError, match=rf"quantizer 'act': {name} cannot be set alone, .* call set_range\(lo, hi\)"
+    ):
+        setattr(quantizer, name, torch.tensor(0.5))
+    assert float(quantizer.amax) == pytest.approx(12.7)
