@@ -10,6 +10,10 @@ from torch import nn
 # What keeps such a model what it is, by the class of the models: where the class is, its name, and the module for it.
 OF_PACKAGES = {("transformers.modeling_utils", "PreTrainedModel"): "qtoolkit.integrations.transformers"}
 
+# What optimizers ask a model for, by the convention of timm: parameters that do not decay, and those of each layer. An
+# optimizer that finds no such method trains the model otherwise, without a word.
+ASKED_BY_OPTIMIZERS = ("no_weight_decay", "no_weight_decay_keywords", "group_matcher")
+
 
 def integration_of(model_class: type[nn.Module]) -> Any:
     """Return the module of `qtoolkit.integrations` for models of a class; None for a class of no such package.

@@ -93,7 +93,9 @@ def tasks() -> list[tuple[str, str, str]]:
 
 # What programs of pages import that is an extra, and names that need one.
 EXTRAS = re.compile(
-    r"^(?:import|from) (?:torch\.utils\.)?(accelerate|lightning|tensorboard|transformers|ultralytics)\b", re.MULTILINE
+    r"^(?:import|from) (?:torch\.utils\.)?"
+    r"(accelerate|lightning|segmentation_models_pytorch|tensorboard|timm|transformers|ultralytics)\b",
+    re.MULTILINE,
 )
 NEEDED_BY = {
     "MixedPrecision": "scipy",

@@ -24,6 +24,7 @@ from qtoolkit.graph.traced_blocks import (
     TracedSequential,
     check_replaced,
     name_in_graph,
+    object_of_name,
     real_name,
     refuse_change,
 )
@@ -47,19 +48,33 @@ class Method:
     """A method bound to a module. Copies and pickles drop the module, and `QuantizedGraphModule` binds them to the new one.
 
     Args:
-        function: The function in the model's class.
+        function: The function in the model's class; None in a pickle that was loaded where its code is not there.
         owner: The module that the function gets as `self`.
+        needed: Whether a pickle cannot be written or loaded without the function.
     """
 
-    def __init__(self, function: Callable[..., Any], owner: nn.Module | None = None) -> None:
-        self.function, self.owner = function, owner
+    def __init__(
+        self, function: Callable[..., Any] | None, owner: nn.Module | None = None, needed: bool = True
+    ) -> None:
+        self.function, self.owner, self.needed = function, owner, needed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
+        assert self.function is not None  # else it is no attribute
         return self.function(self.owner, *args, **kwargs)
 
+    @classmethod
+    def by_name(cls, module: str, name: str) -> "Method":
+        """Return the method of a function's name, without a function if there is none of that name."""
+        return cls(object_of_name(module, name), needed=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Method":
+        return Method(self.function, needed=self.needed)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Method, (self.function,)
+        if self.needed or self.function is None:
+            return Method, (self.function, None, self.needed)
+        return Method.by_name, (self.function.__module__, self.function.__qualname__)
 
 
 class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
@@ -192,8 +207,12 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         for name, value in self.kept.items():
             owner_name, _, attribute = name.rpartition(".")
             owner = self.get_submodule(owner_name)
-            if attribute not in {*owner._modules, *owner._parameters, *owner._buffers}:
-                setattr(owner, attribute, Method(value.function, owner) if isinstance(value, Method) else value)
+            if attribute in {*owner._modules, *owner._parameters, *owner._buffers}:
+                continue
+            if not isinstance(value, Method):
+                setattr(owner, attribute, value)
+            elif value.function is not None:
+                setattr(owner, attribute, Method(value.function, owner, value.needed))
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, and link layers to the batch norms that replaced those linked.

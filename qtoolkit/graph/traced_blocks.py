@@ -224,6 +224,14 @@ def _may_be_base(kind: type[nn.Module]) -> bool:
     return type(kind) in (type, ABCMeta) and all(base in BASES for base in from_torch)
 
 
+def object_of_name(module: str, name: str) -> Any:
+    """Return what has a dotted name in a module; None if the module or the name is not there."""
+    try:
+        return attrgetter(name)(import_module(module))
+    except (ImportError, AttributeError):
+        return None
+
+
 class ClassReference:
     """A class of the user's, which pickles name, and load as None where its code is not there.
 
@@ -237,10 +245,7 @@ class ClassReference:
     @classmethod
     def by_name(cls, module: str, name: str) -> "ClassReference":
         """Return the reference to a class of a module."""
-        try:
-            return cls(attrgetter(name)(import_module(module)))
-        except (ImportError, AttributeError):
-            return cls(None)
+        return cls(object_of_name(module, name))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ClassReference":
         return self

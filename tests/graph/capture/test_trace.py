@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -354,3 +355,43 @@ def test_attributes_belong_to_the_copy() -> None:
     prepared = qt.prepare(model, preserve_attributes=["names"])
     prepared.names.append("bird")
     assert model.names == ["cat", "dog"]
+
+
+class Decays(nn.Module):
+    """A model that tells optimizers of timm what they ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.fc = nn.Parameter(torch.zeros(1, 4)), nn.Linear(4, 2)
+
+    def no_weight_decay(self) -> set[str]:
+        return {name for name, _ in self.named_parameters() if name == "position"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        return {"stem": "^position", "blocks": "^fc" if coarse else r"^fc\.(\d+)"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x + self.position)
+
+
+def test_what_optimizers_ask_a_model_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = qt.prepare(Decays())
+    data = pickle.dumps(prepared)
+    for ours in (prepared, copy.deepcopy(prepared), pickle.loads(data), pickle.loads(pickle.dumps(pickle.loads(data)))):
+        assert ours.no_weight_decay() == {"position"}
+        assert ours.group_matcher(coarse=True)["blocks"] == "^fc"
+        assert "no_weight_decay" not in ours.state_dict()
+    monkeypatch.delattr(sys.modules[__name__], "Decays")
+    loaded = pickle.loads(data)  # where the model's code is not there
+    assert not hasattr(loaded, "no_weight_decay")
+    assert not hasattr(pickle.loads(pickle.dumps(loaded)), "no_weight_decay")
+
+
+def test_a_class_inside_a_function_can_be_pickled_with_what_optimizers_ask_for() -> None:
+    class Local(Decays):
+        def no_weight_decay(self) -> set[str]:
+            return {"fc.weight"}
+
+    prepared = qt.prepare(Local())
+    assert prepared.no_weight_decay() == copy.deepcopy(prepared).no_weight_decay() == {"fc.weight"}
+    assert not hasattr(pickle.loads(pickle.dumps(prepared)), "no_weight_decay")
