@@ -75,8 +75,8 @@ def prepare(
             is named in `exclude`.
         concrete_args: Values of forward's arguments that are fixed at tracing.
         preserve_attributes: Dotted names of attributes and methods of the model, or of a submodule ("layer1.stride"), that the
-            result, its copies and the converted model keep. What optimizers of timm ask a model for is kept anyway:
-            `no_weight_decay` and `group_matcher`.
+            result, its copies and the converted model keep. What timm's optimizers and transforms ask a model for is kept
+            anyway: `no_weight_decay`, `group_matcher` and `pretrained_cfg`.
         qat_modules: Float type -> QAT type, in addition to qtoolkit's own. Modules of the float type are leaf modules. A QAT
             type has a class method `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`.
         fuse_patterns: (module type or function, ...) -> fuser. Each chain of such ops, in which no other op takes the output

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from qtoolkit.errors import check_sequence, some, unknown
-from qtoolkit.foreign import ASKED_BY_OPTIMIZERS, integration_of
+from qtoolkit.foreign import ASKED_FOR, integration_of
 from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.capture.attributes import add_modes, traced_attributes
 from qtoolkit.graph.capture.exported import calls_aten
@@ -292,8 +292,12 @@ def _attributes_to_keep(model: nn.Module, names: Sequence[str]) -> dict[str, Any
     check_sequence(names, "prepare", "preserve_attributes")
     integration = integration_of(type(model))
     own = {} if integration is None else integration.attributes_of(model)
-    asked = ((name, getattr(model, name, None)) for name in ASKED_BY_OPTIMIZERS)
-    own |= {name: Method(value.__func__, needed=False) for name, value in asked if isinstance(value, MethodType)}
+    asked = ((name, getattr(model, name, None)) for name in ASKED_FOR)
+    own |= {
+        name: Method(value.__func__, needed=False) if isinstance(value, MethodType) else value
+        for name, value in asked
+        if isinstance(value, MethodType | dict)
+    }
     return {**own, **{name: _find_attribute(model, name) for name in names}}
 
 

@@ -358,11 +358,12 @@ def test_attributes_belong_to_the_copy() -> None:
 
 
 class Decays(nn.Module):
-    """A model that tells optimizers of timm what they ask for."""
+    """A model that tells timm's optimizers and transforms what they ask for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.position, self.fc = nn.Parameter(torch.zeros(1, 4)), nn.Linear(4, 2)
+        self.pretrained_cfg = {"mean": (0.5, 0.5, 0.5)}
 
     def no_weight_decay(self) -> set[str]:
         return {name for name, _ in self.named_parameters() if name == "position"}
@@ -374,13 +375,13 @@ class Decays(nn.Module):
         return self.fc(x + self.position)
 
 
-def test_what_optimizers_ask_a_model_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_optimizers_and_transforms_ask_a_model_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = qt.prepare(Decays())
     data = pickle.dumps(prepared)
     for ours in (prepared, copy.deepcopy(prepared), pickle.loads(data), pickle.loads(pickle.dumps(pickle.loads(data)))):
         assert ours.no_weight_decay() == {"position"}
         assert ours.group_matcher(coarse=True)["blocks"] == "^fc"
-        assert "no_weight_decay" not in ours.state_dict()
+        assert ours.pretrained_cfg == {"mean": (0.5, 0.5, 0.5)}
     monkeypatch.delattr(sys.modules[__name__], "Decays")
     loaded = pickle.loads(data)  # where the model's code is not there
     assert not hasattr(loaded, "no_weight_decay")
