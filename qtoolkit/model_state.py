@@ -39,8 +39,10 @@ def deepcopy_model(model: M, memo: dict[int, Any] | None = None, what: str = "pr
     Raises:
         TypeError: The model cannot be copied.
     """
+    memo = {**_detached_attributes(model), **(memo or {})}
     try:
-        copied = copy.deepcopy(model, {**_detached_attributes(model), **(memo or {})})
+        copied = copy.deepcopy(model, memo)
+        _copy_attributes_of_parameters(model, memo)
     except Exception as error:
         raise TypeError(
             f"{what}: the model cannot be copied ({type(error).__name__}: {error}); make copy.deepcopy(model) work"
@@ -48,6 +50,19 @@ def deepcopy_model(model: M, memo: dict[int, Any] | None = None, what: str = "pr
         ) from error
     keep_trained(copied)
     return copied
+
+
+def _copy_attributes_of_parameters(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Give the copies of parameters the attributes that the parameters have: Parameter.__deepcopy__ drops them.
+
+    Training scripts tell by them how a parameter is trained (`weight._no_weight_decay = True`). Those of torch.compile are of
+    the code that it compiled for the model.
+    """
+    for parameter in model.parameters():
+        own = {name: value for name, value in vars(parameter).items() if not name.startswith("_dynamo_")}
+        copied = memo.get(id(parameter), parameter)
+        if own and copied is not parameter:
+            vars(copied).update({**copy.deepcopy(own, memo), **vars(copied)})
 
 
 def keep_trained(copied: nn.Module) -> None:

@@ -134,3 +134,23 @@ def test_types_that_are_not_in_the_model_are_warned_of() -> None:
         )
     ]
     assert {warning.filename for warning in caught} == {__file__}
+
+
+@pytest.mark.parametrize("quantized", [qt.prepare, qt.quant_modules.replace], ids=["prepare", "replace"])
+def test_parameters_of_the_copy_keep_their_attributes(quantized) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model[2].weight = model[0].weight = nn.Parameter(torch.randn(4, 4))
+    model[0].weight._no_weight_decay, model[2].bias.options = True, {"lr": 0.1, "of": model[2].bias}
+    ours = quantized(model).get_submodule
+    assert ours("2").weight is ours("0").weight
+    assert ours("0").weight._no_weight_decay is True
+    assert ours("2").bias.options == {"lr": 0.1, "of": ours("2").bias}
+    assert model[2].bias.options["of"] is model[2].bias  # nothing is shared with the float model
+    assert not vars(ours("0").bias)
+
+
+def test_a_copy_has_no_attributes_of_compiled_code() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    torch._dynamo.mark_static_address(model[0].weight)
+    assert vars(model[0].weight)
+    assert not vars(qt.prepare(model).get_submodule("0").weight)
