@@ -48,19 +48,17 @@ class Method:
     """A method bound to a module. Copies and pickles drop the module, and `QuantizedGraphModule` binds them to the new one.
 
     Args:
-        function: The function in the model's class; None in a pickle that was loaded where its code is not there.
+        function: The function in the model's class; None in a pickle that was loaded where its code is not there: the model
+            then has no such attribute.
         owner: The module that the function gets as `self`.
         needed: Whether a pickle cannot be written or loaded without the function.
     """
 
-    def __init__(
-        self, function: Callable[..., Any] | None, owner: nn.Module | None = None, needed: bool = True
-    ) -> None:
+    def __init__(self, function: Any, owner: nn.Module | None = None, needed: bool = True) -> None:
         self.function, self.owner, self.needed = function, owner, needed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
-        assert self.function is not None  # else it is no attribute
         return self.function(self.owner, *args, **kwargs)
 
     @classmethod
