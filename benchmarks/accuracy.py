@@ -154,7 +154,9 @@ def train(training: Training, float_model: nn.Module, data: Data, checkpoints: P
     teacher = deepcopy(float_model) if training.teacher else None
     before, start = accuracy(model, data), time.perf_counter()
     schedule = training.schedule(len(data.train[1]))
-    Run(model, data, schedule, training.seed, checkpoints / f"{training.name}.pt", teacher).train(training.name)
+    recorded = training.subject not in PEERS  # their layers read values of tensors, for which a step waits for the GPU
+    checkpoint = checkpoints / f"{training.name}.pt"
+    Run(model, data, schedule, training.seed, checkpoint, teacher, recorded).train(training.name)
     minutes = (time.perf_counter() - start) / 60
     device = "" if data.device.type == "cpu" else torch.cuda.get_device_name(data.device)
     return replace(row, calibrated=before, trained=accuracy(model, data), minutes=minutes, device=device)
@@ -288,6 +290,7 @@ def main() -> None:
         results = json.loads(args.out.read_text())
         return write_page(args.page, results, known_rows(results["rows"], console))
     torch.set_num_threads(args.threads)
+    torch.backends.cudnn.benchmark = True  # all batches have one size; without a meaning on a CPU
     if DATA is None:
         parser.error(MISSING)
     rows = known_rows(rows_before(args.out, {"images": images_of(args)}), console)

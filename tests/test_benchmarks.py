@@ -324,12 +324,13 @@ def test_resnet_8_is_that_of_mlperf_tiny_and_takes_unsigned_pixels() -> None:
 
 def test_both_networks_see_the_same_crops() -> None:
     from export_models import MEAN, STD
-    from training.cifar import augmented
+    from training.cifar import augmented, crops
 
     mean, std = MEAN[:, None, None], STD[:, None, None]
     pixels = torch.randint(256, (16, 3, 32, 32)).float()
-    normalised = augmented((pixels / 255 - mean) / std, torch.zeros(3), torch.Generator().manual_seed(0))
-    raw = augmented(pixels, 255 * MEAN, torch.Generator().manual_seed(0))
+    drawn = crops(16, torch.Generator().manual_seed(0))
+    normalised = augmented((pixels / 255 - mean) / std, torch.zeros(3), drawn)
+    raw = augmented(pixels, 255 * MEAN, drawn)
     torch.testing.assert_close((raw / 255 - mean) / std, normalised)
     assert raw.is_contiguous(memory_format=torch.channels_last)
 
@@ -571,8 +572,8 @@ def test_what_keeps_weights_from_oscillating_is_resumed_with_the_model(tmp_path)
     for method in ("plain", "dampening"):
         whole, ended = run(method, f"{method}.pt"), run(method, "ended.pt")
         whole.train(method)
-        for index in ended._epoch():
-            ended._train_on(index)
+        for batch in ended._epoch():
+            ended._train_on(*batch)
         ended._save()
         resumed = run(method, "ended.pt")
         assert resumed.model.freezing.steps == resumed.model.dampening.steps == 2

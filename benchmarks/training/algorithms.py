@@ -99,8 +99,8 @@ def _with_layers(model: nn.Module, batches: Sequence[Tensor], bits: int, wrap: C
     """Replace each layer by another tool's: it quantizes the tensors that the backend "academic" does."""
     first, last = ends(model)
     for name in _layers(model):
-        signed = name == first and _signed(batches)
-        layer = wrap(model.get_submodule(name), 8 if name in (first, last) else bits, signed=signed)
+        signed, replaced = name == first and _signed(batches), model.get_submodule(name)
+        layer = wrap(replaced, 8 if name in (first, last) else bits, signed=signed).to(replaced.weight.device)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
     model.train()

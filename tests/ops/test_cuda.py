@@ -33,6 +33,7 @@ from tests.ops.test_fuzz import EVERY, OURS
 from tests.ops.test_gradients import assert_sum
 from tests.ops.test_max_pool import WINDOWS, values
 
+OF_CPU = ("fused_attention", "fused_attention_backward")  # torch's kernels, which it has for the CPU
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 native = torch.ops.qtoolkit
@@ -203,7 +204,7 @@ def test_in_place(layout, channels, dtype):
 
 
 # search_range does: it is the end of a calibration, on the CPU.
-@pytest.mark.parametrize("op", [op for op in OURS if op != "search_range"])
+@pytest.mark.parametrize("op", [op for op in OURS if op not in ("search_range", *OF_CPU)])
 def test_nothing_waits_for_the_device(op):
     given = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in sample(op, image()).items()}
     torch.cuda.synchronize()
@@ -228,7 +229,7 @@ def test_no_gradient_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("op", OURS)
+@pytest.mark.parametrize("op", [op for op in OURS if op not in OF_CPU])
 def test_every_op_on_a_device_that_is_not_the_current_one(op):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -429,9 +430,7 @@ def test_weight(shape, folded, shared, dtype):
             )
 
 
-@pytest.mark.parametrize(
-    "op", [op for op in EVERY if not op.startswith("fused_attention")]
-)  # torch has that for the CPU
+@pytest.mark.parametrize("op", [op for op in EVERY if op not in OF_CPU])
 def test_every_op_gives_what_the_cpu_gives(op):
     """On its sample, results and what it writes: near, since some sum in another order; codes and masks are equal.
 

@@ -136,36 +136,57 @@ def test_no_step_waits_for_the_device(road: str, quantizer: str, last: bool, dty
     assert loss.isfinite()
 
 
-@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
-def test_a_captured_step_trains_as_any_other(quantizer: str) -> None:
-    """torch.cuda.graph around forward, backward and optimizer, after the warm-up that torch's documentation asks for."""
-    model = settled(prepared("cuda", quantizer))
-    x, stream, optimizer = images().cuda(), torch.cuda.Stream(), torch.optim.SGD(model.parameters(), 0.01)
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=False)
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+def captured_step(model: nn.Module, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Capture forward, backward and optimizer, after the warm-up that torch's documentation asks for; return the loss too."""
+    stream, optimizer = torch.cuda.Stream(), torch.optim.SGD(model.parameters(), 0.01)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            step()
+            taken_step(model, x, optimizer)
     torch.cuda.current_stream().wait_stream(stream)
-    twin = copy.deepcopy(model)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = step()
+        loss = taken_step(model, x, optimizer)
+    return graph, loss
+
+
+def taken_step(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    optimizer.zero_grad(set_to_none=False)
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+def test_a_captured_step_trains_as_any_other(quantizer: str) -> None:
+    model, x = settled(prepared("cuda", quantizer)), images().cuda()
+    graph, loss = captured_step(model, x)
+    twin = copy.deepcopy(model)
     found = []
     for _ in range(5):
         graph.replay()
         found.append(loss.item())
-    model, optimizer = twin, torch.optim.SGD(twin.parameters(), 0.01)
-    wanted = [step().item() for _ in range(5)]
+    optimizer = torch.optim.SGD(twin.parameters(), 0.01)
+    wanted = [taken_step(twin, x, optimizer).item() for _ in range(5)]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=0.02, atol=1e-4)
     assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("road", ["graph", "modules"])
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+def test_evaluation_has_the_weights_of_captured_steps(quantizer: str, road: str) -> None:
+    """A replay trains without Python, so that no version of a parameter says that it has changed."""
+    model, x = settled(prepared("cuda", quantizer, road=road)), images().cuda()
+    graph, _ = captured_step(model, x)
+    before = model.eval()(x)
+    for _ in range(3):
+        model.train()
+        graph.replay()
+        after = model.eval()(x)
+        assert not torch.equal(after, before)
+        assert torch.equal(after, copy.deepcopy(model)(x))
+        before = after
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
