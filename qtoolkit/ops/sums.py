@@ -73,6 +73,12 @@ def is_exact() -> bool:
     return exact
 
 
+def has_int8_product(device: torch.device) -> bool:
+    """Return whether a device has torch's product of int8 matrices (csrc/layer/int8_product.h)."""
+    found: bool = library.int8_product_is_on(device)
+    return found
+
+
 def may_transform(x: Tensor, convolves: bool) -> bool:
     """Return whether the float32 kernels of a layer may transform their operands: convolutions on a GPU (Winograd, FFT).
 
