@@ -36,12 +36,12 @@ Tensor with_zeros(const Tensor& codes, int64_t rows, int64_t rows_wanted, int64_
 }
 
 bool try_out(const at::Device& device) {
-  const Tensor zeros = at::zeros({kRows, kRows}, at::TensorOptions(device).dtype(at::kChar));
   try {
+    const Tensor zeros = at::zeros({kRows, kRows}, at::TensorOptions(device).dtype(at::kChar));
     return product(zeros, zeros).scalar_type() == at::kInt;
   } catch (const c10::OutOfMemoryError&) {
     throw;
-  } catch (const std::exception&) {  // torch lacks the op, or has another of this name, or the GPU has no kernel for it
+  } catch (const std::exception&) {  // torch lacks the op, or has another of this name, or the GPU has no kernel
     return false;
   }
 }
