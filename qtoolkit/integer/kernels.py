@@ -206,7 +206,8 @@ class LayerKernel(Kernel):
         self.constant("codes", codes)
         self.constant("steps", layer.along_channels(steps))
         positive, negative = (layer.sum_per_output(part.clamp(min=0)) for part in (codes, -codes))
-        self.bounds, self._int8 = Bounds.of(positive, negative, *self.inputs[0].ends), {}
+        largest = max(-grid.spec.qmin, grid.spec.qmax)
+        self.bounds, self._int8 = Bounds.of(positive, negative, *self.inputs[0].ends, largest), {}
         self._products = {}
         bias = None if layer.bias is None else codes_of(layer.bias.detach(), steps).double()
         if bias is not None and self.bounds.stay_exact_with(float(bias.abs().max())):

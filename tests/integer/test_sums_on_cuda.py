@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import qtoolkit as qt
 from qtoolkit import ops
 from qtoolkit.integer import int8_product, kernels
-from qtoolkit.ops.sums import has_int8_product
+from qtoolkit.ops.sums import exact_matmul, has_int8_product
 from tests.integer.test_onnxruntime import Net, X, converted
 from tests.ops.test_code_sums import CHECKS, LINEAR, RANGES, assert_exact, check_convolutions, drawn
 from tests.ops.test_layer import GRIDS, SHAPES, WIDE, Given, Shape, exact, given
@@ -223,3 +223,18 @@ def test_a_large_layer_has_exact_sums() -> None:
     expected = kernel.inputs[0].centred(x).cpu().long() @ kernel.codes.cpu().long().t()
     assert kernel.sums(x).dtype == torch.float64
     assert torch.equal(kernel.sums(x).cpu(), expected.double())
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_products_of_activations_are_exact_where_float32_is_tf32(precision: str) -> None:
+    torch.manual_seed(0)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for terms, bits, others in ((64, 8, 8), (3000, 8, 8), (2, 16, 8), (2, 8, 16), (64, 16, 16)):
+            ends, of_other = ((-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n in (bits, others))
+            x, other = (torch.randint(low, high + 1, (33, terms)) for low, high in (ends, of_other))
+            y = exact_matmul(x.float().cuda(), other.t().float().cuda(), ends, of_other)
+            assert torch.equal(y.cpu().long(), x @ other.t()), (terms, bits, others)
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -12,7 +12,7 @@ from torch import Tensor
 import qtoolkit as qt
 from qtoolkit.integer import int8_product, kernels, onednn
 from qtoolkit.ops.layer import Geometry
-from qtoolkit.ops.sums import Bounds, exact_sums, has_int8_product, may_transform
+from qtoolkit.ops.sums import Bounds, exact_sums, has_int8_product, may_round, may_transform
 from tests import processes
 from tests.integer.test_onnxruntime import Net, X, converted
 
@@ -89,6 +89,21 @@ def test_only_convolutions_on_a_gpu_transform_their_operands() -> None:
 
     assert [may_transform(OnGpu(), convolves) for convolves in (True, False)] == [True, False]
     assert not any(may_transform(X, convolves) for convolves in (True, False))
+
+
+def test_operands_that_tf32_rounds_are_in_float64_on_a_gpu() -> None:
+    class OnGpu:
+        is_cuda = True
+
+    byte, more = (-128, 127), (-(2**15), 2**15 - 1)
+    assert not may_round(OnGpu(), Bounds.of_two(8, byte, byte))
+    assert not may_round(OnGpu(), Bounds.of_two(900, more, byte))  # in digits
+    assert may_round(OnGpu(), Bounds.of_two(2, more, byte))
+    assert may_round(OnGpu(), Bounds.of_two(2, byte, more))
+    assert may_round(OnGpu(), Bounds.of_two(900, more, more))
+    weight = torch.ones(1)
+    assert may_round(OnGpu(), Bounds.of(weight, weight, *byte, other=2**15))
+    assert not may_round(X, Bounds.of_two(2, more, byte))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
