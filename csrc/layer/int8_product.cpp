@@ -14,10 +14,11 @@ namespace {
 
 using at::Tensor;
 
-// What torch checks on CUDA: more than 16 rows on the left, and multiples of 8 (native/cuda/Blas.cpp). With 32 rows
-// cuBLASLt has kernels for every depth.
+// What torch checks on CUDA is more than 16 rows on the left, here a power of two, and multiples of 8
+// (native/cuda/Blas.cpp).
 constexpr int64_t kRows = 32, kMultiple = 8;
-// cuBLASLt chooses its kernel for operands that begin at a multiple of so many bytes.
+// cuBLASLt chooses its kernel for operands that begin at a multiple of so many bytes, unless it is told otherwise
+// (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES); torch tells it nothing.
 constexpr uintptr_t kAlignment = 256;
 
 int64_t rounded_up(int64_t count) { return (count + kMultiple - 1) / kMultiple * kMultiple; }
