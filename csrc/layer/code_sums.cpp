@@ -14,6 +14,8 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "int8_product.h"
 
 namespace qtoolkit {
@@ -41,6 +43,10 @@ optional<Tensor> offset_of(const Tensor& codes, const optional<Tensor>& zero_poi
   return is_shifted ? at::sub(offset, 128) : offset;
 }
 
+bool pads(const Geometry& g) {
+  return std::any_of(g.padding.begin(), g.padding.end(), [](int64_t edge) { return edge != 0; });
+}
+
 // The channels as the last dimension.
 Tensor channels_behind(const Tensor& t) { return t.movedim(1, -1); }
 
@@ -48,7 +54,7 @@ Tensor channels_behind(const Tensor& t) { return t.movedim(1, -1); }
 Tensor windows_of(const Tensor& images, at::IntArrayRef kernel, at::IntArrayRef out, const Geometry& g) {
   const size_t dims = kernel.size();
   Tensor padded = images.contiguous();
-  if (std::any_of(g.padding.begin(), g.padding.end(), [](int64_t edge) { return edge != 0; })) {
+  if (pads(g)) {
     std::vector<int64_t> size = images.sizes().vec();
     for (size_t d = 0; d < dims; ++d) size[d + 1] += 2 * g.padding[d];
     padded = at::zeros(size, images.options());
@@ -71,10 +77,6 @@ Tensor windows_of(const Tensor& images, at::IntArrayRef kernel, at::IntArrayRef 
   size.push_back(images.size(-1));
   strides.push_back(1);
   return at::as_strided(padded, size, strides, padded.storage_offset());
-}
-
-bool pads(const Geometry& g) {
-  return std::any_of(g.padding.begin(), g.padding.end(), [](int64_t edge) { return edge != 0; });
 }
 
 }  // namespace
