@@ -3,13 +3,16 @@
 OMP_NUM_THREADS=1 python benchmarks/small_layers.py               prints the table
 OMP_NUM_THREADS=1 python benchmarks/small_layers.py --json FILE   writes the figures too
 python benchmarks/small_layers.py --page docs/performance.md      writes the table of benchmarks/results into the page
+python benchmarks/small_layers.py --device cuda [--autocast]      the same on a GPU, with more positions
 
 A position is an output pixel of a convolution or a row of a linear layer: each multiplies the whole weight once. Each case is
 a layer with its batch norm and ReLU between two pointwise convolutions, forward and backward, the least of the rounds.
-"auto" takes float below `qtoolkit.nn.on_codes.least_positions`, which is fitted to this table.
+On the CPU "auto" takes float below `qtoolkit.nn.on_codes.least_positions`, which is fitted to this table; on a GPU it is
+float. --autocast compares with steps in bfloat16.
 """
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +37,7 @@ BEGIN, END = "<!-- begin: benchmarks/small_layers.py -->", "<!-- end -->"
 COLUMNS = ("layer", "positions", "auto: on codes from", "float, ms", "integer", "auto")
 FORWARDS = ("float", "integer", "auto")
 SIZES = ((2, 1), (2, 2), (2, 4), (2, 8), (2, 16), (2, 28), (1, 56))  # images and their height
+SIZES_ON_GPU = ((1, 4), (8, 7), (64, 7), (64, 14), (64, 28), (64, 56))
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,29 @@ class Row:
     auto: float
 
 
-def step_of(layer: Layer, images: int, size: int, forward: str) -> tuple[Callable[[], None], int]:
+@dataclass(frozen=True)
+class Place:
+    """Where steps run, and whether their layers compute in bfloat16."""
+
+    device: str = "cpu"
+    autocast: bool = False
+
+    def run(self, step: Callable[[], None]) -> None:
+        """Run a step to its end."""
+        with torch.autocast(self.device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
+            step()
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
+def step_of(layer: Layer, images: int, size: int, forward: str, device: str = "cpu") -> tuple[Callable[[], None], int]:
     """Return a step of a model with this layer, and from how many positions on "auto" computes it on codes."""
     torch.manual_seed(0)
     ends = nn.Conv2d(layer.channels, layer.channels, 1), nn.Conv2d(layer.outputs, 8, 1)
     model = nn.Sequential(ends[0], nn.ReLU(), layer.module(), nn.BatchNorm2d(layer.outputs), nn.ReLU(), ends[1])
     x = torch.randn(images, layer.channels, size, size)
+    if device != "cpu":
+        x, model = x.to(device, memory_format=torch.channels_last), model.to(device, memory_format=torch.channels_last)
     prepared = qt.prepare(model, (x,), training_arithmetic=forward)
     qt.calibrate(prepared.eval(), [x], progress=False)
     prepared.train()
@@ -89,24 +110,24 @@ def step_of(layer: Layer, images: int, size: int, forward: str) -> tuple[Callabl
     return step, least_positions(measured)
 
 
-def least_times(steps: Mapping[str, Callable[[], None]], seconds: float) -> dict[str, float]:
+def least_times(steps: Mapping[str, Callable[[], None]], seconds: float, place: Place) -> dict[str, float]:
     """Return the least milliseconds of each step; they take turns for some seconds, after two runs that do not count."""
     least = dict.fromkeys(steps, float("inf"))
     end, rounds = time.perf_counter() + seconds, 0
     while rounds < 3 or time.perf_counter() < end:
         for name, step in steps.items():
             start = time.perf_counter()
-            step()
+            place.run(step)
             if rounds > 1:
                 least[name] = min(least[name], 1e3 * (time.perf_counter() - start))
         rounds += 1
     return least
 
 
-def row_of(layer: Layer, images: int, size: int, seconds: float) -> Row:
+def row_of(layer: Layer, images: int, size: int, seconds: float, place: Place) -> Row:
     """Measure one case."""
-    made = {forward: step_of(layer, images, size, forward) for forward in FORWARDS}
-    times = least_times({forward: step for forward, (step, _) in made.items()}, seconds)
+    made = {forward: step_of(layer, images, size, forward, place.device) for forward in FORWARDS}
+    times = least_times({forward: step for forward, (step, _) in made.items()}, seconds, place)
     ratios = (times[forward] / times["float"] for forward in FORWARDS[1:])
     return Row(str(layer), images * size * size, made["auto"][1], times["float"], *ratios)
 
@@ -138,23 +159,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.5, help="for each case")
     parser.add_argument("--few", action="store_true", help="the first layer at two sizes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--autocast", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
     if args.page is not None:
         write_page(args.page)
         return
-    cases = list(product(LAYERS[:1], SIZES[:2])) if args.few else list(product(LAYERS, SIZES))
-    rows = [row_of(layer, *size, args.seconds) for layer, size in tqdm(cases, desc="layers")]
-    kernels = "used" if HAS_INT8 else "missing or not exact"
-    table = Table(title=f"{torch.get_num_threads()} threads; torch's int8 kernels: {kernels}; ratios to float")
+    place = Place(args.device, args.autocast)
+    sizes = SIZES if args.device == "cpu" else SIZES_ON_GPU
+    cases = list(product(LAYERS[:1], sizes[:2])) if args.few else list(product(LAYERS, sizes))
+    rows = [row_of(layer, *size, args.seconds, place) for layer, size in tqdm(cases, desc="layers")]
+    kernels = ("used" if HAS_INT8 else "missing or not exact") if args.device == "cpu" else "products of matrices"
+    where = f"{torch.get_num_threads()} threads" if args.device == "cpu" else torch.cuda.get_device_name()
+    table = Table(
+        title=f"{where}; torch's int8 kernels: {kernels}; ratios to {'bfloat16' if args.autocast else 'float'}"
+    )
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "layer" else "right")
     for line in lines_of(rows):
         table.add_row(*line)
     Console().print(table)
     if args.json is not None:
-        write_rows(args.json, {**facts("cpu"), "kernels": kernels}, [asdict(row) for row in rows])
+        write_rows(args.json, {**facts(args.device), "kernels": kernels}, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

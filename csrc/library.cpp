@@ -12,6 +12,7 @@
 
 #include "cpu/launch.h"
 #include "exact_sums.h"
+#include "layer/int8_product.h"
 #include "layer/onednn.h"
 #include "unit/unit_call.h"
 
@@ -435,6 +436,9 @@ TORCH_LIBRARY(qtoolkit, m) {
 
   // Returns whether torch's int8 kernels compute exact sums on this processor: see onednn.h.
   m.def("int8_is_exact() -> bool", qtoolkit::onednn::is_exact);
+
+  // Returns whether a device has torch's int8 matrix product: see int8_product.h.
+  m.def("int8_product_is_on(Device device) -> bool", qtoolkit::int8_product::is_on);
 
   // Returns the instruction set of the CPU's kernels.
   m.def("instruction_set() -> str", [] { return std::string(qtoolkit::cpu::instruction_set()); });

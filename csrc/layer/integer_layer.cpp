@@ -10,6 +10,8 @@
 #include <cmath>
 
 #include "../exact_sums.h"
+#include "code_sums.h"
+#include "int8_product.h"
 #include "layer_ops.h"
 #include "layer_weight.h"
 #include "onednn.h"
@@ -106,14 +108,22 @@ Tensor transposed_by_int8_kernels(const Tensor& codes, int64_t zero_point, const
   return sub_pixel::output(by_int8_kernels(codes, zero_point, kernel, per_phase(steps), biases, of_phases), out, g);
 }
 
-Tensor in_float(const Tensor& codes, const Tensor& weight, const Tensor& steps, const optional<Tensor>& bias,
-                const Layer& l, bool wide) {
+// Whether the sums are int32 ones of a GPU, which are faster there than those of float32 and float64.
+bool by_int8_product(const Layer& l) {
+  return l.weight.is_cuda() && CodeSums::take(l.weight, l.geometry) && int8_product::is_on(l.weight.device());
+}
+
+// In float64 where float32 may not hold the zero point.
+Tensor sums_in_float(const Tensor& codes, const Tensor& weight, const Layer& l, bool wide) {
   const auto type = wide ? at::kDouble : at::kFloat;
   Tensor centred = codes.to(type);
   if (l.x_zero_point.has_value()) centred = at::sub(centred, at::round(l.x_zero_point->to(type)).reshape({}));
-  const Tensor sums = exact_sums(centred, weight, l.geometry, bounds_of(l));
+  return exact_sums(centred, weight, l.geometry, bounds_of(l));
+}
+
+Tensor with_steps(const Tensor& sums, const Tensor& steps, const optional<Tensor>& bias, const Geometry& g) {
   std::vector<int64_t> shape(sums.dim(), 1);
-  shape[l.geometry.channel_axis(sums.dim())] = -1;
+  shape[g.channel_axis(sums.dim())] = -1;
   const Tensor y = at::mul(sums.to(steps.scalar_type()), steps.view(shape));
   return bias.has_value() ? at::add(y, bias->view(shape)) : y;
 }
@@ -134,8 +144,10 @@ Tensor integer_layer(const Tensor& x, const optional<Tensor>& bias, const Layer&
     const auto by_kernels = l.geometry.transposed ? &transposed_by_int8_kernels : &by_int8_kernels;
     y = by_kernels(codes, *zero_point, weight, steps, b, l.geometry);
   }
-  if (!y.defined()) y = in_float(codes, weight, steps, b, l, !zero_point.has_value());
-  return y;
+  if (y.defined()) return y;
+  const Tensor sums = fits && by_int8_product(l) ? CodeSums(weight, l.geometry)(codes, l.x_zero_point, type)
+                                                 : sums_in_float(codes, weight, l, !zero_point.has_value());
+  return with_steps(sums, steps, b, l.geometry);
 }
 
 }  // namespace qtoolkit

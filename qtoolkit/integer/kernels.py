@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.errors import with_article
+from qtoolkit.integer import int8_product
 from qtoolkit.integer.onednn import Int8Sums, int8_sums
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.ops.layer import Geometry
 from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.ops.requantize import add_codes, centred_codes, requantize
 from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
@@ -169,6 +171,9 @@ class LayerKernel(Kernel):
     bias: Tensor | None
     bounds: Bounds
     _int8: dict[torch.Size, Int8Sums | None]  # torch's kernel, with the weight packed for the last shape of the input
+    _products: dict[
+        tuple[torch.device, Geometry | None], int8_product.CodeSums | None
+    ]  # the same on a GPU, of the last call
 
     def __init__(self, layer: QuantWeighted, source: Grid, output: Grid | None, call: int = 0) -> None:
         super().__init__([source], None if self.TO_FLOAT else output)
@@ -201,7 +206,9 @@ class LayerKernel(Kernel):
         self.constant("codes", codes)
         self.constant("steps", layer.along_channels(steps))
         positive, negative = (layer.sum_per_output(part.clamp(min=0)) for part in (codes, -codes))
-        self.bounds, self._int8 = Bounds.of(positive, negative, *self.inputs[0].ends), {}
+        largest = max(-grid.spec.qmin, grid.spec.qmax)
+        self.bounds, self._int8 = Bounds.of(positive, negative, *self.inputs[0].ends, largest), {}
+        self._products = {}
         bias = None if layer.bias is None else codes_of(layer.bias.detach(), steps).double()
         if bias is not None and self.bounds.stay_exact_with(float(bias.abs().max())):
             bias = bias.float()
@@ -210,6 +217,10 @@ class LayerKernel(Kernel):
     def sums(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the exact sums of products of codes, without the bias: integers in float32 or float64."""
         (source,), int8 = self.inputs, self._int8_sums(x)
+        by_product = self._sums_by_product(x, *args, **kwargs)
+        if by_product is not None:
+            y = by_product(source.grid.codes(x), source.grid.zero_point)
+            return y if self.layer.returns_channels_last else y.contiguous()
         if int8 is not None and self.bounds.exact_in_float32:
             return int8(source.unsigned_codes(x), source.unsigned_zero_point)
 
@@ -229,8 +240,22 @@ class LayerKernel(Kernel):
             self._int8 = {x.shape: int8_sums(self.layer, self.codes, list(x.shape))}
         return self._int8[x.shape]
 
+    def _sums_by_product(self, x: Tensor, *args: Any, **kwargs: Any) -> int8_product.CodeSums | None:
+        """Return the layer as a product of int8 matrices; None where it is none, on other devices, and for graphs."""
+        weight = self.layer.weight_quantizer
+        if torch.compiler.is_compiling() or weight is None or not int8_product.computes_on(x.device):
+            return None
+        geometry = self.layer.geometry(x, *args, **kwargs)
+        if (x.device, geometry) not in self._products:
+            specs = self.inputs[0].grid.spec, weight.spec
+            self._products = {(x.device, geometry): int8_product.code_sums(*specs, geometry, self.bounds, self.codes)}
+        return self._products[x.device, geometry]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_int8": {}}  # packed weights cannot be copied
+        return {**vars(self), "_int8": {}, "_products": {}}  # packed weights cannot be copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_products": {}, **state})  # type: ignore[no-untyped-call]  # earlier pickles have none
 
     def sums_with_bias(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the exact sums with the codes of the bias: integers in float32 or float64."""

@@ -15,7 +15,7 @@ from qtoolkit.nn import refusals
 from qtoolkit.nn.hooks import has_hooks, is_transformed
 from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
 from qtoolkit.ops.recording import is_recorded
-from qtoolkit.ops.sums import is_exact
+from qtoolkit.ops.sums import has_int8_product, is_exact
 from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.codes import TensorCodes, codes_of
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -32,6 +32,7 @@ Saved = Literal["codes", "float"]
 HAS_INT8 = is_exact()
 AS_ASKED = Refusal(Cause.AS_ASKED, "as asked")
 NO_INT8 = Refusal(Cause.NO_KERNEL, "no int8 kernel")
+ON_GPU = Refusal(Cause.NO_KERNEL, "the default on CUDA")
 UNSIGNED = Refusal(Cause.WEIGHT_CODES, "its weight has unsigned codes")
 MAY_OVERFLOW = Refusal(Cause.NO_KERNEL, "its sums may exceed int32")
 MOST_IMAGE_CHANNELS = 4
@@ -49,7 +50,7 @@ class TrainingArithmetic:
 
     Attributes:
         forward: "float": in float. "integer": on the codes of input and weight. "auto": on codes where torch has exact int8
-            kernels for the layer on this processor, and its input has `least_positions` at least.
+            kernels for the layer on this processor, and its input has `least_positions` at least; in float on a GPU.
         save: "codes": codes of the input, a byte or less an element. "float": the input itself.
 
     Raises:
@@ -277,7 +278,15 @@ def described(layer: "Layer") -> tuple[str, Cause | None]:
     if refusal is not None:
         return f"float ({refusal.text}), saves {'floats' if arithmetic.save == 'float' else 'codes'}", refusal.cause
     few = f" (float for fewer than {least_positions(layer):,} positions)" if arithmetic.forward == "auto" else ""
-    return f"int8 kernel{few}, saves codes", None
+    return f"{_kernel_of(layer)}{few}, saves codes", None
+
+
+def _kernel_of(layer: Any) -> str:
+    """Return what computes a layer on codes, in words; csrc/layer/integer_layer.cpp decides it."""
+    if not layer.weight.is_cuda:
+        return "int8 kernel"
+    is_product = not layer.weight_groups()[0] and getattr(layer, "groups", 1) == 1
+    return "int8 matrix product" if is_product and has_int8_product(layer.weight.device) else "integers in float"
 
 
 def refusal_to_keep(layer: "Layer") -> Refusal | None:
@@ -296,6 +305,8 @@ def refusal_to_compute(layer: "Layer") -> Refusal | None:
     forward = layer.training_arithmetic.forward
     if forward == "float":
         return AS_ASKED
+    if forward == "auto" and layer.weight.is_cuda:
+        return ON_GPU
     if forward == "auto" and not (HAS_INT8 and _has_kernel(layer) and has_kernel_type(layer.weight)):
         return NO_INT8
     weight = _of_weight(layer)

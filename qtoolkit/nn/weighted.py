@@ -387,7 +387,8 @@ def set_training_arithmetic(
         arithmetic: How convolutions, linear layers and products of two activations compute whose operands are on integer grids.
             "float": in float, on the values. "integer": on the codes, with exact sums. "auto": on the codes where torch has
             exact int8 kernels for the op on this processor and its input is large enough for them to be faster (see
-            `benchmarks/small_layers.py`), else in float. Gradients are the straight-through ones in any case.
+            `benchmarks/small_layers.py`), else in float, as always on a GPU. Gradients are the straight-through ones in any
+            case.
         save: What such an op keeps of its operands for backward. "codes": a byte an element, half a byte for at most 4 bits.
             "float": the values.
         forward: The earlier name of `arithmetic`.

@@ -159,9 +159,9 @@ def quant_layer(
     are packed), and the weight as it is, not its quantized values.
 
     With `integer`, the sums of products are computed on the codes, exactly: by torch's int8 kernels for convolutions and
-    linear layers on the CPU, in float on integers elsewhere. The output differs from the composition's by rounding alone; a
-    NaN in x makes every result NaN, one in the weight those of its output channel. The gradients are the straight-through
-    ones of the composition, computed in channels_last.
+    linear layers on the CPU, by products of int8 matrices for those without groups on a GPU, in float on integers elsewhere.
+    The output differs from the composition's by rounding alone; a NaN in x makes every result NaN, one in the weight those of
+    its output channel. The gradients are the straight-through ones of the composition, computed in channels_last.
 
     Args:
         x: Input on the grid of `codes`, which carries the gradient: (N, C, ...) with one to three spatial dimensions, or

@@ -9,6 +9,7 @@ from torch import Tensor
 from qtoolkit._native import library
 
 Product = Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> sums of products
+LARGEST_IN_TF32 = 2**11  # integers up to here have no more bits than TF32
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Bounds:
         high: The highest, zero or more.
         digit_bits: 0 if every sum is exact in float32; otherwise the largest number of bits of a code's digits whose sums
             are, or -1 for none.
+        other: The largest magnitude of a weight's code.
     """
 
     sums: float
@@ -29,9 +31,10 @@ class Bounds:
     low: int
     high: int
     digit_bits: int
+    other: int = 128
 
     @classmethod
-    def of(cls, positive: Tensor, negative: Tensor, low: int, high: int) -> "Bounds":
+    def of(cls, positive: Tensor, negative: Tensor, low: int, high: int, other: int = 128) -> "Bounds":
         """Return the bounds for an input's codes in [low, high], low <= 0 <= high.
 
         Args:
@@ -39,10 +42,11 @@ class Bounds:
             negative: For each output, the sum of the magnitudes of the negative ones.
             low: The lowest code of the input.
             high: The highest.
+            other: The largest magnitude of a weight.
         """
         upper, lower = high * positive - low * negative, high * negative - low * positive
         sums, weights = float(torch.maximum(upper, lower).max()), float((positive + negative).max())
-        return cls(sums, weights, low, high, library.digit_bits(sums, weights))
+        return cls(sums, weights, low, high, library.digit_bits(sums, weights), other)
 
     @classmethod
     def of_two(cls, terms: int, codes: tuple[int, int], others: tuple[int, int]) -> "Bounds":
@@ -55,7 +59,7 @@ class Bounds:
         """
         largest, other = max(-codes[0], codes[1]), max(-others[0], others[1])
         sums, weights = float(terms * largest * other), float(terms * other)
-        return cls(sums, weights, *codes, library.digit_bits(sums, weights))
+        return cls(sums, weights, *codes, library.digit_bits(sums, weights), other)
 
     @property
     def exact_in_float32(self) -> bool:
@@ -73,12 +77,24 @@ def is_exact() -> bool:
     return exact
 
 
+def has_int8_product(device: torch.device) -> bool:
+    """Return whether a device has torch's product of int8 matrices (csrc/layer/int8_product.h)."""
+    found: bool = library.int8_product_is_on(device)
+    return found
+
+
 def may_transform(x: Tensor, convolves: bool) -> bool:
     """Return whether the float32 kernels of a layer may transform their operands: convolutions on a GPU (Winograd, FFT).
 
     The errors of their sums of codes exceed one half: rounding does not mend them.
     """
     return x.is_cuda and convolves
+
+
+def may_round(x: Tensor, bounds: Bounds) -> bool:
+    """Return whether products in float32 may round operands: on a GPU, which may take TF32, those of more than 11 bits."""
+    largest = max(bounds.high, -bounds.low) if bounds.digit_bits == 0 else 2**bounds.digit_bits - 1
+    return x.is_cuda and max(largest, bounds.other) > LARGEST_IN_TF32
 
 
 def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, transforms: bool = False) -> Tensor:
@@ -94,7 +110,7 @@ def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, tran
         bounds: How large the sums may be.
         transforms: Whether the product in float32 may transform its operands (see `may_transform`); it computes in float64.
     """
-    if transforms or bounds.digit_bits < 0:
+    if transforms or bounds.digit_bits < 0 or may_round(x, bounds):
         sums = product(x.double(), weight.double())
         return torch.round(sums) if transforms else sums
     if bounds.exact_in_float32:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
@@ -489,6 +490,30 @@ def test_the_report_asks_the_device_and_the_type_of_the_layer(monkeypatch, place
     assert on_codes.described(layer) == ("int8 kernel, saves codes", None)
     qt.nn.set_training_arithmetic(layer, arithmetic="float")
     assert on_codes.described(layer) == ("float (as asked), saves codes", Cause.AS_ASKED)
+
+
+def test_the_report_says_what_computes_codes_on_a_gpu(monkeypatch) -> None:
+    """Without a GPU: the weights are fake ones, which have a device alone."""
+    monkeypatch.setattr(on_codes, "HAS_INT8", True)
+    made = {
+        "product": qt.nn.QuantConv2d(4, 8, 3, weight_spec=FIXED.weight),
+        "linear": qt.nn.QuantLinear(4, 8, weight_spec=FIXED.weight),
+        "groups": qt.nn.QuantConv2d(4, 8, 3, groups=2, weight_spec=FIXED.weight),
+        "transposed": qt.nn.QuantConvTranspose2d(4, 8, 3, weight_spec=qt.QuantSpec(axis=1)),
+    }
+    source = on_codes.Source(qt.TensorQuantizer(FIXED.activation))
+    for name, layer in made.items():
+        layer.link_source(source)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            layer._parameters["weight"] = torch.empty(layer.weight.shape, device="cuda:0")
+        is_product = name in ("product", "linear")
+        for has in (True, False):
+            monkeypatch.setattr(on_codes, "has_int8_product", lambda device, has=has: has)
+            qt.nn.set_training_arithmetic(layer, "auto")
+            assert on_codes.described(layer) == ("float (the default on CUDA), saves codes", Cause.NO_KERNEL)
+            qt.nn.set_training_arithmetic(layer, "integer")
+            kernel = "int8 matrix product" if is_product and has else "integers in float"
+            assert on_codes.described(layer) == (f"{kernel}, saves codes", None)
 
 
 @pytest.mark.parametrize("forward", ["float", "integer"])

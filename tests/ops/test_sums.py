@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import qtoolkit as qt
-from qtoolkit.integer import kernels, onednn
-from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
+from qtoolkit.integer import int8_product, kernels, onednn
+from qtoolkit.ops.layer import Geometry
+from qtoolkit.ops.sums import Bounds, exact_sums, has_int8_product, may_round, may_transform
+from tests import processes
 from tests.integer.test_onnxruntime import Net, X, converted
 
 
@@ -89,6 +91,21 @@ def test_only_convolutions_on_a_gpu_transform_their_operands() -> None:
     assert not any(may_transform(X, convolves) for convolves in (True, False))
 
 
+def test_operands_that_tf32_rounds_are_in_float64_on_a_gpu() -> None:
+    class OnGpu:
+        is_cuda = True
+
+    byte, more = (-128, 127), (-(2**15), 2**15 - 1)
+    assert not may_round(OnGpu(), Bounds.of_two(8, byte, byte))
+    assert not may_round(OnGpu(), Bounds.of_two(900, more, byte))  # in digits
+    assert may_round(OnGpu(), Bounds.of_two(2, more, byte))
+    assert may_round(OnGpu(), Bounds.of_two(2, byte, more))
+    assert may_round(OnGpu(), Bounds.of_two(900, more, more))
+    weight = torch.ones(1)
+    assert may_round(OnGpu(), Bounds.of(weight, weight, *byte, other=2**15))
+    assert not may_round(X, Bounds.of_two(2, more, byte))
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("signed", [False, True])
 def test_without_int8_kernels_the_model_computes_the_same(monkeypatch, signed: bool, bits: int) -> None:
@@ -129,3 +146,61 @@ def test_a_large_layer_splits_its_codes_into_digits() -> None:
     expected = (kernel.inputs[0].centred(x).long() @ kernel.codes.long().t()).double()
     assert torch.equal(kernel.sums(x).double(), expected)
     assert isinstance(qt.quantization_report(model).layers[0].reason, str)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("signed", [False, True])
+def test_products_of_int8_matrices_give_the_same_model(monkeypatch, signed: bool, bits: int) -> None:
+    """As on a GPU: the depthwise layer has none."""
+    model = converted(Net(), X, bits, signed)
+    expected = model(X)
+    monkeypatch.setattr(int8_product, "computes_on", lambda device: True)
+    assert torch.equal(model(X), expected)
+    assert torch.equal(model(X[:1]), expected[:1])
+    assert torch.equal(pickle.loads(pickle.dumps(model))(X), expected)
+    used = {n: m._products for n, m in model.named_modules() if isinstance(m, kernels.LayerKernel)}
+    without = [name for name, products in used.items() if [*products.values()] == [None]]
+    assert without == ["depthwise.0.integer_kernel"]
+    assert len(used) == 7
+
+
+def test_only_layers_on_bytes_are_products_of_int8_matrices() -> None:
+    byte, wide, unsigned = qt.QuantSpec(), qt.QuantSpec(bits=16), qt.QuantSpec(signed=False)
+    weight, small = torch.ones(3, 8), Bounds.of_two(8, (-128, 127), (-128, 127))
+    found = int8_product.code_sums(unsigned, byte, Geometry(), small, weight)
+    assert found is not None
+    assert torch.equal(found(torch.full((2, 8), 200).byte(), torch.tensor(100.0)), torch.full((2, 3), 800.0))
+    large = replace(small, weights=2.0**31 / 128)
+    for arguments in (
+        (wide, byte, Geometry(), small),
+        (byte, wide, Geometry(), small),
+        (byte, unsigned, Geometry(), small),
+        (byte, byte, None, small),
+        (byte, byte, Geometry(), large),
+        (byte, byte, Geometry((1,), (0,), (1,), groups=2), small),
+        (byte, byte, Geometry((1,), (0,), (1,), (0,), transposed=True), small),
+    ):
+        assert int8_product.code_sums(*arguments, weight) is None
+
+
+WITHOUT_THE_PRODUCT = """
+import torch
+from qtoolkit.ops.sums import has_int8_product
+
+
+def refuse(*_):
+    raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+
+library = torch.library.Library("aten", "IMPL")
+library.impl("_int_mm", refuse, "CPU")
+print(has_int8_product(torch.device("cpu")), has_int8_product(torch.device("cpu")))
+"""
+
+
+def test_a_device_that_refuses_the_product_has_none() -> None:
+    ran = processes.python("-c", WITHOUT_THE_PRODUCT)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.split() == ["False", "False"]
+    assert [has_int8_product(torch.device(name)) for name in ("meta", "cpu")] == [False, True]
+    assert not int8_product.computes_on(torch.device("cpu"))
