@@ -247,10 +247,14 @@ inline bool check_int4(const char* op, int64_t qmin, int64_t qmax) {
   return is_signed;
 }
 
-inline void check_packed(const char* op, const at::Tensor& packed, c10::SymIntArrayRef size,
-                         const char* name = "packed") {
+inline void check_packed_type(const char* op, const at::Tensor& packed, const char* name) {
   TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, op, ": ", name, " must be uint8, got ", packed.scalar_type(),
                    "; pass the result of quantize_int4().");
+}
+
+inline void check_packed(const char* op, const at::Tensor& packed, c10::SymIntArrayRef size,
+                         const char* name = "packed") {
+  check_packed_type(op, packed, name);
   c10::SymInt codes = 1;
   for (const auto& length : size) {
     TORCH_CHECK_VALUE(length >= 0, op, ": size must not be negative, got ", size, ".");

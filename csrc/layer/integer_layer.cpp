@@ -135,7 +135,7 @@ Tensor integer_layer(const Tensor& x, const optional<Tensor>& bias, const Layer&
   const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto [weight, poison] = quantize_weight(l, l.geometry, type);
   const Tensor steps = at::add(at::add(steps_of(l, type), poison), nan_or_zero(x, type));
-  const Tensor codes = l.codes.dim() == 1 ? quantize_input(x, l) : l.codes;
+  const Tensor codes = is_packed(l, x.sym_sizes()) ? quantize_input(x, l) : l.codes;
   const auto b = bias.has_value() ? optional<Tensor>(bias->to(type)) : std::nullopt;
   const optional<int64_t> zero_point = x.is_cpu() ? integer_zero_point(l) : optional<int64_t>(0);
   const bool fits = 255 * bounds_of(l).weights <= kInt32;

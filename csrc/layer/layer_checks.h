@@ -46,6 +46,13 @@ inline void check_memory_format(const char* op, std::optional<at::MemoryFormat> 
                     *format, " and stride=", at::IntArrayRef(l.geometry.stride), ".");
 }
 
+// Whether the codes have the shape of an image but for half the channels.
+inline bool is_packed_by_channels(const at::Tensor& codes, c10::SymIntArrayRef size) {
+  if (codes.dim() != 4 || size.size() != 4 || size[1] == 0) return false;
+  return codes.sym_size(0) == size[0] && codes.sym_size(1) * 2 == size[1] && codes.sym_size(2) == size[2] &&
+         codes.sym_size(3) == size[3];
+}
+
 inline void check_input_codes(const char* op, const Layer& l, c10::SymIntArrayRef size, const at::Tensor& like) {
   const at::Tensor& codes = l.codes;
   check_same_device(op, "codes", codes, like);
@@ -56,15 +63,19 @@ inline void check_input_codes(const char* op, const Layer& l, c10::SymIntArrayRe
                     " and x_qmax=", l.x_qmax, ".");
   check_one(op, "x_scale", l.x_scale, like);
   if (l.x_zero_point.has_value()) check_one(op, "x_zero_point", *l.x_zero_point, like);
-  if (codes.dim() == 1) {
-    check_packed(op, codes, size, "codes");
+  const bool in_rows = codes.dim() == 1, by_channels = !in_rows && is_packed_by_channels(codes, size);
+  if (in_rows) check_packed(op, codes, size, "codes");
+  if (by_channels) check_packed_type(op, codes, "codes");
+  if (in_rows || by_channels) {
     const bool fits = l.x_qmin < 0 ? l.x_qmin >= -8 && l.x_qmax <= 7 : l.x_qmax <= 15;
     TORCH_CHECK_VALUE(fits, op, ": x_qmin and x_qmax must lie in [-8, 7] or in [0, 15] for packed codes, got [",
                       l.x_qmin, ", ", l.x_qmax, "]; pass codes of the shape of x, a byte each.");
     return;
   }
-  TORCH_CHECK_VALUE(codes.sym_sizes() == size, op, ": codes must have the shape of x, ", size,
-                    ", or one dimension with two codes per byte, got shape ", codes.sym_sizes(), ".");
+  TORCH_CHECK_VALUE(
+      codes.sym_sizes() == size, op, ": codes must have the shape of x, ", size,
+      ", or one dimension with two codes per byte, or that of an image with half the channels, got shape ",
+      codes.sym_sizes(), ".");
   const int64_t lowest = codes.scalar_type() == at::kChar ? -128 : 0;
   TORCH_CHECK_VALUE(l.x_qmin >= lowest && l.x_qmax <= lowest + 255, op, ": x_qmin and x_qmax must lie in [", lowest,
                     ", ", lowest + 255, "], the range of ", codes.scalar_type(), ", got [", l.x_qmin, ", ", l.x_qmax,

@@ -13,8 +13,14 @@ using std::optional;
 // ---- the input
 
 Tensor dequantize_input(const Layer& l, c10::SymIntArrayRef size, at::ScalarType dtype) {
-  if (l.codes.dim() == 1) return dequantize_int4_op(l.codes, size, l.x_scale, l.x_zero_point, l.x_qmin < 0, dtype);
-  return dequantize_op(l.codes, l.x_scale, l.x_zero_point, dtype);
+  if (!is_packed(l, size)) return dequantize_op(l.codes, l.x_scale, l.x_zero_point, dtype);
+  const auto unpacked = [&](const Tensor& codes, c10::SymIntArrayRef sizes) {
+    return dequantize_int4_op(codes, sizes, l.x_scale, l.x_zero_point, l.x_qmin < 0, dtype);
+  };
+  if (l.codes.dim() == 1) return unpacked(l.codes, size);
+  const std::vector<c10::SymInt> channels_behind = {size[0], size[2], size[3], size[1]};
+  const Tensor bytes = l.codes.permute({0, 2, 3, 1});
+  return unpacked(bytes.reshape_symint({bytes.sym_numel()}), channels_behind).permute({0, 3, 1, 2});
 }
 
 Tensor quantize_input(const Tensor& x, const Layer& l) {

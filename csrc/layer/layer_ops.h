@@ -11,7 +11,10 @@ namespace qtoolkit {
 
 // ---- the input
 
-// The values of the codes.
+// Whether two codes of an input of a size share a byte: the next two in row-major order, or those of two channels.
+inline bool is_packed(const Layer& l, c10::SymIntArrayRef size) { return l.codes.sym_sizes() != size; }
+
+// The values of the codes, in the memory format of these.
 at::Tensor dequantize_input(const Layer& l, c10::SymIntArrayRef size, at::ScalarType dtype);
 
 // The codes of x, a byte each, in its memory format.

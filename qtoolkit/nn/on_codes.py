@@ -178,7 +178,8 @@ def run(
     bias = layer.bias_in_sums(bias, call)  # after the weight's range, on whose steps it lies
     raw = found.raw_of(x) if dtype == x.dtype and reads_image(layer, x, geometry) else None
     if raw is None and not integer and copies_weight(layer, x):
-        x, codes = x.contiguous(), replace(codes, codes=codes.codes.contiguous())
+        x = x.contiguous()
+        codes = found.of(x) if found.packed else replace(codes, codes=codes.codes.contiguous())
     return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, dtype, memory_format, raw)
 
 

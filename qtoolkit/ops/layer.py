@@ -17,7 +17,8 @@ class Codes:
     """A tensor's place on an integer grid with one scale.
 
     Attributes:
-        codes: Its codes, int8 or uint8 and of its shape; or two codes per byte, as `qtoolkit.ops.quantize_int4` returns them.
+        codes: Its codes, int8 or uint8 and of its shape; or two codes per byte, as `qtoolkit.ops.quantize_int4` returns them;
+            or, of an image (N, C, H, W), uint8 (N, C / 2, H, W) with channel 2i in the low half of channel i.
         scale: The step between codes, without a gradient.
         zero_point: The code that zero maps to, or None for 0.
         qmin: The lowest code.

@@ -27,7 +27,8 @@ class TensorCodes:
         packed: Whether two codes are kept in a byte.
         tensor: Refers to the tensor; None in compiled code.
         version: That of the tensor: after a change in place the codes no longer hold.
-        codes: The codes, int8 or uint8 and of the tensor's shape, or packed; None until `completed`.
+        codes: The codes, int8 or uint8 and of the tensor's shape, or packed: in one dimension in row-major order, or two
+            channels of an image in a byte; None until `completed`.
         raw: What the values were before, where only the scale has a gradient; or None.
         raw_version: The version of that.
     """
@@ -49,7 +50,9 @@ class TensorCodes:
 
     def completed(self, y: Tensor, channels_last: bool) -> "TensorCodes":
         """Return this with the codes of y, the tensor; those of an image in channels_last, if wanted."""
-        codes = self.of(y).codes if self.codes is None else self.codes
+        codes = self.codes
+        if codes is None:
+            codes = self._by_channels(y) if self.packed and _has_channels_last(y) else self.of(y).codes
         if channels_last and codes.dim() == 4:
             codes = codes.contiguous(memory_format=torch.channels_last)
         self.codes = codes
@@ -62,9 +65,14 @@ class TensorCodes:
             return self.as_codes(ops.quantize_int4(x, *grid))
         return self.as_codes(ops.quantize(x, *grid, dtype=code_dtype(self.qmin, self.qmax)))
 
+    def _by_channels(self, y: Tensor) -> Tensor:
+        """Return the codes of an image, those of two channels in a byte, so that both are read in the order of memory."""
+        n, c, h, w = y.shape
+        return self.of(y.permute(0, 2, 3, 1)).codes.view(n, h, w, c // 2).permute(0, 3, 1, 2)
+
     def of_whole(self, y: Tensor, packs: bool = True) -> Codes:
         """Return the codes of y, the tensor, as `of` does, or those that are known."""
-        known = self.codes is not None and (packs or not self.packed)
+        known = self.codes is not None and (not self.packed or (packs and self.codes.dim() == 1))
         return self.as_codes(self.codes) if known else self.of(y, packs)  # type: ignore[arg-type]  # not None
 
     def as_codes(self, codes: Tensor) -> Codes:
@@ -82,6 +90,12 @@ class TensorCodes:
         return (
             self.raw if version_of(self.raw.values) == self.raw_version else None
         )  # autograd says that it was changed
+
+
+def _has_channels_last(y: Tensor) -> bool:
+    """Return whether an image with an even number of channels is in channels_last, and not in rows."""
+    last = y.dim() == 4 and y.shape[1] % 2 == 0 and y.numel() > 0 and not y.is_contiguous()
+    return last and y.is_contiguous(memory_format=torch.channels_last)
 
 
 def version_of(y: Tensor) -> int:

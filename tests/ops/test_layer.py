@@ -153,11 +153,14 @@ def given(
     x_scale, zero = torch.tensor(0.1), None if x_zero_point is None else torch.tensor(x_zero_point)
     values = floats(dtype)(*shape.x).contiguous(memory_format=memory_format)
     x = ops.fake_quant(values, x_scale, zero, *codes)
-    quantized = (
-        ops.quantize_int4(x, x_scale, zero, *codes)
-        if packed
-        else ops.quantize(x, x_scale, zero, *codes, dtype=torch.int8 if codes[0] < 0 else torch.uint8)
-    )
+    if not packed:
+        quantized = ops.quantize(x, x_scale, zero, *codes, dtype=torch.int8 if codes[0] < 0 else torch.uint8)
+    elif memory_format is torch.channels_last:
+        n, c, h, w = shape.x
+        pairs = ops.quantize_int4(x.permute(0, 2, 3, 1), x_scale, zero, *codes).view(n, h, w, c // 2)
+        quantized = pairs.permute(0, 3, 1, 2)
+    else:
+        quantized = ops.quantize_int4(x, x_scale, zero, *codes)
     count = shape.channels if per_output else 1
     scale, z = scales(count), zero_points(count, low=-9, high=9) if zero_point else None
     channels = shape.per_output if per_output else {}
@@ -257,6 +260,21 @@ def test_channels_last(name: str, learned: bool) -> None:
 def test_packed_codes(shape: Shape, codes: tuple[int, int]) -> None:
     zero_point = 3.0 if codes[0] == 0 else None
     assert_is_composition(given(shape, codes=codes, packed=True, x_zero_point=zero_point), shape)
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv2d_dilation", "conv2d_strided_pointwise", "transposed2d_groups"])
+@pytest.mark.parametrize("codes", [(-8, 7), (0, 15)])
+@pytest.mark.parametrize("last_weight", [False, True])
+def test_packed_codes_of_two_channels(name: str, codes: tuple[int, int], last_weight: bool) -> None:
+    shape = SHAPES[name]
+    zero_point = 3.0 if codes[0] == 0 else None
+    g = given(shape, codes=codes, packed=True, x_zero_point=zero_point, memory_format=torch.channels_last)
+    if last_weight:
+        g.weight = leaf(g.weight.detach().contiguous(memory_format=torch.channels_last))
+    assert g.codes.codes.numel() * 2 == g.x.numel()
+    assert_is_composition(g, shape)
+    bytes_each = dataclasses.replace(g, codes=given(shape, codes=codes, x_zero_point=zero_point).codes)
+    assert_same(g.run(integer=True), bytes_each.run(integer=True))
 
 
 @pytest.mark.parametrize(("codes", "zero_point"), [((0, 255), None), ((0, 255), 114.0), ((-128, 127), -17.0)])
@@ -601,11 +619,15 @@ def test_a_frozen_layer_does_not_rebuild_its_input() -> None:
     assert "qtoolkit::dequantize" not in ops_of(g.run(), [g.x, g.bias])
 
 
-def test_backward_copies_nothing_in_channels_last() -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["bytes", "packed"])
+@pytest.mark.parametrize("integer", [False, True])
+def test_backward_copies_nothing_in_channels_last(packed: bool, integer: bool) -> None:
     """Neither the input, nor the gradients of input and output."""
     shape = conv((2, 16, 40, 40), (16, 16, 3, 3), 1, 1)
-    g = given(shape, memory_format=torch.channels_last, learned=False, factor=False)
-    y = g.run(integer=True)
+    last = {"memory_format": torch.channels_last}
+    g = given(shape, codes=(-8, 7), packed=packed, learned=False, factor=False, **last)
+    g.weight = leaf(g.weight.detach().contiguous(**last))
+    y = g.run(integer=integer)
     grad = torch.ones_like(y)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         torch.autograd.grad(y, g.leaves(), grad)

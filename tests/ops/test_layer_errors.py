@@ -39,7 +39,26 @@ CASES = {
         CONV,
         {"codes": torch.ones(2, 6, 9, 9).char()},
         ValueError,
-        "codes must have the shape of x, [2, 6, 9, 8], or one dimension with two codes per byte, got shape [2, 6, 9, 9].",
+        "codes must have the shape of x, [2, 6, 9, 8], or one dimension with two codes per byte, or that of an image with half "
+        "the channels, got shape [2, 6, 9, 9].",
+    ),
+    "packed_by_channels_dtype": (
+        CONV,
+        {"codes": torch.ones(2, 3, 9, 8).char()},
+        TypeError,
+        "codes must be uint8, got Char; pass the result",
+    ),
+    "packed_by_channels_range": (
+        CONV,
+        {"codes": torch.ones(2, 3, 9, 8).byte()},
+        ValueError,
+        "x_qmin and x_qmax must lie in [-8, 7] or in [0, 15] for packed codes, got [-128, 127]; pass codes of the shape",
+    ),
+    "packed_by_channels_shape": (
+        CONV,
+        {"codes": torch.ones(2, 3, 9, 9).byte()},
+        ValueError,
+        "codes must have the shape of x, [2, 6, 9, 8], or one dimension with two codes per byte, or that of an image",
     ),
     "packed_dtype": (
         CONV,

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -204,6 +205,21 @@ def test_one_op_has_the_bits_of_its_ops_on_a_gpu(name: str, monkeypatch: pytest.
         assert found["by_op"] > 0
         with one_by_one(monkeypatch):
             same(results, step(other))
+
+
+@pytest.mark.parametrize("quantizer", ["lsq", "fixed"])
+@pytest.mark.parametrize("forward", ["float", "integer"])
+def test_no_image_of_four_bits_in_channels_last_is_copied(quantizer: str, forward: str) -> None:
+    """Packed codes are in the order of the image, and so are the values and the gradients of backward."""
+    spec = qt.QuantSpec(bits=4, quantizer=quantizer)
+    model = prepared(replace(spec, axis=0), replace(spec, signed=False), forward).to(memory_format=torch.channels_last)
+    x = torch.randn(4, 8, 8, 8).contiguous(memory_format=torch.channels_last)
+    model(x).sum().backward()
+    grad = torch.ones(4, 3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        model(x).backward(grad)
+    copies = [event.input_shapes[0] for event in profile.events() if event.name == "aten::clone"]
+    assert [4, 8, 8, 8] not in copies  # the head flattens smaller ones
 
 
 def test_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
