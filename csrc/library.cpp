@@ -57,11 +57,11 @@
 #define QT_RAW "Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0"
 #define QT_FUNCTION "str function, SymInt[] shape, Tensor? weight, Tensor? bias, float eps"
 // All that the units are told.
-#define QT_UNIT                                                                                                  \
-  "Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED                                                               \
-  ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, " QT_UNIT_NORM                                \
-  ", Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, " QT_UNIT_FOLLOWING \
-  ", " QT_RAW
+#define QT_UNIT                                                                                     \
+  "Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED                                                  \
+  ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, " QT_UNIT_NORM                   \
+  ", Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, str? " \
+  "process_group, " QT_UNIT_FOLLOWING ", " QT_RAW
 #define QT_LAYER_UNIT                                                                                     \
   "Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED                                                        \
   ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, bool rounds_bias, " QT_UNIT_QUANTIZED( \
@@ -176,12 +176,18 @@ TORCH_LIBRARY(qtoolkit, m) {
   // biased variance of each channel of x. divisor f: the batch norm of x / f is meant. residual is added;
   // residual_codes are its codes, from which backward rebuilds it. The activation is low + slope (v - low) up to low,
   // and high from high on. scale and zero_point have one element; without them nothing is rounded. Differentiable in x,
-  // weight, bias, divisor, residual, scale and zero_point.
+  // weight, bias, divisor, residual, scale and zero_point. totals: what batch_norm_totals returned for x, divisor and
+  // process_group, whose ranks share their statistics and the sums of their gradients; backward then waits for them.
   m.def(
       "batch_norm_fake_quant(Tensor x, Tensor? weight, Tensor? bias, Tensor? divisor, Tensor? residual, "
       "Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, float eps, float low, float high, "
-      "float slope, Tensor? scale, Tensor? zero_point, int qmin, int qmax, float grad_factor=1.0) -> (Tensor, Tensor, "
-      "Tensor, Tensor)");
+      "float slope, Tensor? scale, Tensor? zero_point, int qmin, int qmax, float grad_factor=1.0, Tensor? totals=None, "
+      "str? process_group=None) -> (Tensor, Tensor, Tensor, Tensor)");
+
+  // Returns, of each channel of x / divisor, the sums of all values and of all squares, and last the number of values
+  // of a channel: 2 C + 1 float64 in row 0 of all ranks of a process group, if one is named, and in row 1 of this one.
+  // offset: what ranks exchange are the sums of x / divisor + offset, so that one of them may have that as its x.
+  m.def("batch_norm_totals(Tensor x, Tensor? divisor, Tensor? offset, str? process_group=None) -> Tensor");
 
   // Returns the gradients of x, weight, bias, divisor, residual (if residual_grad is set), scale and
   // zero_point (if scale_grad is set); empty for what is absent or not asked for.
@@ -189,14 +195,15 @@ TORCH_LIBRARY(qtoolkit, m) {
       "batch_norm_fake_quant_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor? divisor, "
       "Tensor? residual, Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, Tensor mean, "
       "Tensor variance, float eps, float low, float high, float slope, Tensor? scale, Tensor? zero_point, int qmin, "
-      "int qmax, float grad_factor=1.0, bool residual_grad=False, bool scale_grad=False) -> (Tensor, Tensor, Tensor, "
-      "Tensor, Tensor, Tensor, Tensor)");
+      "int qmax, float grad_factor=1.0, bool residual_grad=False, bool scale_grad=False, Tensor? totals=None, str? "
+      "process_group=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // Moves running statistics towards those of a batch of x / divisor + offset: mean and biased variance are those of x,
-  // count is its number of values in a channel.
+  // count is its number of values in a channel; or the last of totals, which batch_norm_totals returned, if they are
+  // given.
   m.def(
       "batch_norm_track_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor mean, Tensor variance, "
-      "Tensor? divisor, Tensor? offset, float momentum, SymInt count) -> ()");
+      "Tensor? divisor, Tensor? offset, float momentum, SymInt count, Tensor? totals=None) -> ()");
 
   // Returns fake_quant(weight * factor, scale, zero_point, ...) for the weight of a layer; factor: one element per
   // output channel. transposed, groups: of a transposed convolution. Differentiable in weight, factor, scale and
@@ -227,21 +234,22 @@ TORCH_LIBRARY(qtoolkit, m) {
   // is positive_scale(start, ratio, rate), or start without a ratio; so is that of y. The weight's factor is gamma /
   // sqrt(variance + eps), or 1 where that is 0. bias: of the layer; the batch norm subtracts it, so that only the
   // running mean has it. lo, hi: the range that a symmetric grid covers, of each output channel; start, lo and hi are
-  // set to that of the weight. The running statistics, if given, take in the batch, and batches counts it. Returns y
+  // set to that of the weight. The running statistics, if given, take in the batch, and batches counts it; the batch is
+  // that of all ranks of a process group, if one is named, and backward waits for them too. Returns y
   // and its codes, then what backward keeps: the scales, the factor, the layer's output and its statistics.
   // Differentiable in x, weight, start, ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio, y_zero_point
   // and raw_scale. raw, raw_scale: as in quant_layer. The grids of x and of the residual must not change before
   // backward.
   m.def("unit(" QT_UNIT
         ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, "
-        "Tensor batch_variance)");
+        "Tensor batch_variance, Tensor totals)");
 
   // Returns its gradients, in this order; empty where one is not wanted or there is none. start and y_start are needed
   // with their ratios alone.
   m.def("unit_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, " QT_UNIT_KEPT ", Tensor? bias, " QT_UNIT_NORM
         ", " QT_UNIT_FOLLOWING
-        ", Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, Tensor batch_variance, bool[13] "
-        "wanted, " QT_RAW
+        ", Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, Tensor batch_variance, Tensor "
+        "totals, bool[13] wanted, str? process_group, " QT_RAW
         ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
         "Tensor, Tensor, Tensor)");
 

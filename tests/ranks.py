@@ -63,19 +63,16 @@ def trained() -> nn.Module:
 
 
 def sync_batch_norm(rank: int) -> dict[str, Any]:
-    """Train and evaluate with SyncBatchNorm on the CPU."""
+    """Train and evaluate with SyncBatchNorm on the CPU: what differs from a batch norm on all data."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
     models = plain, nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
     plain, sync = (qt.prepare(model.train(), backend="onnxruntime") for model in models)
     for model in (plain, sync):
         qt.calibrate(model, [data()], progress=False, synchronize=False)
-    try:
-        sync.train()(data()[rank::SIZE])
-        error = ""
-    except ValueError as raised:
-        error = str(raised)
-    return {"equal in eval": torch.equal(sync.eval()(data()), plain.eval()(data())), "error": error}
+    equal = torch.equal(sync.eval()(data()), plain.eval()(data()))
+    trained, wanted = sync.train()(data()[rank::SIZE]), plain.train()(data())[rank::SIZE]
+    return {"equal in eval": equal, "in training": float((trained - wanted).abs().max())}
 
 
 def sharded() -> dict[str, Any]:

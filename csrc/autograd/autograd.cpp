@@ -124,7 +124,7 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 28> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 29> kWithoutGradient = {{
     {"unit_backward",
      "unit: double backward is not supported; compute the first gradient without create_graph=True, or prepare with "
      "training_arithmetic='float' and save='float'."},
@@ -180,6 +180,7 @@ constexpr std::array<WithoutGradient, 28> kWithoutGradient = {{
     {"fake_quant_by_factor", "fake_quant_by_factor: has no gradient; use fake_quant, or pass x.detach()."},
     {"fake_quant_away", "fake_quant_away: has no gradient; use fake_quant, or pass x.detach()."},
     {"centred_codes", "centred_codes: has no gradient; use fake_quant, or pass x.detach()."},
+    {"batch_norm_totals", "batch_norm_totals: has no gradient; batch_norm_fake_quant has that of x. Pass x.detach()."},
     {"minmax", "minmax: has no gradient; use torch.amin and torch.amax, or pass x.detach()."},
     {"grid_of_range", "grid_of_range: has no gradient; pass lo.detach() and hi.detach()."},
     {"search_range", "search_range: has no gradient; pass lo.detach() and hi.detach()."},

@@ -12,19 +12,23 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "batch_norm_fake_quant";
 
 using Optional = const optional<Tensor>&;
+using ProcessGroup = optional<std::string_view>;
 using ForwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, Optional, Optional, Optional, Optional,
                                                                  Optional, Optional, Optional, double, double, double,
-                                                                 double, Optional, Optional, int64_t, int64_t, double);
+                                                                 double, Optional, Optional, int64_t, int64_t, double,
+                                                                 Optional, ProcessGroup);
 using BackwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
     const Tensor&, const Tensor&, Optional, Optional, Optional, Optional, Optional, Optional, Optional, const Tensor&,
-    const Tensor&, double, double, double, double, Optional, Optional, int64_t, int64_t, double, bool, bool);
+    const Tensor&, double, double, double, double, Optional, Optional, int64_t, int64_t, double, bool, bool, Optional,
+    ProcessGroup);
 
 // The arguments that are no tensors with gradients.
 struct Constants {
-  Optional residual_codes, residual_scale, residual_zero_point;
+  Optional residual_codes, residual_scale, residual_zero_point, totals;
   double eps, low, high, slope;
   int64_t qmin, qmax;
   double grad_factor;
+  ProcessGroup process_group;
 };
 
 optional<Tensor> optional_of(const Tensor& t) { return t.defined() ? optional<Tensor>(t) : std::nullopt; }
@@ -42,13 +46,14 @@ struct BatchNormFakeQuant : torch::autograd::Function<BatchNormFakeQuant> {
                             by_codes ? Tensor() : residual.value_or(Tensor()),
                             constants.residual_codes.value_or(Tensor()), constants.residual_scale.value_or(Tensor()),
                             constants.residual_zero_point.value_or(Tensor()), mean, variance, scale.value_or(Tensor()),
-                            zero_point.value_or(Tensor())});
+                            zero_point.value_or(Tensor()), constants.totals.value_or(Tensor())});
     auto& data = ctx->saved_data;
     data["numbers"] =
         std::vector<double>{constants.eps, constants.low, constants.high, constants.slope, constants.grad_factor};
     data["codes"] = std::vector<int64_t>{constants.qmin, constants.qmax};
     data["residual_grad"] = residual_grad;
     data["scale_grad"] = scale_grad;
+    if (constants.process_group.has_value()) data["process_group"] = std::string(*constants.process_group);
     return y;
   }
 
@@ -61,9 +66,12 @@ struct BatchNormFakeQuant : torch::autograd::Function<BatchNormFakeQuant> {
     const std::vector<double> numbers = data["numbers"].toDoubleVector();
     const std::vector<int64_t> codes = data["codes"].toIntVector();
     const bool residual_grad = data["residual_grad"].toBool(), scale_grad = data["scale_grad"].toBool();
-    const auto [dx, dweight, dbias, ddivisor, dresidual, ds, dz] = op.call(
-        grads[0], saved[0], of(1), of(2), of(3), of(4), of(5), of(6), of(7), saved[8], saved[9], numbers[0], numbers[1],
-        numbers[2], numbers[3], of(10), of(11), codes[0], codes[1], numbers[4], residual_grad, scale_grad);
+    const auto named = data.find("process_group");
+    const ProcessGroup process_group = named == data.end() ? std::nullopt : ProcessGroup(named->second.toStringView());
+    const auto [dx, dweight, dbias, ddivisor, dresidual, ds, dz] =
+        op.call(grads[0], saved[0], of(1), of(2), of(3), of(4), of(5), of(6), of(7), saved[8], saved[9], numbers[0],
+                numbers[1], numbers[2], numbers[3], of(10), of(11), codes[0], codes[1], numbers[4], residual_grad,
+                scale_grad, of(12), process_group);
     const auto if_given = [&](int i, const Tensor& gradient) { return saved[i].defined() ? gradient : Tensor(); };
     return {dx,
             if_given(1, dweight),
@@ -82,12 +90,13 @@ struct BatchNormFakeQuant : torch::autograd::Function<BatchNormFakeQuant> {
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
     const Tensor& x, Optional weight, Optional bias, Optional divisor, Optional residual, Optional residual_codes,
     Optional residual_scale, Optional residual_zero_point, double eps, double low, double high, double slope,
-    Optional scale, Optional zero_point, int64_t qmin, int64_t qmax, double grad_factor) {
+    Optional scale, Optional zero_point, int64_t qmin, int64_t qmax, double grad_factor, Optional totals,
+    ProcessGroup process_group) {
   static const auto op = find_op<ForwardSchema>("qtoolkit::batch_norm_fake_quant");
   const auto below = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return op.call(x, weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point, eps, low,
-                   high, slope, scale, zero_point, qmin, qmax, grad_factor);
+                   high, slope, scale, zero_point, qmin, qmax, grad_factor, totals, process_group);
   };
   bool differentiated = is_differentiated(kOp, x);
   for (const auto* t : {&weight, &bias, &divisor}) differentiated |= is_differentiated(kOp, *t);
@@ -95,8 +104,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
   const bool scale_grad = is_differentiated(kOp, zero_point) || in_scale;
   if (!differentiated && !residual_grad && !scale_grad) return below();
   Tensor y, codes, mean, variance;
-  const Constants constants = {residual_codes, residual_scale, residual_zero_point, eps, low, high, slope,
-                               qmin,           qmax,           grad_factor};
+  const Constants constants = {residual_codes, residual_scale, residual_zero_point, totals,       eps, low, high, slope,
+                               qmin,           qmax,           grad_factor,         process_group};
   y = BatchNormFakeQuant::apply(x, weight, bias, divisor, residual, scale, zero_point, constants, residual_grad,
                                 scale_grad, [&] {
                                   std::tie(y, codes, mean, variance) = below();

@@ -1,6 +1,15 @@
-// The bodies of batch norm in training and its gradients: checks, results, kernel arguments.
+// The bodies of batch norm in training and its gradients: checks, results, kernel arguments. Statistics of several
+// ranks take two launches for each direction, around an all-reduce of totals.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/neg.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 
 #include "../launch.h"
 #include "../layout.h"
@@ -13,6 +22,27 @@ namespace {
 
 using at::Tensor;
 using std::optional;
+using ProcessGroup = optional<std::string_view>;
+
+// Adds up totals over the ranks of a process group, by its name as torch.distributed has it.
+Tensor added_up(const Tensor& totals, ProcessGroup process_group) {
+  if (!process_group.has_value()) return totals;
+  auto& ops = c10::Dispatcher::singleton();
+  static const auto all_reduce = ops.findSchemaOrThrow("_c10d_functional::all_reduce", "");
+  static const auto wait = ops.findSchemaOrThrow("_c10d_functional::wait_tensor", "");
+  torch::jit::Stack stack = {totals, "sum", std::string(*process_group)};  // its type differs between versions of torch
+  all_reduce.callBoxed(&stack);
+  wait.callBoxed(&stack);
+  return stack.back().toTensor();
+}
+
+// The totals of values that are larger by `offset`, one for each channel.
+Tensor shifted(const Tensor& totals, const Tensor& offset) {
+  const int64_t channels = offset.size(0);
+  const Tensor sums = totals.narrow(0, 0, channels), squares = totals.narrow(0, channels, channels);
+  const Tensor count = totals.narrow(0, 2 * channels, 1), moved = at::add(sums, at::mul(offset, count));
+  return at::cat({moved, at::add(squares, at::mul(offset, at::add(sums, moved))), count});
+}
 
 // x as outer x channels x inner; one channel is a row of its own. `dense` has the layout of the results.
 void set_shape(BatchNormArgs& args, const Tensor& dense) {
@@ -50,8 +80,8 @@ struct Given {
   int64_t qmin, qmax;
 };
 
-void check(const char* op, const Given& given) {
-  check_norm_input(op, given.x);
+void check(const char* op, const Given& given, bool with_totals) {
+  check_norm_input(op, given.x, with_totals);
   const c10::SymInt channels = given.x.sym_size(1);
   check_of_channels(op, "weight", given.weight, channels, given.x);
   check_of_channels(op, "bias", given.bias, channels, given.x);
@@ -101,30 +131,62 @@ Tensor gradient_like(const optional<Tensor>& t, const Tensor& x) {
   return t.has_value() ? at::empty_symint(t->sym_sizes(), t->options()) : at::empty({0}, x.options());
 }
 
+at::TensorOptions float64_like(const Tensor& x) { return x.options().dtype(at::kDouble); }
+
 }  // namespace
+
+Tensor batch_norm_totals(const Tensor& x, const optional<Tensor>& divisor, const optional<Tensor>& offset,
+                         ProcessGroup process_group) {
+  constexpr const char* kOp = "batch_norm_totals";
+  check_norm_input(kOp, x, /*with_totals=*/true);
+  check_of_channels(kOp, "divisor", divisor, x.sym_size(1), x);
+  check_of_channels(kOp, "offset", offset, x.sym_size(1), x);
+  const c10::SymInt count = 2 * x.sym_size(1) + 1;
+  if (x.is_meta()) return at::empty_symint({2, count}, float64_like(x));
+  const Tensor own = at::zeros_symint({count}, float64_like(x));
+  if (x.numel() > 0) {
+    const Tensor layout = layout_of_result(x, 1);
+    Pointers pointers(layout);
+    BatchNormArgs args;
+    set_shape(args, layout);
+    args.x = pointers.elements(x);
+    args.divisor = pointers.values(divisor);
+    args.stage = NormStage::totals;
+    args.totals = own.mutable_data_ptr<double>();
+    on(x.device()).batch_norm_forward(args, x.device());
+  }
+  if (!process_group.has_value() || !offset.has_value()) return at::stack({added_up(own, process_group), own});
+  const Tensor by = as_type(*offset, at::kDouble);
+  return at::stack({shifted(added_up(shifted(own, by), process_group), at::neg(by)), own});
+}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
     const Tensor& x, const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& divisor,
     const optional<Tensor>& residual, const optional<Tensor>& residual_codes, const optional<Tensor>& residual_scale,
     const optional<Tensor>& residual_zero_point, double eps, double low, double high, double slope,
     const optional<Tensor>& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
-    double /*grad_factor*/) {
+    double /*grad_factor*/, const optional<Tensor>& totals, ProcessGroup process_group) {
   const Given given = {x,   weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point,
                        eps, low,    high, slope,   scale,    zero_point,     qmin,           qmax};
-  check("batch_norm_fake_quant", given);
+  check("batch_norm_fake_quant", given, totals.has_value());
+  check_totals("batch_norm_fake_quant", totals, x.sym_size(1), x, process_group.has_value());
   TORCH_CHECK_VALUE(residual.has_value() || !residual_codes.has_value(),
                     "batch_norm_fake_quant: residual_codes require ",
                     "residual, got None, since the gradient is that of the residual; pass both, or neither.");
   const Tensor y = empty_result(x, x.options(), 1), codes = empty_codes(x, scale.has_value(), qmin, qmax);
   const auto statistic = [&] { return at::empty_symint({x.sym_size(1)}, x.options().dtype(arithmetic_of(x))); };
   const Tensor mean = statistic(), variance = statistic();
-  if (y.is_meta() || y.numel() == 0) return {y, codes, mean, variance};
+  if (y.is_meta() || mean.numel() == 0 || (y.numel() == 0 && !totals.has_value())) return {y, codes, mean, variance};
   Pointers pointers(y);
   BatchNormArgs args = arguments(given, y, pointers);
   args.y = y.mutable_data_ptr();
   args.codes = codes.numel() > 0 ? static_cast<uint8_t*>(codes.mutable_data_ptr()) : nullptr;
   args.mean = mean.mutable_data_ptr();
   args.variance = variance.mutable_data_ptr();
+  if (totals.has_value()) {
+    args.stage = NormStage::rest;
+    args.totals = const_cast<double*>(totals->const_data_ptr<double>());  // only read
+  }
   on(x.device()).batch_norm_forward(args, x.device());
   return {y, codes, mean, variance};
 }
@@ -135,11 +197,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
     const optional<Tensor>& residual_scale, const optional<Tensor>& residual_zero_point, const Tensor& mean,
     const Tensor& variance, double eps, double low, double high, double slope, const optional<Tensor>& scale,
     const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad,
-    bool scale_grad) {
+    bool scale_grad, const optional<Tensor>& totals, ProcessGroup process_group) {
   constexpr const char* kOp = "batch_norm_fake_quant_backward";
   const Given given = {x,   weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point,
                        eps, low,    high, slope,   scale,    zero_point,     qmin,           qmax};
-  check(kOp, given);
+  check(kOp, given, process_group.has_value());
+  check_totals(kOp, totals, x.sym_size(1), x, process_group.has_value());
   check_float(kOp, "grad", grad);
   check_same_shape(kOp, "grad", grad, x);
   check_of_channels(kOp, "mean", mean, x.sym_size(1), x);
@@ -154,8 +217,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
   };
   if (dx.is_meta()) return results();
   if (dx.numel() == 0) {
-    ds.zero_();
-    dz.zero_();
+    for (const Tensor& t : {per_channel[0], per_channel[1], per_channel[2], ds, dz}) t.zero_();
+    added_up(at::zeros({2 * x.size(1) + 1}, float64_like(x)), process_group);  // the other ranks wait for this one
     return results();
   }
 
@@ -166,9 +229,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
   args.variance = const_cast<void*>(pointers.values(variance));
   args.y = dx.mutable_data_ptr();
   args.residual_grad = residual_grad ? of_residual.mutable_data_ptr() : nullptr;
-  const Tensor sums = at::empty({3 * args.channels + 2}, x.options().dtype(at::kDouble));
+  const Tensor sums = at::empty({3 * args.channels + 2}, float64_like(x));
   args.learned = ds.numel() > 0;
   args.gradients = sums.mutable_data_ptr<double>();
+  Tensor of_gradients;
+  if (process_group.has_value()) {
+    of_gradients = at::empty({2 * args.channels + 1}, float64_like(x));
+    args.stage = NormStage::totals;
+    args.totals = of_gradients.mutable_data_ptr<double>();
+    on(x.device()).batch_norm_backward(args, x.device());
+    of_gradients = added_up(of_gradients, process_group);
+    args.stage = NormStage::rest;
+    args.totals = of_gradients.mutable_data_ptr<double>();
+    args.own = totals->const_data_ptr<double>() + totals->size(1);
+  }
   on(x.device()).batch_norm_backward(args, x.device());
 
   const double *per_row = args.gradients, *of_scale = per_row + 3 * args.channels;
@@ -183,8 +257,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
 
 void batch_norm_track_(Tensor& running_mean, Tensor& running_var, const Tensor& mean, const Tensor& variance,
                        const optional<Tensor>& divisor, const optional<Tensor>& offset, double momentum,
-                       c10::SymInt count) {
-  check_track("batch_norm_track_", running_mean, running_var, mean, variance, divisor, offset, momentum, count);
+                       c10::SymInt count, const optional<Tensor>& totals) {
+  check_track("batch_norm_track_", running_mean, running_var, mean, variance, divisor, offset, momentum, count, totals);
   if (running_mean.is_meta() || running_mean.numel() == 0) return;
   const bool f64 = mean.scalar_type() == at::kDouble;
   const auto values = [&](const optional<Tensor>& t) { return t.has_value() ? in_arithmetic(*t, f64) : Tensor(); };
@@ -202,10 +276,12 @@ void batch_norm_track_(Tensor& running_mean, Tensor& running_var, const Tensor& 
   statistics.offset = pointer(3);
   statistics.momentum = momentum;
   statistics.count = static_cast<double>(count.expect_int());
+  if (totals.has_value()) statistics.counted = totals->const_data_ptr<double>() + totals->size(1) - 1;
   on(running_mean.device()).batch_norm_track(statistics, running_mean.device());
 }
 
 QT_REGISTER_BODIES(m) {
+  m.impl("batch_norm_totals", batch_norm_totals);
   m.impl("batch_norm_fake_quant", batch_norm_fake_quant);
   m.impl("batch_norm_fake_quant_backward", batch_norm_fake_quant_backward);
   m.impl("batch_norm_track_", batch_norm_track_);

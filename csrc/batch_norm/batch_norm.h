@@ -28,6 +28,27 @@ QT_FN Moments join(const Moments& a, const Moments& b) {
           a.squares + b.squares + delta * delta * (a.count * b.count / count)};
 }
 
+// What ranks add up for a channel's statistics: the sums of x / f and of its square. They do not depend on f, which a
+// rank may have another one of. Beside a far mean the squares lose less than x had by its own rounding to float32.
+struct NormTotals {
+  double sum, squares;
+};
+
+QT_FN NormTotals totals_of(const Moments& m, double divisor) {
+  const double mean = m.mean / divisor;
+  return {m.count * mean, m.squares / (divisor * divisor) + m.count * (mean * mean)};
+}
+
+struct Statistics {
+  double mean, variance;
+};
+
+// The mean and the biased variance of x, from the totals of x / f.
+QT_FN Statistics statistics_of(const NormTotals& totals, double count, double divisor) {
+  const Moments all = moments_about(0, count, totals.sum, totals.squares);
+  return {all.mean * divisor, all.squares / count * (divisor * divisor)};
+}
+
 // ---- per channel
 
 // 1 / sqrt(variance + eps f^2), with the sign of the divisor f: the batch norm of x / f is (x - mean) times it.
@@ -43,22 +64,43 @@ struct NormSums {
   double scale = 0, zero_point = 0;  // of the gradients of the quantizer's scale and zero point
 };
 
-struct NormGradients {
-  double weight, bias, divisor;
-  // dx = g factor + (x - mean) slope + offset
+// dx = g factor + (x - mean) slope + offset
+struct NormLine {
   double slope, offset;
 };
 
-QT_FN NormGradients norm_gradients(const NormSums& sums, double count, double inverse, double weight, double eps,
-                                   double divisor) {
-  const double of_weight = sums.product * inverse, factor = weight * inverse;
-  return {of_weight, sums.grad, -(eps * divisor * inverse * inverse) * weight * of_weight,
-          -factor * inverse * of_weight / count, -factor * sums.grad / count};
+// From the sums of the gradients of weight and bias over `count` elements.
+QT_FN NormLine norm_line(double of_weight, double of_bias, double count, double inverse, double weight) {
+  const double factor = weight * inverse;
+  return {-factor * inverse * of_weight / count, -factor * of_bias / count};
 }
 
-struct Statistics {
-  double mean, variance;
+// What backward knows of a channel.
+struct NormChannel {
+  double mean, inverse, weight, divisor;
 };
+
+// The gradient of the divisor f of a rank whose statistics are those of several: - sum(dx x) / f over its own values,
+// whose totals these are. It is what the gradient of f is where the ops are called one by one, so that ranks may add up
+// both.
+QT_FN double divisor_gradient(const NormTotals& own, double count, double of_weight, double of_bias,
+                              const NormLine& line, const NormChannel& c) {
+  const double sum_x = own.sum * c.divisor, squares_x = own.squares * (c.divisor * c.divisor);
+  const double sum = sum_x - count * c.mean;                                 // of x - mean
+  const double squares = squares_x - c.mean * (2 * sum_x - count * c.mean);  // of its square
+  const double of_dx = c.weight * c.inverse * of_bias + line.slope * sum + line.offset * count;
+  const double of_product = c.weight * of_weight + line.slope * squares + line.offset * sum;  // dx (x - mean)
+  return -(of_product + c.mean * of_dx) / c.divisor;
+}
+
+struct NormGradients {
+  double weight, bias, divisor;
+};
+
+QT_FN NormGradients norm_gradients(const NormSums& sums, double inverse, double weight, double eps, double divisor) {
+  const double of_weight = sums.product * inverse;
+  return {of_weight, sums.grad, -(eps * divisor * inverse * inverse) * weight * of_weight};
+}
 
 // Running statistics after one more batch, of x / divisor + offset. Theirs is the unbiased variance.
 QT_FN Statistics tracked(Statistics running, Statistics batch, double divisor, double offset, double momentum,

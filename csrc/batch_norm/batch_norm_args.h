@@ -5,6 +5,9 @@
 
 namespace qtoolkit {
 
+// What a launch computes: all at once, or one half. Between the halves, the ranks of a process group add up `totals`.
+enum class NormStage : int { all, totals, rest };
+
 // Tensors of x's shape are dense and of one memory order, outer x channels x inner. Those of a channel are in the type
 // of the arithmetic. Absent ones are null.
 struct BatchNormArgs {
@@ -37,9 +40,20 @@ struct BatchNormArgs {
   // CPU: the open interval of values that the quantizer passes the gradient for; with a slope of 0, of those that the
   // activation does not stop either.
   double pass_low = 0, pass_high = 0;
+  NormStage stage = NormStage::all;
+  // Two sums for each channel, in a row of channels each, and the number of values of a channel. Forward: the sums of
+  // x / divisor and of its square. Backward: of the gradients of weight and bias.
+  double* totals = nullptr;
+  const double* own = nullptr;  // backward, `rest`: forward's totals of this rank alone
 
   QT_METHOD int64_t count() const { return outer * inner; }  // elements of a channel
   bool is_f64() const { return dtype == Dtype::f64; }
+  QT_METHOD void set_totals(int64_t c, double first, double second) const {
+    totals[c] = first;
+    totals[channels + c] = second;
+    if (c == 0) totals[2 * channels] = static_cast<double>(count());
+  }
+  QT_METHOD double total_count() const { return totals[2 * channels]; }
 };
 
 // Running statistics of dtype `dtype`, and what they take in, in float64 if `f64` and else float32.
@@ -54,6 +68,7 @@ struct TrackedStatistics {
   const void* divisor = nullptr;  // or null
   const void* offset = nullptr;   // or null
   double momentum = 0, count = 0;
+  const double* counted = nullptr;  // or null: where the count is, in memory of the device
 };
 
 }  // namespace qtoolkit

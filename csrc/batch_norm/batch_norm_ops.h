@@ -4,9 +4,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string_view>
 #include <tuple>
 
 namespace qtoolkit {
+
+at::Tensor batch_norm_totals(const at::Tensor& x, const std::optional<at::Tensor>& divisor,
+                             const std::optional<at::Tensor>& offset, std::optional<std::string_view> process_group);
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_norm_fake_quant(
     const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
@@ -14,7 +18,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_norm_fake_quant
     const std::optional<at::Tensor>& residual_codes, const std::optional<at::Tensor>& residual_scale,
     const std::optional<at::Tensor>& residual_zero_point, double eps, double low, double high, double slope,
     const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& zero_point, int64_t qmin, int64_t qmax,
-    double grad_factor);
+    double grad_factor, const std::optional<at::Tensor>& totals, std::optional<std::string_view> process_group);
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
 batch_norm_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
@@ -25,10 +29,12 @@ batch_norm_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, cons
                                const std::optional<at::Tensor>& residual_zero_point, const at::Tensor& mean,
                                const at::Tensor& variance, double eps, double low, double high, double slope,
                                const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& zero_point,
-                               int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad, bool scale_grad);
+                               int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad, bool scale_grad,
+                               const std::optional<at::Tensor>& totals, std::optional<std::string_view> process_group);
 
 void batch_norm_track_(at::Tensor& running_mean, at::Tensor& running_var, const at::Tensor& mean,
                        const at::Tensor& variance, const std::optional<at::Tensor>& divisor,
-                       const std::optional<at::Tensor>& offset, double momentum, c10::SymInt count);
+                       const std::optional<at::Tensor>& offset, double momentum, c10::SymInt count,
+                       const std::optional<at::Tensor>& totals);
 
 }  // namespace qtoolkit

@@ -59,11 +59,12 @@ inline void check_activation(const char* op, double eps, double low, double high
   TORCH_CHECK_VALUE(low < high, op, ": low must be less than high, got low=", low, " and high=", high, ".");
 }
 
-// x as batch norm takes it in training.
-inline void check_norm_input(const char* op, const at::Tensor& x) {
+// x as batch norm takes it in training: with totals, other values may be those of other ranks.
+inline void check_norm_input(const char* op, const at::Tensor& x, bool with_totals) {
   check_float(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() >= 2, op, ": x must have at least 2 dimensions, (batch, channels, ...), got shape ",
                     x.sym_sizes(), ".");
+  if (with_totals) return;
   c10::SymInt values = x.sym_size(0);
   for (int64_t d = 2; d < x.dim(); ++d) values = values * x.sym_size(d);
   TORCH_CHECK_VALUE(values > 1, op,
@@ -71,9 +72,25 @@ inline void check_norm_input(const char* op, const at::Tensor& x) {
                     " (shape ", x.sym_sizes(), "); use larger batches, or put the batch norm in eval mode.");
 }
 
+// What batch_norm_totals returned for x, whose channels are `channels`.
+inline void check_totals(const char* op, const OptionalTensor& totals, const c10::SymInt& channels, const at::Tensor& x,
+                         bool with_group = false) {
+  TORCH_CHECK_VALUE(totals.has_value() || !with_group, op,
+                    ": process_group requires totals, got None; pass the result ", "of batch_norm_totals() for it.");
+  if (!totals.has_value()) return;
+  check_same_device(op, "totals", *totals, x);
+  TORCH_CHECK_TYPE(totals->scalar_type() == at::kDouble, op, ": totals must be float64, got ", totals->scalar_type(),
+                   "; pass the result of batch_norm_totals().");
+  const bool fits = totals->dim() == 2 && totals->sym_size(0) == 2 && totals->sym_size(1) == 2 * channels + 1;
+  TORCH_CHECK_VALUE(fits && totals->is_contiguous(), op, ": totals must have the shape [2, ", 2 * channels + 1,
+                    "], for two sums of each channel and the number of values, got ", totals->sym_sizes(),
+                    "; pass the result of batch_norm_totals().");
+}
+
 inline void check_track(const char* op, const at::Tensor& running_mean, const at::Tensor& running_var,
                         const at::Tensor& mean, const at::Tensor& variance, const OptionalTensor& divisor,
-                        const OptionalTensor& offset, double momentum, const c10::SymInt& count) {
+                        const OptionalTensor& offset, double momentum, const c10::SymInt& count,
+                        const OptionalTensor& totals) {
   check_float(op, "running_mean", running_mean);
   TORCH_CHECK_VALUE(running_mean.dim() == 1, op, ": running_mean must have one dimension, got shape ",
                     running_mean.sym_sizes(), ".");
@@ -83,13 +100,15 @@ inline void check_track(const char* op, const at::Tensor& running_mean, const at
   check_of_channels(op, "variance", variance, channels, running_mean);
   check_of_channels(op, "divisor", divisor, channels, running_mean);
   check_of_channels(op, "offset", offset, channels, running_mean);
+  check_totals(op, totals, channels, running_mean);
   TORCH_CHECK_TYPE(running_var.scalar_type() == running_mean.scalar_type(), op,
                    ": running_var must have the dtype of running_mean, ", running_mean.scalar_type(), ", got ",
                    running_var.scalar_type(), ".");
   TORCH_CHECK_VALUE(running_mean.is_contiguous() && running_var.is_contiguous(), op,
                     ": running_mean and running_var must be contiguous, since they are written in place.");
   TORCH_CHECK_VALUE(momentum >= 0 && momentum <= 1, op, ": momentum must lie in [0, 1], got ", momentum, ".");
-  TORCH_CHECK_VALUE(count > 1, op, ": count, the number of values of a channel, must be more than 1, got ", count, ".");
+  TORCH_CHECK_VALUE(totals.has_value() || count > 1, op,
+                    ": count, the number of values of a channel, must be more than 1, got ", count, ".");
 }
 
 }  // namespace qtoolkit

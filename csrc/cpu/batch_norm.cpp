@@ -43,7 +43,7 @@ Division division_of(const BatchNormArgs& args) {
   d.group = rows ? args.channels : std::clamp<int64_t>(divide_up(kGroup, args.inner), 1, kNormGroup);
   d.groups = divide_up(args.channels, d.group);
   const int64_t wanted = std::clamp<int64_t>(numel / kPart, 1, std::max<int64_t>(kParts / d.groups, 1));
-  d.length = divide_up(args.outer, wanted);
+  d.length = std::max<int64_t>(divide_up(args.outer, wanted), 1);
   if (rows) d.length = divide_up(d.length, kChunk) * kChunk;  // whole chunks
   d.sets = divide_up(args.outer, d.length);
   return d;
@@ -95,7 +95,7 @@ class BatchNorm {
             A* places) { kernels<A>().norm.sums(args_, row(), part, places, sums.data() + set * args_.channels); },
         [&](int64_t c) { set_gradients(c, joined(sums, c)); },
         [&](const NormPart& part) { kernels<A>().norm.backward(args_, row(), part); });
-    if (!args_.learned) return;
+    if (!args_.learned || args_.stage == NormStage::rest) return;
     double* totals = args_.gradients + 3 * args_.channels;
     totals[0] = totals[1] = 0;
     for (const NormSums& each : sums) {
@@ -114,16 +114,19 @@ class BatchNorm {
   // this at once, while its elements are in a cache.
   template <class Reduce, class Finish, class Write>
   void run(Reduce reduce, Finish finish, Write write) {
-    const bool at_once = division_.sets == 1;
-    for_parts([&](const NormPart& part, int64_t set, A* places) {
-      reduce(part, set, places);
-      if (!at_once) return;
-      for (int64_t c = part.first; c < part.last; ++c) finish(c);
-      if (args_.inner == 1) repeat();
-      write(part);
-    });
+    const bool at_once = division_.sets == 1 && args_.stage == NormStage::all;
+    if (args_.stage != NormStage::rest) {
+      for_parts([&](const NormPart& part, int64_t set, A* places) {
+        reduce(part, set, places);
+        if (!at_once) return;
+        for (int64_t c = part.first; c < part.last; ++c) finish(c);
+        if (args_.inner == 1) repeat();
+        write(part);
+      });
+    }
     if (at_once) return;
     for (int64_t c = 0; c < args_.channels; ++c) finish(c);
+    if (args_.stage == NormStage::totals) return;
     repeat();
     for_parts([&](const NormPart& part, int64_t, A*) { write(part); });
   }
@@ -152,12 +155,22 @@ class BatchNorm {
   }
 
   double inverse(int64_t c) const {
-    return inverse_deviation(static_cast<const A*>(args_.variance)[c], args_.eps, at<A>(args_.divisor, c, 1));
+    return inverse_deviation(static_cast<const A*>(args_.variance)[c], args_.eps, divisor(c));
   }
 
+  double divisor(int64_t c) const { return at<A>(args_.divisor, c, 1); }
+
   void set_statistics(int64_t c, const Moments& moments) {
-    static_cast<A*>(args_.mean)[c] = static_cast<A>(moments.mean);
-    static_cast<A*>(args_.variance)[c] = static_cast<A>(moments.squares / moments.count);
+    if (args_.stage == NormStage::totals) {
+      const NormTotals totals = totals_of(moments, divisor(c));
+      return args_.set_totals(c, totals.sum, totals.squares);
+    }
+    Statistics found = {moments.mean, moments.squares / moments.count};
+    if (args_.stage == NormStage::rest) {
+      found = statistics_of({args_.totals[c], args_.totals[args_.channels + c]}, args_.total_count(), divisor(c));
+    }
+    static_cast<A*>(args_.mean)[c] = static_cast<A>(found.mean);
+    static_cast<A*>(args_.variance)[c] = static_cast<A>(found.variance);
     set_factor(c);
   }
 
@@ -169,14 +182,31 @@ class BatchNorm {
   }
 
   void set_gradients(int64_t c, const NormSums& sums) {
-    const NormGradients found = norm_gradients(sums, static_cast<double>(args_.count()), inverse(c),
-                                               at<A>(args_.weight, c, 1), args_.eps, at<A>(args_.divisor, c, 1));
-    row().slope[c] = static_cast<A>(found.slope);
-    row().offset[c] = static_cast<A>(found.offset);
-    double* gradients = args_.gradients + c;
-    gradients[0] = found.weight;
-    gradients[args_.channels] = found.bias;
-    gradients[2 * args_.channels] = found.divisor;
+    double *of_weight = args_.gradients + c, *of_bias = of_weight + args_.channels,
+           *of_divisor = of_bias + args_.channels;
+    const NormChannel channel = {static_cast<const A*>(args_.mean)[c], inverse(c), at<A>(args_.weight, c, 1),
+                                 divisor(c)};
+    if (args_.stage == NormStage::rest) {
+      const int64_t bias = args_.channels + c;
+      const NormLine line =
+          norm_line(args_.totals[c], args_.totals[bias], args_.total_count(), channel.inverse, channel.weight);
+      set_line(c, line);
+      *of_divisor = divisor_gradient({args_.own[c], args_.own[bias]}, static_cast<double>(args_.count()), *of_weight,
+                                     *of_bias, line, channel);
+      return;
+    }
+    const NormGradients found = norm_gradients(sums, channel.inverse, channel.weight, args_.eps, channel.divisor);
+    *of_weight = found.weight;
+    *of_bias = found.bias;
+    *of_divisor = found.divisor;
+    if (args_.stage == NormStage::totals) return args_.set_totals(c, found.weight, found.bias);
+    set_line(c,
+             norm_line(found.weight, found.bias, static_cast<double>(args_.count()), channel.inverse, channel.weight));
+  }
+
+  void set_line(int64_t c, const NormLine& line) {
+    row().slope[c] = static_cast<A>(line.slope);
+    row().offset[c] = static_cast<A>(line.offset);
   }
 
   void repeat() {
@@ -196,10 +226,11 @@ class BatchNorm {
 template <class A, class T>
 void track(const TrackedStatistics& s) {
   T *means = static_cast<T*>(s.running_mean), *variances = static_cast<T*>(s.running_variance);
+  const double count = s.counted == nullptr ? s.count : *s.counted;
   for (int64_t c = 0; c < s.channels; ++c) {
     const Statistics running = {static_cast<double>(means[c]), static_cast<double>(variances[c])};
     const Statistics batch = {at<A>(s.mean, c, 0), at<A>(s.variance, c, 0)};
-    const Statistics next = tracked(running, batch, at<A>(s.divisor, c, 1), at<A>(s.offset, c, 0), s.momentum, s.count);
+    const Statistics next = tracked(running, batch, at<A>(s.divisor, c, 1), at<A>(s.offset, c, 0), s.momentum, count);
     means[c] = static_cast<T>(next.mean);
     variances[c] = static_cast<T>(next.variance);
   }

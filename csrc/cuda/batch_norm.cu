@@ -119,12 +119,42 @@ QT_DEVICE void set_passed(const NormArgs<A>& args, int thread) {
   args.passed[thread] = end;
 }
 
-// What backward takes of each channel, from the statistics that forward has found.
+template <class A>
+QT_DEVICE void set_line(const NormArgs<A>& args, int64_t c, const NormLine& line) {
+  args.channels.values[kSlope * args.channels.count + c] = static_cast<A>(line.slope);
+  args.channels.values[kOffset * args.channels.count + c] = static_cast<A>(line.offset);
+}
+
+// What backward takes of each channel, from the statistics that forward has found, and from the totals if they are
+// known: then the gradient of the divisor too.
 template <class A>
 __global__ void __launch_bounds__(kThreads) channels_kernel(const NormArgs<A> args) {
   if (blockIdx.x == 0) set_passed(args, threadIdx.x);
-  const int64_t c = int64_t{kThreads} * blockIdx.x + threadIdx.x;
-  if (c < args.of.channels) set_channel(args, c, static_cast<const A*>(args.of.mean)[c]);
+  const int64_t c = int64_t{kThreads} * blockIdx.x + threadIdx.x, channels = args.of.channels;
+  if (c >= channels) return;
+  set_channel(args, c, static_cast<const A*>(args.of.mean)[c]);
+  if (args.of.stage != NormStage::rest) return;
+  const int64_t bias = channels + c;
+  const double *totals = args.of.totals, *own = args.of.own;
+  const NormChannel channel = {static_cast<const A*>(args.of.mean)[c], inverse_at<A>(args.of, c),
+                               value_at<A>(args.of.weight, c, 1), value_at<A>(args.of.divisor, c, 1)};
+  const NormLine line = norm_line(totals[c], totals[bias], args.of.total_count(), channel.inverse, channel.weight);
+  set_line(args, c, line);
+  double* gradients = args.of.gradients;
+  gradients[2 * channels + c] = divisor_gradient({own[c], own[bias]}, static_cast<double>(args.of.count()),
+                                                 gradients[c], gradients[bias], line, channel);
+}
+
+// The statistics of each channel, from totals, and what forward takes of them.
+template <class A>
+__global__ void __launch_bounds__(kThreads) totals_kernel(const NormArgs<A> args) {
+  const int64_t c = int64_t{kThreads} * blockIdx.x + threadIdx.x, channels = args.of.channels;
+  if (c >= channels) return;
+  const Statistics found = statistics_of({args.of.totals[c], args.of.totals[channels + c]}, args.of.total_count(),
+                                         value_at<A>(args.of.divisor, c, 1));
+  static_cast<A*>(args.of.variance)[c] = static_cast<A>(found.variance);
+  static_cast<A*>(args.of.mean)[c] = static_cast<A>(found.mean);
+  set_channel(args, c, static_cast<A>(found.mean));
 }
 
 // The sum of a row of pairs, by the threads of a block; thread 0 has it.
@@ -146,6 +176,10 @@ __global__ void __launch_bounds__(kThreads) statistics_kernel(const NormArgs<A> 
   with_type<A, Kind::values>(
       args.of.dtype, [&](const auto* type) { shift = shift_of(args, static_cast<decltype(type)>(args.of.x), c); });
   const Moments moments = moments_about(shift, static_cast<double>(args.of.count()), sums.first, sums.second);
+  if (args.of.stage == NormStage::totals) {
+    const NormTotals totals = totals_of(moments, value_at<A>(args.of.divisor, c, 1));
+    return args.of.set_totals(c, totals.sum, totals.squares);
+  }
   static_cast<A*>(args.of.mean)[c] = static_cast<A>(moments.mean);
   static_cast<A*>(args.of.variance)[c] = static_cast<A>(moments.squares / moments.count);
   set_channel(args, c, static_cast<A>(moments.mean));
@@ -163,24 +197,25 @@ __global__ void __launch_bounds__(kThreads) gradients_kernel(const NormArgs<A> a
     args.of.gradients[3 * channels + 1] = sums.second;
     return;
   }
+  const double inverse = inverse_at<A>(args.of, c), weight = value_at<A>(args.of.weight, c, 1);
   const NormGradients found =
-      norm_gradients({sums.first, sums.second, 0, 0}, static_cast<double>(args.of.count()), inverse_at<A>(args.of, c),
-                     value_at<A>(args.of.weight, c, 1), args.of.eps, value_at<A>(args.of.divisor, c, 1));
-  args.channels.values[kSlope * channels + c] = static_cast<A>(found.slope);
-  args.channels.values[kOffset * channels + c] = static_cast<A>(found.offset);
+      norm_gradients({sums.first, sums.second, 0, 0}, inverse, weight, args.of.eps, value_at<A>(args.of.divisor, c, 1));
   args.of.gradients[c] = found.weight;
   args.of.gradients[channels + c] = found.bias;
   args.of.gradients[2 * channels + c] = found.divisor;
+  if (args.of.stage == NormStage::totals) return args.of.set_totals(c, found.weight, found.bias);
+  set_line(args, c, norm_line(found.weight, found.bias, static_cast<double>(args.of.count()), inverse, weight));
 }
 
 template <class A, class T>
 QT_DEVICE void track(const TrackedStatistics& s, int64_t c) {
+  const double count = s.counted == nullptr ? s.count : *s.counted;
   using Running = std::conditional_t<std::is_same_v<T, double>, double, float>;
   T *means = static_cast<T*>(s.running_mean), *variances = static_cast<T*>(s.running_variance);
   const Statistics running = {to_arithmetic<Running>(means[c]), to_arithmetic<Running>(variances[c])};
   const Statistics batch = {value_at<A>(s.mean, c, 0), value_at<A>(s.variance, c, 0)};
   const Statistics next =
-      tracked(running, batch, value_at<A>(s.divisor, c, 1), value_at<A>(s.offset, c, 0), s.momentum, s.count);
+      tracked(running, batch, value_at<A>(s.divisor, c, 1), value_at<A>(s.offset, c, 0), s.momentum, count);
   means[c] = from_arithmetic<T>(static_cast<Running>(next.mean));
   variances[c] = from_arithmetic<T>(static_cast<Running>(next.variance));
 }
@@ -203,8 +238,9 @@ bool is_of_rows(const BatchNormArgs& args) {
   return whole && args.outer * (args.channels / kVectorSize) <= kMostDivisible;
 }
 
-// How a tensor is divided between the blocks of a reduction.
+// How a tensor is divided between the blocks of a reduction, if there is one.
 ReductionTiling division_of(const BatchNormArgs& args) {
+  if (args.stage == NormStage::rest) return {};
   if (is_of_rows(args)) return tiling_of_rows(args.outer, args.channels);
   KernelArgs shape;
   shape.numel = args.outer * args.channels * args.inner;
@@ -245,6 +281,7 @@ template <class A>
 void launch_vectors(void (*const (&kernels)[kSpreads])(NormArgs<A>), const NormArgs<A>& args, cudaStream_t stream) {
   const Spread spread = args.aligned ? spread_of(args.of) : Spread::any;
   const auto kernel = kernels[static_cast<int>(spread)];
+  if (args.numel == 0) return;  // of this rank
   const unsigned blocks = blocks_for(args.of, spread, args.numel);
   kernel<<<blocks, kThreads, 0, stream>>>(args);
 }
@@ -285,11 +322,15 @@ void forward(const BatchNormArgs& given, double* workspace, cudaStream_t stream)
   const ReductionTiling s = division_of(given);
   const NormArgs<A> args = with_memory<T>(given, s, workspace);
   const unsigned channels = static_cast<unsigned>(given.channels), threads = threads_for(s);
-  reduce<A>({moments_kernel<T, Contiguous, false>, moments_kernel<T, Contiguous, true>,
-             moments_kernel<T, Scattered, false>, row_moments_kernel<T>},
-            args, s, stream);
-  statistics_kernel<A><<<channels, threads, 0, stream>>>(args, s.count);
-  launch_vectors<A>(kKernels, args, stream);
+  if (given.stage == NormStage::rest) {
+    launch_each(totals_kernel<A>, given.channels, stream, args);
+  } else {
+    reduce<A>({moments_kernel<T, Contiguous, false>, moments_kernel<T, Contiguous, true>,
+               moments_kernel<T, Scattered, false>, row_moments_kernel<T>},
+              args, s, stream);
+    statistics_kernel<A><<<channels, threads, 0, stream>>>(args, s.count);
+  }
+  if (given.stage != NormStage::totals) launch_vectors<A>(kKernels, args, stream);
 }
 
 template <class T>
@@ -303,6 +344,7 @@ void backward(const BatchNormArgs& given, double* workspace, cudaStream_t stream
   const unsigned channels = static_cast<unsigned>(given.channels + given.learned);
   const unsigned threads = given.learned ? kThreads : threads_for(s);  // a channel's slices may be few, blocks are not
   launch_each(channels_kernel<A>, given.channels, stream, args);
+  if (given.stage == NormStage::rest) return launch_vectors<A>(kKernels, args, stream);
   if (!given.learned) {
     reduce_gradients<T, Learned::nothing>(args, s, stream);
   } else if (given.zero_point == nullptr) {
@@ -311,7 +353,7 @@ void backward(const BatchNormArgs& given, double* workspace, cudaStream_t stream
     reduce_gradients<T, Learned::both>(args, s, stream);
   }
   gradients_kernel<A><<<channels, threads, 0, stream>>>(args, s.count, blocks_of(s));
-  launch_vectors<A>(kKernels, args, stream);
+  if (given.stage != NormStage::totals) launch_vectors<A>(kKernels, args, stream);
 }
 
 // Calls f with a null pointer of the type of the elements.

@@ -38,6 +38,7 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   Followed followed;
   Norm norm;
   double momentum;
+  optional<std::string> process_group;
   Following following;
   Output output;
   RawInput raw;
@@ -45,7 +46,7 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   Reader reader(torch::jit::last(*stack, count));
   reader >> x;
   read_layer(reader, layer, weight) >> followed >> dtype >> format >> bias >> norm;
-  reader >> running_mean >> running_var >> batches >> momentum >> following >> output >> raw;
+  reader >> running_mean >> running_var >> batches >> momentum >> process_group >> following >> output >> raw;
   torch::jit::drop(*stack, count);
 
   TORCH_CHECK_VALUE(running_mean.has_value() == running_var.has_value(),
@@ -57,21 +58,24 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   const optional<Tensor>& y_scale = scales.y_scale;
   const Tensor undivided = quant_layer(x, std::nullopt, layer, dtype, format, raw);
   const Following& f = following;
+  optional<Tensor> totals;
+  if (process_group.has_value()) totals = batch_norm_totals(undivided, layer.factor, bias, process_group);
   const auto [y, codes, mean, variance] = batch_norm_fake_quant(
       undivided, norm.gamma, norm.beta, layer.factor, f.residual, f.codes, f.scale, f.zero_point, norm.eps, f.low,
-      f.high, f.slope, y_scale, output.zero_point, output.qmin, output.qmax, output.grad_factor);
+      f.high, f.slope, y_scale, output.zero_point, output.qmin, output.qmax, output.grad_factor, totals, process_group);
   if (running_mean.has_value()) {
     if (batches.has_value()) {
       batches->add_(1);
       note_change(*batches);
     }
     batch_norm_track_(*running_mean, *running_var, mean, variance, layer.factor, bias, momentum,
-                      undivided.sym_numel() / undivided.sym_size(1));
+                      undivided.sym_numel() / undivided.sym_size(1), totals);
     note_change(*running_mean);
     note_change(*running_var);
   }
-  for (const Tensor& t : {y, codes, y_scale.value_or(at::empty({0}, x.options())), *layer.factor, layer.scale,
-                          undivided, mean, variance}) {
+  const auto or_none = [&](const optional<Tensor>& t) { return t.has_value() ? *t : at::empty({0}, x.options()); };
+  for (const Tensor& t :
+       {y, codes, or_none(y_scale), *layer.factor, layer.scale, undivided, mean, variance, or_none(totals)}) {
     stack->emplace_back(t);
   }
 }
@@ -96,7 +100,7 @@ enum {
 using Wanted = std::array<bool, kCount>;
 
 void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
-  Tensor grad, undivided, mean, variance;
+  Tensor grad, undivided, mean, variance, totals;
   std::vector<c10::SymInt> size;
   at::ScalarType x_dtype;
   Layer layer;
@@ -106,12 +110,13 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   Following f;
   Output output;
   Wanted wanted;
+  optional<std::string> process_group;
   RawInput raw;
   const size_t count = op.schema().arguments().size();
   Reader reader(torch::jit::last(*stack, count));
   reader >> grad >> size >> x_dtype;
   read_layer(reader, layer, weight) >> bias >> norm >> f >> output >> y_scale >> layer.factor >> layer.scale >>
-      undivided >> mean >> variance >> wanted >> raw;
+      undivided >> mean >> variance >> totals >> wanted >> process_group >> raw;
   torch::jit::drop(*stack, count);
 
   const UnitParts parts = {"unit_backward", &norm, &layer, &weight, &output.trained};
@@ -123,7 +128,8 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   const auto [dz, dgamma, dbeta, ddivisor, dresidual, dy_scale, dy_zero_point] = batch_norm_fake_quant_backward(
       grad, undivided, norm.gamma, norm.beta, layer.factor, f.residual, f.codes, f.scale, f.zero_point, mean, variance,
       norm.eps, f.low, f.high, f.slope, is_quantized ? y_scale : std::nullopt, output.zero_point, output.qmin,
-      output.qmax, output.grad_factor, wanted[kResidual], of_y_scale);
+      output.qmax, output.grad_factor, wanted[kResidual], of_y_scale,
+      process_group.has_value() ? optional<Tensor>(totals) : std::nullopt, process_group);
 
   const bool of_gamma = wanted[kGamma] && norm.gamma.has_value();
   const bool of_scale = wanted[kStart] || wanted[kRatio];

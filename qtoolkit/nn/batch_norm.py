@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from qtoolkit import ops
 from qtoolkit.errors import check_known
@@ -148,12 +148,28 @@ class QuantBatchNorm3d(LinkedBatchNorm, nn.BatchNorm3d):
 class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
     """torch.nn.SyncBatchNorm behind a QAT layer.
 
+    In a process group of several ranks it is computed by the op that may also compute what is around it, on the CPU too: ranks
+    wait for each other in the same all-reduces, whatever each of them calls one by one. Otherwise it is torch's.
+
     Example:
         >>> from torch import nn
         >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8)).train())
         >>> type(prepared.get_submodule("1")).__name__
         'QuantSyncBatchNorm'
     """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize the input by the statistics of all ranks, unless the layer before has normalized it."""
+        process_group = None if self.folded else process_group_of(self)
+        if process_group is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        totals = ops.batch_norm_totals(input, process_group)
+        y, _, mean, variance = ops.batch_norm_fake_quant(
+            input, self.weight, self.bias, self.eps, totals=totals, process_group=process_group
+        )
+        track(self, mean, variance, count=0, totals=totals)
+        return y
 
 
 class QuantFrozenBatchNorm(LinkedBatchNorm):
@@ -313,6 +329,49 @@ def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
             set_modes(True)
 
 
+# ---- statistics
+
+
+def process_group_of(bn: nn.Module | None) -> str | None:
+    """Return the name of the group whose ranks share statistics with a batch norm in training; None if it has its own."""
+    if not isinstance(bn, nn.SyncBatchNorm) or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    group: Any = bn.process_group or distributed.group.WORLD
+    name: str = group.group_name
+    return name if distributed.get_world_size(group) > 1 else None
+
+
+def track(
+    bn: Any,
+    mean: Tensor,
+    variance: Tensor,
+    count: int,
+    *,
+    divisor: Tensor | None = None,
+    offset: Tensor | None = None,
+    totals: Tensor | None = None,
+) -> None:
+    """Update the running statistics as torch's batch norms do.
+
+    Args:
+        bn: The batch norm.
+        mean: The mean of a batch, as `qtoolkit.ops.batch_norm_fake_quant` returns it.
+        variance: Its biased variance.
+        count: The number of values of a channel.
+        divisor: The statistics are those of the batch norm's input times this; None for 1.
+        offset: What is added to the batch.
+        totals: The totals of all ranks, whose number of values is taken instead of `count`.
+    """
+    running_mean, tracked = bn.running_mean, bn.num_batches_tracked
+    if not bn.track_running_stats or running_mean is None:
+        return
+    if tracked is not None:
+        tracked.add_(1)
+    momentum = 1.0 / float(tracked) if bn.momentum is None else bn.momentum
+    given = {"divisor": divisor, "offset": offset, "totals": totals}
+    ops.batch_norm_track_(running_mean, bn.running_var, mean, variance, momentum, count, **given)
+
+
 # ---- arithmetic
 
 
@@ -423,8 +482,10 @@ def undivided(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> 
 
 def divided(layer: "QuantWeighted", out: Tensor, factor: Tensor) -> Tensor:
     """Return a layer's output from what `undivided` returns."""
-    y = out / layer.along_channels(factor)
-    return (y if layer.bias is None else y + layer.along_channels(layer.bias)).to(out.dtype)
+    y, bias = out / layer.along_channels(factor), layer.bias
+    if bias is not None and process_group_of(layer.batch_norm) is not None:
+        bias = bias.detach() + 0 * bias  # the gradients of all ranks add up to zero; zero is that of a unit too
+    return (y if bias is None else y + layer.along_channels(bias)).to(out.dtype)
 
 
 def _with_batch_statistics(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:

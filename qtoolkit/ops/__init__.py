@@ -25,7 +25,7 @@ torch.func (grad, vjp, jacrev) raise NotImplementedError. Double backward differ
 torch's fake quantization does; for a scale or zero point that requires grad it raises NotImplementedError.
 """
 
-from qtoolkit.ops.batch_norm import batch_norm_fake_quant, batch_norm_track_
+from qtoolkit.ops.batch_norm import batch_norm_fake_quant, batch_norm_totals, batch_norm_track_
 from qtoolkit.ops.compiling import snapshot
 from qtoolkit.ops.float_formats import fake_quant_block, fake_quant_float
 from qtoolkit.ops.int4 import dequantize_int4, quantize_int4
@@ -46,6 +46,7 @@ from qtoolkit.ops.shaped import fake_quant_clipped, fake_quant_levels, interval
 
 __all__ = [
     "batch_norm_fake_quant",
+    "batch_norm_totals",
     "batch_norm_track_",
     "dequantize",
     "dequantize_int4",

@@ -7,6 +7,7 @@ from torch import Tensor
 from qtoolkit._native import library
 
 _batch_norm_fake_quant = library.batch_norm_fake_quant.default
+_batch_norm_totals = library.batch_norm_totals.default
 _batch_norm_track_ = library.batch_norm_track_.default
 
 
@@ -29,6 +30,8 @@ def batch_norm_fake_quant(
     qmin: int = -128,
     qmax: int = 127,
     grad_factor: float = 1.0,
+    totals: Tensor | None = None,
+    process_group: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize x by the statistics of the batch, add a residual, apply an activation and fake-quantize.
 
@@ -62,14 +65,18 @@ def batch_norm_fake_quant(
         qmin: Lowest code.
         qmax: Highest code.
         grad_factor: Factor of the gradients of scale and zero_point.
+        totals: What `batch_norm_totals` returned for x, divisor and the process group; x may then have any number of values.
+        process_group: The name of the process group whose ranks share their statistics: backward adds up their gradients of
+            weight and bias for that of x, so all of them must call it. The gradients that it returns of other arguments are
+            those of this rank.
 
     Returns:
         The result, with the shape, dtype and memory format of x; its codes (int8 if `qmin` is negative, else uint8; empty if
         they do not fit or there is no scale); and the mean and the biased variance of each channel of x, float32 (float64 for
-        float64). Only the result is differentiable.
+        float64), of all ranks of a process group. Only the result is differentiable.
 
     Raises:
-        ValueError: A shape, range or device does not fit, or a channel has fewer than two values.
+        ValueError: A shape, range or device does not fit, or without totals a channel has fewer than two values.
         TypeError: A dtype does not fit.
 
     Example:
@@ -99,7 +106,41 @@ def batch_norm_fake_quant(
         qmin,
         qmax,
         grad_factor,
+        totals,
+        process_group,
     )
+    return found
+
+
+def batch_norm_totals(
+    x: Tensor, process_group: str | None = None, *, divisor: Tensor | None = None, offset: Tensor | None = None
+) -> Tensor:
+    """Return the sums of which the statistics of several processes consist.
+
+    With a process group this is one all-reduce, which every rank must call, also one whose batch is empty. Ranks may have
+    different numbers of values.
+
+    Args:
+        x: (N, C, ...), of any size; float32, float64, bfloat16 or float16.
+        process_group: The name of a group of torch.distributed (`group.group_name`), or None for this process alone.
+        divisor: (C), not zero: the sums are those of `x / divisor`. None for 1.
+        offset: (C), or None for 0: ranks exchange the sums of `x / divisor + offset`. So one of them may give that as its x,
+            and another one its x with these arguments.
+
+    Returns:
+        (2, 2 C + 1) float64: the sums of each channel's values, the sums of their squares, and the number of values of a
+        channel; in row 0 of all ranks, in row 1 of this one.
+
+    Raises:
+        ValueError: A shape or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> batch_norm_totals(torch.tensor([[1.0, -4.0], [3.0, 4.0]]))
+        tensor([[ 4.,  0., 10., 32.,  2.],
+                [ 4.,  0., 10., 32.,  2.]], dtype=torch.float64)
+    """
+    found: Tensor = _batch_norm_totals(x.detach(), divisor, offset, process_group)
     return found
 
 
@@ -113,6 +154,7 @@ def batch_norm_track_(
     *,
     divisor: Tensor | None = None,
     offset: Tensor | None = None,
+    totals: Tensor | None = None,
 ) -> None:
     """Move running statistics towards those of a batch, as a batch norm in training does.
 
@@ -128,6 +170,7 @@ def batch_norm_track_(
         count: Number of values of a channel, more than 1: `x.numel() // x.size(1)`.
         divisor: (C), or None for 1.
         offset: (C), or None for 0.
+        totals: What `batch_norm_totals` returned, whose number of values is then taken instead of `count`.
 
     Raises:
         ValueError: A shape, number or device does not fit.
@@ -139,4 +182,4 @@ def batch_norm_track_(
         >>> running_mean, running_var
         (tensor([0.2000]), tensor([1.3000]))
     """
-    _batch_norm_track_(running_mean, running_var, mean, variance, divisor, offset, momentum, count)
+    _batch_norm_track_(running_mean, running_var, mean, variance, divisor, offset, momentum, count, totals)

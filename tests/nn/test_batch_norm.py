@@ -317,7 +317,7 @@ def test_converting_to_sync_batch_norm_after_prepare(strategy: str) -> None:
     bn = twin.get_submodule("1")
     assert isinstance(bn, nn.SyncBatchNorm)
     assert twin.get_submodule("0").batch_norm is bn
-    with called_one_by_one():  # as a SyncBatchNorm is in any case
+    with called_one_by_one():  # as a SyncBatchNorm is in one process
         assert torch.equal(twin(x), prepared(x))
     assert torch.equal(twin.eval()(x), prepared.eval()(x))
     assert torch.equal(qt.convert(twin)(x), qt.convert(prepared)(x))

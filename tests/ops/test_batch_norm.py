@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from tests.cases import FLOATS, assert_laid_out_as, assert_same, floats, leaf, name_of
-from tests.reference import batch_norm
+from tests.reference import Normalized, batch_norm
 
 native = torch.ops.qtoolkit
 INF = math.inf
@@ -239,6 +239,70 @@ def test_statistics(shape, last, dtype):
     torch.testing.assert_close(variance.double(), wanted_variance, rtol=4 * rtol, atol=0.0)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize(("shape", "last"), layouts())
+def test_totals_of_shares_are_those_of_all(shape, last, dtype):
+    """What several processes add up gives the statistics of all, and from them on the bits of the oracle."""
+    given = tensors(shape, dtype, last=last, residual="values")
+    shares = [
+        {**given, **{n: laid_out(given[n][:1] if first else given[n][1:], last) for n in ("x", "residual")}}
+        for first in (True, False)
+    ]
+    own = [ops.batch_norm_totals(share["x"], divisor=share["divisor"]) for share in shares]
+    terms = given["x"].double().transpose(0, 1).flatten(1) / given["divisor"].double()[:, None]
+    wanted = torch.cat([terms.sum(1), terms.square().sum(1), torch.tensor([float(terms.size(1))])])
+    rtol = 1e-12 if dtype == torch.float64 else 1e-5
+    sums = own[0] + own[1]
+    torch.testing.assert_close(sums[0], wanted, rtol=rtol, atol=rtol * float(wanted.abs().max()))
+    assert torch.equal(sums[0], sums[1])
+    dims = [0, *range(2, len(shape))]
+    variance, mean = torch.var_mean(given["x"].double(), dims, correction=0)
+    for share in shares:
+        y, codes, *found = fused("relu", totals=sums, **share)
+        torch.testing.assert_close(found[0].double(), mean, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[1].double(), variance, rtol=1e-5, atol=0.0)
+        names = ("x", "weight", "bias", "divisor", "residual", "scale", "zero_point")
+        oracle = Normalized(
+            **{n: share[n] for n in names},
+            mean=found[0],
+            variance=found[1],
+            eps=1e-3,
+            low=0.0,
+            high=INF,
+            slope=0.0,
+            qmin=-20,
+            qmax=30,
+        )
+        assert_same(y, oracle.y())
+        assert codes.shape == y.shape
+
+
+def test_totals_of_few_values():
+    """Of one value, of none, and of no channel: other processes may have more."""
+    one, none = torch.tensor([[3.0, -2.0]]), torch.ones(0, 2)
+    totals = ops.batch_norm_totals(one)
+    assert torch.equal(totals[0], torch.tensor([3.0, -2, 9, 4, 1]).double())
+    assert torch.equal(ops.batch_norm_totals(none), torch.zeros(2, 5).double())
+    assert torch.equal(ops.batch_norm_totals(torch.ones(4, 0, 3)), torch.zeros(2, 1).double())
+    totals = totals + ops.batch_norm_totals(torch.tensor([[5.0, 2.0]]))
+    for x in (one, none):
+        y, _, mean, variance = ops.batch_norm_fake_quant(x, None, None, 0.0, totals=totals)
+        assert torch.equal(mean, torch.tensor([4.0, 0.0]))
+        assert torch.equal(variance, torch.tensor([1.0, 4.0]))
+        assert torch.equal(y, -torch.ones_like(x))
+    running = torch.zeros(2), torch.zeros(2)
+    ops.batch_norm_track_(*running, mean, variance, 1.0, 0, totals=totals)
+    assert torch.equal(torch.stack(running), torch.tensor([[4.0, 0.0], [2.0, 8.0]]))
+
+
+def test_totals_have_no_gradient():
+    totals = native.batch_norm_totals(leaf(torch.randn(4, 3)), None, None)
+    with pytest.raises(
+        NotImplementedError, match="^batch_norm_totals: has no gradient; batch_norm_fake_quant has that of x"
+    ):
+        totals.sum().backward()
+
+
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("mean", [1e3, 1e5, -1e6])
 def test_variance_far_from_zero(mean, last):
@@ -377,6 +441,14 @@ REFUSED = {
     "zero_point_alone": ({"zero_point": ONE}, "zero_point requires scale"),
     "eps": ({"eps": -1.0}, "eps must not be negative, got -1"),
     "ends": ({"low": 1.0, "high": 1.0}, "low must be less than high"),
+    "totals": (
+        {"totals": torch.ones(2, 6).double()},
+        "totals must have the shape [2, 7], for two sums of each channel",
+    ),
+    "no_totals": (
+        {"process_group": "0"},
+        "process_group requires totals, got None; pass the result of batch_norm_totals()",
+    ),
     "codes_range": ({"scale": ONE, "qmin": 3, "qmax": 3}, "qmin must be smaller than qmax"),
 }
 
@@ -399,6 +471,7 @@ def test_refused(case):
             {"residual": torch.ones(4, 3), "residual_codes": torch.ones(4, 3).int(), "residual_scale": ONE},
             "residual_codes must be int8 or uint8",
         ),
+        ({"totals": torch.ones(2, 7)}, "totals must be float64, got Float; pass the result of batch_norm_totals"),
     ],
 )
 def test_refused_types(given, sentence):
@@ -508,6 +581,9 @@ def test_opcheck(case):
     mean, variance = native.batch_norm_fake_quant(*detached)[2:]
     backward = (torch.randn(4, 6, 5, 7), *detached[:8], mean, variance, *detached[8:], True, detached[12] is not None)
     torch.library.opcheck(native.batch_norm_fake_quant_backward.default, backward)
+    torch.library.opcheck(native.batch_norm_totals.default, (args[0].detach(), detached[3], detached[2]))
+    totals = native.batch_norm_totals(detached[0], detached[3], None)
+    torch.library.opcheck(native.batch_norm_fake_quant.default, (*args, totals))
     running = torch.zeros(6), torch.ones(6)
     torch.library.opcheck(native.batch_norm_track_.default, (*running, mean, variance, detached[3], None, 0.1, 140))
 

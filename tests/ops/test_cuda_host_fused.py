@@ -181,6 +181,82 @@ def test_batch_norm_backward(kernels, shape, last, dtype, quantized, residual, a
         torch.testing.assert_close(got, want.double().reshape(got.shape), rtol=4 * unit, atol=unit * scale)
 
 
+def shares(given: dict, counts: list[int], last: bool) -> list[dict]:
+    """The tensors of each rank: x, grad and residual divided, the others shared."""
+    kept = {"memory_format": torch.channels_last} if last else {}
+    divided = [
+        {n: t.contiguous(**kept) for n in ("x", "grad", "residual") for t in [given[n].split(counts)[i]]}
+        for i in range(2)
+    ]
+    return [given | each for each in divided]
+
+
+@dtypes
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(("shape", "last"), cases(), ids=str)
+def test_batch_norm_of_two_ranks(kernels, shape, last, dtype, first):
+    """Each rank computes two halves, around the sums of both; from the statistics on, the bits of the oracle."""
+    given = tensors(shape, dtype, last=last, residual="values")
+    given["grad"] = torch.empty_like(given["x"]).copy_(floats(dtype, 3)(*shape))
+    ranks = shares(given, [first, shape[0] - first], last)
+    wanted_mean, wanted_variance = statistics({"x": given["x"].double()})
+    fields = [norm_fields(rank, "relu6", last) for rank in ranks]
+
+    def launch(direction: str, rank: int, **results: object) -> None:
+        call = getattr(kernels, f"batch_norm_{direction}_on_host")
+        call(ctypes.byref(filled(BatchNormArguments, **fields[rank], **results)), 0)
+
+    def totals_of(direction: str, **results: object) -> list[Tensor]:
+        found = [torch.zeros(2 * shape[1] + 1, dtype=torch.float64) for _ in ranks]
+        for rank, totals in enumerate(found):
+            if ranks[rank]["x"].numel():
+                own = {name: each[rank] for name, each in results.items()}
+                launch(direction, rank, stage=1, totals=totals, **own)
+        return found
+
+    own = totals_of("forward")
+    for found, rank in zip(own, ranks, strict=True):
+        near = native.batch_norm_totals(rank["x"], rank["divisor"], None)[1]
+        torch.testing.assert_close(found, near, rtol=1e-6, atol=1e-6 * float(near.abs().max()))
+    for rank, of in enumerate(ranks):
+        mean, variance = (torch.full((shape[1],), math.nan, dtype=wide(given["x"]).dtype) for _ in range(2))
+        y, codes = torch.full_like(of["x"], 7), torch.full_like(of["x"], 7, dtype=torch.int8)
+        launch("forward", rank, stage=2, totals=own[0] + own[1], mean=mean, variance=variance, y=y, codes=codes)
+        rtol = 1e-12 if dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(mean.double(), wanted_mean, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(variance.double(), wanted_variance, rtol=rtol, atol=0.0)
+        assert_same(y, normalized(of, "relu6", mean, variance).y())
+
+    mean, variance = statistics(given)
+    head = [given.get(n) for n in ("weight", "bias", "divisor", "residual")]
+    tail = (mean, variance, 1e-3, 0.0, 6.0, 0.0, given["scale"], given["zero_point"], -20, 30, 1.0, True, True)
+    wanted = native.batch_norm_fake_quant_backward(given["grad"], given["x"], *head, None, None, None, *tail)
+    gradients = [torch.zeros(3 * shape[1] + 2, dtype=torch.float64) for _ in ranks]
+    both = {
+        "mean": [mean] * 2,
+        "variance": [variance] * 2,
+        "learned": [True] * 2,
+        "grad": [rank["grad"] for rank in ranks],
+    }
+    totals = totals_of("backward", gradients=gradients, **both)
+    dx = [torch.full_like(rank["grad"], 7) for rank in ranks]
+    dresidual = [torch.full_like(rank["grad"], 7) for rank in ranks]
+    for rank in range(2):
+        given_too = {name: each[rank] for name, each in both.items()} | {"gradients": gradients[rank], "own": own[rank]}
+        results = {"y": dx[rank], "residual_grad": dresidual[rank]}
+        launch("backward", rank, stage=2, totals=totals[0] + totals[1], **given_too, **results)
+    assert_same(torch.cat(dresidual), wanted[4])
+    near = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-3 * float(wanted[0].abs().max())}
+    torch.testing.assert_close(torch.cat(dx), wanted[0], **near)
+    # What cancels out in the gradient of the divisor.
+    large = float((wanted[1].double() * wide(given["weight"]).double() / wide(given["divisor"]).double()).abs().max())
+    sums = gradients[0] + gradients[1]
+    for name, got, want in zip(("weight", "bias", "divisor"), sums[:-2].view(3, -1), wanted[1:4], strict=True):
+        unit = 1e-10 if dtype == torch.float64 else max(torch.finfo(want.dtype).eps, 1e-4)
+        largest = max(float(want.double().abs().max()), large if name == "divisor" else 0.0)
+        torch.testing.assert_close(got, want.double(), rtol=4 * unit, atol=unit * largest, msg=name)
+
+
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize(("shape", "last"), cases(), ids=str)
 def test_launches(kernels, shape, last, learned):
@@ -294,6 +370,11 @@ def test_tracking(kernels, dtype, f64):
     fields = dict(zip(names, (*got, *batch, divisor, offset), strict=True))
     more = {"channels": 300, "dtype": dtype_number(got[0]), "f64": f64, "momentum": 0.1, "count": 9.0}
     kernels.batch_norm_track_on_host(ctypes.byref(filled(TrackedStatistics, **fields, **more)))
+    for g, w in zip(got, running, strict=True):
+        assert_same(g, w)
+    totals = torch.full((2, 601), 7.0, dtype=torch.float64)
+    ops.batch_norm_track_(*running, *batch, 0.1, 9, divisor=divisor, offset=offset, totals=totals)
+    kernels.batch_norm_track_on_host(ctypes.byref(filled(TrackedStatistics, **fields, **more, counted=totals[0, -1:])))
     for g, w in zip(got, running, strict=True):
         assert_same(g, w)
 

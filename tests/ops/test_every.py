@@ -77,6 +77,7 @@ def sample(op: str, x: Tensor) -> dict:
         "residual_scale": torch.tensor([0.5]),
         "residual_zero_point": None,
     }
+    totals = {"totals": torch.ops.qtoolkit.batch_norm_totals(x, norm["divisor"], None), "process_group": None}
     after = {
         "eps": 1e-5,
         "low": 0.0,
@@ -103,11 +104,12 @@ def sample(op: str, x: Tensor) -> dict:
         "running_var": torch.ones(6),
         "batches": torch.tensor(3),
         "momentum": 0.1,
+        "process_group": None,
     }
     forward = {"lo": None, "hi": None, "pow2_scale": False, "dtype": None, "memory_format": None}
     kept = {"y_scale": scales(1), "factor": scales(6), "scale": scales(6), "undivided": x * 3}
-    kept |= {"mean": torch.zeros(6), "batch_variance": torch.ones(6), "wanted": [True, True, False, True, *[False] * 2]}
-    kept["wanted"] += [True, True, True, False, True, False, False]
+    kept |= {"mean": torch.zeros(6), "batch_variance": torch.ones(6), "totals": torch.zeros(0), "process_group": None}
+    kept |= {"wanted": [True, True, False, True, False, False, True, True, True, False, True, False, False]}
     quantized = {name: value for name, value in unit.items() if name.startswith("y_")}
     quantized |= {"learned": True, "with_codes": True}
     plain = {name: value for name, value in unit.items() if name in layer or name in ("start", "ratio", "rate")}
@@ -128,7 +130,8 @@ def sample(op: str, x: Tensor) -> dict:
     statistics = {"mean": torch.linspace(-1, 1, 6), "variance": torch.linspace(1, 90, 6)}
     window = {"kernel_size": [3], "stride": [2], "padding": [1], "dilation": [1]}
     return {
-        "batch_norm_fake_quant": {"x": x, **norm, **after},
+        "batch_norm_totals": {"x": x, "divisor": norm["divisor"], "offset": norm["bias"]},
+        "batch_norm_fake_quant": {"x": x, **norm, **after, **totals},
         "batch_norm_fake_quant_backward": {
             "grad": x * 2,
             "x": x,
@@ -137,6 +140,7 @@ def sample(op: str, x: Tensor) -> dict:
             **after,
             "residual_grad": True,
             "scale_grad": True,
+            **totals,
         },
         "batch_norm_track_": {
             "running_mean": torch.zeros(6),
@@ -146,6 +150,7 @@ def sample(op: str, x: Tensor) -> dict:
             "offset": None,
             "momentum": 0.1,
             "count": 9,
+            "totals": totals["totals"],
         },
         "max_pool_offsets": {"x": x, **window},
         "max_pool_offsets_backward": {

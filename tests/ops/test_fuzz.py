@@ -4,6 +4,7 @@ Arguments are drawn from the schemas of the library's table of contents, so a ne
 told how to be drawn and what is right.
 """
 
+import contextlib
 import math
 import random
 import re
@@ -518,9 +519,31 @@ class Drawn:
         t = self.given["running_mean"]
         return self.mostly(torch.rand(t.shape).to(t), torch.ones(3), torch.ones(t.shape).half())
 
+    def totals(self) -> Tensor | None:
+        """Of this process: those of x where forward takes them, else of anything."""
+        given, like = self.given, self.given.get("x", self.given.get("running_mean"))
+        channels = like.numel() if "running_mean" in given else like.size(1) if like.dim() > 1 else 1
+        right = torch.full((2, 2 * channels + 1), 7.0, dtype=torch.float64, device=like.device)
+        if self.op == "batch_norm_fake_quant":
+            divisor = given["divisor"]
+            plain = divisor is None or (
+                divisor.dtype in FLOATS and bool((divisor.abs() > 1e-2).all() and divisor.isfinite().all())
+            )
+            if not plain or like.dtype not in FLOATS or like.dim() < 2 or like.is_meta:
+                return None
+            with contextlib.suppress(ValueError):
+                right = OPS["batch_norm_totals"](like, divisor, None)
+        return self.mostly(self.r.choice([None, right]), right.float(), right[0], right[:, 1:])
+
+    def process_group(self) -> str | None:
+        """None: the tests have one process here, and tests/distributed has several."""
+        return None
+
     def offset(self) -> Tensor | None:
         if self.op == "requantize":
             return self.r.choice([None, self.vector(1)])
+        if self.op == "batch_norm_totals":
+            return self.bias()
         t = torch.randn(self.given["running_mean"].shape).to(self.r.choice(FLOATS))
         return self.mostly(self.r.choice([None, t]) if "mean" in self.given else t, torch.ones(2))
 
@@ -1011,7 +1034,24 @@ def normalized(x, residual, residual_codes, residual_scale, residual_zero_point,
     return reference.Normalized(x, residual=residual, **given)
 
 
-def check_batch_norm_fake_quant(drawn: Drawn, found: Results, grad_factor: float, **given) -> None:
+def check_batch_norm_totals(drawn: Drawn, found: Results, x, divisor, offset, process_group) -> None:
+    """Of one process, whose exchange the offset does not touch."""
+    channels, wide = x.size(1), reference.wide(x).double().transpose(0, 1).flatten(1)
+    assert found[0].shape == (2, 2 * channels + 1)
+    assert torch.equal(found[0][0], found[0][1]) or not found[0].isfinite().all()
+    assert found[0][0, -1] == (x.numel() // channels if channels and x.numel() else 0)
+    f = torch.ones(channels) if divisor is None else divisor
+    f = f.to(torch.float64 if x.dtype == torch.float64 else torch.float32).double()
+    if bool((f.abs() > 1e-30).all()) and f.isfinite().all():
+        terms = wide / f[:, None]
+        unit = 1e-12 if x.dtype == torch.float64 else 1e-5
+        for got, each in zip(found[0][0, :-1].view(2, -1), (terms, terms * terms), strict=True):
+            assert bool(((got - each.sum(1)).abs() <= unit * each.abs().sum(1)).all())
+
+
+def check_batch_norm_fake_quant(
+    drawn: Drawn, found: Results, grad_factor: float, totals, process_group, **given
+) -> None:
     x, (y, codes, mean, variance) = given["x"], found
     if x.numel() == 0:
         return
@@ -1032,7 +1072,15 @@ def check_batch_norm_fake_quant(drawn: Drawn, found: Results, grad_factor: float
 
 
 def check_batch_norm_fake_quant_backward(
-    drawn: Drawn, found: Results, grad, grad_factor: float, residual_grad: bool, scale_grad: bool, **given
+    drawn: Drawn,
+    found: Results,
+    grad,
+    grad_factor: float,
+    residual_grad: bool,
+    scale_grad: bool,
+    totals,
+    process_group,
+    **given,
 ) -> None:
     x, names = given["x"], ("weight", "bias", "divisor")
     if x.numel() == 0:
@@ -1066,8 +1114,9 @@ def check_batch_norm_fake_quant_backward(
 
 
 def check_batch_norm_track_(
-    drawn: Drawn, found: Results, running_mean, running_var, mean, variance, divisor, offset, momentum, count
+    drawn: Drawn, found: Results, running_mean, running_var, mean, variance, divisor, offset, momentum, count, totals
 ) -> None:
+    count = count if totals is None else float(totals[0, -1])
     kind = torch.float64 if mean.dtype == torch.float64 else torch.float32
     mean, variance, f, offset = (
         (torch.full(mean.shape, absent) if t is None else t).to(kind).double()

@@ -22,6 +22,8 @@ from qtoolkit.nn.batch_norm import (
     QuantSyncBatchNorm,
     divided,
     is_frozen_batch_norm,
+    process_group_of,
+    track,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.output_grid import codes_by_op, grid_now, quantized_by, why_quantizer_not_fused
@@ -38,6 +40,7 @@ DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
     QuantBatchNorm1d: (2, 3),
     QuantBatchNorm2d: (4,),
     QuantBatchNorm3d: (5,),
+    QuantSyncBatchNorm: (2, 3, 4, 5),
 }
 
 NO_CODES = (None, None, None)
@@ -51,8 +54,12 @@ Output = tuple[Tensor, Tensor | None]  # of a layer: undivided, with the factor 
 
 def why_batch_norm_not_fused(bn: nn.Module) -> str | None:
     """Return why the op does not compute a batch norm in training mode."""
-    if isinstance(bn, QuantSyncBatchNorm | nn.SyncBatchNorm):
-        return "a SyncBatchNorm takes the statistics of several processes"
+    if isinstance(bn, nn.SyncBatchNorm):
+        # torch's exchanges statistics in another way: where one rank has hooks on it, all would wait.
+        if not isinstance(bn, QuantSyncBatchNorm):
+            return "a SyncBatchNorm that no layer is linked to"
+        if process_group_of(bn) is None:
+            return "a SyncBatchNorm without a process group of several ranks"
     if is_frozen_batch_norm(bn) or getattr(bn, "frozen", False):
         return "it is frozen, and its layer folds it"
     if type(bn) not in DIMENSIONS:
@@ -200,7 +207,8 @@ def trains(bn: Any) -> bool:
 
 def fits(bn: Any, size: torch.Size) -> bool:
     """Return whether the op takes inputs of a size; the batch norm has the errors for one that it does not take either."""
-    return len(size) in DIMENSIONS[type(bn)] and size[1] == bn.num_features and size.numel() > size[1]
+    has_values = size.numel() > size[1] or type(bn) is QuantSyncBatchNorm  # other ranks may have them
+    return len(size) in DIMENSIONS[type(bn)] and size[1] == bn.num_features and has_values
 
 
 def is_added(residual: Any, size: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
@@ -232,6 +240,10 @@ def _compute(
     is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     coded = NO_CODES if residual is None else codes_added(residual, of_residual, is_last)
     grid = {} if quantizer is None else grid_now(quantizer, x)
+    # x is the undivided output without its bias.
+    undone = {"divisor": None if factor is None else factor.detach(), "offset": None if bias is None else bias.detach()}
+    process_group = process_group_of(bn)
+    totals = None if process_group is None else ops.batch_norm_totals(x, process_group, **undone)
     y, codes, mean, variance = ops.batch_norm_fake_quant(
         x,
         bn.weight,
@@ -242,10 +254,12 @@ def _compute(
         residual_codes=coded[0],
         residual_scale=coded[1],
         residual_zero_point=coded[2],
+        totals=totals,
+        process_group=process_group,
         **bounds._asdict(),
         **grid,
     )
-    _track(bn, mean, variance, factor, bias, x.numel() // x.size(1))
+    track(bn, mean, variance, x.numel() // x.size(1), **undone, totals=totals)
     if torch.compiler.is_compiling() or not grid:
         return y, None
     return y, codes_by_op(y, codes, grid["scale"], grid["zero_point"], quantizer)
@@ -257,19 +271,6 @@ def codes_added(residual: Tensor, known: TensorCodes | None, channels_last: bool
     if found is None or found.codes is None or found.codes.shape != residual.shape:
         return NO_CODES
     return found.codes, found.scale, found.zero_point
-
-
-def _track(bn: Any, mean: Tensor, variance: Tensor, factor: Tensor | None, bias: Tensor | None, count: int) -> None:
-    """Update the running statistics as torch's batch norms do, from those of an undivided output without its bias."""
-    running_mean, tracked = bn.running_mean, bn.num_batches_tracked
-    if not bn.track_running_stats or running_mean is None:
-        return
-    if tracked is not None:
-        tracked.add_(1)
-    momentum = 1.0 / float(tracked) if bn.momentum is None else bn.momentum
-    divisor = None if factor is None else factor.detach()
-    offset = None if bias is None else bias.detach()
-    ops.batch_norm_track_(running_mean, bn.running_var, mean, variance, momentum, count, divisor=divisor, offset=offset)
 
 
 def _window(kernel_size: Any) -> int:

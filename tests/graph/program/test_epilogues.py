@@ -623,7 +623,8 @@ def test_the_report_says_why_not() -> None:
         change(prepared)
         return said_of(prepared)["norm"]
 
-    assert reason(convert_sync) == "computed by torch: a SyncBatchNorm takes the statistics of several processes"
+    one_process = "computed by torch: a SyncBatchNorm without a process group of several ranks"
+    assert reason(convert_sync) == one_process
     assert reason(with_hook("norm")) == "computed by torch: it has hooks"
     assert reason(qt.freeze_batch_norm) == "computed by torch: it is frozen, and its layer folds it"
     assert reason(nn.Module.train, batch_norm="std_correction") == "computed by torch: its strategy is 'std_correction'"

@@ -92,6 +92,7 @@ class BatchNormArguments(ctypes.Structure):
         *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("bounds", ctypes.c_double * 2)),
         *(("gradients", ctypes.c_void_p), ("learned", ctypes.c_bool), ("stream", ctypes.c_bool)),
         *(("pass_low", ctypes.c_double), ("pass_high", ctypes.c_double)),
+        *(("stage", ctypes.c_int), ("totals", ctypes.c_void_p), ("own", ctypes.c_void_p)),
     )
 
 
@@ -102,7 +103,7 @@ class TrackedStatistics(ctypes.Structure):
         *(("channels", ctypes.c_int64), ("dtype", ctypes.c_int8), ("f64", ctypes.c_bool)),
         *((name, ctypes.c_void_p) for name in ("running_mean", "running_variance", "mean", "variance")),
         *(("divisor", ctypes.c_void_p), ("offset", ctypes.c_void_p)),
-        *(("momentum", ctypes.c_double), ("count", ctypes.c_double)),
+        *(("momentum", ctypes.c_double), ("count", ctypes.c_double), ("counted", ctypes.c_void_p)),
     )
 
 

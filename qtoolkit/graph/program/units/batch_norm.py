@@ -35,7 +35,7 @@ from qtoolkit.graph.program.units.base import (
     varying_of_layer,
     varying_of_output,
 )
-from qtoolkit.nn.batch_norm import Changing, divisor_of, variance_of_step
+from qtoolkit.nn.batch_norm import Changing, divisor_of, process_group_of, variance_of_step
 from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.nn.output_grid import output_grid
 from qtoolkit.op_kinds.bounds import Bounds
@@ -61,7 +61,8 @@ class NormPlan(Plan):
 
     Attributes:
         layer: The layer.
-        norm: The batch norm, without the variance with which the weight is folded, and the running statistics.
+        norm: The batch norm, without the variance with which the weight is folded, the running statistics, and the process
+            group with which they are shared.
         activation: Its bounds.
         last: Whether the layer's output is in channels_last.
         changing: The parameters whose changes end a step.
@@ -123,9 +124,10 @@ class BatchNormUnit(Decided[NormPlan]):
     def kind_of(self, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
         _, residual, _ = others
-        kind = kind_of_inputs(self.modules[0]._parameters.get("weight"), x)
+        layer, bn, *_ = self.modules
+        kind = kind_of_inputs(layer._parameters.get("weight"), x)
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
-        return None if kind is None else (*kind, added)
+        return None if kind is None else (*kind, added, process_group_of(bn))
 
     def planned(self, x: Tensor, *others: Any) -> NormPlan | None:
         """Ask the modules for the plan."""
@@ -141,6 +143,7 @@ class BatchNormUnit(Decided[NormPlan]):
         if not fits(bn, like.shape) or not (residual is None or is_added(residual, like.shape, dtype, x.device)):
             return None
         tracked = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.momentum)
+        tracked = tracked if bn.track_running_stats else NOT_TRACKED
         quantizer = self.quantizer_in_op()
         parameters = [p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None]
         return NormPlan(
@@ -148,7 +151,7 @@ class BatchNormUnit(Decided[NormPlan]):
             output_grid(quantizer, like),
             True,
             of_layer,
-            (bn.weight, bn.bias, bn.eps, *(tracked if bn.track_running_stats else NOT_TRACKED)),
+            (bn.weight, bn.bias, bn.eps, *tracked, process_group_of(bn)),
             bounds,
             memory_format is not None or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
             Changing(parameters),
@@ -164,13 +167,13 @@ class BatchNormUnit(Decided[NormPlan]):
             return None
         (of_layer, constants), (of_output, of_codes) = found, varying_of_output(plan)
         added = NO_CODES if residual is None else codes_added(residual, of_residual, plan.last)
-        return (*of_layer, variance, residual, *added, *of_output), (*constants, *of_codes)
+        return (*of_layer, variance, residual, *added, *of_output), (process_group_of(bn), *constants, *of_codes)
 
     def bound(self, plan: NormPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
         """Return the op with all its arguments."""
         count = len(OF_LAYER)
         variance, *residual = tensors[count:-2]
-        first, last = layer_call(self.modules[0], plan.layer, tensors[:count], constants[:-1])
+        first, last = layer_call(self.modules[0], plan.layer, tensors[:count], constants[1:-1])
         output = output_call(plan, tensors[-2:], constants[-1:])
         return _bind(self.VARYING, *first, variance, *plan.norm, *residual, *plan.activation, *output, *last)
 
