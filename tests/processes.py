@@ -11,13 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
@@ -46,6 +48,21 @@ def spawn(work: Callable[..., None], args: tuple[Any, ...], count: int) -> None:
             for rank in ranks.processes:
                 rank.kill()
             raise TimeoutError(f"{work.__name__} hangs: a rank runs for more than {SECONDS_OF_RANKS} s; it was ended.")
+
+
+@contextmanager
+def found_by_ranks(work: Callable[..., None], size: int, folder: Path) -> Iterator[list[dict[str, Any]]]:
+    """Give what each rank found with one thread; here is one too: the last bits of a convolution depend on their number.
+
+    `work(rank, folder)` writes what it found as `<rank>.pt`.
+    """
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+    spawn(work, (str(folder),), size)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+    torch.set_num_threads(threads)
 
 
 def _of_rank(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:

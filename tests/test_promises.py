@@ -210,15 +210,9 @@ def test_train_resumed_is_train_without_a_break(tmp_path, sizes: list[int]) -> N
 
 @pytest.fixture(scope="module")
 def of_two_ranks(tmp_path_factory) -> Iterator[list[dict[str, Any]]]:
-    """What each rank found, with one thread; and one thread here, as the last bits of a convolution depend on their number."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("needs torch.distributed with gloo")
-    folder = tmp_path_factory.mktemp("ranks")
-    processes.spawn(ranks.work, (str(folder),), ranks.SIZE)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks.SIZE)]
-    torch.set_num_threads(threads)
+    """What each rank found."""
+    with processes.found_by_ranks(ranks.work, ranks.SIZE, tmp_path_factory.mktemp("ranks")) as found:
+        yield found
 
 
 def assert_equal_scales(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

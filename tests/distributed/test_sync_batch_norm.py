@@ -17,15 +17,9 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
-    """What each rank found, each with one thread; and one thread here."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("needs torch.distributed with gloo")
-    folder = tmp_path_factory.mktemp("ranks")
-    processes.spawn(ranks.work, (str(folder),), ranks.SIZE)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks.SIZE)]
-    torch.set_num_threads(threads)
+    """What each rank found."""
+    with processes.found_by_ranks(ranks.work, ranks.SIZE, tmp_path_factory.mktemp("ranks")) as found:
+        yield found
 
 
 def joined(shares: list[dict[str, Tensor]], name: str, of_images: bool, bound: float = 0) -> Tensor:
