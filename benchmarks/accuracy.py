@@ -212,7 +212,13 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
         minutes = statistics.mean(row.minutes for row in line)
         spread = max(trained) - min(trained)
         figures = f"{calibrated:.2f}", f"{mean:.2f}", f"{spread:.2f}", drop, f"{minutes:.1f}"
-        yield [*head, str(len(trained)), *figures, ", ".join(sorted({row.device for row in line if row.device}))]
+        yield [*head, str(len(trained)), *figures, _devices(line)]
+
+
+def _devices(line: Sequence[Row]) -> str:
+    """Return where the trainings of a line ran, if not all on a CPU."""
+    seeds = Counter(row.device for row in line if row.device)
+    return ", ".join(f"{count} on {device}" if count < len(line) else device for device, count in sorted(seeds.items()))
 
 
 def _float_models(lines: Sequence[Sequence[Row]]) -> dict[int, float]:

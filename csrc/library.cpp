@@ -217,11 +217,12 @@ TORCH_LIBRARY(qtoolkit, m) {
   // Returns a convolution, a transposed convolution or (stride empty) a linear layer of x with
   // quant_weight(weight, factor, scale, ...), where x lies on the grid of x_scale, x_zero_point and codes in [x_qmin,
   // x_qmax]. factor, bias: one element per output channel. codes: the codes of x, or two per byte: in one dimension in
-  // row-major order (quantize_int4), or those of channels 2i and 2i + 1 of an image as channel i. integer: computes on the codes, and backward in channels_last. dtype: the type of the computation,
-  // by default that of x. memory_format: of the output image, by default the one that torch's layer returns. raw,
-  // raw_scale: the tensor that x was before it was fake-quantized, and the scale, for the gradient in raw_scale, which
-  // is multiplied by raw_factor. Differentiable in x, weight, factor, scale, zero_point, bias and raw_scale; backward
-  // keeps x as its codes, and computes the quantized weight again.
+  // row-major order (quantize_int4), or those of channels 2i and 2i + 1 of an image as channel i. integer: computes on
+  // the codes, and backward in channels_last. dtype: the type of the computation, by default that of x. memory_format:
+  // of the output image, by default the one that torch's layer returns. raw, raw_scale: the tensor that x was before it
+  // was fake-quantized, and the scale, for the gradient in raw_scale, which is multiplied by raw_factor. Differentiable
+  // in x, weight, factor, scale, zero_point, bias and raw_scale; backward keeps x as its codes, and computes the
+  // quantized weight again.
   m.def("quant_layer(Tensor x, Tensor? bias, " QT_LAYER
         ", ScalarType? dtype=None, MemoryFormat? memory_format=None, " QT_RAW ") -> Tensor");
 
