@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import qtoolkit as qt
 from qtoolkit.nn.batch_norm import linked, process_group_of
@@ -176,6 +178,28 @@ def compiled(rank: int) -> dict[str, Tensor]:
     return found
 
 
+def sharded(rank: int) -> dict[str, Tensor]:
+    """Train one step with sharded parameters, whose gradients torch averages, and with whole ones."""
+    found: dict[str, Tensor] = {}
+    for name in ("whole", "sharded"):
+        model = prepared_of("learned", sync=True)
+        if name == "sharded":
+            fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)))
+        y = model(share(images(), rank, (3, 5)))
+        y.square().sum().backward()
+        found[f"{name} y"] = y.detach()
+        for each, parameter in model.named_parameters():
+            if parameter.grad is None:
+                continue
+            if name == "sharded":
+                found[f"{name} {each}"] = parameter.grad.full_tensor()
+            else:
+                distributed.all_reduce(parameter.grad)
+                found[f"{name} {each}"] = parameter.grad / SIZE
+        found |= {f"{name} {each}": buffer for each, buffer in model.named_buffers()}
+    return found
+
+
 def in_groups(rank: int) -> dict[str, Any]:
     """What a batch norm says of its group, and its results, in a group of one rank and in one of all."""
     groups = [distributed.new_group([each]) for each in range(SIZE)]
@@ -256,6 +280,7 @@ def work(rank: int, folder: str) -> None:
     result["watched"] = watched_on_one_rank(rank)
     result["alone"] = alone_again(rank)
     result["compiled"] = compiled(rank)
+    result["sharded"] = sharded(rank)
     result["groups"] = in_groups(rank)
     result["replaced"] = replaced(rank)
     result["op"] = one_op(rank)

@@ -132,14 +132,16 @@ def test_without_its_group_a_model_waits_for_nobody(results: Results) -> None:
     assert torch.equal(alone["units"], alone["one by one"])
 
 
-def test_compiled_as_a_whole(results: Results) -> None:
+@pytest.mark.parametrize(("test", "one", "other"), [("compiled", "eager", "compiled"), ("sharded", "whole", "sharded")])
+def test_compiled_as_a_whole_and_sharded(results: Results, test: str, one: str, other: str) -> None:
     for found in results:
         of = {
-            way: {k.removeprefix(f"{way} "): v for k, v in found["compiled"].items() if k.startswith(way)}
-            for way in ("eager", "compiled")
+            way: {k.removeprefix(f"{way} "): v for k, v in found[test].items() if k.startswith(way)}
+            for way in (one, other)
         }
-        for name, value in of["eager"].items():
-            assert_near(of["compiled"][name], value, name, 2e-4)
+        assert of[one].keys() == of[other].keys()
+        for name, value in of[one].items():
+            assert_near(of[other][name], value, name, 2e-4)
 
 
 def test_replaced_modules(results: Results) -> None:
