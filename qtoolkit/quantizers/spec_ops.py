@@ -50,8 +50,8 @@ def with_factor(scale: Tensor, zero_point: Tensor | None, grad_factor: float) ->
     """
     if not torch.compiler.is_compiling() or grad_factor == 1.0:
         return scale, zero_point, grad_factor
-    moved = None if zero_point is None else straight_through(zero_point, zero_point * grad_factor)
-    return straight_through(scale, scale * grad_factor), moved, 1.0
+    moved = None if zero_point is None else _WithFactor.apply(zero_point, grad_factor)
+    return _WithFactor.apply(scale, grad_factor), moved, 1.0
 
 
 @functools.cache
@@ -188,6 +188,22 @@ def trained_by_ratio(unit: Tensor, ratio: Tensor, rate: Tensor) -> Tensor:
     unit = unit.reshape(ratio.shape)
     moved = ratio * (rate.reshape(ratio.shape) / unit.square())
     return straight_through(unit * ratio, unit * moved)
+
+
+class _WithFactor(torch.autograd.Function):
+    """Return x; its gradient is multiplied by a factor, which may depend on a dynamic size.
+
+    It runs in compiled code alone. An op's schema has no floats that are not constants of the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
 
 
 def grid_of_range(lo: Tensor, hi: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
