@@ -71,8 +71,7 @@ gpu-build:                   ## compile for the card found, in place; without a 
 
 gpu-test:                    ## ops and training steps on CUDA against the CPU, and the same kernels on the host
 	$(GPU_PYTHON) -m pytest -q -rs -p no:cacheprovider -W ignore tests/ops/test_cuda.py tests/training/test_cuda.py \
-	  tests/integer/test_sums_on_cuda.py \
-	  tests/ops/test_cuda_host_fused.py
+	  tests/integer/test_sums_on_cuda.py tests/ops/test_cuda_host_fused.py
 
 gpu-sanitize:                ## a call of every op under compute-sanitizer's four tools
 	for tool in memcheck racecheck initcheck synccheck; do \

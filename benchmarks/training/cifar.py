@@ -20,8 +20,6 @@ from qtoolkit.quantizers.first_steps import COUNTED_STEPS
 
 PADDING = 4  # pixels around an image before the random crop
 CALIBRATION = 512  # images
-# Steps that Python takes before one is recorded: ranges follow the data in them, by a hook of the optimizer.
-FIRST_STEPS = COUNTED_STEPS
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,8 @@ class Run:
             first = self.step
             while self.step < self.schedule.steps:
                 for images, labels in self._epoch():
-                    if self.recorded and self.graph is None and self.step - first == FIRST_STEPS:
+                    # Python takes the steps in which ranges follow the data, by a hook of the optimizer.
+                    if self.recorded and self.graph is None and self.step - first == COUNTED_STEPS:
                         self._record(images, labels)
                     self._train_on(images, labels)
                     bar.update()

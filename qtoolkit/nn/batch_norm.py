@@ -148,8 +148,8 @@ class QuantBatchNorm3d(LinkedBatchNorm, nn.BatchNorm3d):
 class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
     """torch.nn.SyncBatchNorm behind a QAT layer.
 
-    In a process group of several ranks it is computed by the op that may also compute what is around it, on the CPU too: ranks
-    wait for each other in the same all-reduces, whatever each of them calls one by one. Otherwise it is torch's.
+    In a process group of several ranks its op is the one that may also compute what is around it, on the CPU too. So a rank
+    that calls the modules one by one takes part in the same all-reduces as the others. Otherwise it is torch's.
 
     Example:
         >>> from torch import nn
