@@ -1,6 +1,7 @@
 """A layer with a quantized input and weight in one op."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,12 +80,6 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geomet
     The gradient of the weight of a 1x1 convolution with a stride is wrong in torch, and destroys the heap, for fewer than 16
     channels in channels_last on the CPU (docs/troubleshooting.md).
 
-    Args:
-        x: Input, with or without a batch.
-        weight: Of torch's shape: (in, out / groups, k...) for a transposed convolution.
-        bias: One element per output channel, or None.
-        geometry: The convolution.
-
     Example:
         >>> geometry = Geometry((2, 2), (0, 0), (1, 1), (0, 0))
         >>> convolution(torch.rand(1, 3, 8, 8), torch.rand(4, 3, 1, 1), None, geometry).shape
@@ -104,39 +99,19 @@ def quant_weight(
     The values are those of `fake_quant(weight * factor)`, bit for bit. On the CPU, one read of the weight gives them, and one
     read of the weight and the incoming gradient all gradients.
 
-    Args:
-        weight: The layer's weight, of torch's shape: float32, float64, bfloat16 or float16.
-        grid: How the product is quantized.
-        factor: One element per output channel, or None for 1.
-        transposed: Whether the weight is one of a transposed convolution, (in, out / groups, k...).
-        groups: The groups of a transposed convolution.
-
-    Raises:
-        TypeError: A tensor is not floating point.
-        ValueError: A shape, a range of codes or a device does not fit.
-        NotImplementedError: Double backward through a scale or zero point that requires grad; forward-mode AD; torch.func's
-            gradient transforms.
-
     Example:
         >>> grid = WeightGrid(torch.tensor(0.5), None, -127, 127)
         >>> quant_weight(torch.tensor([[0.3, 1.0], [0.3, 1.0]]), grid, torch.tensor([1.0, 2.0]))
         tensor([[0.5000, 1.0000],
                 [0.5000, 2.0000]])
     """
-    return _quant_weight(
-        weight,
-        factor,
-        grid.scale,
-        grid.zero_point,
-        grid.qmin,
-        grid.qmax,
-        grid.axis,
-        grid.group,
-        grid.block_size,
-        grid.grad_factor,
-        transposed,
-        groups,
-    )
+    return _quant_weight(*_of_weight(weight, grid, factor), transposed, groups)
+
+
+def _of_weight(weight: Tensor, grid: WeightGrid, factor: Tensor | None) -> tuple[Any, ...]:
+    """Return what ops are told of a weight, in the order of their schemas."""
+    codes, channels = (grid.scale, grid.zero_point, grid.qmin, grid.qmax), (grid.axis, grid.group, grid.block_size)
+    return weight, factor, *codes, *channels, grid.grad_factor
 
 
 def quant_layer(
@@ -197,32 +172,8 @@ def quant_layer(
         >>> bool((y == torch.conv2d(x, qt.ops.fake_quant(weight, torch.tensor(0.02), None, -127, 127))).all())
         True
     """
-    return _quant_layer(
-        x if raw is None else x.detach(),
-        bias,
-        codes.codes,
-        codes.scale,
-        codes.zero_point,
-        codes.qmin,
-        codes.qmax,
-        weight,
-        factor,
-        grid.scale,
-        grid.zero_point,
-        grid.qmin,
-        grid.qmax,
-        grid.axis,
-        grid.group,
-        grid.block_size,
-        grid.grad_factor,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        geometry.output_padding,
-        geometry.transposed,
-        geometry.groups,
-        integer,
-        dtype,
-        memory_format,
-        *((None, None, 1.0) if raw is None else (raw.values, raw.scale, raw.grad_factor)),
-    )
+    x, of_raw = (x, (None, None, 1.0)) if raw is None else (x.detach(), (raw.values, raw.scale, raw.grad_factor))
+    of_x = (codes.codes, codes.scale, codes.zero_point, codes.qmin, codes.qmax)
+    g, of_weight = geometry, _of_weight(weight, grid, factor)
+    of_geometry = (g.stride, g.padding, g.dilation, g.output_padding, g.transposed, g.groups)
+    return _quant_layer(x, bias, *of_x, *of_weight, *of_geometry, integer, dtype, memory_format, *of_raw)
