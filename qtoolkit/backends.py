@@ -416,31 +416,10 @@ ACADEMIC_NLP = replace(
 )
 
 _ALL = (
-    *(
-        TENSORRT,
-        TENSORRT8,
-        TENSORRT_NLP,
-        ONNXRUNTIME,
-        OPENVINO,
-        SNPE,
-        QNN,
-        VITIS,
-        PPL,
-        PPL_W8A16,
-        STPU,
-        TENGINE,
-        NNIE,
-        TVM,
-        XNNPACK,
-        LITERT,
-        LITERT_16X8,
-    ),
-    *(ACADEMIC, ACADEMIC_NLP),
-)
-
+    TENSORRT, TENSORRT8, TENSORRT_NLP, ONNXRUNTIME, OPENVINO, SNPE, QNN, VITIS, PPL, PPL_W8A16, STPU, TENGINE, NNIE, TVM,
+    XNNPACK, LITERT, LITERT_16X8, ACADEMIC, ACADEMIC_NLP,
+)  # fmt: skip
 backends: Mapping[str, Backend] = {backend.name: backend for backend in _ALL}
-
-
 # What other names of targets mean here.
 MEANT = {"ort": "onnxruntime", "trt": "tensorrt"}
 

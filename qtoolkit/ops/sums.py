@@ -37,7 +37,7 @@ class Bounds:
     def of(cls, positive: Tensor, negative: Tensor, low: int, high: int, other: int = 128) -> "Bounds":
         """Return the bounds for an input's codes in [low, high], low <= 0 <= high.
 
-        `positive` and `negative` are the sums of the positive weights of each output, and of the magnitudes of the negative ones.
+        `positive` and `negative` are the sums of each output's positive weights, and of the magnitudes of its negative ones.
         """
         upper, lower = high * positive - low * negative, high * negative - low * positive
         sums, weights = float(torch.maximum(upper, lower).max()), float((positive + negative).max())
@@ -45,7 +45,7 @@ class Bounds:
 
     @classmethod
     def of_two(cls, terms: int, codes: tuple[int, int], others: tuple[int, int]) -> "Bounds":
-        """Return the bounds for products of two activations, by the lowest and highest codes of both, summed over so many terms."""
+        """Return the bounds for sums of so many products of two activations, by the lowest and highest code of each."""
         largest, other = max(-codes[0], codes[1]), max(-others[0], others[1])
         sums, weights = float(terms * largest * other), float(terms * other)
         return cls(sums, weights, *codes, library.digit_bits(sums, weights), other)
