@@ -425,12 +425,7 @@ MEANT = {"ort": "onnxruntime", "trt": "tensorrt"}
 
 
 def backend_of(backend: str | Backend) -> Backend:
-    """Return a backend by its name; a Backend is returned as it is.
-
-    Raises:
-        ValueError: The name is not known; says which is nearest.
-        TypeError: It is neither a name nor a Backend.
-    """
+    """Return a backend by its name, or raise ValueError with the nearest one; a Backend is returned as it is."""
     if isinstance(backend, Backend):
         return backend
     if not isinstance(backend, str):

@@ -46,11 +46,7 @@ class Caller:
         self.what, self._said = what, False
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """Return model's output for a batch.
-
-        Raises:
-            TypeError: The batch does not match the signature of forward.
-        """
+        """Return model's output for a batch; TypeError for one that does not match the signature of forward."""
         inputs = tuple(batch) if isinstance(batch, list) else batch
         taken = _without_labels(model, inputs)
         if taken is not inputs and not self._said:
@@ -76,17 +72,10 @@ class Caller:
 
 
 def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], what: str) -> Any:
-    """Run a model on a batch, without gradients; return what its forward got, as example inputs.
+    """Run a model on a batch by forward(model, batch), without gradients; return what its forward got, as example inputs.
 
-    Args:
-        model: The model.
-        batch: The batch.
-        forward: forward(model, batch), which calls the model: a `Caller`, or the user's.
-        what: The public function, for errors.
-
-    Raises:
-        TypeError: The batch does not match the signature of forward.
-        ValueError: `forward` does not call the model.
+    Raises TypeError, which begins with `what`, for a batch that does not match the signature of the model's forward, ValueError
+    where `forward` does not call the model.
 
     Example:
         >>> recorded_inputs(nn.Linear(1, 2), {"image": torch.ones(1), "label": 3}, lambda m, b: m(b["image"]), "quantize")

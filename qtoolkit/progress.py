@@ -21,20 +21,9 @@ def progress_bar(
 ) -> "tqdm[Any]":
     """Return a bar with the rate and the time that is left, which disappears at the end.
 
-    It writes only to a terminal (stderr), only in the first process of a process group, and only after a second.
-
-    Args:
-        name: What runs, as the bar's title.
-        unit: What is counted, in the plural.
-        show: The `progress` argument of the public function; False never writes.
-        over: What to iterate over; None leaves the calls of `update` to the caller.
-        total: The number of units; None takes the length of `over`, where it has one.
-        after: Seconds until the bar is written.
-
-    Example:
-        >>> with progress_bar("sum", "numbers", over=[1, 2]) as bar:
-        ...     sum(bar)
-        3
+    It writes only to a terminal (stderr), only in the first process of a process group, and only `after` some seconds. `name`
+    is its title, `unit` what is counted, in the plural, and `show` the `progress` argument of the public function. Without
+    `over` the caller calls `update`; without `total` its length counts, where it has one.
     """
     return tqdm(
         over,

@@ -4,7 +4,7 @@ import copy
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Literal, Self
@@ -12,7 +12,6 @@ from typing import Literal, Self
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
-from qtoolkit.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.config import QConfigMapping, QuantSpec
 from qtoolkit.config.mapping import (
     PLAIN_NAME,
@@ -41,9 +40,10 @@ from qtoolkit.graph.nodes import float_type, kind_of_module
 from qtoolkit.graph.passes.link_inputs import link_own_inputs
 from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerDecision, LayerRules
-from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
+from qtoolkit.model_state import changing, check_module
 from qtoolkit.nn import replaced_modules, set_training_arithmetic
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.nn.replacement import replace_layers
@@ -133,8 +133,7 @@ def replace(
     table = {**replaced_modules(), **(custom or {})}
     mapping = with_excluded(qconfig_mapping, exclude)
     mapping = with_excluded(mapping, map(_as_excluded, names_ignored(model, ignore)))
-    with unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else deepcopy_model(model, what="replace")
+    with changing(model, inplace, "replace") as own:
         parametrizations = take_parametrizations(own, weighted_types(table))
         configs = LayerRules.of(own, target, mapping, table, custom or ())
         configs.check_names()

@@ -42,11 +42,7 @@ class Settings:
 
 
 class Construction:
-    """The patches of constructors, for all threads.
-
-    Attributes:
-        settings: The current settings; None if constructors are not patched.
-    """
+    """The patches of constructors, for all threads, with the current settings; None if constructors are not patched."""
 
     def __init__(self) -> None:
         self.settings: Settings | None = None

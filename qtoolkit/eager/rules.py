@@ -31,11 +31,7 @@ PATCHED = Verdict.left_float(Cause.NO_QAT_TYPE, "its forward is an attribute of 
 
 
 def decide_layer(module: nn.Module, rules: LayerRules) -> LayerDecision:
-    """Return how module replacement quantizes a float layer.
-
-    Raises:
-        ValueError: The layer has several names, and the mapping has different configs for them.
-    """
+    """Return how module replacement quantizes a float layer; ValueError if its names have different rules."""
     if type(module) not in rules.table:
         return LayerDecision(None, Verdict.left_float(Cause.NO_QAT_TYPE, _why_no_type(module, rules.table)))
     if "forward" in vars(module):
@@ -64,9 +60,7 @@ def _why_no_type(module: nn.Module, table: QatModules) -> str:
 def names_ignored(model: nn.Module, ignore: Ignore | None) -> list[str]:
     """Return the names of the modules that `ignore` leaves in float with all that is in them.
 
-    Raises:
-        ValueError: A name or pattern matches no module.
-        TypeError: An entry is not a string.
+    Raises ValueError for a name or pattern that matches no module, TypeError for an entry that is no string.
     """
     modules = modules_by_name(model)
     if ignore is None:
@@ -83,11 +77,7 @@ def names_ignored(model: nn.Module, ignore: Ignore | None) -> list[str]:
 
 
 def entries_of(ignore: object, what: str) -> list[str]:
-    """Return the strings of an `ignore` argument of the public function `what`.
-
-    Raises:
-        TypeError: An entry is not a string.
-    """
+    """Return the strings of an `ignore` argument of the public function `what`; TypeError for an entry that is none."""
     several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
     entries: list[Any] = list(ignore) if several else [ignore]  # type: ignore[call-overload]  # an Iterable
     for entry in entries:
@@ -100,10 +90,7 @@ def entries_of(ignore: object, what: str) -> list[str]:
 
 
 def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
-    """Return how each layer of a model is quantized, by its first name, in order.
-
-    Layers that an earlier replacement quantized keep their verdict.
-    """
+    """Return how each layer is quantized, by its first name, in order; those replaced before keep their verdict."""
     before = verdicts_in(model)
     decisions: dict[str, LayerDecision] = {}
     pairs, seen = [("", model)], set()

@@ -147,7 +147,7 @@ class QtoolkitQuantizer(HfQuantizer):
         if self.record is not None:
             kept = {key: state[key] for key, *_ in self.record["tensors"]}
             loaded = OrderedDict(kept)
-            loaded._metadata = decode(self.record["modules"], _no_tensor)  # type: ignore[attr-defined]  # as torch does
+            loaded._metadata = decode(self.record["modules"])  # type: ignore[attr-defined]  # as torch does
             quantized.load_state_dict(loaded)
         if quantized is not model:  # from_pretrained returns the object that it has made
             object.__setattr__(model, "__class__", type(quantized))
@@ -167,7 +167,7 @@ class QtoolkitQuantizer(HfQuantizer):
             )
         state = model.state_dict()
         tensors = [(key, list(value.shape), _name(value.dtype)) for key, value in state.items()]
-        modules = encode(getattr(state, "_metadata", {}), "the metadata of the state dict", _no_tensor)
+        modules = encode(getattr(state, "_metadata", {}), "the metadata of the state dict")
         return None, {METHOD: json.dumps({"tensors": tensors, "modules": modules})}
 
     def is_serializable(self) -> bool:
@@ -183,10 +183,6 @@ class QtoolkitQuantizer(HfQuantizer):
     def is_qat_trainable(self) -> bool:
         """True: Trainer takes the model."""
         return True
-
-
-def _no_tensor(value: Any) -> NoReturn:
-    raise TypeError(f"the metadata of a state dict holds a tensor, {value!r}.")
 
 
 def _record_in(files: Any) -> Mapping[str, Any]:

@@ -258,11 +258,7 @@ def bounds_of_module(module: nn.Module) -> Bounds | None:
 
 
 def kind_named(name: str) -> OpKind:
-    """Return the kind of a name, "other" included.
-
-    Raises:
-        ValueError: No kind has this name; says which is nearest.
-    """
+    """Return the kind of a name, "other" included; ValueError with the nearest one for a name of no kind."""
     if name == OTHER.name:
         return OTHER
     check_known("kind of op", name, KINDS)
