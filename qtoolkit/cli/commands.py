@@ -27,13 +27,7 @@ PACKAGES = ("numpy", "onnx", "onnxscript", "onnxruntime", "openvino", "torchvisi
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command prints.
-
-    Attributes:
-        data: What it prints as JSON.
-        table: Returns what it prints for people.
-        found: Whether it found something.
-    """
+    """What a command prints: data as JSON, or a table for people; and whether it found something."""
 
     data: dict[str, Any]
     table: Callable[[], str]
@@ -79,12 +73,7 @@ def info(arguments: argparse.Namespace) -> Answer:
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions and the hardware that the package finds.
-
-    Example:
-        >>> sorted(environment())
-        ['cuda', 'instruction_set', 'packages', 'python', 'qtoolkit', 'threads', 'torch']
-    """
+    """Return the versions and the hardware that the package finds."""
     devices = range(torch.cuda.device_count())
     return {
         "qtoolkit": __version__,

@@ -8,7 +8,7 @@ from torch.nn.modules import conv
 
 from qtoolkit import nn as qnn
 from qtoolkit.compat.pytorch_quantization import descriptor
-from qtoolkit.compat.pytorch_quantization.nn.modules.leaf import fx_leaf
+from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import fx_leaf
 from qtoolkit.compat.pytorch_quantization.nn.modules.mixins import QuantInputMixin, QuantMixin, take_quant_desc
 from qtoolkit.config import QuantSpec
 
