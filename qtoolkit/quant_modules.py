@@ -23,7 +23,7 @@ from qtoolkit.config.mapping import (
 )
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
 from qtoolkit.eager.fuse import link_chains, quantize_outputs
-from qtoolkit.eager.record import chains_of, record_of, update_record
+from qtoolkit.eager.record import chains_of, record_of
 from qtoolkit.eager.rules import (
     FLOAT_FUNCTIONAL,
     Ignore,
@@ -31,14 +31,14 @@ from qtoolkit.eager.rules import (
     entries_of,
     names_ignored,
     quantized_otherwise,
+    record_plan,
 )
 from qtoolkit.errors import check_flags, check_known, renamed, some, unknown
 from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.nodes import float_type, kind_of_module
+from qtoolkit.graph.nodes import float_type
 from qtoolkit.graph.passes.link_inputs import link_own_inputs
-from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.model_state import changing, check_module
 from qtoolkit.nn import replaced_modules, set_training_arithmetic
@@ -259,10 +259,7 @@ def _replace(model: nn.Module, rules: LayerRules, quantize: str) -> None:
     verdicts = {name: decision.verdict for name, decision in decisions.items()}
     verdicts |= link_chains(model, rules.backend.batch_norm, not_linked)
     verdicts |= quantize_outputs(model, outputs)
-    now = modules_by_name(model)
-    kinds = {name: str(kind_of_module(now[name])) for name in verdicts if name in now}
-    mapping = None if rules.mapping is None else rules.mapping.copy()
-    update_record(model, plan=Plan(rules.backend, kinds=kinds, inside=verdicts, mapping=mapping))
+    record_plan(model, rules, verdicts)
 
 
 def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules | None) -> None:

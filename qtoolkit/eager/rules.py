@@ -1,6 +1,6 @@
 """Which layers module replacement quantizes, how, and why others stay float."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.eager.record import plans_in, verdicts_in
+from qtoolkit.eager.record import plans_in, update_record, verdicts_in
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.nodes import float_type
+from qtoolkit.graph.nodes import float_type, kind_of_module
+from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -111,30 +112,35 @@ def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
     return decisions
 
 
+def record_plan(model: nn.Module, rules: LayerRules, verdicts: Mapping[str, Verdict]) -> None:
+    """Store on a model what was decided about its layers, by their names in it, and by which rules."""
+    now = modules_by_name(model)
+    kinds = {name: str(kind_of_module(now[name])) for name in verdicts if name in now}
+    mapping = None if rules.mapping is None else rules.mapping.copy()
+    update_record(model, plan=Plan(rules.backend, kinds=kinds, inside=verdicts, mapping=mapping))
+
+
 def quantized_otherwise(model: nn.Module, rules: LayerRules) -> list[str]:
     """Return the names of the layers that are already quantized by another config than these rules give.
 
-    A second call without rules, for the same backend, asks for nothing else than what the layers have. Layers that `initialize`
-    built, or the user, are in no plan: their quantizers tell what config they have.
+    A second call without rules, for the same backend, asks for nothing else than what the layers have.
     """
-    names: list[str] = []
-    planned = set[nn.Module]()
-    for part, plan in plans_in(model):
+    before: dict[nn.Module, LayerRules] = {}
+    for part, plan in plans_in(model):  # inner parts come later, and have their layers' own rules
         earlier = LayerRules.of(model.get_submodule(part), plan.backend, plan.mapping, rules.table, rules.custom)
-        planned.update(earlier.names)
-        for module in earlier.names:
-            if isinstance(module, QuantModule):
-                kind, own = float_type(module), rules.names[module]
-                new = rules.find(own, kind)
-                is_asked = new.source != "default" or rules.backend != plan.backend
-                if is_asked and new.qconfig != earlier.find(earlier.names[module], kind).qconfig:
-                    names.append(own[0])
-    for module, own in rules.names.items():
-        if isinstance(module, QuantModule) and module not in planned:
-            new = rules.find(own, float_type(module))
-            if new.source != "default" and _quantizes_otherwise(module, new.qconfig):
-                names.append(own[0])
-    return names
+        before |= dict.fromkeys(earlier.names, earlier)
+    layers = {module: names for module, names in rules.names.items() if isinstance(module, QuantModule)}
+    return [names[0] for module, names in layers.items() if _is_asked_otherwise(module, rules, before.get(module))]
+
+
+def _is_asked_otherwise(layer: QuantModule, rules: LayerRules, before: LayerRules | None) -> bool:
+    """Return whether rules ask for another config of a layer than those before; the user may have built it without any."""
+    kind = float_type(layer)
+    new = rules.find(rules.names[layer], kind)
+    if before is None:
+        return new.source != "default" and _quantizes_otherwise(layer, new.qconfig)
+    is_asked = new.source != "default" or rules.backend != before.backend
+    return is_asked and new.qconfig != before.find(before.names[layer], kind).qconfig
 
 
 def _quantizes_otherwise(layer: QuantModule, qconfig: QConfig | None) -> bool:

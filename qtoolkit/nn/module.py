@@ -92,7 +92,7 @@ class QuantModule(nn.Module):
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""
         layer = shallow_copy_as(self.FLOAT, self)
-        for name in (*self.own_attributes(), "output_quantizer", "_range_of", "_loaded_float"):
+        for name in (*self.own_attributes(), "output_quantizer", "_range_of", "_loaded_float", "_qtoolkit_record"):
             layer.__dict__.pop(name, None)
             layer._modules.pop(name, None)
         for hooks in (layer._forward_hooks, layer._load_state_dict_post_hooks):
