@@ -33,13 +33,10 @@ def no_batch(what: str) -> ValueError:
 
 
 class Caller:
-    """Calls models on batches: model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch).
+    """Calls models for a public function: model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch).
 
     The signature of the model's forward decides whether it takes the labels of a batch. If it takes all but the last item of a
     tuple, or all but the entries of a mapping that are named as labels, these are left out, and a warning says so once.
-
-    Args:
-        what: The public function, for errors and the warning.
     """
 
     def __init__(self, what: str) -> None:

@@ -115,15 +115,7 @@ def check_whole(what: str, name: str, value: object, least: int, otherwise: str 
 
 @contextmanager
 def within(place: str) -> Iterator[None]:
-    """Begin a ValueError of the block with the place in a file that it is about.
-
-    Example:
-        >>> with within("weight"), within("bits"):
-        ...     raise ValueError("it must be a number.")
-        Traceback (most recent call last):
-        ...
-        qtoolkit.errors.PlacedError: weight.bits: it must be a number.
-    """
+    """Begin a ValueError of the block with the place in a file that it is about, such as object_type[0].activation."""
     try:
         yield
     except PlacedError as error:
@@ -133,12 +125,7 @@ def within(place: str) -> Iterator[None]:
 
 
 class PlacedError(ValueError):
-    """A value of a file is wrong.
-
-    Attributes:
-        place: Where the value is in the file, such as object_type[0].activation.
-        reason: What is wrong.
-    """
+    """A value of a file is wrong, for this reason, at this place in the file."""
 
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}")

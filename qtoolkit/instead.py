@@ -122,11 +122,8 @@ def say_when_called(package: str, way: str) -> None:
 def in_any_order(**roles: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let the first arguments of a function be given in any order: they are told apart by their types.
 
-    The order of all functions is model, inputs, path. Earlier versions had another one in some of them.
-
-    Args:
-        **roles: The names of the arguments for "model" (a module), "path" (text, a path or an onnx.ModelProto) and "inputs"
-            (anything else), in the order of the function.
+    The order of all functions is model, inputs, path. Earlier versions had another one in some of them. The roles name the
+    arguments, in the order of the function: "model" (a module), "path" (text, a path or an onnx.ModelProto), "inputs" (others).
 
     Example:
         >>> @in_any_order(model="model", inputs="example_inputs", path="path")

@@ -148,12 +148,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Yield the values in nested tuples, lists and mappings, each with the keys and positions that lead to it.
-
-    Example:
-        >>> list(leaves({"a": 1, "b": (2, None)}))
-        [(('a',), 1), (('b', 0), 2), (('b', 1), None)]
-    """
+    """Yield the values in nested tuples, lists and mappings, each with the keys and positions that lead to it."""
     if isinstance(value, Mapping | tuple | list) and not isinstance(value, torch.Size):
         for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from leaves(part, (*path, key))
@@ -189,22 +184,12 @@ def _bound(model: nn.Module, example_inputs: Any, what: str, remedy: str = "") -
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in a nested value, in order; other values are ignored.
-
-    Example:
-        >>> tensors_of({"a": torch.tensor(1), "b": (torch.tensor(2), None)})
-        [tensor(1), tensor(2)]
-    """
+    """Return the tensors in a nested value, in order; other values are ignored."""
     return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a nested value with other tensors, in the order of `tensors_of`.
-
-    Example:
-        >>> with_tensors({"a": torch.tensor(1), "b": (torch.tensor(2), None)}, iter([3, 4]))
-        {'a': 3, 'b': (4, None)}
-    """
+    """Return a nested value with other tensors, in the order of `tensors_of`."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, Mapping):

@@ -152,16 +152,6 @@ class RandomState:
     """The states of the default generators of torch (on the CPU), of Python's `random` and of NumPy, if it is loaded.
 
     Two states are equal if no generator has drawn between them.
-
-    Example:
-        >>> import random
-        >>> before = RandomState.now()
-        >>> drawn = random.random()
-        >>> before == RandomState.now()
-        False
-        >>> before.restore()
-        >>> random.random() == drawn
-        True
     """
 
     of_torch: Tensor
@@ -218,16 +208,7 @@ def removing(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode for a `with` block. Then each module is in its own mode again, frozen batch norms included.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout().eval())
-        >>> with evaluating(model):
-        ...     [module.training for module in model]
-        [False, False]
-        >>> [module.training for module in model]
-        [True, False]
-    """
+    """Put a model in eval mode for a `with` block. Then each module is in its own mode again, frozen batch norms included."""
     with attribute_kept(model.modules(), "training"):
         model.eval()
         yield

@@ -50,12 +50,7 @@ def step(bar: "tqdm[Any]", what: str) -> None:
 
 
 def batches_of(name: str, batches: Iterable[Any], show: bool, total: int | None = None) -> Iterator[Any]:
-    """Yield batches under a bar that shows how many samples have run.
-
-    Example:
-        >>> [batch.sum().item() for batch in batches_of("run", [torch.ones(2), torch.ones(3)], show=False)]
-        [2.0, 3.0]
-    """
+    """Yield batches under a bar that shows how many samples have run."""
     samples = 0
     with progress_bar(name, "batches", show, batches, total) as bar:
         for batch in bar:

@@ -17,14 +17,10 @@ COMMANDS = {"quantize": quantize, "lint": lint, "verify": verify, "info": info}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command, by default that of the process.
 
-    Args:
-        argv: The arguments; those of the process by default.
-
-    Returns:
-        The exit code: 0 if nothing was found, 1 for findings, 2 for bad input, 130 after Ctrl-C, 141 if the reader of a pipe
-        closed it. Of several files, the highest.
+    Returns the exit code: 0 if nothing was found, 1 for findings, 2 for bad input, 130 after Ctrl-C, 141 if the reader of a
+    pipe closed it; of several files, the highest.
     """
     return run(qtoolkit_command.parser().parse_args(argv))
 

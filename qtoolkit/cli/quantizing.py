@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.cli import tables
-from qtoolkit.cli.commands import Answer
+from qtoolkit.cli.commands import Answer, counted
 from qtoolkit.errors import first_line, unknown
 from qtoolkit.export import Verdict
 from qtoolkit.export.verification.codes import CodeCount
@@ -102,10 +102,7 @@ def _data(backend: str, result: QuantizeResult) -> dict[str, Any]:
             "batches": calibration.batches,
             "unreached": list(calibration.unreached),
         },
-        "codes": {
-            name: {"compared": count.compared, "differing": count.differing, "steps": count.steps}
-            for name, count in _counts(result).items()
-        },
+        "codes": {name: counted(count) for name, count in _counts(result).items()},
         "verdict": None if result.verdict is None else str(result.verdict),
         "notes": list(result.notes),
     }

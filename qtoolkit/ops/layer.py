@@ -137,38 +137,22 @@ def quant_layer(
     With `integer`, the sums of products are computed on the codes, exactly: by torch's int8 kernels for convolutions and
     linear layers on the CPU, by products of int8 matrices for those without groups on a GPU, in float on integers elsewhere.
     The output differs from the composition's by rounding alone; a NaN in x makes every result NaN, one in the weight those of
-    its output channel. The gradients are the straight-through ones of the composition, computed in channels_last.
+    its output channel. The gradients are the straight-through ones of the composition, computed in channels_last. The weight's
+    grid has no zero point, codes that fit in int8, and one scale or one per output channel.
 
-    Args:
-        x: Input on the grid of `codes`, which carries the gradient: (N, C, ...) with one to three spatial dimensions, or
-            (N, ..., features) for a linear layer; float32, float64, bfloat16 or float16.
-        codes: The codes of x.
-        weight: The layer's weight, of torch's shape: (in, out / groups, k...) for a transposed convolution.
-        grid: How the weight is quantized. With `integer` it has no zero point, codes that fit in int8, and one scale or one
-            per output channel.
-        geometry: The layer.
-        bias: One element per output channel, or None.
-        factor: Multiplies each output channel of the weight before it is quantized; None for 1.
-        integer: Whether to compute on codes.
-        dtype: The type to compute in, as under autocast; by default that of x.
-        memory_format: That of the output of a 2-d convolution; by default the one that torch's layer returns.
-        raw: What x was before it was fake-quantized, on the grid of `codes`. Then x has no gradient, and the scale gets its
-            own from the gradient of the weight for another input, which takes less time for an image: the sum of the same
-            terms in another order.
+    With `raw`, what x was before it was fake-quantized, x has no gradient, and the scale gets its own from the gradient of the
+    weight for another input, which takes less time for an image: the sum of the same terms in another order.
 
-    Raises:
-        TypeError: x or another tensor of values is not floating point, or codes are neither int8 nor uint8.
-        ValueError: A shape, a range of codes, a device or the geometry does not fit; or `integer` does not take this grid.
-        NotImplementedError: The scale or zero point of x requires grad; double backward; forward-mode AD; torch.func's
-            gradient transforms.
+    x lies on the grid of `codes`: (N, C, ...) with one to three spatial dimensions, or (N, ..., features) for a linear layer;
+    float32, float64, bfloat16 or float16. The weight has torch's shape. `dtype` is the type to compute in, as under autocast,
+    and `memory_format` that of the output of a 2-d convolution. The scale and zero point of x have no gradient.
 
     Example:
         >>> x = qt.ops.fake_quant(torch.rand(1, 2, 4, 4), torch.tensor(0.01))
         >>> codes = Codes(qt.ops.quantize(x, torch.tensor(0.01)), torch.tensor(0.01), None, -128, 127)
         >>> grid = WeightGrid(torch.tensor(0.02), None, -127, 127)
-        >>> geometry = Geometry((1, 1), (0, 0), (1, 1), (0, 0))
         >>> weight = torch.rand(3, 2, 3, 3, requires_grad=True)
-        >>> y = quant_layer(x, codes, weight, grid, geometry)
+        >>> y = quant_layer(x, codes, weight, grid, Geometry((1, 1), (0, 0), (1, 1), (0, 0)))
         >>> bool((y == torch.conv2d(x, qt.ops.fake_quant(weight, torch.tensor(0.02), None, -127, 127))).all())
         True
     """

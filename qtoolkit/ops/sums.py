@@ -103,7 +103,7 @@ def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, tran
 
 
 def exact_matmul(x: Tensor, other: Tensor, codes: tuple[int, int], others: tuple[int, int]) -> Tensor:
-    """Return the exact matrix product of integers in float32, as `exact_sums` does; `codes` and `others` are their ranges."""
+    """Return the exact matrix product of integers in float32, as `exact_sums` does, of numbers in these two ranges."""
     if torch.compiler.is_compiling():  # a graph does not depend on how many numbers are summed
         return torch.matmul(x.double(), other.double())
     return exact_sums(torch.matmul, x, other, Bounds.of_two(x.size(-1), codes, others))
