@@ -78,24 +78,12 @@ def fake_quant_(
     group: int = 1,
     block_size: int = 0,
 ) -> Tensor:
-    """Round x to an integer grid in place: `fake_quant` without memory for a second tensor.
+    """Round x to an integer grid in place: `fake_quant` without memory for a second tensor. Returns x.
 
-    Differentiable in x if the scale is fixed: the gradient passes where the code was not clamped, and one bit per element
-    is saved for backward. As with every in-place op, autograd raises an error if an earlier op has saved x for its own
-    backward. If x has gaps in memory (a slice) or groups that are not contiguous, the op makes a temporary copy.
-
-    Args:
-        x: Tensor to change, of any shape; float32, float64, bfloat16 or float16.
-        scale: Step between codes; it must not require grad.
-        zero_point: Code that zero maps to, or None for 0; it must not require grad.
-        qmin: Lowest code.
-        qmax: Highest code.
-        axis: Channel axis, or None for per tensor.
-        group: Groups of dimension 0.
-        block_size: Elements along the axis that share a scale, or 0 for no blocks.
-
-    Returns:
-        x.
+    The arguments are those of `fake_quant`, and scale and zero_point must not require grad. Differentiable in x: the gradient
+    passes where the code was not clamped, and one bit per element is saved for backward. As with every in-place op, autograd
+    raises an error if an earlier op has saved x for its own backward. If x has gaps in memory (a slice) or groups that are not
+    contiguous, the op makes a temporary copy.
 
     Raises:
         ValueError: A shape, axis, range, group or device does not fit, or x is expanded.
@@ -198,20 +186,8 @@ def quantize_int4(
 ) -> Tensor:
     """Return the codes of x as ONNX stores INT4 and UINT4: two per byte, the first in the low half, x in row-major order.
 
-    The codes are those of `quantize`; the op reads x once and writes only the packed codes.
-
-    Args:
-        x: Input of any shape; float32, float64, bfloat16 or float16. NaN becomes qmin.
-        scale: Step between codes; see the module's docstring for its shape.
-        zero_point: Code that zero maps to, or None for 0.
-        qmin: Lowest code: at least -8 for signed codes, at least 0 for unsigned ones.
-        qmax: Highest code: at most 7 for signed codes, at most 15 for unsigned ones.
-        axis: Channel axis, or None for per tensor.
-        group: Groups of dimension 0.
-        block_size: Elements along the axis that share a scale, or 0 for no blocks.
-
-    Returns:
-        A uint8 tensor of shape ((x.numel() + 1) // 2,); for an odd number of codes, the high half of the last byte is 0.
+    The arguments and the codes are those of `quantize`, in [-8, 7] or [0, 15]; the op reads x once and writes only the packed
+    codes: uint8 of shape ((x.numel() + 1) // 2,). For an odd number of codes, the high half of the last byte is 0.
 
     Raises:
         ValueError: A shape, axis, range, group, block size or device does not fit.
@@ -238,19 +214,8 @@ def dequantize_int4(
 ) -> Tensor:
     """Return the values `(codes - zero_point) * scale` of codes that `quantize_int4` packed.
 
-    Args:
-        packed: uint8 of shape ((number of codes + 1) // 2,).
-        size: Shape of the result.
-        scale: Step between codes; see the module's docstring for its shape, with x the result.
-        zero_point: Code that zero maps to, or None for 0.
-        signed: Whether codes are in [-8, 7] or in [0, 15].
-        axis: Channel axis, or None for per tensor.
-        group: Groups of dimension 0.
-        block_size: Elements along the axis that share a scale, or 0 for no blocks.
-        dtype: float32, float64, bfloat16 or float16.
-
-    Returns:
-        A row-major tensor of `dtype` with shape `size`.
+    `packed` is uint8 of shape ((number of codes + 1) // 2,), `size` the shape of the row-major result; `signed` codes are
+    in [-8, 7], others in [0, 15]. The other arguments are those of `dequantize`.
 
     Raises:
         ValueError: A shape, axis, group, block size or device does not fit.

@@ -26,29 +26,15 @@ def fake_quant_clipped(
     block_size: int = 0,
     steepness: Tensor | None = None,
 ) -> Tensor:
-    """Return the values of `fake_quant`, with the gradients of a range that is trained.
+    """Return the values of `fake_quant`, of the same arguments, with the gradients of a range that is trained.
 
     The range is from `(qmin - zero_point) * scale` to `(qmax - zero_point) * scale`. The gradient in x passes inside, judged
     before rounding; an element beyond a bound moves with the bound, and rounding moves nothing. This is the gradient of PACT
     (arXiv 1805.06085) and of TensorFlow's fake_quant_with_min_max_vars.
 
-    With a steepness k, the gradient of x inside the range is the slope of the soft staircase of DSQ (arXiv 1908.05033), whose
-    stairs are the codes: `(tanh(k (f - 1/2)) / tanh(k / 2) + 1) / 2` at f in [0, 1] of a step. In the paper's terms,
-    `k = log(2 / alpha - 1)`.
-
-    Args:
-        x: Input of any shape; float32, float64, bfloat16 or float16.
-        scale: Step between codes; see the package's docstring for its shape.
-        zero_point: Code that zero maps to, or None for 0.
-        qmin: Lowest code.
-        qmax: Highest code.
-        axis: Channel axis, or None for per tensor.
-        group: Groups of dimension 0.
-        block_size: Elements along the axis that share a scale, or 0 for no blocks.
-        steepness: As many elements as scale, positive; or None for the straight-through gradient.
-
-    Returns:
-        A tensor with the shape, dtype and memory format of x.
+    With a steepness k (as many elements as scale, positive), the gradient of x inside the range is the slope of the soft
+    staircase of DSQ (arXiv 1908.05033), whose stairs are the codes: `(tanh(k (f - 1/2)) / tanh(k / 2) + 1) / 2` at f in [0, 1]
+    of a step. In the paper's terms, `k = log(2 / alpha - 1)`. Without one it is straight-through.
 
     Raises:
         ValueError: A shape, axis, range, group, block size or device does not fit.
