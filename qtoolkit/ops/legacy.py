@@ -85,8 +85,8 @@ def fake_tensor_quant(
     """Round x to an integer grid and back: `fake_tensor_quant` of pytorch-quantization 2.x.
 
     The codes of `tensor_quant`, with its arguments and errors, divided by its multiplier. For new code use `fake_quant`, whose
-    grid is ONNX's. The result has the shape, dtype and memory format of x. The gradient in x passes where |x| <= amax, for which
-    one bit per element is saved; amax has none.
+    grid is ONNX's. The result has the shape, dtype and memory format of x. The gradient in x passes where |x| <= amax, for
+    which one bit per element is saved; amax has none.
 
     Example:
         >>> x = torch.tensor([0.5043, 0.8178, 0.4798, 0.9201])
