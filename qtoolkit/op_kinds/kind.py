@@ -14,8 +14,6 @@ ONE: Operands = (("input", "x"),)
 TWO: Operands = (("input",), ("other", "mat2"))
 WEIGHTED: Operands = (("input", "x"), ("weight",))
 ATTENTION: Operands = (("query",), ("key",), ("value",))
-
-
 Read = Callable[[int, str, Any], Any]  # returns an argument of an op by its position, its name and its default
 End = float | tuple[int, str, Any]  # a number, or the argument that gives it, as `Read` takes it
 
@@ -39,12 +37,12 @@ class Bounds(NamedTuple):
 def bounded(low: End = -math.inf, high: End = math.inf, slope: End = 0.0) -> Callable[[Read], Bounds]:
     """Return what finds the bounds of an op in its arguments; an argument that is None leaves out its bound."""
 
+    ends = {"low": low, "high": high, "slope": slope}
+
     def of_arguments(read: Read) -> Bounds:
         """Return the bounds of one op."""
-        found = zip(
-            Bounds._fields, (read(*end) if isinstance(end, tuple) else end for end in (low, high, slope)), strict=True
-        )
-        return Bounds(**{name: _number(value) for name, value in found if value is not None})
+        found = {name: read(*end) if isinstance(end, tuple) else end for name, end in ends.items()}
+        return Bounds(**{name: _number(value) for name, value in found.items() if value is not None})
 
     return of_arguments
 
