@@ -36,7 +36,6 @@ class Bounds(NamedTuple):
 
 def bounded(low: End = -math.inf, high: End = math.inf, slope: End = 0.0) -> Callable[[Read], Bounds]:
     """Return what finds the bounds of an op in its arguments; an argument that is None leaves out its bound."""
-
     ends = {"low": low, "high": high, "slope": slope}
 
     def of_arguments(read: Read) -> Bounds:
