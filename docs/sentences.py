@@ -53,7 +53,6 @@ TOPICS = (
             "qtoolkit/tuning",
             "qtoolkit/calibrate",
             "qtoolkit/parameter_groups",
-            "qtoolkit/synchronize",
             "qtoolkit/finite",
         ),
     ),

@@ -40,8 +40,8 @@ from qtoolkit.quantizers.switches import (
     freeze_ranges,
     stop_on_nonfinite,
 )
+from qtoolkit.quantizers.synchronize import synchronize_ranges
 from qtoolkit.report import QuantizationReport, quantization_report
-from qtoolkit.synchronize import synchronize_ranges
 from qtoolkit.version import __version__ as __version__
 
 __all__ = [

@@ -25,11 +25,7 @@ def built_for(file: Path) -> str | None:
 
 
 def load(file: Path = FILE) -> None:
-    """Register the ops of a library with torch.
-
-    Raises:
-        ImportError: The library was not built, or was built for another version of torch.
-    """
+    """Register the ops of a library with torch; ImportError if it was not built, or was built for another version of torch."""
     if not file.exists():
         raise ImportError(
             "qtoolkit's native library is missing: the package was not built here. Run in its folder: "

@@ -416,42 +416,16 @@ ACADEMIC_NLP = replace(
 )
 
 _ALL = (
-    *(
-        TENSORRT,
-        TENSORRT8,
-        TENSORRT_NLP,
-        ONNXRUNTIME,
-        OPENVINO,
-        SNPE,
-        QNN,
-        VITIS,
-        PPL,
-        PPL_W8A16,
-        STPU,
-        TENGINE,
-        NNIE,
-        TVM,
-        XNNPACK,
-        LITERT,
-        LITERT_16X8,
-    ),
-    *(ACADEMIC, ACADEMIC_NLP),
-)
-
+    TENSORRT, TENSORRT8, TENSORRT_NLP, ONNXRUNTIME, OPENVINO, SNPE, QNN, VITIS, PPL, PPL_W8A16, STPU, TENGINE, NNIE, TVM,
+    XNNPACK, LITERT, LITERT_16X8, ACADEMIC, ACADEMIC_NLP,
+)  # fmt: skip
 backends: Mapping[str, Backend] = {backend.name: backend for backend in _ALL}
-
-
 # What other names of targets mean here.
 MEANT = {"ort": "onnxruntime", "trt": "tensorrt"}
 
 
 def backend_of(backend: str | Backend) -> Backend:
-    """Return a backend by its name; a Backend is returned as it is.
-
-    Raises:
-        ValueError: The name is not known; says which is nearest.
-        TypeError: It is neither a name nor a Backend.
-    """
+    """Return a backend by its name, or raise ValueError with the nearest one; a Backend is returned as it is."""
     if isinstance(backend, Backend):
         return backend
     if not isinstance(backend, str):

@@ -33,24 +33,17 @@ def no_batch(what: str) -> ValueError:
 
 
 class Caller:
-    """Calls models on batches: model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch).
+    """Calls models for a public function: model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch).
 
     The signature of the model's forward decides whether it takes the labels of a batch. If it takes all but the last item of a
     tuple, or all but the entries of a mapping that are named as labels, these are left out, and a warning says so once.
-
-    Args:
-        what: The public function, for errors and the warning.
     """
 
     def __init__(self, what: str) -> None:
         self.what, self._said = what, False
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """Return model's output for a batch.
-
-        Raises:
-            TypeError: The batch does not match the signature of forward.
-        """
+        """Return model's output for a batch; TypeError for one that does not match the signature of forward."""
         inputs = tuple(batch) if isinstance(batch, list) else batch
         taken = _without_labels(model, inputs)
         if taken is not inputs and not self._said:
@@ -76,17 +69,10 @@ class Caller:
 
 
 def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], what: str) -> Any:
-    """Run a model on a batch, without gradients; return what its forward got, as example inputs.
+    """Run a model on a batch by forward(model, batch), without gradients; return what its forward got, as example inputs.
 
-    Args:
-        model: The model.
-        batch: The batch.
-        forward: forward(model, batch), which calls the model: a `Caller`, or the user's.
-        what: The public function, for errors.
-
-    Raises:
-        TypeError: The batch does not match the signature of forward.
-        ValueError: `forward` does not call the model.
+    Raises TypeError, which begins with `what`, for a batch that does not match the signature of the model's forward, ValueError
+    where `forward` does not call the model.
 
     Example:
         >>> recorded_inputs(nn.Linear(1, 2), {"image": torch.ones(1), "label": 3}, lambda m, b: m(b["image"]), "quantize")

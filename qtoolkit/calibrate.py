@@ -300,10 +300,7 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
 def load_ranges(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer]) -> dict[str, tuple[Tensor, Tensor]]:
     """Set the grids of these quantizers of a model from what they have observed; return the range of each that has.
 
-    A layer that no batch ran through has a weight too, whose range is taken.
-
-    Raises:
-        ValueError: A quantizer has observed NaN or infinities.
+    A layer that no batch ran through has a weight too, whose range is taken. NaN or infinities raise ValueError.
     """
     take_names(quantizers)
     reached = {n: q for n, q in quantizers.items() if q.observer.seen() or not q.observer.finite()}

@@ -181,11 +181,7 @@ def check_converted(model: object, what: str) -> None:
 
 
 def check_quantized(model: object, what: str) -> None:
-    """Check that a model was prepared or replaced, or has quantizers, before `what` is done with it.
-
-    Raises:
-        TypeError: It was not, or its quantizers are those of `qtoolkit.compat.pytorch_quantization`.
-    """
+    """Raise TypeError unless a model was prepared or replaced, or has quantizers of qtoolkit, before `what` is done with it."""
     if isinstance(model, nn.Module):
         refuse_foreign_quantizers(model, what)
         if any(isinstance(part, QUANTIZED) for part in model.modules()) or plan_of(model) is not None:

@@ -9,12 +9,7 @@ from typing import TypeVar
 
 
 def unknown(what: str, name: object, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
-    """Return a sentence for an unknown name, with the nearest known one, or that of `meant` for a name of other tools.
-
-    Example:
-        >>> unknown("backend", "tensort", ["tensorrt", "onnxruntime"])
-        "unknown backend 'tensort'; did you mean 'tensorrt'? Known: onnxruntime, tensorrt."
-    """
+    """Return a sentence for an unknown name, with the nearest known one, or that of `meant` for a name of other tools."""
     names = sorted(known)
     near = (meant or {}).get(str(name)) or nearest(name, names)
     hint = "." if near is None else f"; did you mean {near!r}?"
@@ -22,12 +17,7 @@ def unknown(what: str, name: object, known: Iterable[str], meant: Mapping[str, s
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, without its full stop; the name of its type if it says nothing.
-
-    Example:
-        >>> first_line(RuntimeError("no such op.\\nCall stack: ..."))
-        'no such op'
-    """
+    """Return the first line of another library's error, without its full stop; the name of its type if it says nothing."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
@@ -40,12 +30,7 @@ def nearest(name: object, known: Sequence[str]) -> str | None:
 
 
 def some(items: Sequence[str], most: int = 5) -> str:
-    """Return the first items, and how many more there are.
-
-    Example:
-        >>> some(["a", "b", "c"], most=2)
-        'a, b and 1 more'
-    """
+    """Return the first items, and how many more there are: "a, b and 1 more"."""
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
@@ -61,12 +46,7 @@ def with_article(named: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a number, a string or None as it is written, and any other value by its type: it may be a whole model.
-
-    Example:
-        >>> shown(3), shown([1, 2])
-        ('3', 'a list')
-    """
+    """Return a number, a string or None as it is written, and any other value by its type: it may be a whole model."""
     return repr(value) if isinstance(value, int | float | str | None) else with_article(type(value))
 
 
@@ -87,14 +67,7 @@ def check_known(what: str, name: object, known: Iterable[str], meant: Mapping[st
 
 
 def type_beside(value: object, wanted: type) -> str:
-    """Return the name of a value's type, with its module where it has the name of the type that is wanted.
-
-    Example:
-        >>> class OrderedDict: ...
-        >>> import collections
-        >>> type_beside(3, OrderedDict), type_beside(collections.OrderedDict(), OrderedDict)
-        ('int', 'collections.OrderedDict')
-    """
+    """Return the name of a value's type, with its module where it has the name of the type that is wanted."""
     kind = type(value)
     return f"{kind.__module__}.{kind.__name__}" if kind.__name__ == wanted.__name__ else kind.__name__
 
@@ -119,14 +92,7 @@ def check_sequence(value: object, what: str, argument: str, of: str = "names", e
 
 
 def check_flags(what: str, **flags: object) -> None:
-    """Raise TypeError, which begins with `what`, unless each argument is True or False: the text "no" would count as True.
-
-    Example:
-        >>> check_flags("export_onnx", verify=True, dynamic_batch="no")
-        Traceback (most recent call last):
-        ...
-        TypeError: export_onnx: dynamic_batch must be True or False, got 'no'; write dynamic_batch=True or dynamic_batch=False.
-    """
+    """Raise TypeError, which begins with `what`, unless each argument is True or False: the text "no" would count as True."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(
@@ -135,24 +101,10 @@ def check_flags(what: str, **flags: object) -> None:
 
 
 def check_whole(what: str, name: str, value: object, least: int, otherwise: str = "") -> int:
-    """Return an argument that is a whole number of at least `least`; True and 2.0 are none.
+    """Return an argument of the public function `what` that is a whole number of at least `least`; True and 2.0 are none.
 
-    Args:
-        what: The public function, with which errors begin.
-        name: The argument.
-        value: Its value.
-        least: The smallest value that is allowed.
-        otherwise: What else the argument may be, as the error says it, such as " or None".
-
-    Raises:
-        TypeError: It is no whole number.
-        ValueError: It is less.
-
-    Example:
-        >>> check_whole("calibrate", "max_batches", True, 1, " or None")
-        Traceback (most recent call last):
-        ...
-        TypeError: calibrate: max_batches must be a whole number or None, got True.
+    `otherwise` is what else the argument may be, as the error says it, such as " or None". Raises TypeError for what is no
+    whole number, ValueError for less.
     """
     if type(value) is not int:
         raise TypeError(f"{what}: {name} must be a whole number{otherwise}, got {shown(value)}.")
@@ -163,15 +115,7 @@ def check_whole(what: str, name: str, value: object, least: int, otherwise: str 
 
 @contextmanager
 def within(place: str) -> Iterator[None]:
-    """Begin a ValueError of the block with the place in a file that it is about.
-
-    Example:
-        >>> with within("weight"), within("bits"):
-        ...     raise ValueError("it must be a number.")
-        Traceback (most recent call last):
-        ...
-        qtoolkit.errors.PlacedError: weight.bits: it must be a number.
-    """
+    """Begin a ValueError of the block with the place in a file that it is about, such as object_type[0].activation."""
     try:
         yield
     except PlacedError as error:
@@ -181,12 +125,7 @@ def within(place: str) -> Iterator[None]:
 
 
 class PlacedError(ValueError):
-    """A value of a file is wrong.
-
-    Attributes:
-        place: Where the value is in the file, such as object_type[0].activation.
-        reason: What is wrong.
-    """
+    """A value of a file is wrong, for this reason, at this place in the file."""
 
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}")
@@ -197,21 +136,9 @@ T = TypeVar("T")
 
 
 def renamed(what: str, old: str, given: T | None, new: str, value: T, default: object) -> T:
-    """Return the value of an argument of the public function `what`, which may be given under its earlier name.
+    """Return the value of an argument of the public function `what`, given under its earlier name or under the new one.
 
-    Args:
-        what: The function, which calls this one itself.
-        old: The earlier name.
-        given: The value under that name; None if there is none.
-        new: The name.
-        value: The value under the name.
-        default: Its default.
-
-    Warns:
-        DeprecationWarning: It is given under the earlier name.
-
-    Raises:
-        TypeError: It is given under both.
+    The earlier name gives a DeprecationWarning at the function's caller, both names a TypeError.
     """
     if given is None:
         return value
@@ -224,15 +151,7 @@ def renamed(what: str, old: str, given: T | None, new: str, value: T, default: o
 
 
 def present(value: T | None, what: str) -> T:
-    """Return a value that other code should have set.
-
-    Raises:
-        TypeError: It is None.
-
-    Example:
-        >>> present(3, "the axis")
-        3
-    """
+    """Return a value that other code should have set; TypeError if it is None."""
     if value is None:
         raise TypeError(f"{what} is missing.")
     return value

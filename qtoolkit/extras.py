@@ -8,17 +8,7 @@ DISTRIBUTION = "torch-qtoolkit"  # the name to pip; "qtoolkit" on the package in
 
 
 def missing(what: str, package: str | None, extra: str) -> ImportError:
-    """Return the error of a part of qtoolkit whose packages are not installed.
-
-    Args:
-        what: The part, as the subject of the sentence.
-        package: The package that cannot be imported.
-        extra: The extra that has it.
-
-    Example:
-        >>> str(missing("plot", "matplotlib", "tuning")).startswith("plot needs matplotlib, which is not installed; run: ")
-        True
-    """
+    """Return the error of `what`, a part of qtoolkit as the subject of a sentence, without the package of an extra."""
     return ImportError(f"{what} needs {package}, which is not installed; run: {install_command(extra)}.")
 
 
@@ -38,8 +28,7 @@ def install_command(extra: str) -> str:
 def warn_of_other_project(package: Path = Path(__file__).parent) -> None:
     """Warn if the distribution `qtoolkit`, another project, is installed over this package's folder, or under it.
 
-    Warns:
-        UserWarning: Its files are there. Those of the same name are of the one that was installed last.
+    Of files with the same name, those are there that were installed last.
     """
     for other in distributions(name="qtoolkit", path=[str(package.parent)]):  # no other folder is looked at: 0.1 ms
         if "qtoolkit/__init__.py," in (other.read_text("RECORD") or ""):

@@ -56,10 +56,7 @@ def write_atomically(data: bytes | Path, path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give the block the name of a file to write, which becomes `path` after it as `write_atomically` says.
-
-    The file is there, and empty. For libraries that write a file by its name.
-    """
+    """Give the block the name of an empty file to write, which becomes `path` after it as `write_atomically` says."""
     mode = _mode(path)
     if mode is not None and not stat.S_ISREG(mode):
         yield Path(path)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.errors import some
+from qtoolkit.processes import own_part
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.sharding import own_part
 
 
 def check_finite(model: nn.Module, what: str) -> None:

@@ -18,8 +18,7 @@ ASKED_FOR = ("no_weight_decay", "no_weight_decay_keywords", "group_matcher", "pr
 def integration_of(model_class: type[nn.Module]) -> Any:
     """Return the module of `qtoolkit.integrations` for models of a class; None for a class of no such package.
 
-    Raises:
-        ImportError: The package lacks what the module imports of it.
+    Raises ImportError where the package lacks what the module imports of it.
     """
     for (package, name), module in OF_PACKAGES.items():
         kind = getattr(sys.modules.get(package), name, None)
@@ -35,12 +34,7 @@ def integration_of(model_class: type[nn.Module]) -> Any:
 
 
 def warn_of_own_trainer(model: object, what: str) -> None:
-    """Warn of a model whose package has a trainer that would not train the quantized model.
-
-    Args:
-        model: The float model.
-        what: Name of the calling function.
-    """
+    """Warn, for the public function `what`, of a model whose package has a trainer that would not train the quantized model."""
     if type(model).__module__.startswith("ultralytics."):
         warnings.warn(
             f"{what}: the trainer of ultralytics builds a float model of its own, and trains that even if `yolo.model` is the "

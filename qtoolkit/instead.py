@@ -1,12 +1,19 @@
-"""What to type instead of names that other tools have, or that a first attempt uses."""
+"""What a first attempt types: names that other tools have, with what to type instead, and arguments in another order."""
 
+import functools
+import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
 
 from qtoolkit.errors import unknown
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # What other tools' names of formats mean here.
 FORMATS = {
@@ -88,13 +95,7 @@ def check_arguments(of: str, given: Mapping[str, Any], known: Collection[str]) -
 
 
 def of_attribute(name: str, package: ModuleType, parts: Iterable[str]) -> str:
-    """Return the sentence for a name that a package does not have: what to write, or the nearest name.
-
-    Args:
-        name: The name.
-        package: The package.
-        parts: Its public subpackages, in which the name may be.
-    """
+    """Return the sentence for a name that a package and its public `parts` do not have: what to write, or the nearest name."""
     absent = f"module {package.__name__!r} has no attribute {name!r}"
     if name in WAYS:
         return f"{absent}; write {WAYS[name]}."
@@ -113,3 +114,54 @@ def say_when_called(package: str, way: str) -> None:
             raise TypeError(f"{package} is a package and no function; write {way}.")
 
     sys.modules[package].__class__ = Package
+
+
+# ---- a model, inputs and a path in any order
+
+
+def in_any_order(**roles: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let the first arguments of a function be given in any order: they are told apart by their types.
+
+    The order of all functions is model, inputs, path. Earlier versions had another one in some of them. The roles name the
+    arguments, in the order of the function: "model" (a module), "path" (text, a path or an onnx.ModelProto), "inputs" (others).
+
+    Example:
+        >>> @in_any_order(model="model", inputs="example_inputs", path="path")
+        ... def write(model, example_inputs, path):
+        ...     return type(model).__name__, example_inputs, path
+        >>> write("model.onnx", nn.ReLU(), 3), write(nn.ReLU(), "model.onnx", example_inputs=3)
+        (('ReLU', 3, 'model.onnx'), ('ReLU', 3, 'model.onnx'))
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        """Return the function with sorted arguments."""
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            sorted_args, named = _sorted(roles, args, kwargs)
+            return function(*sorted_args, **named)
+
+        return call
+
+    return decorate
+
+
+def _sorted(
+    roles: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a call with those of roles by name; as they are if their types do not tell them apart."""
+    first, others = args[: len(roles)], args[len(roles) :]
+    found = {roles.get(_role_of(value), ""): value for value in first}
+    has_model = "model" not in roles or roles["model"] in {**found, **kwargs}  # if not, the function says so
+    if len(found) < len(first) or "" in found or found.keys() & kwargs.keys() or not has_model:
+        return args, kwargs
+    if not others:
+        return (), {**found, **kwargs}
+    return (*(found[name] for name in roles.values()), *others), kwargs
+
+
+def _role_of(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return "model"
+    is_path = isinstance(value, str | os.PathLike) or type(value).__name__ == "ModelProto"
+    return "path" if is_path else "inputs"

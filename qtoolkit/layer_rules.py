@@ -54,12 +54,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class LayerDecision:
-    """How a layer is quantized.
-
-    Attributes:
-        qconfig: The config, with the axis that the weight itself has; None leaves the layer in float.
-        verdict: What the report says of it.
-    """
+    """How a layer is quantized: the config, with the axis that the weight itself has, and what the report says of it."""
 
     qconfig: QConfig | None
     verdict: Verdict
@@ -109,26 +104,16 @@ class LayerRules:
         return cls(backend, mapping, table, frozenset(custom), names_by_module(model), types, empty)
 
     def check_names(self, ops: Iterable[str] = ()) -> None:
-        """Check that the rules by name and by regular expression are for modules of the model, containers too, or for ops.
+        """Raise ValueError for a rule by name or regular expression that is for no module of the model, and for no op of these.
 
-        The name "" is that of a model that is a layer itself.
-
-        Args:
-            ops: Names of the ops that are no modules.
-
-        Raises:
-            ValueError: A name or a regular expression matches none. The error names the nearest.
+        Containers are modules too. The name "" is that of a model that is a layer itself.
         """
         if self.mapping is not None:
             modules = [name for name, kind in self.types.items() if name or kind in self.table]
             self.mapping.check_names([*modules, *ops])
 
     def of_module(self, module: nn.Module) -> Rule:
-        """Return the rule for a module of the float model, or for one without a name.
-
-        Raises:
-            ValueError: It has several names, and the mapping has different configs for them.
-        """
+        """Return the rule for a module of the float model, or for one without a name; as `find`."""
         return self.find(self.names.get(module, ("",)), type(module))
 
     def decide(self, rule: Rule, float_type: type[nn.Module]) -> LayerDecision:
@@ -191,15 +176,10 @@ class LayerRules:
         return next((names for names in named if name in names), (name,))
 
     def find(self, names: Sequence[str], object_type: Any, scope: str | None = None) -> Rule:
-        """Return the rule for what has these names.
+        """Return the rule for all names of a module, or for that of an op; ValueError if the names differ in rules.
 
-        Args:
-            names: All names of a module, or that of an op.
-            object_type: The module's float type, or the function or method.
-            scope: The dotted name of the module whose forward calls an op; None for a module, whose name has it.
-
-        Raises:
-            ValueError: The mapping has different configs for the names.
+        `object_type` is the module's float type, or the function or method, and `scope` the dotted name of the module whose
+        forward calls an op; None for a module, whose name has it.
         """
         if not self.empty.isdisjoint(names):
             return Rule(None, left=EMPTY)

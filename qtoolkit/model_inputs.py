@@ -24,9 +24,6 @@ OF_SHAPES = re.compile(r"\b(shapes?|sizes?|channels|elements|dimensions?|[2-5]D)
 def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return example inputs as positional and keyword arguments.
 
-    Args:
-        example_inputs: A tuple of inputs, a mapping of keyword inputs, or one input.
-
     Example:
         >>> split({"x": 1}), split((1, 2)), split(3)
         (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
@@ -47,14 +44,6 @@ class ShapeMisfitError(MisfitError, ValueError):
 @contextmanager
 def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
     """Let an error of a run say which input is of a type, dtype or shape, or on a device, that the model does not take.
-
-    Args:
-        model: The model that the block runs.
-        inputs: Its inputs, as for `split`.
-        what: How the error begins.
-
-    Raises:
-        MisfitError: The block raised an error, and such an input explains it; a ShapeMisfitError for a shape.
 
     Example:
         >>> layer, x = nn.Linear(2, 2), torch.ones(1, 2, dtype=torch.float64)
@@ -159,12 +148,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Yield the values in nested tuples, lists and mappings, each with the keys and positions that lead to it.
-
-    Example:
-        >>> list(leaves({"a": 1, "b": (2, None)}))
-        [(('a',), 1), (('b', 0), 2), (('b', 1), None)]
-    """
+    """Yield the values in nested tuples, lists and mappings, each with the keys and positions that lead to it."""
     if isinstance(value, Mapping | tuple | list) and not isinstance(value, torch.Size):
         for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from leaves(part, (*path, key))
@@ -175,30 +159,12 @@ def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 def bind(
     model: nn.Module, example_inputs: Any, what: str = "prepare: example_inputs do", remedy: str = ""
 ) -> dict[str, Any]:
-    """Return the example value of each argument of a model's forward.
-
-    Args:
-        model: The model.
-        example_inputs: As for `split`.
-        what: How the error begins.
-        remedy: How the error ends.
-
-    Raises:
-        TypeError: The example inputs do not match the signature.
-    """
+    """Return the example value of each argument of a model's forward."""
     return _bound(model, example_inputs, what, remedy).arguments
 
 
 def call_arguments(model: nn.Module, example_inputs: Any, what: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return example inputs as a call of forward has them: by position where it can be, in the order of forward.
-
-    Args:
-        model: The model.
-        example_inputs: As for `split`.
-        what: How the error begins.
-
-    Raises:
-        TypeError: The example inputs do not match the signature.
 
     Example:
         >>> call_arguments(nn.Bilinear(2, 2, 2), {"input2": 2, "input1": 1}, "example_inputs do")
@@ -218,22 +184,12 @@ def _bound(model: nn.Module, example_inputs: Any, what: str, remedy: str = "") -
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in a nested value, in order; other values are ignored.
-
-    Example:
-        >>> tensors_of({"a": torch.tensor(1), "b": (torch.tensor(2), None)})
-        [tensor(1), tensor(2)]
-    """
+    """Return the tensors in a nested value, in order; other values are ignored."""
     return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a nested value with other tensors, in the order of `tensors_of`.
-
-    Example:
-        >>> with_tensors({"a": torch.tensor(1), "b": (torch.tensor(2), None)}, iter([3, 4]))
-        {'a': 3, 'b': (4, None)}
-    """
+    """Return a nested value with other tensors, in the order of `tensors_of`."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, Mapping):

@@ -1,15 +1,17 @@
 """Protection of the user's model: its check, a copy to change, its state restored after an error, its modes after a run."""
 
 import copy
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-
-from qtoolkit.random_state import RandomState
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -29,16 +31,7 @@ def device_of(module: nn.Module) -> torch.device | None:
 
 
 def deepcopy_model(model: M, memo: dict[int, Any] | None = None, what: str = "prepare") -> M:
-    """Return a deep copy of a model.
-
-    Args:
-        model: The model.
-        memo: As copy.deepcopy takes it.
-        what: The public function that copies, for the error.
-
-    Raises:
-        TypeError: The model cannot be copied.
-    """
+    """Return a deep copy of a model for the public function `what`; TypeError if it cannot be copied."""
     memo = {**_detached_attributes(model), **(memo or {})}
     try:
         copied = copy.deepcopy(model, memo)
@@ -87,9 +80,8 @@ def _detached_attributes(model: nn.Module) -> dict[int, Tensor]:
 def unchanged_on_error(model: nn.Module, parameters: bool = False) -> Iterator[None]:
     """Restore a model if the block raises: its submodules, their types, modes and attributes, and the values of buffers.
 
-    With `parameters`, the values of parameters too. They are copied before the block: for quantizers, not for whole models.
-
-    The dicts of its modules stay the same objects, so that handles of hooks remain valid.
+    With `parameters` those too: they are copied before the block, for quantizers, not for whole models. The dicts of its
+    modules stay the same objects, so that handles of hooks remain valid.
     """
     states = [(module, type(module), dict(vars(module)), _contents(vars(module))) for module in model.modules()]
     tensors = [*model.buffers(), *(model.parameters() if parameters else ())]
@@ -105,6 +97,13 @@ def unchanged_on_error(model: nn.Module, parameters: bool = False) -> Iterator[N
                 state[name].clear()
                 state[name].update(content)
         raise
+
+
+@contextmanager
+def changing(model: M, inplace: bool, what: str) -> Iterator[M]:
+    """Give the block the model to change: itself with `inplace`, restored if the block raises; otherwise a copy."""
+    with unchanged_on_error(model) if inplace else nullcontext():
+        yield model if inplace else deepcopy_model(model, what=what)
 
 
 @contextmanager
@@ -148,6 +147,43 @@ def _contents(state: dict[str, Any]) -> dict[str, dict[Any, Any]]:
     return {name: dict(value) if value else {} for name, value in state.items() if isinstance(value, dict)}
 
 
+@dataclass(frozen=True, eq=False)
+class RandomState:
+    """The states of the default generators of torch (on the CPU), of Python's `random` and of NumPy, if it is loaded.
+
+    Two states are equal if no generator has drawn between them.
+    """
+
+    of_torch: Tensor
+    of_python: Any
+    of_numpy: Any
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return the current states."""
+        of_numpy = None
+        if "numpy" in sys.modules:
+            name, keys, *rest = import_module("numpy.random").get_state()
+            of_numpy = (name, tuple(keys.tolist()), *rest)
+        return cls(torch.get_rng_state(), random.getstate(), of_numpy)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RandomState)
+            and torch.equal(self.of_torch, other.of_torch)
+            and (self.of_python, self.of_numpy) == (other.of_python, other.of_numpy)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self.of_torch)
+        random.setstate(self.of_python)
+        if self.of_numpy is not None:
+            import_module("numpy.random").set_state(self.of_numpy)
+
+
 @contextmanager
 def random_state_kept(model: nn.Module) -> Iterator[None]:
     """Restore the random number generators of Python, NumPy, and torch (on the CPU and the model's devices) after the block."""
@@ -172,16 +208,7 @@ def removing(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode for a `with` block. Then each module is in its own mode again, frozen batch norms included.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout().eval())
-        >>> with evaluating(model):
-        ...     [module.training for module in model]
-        [False, False]
-        >>> [module.training for module in model]
-        [True, False]
-    """
+    """Put a model in eval mode for a `with` block. Then each module is in its own mode again, frozen batch norms included."""
     with attribute_kept(model.modules(), "training"):
         model.eval()
         yield

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from qtoolkit.errors import check_flags, check_sequence, some
 from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.model_inputs import naming_misfits, split
-from qtoolkit.model_state import check_module, deepcopy_model, evaluating, removing, unchanged_on_error
+from qtoolkit.model_state import changing, check_module, evaluating, removing
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.registry import imported_types
 from qtoolkit.prepare import prepare
@@ -79,8 +78,7 @@ def prepare_parts(
     target = backend_of(backend)
     check_module(model, "prepare_parts")
     mapping = with_excluded(qconfig_mapping, exclude)
-    with unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else deepcopy_model(model, what="prepare_parts")
+    with changing(model, inplace, "prepare_parts") as own:
         calls = _calls(own, example_inputs)
         _check(own, parts, calls)
         found = list(_prepared(own, calls, parts, target, mapping))

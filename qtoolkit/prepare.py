@@ -1,14 +1,12 @@
 """prepare(): the passes in order."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
-from qtoolkit.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import (
     Exclude,
@@ -28,8 +26,9 @@ from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import bind, naming_misfits, split
-from qtoolkit.model_state import check_module, deepcopy_model, evaluating, random_state_kept, unchanged_on_error
+from qtoolkit.model_state import changing, check_module, evaluating, random_state_kept
 from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
+from qtoolkit.nn.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.quantizers.switches import disable_quantization
@@ -128,8 +127,7 @@ def prepare(
     trace.check_leaf_modules(leaf_modules)
     _check_capture(capture, untraced, concrete_args)
     leaves = (*leaf_modules, *custom, *passes.fuse_patterns.module_types(patterns))
-    with random_state_kept(model), unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else deepcopy_model(model)
+    with random_state_kept(model), changing(model, inplace, "prepare") as own:
         table = {**QAT_MODULES, **custom}
         parametrizations = take_parametrizations(own, weighted_types(table))
         rules = LayerRules.of(own, target, qconfig_mapping, table, custom)
@@ -177,11 +175,7 @@ def _note(gm: QuantizedGraphModule, model: nn.Module, example_inputs: Any, optio
 
 
 def _try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
-    """Run a prepared model on example inputs in eval mode with quantizers off; its state does not change.
-
-    Raises:
-        ValueError: They lack an argument that forward reads from `*args` or `**kwargs`.
-    """
+    """Run a prepared model on example inputs in eval mode with quantizers off; its state does not change."""
     args, kwargs = split(example_inputs)
     with (
         naming_misfits(gm, example_inputs, "prepare: example_inputs do"),

@@ -1,10 +1,11 @@
-"""The processes of torch.distributed: how many there are, and errors that all of them raise."""
+"""The processes of torch.distributed: how many there are, errors that all of them raise, tensors that are divided over them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch import distributed, nn
+import torch
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qtoolkit.errors import some
@@ -33,10 +34,7 @@ def from_all_ranks(mine: T) -> list[T]:
 
 @contextmanager
 def raising_on_all_ranks(what: str) -> Iterator[None]:
-    """Raise RuntimeError on every rank, with what went wrong on the others, if the block raises an error on any of them.
-
-    The rank on which it was raised gets its own error.
-    """
+    """Raise RuntimeError on every rank if the block raises an error on any of them, which gets its own error."""
     error: Exception | None = None
     try:
         yield
@@ -60,3 +58,25 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model in DistributedDataParallel and torch.compile, whose names are those of its state dict."""
     inner = vars(without_ddp(model)).get("_modules", {}).get("_orig_mod")
     return without_ddp(model) if inner is None else unwrapped(inner)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, as torch.distributed.fsdp.fully_shard makes them.
+
+    Importing its class takes a second, which most users do not need to spend.
+
+    Inside a forward, and so in compiled code, fully_shard has gathered the parameters.
+    """
+    return not torch.compiler.is_compiling() and hasattr(tensor, "to_local")
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process has: all of it, if it is not sharded."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor. If it is sharded, every process must call this."""
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return full

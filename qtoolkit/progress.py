@@ -21,20 +21,9 @@ def progress_bar(
 ) -> "tqdm[Any]":
     """Return a bar with the rate and the time that is left, which disappears at the end.
 
-    It writes only to a terminal (stderr), only in the first process of a process group, and only after a second.
-
-    Args:
-        name: What runs, as the bar's title.
-        unit: What is counted, in the plural.
-        show: The `progress` argument of the public function; False never writes.
-        over: What to iterate over; None leaves the calls of `update` to the caller.
-        total: The number of units; None takes the length of `over`, where it has one.
-        after: Seconds until the bar is written.
-
-    Example:
-        >>> with progress_bar("sum", "numbers", over=[1, 2]) as bar:
-        ...     sum(bar)
-        3
+    It writes only to a terminal (stderr), only in the first process of a process group, and only `after` some seconds. `name`
+    is its title, `unit` what is counted, in the plural, and `show` the `progress` argument of the public function. Without
+    `over` the caller calls `update`; without `total` its length counts, where it has one.
     """
     return tqdm(
         over,
@@ -61,12 +50,7 @@ def step(bar: "tqdm[Any]", what: str) -> None:
 
 
 def batches_of(name: str, batches: Iterable[Any], show: bool, total: int | None = None) -> Iterator[Any]:
-    """Yield batches under a bar that shows how many samples have run.
-
-    Example:
-        >>> [batch.sum().item() for batch in batches_of("run", [torch.ones(2), torch.ones(3)], show=False)]
-        [2.0, 3.0]
-    """
+    """Yield batches under a bar that shows how many samples have run."""
     samples = 0
     with progress_bar(name, "batches", show, batches, total) as bar:
         for batch in bar:

@@ -5,14 +5,10 @@ from typing import Any
 
 
 def publish(package: str, *exports: Any) -> None:
-    """Set the module of classes and functions to the public package that exports them.
+    """Set the module of classes and functions to the public package whose `__init__` exports them.
 
     Pickles, and the code that torch.fx generates, name each class and function by its module and its name. `inspect.getsource`
     then finds the source of methods and functions, but not of a class.
-
-    Args:
-        package: Name of the package, whose `__init__` imports the classes and functions.
-        *exports: The classes and functions.
     """
     for export in exports:
         home = export.__module__

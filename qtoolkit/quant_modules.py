@@ -4,7 +4,7 @@ import copy
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Literal, Self
@@ -12,7 +12,6 @@ from typing import Literal, Self
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
-from qtoolkit.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.config import QConfigMapping, QuantSpec
 from qtoolkit.config.mapping import (
     PLAIN_NAME,
@@ -24,7 +23,7 @@ from qtoolkit.config.mapping import (
 )
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
 from qtoolkit.eager.fuse import link_chains, quantize_outputs
-from qtoolkit.eager.record import chains_of, record_of, update_record
+from qtoolkit.eager.record import chains_of, record_of
 from qtoolkit.eager.rules import (
     FLOAT_FUNCTIONAL,
     Ignore,
@@ -32,18 +31,19 @@ from qtoolkit.eager.rules import (
     entries_of,
     names_ignored,
     quantized_otherwise,
+    record_plan,
 )
 from qtoolkit.errors import check_flags, check_known, renamed, some, unknown
 from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.nodes import float_type, kind_of_module
+from qtoolkit.graph.nodes import float_type
 from qtoolkit.graph.passes.link_inputs import link_own_inputs
-from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerDecision, LayerRules
-from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
+from qtoolkit.model_state import changing, check_module
 from qtoolkit.nn import replaced_modules, set_training_arithmetic
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.nn.replacement import replace_layers
@@ -133,8 +133,7 @@ def replace(
     table = {**replaced_modules(), **(custom or {})}
     mapping = with_excluded(qconfig_mapping, exclude)
     mapping = with_excluded(mapping, map(_as_excluded, names_ignored(model, ignore)))
-    with unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else deepcopy_model(model, what="replace")
+    with changing(model, inplace, "replace") as own:
         parametrizations = take_parametrizations(own, weighted_types(table))
         configs = LayerRules.of(own, target, mapping, table, custom or ())
         configs.check_names()
@@ -260,10 +259,7 @@ def _replace(model: nn.Module, rules: LayerRules, quantize: str) -> None:
     verdicts = {name: decision.verdict for name, decision in decisions.items()}
     verdicts |= link_chains(model, rules.backend.batch_norm, not_linked)
     verdicts |= quantize_outputs(model, outputs)
-    now = modules_by_name(model)
-    kinds = {name: str(kind_of_module(now[name])) for name in verdicts if name in now}
-    mapping = None if rules.mapping is None else rules.mapping.copy()
-    update_record(model, plan=Plan(rules.backend, kinds=kinds, inside=verdicts, mapping=mapping))
+    record_plan(model, rules, verdicts)
 
 
 def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules | None) -> None:

@@ -247,9 +247,7 @@ def _verified(
 def _reference(prepared: nn.Module, backend: Backend) -> tuple[nn.Module, ExecutingRuntime]:
     """Return the model that computes on codes as the runtime of a backend does, and the runtime.
 
-    Raises:
-        ValueError: The model has none, or no runtime of the backend takes ONNX files.
-        ImportError: The runtime is not installed.
+    Raises ValueError where none of the backend's takes ONNX files, ImportError where it is not installed.
     """
     runtime = backend.runtime
     if runtime is None or runtime not in EXECUTES:

@@ -97,11 +97,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """The answer of a function that finds nothing to return.
-
-    Attributes:
-        why: The reason, a part of a sentence.
-    """
+    """The answer of a function that finds nothing to return: why, a part of a sentence."""
 
     why: str
 

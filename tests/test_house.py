@@ -53,12 +53,11 @@ def test_nothing_imports_an_integration() -> None:
 
 # From the lowest floor up: a module imports from its own floor and from those below it alone.
 FLOORS = (
-    "_native", "errors", "argument_order", "instead", "extras", "files", "public",
-    "random_state", "sharding", "shared_modules", "version",
-    "model_inputs", "model_state", "computed_weights", "processes", "progress", "verdicts", "foreign",
+    "_native", "errors", "instead", "extras", "files", "public", "shared_modules", "version",
+    "model_inputs", "model_state", "processes", "progress", "verdicts", "foreign",
     "ops", "config", "quantizers", "finite", "op_kinds", "batches", "backends", "nn", "integer", "runtimes", "lint",
-    "layer_rules", "layer_costs",
-    "graph", "eager", "report", "calibrate", "synchronize", "parameter_groups", "prepare", "convert", "quant_modules",
+    "layer_rules",
+    "graph", "eager", "report", "calibrate", "parameter_groups", "prepare", "convert", "quant_modules",
     "parts", "export", "quantize", "debug", "tuning", "checkpoint", "__init__", "integrations", "cli", "__main__", "compat",
 )  # fmt: skip
 UPWARD = {

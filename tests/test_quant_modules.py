@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,6 +256,21 @@ def test_rules_for_layers_that_initialize_has_built_have_no_effect(options: dict
         UserWarning, match="layers that are quantized already, which keep theirs: '0'; replace the float"
     ):
         assert quantized_names(replace(model, **options)) == {"0"}
+
+
+def test_what_initialize_builds_records_its_rules(tmp_path: Path) -> None:
+    with qt.quant_modules.initialize(FOUR_BITS, backend="openvino"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+    model[0] = model[0].to_float()  # which records nothing
+    plan = plan_of(copy.deepcopy(model))
+    assert (plan.backend.name, plan.mapping) == ("openvino", FOUR_BITS)
+    assert qt.quantization_report(model).layers[-1].reason == "by module replacement"
+    qt.save_checkpoint(model, tmp_path / "model.safetensors")
+    assert qt.load_checkpoint(tmp_path / "model.safetensors", model).backend == "openvino"
+    for _ in range(2):  # what the layer has is what it was built by, whatever was asked for since
+        with pytest.warns(UserWarning, match="keep theirs: '1.1'; replace"):
+            replace(model, inplace=True, backend="snpe")
+    assert quantized_names(model) == {"0", "1.1"}
 
 
 def test_rules_that_initialize_has_followed_do_not_warn() -> None:

@@ -1,5 +1,6 @@
 """What a checkpoint holds: the tensors of a model and of its training, and the record."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qtoolkit.checkpoint.optimizers import optimizer_tree
-from qtoolkit.checkpoint.random_states import random_bytes
 from qtoolkit.checkpoint.record import OWN, VERSION, Record
-from qtoolkit.checkpoint.tree import encode
+from qtoolkit.checkpoint.tree import decode, encode
 from qtoolkit.eager.record import plan_of
-from qtoolkit.processes import rank, ranks
-from qtoolkit.sharding import is_sharded
+from qtoolkit.model_state import RandomState
+from qtoolkit.processes import is_sharded, rank, ranks
 
 
 @dataclass
@@ -54,9 +54,7 @@ def contents_of(
 ) -> tuple[dict[str, Tensor], Record]:
     """Return the tensors that this process has for a checkpoint, and its record.
 
-    Raises:
-        TypeError: The state holds what no checkpoint can hold.
-        ValueError: The optimizer is that of another model.
+    Raises TypeError for a state that no checkpoint can hold, ValueError for the optimizer of another model.
     """
     contents, saved = Contents(), model.state_dict()
     aliases = contents.keep_state_dict(saved)
@@ -111,3 +109,26 @@ def _alone(tensor: Tensor, seen: set[int]) -> Tensor:
         seen.add(tensor.data_ptr())
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+# ---- the states of random number generators, as one tensor of bytes
+
+
+def random_bytes() -> Tensor:
+    """Return the states of the generators of Python, NumPy and torch, on the CPU and on this process's GPU."""
+    now = RandomState.now()
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    states = (now.of_torch.tolist(), now.of_python, now.of_numpy, None if on_gpu is None else on_gpu.tolist())
+    text = json.dumps(encode(states, "the random state"))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def restore_random(saved: Tensor) -> None:
+    """Set the generators to the states of `random_bytes`, or raise ValueError."""
+    try:
+        of_torch, of_python, of_numpy, on_gpu = decode(json.loads(bytes(saved.tolist())))
+        RandomState(torch.tensor(of_torch, dtype=torch.uint8), of_python, of_numpy).restore()
+        if on_gpu is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.tensor(on_gpu, dtype=torch.uint8))
+    except (TypeError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"its states of random number generators are not readable ({error})") from None

@@ -1,26 +1,27 @@
-"""A checkpoint as one file of safetensors, which any reader of that format can open."""
+"""A checkpoint as one file of safetensors, which any reader of that format can open; state dicts that other code has saved."""
 
+import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, distributed
 
 from qtoolkit.checkpoint.contents import random_name
 from qtoolkit.checkpoint.record import KEY, OWN, Record, parsed
 from qtoolkit.files import replacing
-from qtoolkit.processes import raising_on_all_ranks, rank, ranks
-from qtoolkit.sharding import is_sharded
+from qtoolkit.processes import is_sharded, raising_on_all_ranks, rank, ranks
+
+WRAPPINGS = ("state_dict", "model_state_dict", "model")  # entries in which scripts keep a model's state dict
+WRAPPER = "module."  # begins the names of a model in DistributedDataParallel
 
 
 @dataclass
 class InMemory:
-    """The tensors of a file by their names.
-
-    Attributes:
-        tensors: The tensors.
-        record: The record; of a state dict, its metadata alone.
-    """
+    """The tensors of a file by their names, and the record; of a state dict, its metadata alone."""
 
     tensors: dict[str, Tensor]
     record: Record
@@ -47,12 +48,7 @@ def _distributed_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def write_file(tensors: Mapping[str, Tensor], record: Record, path: Path) -> None:
-    """Write a file on rank 0, with the random states of all ranks.
-
-    Raises:
-        OSError: It cannot be written; what was there stays.
-        ValueError: The model is sharded over processes.
-    """
+    """Write a file on rank 0, with the random states of all ranks; ValueError for a model that is sharded."""
     sharded = [name for name, tensor in tensors.items() if is_sharded(tensor)]
     if sharded:
         raise ValueError(
@@ -88,11 +84,7 @@ def _write(tensors: Mapping[str, Tensor], record: Record, path: Path) -> None:
 
 
 def read_file(path: Path) -> InMemory:
-    """Read a file of safetensors: of `write_file`, or of anything else, without a record.
-
-    Raises:
-        ValueError: It is not a complete file of safetensors, or its record is not one.
-    """
+    """Read a file of safetensors: of `write_file`, or of anything else, without a record; ValueError if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -102,3 +94,41 @@ def read_file(path: Path) -> InMemory:
     except SafetensorError as error:
         raise ValueError(f"it is not a complete file of safetensors ({error})") from None
     return InMemory(tensors, Record() if text is None else Record.from_values(parsed(text)))
+
+
+# ---- state dicts of other code, by torch.save, in the wrappings that scripts give them
+
+
+def read_pickle(path: Path) -> InMemory:
+    """Read a state dict from a file of torch.save, without running code that the file may hold; ValueError if it holds more."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"it is not a file of tensors alone ({_found(error)}). Other pickles may run code and are not loaded: where you "
+            f"trust it, save its state dict by torch.save(model.state_dict(), path)"
+        ) from None
+    found = content
+    if isinstance(content, Mapping):
+        found = next((content[name] for name in WRAPPINGS if isinstance(content.get(name), Mapping)), content)
+    if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
+        raise ValueError("it holds no state dict, which is a mapping of names to tensors")
+    metadata = getattr(found, "_metadata", {})
+    if is_wrapped(found):
+        metadata = {name.removeprefix(WRAPPER): value for name, value in metadata.items()}
+    return InMemory(dict(without_wrapper(found)), Record(metadata))
+
+
+def _found(error: Exception) -> str:
+    name = re.search(r"GLOBAL (\S+)", str(error))  # the rest is advice on other arguments of torch.load
+    return f"it holds {name[1]}" if name else f"torch.load raises {type(error).__name__}"
+
+
+def is_wrapped(state: Mapping[str, Any]) -> bool:
+    """Return whether a state dict is that of a model in DistributedDataParallel."""
+    return bool(state) and all(key.startswith(WRAPPER) for key in state)
+
+
+def without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict with the names that the model in DistributedDataParallel has."""
+    return {key.removeprefix(WRAPPER): value for key, value in state.items()} if is_wrapped(state) else state

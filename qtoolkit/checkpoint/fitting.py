@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import nearest, some
+from qtoolkit.processes import is_sharded
 from qtoolkit.quantizers.observers import Observer
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.sharding import is_sharded
 
 Modules = Mapping[str, nn.Module]  # of a model, by all of their names
 
@@ -20,8 +20,8 @@ def differences(
 ) -> tuple[list[str], list[str]]:
     """Return the entries that only the model has, and those that only the checkpoint has.
 
-    What was observed is not needed, and a checkpoint of the float model needs no entry of a quantizer. Entries of quantizers of
-    earlier versions have other names: `load_state_dict` checks these.
+    What was observed is not needed, and a float model's checkpoint no entry of a quantizer. Entries of quantizers of earlier
+    versions have other names: `load_state_dict` checks these.
     """
     optional = set(_inside(modules, Observer))
     quantizers = _inside(modules, Quantizer)

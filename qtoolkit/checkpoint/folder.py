@@ -25,21 +25,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from qtoolkit.checkpoint.contents import random_name
 from qtoolkit.checkpoint.record import INDEX, OWN, Record, parsed
 from qtoolkit.files import write_atomically
-from qtoolkit.processes import from_all_ranks, raising_on_all_ranks, rank, ranks
-from qtoolkit.sharding import is_sharded
+from qtoolkit.processes import from_all_ranks, is_sharded, raising_on_all_ranks, rank, ranks
 
 DATA = "data-"
 
 
 def write_folder(tensors: Mapping[str, Tensor], record: Record, folder: Path) -> None:
-    """Write a folder; every process must call this.
+    """Write a folder; every process must call this. If it cannot be written, the checkpoint that was there stays.
 
     What is not sharded is that of rank 0. Ranks may have other buffers, such as running statistics, until
     DistributedDataParallel replaces them by those of rank 0.
-
-    Raises:
-        OSError: It cannot be written; the checkpoint that was there stays.
-        RuntimeError: It cannot be written on another process.
     """
     own = {
         name: t for name, t in tensors.items() if rank() == 0 or is_sharded(t) or name == f"{OWN}{random_name(rank())}"
@@ -78,11 +73,7 @@ def _dtype(name: object) -> torch.dtype:
 
 
 class Folder:
-    """A folder to read.
-
-    Raises:
-        ValueError: Its index is not one, or its data is not that of the index.
-    """
+    """A folder to read; ValueError if its index is not one, or its data is not that of the index."""
 
     def __init__(self, folder: Path) -> None:
         values = parsed((folder / INDEX).read_bytes())

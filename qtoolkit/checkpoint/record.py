@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from qtoolkit.checkpoint.tree import decode, encode
 
@@ -46,16 +45,12 @@ class Record:
 
     def to_json(self, **more: Any) -> str:
         """Return the record as JSON, with more entries for the caller."""
-        modules = encode(self.modules, "the metadata of the state dict", _refuse)
+        modules = encode(self.modules, "the metadata of the state dict")
         return json.dumps({**vars(self), "modules": modules, **more})
 
     @classmethod
     def from_values(cls, values: Any) -> Self:
-        """Return the record of a JSON object.
-
-        Raises:
-            ValueError: It is of a later version, or not a record.
-        """
+        """Return the record of a JSON object; ValueError if it is of a later version, or not a record."""
         if not isinstance(values, Mapping):
             raise ValueError(f"its record is not a JSON object but {type(values).__name__}")
         version = values.get("version")
@@ -69,24 +64,12 @@ class Record:
         lacking = [f.name for f in fields(cls) if f.name not in values]
         if lacking or wrong:
             raise ValueError(f"its record has no {(lacking + wrong)[0]!r} of the right type")
-        modules = decode(values["modules"], _refuse_key)
+        modules = decode(values["modules"])
         return cls(**{f.name: values[f.name] for f in fields(cls)} | {"modules": modules})
 
 
-def _refuse(tensor: Tensor) -> str:
-    raise TypeError("save_checkpoint: the metadata of the state dict holds a tensor; register it as a buffer.")
-
-
-def _refuse_key(key: str) -> Any:
-    raise ValueError(f"its record names the tensor {str(key)!r} in a place that has none")
-
-
 def parsed(text: str | bytes) -> Any:
-    """Return the values of JSON.
-
-    Raises:
-        ValueError: It is not JSON.
-    """
+    """Return the values of JSON, or raise ValueError."""
     try:
         return json.loads(text)
     except RecursionError:

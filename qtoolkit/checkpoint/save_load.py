@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from qtoolkit.argument_order import in_any_order
 from qtoolkit.checkpoint.contents import contents_of
 from qtoolkit.checkpoint.file import write_file
 from qtoolkit.checkpoint.loading import SUFFIX, Loading, opened
@@ -18,6 +17,7 @@ from qtoolkit.errors import check_flags, shown, some
 from qtoolkit.extras import missing
 from qtoolkit.files import is_path
 from qtoolkit.finite import check_finite
+from qtoolkit.instead import in_any_order
 from qtoolkit.model_state import check_module
 from qtoolkit.processes import raising_on_all_ranks, unwrapped
 from qtoolkit.version import __version__

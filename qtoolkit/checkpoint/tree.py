@@ -9,24 +9,21 @@ from torch import Tensor
 PLAIN = (str, int, float, bool, type(None))
 
 
-def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
-    """Return a value as JSON.
+def encode(value: Any, where: str, keep: Callable[[Tensor], str] | None = None) -> Any:
+    """Return a value as JSON: numbers, strings, None and tensors, in lists, tuples, dicts and Counters.
 
-    Args:
-        value: Numbers, strings, None and tensors, in lists, tuples, dicts and Counters.
-        where: What the value is, for the error.
-        keep: Stores a tensor, and returns its key.
-
-    Raises:
-        TypeError: It holds an object of another type.
+    `where` says what the value is; `keep` stores a tensor and returns its key. Raises TypeError for an object of another type,
+    and for a tensor without `keep`.
 
     Example:
-        >>> encode({"betas": (0.9, 0.99)}, "options", str)
+        >>> encode({"betas": (0.9, 0.99)}, "options")
         {'dict': [['betas', {'tuple': [0.9, 0.99]}]]}
-        >>> decode(_, {}.get)
+        >>> decode(_)
         {'betas': (0.9, 0.99)}
     """
     if isinstance(value, Tensor):
+        if keep is None:
+            raise TypeError(f"save_checkpoint: {where} holds a tensor; register it as a buffer.")
         return {"tensor": keep(value)}
     if isinstance(value, PLAIN):
         return value
@@ -42,12 +39,8 @@ def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
     )
 
 
-def decode(tree: Any, take: Callable[[str], Any]) -> Any:
-    """Return the value of `encode`'s result; `take` returns the tensor of a key.
-
-    Raises:
-        ValueError: It is not a result of `encode`.
-    """
+def decode(tree: Any, take: Callable[[str], Any] | None = None) -> Any:
+    """Return the value of `encode`'s result, or raise ValueError; `take` returns the tensor of a key."""
     if isinstance(tree, PLAIN):
         return tree
     if isinstance(tree, list):
@@ -55,6 +48,8 @@ def decode(tree: Any, take: Callable[[str], Any]) -> Any:
     if isinstance(tree, dict) and len(tree) == 1:
         ((kind, content),) = tree.items()
         if kind == "tensor":
+            if take is None:
+                raise ValueError(f"its record names the tensor {str(content)!r} in a place that has none")
             return take(content)
         if kind == "tuple":
             return tuple(decode(item, take) for item in content)

@@ -19,6 +19,7 @@ from qtoolkit.export.description import FileDescription, describe
 from qtoolkit.export.lint import lint as lint_file
 from qtoolkit.export.lint import rules_of
 from qtoolkit.export.verification.between_runtimes import RuntimeComparison, compare_runtimes
+from qtoolkit.export.verification.codes import CodeCount
 from qtoolkit.runtimes.table import EXECUTES, RUNTIMES
 from qtoolkit.version import __version__
 
@@ -27,13 +28,7 @@ PACKAGES = ("numpy", "onnx", "onnxscript", "onnxruntime", "openvino", "torchvisi
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command prints.
-
-    Attributes:
-        data: What it prints as JSON.
-        table: Returns what it prints for people.
-        found: Whether it found something.
-    """
+    """What a command prints: data as JSON, or a table for people; and whether it found something."""
 
     data: dict[str, Any]
     table: Callable[[], str]
@@ -79,12 +74,7 @@ def info(arguments: argparse.Namespace) -> Answer:
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions and the hardware that the package finds.
-
-    Example:
-        >>> sorted(environment())
-        ['cuda', 'instruction_set', 'packages', 'python', 'qtoolkit', 'threads', 'torch']
-    """
+    """Return the versions and the hardware that the package finds."""
     devices = range(torch.cuda.device_count())
     return {
         "qtoolkit": __version__,
@@ -104,16 +94,17 @@ def _version(package: str) -> str | None:
         return None
 
 
+def counted(count: CodeCount) -> dict[str, Any]:
+    """Return how many codes were compared and differ, and by how many steps."""
+    return {"compared": count.compared, "differing": count.differing, "steps": count.steps}
+
+
 def _codes(found: RuntimeComparison) -> list[dict[str, Any]]:
     listed = []
     for name, codes in found.runtimes.items():
         first = codes.first_difference
-        quantizers = [
-            {"quantizer": q, "compared": n.compared, "differing": n.differing, "steps": n.steps}
-            for q, n in codes.by_quantizer.items()
-        ]
-        entry: dict[str, Any] = {"runtime": name, "version": codes.runtime, "compared": codes.codes.compared}
-        entry |= {"differing": codes.codes.differing, "steps": codes.codes.steps, "first_difference": first}
+        quantizers = [{"quantizer": quantizer, **counted(count)} for quantizer, count in codes.by_quantizer.items()]
+        entry = {"runtime": name, "version": codes.runtime, **counted(codes.codes), "first_difference": first}
         entry |= {"output_difference": codes.output_difference, "not_compared": list(codes.not_compared)}
         entry |= {"program_difference": found.program.get(name), "quantizers": quantizers, "remark": codes.remark}
         entry["integer_layers"] = [{"layer": layer.name, "kernel": layer.kernel} for layer in codes.integer_layers]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.cli import tables
-from qtoolkit.cli.commands import Answer
+from qtoolkit.cli.commands import Answer, counted
 from qtoolkit.errors import first_line, unknown
 from qtoolkit.export import Verdict
 from qtoolkit.export.verification.codes import CodeCount
@@ -40,19 +40,10 @@ def quantize(arguments: argparse.Namespace) -> Answer:
 
 
 def load(option: str, reference: str) -> Any:
-    """Return what a Python file or a module has under a name; of a function or a class, what a call of it returns.
+    """Return what a module or a file ("path/file.py:name") has under a name; of a function or a class, what a call returns.
 
-    Args:
-        option: The option, for errors.
-        reference: "package.module:name" or "path/file.py:name". Python looks for modules in the folder of the file, or in the
-            working folder, first.
-
-    Raises:
-        ValueError: There is no such file, module or name, or the user's code raises an error, whose traceback is printed.
-
-    Example:
-        >>> load("model", "torch.nn:Identity")
-        Identity()
+    Python looks for modules in the folder of the file, or in the working folder, first. Raises ValueError, which begins with
+    the option, for a file, module or name that is not there, and for an error of the user's code, whose traceback is printed.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -111,10 +102,7 @@ def _data(backend: str, result: QuantizeResult) -> dict[str, Any]:
             "batches": calibration.batches,
             "unreached": list(calibration.unreached),
         },
-        "codes": {
-            name: {"compared": count.compared, "differing": count.differing, "steps": count.steps}
-            for name, count in _counts(result).items()
-        },
+        "codes": {name: counted(count) for name, count in _counts(result).items()},
         "verdict": None if result.verdict is None else str(result.verdict),
         "notes": list(result.notes),
     }

@@ -16,14 +16,9 @@ SHOWN = 20  # rows of quantizers that differ, on a terminal
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells.
+    """Rows of cells, of which a terminal shows the first ones: elsewhere `file` is the first cell of each line.
 
-    Attributes:
-        columns: Their names, or "" for none; not printed where there is no terminal.
-        rows: The rows.
-        file: The file that they are about, the first cell of each line where there is no terminal; "" for none.
-        spaced: Whether a line divides the rows, whose cells are sentences.
-        most: How many rows a terminal shows.
+    A line divides the rows if they are `spaced`, as sentences are.
     """
 
     columns: tuple[str, ...]

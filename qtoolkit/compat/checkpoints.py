@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.checkpoint.foreign import without_wrapper
+from qtoolkit.checkpoint.file import without_wrapper
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import check_module, check_numbers, unchanged_on_error
 from qtoolkit.nn import QuantWeighted

@@ -4,11 +4,7 @@ import sys
 
 
 def install_as(package: str, name: str) -> None:
-    """Make imports of a name, and of its submodules, return a package that is imported.
-
-    Raises:
-        RuntimeError: Another package of that name is imported already.
-    """
+    """Make imports of a name, and of its submodules, return a package that is imported; RuntimeError if they return another."""
     ours = {key: module for key, module in sys.modules.items() if key == package or key.startswith(f"{package}.")}
     imported = sys.modules.get(name)
     if imported is not None and imported is not ours[package]:

@@ -9,13 +9,7 @@ LARGEST = {"e4m3": 448, "e5m2": 57344, "e2m1": 6}
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A small float format with a scale for each block of neighbours.
-
-    Attributes:
-        element: The format of the elements, of `qtoolkit.ops.fake_quant_float`.
-        size: Elements of a block.
-        scale_format: The format of the scales, of `qtoolkit.ops.fake_quant_block`.
-    """
+    """A format of `qtoolkit.ops.fake_quant_block`: small floats, with a scale for each block of neighbours."""
 
     element: str
     size: int

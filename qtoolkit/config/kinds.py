@@ -25,14 +25,11 @@ def path_of(kind: Kind) -> str:
 
 
 def kind_at(path: str, types: Iterable[Kind]) -> Kind:
-    """Return the type, function or tensor method at a path, among those of torch, `operator`, qtoolkit and the caller.
-
-    Raises:
-        ValueError: It is none of them.
+    """Return what is at a path among the types and functions of torch, `operator`, qtoolkit and the caller; else ValueError.
 
     Example:
-        >>> kind_at("torch.nn.modules.conv:Conv2d", ()), kind_at("torch.nn:Conv2d", ())
-        (<class 'torch.nn.modules.conv.Conv2d'>, <class 'torch.nn.modules.conv.Conv2d'>)
+        >>> kind_at("torch.nn:Conv2d", ())
+        <class 'torch.nn.modules.conv.Conv2d'>
     """
     known = {**_known_kinds(), **{path_of(kind): kind for kind in types}}
     if path not in known:

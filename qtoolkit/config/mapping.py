@@ -380,13 +380,9 @@ class QConfigMapping:
 def warn_of_unused_types(
     option: str, kinds: Iterable[Kind], known: Collection[Kind], fact: str = "is not in the model"
 ) -> None:
-    """Warn of the types and functions in an option of a public function that have no effect on the model.
+    """Warn of the types and functions in an option of a public function that have no effect on a model with the `known` ones.
 
-    Args:
-        option: The function and its option, as the warning begins.
-        kinds: The types and functions that the option names.
-        known: The types and functions in the model.
-        fact: What is true of those that are not among the known ones.
+    `option` begins the warning, and `fact` is what is true of those that are not among the known ones.
     """
     for kind in kinds:
         if kind not in known:
@@ -395,11 +391,7 @@ def warn_of_unused_types(
 
 
 def with_excluded(mapping: QConfigMapping | None, exclude: Exclude | None) -> QConfigMapping | None:
-    """Return a mapping, or its copy that excludes the layers of the `exclude` argument of a public function.
-
-    Raises:
-        TypeError, ValueError: As `QConfigMapping.exclude`.
-    """
+    """Return a mapping, or its copy that excludes the layers of the `exclude` argument of a public function."""
     if exclude is None:
         return mapping
     several = isinstance(exclude, Iterable) and not isinstance(exclude, str | type)

@@ -5,11 +5,14 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from qtoolkit.config.formats import BLOCKS, LARGEST
-from qtoolkit.config.registry import REGISTRY
 from qtoolkit.errors import check_known, check_mapping, unknown
 from qtoolkit.instead import FORMATS as MEANT
 from qtoolkit.instead import RENAMED, check_arguments
 
+# The observers and quantizers that a spec may name: what they check and which OPTIONS they have. `qtoolkit.quantizers.table`
+# fills them.
+OBSERVERS: dict[str, Any] = {}
+QUANTIZERS: dict[str, Any] = {}
 FORMATS = ("int", *LARGEST, *BLOCKS, "nnie")
 # The fields that a format other than "int" fixes.
 FIXED: dict[str, dict[str, Any]] = {
@@ -122,9 +125,9 @@ class QuantSpec:
         self._complete_blocks()
         self._check_group_size()
         check_known("format", self.format, FORMATS, MEANT)
-        check_known("observer", self.observer, REGISTRY.observers)
-        check_known("quantizer", self.quantizer, REGISTRY.quantizers)
-        observer, quantizer = REGISTRY.observers[self.observer], REGISTRY.quantizers[self.quantizer]
+        check_known("observer", self.observer, OBSERVERS)
+        check_known("quantizer", self.quantizer, QUANTIZERS)
+        observer, quantizer = OBSERVERS[self.observer], QUANTIZERS[self.quantizer]
         _check_options(f"observer {self.observer!r}", self.observer_args, observer.OPTIONS)
         _check_options(f"quantizer {self.quantizer!r}", self.quantizer_args, quantizer.OPTIONS)
         for name in ("observer_args", "quantizer_args"):
@@ -254,7 +257,7 @@ class QuantSpec:
         )
         words += ["dynamic"] if self.dynamic else []
         words += ["pow2"] if self.pow2_scale else []
-        words.append(REGISTRY.quantizers[self.quantizer].label)
+        words.append(QUANTIZERS[self.quantizer].label)
         return " ".join(word for word in words if word)
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit.processes import own_part
 from qtoolkit.quantizers.clip_range import clip_range
 from qtoolkit.quantizers.observers import RangeObserver
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.sharding import own_part
 
 WIDEST = 16  # bits of the grids whose codes are counted
 

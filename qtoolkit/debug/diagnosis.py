@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from qtoolkit.debug.activity import values_of
 from qtoolkit.model_state import random_state_kept, unchanged_on_error
+from qtoolkit.processes import is_sharded
 from qtoolkit.quantizers.first_steps import FAR, warn_of_growth
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.switches import stop_on_nonfinite
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
-from qtoolkit.sharding import is_sharded
 
 LOST = 24.0  # log2 of the factor to its start at which a scale represents nothing but zero, or clips everything
 REMEDY = "Lower the learning rate, or clip the gradients (torch.nn.utils.clip_grad_norm_)"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qtoolkit.argument_order import in_any_order
 from qtoolkit.debug.compare import compare
 from qtoolkit.debug.page import charts, details, facts, picture, summary, tables
 from qtoolkit.debug.sensitivity import Sensitivity
@@ -20,6 +19,7 @@ from qtoolkit.export.onnx import ExportResult
 from qtoolkit.export.verification.deployed import DeployedVerification
 from qtoolkit.export.verification.verify import Verification
 from qtoolkit.files import checked_path, write_atomically
+from qtoolkit.instead import in_any_order
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted

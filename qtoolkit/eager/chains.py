@@ -6,12 +6,12 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from qtoolkit.computed_weights import has_weight
 from qtoolkit.eager.record import chains_of
 from qtoolkit.errors import unknown, with_article
 from qtoolkit.graph.nodes import kind_of_module
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.computed_weights import has_weight
 from qtoolkit.op_kinds.table import kind_of_type
 from qtoolkit.shared_modules import modules_by_name, names_by_module
 
@@ -26,11 +26,7 @@ FOLLOWS: Mapping[type[nn.Module], tuple[int, ...]] = {
 
 
 def chains_in(modules_to_fuse: Any) -> list[tuple[str, ...]]:
-    """Return the chains in an argument: a list of names, or a list of such lists.
-
-    Raises:
-        TypeError: The argument is neither.
-    """
+    """Return the chains in an argument: a list of names, or a list of such lists; TypeError for anything else."""
     given = list(modules_to_fuse) if isinstance(modules_to_fuse, list | tuple) else None
     chains = [given] if given and all(isinstance(part, str) for part in given) else given
     if chains is None or not all(isinstance(c, list | tuple) and all(isinstance(n, str) for n in c) for c in chains):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from qtoolkit.eager.rules import decide_layer
+from qtoolkit.eager.rules import BY_REPLACEMENT, decide_layer, record_plan
 from qtoolkit.graph.passes.link_inputs import link_own_inputs
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn import QuantModule
@@ -19,12 +19,7 @@ Init = Callable[..., None]
 
 @dataclass(frozen=True)
 class Settings:
-    """How layers are quantized when they are built.
-
-    Attributes:
-        rules: How each type is quantized.
-        ignore: A callable that is called with "" and each layer; those for which it is true stay in float.
-    """
+    """How layers are quantized when they are built. What `ignore` is true of, by "" and the layer, stays float."""
 
     rules: LayerRules
     ignore: Callable[[str, nn.Module], bool] | None = None
@@ -37,16 +32,13 @@ class Settings:
                 qat_type = self.rules.table[cls]
                 replace_in_place(module, quantized_layer(module, qat_type, qconfig, cls.__name__, what="initialize"))
                 link_own_inputs(module, self.rules.backend)
+                record_plan(module, self.rules, {"": BY_REPLACEMENT})
         if isinstance(module, TRANSFORMERS):
             keep_off_fast_paths(module, [part for part in module.modules() if isinstance(part, QuantModule)])
 
 
 class Construction:
-    """The patches of constructors, for all threads.
-
-    Attributes:
-        settings: The current settings; None if constructors are not patched.
-    """
+    """The patches of constructors, for all threads, with the current settings; None if constructors are not patched."""
 
     def __init__(self) -> None:
         self.settings: Settings | None = None

@@ -1,21 +1,20 @@
 """Fusion without tracing: chains of modules that the user names, and outputs quantized by forward hooks."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from qtoolkit.computed_weights import bake, mask
 from qtoolkit.config import QuantSpec
 from qtoolkit.eager.chains import ChainRules, chains_in
 from qtoolkit.eager.record import chains_of, record_of, update_record
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
 from qtoolkit.errors import check_flags, unknown, with_article
-from qtoolkit.model_state import check_module, deepcopy_model, device_of, unchanged_on_error
+from qtoolkit.model_state import changing, check_module, device_of
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of, is_batch_norm, linked
+from qtoolkit.nn.computed_weights import bake, mask
 from qtoolkit.nn.module import quantize_output, reset_after_loading
 from qtoolkit.nn.replacement import replace_in_place
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -61,8 +60,7 @@ def fuse_modules(
     chains = chains_in(modules_to_fuse)
     check_module(model, "fuse_modules")
     ChainRules(model).check(chains)
-    with unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else deepcopy_model(model, what="fuse_modules")
+    with changing(model, inplace, "fuse_modules") as own:
         for chain in chains:
             first, second = (own.get_submodule(name) for name in chain[:2])
             if is_batch_norm(second) and not second.training:
@@ -71,19 +69,11 @@ def fuse_modules(
     return own
 
 
-def link_chains(model: nn.Module, strategy: str, not_linked: Mapping[str, Verdict] | None = None) -> dict[str, Verdict]:
-    """Link the batch norms of a model's chains to the QAT layers before them.
+def link_chains(model: nn.Module, strategy: str, not_linked: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    """Link the batch norms of a model's chains to the QAT layers before them; return the verdict on each batch norm, by name.
 
-    Args:
-        model: The model, after its layers were replaced.
-        strategy: The computation in training, one of `qtoolkit.nn.batch_norm.STRATEGIES`.
-        not_linked: Verdicts on batch norms that are not linked, by name.
-
-    Returns:
-        The verdict on each batch norm, by name.
-
-    Raises:
-        ValueError: The strategy is not known or does not fit a batch norm, or a module of a chain is no longer in the model.
+    `strategy` is one of `qtoolkit.nn.batch_norm.STRATEGIES`, `not_linked` has the verdicts on batch norms that are not linked.
+    Raises ValueError for a strategy that does not fit, and for a module of a chain that is no longer in the model.
     """
     verdicts: dict[str, Verdict] = {}
     for chain in chains_of(model):
@@ -95,7 +85,7 @@ def link_chains(model: nn.Module, strategy: str, not_linked: Mapping[str, Verdic
             verdicts[chain[1]] = Verdict.left_float(Cause.NOT_FOLDED, why)
         elif (unfit := layer.why_batch_norm_stays()) is not None:
             verdicts[chain[1]] = Verdict.left_float(Cause.NOT_FOLDED, f"a batch norm that cannot be folded ({unfit})")
-        elif not_linked and chain[1] in not_linked:
+        elif chain[1] in not_linked:
             verdicts[chain[1]] = not_linked[chain[1]]
         else:
             replace_in_place(bn, linked(bn, strategy, chain[1]))
@@ -109,14 +99,9 @@ def link_chains(model: nn.Module, strategy: str, not_linked: Mapping[str, Verdic
 
 
 def quantize_outputs(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, Verdict]:
-    """Quantize the outputs of modules and of chains, unless they are already quantized.
+    """Quantize the outputs of modules and of chains (by the first module), unless they are already quantized.
 
-    Args:
-        model: The model.
-        specs: The spec of each output, by the dotted name of the module, or of a chain's first module.
-
-    Returns:
-        The verdict on each module that is not a QAT layer, and on each last module of a chain, by name.
+    Returns the verdict on each module that is not a QAT layer, and on each last module of a chain, by name.
     """
     device = device_of(model)
     chains = {chain[0]: chain for chain in chains_of(model)}

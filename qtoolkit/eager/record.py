@@ -75,11 +75,7 @@ def plans_in(model: nn.Module) -> list[tuple[str, Plan]]:
 
 
 def check_links(model: nn.Module) -> None:
-    """Check that the batch norms that are linked to layers are still in the model.
-
-    Raises:
-        ValueError: A chain's layer is linked to another batch norm than the one in the model; names both.
-    """
+    """Raise ValueError if a chain's layer is linked to another batch norm than the one in the model; names both."""
     modules = modules_by_name(model)
     for layer_name, name, *_ in chains_of(model):
         layer, found = modules.get(layer_name), modules.get(name)

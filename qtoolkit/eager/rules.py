@@ -1,6 +1,6 @@
 """Which layers module replacement quantizes, how, and why others stay float."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.eager.record import plans_in, verdicts_in
+from qtoolkit.eager.record import plans_in, update_record, verdicts_in
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.nodes import float_type
+from qtoolkit.graph.nodes import float_type, kind_of_module
+from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -31,11 +32,7 @@ PATCHED = Verdict.left_float(Cause.NO_QAT_TYPE, "its forward is an attribute of 
 
 
 def decide_layer(module: nn.Module, rules: LayerRules) -> LayerDecision:
-    """Return how module replacement quantizes a float layer.
-
-    Raises:
-        ValueError: The layer has several names, and the mapping has different configs for them.
-    """
+    """Return how module replacement quantizes a float layer; ValueError if its names have different rules."""
     if type(module) not in rules.table:
         return LayerDecision(None, Verdict.left_float(Cause.NO_QAT_TYPE, _why_no_type(module, rules.table)))
     if "forward" in vars(module):
@@ -64,9 +61,7 @@ def _why_no_type(module: nn.Module, table: QatModules) -> str:
 def names_ignored(model: nn.Module, ignore: Ignore | None) -> list[str]:
     """Return the names of the modules that `ignore` leaves in float with all that is in them.
 
-    Raises:
-        ValueError: A name or pattern matches no module.
-        TypeError: An entry is not a string.
+    Raises ValueError for a name or pattern that matches no module, TypeError for an entry that is no string.
     """
     modules = modules_by_name(model)
     if ignore is None:
@@ -83,11 +78,7 @@ def names_ignored(model: nn.Module, ignore: Ignore | None) -> list[str]:
 
 
 def entries_of(ignore: object, what: str) -> list[str]:
-    """Return the strings of an `ignore` argument of the public function `what`.
-
-    Raises:
-        TypeError: An entry is not a string.
-    """
+    """Return the strings of an `ignore` argument of the public function `what`; TypeError for an entry that is none."""
     several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
     entries: list[Any] = list(ignore) if several else [ignore]  # type: ignore[call-overload]  # an Iterable
     for entry in entries:
@@ -100,10 +91,7 @@ def entries_of(ignore: object, what: str) -> list[str]:
 
 
 def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
-    """Return how each layer of a model is quantized, by its first name, in order.
-
-    Layers that an earlier replacement quantized keep their verdict.
-    """
+    """Return how each layer is quantized, by its first name, in order; those replaced before keep their verdict."""
     before = verdicts_in(model)
     decisions: dict[str, LayerDecision] = {}
     pairs, seen = [("", model)], set()
@@ -124,30 +112,35 @@ def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
     return decisions
 
 
+def record_plan(model: nn.Module, rules: LayerRules, verdicts: Mapping[str, Verdict]) -> None:
+    """Store on a model what was decided about its layers, by their names in it, and by which rules."""
+    now = modules_by_name(model)
+    kinds = {name: str(kind_of_module(now[name])) for name in verdicts if name in now}
+    mapping = None if rules.mapping is None else rules.mapping.copy()
+    update_record(model, plan=Plan(rules.backend, kinds=kinds, inside=verdicts, mapping=mapping))
+
+
 def quantized_otherwise(model: nn.Module, rules: LayerRules) -> list[str]:
     """Return the names of the layers that are already quantized by another config than these rules give.
 
-    A second call without rules, for the same backend, asks for nothing else than what the layers have. Layers that `initialize`
-    built, or the user, are in no plan: their quantizers tell what config they have.
+    A second call without rules, for the same backend, asks for nothing else than what the layers have.
     """
-    names: list[str] = []
-    planned = set[nn.Module]()
-    for part, plan in plans_in(model):
+    before: dict[nn.Module, LayerRules] = {}
+    for part, plan in plans_in(model):  # inner parts come later, and have their layers' own rules
         earlier = LayerRules.of(model.get_submodule(part), plan.backend, plan.mapping, rules.table, rules.custom)
-        planned.update(earlier.names)
-        for module in earlier.names:
-            if isinstance(module, QuantModule):
-                kind, own = float_type(module), rules.names[module]
-                new = rules.find(own, kind)
-                is_asked = new.source != "default" or rules.backend != plan.backend
-                if is_asked and new.qconfig != earlier.find(earlier.names[module], kind).qconfig:
-                    names.append(own[0])
-    for module, own in rules.names.items():
-        if isinstance(module, QuantModule) and module not in planned:
-            new = rules.find(own, float_type(module))
-            if new.source != "default" and _quantizes_otherwise(module, new.qconfig):
-                names.append(own[0])
-    return names
+        before |= dict.fromkeys(earlier.names, earlier)
+    layers = {module: names for module, names in rules.names.items() if isinstance(module, QuantModule)}
+    return [names[0] for module, names in layers.items() if _is_asked_otherwise(module, rules, before.get(module))]
+
+
+def _is_asked_otherwise(layer: QuantModule, rules: LayerRules, before: LayerRules | None) -> bool:
+    """Return whether rules ask for another config of a layer than those before; the user may have built it without any."""
+    kind = float_type(layer)
+    new = rules.find(rules.names[layer], kind)
+    if before is None:
+        return new.source != "default" and _quantizes_otherwise(layer, new.qconfig)
+    is_asked = new.source != "default" or rules.backend != before.backend
+    return is_asked and new.qconfig != before.find(before.names[layer], kind).qconfig
 
 
 def _quantizes_otherwise(layer: QuantModule, qconfig: QConfig | None) -> bool:

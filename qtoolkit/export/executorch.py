@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from qtoolkit.argument_order import in_any_order
 from qtoolkit.errors import check_flags
 from qtoolkit.export.inputs import ONE_AT_A_TIME
 from qtoolkit.export.program import Decomposed, decomposed
@@ -18,6 +17,7 @@ from qtoolkit.export.verification.runtimes import executorch_xnnpack
 from qtoolkit.export.verification.runtimes.executorch_xnnpack import Lowered, lower
 from qtoolkit.export.verification.verify import Verification
 from qtoolkit.files import checked_path, write_atomically
+from qtoolkit.instead import in_any_order
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.model_state import evaluating

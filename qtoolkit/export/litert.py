@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from qtoolkit.argument_order import in_any_order
 from qtoolkit.errors import check_flags, check_known
 from qtoolkit.export.program import decomposed
 from qtoolkit.export.tflite.lowering import lower
@@ -18,6 +17,7 @@ from qtoolkit.export.verification.verify import verify as verify_file
 from qtoolkit.files import checked_path, write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import integers
+from qtoolkit.instead import in_any_order
 from qtoolkit.integer.kernels import Kernel
 from qtoolkit.model_state import deepcopy_model
 from qtoolkit.runtimes.execution import Layer

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from qtoolkit.argument_order import in_any_order
 from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_flags, check_known
@@ -32,6 +31,7 @@ from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 from qtoolkit.extras import missing
 from qtoolkit.files import checked_path
 from qtoolkit.graph.verdict_now import ops_put_in
+from qtoolkit.instead import in_any_order
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import split, tensors_of
 from qtoolkit.model_state import evaluating

@@ -12,9 +12,8 @@ from qtoolkit.integer.kernels import OpKernel
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.function_bias import FunctionBias
-from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.facts import facts_of
-from qtoolkit.op_kinds.kind import WEIGHTED, Form, OpKind
+from qtoolkit.op_kinds.kind import WEIGHTED, Bounds, Form, OpKind
 from qtoolkit.op_kinds.recorded import by_mode, is_mode
 from qtoolkit.op_kinds.rules import DISCRETE, argument, called_module, gives_tuple, is_number, module_of, name_called
 from qtoolkit.op_kinds.table import (

@@ -87,8 +87,7 @@ class QtoolkitConfig(QuantizationConfigMixin):
     def quantized(self, model: nn.Module) -> nn.Module:
         """Return a float model quantized in place as this says; only `replace` returns the same object.
 
-        Raises:
-            ValueError: The model was quantized by what JSON does not hold.
+        Raises ValueError for a model that was quantized by what JSON does not hold.
         """
         if self.lost:
             raise ValueError(
@@ -147,7 +146,7 @@ class QtoolkitQuantizer(HfQuantizer):
         if self.record is not None:
             kept = {key: state[key] for key, *_ in self.record["tensors"]}
             loaded = OrderedDict(kept)
-            loaded._metadata = decode(self.record["modules"], _no_tensor)  # type: ignore[attr-defined]  # as torch does
+            loaded._metadata = decode(self.record["modules"])  # type: ignore[attr-defined]  # as torch does
             quantized.load_state_dict(loaded)
         if quantized is not model:  # from_pretrained returns the object that it has made
             object.__setattr__(model, "__class__", type(quantized))
@@ -155,11 +154,7 @@ class QtoolkitQuantizer(HfQuantizer):
         return model.eval()
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
-        """Return the record of a model for the metadata of its file.
-
-        Raises:
-            ValueError: The model was converted.
-        """
+        """Return the record of a model for the metadata of its file; ValueError for one that was converted."""
         if any(isinstance(module, Grid) for module in model.modules()):
             raise ValueError(
                 "save_pretrained: this model was converted, and from_pretrained restores prepared and replaced models; save "
@@ -167,7 +162,7 @@ class QtoolkitQuantizer(HfQuantizer):
             )
         state = model.state_dict()
         tensors = [(key, list(value.shape), _name(value.dtype)) for key, value in state.items()]
-        modules = encode(getattr(state, "_metadata", {}), "the metadata of the state dict", _no_tensor)
+        modules = encode(getattr(state, "_metadata", {}), "the metadata of the state dict")
         return None, {METHOD: json.dumps({"tensors": tensors, "modules": modules})}
 
     def is_serializable(self) -> bool:
@@ -185,16 +180,8 @@ class QtoolkitQuantizer(HfQuantizer):
         return True
 
 
-def _no_tensor(value: Any) -> NoReturn:
-    raise TypeError(f"the metadata of a state dict holds a tensor, {value!r}.")
-
-
 def _record_in(files: Any) -> Mapping[str, Any]:
-    """Return the record in the metadata of a checkpoint's first file.
-
-    Raises:
-        ValueError: It has none.
-    """
+    """Return the record in the metadata of a checkpoint's first file, or raise ValueError."""
     if files and str(files[0]).endswith(".safetensors"):
         with safe_open(files[0], framework="pt") as file:
             metadata = file.metadata() or {}
@@ -288,11 +275,7 @@ class _Generating(nn.Module):
     config: Any
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate text as the model's class does, without a cache.
-
-        Raises:
-            NotImplementedError: An argument needs a cache; or the model has an encoder, which runs alone.
-        """
+        """Generate text as the model's class does, without a cache; NotImplementedError where that is needed, or an encoder."""
         found = [name for name in NEED_CACHE if kwargs.get(name) is not None and kwargs[name] is not False]
         if found or self.config.is_encoder_decoder:
             why = (
@@ -309,8 +292,7 @@ class _Generating(nn.Module):
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the inputs for the next word: those of the arguments of the graph that the model's class makes.
 
-        Raises:
-            ValueError: The texts are padded, and the graph has no argument for that; or it does not take another argument.
+        Raises ValueError for padded texts where the graph has no argument for that, and for another argument that it lacks.
         """
         made: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         given = {name: value for name, value in made.items() if name not in LEFT_OUT}
@@ -367,11 +349,8 @@ def attributes_of(model: nn.Module) -> dict[str, Any]:
 def note(model: Any, plan: Plan, options: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> None:
     """Set the quantization_config of a quantized model's config.
 
-    Args:
-        model: The model.
-        plan: What was decided.
-        options: The arguments of the call that are neither in the plan nor at a default that is false.
-        inputs: The example input for each argument of forward; None for module replacement, or where there are none.
+    `options` are the arguments of the call that are neither in the plan nor at a default that is false. `inputs` has the
+    example input for each argument of forward, and is None for module replacement.
     """
     given, traced = inputs or {}, isinstance(model, QuantizedGraphModule)
     lost = [name for name, value in options.items() if value and not _is_plain(value)]

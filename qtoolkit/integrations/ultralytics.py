@@ -40,11 +40,7 @@ BEHIND_GRAPH = ("dfl", "flow_model")
 
 
 class Decode(nn.Module):
-    """What a head computes behind its layers: nothing in training; in eval mode boxes or probabilities, beside the results.
-
-    Args:
-        head: The head.
-    """
+    """What a head computes behind its layers: nothing in training; in eval mode boxes or probabilities, beside the results."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -86,12 +82,7 @@ def of_head(results: Mapping[str, Any], head: Head) -> Any:
 
 
 class Layers(nn.Module):
-    """The graph as a list of one layer. Ultralytics' models run their list of layers one by one.
-
-    Args:
-        graph: The graph.
-        head_name: The dotted name of the head in it.
-    """
+    """The graph as a list of one layer, with the name of the head in it. Ultralytics' models run their layers one by one."""
 
     f: int | list[int] = -1  # its input is that of the model
     i = 0
@@ -230,11 +221,7 @@ def already_fused() -> bool:
 
 
 def _head_of(model: nn.Module) -> Head:
-    """Return the head of a float model.
-
-    Raises:
-        TypeError: The model cannot be quantized.
-    """
+    """Return the head of a float model; TypeError for one that cannot be quantized."""
     layers = getattr(model, "model", None)
     if isinstance(layers, Layers):
         raise TypeError("quantize: the layers of this model are quantized already.")
@@ -396,9 +383,7 @@ def _channels_of(model: Any) -> int:
 class QuantizedTrainer:
     """What `trainer` adds to a trainer of Ultralytics: its model is quantized, and calibrated on its own batches.
 
-    Attributes:
-        options: Arguments of `quantize`.
-        batches: How many batches of images of the training the model is calibrated on.
+    `options` are arguments of `quantize`; `batches` of images of the training are those that the model is calibrated on.
     """
 
     options: ClassVar[Mapping[str, Any]]

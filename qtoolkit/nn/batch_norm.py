@@ -25,9 +25,9 @@ from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module, values_kept
 from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.ops.recording import is_captured, is_recorded_for_onnx
+from qtoolkit.processes import whole
 from qtoolkit.quantizers.optimizer_steps import OptimizerSteps, Steps
 from qtoolkit.quantizers.recomputation import is_recomputing
-from qtoolkit.sharding import whole
 
 if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted

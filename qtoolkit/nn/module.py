@@ -6,16 +6,16 @@ from typing import Any, ClassVar, Self, TypeVar
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from qtoolkit.computed_weights import refresh
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.model_state import device_of
+from qtoolkit.nn.computed_weights import refresh
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, OTHER, kind_of_type
+from qtoolkit.processes import whole
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import Versions, is_stale, set_weight_range, weight_quantizer
-from qtoolkit.sharding import whole
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -92,7 +92,7 @@ class QuantModule(nn.Module):
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""
         layer = shallow_copy_as(self.FLOAT, self)
-        for name in (*self.own_attributes(), "output_quantizer", "_range_of", "_loaded_float"):
+        for name in (*self.own_attributes(), "output_quantizer", "_range_of", "_loaded_float", "_qtoolkit_record"):
             layer.__dict__.pop(name, None)
             layer._modules.pop(name, None)
         for hooks in (layer._forward_hooks, layer._load_state_dict_post_hooks):

@@ -7,21 +7,21 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.computed_weights import bake, mask
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import renamed
 from qtoolkit.nn import batch_norm, on_codes
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
+from qtoolkit.nn.computed_weights import bake, mask
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
 from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.ops.layer import Geometry
+from qtoolkit.processes import whole
 from qtoolkit.quantizers.bias import bias_scale, enlarged, on_grid
 from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
-from qtoolkit.sharding import whole
 
 
 class IntegerKernel(Protocol):

@@ -1,12 +1,11 @@
 """What the table of op kinds says of each kind: its names in every vocabulary, and the facts that passes ask for."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx, nn
-
-from qtoolkit.op_kinds.bounds import Bounds, Read
 
 # Arguments that are data, by position, each with its keyword names; () is a position that is no data.
 Operands = tuple[tuple[str, ...], ...]
@@ -15,6 +14,40 @@ ONE: Operands = (("input", "x"),)
 TWO: Operands = (("input",), ("other", "mat2"))
 WEIGHTED: Operands = (("input", "x"), ("weight",))
 ATTENTION: Operands = (("query",), ("key",), ("value",))
+Read = Callable[[int, str, Any], Any]  # returns an argument of an op by its position, its name and its default
+End = float | tuple[int, str, Any]  # a number, or the argument that gives it, as `Read` takes it
+
+
+class Bounds(NamedTuple):
+    """A piecewise linear activation: v between the bounds, high above, low + slope * (v - low) below.
+
+    A bound that is not a number, because the model computes it, is NaN.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    slope: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether all of them are numbers."""
+        return not any(map(math.isnan, self))
+
+
+def bounded(low: End = -math.inf, high: End = math.inf, slope: End = 0.0) -> Callable[[Read], Bounds]:
+    """Return what finds the bounds of an op in its arguments; an argument that is None leaves out its bound."""
+    ends = {"low": low, "high": high, "slope": slope}
+
+    def of_arguments(read: Read) -> Bounds:
+        """Return the bounds of one op."""
+        found = {name: read(*end) if isinstance(end, tuple) else end for name, end in ends.items()}
+        return Bounds(**{name: _number(value) for name, value in found.items() if value is not None})
+
+    return of_arguments
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from qtoolkit.op_kinds import bounds
-from qtoolkit.op_kinds.bounds import Bounds, Read
 from qtoolkit.op_kinds.facts import facts_of
+from qtoolkit.op_kinds.kind import Bounds, Read
 from qtoolkit.op_kinds.recorded import length_of
 
 OTHER = "other"
@@ -168,16 +167,13 @@ def pad(node: fx.Node) -> str:
     return "zero_pad" if argument(node, 3, "value") in (None, 0) else "pad"
 
 
-def _by_bounds(bounds_of: Callable[[Read], Bounds]) -> Callable[[fx.Node], str]:
+def by_bounds(bounds_of: Callable[[Read], Bounds]) -> Callable[[fx.Node], str]:
+    """Return the rule of an op that is a bounded ReLU, "relu6", for a lower bound of zero or more; else a "clamp"."""
+
     def rule(node: fx.Node) -> str:
-        """Return "relu6" for a lower bound of zero or more: the op is then a bounded ReLU."""
         return "relu6" if bounds_of(partial(argument, node)).low >= 0 else "clamp"
 
     return rule
-
-
-clamp = _by_bounds(bounds.clamp)
-hardtanh = _by_bounds(bounds.hardtanh)
 
 
 def attribute(node: fx.Node) -> str:

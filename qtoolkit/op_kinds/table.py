@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.errors import check_known
-from qtoolkit.op_kinds import bounds, rules
-from qtoolkit.op_kinds.kind import ATTENTION, TWO, WEIGHTED, Form, OpKind
+from qtoolkit.op_kinds import rules
+from qtoolkit.op_kinds.kind import ATTENTION, TWO, WEIGHTED, Bounds, Form, OpKind, bounded
 from qtoolkit.op_kinds.recorded import by_mode
 
 
@@ -177,16 +177,19 @@ _NORMS = (
                                 (F.instance_norm, torch.instance_norm)), onnx=("InstanceNormalization",)),
 )  # fmt: skip
 
+_HARDTANH = bounded((1, "min_val", -1.0), (2, "max_val", 1.0))
+_CLAMP = bounded((1, "min", None), (2, "max", None))
 _ACTIVATIONS = (
-    _activation("relu", Form((nn.ReLU,), _named("relu", "relu_"), ("relu", "relu_"), bounds=bounds.relu),
+    _activation("relu", Form((nn.ReLU,), _named("relu", "relu_"), ("relu", "relu_"), bounds=bounded(0.0)),
                 onnx=("Relu",), aten=("relu",), clips=True, never_negative=True, homogeneous=True, smooth=True),
-    _activation("relu6", Form((nn.ReLU6,), (F.relu6,), bounds=bounds.relu6), onnx=("Clip",), aten=("hardtanh", "relu6"),
+    _activation("relu6", Form((nn.ReLU6,), (F.relu6,), bounds=bounded(0.0, 6.0)), onnx=("Clip",), aten=("hardtanh", "relu6"),
                 clips=True, never_negative=True, smooth=True),
-    _activation("clamp", Form((nn.Hardtanh,), (F.hardtanh, F.hardtanh_), refine=rules.hardtanh, bounds=bounds.hardtanh),
+    _activation("clamp", Form((nn.Hardtanh,), (F.hardtanh, F.hardtanh_), refine=rules.by_bounds(_HARDTANH), bounds=_HARDTANH),
                 Form(functions=_named("clamp", "clamp_", "clip", "clip_"), methods=("clamp", "clamp_", "clip", "clip_"),
-                     refine=rules.clamp, bounds=bounds.clamp, passes_at_bounds=True),
+                     refine=rules.by_bounds(_CLAMP), bounds=_CLAMP, passes_at_bounds=True),
                 onnx=("Clip",), aten=("hardtanh", "clamp"), clips=True, smooth=True),
-    _activation("leaky_relu", Form((nn.LeakyReLU,), _named("leaky_relu", "leaky_relu_"), bounds=bounds.leaky_relu),
+    _activation("leaky_relu", Form((nn.LeakyReLU,), _named("leaky_relu", "leaky_relu_"),
+                                   bounds=bounded(0.0, slope=(1, "negative_slope", 0.01))),
                 onnx=("LeakyRelu",), homogeneous=True, smooth=True),
     _activation("prelu", Form((nn.PReLU,), _named("prelu"), ("prelu",)), onnx=("PRelu",), homogeneous=True, smooth=True),
     _activation("elu", Form((nn.ELU, nn.CELU, nn.SELU), _named("elu", "elu_", "celu", "celu_", "selu", "selu_")),
@@ -246,7 +249,7 @@ def calls_where(holds: Callable[[OpKind], bool]) -> frozenset[Any]:
     return frozenset(call for form in forms for call in (*form.functions, *form.methods))
 
 
-def bounds_of_module(module: nn.Module) -> bounds.Bounds | None:
+def bounds_of_module(module: nn.Module) -> Bounds | None:
     """Return what the module of a piecewise linear activation computes; None for other modules."""
     entry = OF_MODULE.get(type(module))
     if entry is None or entry[1].bounds is None:
@@ -255,11 +258,7 @@ def bounds_of_module(module: nn.Module) -> bounds.Bounds | None:
 
 
 def kind_named(name: str) -> OpKind:
-    """Return the kind of a name, "other" included.
-
-    Raises:
-        ValueError: No kind has this name; says which is nearest.
-    """
+    """Return the kind of a name, "other" included; ValueError with the nearest one for a name of no kind."""
     if name == OTHER.name:
         return OTHER
     check_known("kind of op", name, KINDS)

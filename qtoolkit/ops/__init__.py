@@ -26,10 +26,10 @@ torch's fake quantization does; for a scale or zero point that requires grad it 
 """
 
 from qtoolkit.ops.batch_norm import batch_norm_fake_quant, batch_norm_totals, batch_norm_track_
-from qtoolkit.ops.compiling import snapshot
+from qtoolkit.ops.between_layers import max_pool, prelu_fake_quant, snapshot
 from qtoolkit.ops.float_formats import fake_quant_block, fake_quant_float
-from qtoolkit.ops.int4 import dequantize_int4, quantize_int4
-from qtoolkit.ops.integer import dequantize, fake_quant, fake_quant_, quantize
+from qtoolkit.ops.integer import dequantize, dequantize_int4, fake_quant, fake_quant_, quantize, quantize_int4
+from qtoolkit.ops.learned import fake_quant_clipped, fake_quant_levels, interval, positive_scale
 from qtoolkit.ops.legacy import fake_tensor_quant, tensor_quant
 from qtoolkit.ops.observe import (
     grid_of_range,
@@ -39,10 +39,6 @@ from qtoolkit.ops.observe import (
     observe_minmax_,
     search_range,
 )
-from qtoolkit.ops.pool import max_pool
-from qtoolkit.ops.positive import positive_scale
-from qtoolkit.ops.prelu import prelu_fake_quant
-from qtoolkit.ops.shaped import fake_quant_clipped, fake_quant_levels, interval
 
 __all__ = [
     "batch_norm_fake_quant",

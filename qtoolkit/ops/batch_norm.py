@@ -88,26 +88,10 @@ def batch_norm_fake_quant(
         >>> codes.dtype, mean, variance
         (torch.uint8, tensor([2., 0.]), tensor([ 1., 16.]))
     """
+    of_residual = (residual, residual_codes, residual_scale, residual_zero_point)
+    of_grid = (scale, zero_point, qmin, qmax, grad_factor)
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_fake_quant(
-        x,
-        weight,
-        bias,
-        divisor,
-        residual,
-        residual_codes,
-        residual_scale,
-        residual_zero_point,
-        eps,
-        low,
-        high,
-        slope,
-        scale,
-        zero_point,
-        qmin,
-        qmax,
-        grad_factor,
-        totals,
-        process_group,
+        x, weight, bias, divisor, *of_residual, eps, low, high, slope, *of_grid, totals, process_group
     )
     return found
 

@@ -1,4 +1,6 @@
-"""Integer grids: fake quantization, and quantize and dequantize as in deployed models."""
+"""Integer grids: fake quantization, and quantize and dequantize as in deployed models, 4-bit codes as ONNX packs them too."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,9 +10,11 @@ from qtoolkit.ops.batching import fake_quant_of_samples
 from qtoolkit.ops.recording import is_recorded, recorded
 
 _dequantize: Op = library.dequantize.default
+_dequantize_int4: Op = library.dequantize_int4.default
 _fake_quant: TupleOp = library.fake_quant.default
 _fake_quant_ = library.fake_quant_.default
 _quantize: Op = library.quantize.default
+_quantize_int4: Op = library.quantize_int4.default
 
 torch.library.register_vmap(library.fake_quant.default, fake_quant_of_samples)
 
@@ -74,24 +78,12 @@ def fake_quant_(
     group: int = 1,
     block_size: int = 0,
 ) -> Tensor:
-    """Round x to an integer grid in place: `fake_quant` without memory for a second tensor.
+    """Round x to an integer grid in place: `fake_quant` without memory for a second tensor. Returns x.
 
-    Differentiable in x if the scale is fixed: the gradient passes where the code was not clamped, and one bit per element
-    is saved for backward. As with every in-place op, autograd raises an error if an earlier op has saved x for its own
-    backward. If x has gaps in memory (a slice) or groups that are not contiguous, the op makes a temporary copy.
-
-    Args:
-        x: Tensor to change, of any shape; float32, float64, bfloat16 or float16.
-        scale: Step between codes; it must not require grad.
-        zero_point: Code that zero maps to, or None for 0; it must not require grad.
-        qmin: Lowest code.
-        qmax: Highest code.
-        axis: Channel axis, or None for per tensor.
-        group: Groups of dimension 0.
-        block_size: Elements along the axis that share a scale, or 0 for no blocks.
-
-    Returns:
-        x.
+    The arguments are those of `fake_quant`, and scale and zero_point must not require grad. Differentiable in x: the gradient
+    passes where the code was not clamped, and one bit per element is saved for backward. As with every in-place op, autograd
+    raises an error if an earlier op has saved x for its own backward. If x has gaps in memory (a slice) or groups that are not
+    contiguous, the op makes a temporary copy.
 
     Raises:
         ValueError: A shape, axis, range, group or device does not fit, or x is expanded.
@@ -180,3 +172,58 @@ def dequantize(
         tensor([-5.,  0.,  1.])
     """
     return _dequantize(codes, scale, zero_point, axis, group, block_size, dtype=dtype)
+
+
+def quantize_int4(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    qmin: int = -8,
+    qmax: int = 7,
+    axis: int | None = None,
+    group: int = 1,
+    block_size: int = 0,
+) -> Tensor:
+    """Return the codes of x as ONNX stores INT4 and UINT4: two per byte, the first in the low half, x in row-major order.
+
+    The arguments and the codes are those of `quantize`, in [-8, 7] or [0, 15]; the op reads x once and writes only the packed
+    codes: uint8 of shape ((x.numel() + 1) // 2,). For an odd number of codes, the high half of the last byte is 0.
+
+    Raises:
+        ValueError: A shape, axis, range, group, block size or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> packed = quantize_int4(torch.tensor([1.0, -2.0, 7.0]), torch.tensor(1.0))
+        >>> [hex(byte) for byte in packed]
+        ['0xe1', '0x7']
+    """
+    return _quantize_int4(x, scale, zero_point, qmin, qmax, axis, group, block_size)
+
+
+def dequantize_int4(
+    packed: Tensor,
+    size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    signed: bool = True,
+    axis: int | None = None,
+    group: int = 1,
+    block_size: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the values `(codes - zero_point) * scale` of codes that `quantize_int4` packed.
+
+    `packed` is uint8 of shape ((number of codes + 1) // 2,), `size` the shape of the row-major result; `signed` codes are
+    in [-8, 7], others in [0, 15]. The other arguments are those of `dequantize`.
+
+    Raises:
+        ValueError: A shape, axis, group, block size or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> packed = torch.tensor([0xE1, 0x07], dtype=torch.uint8)
+        >>> dequantize_int4(packed, [3], torch.tensor(0.5))
+        tensor([ 0.5000, -1.0000,  3.5000])
+    """
+    return _dequantize_int4(packed, size, scale, zero_point, signed, axis, group, block_size, dtype=dtype)

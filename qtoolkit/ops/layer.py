@@ -1,6 +1,7 @@
 """A layer with a quantized input and weight in one op."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,12 +80,6 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geomet
     The gradient of the weight of a 1x1 convolution with a stride is wrong in torch, and destroys the heap, for fewer than 16
     channels in channels_last on the CPU (docs/troubleshooting.md).
 
-    Args:
-        x: Input, with or without a batch.
-        weight: Of torch's shape: (in, out / groups, k...) for a transposed convolution.
-        bias: One element per output channel, or None.
-        geometry: The convolution.
-
     Example:
         >>> geometry = Geometry((2, 2), (0, 0), (1, 1), (0, 0))
         >>> convolution(torch.rand(1, 3, 8, 8), torch.rand(4, 3, 1, 1), None, geometry).shape
@@ -104,39 +99,19 @@ def quant_weight(
     The values are those of `fake_quant(weight * factor)`, bit for bit. On the CPU, one read of the weight gives them, and one
     read of the weight and the incoming gradient all gradients.
 
-    Args:
-        weight: The layer's weight, of torch's shape: float32, float64, bfloat16 or float16.
-        grid: How the product is quantized.
-        factor: One element per output channel, or None for 1.
-        transposed: Whether the weight is one of a transposed convolution, (in, out / groups, k...).
-        groups: The groups of a transposed convolution.
-
-    Raises:
-        TypeError: A tensor is not floating point.
-        ValueError: A shape, a range of codes or a device does not fit.
-        NotImplementedError: Double backward through a scale or zero point that requires grad; forward-mode AD; torch.func's
-            gradient transforms.
-
     Example:
         >>> grid = WeightGrid(torch.tensor(0.5), None, -127, 127)
         >>> quant_weight(torch.tensor([[0.3, 1.0], [0.3, 1.0]]), grid, torch.tensor([1.0, 2.0]))
         tensor([[0.5000, 1.0000],
                 [0.5000, 2.0000]])
     """
-    return _quant_weight(
-        weight,
-        factor,
-        grid.scale,
-        grid.zero_point,
-        grid.qmin,
-        grid.qmax,
-        grid.axis,
-        grid.group,
-        grid.block_size,
-        grid.grad_factor,
-        transposed,
-        groups,
-    )
+    return _quant_weight(*_of_weight(weight, grid, factor), transposed, groups)
+
+
+def _of_weight(weight: Tensor, grid: WeightGrid, factor: Tensor | None) -> tuple[Any, ...]:
+    """Return what ops are told of a weight, in the order of their schemas."""
+    codes, channels = (grid.scale, grid.zero_point, grid.qmin, grid.qmax), (grid.axis, grid.group, grid.block_size)
+    return weight, factor, *codes, *channels, grid.grad_factor
 
 
 def quant_layer(
@@ -162,67 +137,27 @@ def quant_layer(
     With `integer`, the sums of products are computed on the codes, exactly: by torch's int8 kernels for convolutions and
     linear layers on the CPU, by products of int8 matrices for those without groups on a GPU, in float on integers elsewhere.
     The output differs from the composition's by rounding alone; a NaN in x makes every result NaN, one in the weight those of
-    its output channel. The gradients are the straight-through ones of the composition, computed in channels_last.
+    its output channel. The gradients are the straight-through ones of the composition, computed in channels_last. The weight's
+    grid has no zero point, codes that fit in int8, and one scale or one per output channel.
 
-    Args:
-        x: Input on the grid of `codes`, which carries the gradient: (N, C, ...) with one to three spatial dimensions, or
-            (N, ..., features) for a linear layer; float32, float64, bfloat16 or float16.
-        codes: The codes of x.
-        weight: The layer's weight, of torch's shape: (in, out / groups, k...) for a transposed convolution.
-        grid: How the weight is quantized. With `integer` it has no zero point, codes that fit in int8, and one scale or one
-            per output channel.
-        geometry: The layer.
-        bias: One element per output channel, or None.
-        factor: Multiplies each output channel of the weight before it is quantized; None for 1.
-        integer: Whether to compute on codes.
-        dtype: The type to compute in, as under autocast; by default that of x.
-        memory_format: That of the output of a 2-d convolution; by default the one that torch's layer returns.
-        raw: What x was before it was fake-quantized, on the grid of `codes`. Then x has no gradient, and the scale gets its
-            own from the gradient of the weight for another input, which takes less time for an image: the sum of the same
-            terms in another order.
+    With `raw`, what x was before it was fake-quantized, x has no gradient, and the scale gets its own from the gradient of the
+    weight for another input, which takes less time for an image: the sum of the same terms in another order.
 
-    Raises:
-        TypeError: x or another tensor of values is not floating point, or codes are neither int8 nor uint8.
-        ValueError: A shape, a range of codes, a device or the geometry does not fit; or `integer` does not take this grid.
-        NotImplementedError: The scale or zero point of x requires grad; double backward; forward-mode AD; torch.func's
-            gradient transforms.
+    x lies on the grid of `codes`: (N, C, ...) with one to three spatial dimensions, or (N, ..., features) for a linear layer;
+    float32, float64, bfloat16 or float16. The weight has torch's shape. `dtype` is the type to compute in, as under autocast,
+    and `memory_format` that of the output of a 2-d convolution. The scale and zero point of x have no gradient.
 
     Example:
         >>> x = qt.ops.fake_quant(torch.rand(1, 2, 4, 4), torch.tensor(0.01))
         >>> codes = Codes(qt.ops.quantize(x, torch.tensor(0.01)), torch.tensor(0.01), None, -128, 127)
         >>> grid = WeightGrid(torch.tensor(0.02), None, -127, 127)
-        >>> geometry = Geometry((1, 1), (0, 0), (1, 1), (0, 0))
         >>> weight = torch.rand(3, 2, 3, 3, requires_grad=True)
-        >>> y = quant_layer(x, codes, weight, grid, geometry)
+        >>> y = quant_layer(x, codes, weight, grid, Geometry((1, 1), (0, 0), (1, 1), (0, 0)))
         >>> bool((y == torch.conv2d(x, qt.ops.fake_quant(weight, torch.tensor(0.02), None, -127, 127))).all())
         True
     """
-    return _quant_layer(
-        x if raw is None else x.detach(),
-        bias,
-        codes.codes,
-        codes.scale,
-        codes.zero_point,
-        codes.qmin,
-        codes.qmax,
-        weight,
-        factor,
-        grid.scale,
-        grid.zero_point,
-        grid.qmin,
-        grid.qmax,
-        grid.axis,
-        grid.group,
-        grid.block_size,
-        grid.grad_factor,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        geometry.output_padding,
-        geometry.transposed,
-        geometry.groups,
-        integer,
-        dtype,
-        memory_format,
-        *((None, None, 1.0) if raw is None else (raw.values, raw.scale, raw.grad_factor)),
-    )
+    x, of_raw = (x, (None, None, 1.0)) if raw is None else (x.detach(), (raw.values, raw.scale, raw.grad_factor))
+    of_x = (codes.codes, codes.scale, codes.zero_point, codes.qmin, codes.qmax)
+    g, of_weight = geometry, _of_weight(weight, grid, factor)
+    of_geometry = (g.stride, g.padding, g.dilation, g.output_padding, g.transposed, g.groups)
+    return _quant_layer(x, bias, *of_x, *of_weight, *of_geometry, integer, dtype, memory_format, *of_raw)

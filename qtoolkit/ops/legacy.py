@@ -84,25 +84,9 @@ def fake_tensor_quant(
 ) -> Tensor:
     """Round x to an integer grid and back: `fake_tensor_quant` of pytorch-quantization 2.x.
 
-    The codes of `tensor_quant` divided by its multiplier. For new code use `fake_quant`, whose grid is ONNX's. The
-    gradient in x passes where |x| <= amax, for which one bit per element is saved; amax has none.
-
-    Values are checked on CPU tensors only; see `tensor_quant`.
-
-    Args:
-        x: Input of any shape; float32, float64, bfloat16 or float16.
-        amax: Largest magnitude, broadcast to x's shape. 2^-24 or less gives zeros.
-        num_bits: Bits of a code, 1 to 64.
-        unsigned: Codes from 0 to 2^num_bits - 1.
-        narrow_range: Omit the lowest signed code.
-
-    Returns:
-        A tensor with the shape, dtype and memory format of x.
-
-    Raises:
-        ValueError: amax has negative values, NaN or infinities (unless x has NaN or infinities), or its shape or device or
-            num_bits does not fit.
-        TypeError: unsigned and x has negative values, or a dtype does not fit.
+    The codes of `tensor_quant`, with its arguments and errors, divided by its multiplier. For new code use `fake_quant`, whose
+    grid is ONNX's. The result has the shape, dtype and memory format of x. The gradient in x passes where |x| <= amax, for
+    which one bit per element is saved; amax has none.
 
     Example:
         >>> x = torch.tensor([0.5043, 0.8178, 0.4798, 0.9201])

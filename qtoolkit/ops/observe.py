@@ -129,27 +129,10 @@ def observe_fake_quant(
 ) -> Tensor:
     """Observe x, update the grid from the new range, and round x to it: training with moving ranges, in one op.
 
-    The results are those of `observe_minmax_`, `grid_of_range` and `fake_quant`, bit for bit. The gradient in x is
-    straight-through on the new grid. The op does not wait for the device. Without `skipped`, NaN or infinities in x propagate
-    to the range and the scale.
-
-    Args:
-        x: Input of any shape; float32, float64, bfloat16 or float16. An empty one leaves the range as it is.
-        lo: Lowest values so far, float32 or float64, one per channel, updated in place; start with +inf.
-        hi: Highest values so far, likewise; start with -inf.
-        scale: Output: step between codes, of lo's dtype and number of elements.
-        zero_point: Output: code that zero maps to; None for a symmetric grid.
-        qmin: Lowest code.
-        qmax: Highest code; positive if there is no zero point.
-        momentum: Weight of x's range in a moving average (the convention of batch norm), or None for the overall range.
-        pow2_scale: Round the scale up to a power of two.
-        axis: Channel axis, or None for per tensor.
-        group: Groups of dimension 0.
-        block_size: Elements along the axis that share a range, or 0 for no blocks.
-        skipped: Counts the ranges with NaN or infinities, which are not taken in, as `observe_minmax_` does.
-
-    Returns:
-        A tensor with the shape, dtype and memory format of x.
+    The results are those of `observe_minmax_`, `grid_of_range` and `fake_quant`, bit for bit, and so are the arguments. lo, hi,
+    scale and zero_point (None for a symmetric grid) are updated in place; scale and zero_point have lo's dtype and number of
+    elements. The result has the shape, dtype and memory format of x. The gradient in x is straight-through on the new grid. The
+    op does not wait for the device. Without `skipped`, NaN or infinities in x propagate to the range and the scale.
 
     Raises:
         ValueError: A shape, axis, group, range of codes, device or the momentum does not fit.

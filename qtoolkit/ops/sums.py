@@ -37,12 +37,7 @@ class Bounds:
     def of(cls, positive: Tensor, negative: Tensor, low: int, high: int, other: int = 128) -> "Bounds":
         """Return the bounds for an input's codes in [low, high], low <= 0 <= high.
 
-        Args:
-            positive: For each output, the sum of the positive weights.
-            negative: For each output, the sum of the magnitudes of the negative ones.
-            low: The lowest code of the input.
-            high: The highest.
-            other: The largest magnitude of a weight.
+        `positive` and `negative` are the sums of each output's positive weights, and of the magnitudes of its negative ones.
         """
         upper, lower = high * positive - low * negative, high * negative - low * positive
         sums, weights = float(torch.maximum(upper, lower).max()), float((positive + negative).max())
@@ -50,13 +45,7 @@ class Bounds:
 
     @classmethod
     def of_two(cls, terms: int, codes: tuple[int, int], others: tuple[int, int]) -> "Bounds":
-        """Return the bounds for products of two activations.
-
-        Args:
-            terms: How many products are summed.
-            codes: The lowest and the highest code of the one, zero or less and zero or more.
-            others: Those of the other.
-        """
+        """Return the bounds for sums of so many products of two activations, by the lowest and highest code of each."""
         largest, other = max(-codes[0], codes[1]), max(-others[0], others[1])
         sums, weights = float(terms * largest * other), float(terms * other)
         return cls(sums, weights, *codes, library.digit_bits(sums, weights), other)
@@ -98,17 +87,11 @@ def may_round(x: Tensor, bounds: Bounds) -> bool:
 
 
 def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, transforms: bool = False) -> Tensor:
-    """Return the exact sums of products of integers, as integers in float32 or float64.
+    """Return the exact sums of products of integers in float32, as integers in float32 or float64.
 
-    Where float32 cannot hold a sum, the codes of x are split into digits of fewer bits: each part's sums are exact in
-    float32, whose kernels are much faster than those of float64.
-
-    Args:
-        product: A convolution, a matrix product or another op that is linear in both arguments.
-        x: Integers in float32.
-        weight: Integers in float32.
-        bounds: How large the sums may be.
-        transforms: Whether the product in float32 may transform its operands (see `may_transform`); it computes in float64.
+    `product` is a convolution, a matrix product or another op that is linear in both arguments. Where float32 cannot hold a
+    sum, the codes of x are split into digits of fewer bits: each part's sums are exact in float32, whose kernels are much
+    faster than those of float64. With `transforms` (see `may_transform`) it computes in float64.
     """
     if transforms or bounds.digit_bits < 0 or may_round(x, bounds):
         sums = product(x.double(), weight.double())
@@ -120,14 +103,7 @@ def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, tran
 
 
 def exact_matmul(x: Tensor, other: Tensor, codes: tuple[int, int], others: tuple[int, int]) -> Tensor:
-    """Return the exact matrix product of integers in float32, as `exact_sums` does.
-
-    Args:
-        x: Integers in float32, of any shape that torch.matmul takes.
-        other: The same.
-        codes: The lowest and the highest number in x, zero or less and zero or more.
-        others: Those of other.
-    """
+    """Return the exact matrix product of integers in float32, as `exact_sums` does, of numbers in these two ranges."""
     if torch.compiler.is_compiling():  # a graph does not depend on how many numbers are summed
         return torch.matmul(x.double(), other.double())
     return exact_sums(torch.matmul, x, other, Bounds.of_two(x.size(-1), codes, others))

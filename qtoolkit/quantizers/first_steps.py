@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from qtoolkit.processes import own_part
 from qtoolkit.quantizers.optimizer_steps import OptimizerSteps, trained_by
 from qtoolkit.quantizers.spec_ops import per_element
-from qtoolkit.sharding import own_part
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer

@@ -29,7 +29,7 @@ change. A quantizer that trains the logarithm of the scale:
 To add an observer, write a subclass of `Observer` and one line in `OBSERVERS`.
 """
 
-from qtoolkit.config.registry import REGISTRY
+from qtoolkit.config import spec
 from qtoolkit.quantizers.kinds.apot import APoT
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.clipped import PACT, LearnedRange
@@ -53,7 +53,8 @@ from qtoolkit.quantizers.observers import (
     RangeObserver,
 )
 
-QUANTIZERS: dict[str, QuantizerKind] = {
+QUANTIZERS: dict[str, QuantizerKind] = spec.QUANTIZERS
+QUANTIZERS |= {
     "fixed": FixedScale(),
     "lsq": LSQ(),
     "lsq_plus": LSQPlus(),
@@ -65,7 +66,8 @@ QUANTIZERS: dict[str, QuantizerKind] = {
     "apot": APoT(),
     "qil": QIL(),
 }
-OBSERVERS: dict[str, type[Observer]] = {
+OBSERVERS: dict[str, type[Observer]] = spec.OBSERVERS
+OBSERVERS |= {
     "minmax": RangeObserver,
     "moving_average": MovingAverageObserver,
     "clip_std": ClipStdObserver,
@@ -76,4 +78,3 @@ OBSERVERS: dict[str, type[Observer]] = {
     "pow2_mode": Pow2ModeObserver,
     "constant": ConstantRangeObserver,
 }
-REGISTRY.quantizers, REGISTRY.observers = QUANTIZERS, OBSERVERS

@@ -12,6 +12,7 @@ from qtoolkit.config.formats import BLOCKS
 from qtoolkit.model_state import check_module
 from qtoolkit.ops.layer import RawInput, WeightGrid
 from qtoolkit.ops.recording import is_captured, is_recorded_for_onnx
+from qtoolkit.processes import whole
 from qtoolkit.quantizers import first_steps
 from qtoolkit.quantizers.capability import Capability
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation, check_scale
@@ -22,7 +23,6 @@ from qtoolkit.quantizers.recomputation import check_not_recomputing, is_recomput
 from qtoolkit.quantizers.spec_ops import ends_of, fake_quant, grid_of_range, mean_magnitude
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS
-from qtoolkit.sharding import whole
 
 DYNAMIC = Dynamic()
 

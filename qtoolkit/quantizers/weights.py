@@ -7,9 +7,9 @@ from weakref import ref
 from torch import Tensor
 
 from qtoolkit.config import QuantSpec
+from qtoolkit.processes import whole
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.sharding import whole
 
 
 def weight_quantizer(

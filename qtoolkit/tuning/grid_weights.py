@@ -12,11 +12,10 @@ from qtoolkit.errors import some
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, divisor_of, step_variance
-from qtoolkit.processes import ranks, unwrapped
+from qtoolkit.processes import is_sharded, ranks, unwrapped
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import clip, per_element, range_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
-from qtoolkit.sharding import is_sharded
 from qtoolkit.tuning.rounding import codes_on_grid
 
 

@@ -13,8 +13,8 @@ from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule, freeze_batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.quantizers.switches import freeze_ranges
+from qtoolkit.quantizers.synchronize import share_ranges
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
-from qtoolkit.synchronize import share_ranges
 
 
 class QuantizationSchedule:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.checkpoint import aside
+from qtoolkit.checkpoint import loading
 from qtoolkit.tuning import QuantizationSchedule
 from tests import processes
 from tests.test_state_dicts import Net, X, of_version_1, prepared_net
@@ -255,12 +255,12 @@ def test_what_fails_while_loading_brings_all_back(tmp_path: Path, kind: str) -> 
 
 @each_kind
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("copy", [aside.COPY, aside.copy_each])
+@pytest.mark.parametrize("copy", [loading.COPY, loading.copy_each])
 def test_parameters_keep_their_memory_which_is_written_last(
     tmp_path: Path, kind: str, fails: bool, copy: Callable[..., object], monkeypatch
 ) -> None:
     """A tied weight, one in channels_last, one of another type, and a view of a larger tensor, with a hook that looks."""
-    monkeypatch.setattr(aside, "COPY", copy)
+    monkeypatch.setattr(loading, "COPY", copy)
     model, seen = parameters_of_all_kinds(), []
     qt.save_checkpoint(model, tmp_path / kind)
     model[2].bias.data = model[2].bias.double()
@@ -435,7 +435,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import qtoolkit as qt
-from qtoolkit.checkpoint import aside
+from qtoolkit.checkpoint import loading
 import torch.distributed.checkpoint
 from torch import nn
 

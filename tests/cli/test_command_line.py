@@ -216,10 +216,10 @@ def test_a_closed_pipe_leaves_no_traceback(tmp_path) -> None:
 
 def test_ctrl_c_leaves_no_traceback() -> None:
     code = (
-        "import signal, sys, time; from qtoolkit.cli import running\n"
+        "import signal, sys, time; import qtoolkit.cli as cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background starts without it
-        "running.COMMANDS['info'] = lambda given: (print('ready', flush=True), time.sleep(60))\n"
-        "sys.exit(running.main(['info', 'a.onnx', 'b.onnx']))"
+        "cli.COMMANDS['info'] = lambda given: (print('ready', flush=True), time.sleep(60))\n"
+        "sys.exit(cli.main(['info', 'a.onnx', 'b.onnx']))"
     )
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout.readline() == "ready\n"

@@ -17,11 +17,7 @@ WAYS = {
 
 
 class Absent(ModuleType):
-    """A module that is not here.
-
-    Args:
-        package: The package that has the adapters.
-        name: The module's name in it.
+    """A module, by its name in the package that has the adapters, that is not here.
 
     Example:
         >>> Absent("mqbench", "observer").MinMaxObserver

@@ -68,11 +68,7 @@ QCONFIG_KEYS = tuple(f"{side}_{kind}" for side in "wa" for kind in _KINDS)
 
 
 def platform_of(deploy_backend: object) -> Platform:
-    """Return a backend by its BackendType, or by its name.
-
-    Raises:
-        ValueError: It is not known.
-    """
+    """Return a backend by its BackendType, or by its name; ValueError for one that is not known."""
     name = deploy_backend.value if isinstance(deploy_backend, BackendType) else deploy_backend
     check_known("backend", name, PLATFORMS)
     return PLATFORMS[str(name)]
@@ -93,11 +89,7 @@ def present_weight(backend: Backend) -> QuantSpec:
 
 
 def qconfig_of(platform: Platform, backend: Backend, extra: Mapping[str, Any]) -> QConfig:
-    """Return the config for an `extra_qconfig_dict`.
-
-    Raises:
-        ValueError: A key, a name or an option is not known, a required key is missing, or they do not fit together.
-    """
+    """Return the config for an `extra_qconfig_dict`; ValueError for what is not known, is missing, or does not fit together."""
     check_mapping("extra_qconfig_dict", extra)
     for key in extra:
         check_known("key of extra_qconfig_dict", key, QCONFIG_KEYS)

@@ -12,7 +12,6 @@ from qtoolkit.compat.pytorch_quantization import (
     cuda_ext,
     nn,
     optim,
-    quant_logging,
     quant_modules,
     reduction,
     tensor_quant,
@@ -34,7 +33,7 @@ _ALIASES = {  # pytorch-quantization's file -> the module that has its names
     "nn.modules.quant_pooling": layers,
     "optim.helper": optim,
     "utils": reduction,
-    "utils.quant_logging": quant_logging,
+    "utils.quant_logging": reduction,
 }
 
 for _path, _module in _ALIASES.items():

@@ -1,5 +1,6 @@
-"""Largest magnitudes along axes; scripts import reduce_amax from pytorch_quantization.utils."""
+"""pytorch_quantization.utils: largest magnitudes along axes, and the handlers of the root logger."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -48,3 +49,10 @@ def amax_along(x: Tensor, axis: Axis) -> Tensor:
     """Return the largest magnitude for each index of the axes, with x's dimensions; one magnitude for None."""
     kept = kept_axes(axis, x.dim())
     return reduce_amax(x, [d for d in range(x.dim()) if d not in kept])
+
+
+def reset_logger_handler() -> None:
+    """Remove all handlers of the root logger."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)

@@ -19,25 +19,7 @@ E4M3_MAX = 448.0
 def tensor_quant(
     x: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return codes, stored as floats, and their multiplier.
-
-    `q = clamp(round_half_even(x * scale), minb, maxb)` with `scale = maxb / amax` and `maxb = 2^(num_bits - 1 + unsigned) - 1`.
-    The gradient passes to x where |x| <= amax; amax has none.
-
-    Args:
-        x: Input of any shape, of a floating dtype.
-        amax: Largest magnitude, a number or a tensor that broadcasts to x's shape. 2^-24 or less gives zeros.
-        num_bits: Bits of a code, 1 or more.
-        unsigned: Whether the lowest code is 0.
-        narrow_range: Leave out the lowest of the signed codes.
-
-    Returns:
-        Codes with x's shape and dtype, and the multiplier with amax's shape and x's dtype.
-
-    Raises:
-        TypeError: unsigned and x has negative values (checked on CPU tensors).
-        ValueError: amax has negative values, NaN or infinities (checked on CPU tensors; x may have NaN and infinities, and
-            amax with it), a shape does not fit, num_bits is below 1, or the multiplier is too large for float16.
+    """Return codes, stored as floats, and their multiplier, as `qtoolkit.ops.tensor_quant` says; amax may be a number too.
 
     Example:
         >>> tensor_quant(torch.tensor([-1.0, 0.3, 2.0]), 1.0, 4)
@@ -62,30 +44,16 @@ def fake_tensor_quant(
 def legacy_fake_tensor_quant(
     x: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
 ) -> Tensor:
-    """Return what `fake_tensor_quant` does.
-
-    Example:
-        >>> legacy_fake_tensor_quant(torch.tensor([[0.3, 2.0]]), torch.tensor([[1.0, 4.0]]), 3)
-        tensor([[0.3333, 2.6667]])
-    """
+    """Return what `fake_tensor_quant` does."""
     return fake_tensor_quant(x, amax, num_bits, unsigned, narrow_range)
 
 
 def fake_affine_tensor_quant(
     x: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
 ) -> Tensor:
-    """Round x to an affine grid of signed codes over [min_range, max_range], and back.
+    """Round x to an affine grid of signed codes over [min_range, max_range], one element each, and back.
 
     The step is `(max_range - min_range) / (2^num_bits - 1)`. The gradient passes to x where min_range <= x <= max_range.
-
-    Args:
-        x: Input of any shape, of a floating dtype.
-        min_range: Lowest value, one element.
-        max_range: Highest value, one element, above the lowest.
-        num_bits: Bits of a code, 1 or more.
-
-    Returns:
-        A tensor with x's shape and dtype.
 
     Raises:
         ValueError: The highest value is not above the lowest (checked on CPU tensors), or num_bits is below 1.
@@ -105,19 +73,11 @@ def fake_affine_tensor_quant(
 def scaled_e4m3(x: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3) -> Tensor:  # noqa: N803
     """Round x to the float format E4M3 and back, scaled so that amax becomes its largest number, 448.
 
-    Larger values saturate; |x| < 2^-24 gives 0. The gradient passes to x where |x| <= amax.
-
-    Args:
-        x: Input of any shape, of a floating dtype.
-        amax: Largest magnitude, broadcast to x's shape; None for 448, which does not scale. 2^-24 or less gives zeros.
-        E: Bits of the exponent: 4.
-        M: Bits of the mantissa: 3.
-
-    Returns:
-        A tensor with x's shape and dtype.
+    Larger values saturate; |x| < 2^-24 gives 0. The gradient passes to x where |x| <= amax. None stands for 448, which does
+    not scale; 2^-24 or less gives zeros.
 
     Raises:
-        NotImplementedError: E, M are not 4, 3.
+        NotImplementedError: E, M, the bits of exponent and mantissa, are not 4, 3.
         ValueError: amax has negative values, NaN or infinities (checked on CPU tensors, as by `tensor_quant`).
 
     Example:

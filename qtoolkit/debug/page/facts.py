@@ -12,7 +12,6 @@ from qtoolkit.debug.sensitivity import Row, Sensitivity
 from qtoolkit.debug.similarity import Comparison, LayerComparison
 from qtoolkit.eager.record import plan_of
 from qtoolkit.graph.plan import Plan
-from qtoolkit.layer_costs import bit_product, count_macs, layers_of, stored_bytes
 from qtoolkit.model_inputs import call_arguments, naming_misfits
 from qtoolkit.model_state import evaluating, removing
 from qtoolkit.nn import QuantModule
@@ -24,6 +23,7 @@ from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, QuantizationReport, quantization_report
+from qtoolkit.report.layer_costs import bit_product, count_macs, layers_of, stored_bytes
 from qtoolkit.shared_modules import first_names
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qtoolkit.argument_order import in_any_order
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_flags, check_known, check_sequence, first_line
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, pairs
 from qtoolkit.export.files.reading import UnreadableFileError, array_of, open_model
 from qtoolkit.export.verification.codes import CodeCount, largest_difference
 from qtoolkit.export.verification.deployed import RuntimeCodes
+from qtoolkit.instead import in_any_order
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid

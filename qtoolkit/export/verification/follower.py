@@ -15,12 +15,11 @@ from qtoolkit.errors import with_article
 from qtoolkit.export.inputs import grids_of
 from qtoolkit.export.verification.codes import Call, CodeCount, codes_in_file, compare_codes, sum_of
 from qtoolkit.model_inputs import tensors_of
-from qtoolkit.model_state import removing
+from qtoolkit.model_state import RandomState, removing
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.random_state import RandomState
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.argument_order import in_any_order
 from qtoolkit.convert import check_converted
 from qtoolkit.errors import check_flags, check_known, check_sequence, renamed, shown
 from qtoolkit.export.files.files import OpenedFile
@@ -37,6 +36,7 @@ from qtoolkit.export.verification.follower import (
 )
 from qtoolkit.export.verification.positions import ChosenMaxima
 from qtoolkit.export.verification.runtimes.litert_interpreter import LitertFile
+from qtoolkit.instead import in_any_order
 from qtoolkit.model_inputs import call_arguments, naming_misfits, tensors_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.runtimes.execution import Executed

@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_map
 from qtoolkit.errors import first_line
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError
 from qtoolkit.model_inputs import split, tensors_of
-from qtoolkit.model_state import evaluating, values_kept
-from qtoolkit.random_state import RandomState
+from qtoolkit.model_state import RandomState, evaluating, values_kept
 
 # The graph has the ops of forward in their order, so that only kernels without a fixed order of sums differ at all.
 TOLERANCE = 1e-3  # of the norm of an output, or of the number of its elements

@@ -10,8 +10,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map
 
 from qtoolkit.model_inputs import copy_containers
-from qtoolkit.model_state import deepcopy_model, device_of
-from qtoolkit.random_state import RandomState
+from qtoolkit.model_state import RandomState, deepcopy_model, device_of
 
 META = torch.device("meta")
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))

@@ -22,9 +22,9 @@ from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
 from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, names_of_own, type_for
 from qtoolkit.graph.output_types import OutputTypes
+from qtoolkit.model_state import RandomState
 from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import check_given
-from qtoolkit.random_state import RandomState
 from qtoolkit.shared_modules import modules_by_name
 
 # Names of torch's classes that wrap or compile a model, and what to do instead.

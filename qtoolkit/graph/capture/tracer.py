@@ -39,13 +39,13 @@ from qtoolkit.graph.capture.signature import Arguments, Call
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
 from qtoolkit.graph.output_types import OutputTypes, types_in
 from qtoolkit.graph.traced_blocks import name_in_graph, node_name
+from qtoolkit.model_state import RandomState
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import RECORDED, TrainingMode, call_scripted, check_none, check_size, items_of
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.random_state import RandomState
 
 # Functions and methods that compute gradients, whose calls a graph does not record rightly.
 GRADIENT_CALLS = (torch.autograd.grad, torch.autograd.backward, torch._make_dual, "backward", "register_hook")

@@ -6,7 +6,6 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from qtoolkit.computed_weights import bake
 from qtoolkit.graph.capture.rewrites.both_modes import keep_eval
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import link_inputs
@@ -14,6 +13,7 @@ from qtoolkit.graph.passes.link_batch_norms import fold
 from qtoolkit.model_state import check_numbers
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
+from qtoolkit.nn.computed_weights import bake
 from qtoolkit.nn.embedding import renormalize_table
 from qtoolkit.nn.replacement import replace_in_place
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of, take_names

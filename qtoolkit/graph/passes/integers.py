@@ -31,7 +31,7 @@ from qtoolkit.integer.functions import FunctionKernel
 from qtoolkit.integer.kernels import Kernel, OpKernel
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.refusals import NO_GRID
-from qtoolkit.op_kinds.bounds import Bounds
+from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.quantizers.clip_range import saturates
 from qtoolkit.quantizers.frozen import Grid

@@ -29,7 +29,7 @@ from qtoolkit.nn import QuantMultiheadAttention, QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
 from qtoolkit.nn.hooks import all_watched
 from qtoolkit.nn.output_grid import why_quantizer_not_fused
-from qtoolkit.op_kinds.bounds import Bounds
+from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.op_kinds.rules import is_number, module_of
 from qtoolkit.op_kinds.table import calls_where
 

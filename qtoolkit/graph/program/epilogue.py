@@ -28,7 +28,7 @@ from qtoolkit.nn.batch_norm import (
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.output_grid import codes_by_op, grid_now, quantized_by, why_quantizer_not_fused
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.op_kinds.bounds import Bounds
+from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.op_kinds.table import bounds_of_module
 from qtoolkit.quantizers.codes import TensorCodes, codes_of
 

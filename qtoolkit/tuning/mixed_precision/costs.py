@@ -6,10 +6,10 @@ from typing import Self
 from torch import nn
 
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.layer_costs import LAYERS, stored_bytes
 from qtoolkit.layer_rules import LayerRules, Rule
 from qtoolkit.op_kinds.table import kind_of_type
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.report.layer_costs import LAYERS, stored_bytes
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.config import QConfig
-from qtoolkit.layer_costs import input_of
 from qtoolkit.model_state import check_module, removing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import quantization_report
+from qtoolkit.report.layer_costs import input_of
 from qtoolkit.tuning.mixed_precision.costs import weight_quantizer_of
 from qtoolkit.tuning.mixed_precision.hessian import Loss, differentiable, scalar_loss
 

@@ -11,10 +11,10 @@ from qtoolkit.batches import no_batch
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.debug.sensitivity import sensitivity
 from qtoolkit.errors import check_flags, check_known, check_whole
-from qtoolkit.layer_costs import bit_product, count_macs, layers_of
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module, evaluating
 from qtoolkit.progress import batches_of
+from qtoolkit.report.layer_costs import bit_product, count_macs, layers_of
 from qtoolkit.tuning.mixed_precision.assignment import Assignment, Front
 from qtoolkit.tuning.mixed_precision.costs import Layer, own_config, size_of
 from qtoolkit.tuning.mixed_precision.errors import (

@@ -11,13 +11,7 @@ from qtoolkit.compat.pytorch_quantization.reduction import Axis, amax_along
 
 
 class _Calibrator:
-    """A collector of magnitudes, from which it computes a range; to be subclassed.
-
-    Args:
-        num_bits: Bits of a code, or (4, 3) for the float format E4M3.
-        axis: Axes along which each index has its own range; None for one range.
-        unsigned: Whether the lowest code is 0.
-    """
+    """A collector of magnitudes, from which it computes a range; to be subclassed. Arguments as `MaxCalibrator`."""
 
     def __init__(self, num_bits: int | tuple[int, int], axis: Axis, unsigned: bool) -> None:
         self._num_bits, self._axis, self._unsigned = num_bits, axis, unsigned
@@ -84,12 +78,7 @@ class MaxCalibrator(_Calibrator):
 
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Update the maximum with the magnitudes of x.
-
-        Raises:
-            RuntimeError: x has another number of channels than the tensors before.
-            ValueError: x has NaN or infinities.
-        """
+        """Update the maximum with the magnitudes of x, of as many channels as before: else RuntimeError; ValueError for NaN."""
         amax = amax_along(x, self._axis)
         self.check_finite(amax)
         if self._track_amax:

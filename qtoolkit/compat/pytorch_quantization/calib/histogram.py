@@ -85,12 +85,7 @@ class HistogramCalibrator(_Calibrator):
 
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Count the magnitudes of x.
-
-        Raises:
-            RuntimeError: x has another number of channels than the tensors before.
-            ValueError: x has NaN or infinities.
-        """
+        """Count the magnitudes of x, of as many channels as before: else RuntimeError; ValueError for NaN or infinities."""
         self.check_finite(x)
         kept = kept_axes(self._axis, x.dim())
         if kept:

@@ -38,7 +38,7 @@ from qtoolkit.graph.program.units.base import (
 from qtoolkit.nn.batch_norm import Changing, divisor_of, process_group_of, variance_of_step
 from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.nn.output_grid import output_grid
-from qtoolkit.op_kinds.bounds import Bounds
+from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.quantizers.codes import TensorCodes
 
 _bind = library.bind_unit.default

@@ -1,14 +1,16 @@
-"""What a quantizer computes for exporters: torch's fake-quantize ops or TensorRT's FP8 ops, which are Q/DQ pairs in ONNX.
+"""What torch.fx records of layers and quantizers, and what these compute for exporters.
 
-Scripts compare with these ops, and other exporters than those to ONNX look for them, so the pairs of `qtoolkit.ops`, which
-divide by the scale where torch multiplies by its reciprocal, cannot stand for them.
+Exporters get torch's fake-quantize ops or TensorRT's FP8 ops, which are Q/DQ pairs in ONNX. Scripts compare with these ops, and
+other exporters than those to ONNX look for them, so the pairs of `qtoolkit.ops`, which divide by the scale where torch
+multiplies by its reciprocal, cannot stand for them.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, scaled_e4m3
 
@@ -33,17 +35,9 @@ def check_exportable(num_bits: int | tuple[int, int], has_range: bool) -> None:
 
 
 def affine_form(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> Tensor:
-    """Fake-quantize x with the step `amax / bound` and the codes [-bound - 1, bound], or [0, bound] if unsigned.
+    """Fake-quantize x with the step `amax / bound` (1 for 0) and the codes [-bound - 1, bound], or [0, bound] if unsigned.
 
-    Args:
-        x: Input, of a floating dtype; half types are computed in float32.
-        amax: Largest magnitude: one element, or several along one dimension. 0 gives the step 1.
-        num_bits: Bits of a code.
-        unsigned: Whether the lowest code is 0.
-        narrow_range: Must be False if codes are signed.
-
-    Raises:
-        LegacyExportError: amax has more than one element along several dimensions, or the range of codes is narrow.
+    Half types are computed in float32. LegacyExportError for an amax of several dimensions, and for narrow codes.
     """
     if narrow_range and not unsigned:
         raise LegacyExportError(
@@ -76,12 +70,7 @@ def _in_float32(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, amax: Tenso
 def e4m3_form(x: Tensor, amax: Tensor) -> Tensor:
     """Fake-quantize x in the float format E4M3; exporters to ONNX get TensorRT's FP8 ops, which take any opset.
 
-    Args:
-        x: Input, of a floating dtype; the ops of half types compute in float32.
-        amax: Largest magnitude, one element. 0 gives the step 1.
-
-    Raises:
-        LegacyExportError: amax has several elements.
+    Half types compute in float32. LegacyExportError for an amax of several elements; 0 gives the step 1.
     """
     if any(size != 1 for size in amax.shape):
         raise LegacyExportError(
@@ -107,3 +96,22 @@ class _TorchScriptPair(torch.autograd.Function):
     def symbolic(g: Any, x: Any, scale: Any) -> Any:
         codes = g.op(QUANTIZE, x, scale).setType(x.type().with_dtype(torch.uint8))
         return g.op(DEQUANTIZE, codes, scale).setType(x.type())
+
+
+def fx_leaf(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a tracer of torch.fx record a call of the module, unless it traces the module itself.
+
+    Only modules of torch.nn are leaf modules by default. What a quantizer computes depends on its range and its switches, and
+    a calibrator collects values, so a graph must call the module.
+    """
+
+    @wraps(forward)
+    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of the module if another tracer than its own traces it; otherwise compute it."""
+        for value in (*args, *kwargs.values()):
+            tracer = value.tracer if isinstance(value, fx.Proxy) else None
+            if isinstance(tracer, fx.Tracer) and tracer.root is not self:
+                return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        return forward(self, *args, **kwargs)
+
+    return traced

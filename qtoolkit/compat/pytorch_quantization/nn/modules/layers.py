@@ -8,7 +8,7 @@ from torch.nn.modules import conv
 
 from qtoolkit import nn as qnn
 from qtoolkit.compat.pytorch_quantization import descriptor
-from qtoolkit.compat.pytorch_quantization.nn.modules.leaf import fx_leaf
+from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import fx_leaf
 from qtoolkit.compat.pytorch_quantization.nn.modules.mixins import QuantInputMixin, QuantMixin, take_quant_desc
 from qtoolkit.config import QuantSpec
 
@@ -79,14 +79,11 @@ def _layer(name: str, bases: tuple[type, ...], doc: str, **attributes: Any) -> t
     return type(f"Quant{name}", bases, {"__module__": __name__, "__doc__": doc, **attributes})
 
 
+_SIZES = (1, 2, 3)
 _WEIGHTED = {
     "Linear": descriptor.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW,
-    "Conv1d": descriptor.QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL,
-    "Conv2d": descriptor.QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL,
-    "Conv3d": descriptor.QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL,
-    "ConvTranspose1d": descriptor.QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL,
-    "ConvTranspose2d": descriptor.QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL,
-    "ConvTranspose3d": descriptor.QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL,
+    **{f"Conv{d}d": descriptor.QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL for d in _SIZES},
+    **{f"ConvTranspose{d}d": descriptor.QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL for d in _SIZES},
 }
 _BASES = {"Linear": QuantLayer, "Conv": _QuantConvNd, "ConvTranspose": _QuantConvTransposeNd}
 _KINDS = ("MaxPool", "AvgPool", "AdaptiveAvgPool", "InstanceNorm")
@@ -102,7 +99,7 @@ LAYERS = {
     for name, desc in _WEIGHTED.items()
 } | {
     f"Quant{name}": _layer(name, (_QuantInputLayer, getattr(nn, name)), f"torch.nn.{name} with a quantized input.")
-    for name in (f"{kind}{dims}d" for kind in _KINDS for dims in (1, 2, 3))
+    for name in (f"{kind}{d}d" for kind in _KINDS for d in _SIZES)
 }
 NAMES = {**LAYERS, **{name.removeprefix("Quant"): cls for name, cls in LAYERS.items()}}
 globals().update(NAMES)  # pickle and scripts find the classes here

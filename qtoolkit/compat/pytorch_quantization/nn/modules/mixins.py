@@ -108,11 +108,7 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
 
 
 def take_quant_desc(quant_cls: Any, kwargs: dict[str, Any], input_only: bool = False) -> Any:
-    """Remove the descriptors from a layer's arguments, and return them as `pop_quant_desc_in_kwargs` does.
-
-    Raises:
-        TypeError: There are arguments that torch's layer does not take either.
-    """
+    """Remove the descriptors from a layer's arguments, and return them as `pop_quant_desc_in_kwargs` does."""
     known = _arguments_of_torch(quant_cls)
     given = {name: kwargs.pop(name) for name in tuple(kwargs) if name not in known}
     return pop_quant_desc_in_kwargs(quant_cls, input_only, **given)

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from qtoolkit import nn as qnn
 from qtoolkit.compat.pytorch_quantization.descriptor import QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
+from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import fx_leaf
 from qtoolkit.compat.pytorch_quantization.nn.modules.layers import QuantLayer
-from qtoolkit.compat.pytorch_quantization.nn.modules.leaf import fx_leaf
 from qtoolkit.compat.pytorch_quantization.nn.modules.mixins import QuantMixin, take_quant_desc
 from qtoolkit.nn.recurrent import State, Step
 

@@ -10,8 +10,12 @@ from torch import Tensor
 from qtoolkit.compat.pytorch_quantization import calib
 from qtoolkit.compat.pytorch_quantization.descriptor import QUANT_DESC_8BIT_PER_TENSOR, QuantDescriptor
 from qtoolkit.compat.pytorch_quantization.nn.functional import Clip
-from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import affine_form, check_exportable, e4m3_form
-from qtoolkit.compat.pytorch_quantization.nn.modules.leaf import fx_leaf
+from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import (
+    affine_form,
+    check_exportable,
+    e4m3_form,
+    fx_leaf,
+)
 from qtoolkit.compat.pytorch_quantization.reduction import amax_along
 from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, fake_tensor_quant, scaled_e4m3, tensor_quant
 from qtoolkit.foreign import ForeignQuantizer

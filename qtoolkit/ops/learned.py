@@ -1,6 +1,6 @@
-"""Learned quantizers other than LSQ: a trained range, a soft staircase, levels that are not uniform, an interval of magnitudes.
+"""Learned quantizers: a trained range, a soft staircase, uneven levels, an interval of magnitudes, a trained scale.
 
-All of them save the input and the parameters for backward. Double backward raises NotImplementedError.
+Those of inputs save the input and the parameters for backward. Double backward raises NotImplementedError.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from qtoolkit.ops.integer import fake_quant
 from qtoolkit.ops.recording import check_has_form, is_recorded_for_onnx
 
 _fake_quant_shaped: Op = library.fake_quant_shaped.default
+_positive_scale: Op = library.positive_scale.default
 
 
 def fake_quant_clipped(
@@ -25,29 +26,15 @@ def fake_quant_clipped(
     block_size: int = 0,
     steepness: Tensor | None = None,
 ) -> Tensor:
-    """Return the values of `fake_quant`, with the gradients of a range that is trained.
+    """Return the values of `fake_quant`, of the same arguments, with the gradients of a range that is trained.
 
     The range is from `(qmin - zero_point) * scale` to `(qmax - zero_point) * scale`. The gradient in x passes inside, judged
     before rounding; an element beyond a bound moves with the bound, and rounding moves nothing. This is the gradient of PACT
     (arXiv 1805.06085) and of TensorFlow's fake_quant_with_min_max_vars.
 
-    With a steepness k, the gradient of x inside the range is the slope of the soft staircase of DSQ (arXiv 1908.05033), whose
-    stairs are the codes: `(tanh(k (f - 1/2)) / tanh(k / 2) + 1) / 2` at f in [0, 1] of a step. In the paper's terms,
-    `k = log(2 / alpha - 1)`.
-
-    Args:
-        x: Input of any shape; float32, float64, bfloat16 or float16.
-        scale: Step between codes; see the package's docstring for its shape.
-        zero_point: Code that zero maps to, or None for 0.
-        qmin: Lowest code.
-        qmax: Highest code.
-        axis: Channel axis, or None for per tensor.
-        group: Groups of dimension 0.
-        block_size: Elements along the axis that share a scale, or 0 for no blocks.
-        steepness: As many elements as scale, positive; or None for the straight-through gradient.
-
-    Returns:
-        A tensor with the shape, dtype and memory format of x.
+    With a steepness k (as many elements as scale, positive), the gradient of x inside the range is the slope of the soft
+    staircase of DSQ (arXiv 1908.05033), whose stairs are the codes: `(tanh(k (f - 1/2)) / tanh(k / 2) + 1) / 2` at f in [0, 1]
+    of a step. In the paper's terms, `k = log(2 / alpha - 1)`. Without one it is straight-through.
 
     Raises:
         ValueError: A shape, axis, range, group, block size or device does not fit.
@@ -145,3 +132,37 @@ def interval(
     return _fake_quant_shaped(
         x, distance, center, None, -1 if signed else 0, 1, "interval", (), axis, group, block_size
     )
+
+
+def positive_scale(start: Tensor, ratio: Tensor, rate: Tensor | None = None) -> Tensor:
+    """Return start * max(|ratio|, 2**-24), positive for every ratio, to train a scale by its ratio to a start.
+
+    An optimizer with steps of a fixed size, such as Adam, changes scales of all sizes by the same factor. The gradient of
+    ratio is divided by start squared, so that a step of SGD changes the scale as if the scale itself were the parameter
+    (with momentum and weight decay too), or as if scale / sqrt(rate) were.
+
+    Args:
+        start: Scales at the start of training, positive; float32 or float64, any shape.
+        ratio: Ratios of the scales to `start`, of the same dtype and number of elements.
+        rate: Factors of the gradients of `ratio`, of the same dtype and number of elements; None: 1.
+
+    Returns:
+        A tensor of start's shape.
+
+    Raises:
+        ValueError: The number of elements or the device differs.
+        TypeError: A dtype does not fit.
+        NotImplementedError: start or rate requires grad.
+
+    Example:
+        >>> ratio = torch.tensor([1.0], requires_grad=True)
+        >>> scale = positive_scale(torch.tensor(0.5), ratio)
+        >>> scale.backward()
+        >>> scale, ratio.grad
+        (tensor(0.5000, grad_fn=...), tensor([2.]))
+        >>> positive_scale(torch.tensor(0.5), torch.tensor([-0.1]))
+        tensor(0.0500)
+    """
+    if is_recorded_for_onnx():
+        return start * ratio.reshape(start.shape).abs().clamp(min=2.0**-24)
+    return _positive_scale(start, ratio, rate)
