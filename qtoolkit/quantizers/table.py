@@ -32,12 +32,10 @@ To add an observer, write a subclass of `Observer` and one line in `OBSERVERS`.
 from qtoolkit.config.registry import REGISTRY
 from qtoolkit.quantizers.kinds.apot import APoT
 from qtoolkit.quantizers.kinds.base import QuantizerKind
-from qtoolkit.quantizers.kinds.clipped import PACT, LearnedRange
+from qtoolkit.quantizers.kinds.clipped import DSQ, PACT, LearnedRange
 from qtoolkit.quantizers.kinds.dorefa import DoReFa
-from qtoolkit.quantizers.kinds.dsq import DSQ
 from qtoolkit.quantizers.kinds.fixed import FixedScale
-from qtoolkit.quantizers.kinds.lsq import LSQ
-from qtoolkit.quantizers.kinds.lsq_plus import LSQPlus
+from qtoolkit.quantizers.kinds.lsq import LSQ, LSQPlus
 from qtoolkit.quantizers.kinds.qil import QIL
 from qtoolkit.quantizers.kinds.tqt import TQT
 from qtoolkit.quantizers.observers import (
