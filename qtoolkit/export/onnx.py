@@ -25,8 +25,7 @@ from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
 from qtoolkit.export.passes.float_weights import keep_float_weights
 from qtoolkit.export.passes.fusible import write_fusible_forms
-from qtoolkit.export.passes.moved_codes import keep_products_of_codes, quantize_moved_codes
-from qtoolkit.export.passes.repeated_pairs import repeat_pairs
+from qtoolkit.export.passes.repeated_pairs import keep_products_of_codes, quantize_moved_codes, repeat_pairs
 from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 from qtoolkit.extras import missing

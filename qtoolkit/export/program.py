@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Source, by_name
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
-from qtoolkit.export.pt2e.decomposition import Quantizers, decompose
+from qtoolkit.export.pt2e import Quantizers, decompose
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import call_arguments, naming_misfits
 from qtoolkit.model_state import evaluating

@@ -15,9 +15,9 @@ from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.module import quantized
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
-from qtoolkit.tuning.layer_runs import LayerRuns
 from qtoolkit.tuning.rounding import CodeGrid
 from qtoolkit.tuning.running import Batches, Forward, tuning
+from qtoolkit.tuning.stepwise import LayerRuns
 from qtoolkit.tuning.units import chosen, obstacles
 
 COLUMNS = 128  # whose errors are spread to the later columns at once

@@ -18,12 +18,11 @@ from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.report.lines import table
 from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.importance import Loss
 from qtoolkit.tuning.learning import Options, distances, learn
 from qtoolkit.tuning.rounding import CodeGrid
 from qtoolkit.tuning.running import Batches, Forward, part_between, tuning
 from qtoolkit.tuning.saved import SavedUnits
-from qtoolkit.tuning.unit_samples import UnitSamples
+from qtoolkit.tuning.unit_samples import Loss, UnitSamples
 from qtoolkit.tuning.units import Unit, find_units
 
 

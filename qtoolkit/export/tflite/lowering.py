@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from qtoolkit.export.program import Decomposed
-from qtoolkit.export.pt2e.decomposition import layer_name
-from qtoolkit.export.pt2e.quantized_decomposed import decomposed_ops
+from qtoolkit.export.pt2e import decomposed_ops, layer_name
 from qtoolkit.export.tflite.flatbuffer import FileBuilder, Scales, Value, in_order
 from qtoolkit.export.tflite.kernels import KERNELS, Kernel
 from qtoolkit.export.tflite.ops import IMAGE, SPLITS, Op, activation_of, bounds_of, name_of_op

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from qtoolkit.export.pt2e import decomposition
+from qtoolkit.export import pt2e
 from qtoolkit.export.tflite.flatbuffer import Scales, Value, in_order
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ def name_of_op(node: fx.Node) -> str:
     """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return SPLITS.get(name_of_op(node.args[0]), "getitem")
-    return decomposition.name_of_op(node)
+    return pt2e.name_of_op(node)
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return all arguments of a node by the names of its schema, with the defaults of those that are not given."""
     if node.target is operator.getitem:
         return _of_part(*node.args)
-    return decomposition.arguments(node)
+    return pt2e.arguments(node)
 
 
 def _of_part(split: Any, part: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from qtoolkit.export.files.quantizer_nodes import QuantizerNode, quantizer_nodes
 from qtoolkit.export.files.reading import open_model
 from qtoolkit.export.inputs import grids_of, on_cpu
 from qtoolkit.export.verification.codes import (
+    ChosenMaxima,
     CodeCount,
     check_numbers,
     compare_codes,
@@ -35,7 +36,6 @@ from qtoolkit.export.verification.follower import (
     check_names,
     grid_named,
 )
-from qtoolkit.export.verification.positions import ChosenMaxima
 from qtoolkit.export.verification.runtimes.litert_interpreter import LitertFile
 from qtoolkit.model_inputs import call_arguments, naming_misfits, tensors_of
 from qtoolkit.progress import note, progress_bar

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import first_line
-from qtoolkit.export.pt2e.decomposition import layer_name
+from qtoolkit.export.pt2e import layer_name
 from qtoolkit.model_inputs import tensors_of, with_tensors
 from qtoolkit.op_kinds.table import KINDS, OF_ATEN
 from qtoolkit.runtimes.execution import Layer

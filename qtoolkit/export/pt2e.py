@@ -9,13 +9,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from qtoolkit.export.pt2e.quantized_decomposed import decomposed_ops
 from qtoolkit.op_kinds.table import OF_ATEN
 from qtoolkit.quantizers.frozen import code_dtype
 
@@ -24,6 +25,9 @@ MEAN = torch.ops.aten.mean.dim
 QUANTIZE = torch.ops.qtoolkit.quantize.default
 LARGEST_CODE = 2**16  # above: a bias, on the grid of sums
 PLACES = ("nn_module_stack", "stack_trace")  # what is kept of a node's metadata
+# Private in torch: its ops are what the delegates of ExecuTorch and torchao's PT2E flow match. No other file names it.
+MODULE = "torch.ao.quantization.fx._decomposed"
+NAMES = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel")
 
 
 @dataclass(frozen=True)
@@ -276,3 +280,20 @@ def _equal(one: Any, other: Tensor) -> bool:
 def _place(node: fx.Node) -> str:
     """Return the name of a constant: that of the node where it is computed."""
     return str(node.target) if node.op == "get_attr" else node.name
+
+
+def decomposed_ops() -> Any:
+    """Return the ops by their names.
+
+    Raises:
+        RuntimeError: This torch does not have them.
+    """
+    try:
+        import_module(MODULE)  # registers the ops
+        found = {name: getattr(torch.ops.quantized_decomposed, name).default for name in NAMES}
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"export_program: torch {torch.__version__} does not have the ops of quantized_decomposed ({error}); import the "
+            f"package that defines them (torchao), or take torch 2.11 to 2.14."
+        ) from error
+    return SimpleNamespace(**found)

@@ -3,13 +3,13 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.errors import check_mapping
+from qtoolkit.errors import check_mapping, within
 from qtoolkit.export.backend_files.encoding import Encoding
 
 if TYPE_CHECKING:
@@ -129,6 +129,17 @@ def from_json(text: str, *keys: str) -> Mapping[str, Any]:
         value, place = value[key], f"{place}'s {key!r}"
         check_mapping(place, value)
     return value  # type: ignore[no-any-return]  # check_mapping has looked
+
+
+def read_each(
+    entries: Mapping[str, Any], read: Callable[[str, Any], Iterable[Encoding]], place: str = ""
+) -> list[Encoding]:
+    """Return the encodings that entries give, one of each tensor; errors begin with `place` and the entry's key."""
+    found: dict[str, Encoding] = {}
+    for key, entry in entries.items():
+        with within(f"{place}{key}"):
+            found |= {encoding.tensor: encoding for encoding in read(key, entry)}
+    return list(found.values())
 
 
 def number(entry: object, key: str | None = None, whole: bool = False) -> Any:
