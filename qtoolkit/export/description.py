@@ -33,21 +33,13 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class FileLayer:
-    """A layer or a matrix product of a file.
+    """A layer or a matrix product of a file."""
 
-    Attributes:
-        name: The name of its node.
-        op: Its op.
-        quantized: Whether all that it multiplies is quantized.
-        reason: Why it is float; "" if it is quantized.
-        weight: The type of its weight's codes; "" of a float one.
-    """
-
-    name: str
-    op: str
-    quantized: bool
-    reason: str
-    weight: str
+    name: str  # the name of its node
+    op: str  # its op
+    quantized: bool  # whether all that it multiplies is quantized
+    reason: str  # why it is float; "" if it is quantized
+    weight: str  # the type of its weight's codes; "" of a float one
 
 
 @dataclass(frozen=True)

@@ -45,23 +45,14 @@ def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a model, and of its file.
+    """The inputs of a model, and of its file."""
 
-    Attributes:
-        args: The positional arguments of forward.
-        kwargs: The keyword arguments.
-        arguments: All of them by the name of forward's argument.
-        given: They as the caller gave them.
-        given_names: The names that the caller chose for the first inputs of the file.
-        what: The public function that takes them, with which errors begin.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    arguments: dict[str, Any]
-    given: Any
-    given_names: tuple[str, ...]
-    what: str
+    args: tuple[Any, ...]  # the positional arguments of forward
+    kwargs: dict[str, Any]  # the keyword arguments
+    arguments: dict[str, Any]  # all of them by the name of forward's argument
+    given: Any  # they as the caller gave them
+    given_names: tuple[str, ...]  # the names that the caller chose for the first inputs of the file
+    what: str  # the public function that takes them, with which errors begin
 
     @classmethod
     def of(cls, source: "Source", input_names: Sequence[str] | None) -> "Inputs":
@@ -179,19 +170,12 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Source:
-    """What a file is written from, on the CPU.
+    """What a file is written from, on the CPU."""
 
-    Attributes:
-        model: The converted model.
-        grids: Its quantizers by their names.
-        example_inputs: Inputs, as `export_onnx` takes them.
-        what: The public function, with which errors begin.
-    """
-
-    model: nn.Module
-    grids: Mapping[str, Grid]
-    example_inputs: Any
-    what: str
+    model: nn.Module  # the converted model
+    grids: Mapping[str, Grid]  # its quantizers by their names
+    example_inputs: Any  # inputs, as `export_onnx` takes them
+    what: str  # the public function, with which errors begin
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: Any, what: str) -> "Source":

@@ -32,15 +32,11 @@ NAMES = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel",
 
 @dataclass(frozen=True)
 class Quantizers:
-    """The quantizers of a decomposed graph.
+    """The quantizers of a decomposed graph."""
 
-    Attributes:
-        activations: The dotted name of each quantize op's quantizer, in the order of the graph; "" of a repeated pair.
-        stored: The codes that the graph stores, by the dotted name of their quantizer.
-    """
-
+    # the dotted name of each quantize op's quantizer, in the order of the graph; "" of a repeated pair
     activations: list[str]
-    stored: dict[str, Tensor]
+    stored: dict[str, Tensor]  # the codes that the graph stores, by the dotted name of their quantizer
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,10 @@ from qtoolkit.quantizers.frozen import Grid, QuantizesAs
 
 @dataclass(frozen=True)
 class Side:
-    """A quantizer at an input or the output of a kernel.
+    """A quantizer at an input or the output of a kernel."""
 
-    Attributes:
-        grid: The quantizer, with one scale.
-        zero_point: Its zero point, read once: a kernel does not synchronize with the device.
-    """
-
-    grid: Grid
-    zero_point: int
+    grid: Grid  # the quantizer, with one scale
+    zero_point: int  # its zero point, read once: a kernel does not synchronize with the device
 
     @classmethod
     def of(cls, grid: Grid) -> "Side":
@@ -81,18 +76,12 @@ class Kernel(nn.Module):
     Args:
         inputs: The quantizers of the inputs, in order.
         output: The quantizer of the output; None where the output is not quantized.
-
-    Attributes:
-        NAME: The runtime's name of the op.
-        inputs: The inputs' sides.
-        output: The output's side, or None.
-        enabled: Whether it computes on codes; otherwise the op computes in float.
     """
 
-    NAME: ClassVar[str]
-    enabled: bool = True
-    inputs: tuple[Side, ...]
-    output: Side | None
+    NAME: ClassVar[str]  # the runtime's name of the op
+    enabled: bool = True  # whether it computes on codes; otherwise the op computes in float
+    inputs: tuple[Side, ...]  # the inputs' sides
+    output: Side | None  # the output's side, or None
 
     def __init__(self, inputs: Sequence[Grid], output: Grid | None) -> None:
         super().__init__()
@@ -155,19 +144,15 @@ class LayerKernel(Kernel):
         source: The quantizer of its input.
         output: The quantizer of its output, or None.
         call: The number of the call that it computes, of a layer with several.
-
-    Attributes:
-        TO_FLOAT: Whether it returns floats, which the quantizer of the output, if there is one, quantizes.
-        codes: The codes of the weight, float32.
-        steps: The steps of the sums, shaped to broadcast over an output.
-        bias: The codes of the bias on the grid of the sums, shaped likewise, in float64 where float32 cannot hold the
-            sums; None without a bias.
     """
 
+    # whether it returns floats, which the quantizer of the output, if there is one, quantizes
     TO_FLOAT: ClassVar[bool] = False
 
-    codes: Tensor
-    steps: Tensor
+    codes: Tensor  # the codes of the weight, float32
+    steps: Tensor  # the steps of the sums, shaped to broadcast over an output
+    # the codes of the bias on the grid of the sums, shaped likewise, in float64 where float32 cannot hold the sums; None
+    # without a bias
     bias: Tensor | None
     bounds: Bounds
     _int8: dict[torch.Size, Int8Sums | None]  # torch's kernel, with the weight packed for the last shape of the input

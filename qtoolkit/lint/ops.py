@@ -11,19 +11,12 @@ from qtoolkit.op_kinds.table import NO_OPS
 
 @dataclass(frozen=True)
 class WeightGrid:
-    """How a weight is quantized.
+    """How a weight is quantized."""
 
-    Attributes:
-        bits: The width of its codes.
-        axis: The axis that its scales run along; None for one scale.
-        blocks: Whether groups along the axis have scales of their own.
-        block_size: The number of elements in a group, in a file.
-    """
-
-    bits: int
-    axis: int | None
-    blocks: bool = False
-    block_size: int = 0
+    bits: int  # the width of its codes
+    axis: int | None  # the axis that its scales run along; None for one scale
+    blocks: bool = False  # whether groups along the axis have scales of their own
+    block_size: int = 0  # the number of elements in a group, in a file
 
 
 @dataclass(frozen=True)
@@ -49,35 +42,23 @@ class Layer:
 
 @dataclass(eq=False)
 class Op:
-    """One op.
+    """One op."""
 
-    Attributes:
-        name: Its name in findings.
-        kind: Its kind.
-        inputs: The ops that compute the tensors that it takes as data, each once.
-        users: The ops that take its output.
-        grid: Of a quantizer, what distinguishes its grid from others; None for other ops.
-        of_weight: Whether it is the quantizer of a weight that a function takes.
-        is_cast: Whether it converts its first input to another type; others tell the type alone.
-        place: Its place in the order in which the ops run.
-        layer: Of a layer with a weight of its own, or of a function that takes a weight, what is known about it.
-        returned: Whether the graph returns its output.
-        node: Its node: in a file, as `qtoolkit.export.files.ops` describes it.
-        quantizer: The quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a
-            concat whose inputs have one grid, the first input's; None of a float tensor. `find_quantizers` sets it.
-    """
-
-    name: str
-    kind: OpKind
+    name: str  # its name in findings
+    kind: OpKind  # its kind
+    # the ops that compute the tensors that it takes as data, each once
     inputs: list["Op"] = field(default_factory=list)
-    users: list["Op"] = field(default_factory=list)
-    grid: Hashable = None
-    of_weight: bool = False
-    is_cast: bool = False
-    place: int = 0
+    users: list["Op"] = field(default_factory=list)  # the ops that take its output
+    grid: Hashable = None  # of a quantizer, what distinguishes its grid from others; None for other ops
+    of_weight: bool = False  # whether it is the quantizer of a weight that a function takes
+    is_cast: bool = False  # whether it converts its first input to another type; others tell the type alone
+    place: int = 0  # its place in the order in which the ops run
+    # of a layer with a weight of its own, or of a function that takes a weight, what is known about it
     layer: Layer | None = None
-    returned: bool = False
-    node: Any = None
+    returned: bool = False  # whether the graph returns its output
+    node: Any = None  # its node: in a file, as `qtoolkit.export.files.ops` describes it
+    # the quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a concat whose
+    # inputs have one grid, the first input's; None of a float tensor. `find_quantizers` sets it
     quantizer: "Op | None" = None
 
     @property

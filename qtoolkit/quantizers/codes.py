@@ -17,32 +17,21 @@ from qtoolkit.quantizers.quantizer import Quantizer
 
 @dataclass(slots=True)
 class TensorCodes:
-    """The grid of a tensor's values, and their codes once somebody has asked for them.
+    """The grid of a tensor's values, and their codes once somebody has asked for them."""
 
-    Attributes:
-        scale: The step between codes, positive, in a tensor of its own: an observer may change that of its quantizer.
-        zero_point: The zero point, rounded, or None for 0.
-        qmin: The lowest code.
-        qmax: The highest code.
-        packed: Whether two codes are kept in a byte.
-        tensor: Refers to the tensor; None in compiled code.
-        version: That of the tensor: after a change in place the codes no longer hold.
-        codes: The codes, int8 or uint8 and of the tensor's shape, or packed: in one dimension in row-major order, or two
-            channels of an image in a byte; None until `completed`.
-        raw: What the values were before, where only the scale has a gradient; or None.
-        raw_version: The version of that.
-    """
-
+    # the step between codes, positive, in a tensor of its own: an observer may change that of its quantizer
     scale: Tensor
-    zero_point: Tensor | None
-    qmin: int
-    qmax: int
-    packed: bool
-    tensor: ReferenceType[Tensor] | None
-    version: int
+    zero_point: Tensor | None  # the zero point, rounded, or None for 0
+    qmin: int  # the lowest code
+    qmax: int  # the highest code
+    packed: bool  # whether two codes are kept in a byte
+    tensor: ReferenceType[Tensor] | None  # refers to the tensor; None in compiled code
+    version: int  # that of the tensor: after a change in place the codes no longer hold
+    # the codes, int8 or uint8 and of the tensor's shape, or packed: in one dimension in row-major order, or two channels of
+    # an image in a byte; None until `completed`
     codes: Tensor | None = None
-    raw: RawInput | None = None
-    raw_version: int = 0
+    raw: RawInput | None = None  # what the values were before, where only the scale has a gradient; or None
+    raw_version: int = 0  # the version of that
 
     def hold_for(self, y: Tensor) -> bool:
         """Return whether y is the tensor, unchanged."""

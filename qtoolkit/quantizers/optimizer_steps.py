@@ -17,15 +17,10 @@ def trained_by(optimizer: Optimizer) -> set[int]:
 
 @dataclass
 class Steps:
-    """The steps that an optimizer has taken.
+    """The steps that an optimizer has taken."""
 
-    Attributes:
-        trained: The ids of the parameters that it trains.
-        count: Their number.
-    """
-
-    trained: set[int]
-    count: int = 0
+    trained: set[int]  # the ids of the parameters that it trains
+    count: int = 0  # their number
 
 
 class OptimizerSteps:

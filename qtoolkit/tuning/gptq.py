@@ -197,17 +197,11 @@ def _order(model: nn.Module, names: Sequence[str], data: Batches) -> list[str]:
 
 @dataclass(frozen=True)
 class _Products:
-    """The means of the products of a layer's inputs, (in, in).
+    """The means of the products of a layer's inputs, (in, in)."""
 
-    Attributes:
-        first: Of one half of the rows of each call.
-        second: Of the other half.
-        all: Of all rows.
-    """
-
-    first: Tensor
-    second: Tensor
-    all: Tensor
+    first: Tensor  # of one half of the rows of each call
+    second: Tensor  # of the other half
+    all: Tensor  # of all rows
 
 
 def _products(layer: Any, name: str, runs: LayerRuns) -> _Products:

@@ -22,17 +22,11 @@ from qtoolkit.tuning.rounding import codes_on_grid
 
 @dataclass(frozen=True)
 class GridWeight:
-    """A parameter that a layer quantizes on a grid of integers, by itself or times the factor of a linked batch norm.
+    """A parameter that a layer quantizes on a grid of integers, by itself or times the factor of a linked batch norm."""
 
-    Attributes:
-        layer: The layer.
-        attribute: The name of the layer's attribute that is the quantizer.
-        quantizer: The quantizer.
-    """
-
-    layer: QuantModule
-    attribute: str
-    quantizer: TensorQuantizer
+    layer: QuantModule  # the layer
+    attribute: str  # the name of the layer's attribute that is the quantizer
+    quantizer: TensorQuantizer  # the quantizer
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -34,21 +34,14 @@ MOST_IN_MODULE = 4  # layers of a submodule without branches
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a graph with one output.
+    """A part of a graph with one output."""
 
-    Attributes:
-        name: The dotted name of the layer, or of the submodule that has all layers of a block; else the first and last one.
-        layers: The dotted names of the layers whose rounding is learned.
-        nodes: The nodes of the part, in order.
-        inputs: The nodes outside whose values it takes, in order.
-        output: Its node whose value others take.
-    """
-
+    # the dotted name of the layer, or of the submodule that has all layers of a block; else the first and last one
     name: str
-    layers: tuple[str, ...]
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    output: fx.Node
+    layers: tuple[str, ...]  # the dotted names of the layers whose rounding is learned
+    nodes: tuple[fx.Node, ...]  # the nodes of the part, in order
+    inputs: tuple[fx.Node, ...]  # the nodes outside whose values it takes, in order
+    output: fx.Node  # its node whose value others take
 
     def activation_quantizers(self) -> list[TensorQuantizer]:
         """Return the quantizers of activations that are called in the unit and nowhere else."""

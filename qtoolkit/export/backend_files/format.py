@@ -20,35 +20,24 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of file.
+    """One kind of file."""
 
-    Attributes:
-        title: Its name in errors.
-        suffix: What its name has behind the model's.
-        write: Returns the text of a file for the encodings that the format holds, with the model they belong to.
-        read: Returns the encodings of a text, without names of quantizers. Raises ValueError for anything else.
-        bits: Widths of codes that it holds.
-        asymmetric: Whether it holds zero points.
-        symmetric: Whether it holds signed codes without a zero point.
-        channels: Whether it holds a scale for each channel of a weight.
-        powers: Whether its scales are powers of two.
-        logarithmic: Whether its grids are logarithmic, not integers.
-        placed: The tensors that a model gives a place in the file; None if it has one for every tensor.
-        derive: For a format without weights: the scales that the target computes from the values of a weight, over the axes
-            of a channel.
-    """
-
-    title: str
-    suffix: str
+    title: str  # its name in errors
+    suffix: str  # what its name has behind the model's
+    # returns the text of a file for the encodings that the format holds, with the model they belong to
     write: Callable[[Sequence[Encoding], "onnx.ModelProto"], str]
+    # returns the encodings of a text, without names of quantizers. Raises ValueError for anything else
     read: Callable[[str, "onnx.ModelProto"], list[Encoding]]
-    bits: tuple[int, ...] = (8,)
-    asymmetric: bool = True
-    symmetric: bool = True
-    channels: bool = False
-    powers: bool = False
-    logarithmic: bool = False
+    bits: tuple[int, ...] = (8,)  # widths of codes that it holds
+    asymmetric: bool = True  # whether it holds zero points
+    symmetric: bool = True  # whether it holds signed codes without a zero point
+    channels: bool = False  # whether it holds a scale for each channel of a weight
+    powers: bool = False  # whether its scales are powers of two
+    logarithmic: bool = False  # whether its grids are logarithmic, not integers
+    # the tensors that a model gives a place in the file; None if it has one for every tensor
     placed: Callable[[Sequence[Encoding], "onnx.ModelProto"], set[str]] | None = None
+    # for a format without weights: the scales that the target computes from the values of a weight, over the axes of a
+    # channel
     derive: Callable[[Array, tuple[int, ...]], Array] | None = None
 
     def holds(self, encoding: Encoding) -> bool:

@@ -31,16 +31,11 @@ _REARRANGING = ops_where(lambda kind: kind.rearranges)
 
 @dataclass(frozen=True)
 class FloatModel(Target):
-    """An ONNX file in float, and files with the grids of its tensors.
+    """An ONNX file in float, and files with the grids of its tensors."""
 
-    Attributes:
-        formats: The files of the grids, which all hold the same.
-        suffix: The end of the model's name.
-        joins_relu: Whether the target computes a layer and a ReLU as one op, and looks up the layer's output.
-    """
-
-    formats: tuple[Format, ...]
-    suffix: str = "_deploy_model.onnx"
+    formats: tuple[Format, ...]  # the files of the grids, which all hold the same
+    suffix: str = "_deploy_model.onnx"  # the end of the model's name
+    # whether the target computes a layer and a ReLU as one op, and looks up the layer's output
     joins_relu: bool = False
 
     def write(self, export: Write, opset: int, path: Path) -> BackendFiles:

@@ -24,20 +24,13 @@ from qtoolkit.quantizers.frozen import Grid
 
 @dataclass(frozen=True)
 class _Call:
-    """The call of a quantizing op on a constant.
+    """The call of a quantizing op on a constant."""
 
-    Attributes:
-        kept: The name of the buffer that stands for its result.
-        names: The dotted names of its tensors: the constant, the scale, and the zero point if there is one; "" of a computed
-            scale.
-        tensors: Their values.
-        settings: Its other arguments by name.
-    """
-
-    kept: str
+    kept: str  # the name of the buffer that stands for its result
+    # the dotted names of its tensors: the constant, the scale, and the zero point if there is one; "" of a computed scale
     names: Sequence[str]
-    tensors: Sequence[Tensor]
-    settings: Mapping[str, Any]
+    tensors: Sequence[Tensor]  # their values
+    settings: Mapping[str, Any]  # its other arguments by name
 
 
 class QuantizedConstants:

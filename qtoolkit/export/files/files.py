@@ -98,17 +98,11 @@ def check_file(path: Path, opset: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class OpenedFile:
-    """A model to run in onnxruntime.
+    """A model to run in onnxruntime."""
 
-    Attributes:
-        proto: The model, whose large weights are elsewhere if it was read from a file.
-        folder: The folder of its weights, if they are in a file of their own.
-        weights: Large weights that were in the file itself, by name.
-    """
-
-    proto: "onnx.ModelProto"
-    folder: str = ""
-    weights: Mapping[str, Any] = field(default_factory=dict)
+    proto: "onnx.ModelProto"  # the model, whose large weights are elsewhere if it was read from a file
+    folder: str = ""  # the folder of its weights, if they are in a file of their own
+    weights: Mapping[str, Any] = field(default_factory=dict)  # large weights that were in the file itself, by name
 
     @classmethod
     def of(cls, model: "onnx.ModelProto | str | os.PathLike[str]") -> "OpenedFile":

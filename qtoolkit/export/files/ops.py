@@ -219,17 +219,11 @@ def _constant(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A constant, back to how its codes are stored.
+    """A constant, back to how its codes are stored."""
 
-    Attributes:
-        codes: Its codes; None where it stays float.
-        shape: Its shape; () where it is not known.
-        axis: The axis that its scales run along; None for one scale, or where it is not known.
-    """
-
-    codes: Codes | None
-    shape: tuple[int, ...]
-    axis: int | None
+    codes: Codes | None  # its codes; None where it stays float
+    shape: tuple[int, ...]  # its shape; () where it is not known
+    axis: int | None  # the axis that its scales run along; None for one scale, or where it is not known
 
     @classmethod
     def of(cls, value: Any) -> "_Weight":

@@ -32,10 +32,9 @@ class PairForm(ABC, Generic[V]):
 
     Attributes:
         axis: The channel axis of the two nodes.
-        storage: How codes are stored; the subclass sets it.
     """
 
-    storage: Storage
+    storage: Storage  # how codes are stored; the subclass sets it
 
     def __init__(
         self,

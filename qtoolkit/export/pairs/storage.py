@@ -27,19 +27,12 @@ POWERS_OPSET = 24  # the first whose scales may be powers of two in 8 bits, as i
 
 @dataclass(frozen=True)
 class Storage:
-    """How a file stores codes.
+    """How a file stores codes."""
 
-    Attributes:
-        dtype: Type of the codes.
-        format: "int", or the float format.
-        code_range: Lowest and highest integer code.
-        clips: Whether the type has codes beyond these.
-    """
-
-    dtype: DataType
-    format: str
-    code_range: tuple[int, int]
-    clips: bool
+    dtype: DataType  # type of the codes
+    format: str  # "int", or the float format
+    code_range: tuple[int, int]  # lowest and highest integer code
+    clips: bool  # whether the type has codes beyond these
 
 
 def smallest_opset(format: str, qmin: int, qmax: int, block_size: int = 0) -> int:

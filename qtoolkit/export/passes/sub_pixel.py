@@ -160,20 +160,14 @@ class _Rewriting:
 
 @dataclass(frozen=True)
 class _Stored:
-    """The codes of a transposed convolution's weight, as the file stores them.
+    """The codes of a transposed convolution's weight, as the file stores them."""
 
-    Attributes:
-        dequantize: Their DequantizeLinear, with one scale, or one for each output channel.
-        in_rows: Whether they are rows of one output channel each, (out, in / groups * k * k), as those with groups and a scale
-            for each channel are; else (in, out / groups, k, k).
-        sides: The channels of a group, in the order of the codes.
-        sizes: The spatial sizes.
-    """
-
-    dequantize: Any
+    dequantize: Any  # their DequantizeLinear, with one scale, or one for each output channel
+    # whether they are rows of one output channel each, (out, in / groups * k * k), as those with groups and a scale for each
+    # channel are; else (in, out / groups, k, k)
     in_rows: bool
-    sides: list[int]
-    sizes: list[int]
+    sides: list[int]  # the channels of a group, in the order of the codes
+    sizes: list[int]  # the spatial sizes
 
     @classmethod
     def of(cls, weight: Any, groups: int) -> "_Stored | None":

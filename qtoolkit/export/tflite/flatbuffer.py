@@ -16,19 +16,12 @@ TYPES = {np.dtype(kind.lower()): kind for kind in ("FLOAT32", "INT8", "INT16", "
 
 @dataclass(frozen=True)
 class Scales:
-    """The grid of a tensor in a file.
+    """The grid of a tensor in a file."""
 
-    Attributes:
-        scale: One scale, or one for each channel.
-        zero_point: The code of zero.
-        axis: The axis of the channels in the file.
-        dtype: The type of the codes.
-    """
-
-    scale: tuple[float, ...]
-    zero_point: int = 0
-    axis: int = 0
-    dtype: str = "int8"
+    scale: tuple[float, ...]  # one scale, or one for each channel
+    zero_point: int = 0  # the code of zero
+    axis: int = 0  # the axis of the channels in the file
+    dtype: str = "int8"  # the type of the codes
 
 
 @dataclass(frozen=True)

@@ -30,23 +30,15 @@ FILLS = (
 
 @dataclass
 class Lowered:
-    """A program as a LiteRT file.
+    """A program as a LiteRT file."""
 
-    Attributes:
-        file: The content of the file.
-        layers: The ops that compute, and which of them do in integers.
-        conversions: How many ops convert between floats and codes, or between codes.
-        inputs: The layout of each input of the file, by its name: "NHWC" of an image, "as in the model" of others.
-        outputs: The same of each output.
-        reasons: Why an op computes in float, by its layer's name.
-    """
-
-    file: bytes
-    layers: tuple[Layer, ...]
-    conversions: int
+    file: bytes  # the content of the file
+    layers: tuple[Layer, ...]  # the ops that compute, and which of them do in integers
+    conversions: int  # how many ops convert between floats and codes, or between codes
+    # the layout of each input of the file, by its name: "NHWC" of an image, "as in the model" of others
     inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, str]  # the same of each output
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why an op computes in float, by its layer's name
 
 
 def lower(found: Decomposed, io_type: str, description: str) -> Lowered:

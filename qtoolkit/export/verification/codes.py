@@ -27,19 +27,13 @@ SUM_ERROR = 2**-18  # of the largest value: 32 units in the last place of a floa
 
 @dataclass(frozen=True)
 class CodeCount:
-    """Result of a comparison of codes.
+    """Result of a comparison of codes."""
 
-    Attributes:
-        compared: How many codes were compared.
-        differing: How many of them differ.
-        steps: The largest difference.
-        ties: How many of those that differ by one step belong to values within `tie_band` of a rounding boundary. A linear
-            resize of quantized values, for example, places every eighth value there.
-    """
-
-    compared: int = 0
-    differing: int = 0
-    steps: int = 0
+    compared: int = 0  # how many codes were compared
+    differing: int = 0  # how many of them differ
+    steps: int = 0  # the largest difference
+    # how many of those that differ by one step belong to values within `tie_band` of a rounding boundary. A linear resize of
+    # quantized values, for example, places every eighth value there
     ties: int = 0
 
     def __add__(self, other: "CodeCount") -> "CodeCount":
@@ -123,17 +117,11 @@ def _array(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Call:
-    """What a quantizer of a converted model computes in one call.
+    """What a quantizer of a converted model computes in one call."""
 
-    Attributes:
-        grid: The quantizer.
-        codes: Its codes, in the layout of the file.
-        x: What it quantizes; None where no difference counts as a tie.
-    """
-
-    grid: Grid
-    codes: Any
-    x: Tensor | None = None
+    grid: Grid  # the quantizer
+    codes: Any  # its codes, in the layout of the file
+    x: Tensor | None = None  # what it quantizes; None where no difference counts as a tie
 
     def compare(self, theirs: Any) -> CodeCount:
         """Compare the codes with a runtime's."""

@@ -25,15 +25,10 @@ from qtoolkit.random_state import RandomState
 
 @dataclass(frozen=True)
 class NodeCodes:
-    """The codes that a runtime computes at one of a quantizer's nodes.
+    """The codes that a runtime computes at one of a quantizer's nodes."""
 
-    Attributes:
-        codes: The array.
-        is_constant: Whether they do not depend on the inputs of the model.
-    """
-
-    codes: Any
-    is_constant: bool = False
+    codes: Any  # the array
+    is_constant: bool = False  # whether they do not depend on the inputs of the model
 
 
 # The nodes of each quantizer by its dotted name, in the order of the file.
@@ -42,22 +37,16 @@ Nodes = Mapping[str, Sequence[NodeCodes]]
 
 @dataclass(frozen=True)
 class Followed:
-    """How the codes of a model compare with a runtime's.
+    """How the codes of a model compare with a runtime's."""
 
-    Attributes:
-        counts: The comparison at each activation quantizer, in the order of the file.
-        missing: Quantizers with a call for which the runtime has no codes.
-        stored: The comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes.
-        outputs: What the model returns.
-        drawn: Quantizers whose codes depend on random numbers, of which each run draws others: they are not in `counts`.
-        drawn_outputs: The places of the outputs that depend on random numbers, among all tensors that the model returns.
-    """
-
-    counts: Mapping[str, CodeCount]
-    missing: tuple[str, ...]
+    counts: Mapping[str, CodeCount]  # the comparison at each activation quantizer, in the order of the file
+    missing: tuple[str, ...]  # quantizers with a call for which the runtime has no codes
+    # the comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes
     stored: CodeCount
-    outputs: Any
+    outputs: Any  # what the model returns
+    # quantizers whose codes depend on random numbers, of which each run draws others: they are not in `counts`
     drawn: tuple[str, ...] = ()
+    # the places of the outputs that depend on random numbers, among all tensors that the model returns
     drawn_outputs: frozenset[int] = frozenset()
 
 
@@ -68,16 +57,11 @@ class Pairing:
     The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls, and orders ops that do not
     depend on each other. The node of another call, or of another quantizer with the same grid, then has its codes: the nearest
     one counts.
-
-    Attributes:
-        nodes: The nodes of each quantizer.
-        calls: How often each quantizer is called.
-        up_to_ties: Whether such a node counts only where rounding ties explain the differences.
     """
 
-    nodes: Mapping[Grid, Sequence[NodeCodes]]
-    calls: Mapping[Grid, int]
-    up_to_ties: bool
+    nodes: Mapping[Grid, Sequence[NodeCodes]]  # the nodes of each quantizer
+    calls: Mapping[Grid, int]  # how often each quantizer is called
+    up_to_ties: bool  # whether such a node counts only where rounding ties explain the differences
 
     def node_of(self, call: Call, number: int) -> NodeCodes | None:
         """Return the node of a quantizer's call with this number; None where the runtime has none."""

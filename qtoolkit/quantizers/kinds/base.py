@@ -211,13 +211,9 @@ def needs_no_zero_point(spec: QuantSpec) -> None:
 
 
 class Shape(nn.Module):
-    """Shapes a tensor before it is rounded, with constants: what a converted model keeps of such a quantizer.
+    """Shapes a tensor before it is rounded, with constants: what a converted model keeps of such a quantizer."""
 
-    Attributes:
-        why_no_export: Why a file of ONNX cannot have it for an activation, a sentence; None if it can. A weight in a file is
-            shaped already.
-    """
-
+    # why a file of ONNX cannot have it for an activation, a sentence; None if it can. A weight in a file is shaped already
     why_no_export: str | None = None
 
 

@@ -25,19 +25,13 @@ JOINED = {name for kind in backends["xnnpack"].joined_activations for name in KI
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program in the form of ExecuTorch.
+    """A program in the form of ExecuTorch."""
 
-    Attributes:
-        file: The content of the file.
-        layers: The ops that compute: those of the delegate, and those with kernels of ExecuTorch, which are "portable".
-        conversions: How many ops convert between floats and codes.
-        delegates: How many parts of the program the delegate computes.
-    """
-
-    file: bytes
+    file: bytes  # the content of the file
+    # the ops that compute: those of the delegate, and those with kernels of ExecuTorch, which are "portable"
     layers: tuple[Layer, ...]
-    conversions: int
-    delegates: int
+    conversions: int  # how many ops convert between floats and codes
+    delegates: int  # how many parts of the program the delegate computes
 
 
 def lower(program: ExportedProgram) -> Lowered:
