@@ -78,13 +78,7 @@ class Hook:
 
 
 class Recorder:
-    """Accumulates what a quantizer gets and gives; reading it waits for the device.
-
-    Args:
-        name: The quantizer's dotted name.
-        quantizer: The quantizer.
-        places: Numbers the recorders of a model in the order of their first calls.
-    """
+    """Accumulates what a quantizer gets and gives; reading it waits for the device. `places` counts calls of a model."""
 
     def __init__(self, name: str, quantizer: TensorQuantizer, places: Iterator[int]) -> None:
         self.name, self.quantizer = name, quantizer

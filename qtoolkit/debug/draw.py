@@ -64,10 +64,8 @@ def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
 def picture_of(gm: fx.GraphModule, folded: Mapping[fx.Node, str] | None = None) -> bytes:
     """Return the graph of a model as SVG. The title of a node's group is its name, and its class what `_attributes` says.
 
-    All nodes that `folded` maps to one block are one box, whose title is the name of the first of them.
-
-    Raises:
-        ImportError: The extra [report] is not installed.
+    All nodes that `folded` maps to one block are one box, whose title is the name of the first of them. Raises ImportError:
+    the extra [report] is not installed.
     """
     try:
         import pygraphviz

@@ -195,8 +195,7 @@ def export_onnx(
 def _compared(file: Path, source: Source, request: Request, dynamic_batch: bool, progress: bool) -> "Verification":
     """Compare a file with its model on the example inputs, which is returned, and with dynamic dimensions on others too.
 
-    Raises:
-        RuntimeError: The file computes something else.
+    Raises RuntimeError: the file computes something else.
     """
     from qtoolkit.export.verification.verify import compare_layers
 
@@ -213,8 +212,7 @@ def _compared(file: Path, source: Source, request: Request, dynamic_batch: bool,
 def _compare_other_sizes(model: nn.Module, example_inputs: Any, file: Path, progress: bool) -> None:
     """Compare a file on inputs of other sizes than those of the export, if the model takes them.
 
-    Raises:
-        RuntimeError: The file does not run on them, or computes something else: an exporter has written a constant.
+    Raises RuntimeError: the file does not run on them, or computes something else: an exporter has written a constant.
     """
     from qtoolkit.export.verification.verify import compare_layers
 
@@ -255,14 +253,9 @@ def written(
     finish: Callable[["onnx_ir.Model"], None],
     dynamic_batch: bool = False,
 ) -> "onnx_ir.Model":
-    """Return a converted model as one of torch's exporters writes it.
+    """Return a converted model as one of torch's exporters writes it, in this opset; `ONE_AT_A_TIME` must be held.
 
-    Args:
-        request: The model, its inputs and its outputs' names. `ONE_AT_A_TIME` must be held.
-        opset: ONNX opset of the result.
-        exporter: A name of `EXPORTERS`.
-        finish: Replaces the placeholders of quantizers, each with the constants of its grid, in a model of this opset.
-        dynamic_batch: Make dimension 0 of all inputs dynamic.
+    `finish` replaces the placeholders of quantizers, each with the constants of its grid, in a model of this opset.
     """
     import onnxscript.optimizer
 

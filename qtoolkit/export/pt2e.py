@@ -57,12 +57,7 @@ class Pair:
 def decompose(gm: fx.GraphModule, weights: Mapping[str, str]) -> Quantizers:
     """Replace each fake-quantization of a graph that `torch.export` captured from a converted model.
 
-    Args:
-        gm: The graph.
-        weights: The dotted name of each layer's weight, by that of its quantizer.
-
-    Raises:
-        ValueError: The form cannot hold a quantizer.
+    `weights` has the dotted name of each layer's weight, by that of its quantizer. Raises ValueError: the form cannot hold one.
     """
     decomposition = _Decomposition(gm, weights)
     decomposition.run()
@@ -279,11 +274,7 @@ def _place(node: fx.Node) -> str:
 
 
 def decomposed_ops() -> Any:
-    """Return the ops by their names.
-
-    Raises:
-        RuntimeError: This torch does not have them.
-    """
+    """Return the ops by their names. Raises RuntimeError: this torch does not have them."""
     try:
         import_module(MODULE)  # registers the ops
         found = {name: getattr(torch.ops.quantized_decomposed, name).default for name in NAMES}

@@ -71,12 +71,7 @@ class Side:
 
 
 class Kernel(nn.Module):
-    """Computes one op, at one place of the graph, on the codes of its inputs.
-
-    Args:
-        inputs: The quantizers of the inputs, in order.
-        output: The quantizer of the output; None where the output is not quantized.
-    """
+    """Computes one op, at one place of the graph, on the codes of its inputs; its output may have no quantizer."""
 
     NAME: ClassVar[str]  # the runtime's name of the op
     enabled: bool = True  # whether it computes on codes; otherwise the op computes in float
@@ -137,14 +132,7 @@ def _set(kernels: Iterable[Kernel], grids: Mapping[Grid, QuantizesAs | None], on
 
 
 class LayerKernel(Kernel):
-    """Computes a layer with a quantized weight. The layer owns it, and calls it.
-
-    Args:
-        layer: The layer, converted.
-        source: The quantizer of its input.
-        output: The quantizer of its output, or None.
-        call: The number of the call that it computes, of a layer with several.
-    """
+    """Computes a layer with a quantized weight, of a layer with several calls this one. The layer owns it, and calls it."""
 
     # whether it returns floats, which the quantizer of the output, if there is one, quantizes
     TO_FLOAT: ClassVar[bool] = False
@@ -267,16 +255,9 @@ class FloatOutput(LayerKernel):
 
 
 class OpKernel(Kernel):
-    """Computes a function, a method or a module without weights that a graph called; it replaces that call.
+    """Computes a function, a method or a module without weights, of this kind, that a graph called; it replaces that call.
 
-    Args:
-        op: What was called.
-        inputs: The quantizers of its tensors, in order.
-        output: The quantizer of its output, or None.
-
-    Attributes:
-        kind: The kind of op.
-        replaces: The name of the op in reports.
+    `replaces` is the name of the op in reports.
     """
 
     def __init__(

@@ -21,13 +21,9 @@ class SubPixel:
 
 
 def sub_pixel(size: int, stride: int, padding: Sequence[int], output_padding: int) -> SubPixel:
-    """Return the form of one dimension.
+    """Return the form of one dimension of a weight with `size` taps, without dilation.
 
-    Args:
-        size: Taps of the weight, without dilation.
-        stride: Its stride.
-        padding: What is cut off at the front and at the back.
-        output_padding: What is added at the back.
+    `padding` is cut off at the front and at the back, `output_padding` is added at the back.
 
     Example:
         >>> sub_pixel(4, 2, (1, 1), 0)

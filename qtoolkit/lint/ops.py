@@ -85,10 +85,7 @@ class Op:
 def origin(op: Op, through: Callable[[OpKind], bool] = belongs_to_layer, sole_user: bool = False) -> Op | None:
     """Return the op that computes a tensor, back through quantizers and ops of some kinds.
 
-    Args:
-        op: The op whose output the tensor is.
-        through: Whether to go back through a kind of op.
-        sole_user: Return None where a tensor on the way has other users.
+    With `sole_user` None where a tensor on the way has other users.
     """
     while not sole_user or (len(op.users) == 1 and not op.returned):
         if not (op.is_quantizer or through(op.kind)) or not op.inputs:

@@ -49,14 +49,10 @@ class OptimizerSteps:
         return [steps for steps in self._steps.values() if not own.isdisjoint(steps.trained)]
 
     def taken(self, steps: Sequence[Steps]) -> tuple[bool, int]:
-        """Return how many steps the optimizers of some parameters have taken, so that those of other models do not count.
+        """Return whether an optimizer that has taken a step trains the parameters of `steps` (see `of`), and its steps.
 
-        Args:
-            steps: What `of` returns for the parameters.
-
-        Returns:
-            Whether an optimizer that has taken a step trains one of them, and its steps; if none does, those of all optimizers:
-            parameters that are not trained, and those before the first step of their optimizer, go by every step.
+        If none does, those of all optimizers: parameters that are not trained, and those before the first step of their
+        optimizer, go by every step.
         """
         return bool(steps), sum([each.count for each in steps]) if steps else self._count
 

@@ -69,8 +69,7 @@ class Quantizer(KeepsFloat32):
     def scale_shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the scale of x.
 
-        Raises:
-            ValueError: The spec's axis or the size of its blocks does not fit x.
+        Raises ValueError: the spec's axis or the size of its blocks does not fit x.
         """
         try:
             return self.spec.scale_shape(x.shape, self.group)

@@ -169,10 +169,6 @@ LITERT_RUNTIMES: Mapping[str, Runtime] = {
 
 
 def runtime_named(name: str) -> Runtime:
-    """Return a runtime by its name.
-
-    Raises:
-        ValueError: The name is not known.
-    """
+    """Return a runtime by its name. Raises ValueError: the name is not known."""
     check_known("runtime", name, RUNTIMES)
     return RUNTIMES[name]

@@ -243,11 +243,8 @@ def _tried(grid: CodeGrid, name: str, products: _Products, dampings: Sequence[fl
 def rounded(grid: CodeGrid, hessian: Tensor, damping: float, act_order: bool) -> Tensor:
     """Return the codes of a weight (out, in), column by column (section 3 of the paper).
 
-    Args:
-        grid: The grid of the weight.
-        hessian: The mean of products of inputs, (in, in).
-        damping: What is added to its diagonal, as a share of its mean.
-        act_order: Whether the columns with the largest diagonal come first.
+    The hessian is the mean of products of inputs, (in, in); `damping` is added to its diagonal, as a share
+    of its mean. With `act_order` the columns with the largest diagonal come first.
     """
     hessian = hessian.double().clone()
     diagonal = hessian.diagonal()

@@ -55,11 +55,7 @@ class GridWeight:
         return weight.numel() // channels
 
     def factor(self, variance: Tensor | None = None) -> Tensor | None:
-        """Return the factor of each output channel in the present training step; None without a batch norm.
-
-        Args:
-            variance: The running variance of the batch norm, if it is another process's.
-        """
+        """Return the factor of each output channel in this training step, or by a variance; None without a batch norm."""
         bn = self.batch_norm
         if bn is None:
             return None
@@ -109,14 +105,7 @@ class GridWeight:
 def weights_on_grids(model: nn.Module, max_bits: int, what: str) -> tuple[dict[str, GridWeight], dict[str, str]]:
     """Return the weights on grids of integers, each once, by the first name of the parameter; and why others are left out.
 
-    Args:
-        model: A prepared or replaced model, also in DistributedDataParallel or torch.compile.
-        max_bits: The most bits of a grid.
-        what: The public class, for errors.
-
-    Raises:
-        ValueError: There is no such weight.
-        TypeError: The quantizers are those of `qtoolkit.compat.pytorch_quantization`.
+    Raises ValueError: there is none; TypeError: the quantizers are those of `qtoolkit.compat.pytorch_quantization`.
     """
     model = unwrapped(model)
     found: dict[str, GridWeight] = {}

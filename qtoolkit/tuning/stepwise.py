@@ -27,17 +27,12 @@ def _values(*values: Any) -> tuple[Any, ...]:
 
 
 class Stepwise(AbstractContextManager["Stepwise"]):
-    """A graph that computes one goal after another on all batches, and no node twice.
+    """A graph that computes one goal, the values of some nodes, after another on all batches, and no node twice.
 
-    Between two goals it keeps for each batch the values that later goals depend on, and nothing else. So the time for all goals
-    is that of one run of the model, where the goals follow each other in the graph. What was computed for a goal stays as it is
-    when the model changes afterwards. What no goal needs does not run.
-
-    Args:
-        gm: The model.
-        goals: The nodes whose values are asked for, of each goal, in order.
-        data: The batches.
-        limit: Bytes of the values that are kept in memory; the others are in temporary files.
+    Between two goals it keeps for each batch the values that later goals depend on, and nothing else: up to `limit` bytes
+    in memory, the others in temporary files. So the time for all goals is that of one run of the model, where the goals
+    follow each other in the graph. What was computed for a goal stays as it is when the model changes afterwards. What no
+    goal needs does not run.
 
     Example:
         >>> gm = qt.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2)).eval())
@@ -73,12 +68,7 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         self._cache.__exit__(*details)
 
     def begin(self, place: int, up_to: str = "") -> None:
-        """Go on to a goal, with the model as it now is. Then call `run` once for each batch.
-
-        Args:
-            place: The place of the goal, behind that of the last call.
-            up_to: Its name, for errors.
-        """
+        """Go on to a goal behind the last one, with the model as it now is. Then call `run` once for each batch."""
         goal, self._up_to, self._before, self._filled = self.goals[place], up_to, self._after, len(self._cache) > 0
         sources, nodes = self._towards(goal, self._before)
         known = {*self._before, *nodes} - self._free
@@ -87,15 +77,9 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         self._part = part_between(self.gm, sources, nodes, self._computed, goal, self._in_place)
 
     def run(self, index: int, batch: Any, then: Callable[..., Any] = _values) -> Any:
-        """Compute the goal for a batch.
+        """Compute the goal for a batch, as `Batches.each` gives it; return what `then` returns of copies of the values.
 
-        Args:
-            index: The place of the batch.
-            batch: The batch, as `Batches.each` gives both.
-            then: Takes copies of the values of the goal's nodes. With `forward`, it is called from there, like the model.
-
-        Returns:
-            What `then` returns; without it, these values.
+        With `forward`, `then` is called from there, like the model.
         """
         if self.data.forward is not None:
             return self.data.run_inside(self.gm, batch, partial(self._inside, index, then), self._up_to)
@@ -131,15 +115,10 @@ class Stepwise(AbstractContextManager["Stepwise"]):
 
 
 class LayerRuns(AbstractContextManager["LayerRuns"]):
-    """A model that runs on all batches up to one layer after another, in a `with` block.
+    """A model that runs on all batches up to one layer after another, in the order of their first calls, in a `with` block.
 
     A prepared model goes on at the layer that was reached last: all layers together take the time of two runs of the model. Any
     other model has no graph, and runs from its inputs each time. So does a prepared one whose blocks have hooks or wrappers.
-
-    Args:
-        model: The model.
-        names: The dotted names of the layers, in the order of their first calls.
-        data: The batches.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], data: Batches) -> None:
@@ -155,11 +134,7 @@ class LayerRuns(AbstractContextManager["LayerRuns"]):
             self._stepwise.__exit__(*details)
 
     def reach(self, name: str) -> None:
-        """Run the model as it now is on each batch, to the end of the first call of a layer.
-
-        Args:
-            name: The layer; it comes behind that of the last call.
-        """
+        """Run the model as it now is on each batch, to the end of the first call of a layer behind that of the last call."""
         stop = self.model.get_submodule(name).register_forward_hook(_stop)
         with removing([stop]), torch.no_grad():
             if self._stepwise is None:

@@ -22,16 +22,11 @@ Loss = Callable[[Any, Any], Tensor] | Literal["kl"]
 
 
 class UnitSamples:
-    """A model and its float twin that run on all batches from unit to unit, in a `with` block.
+    """A model and its float twin, with the same graph, that run on all batches from unit to unit, in a `with` block.
 
-    Args:
-        gm: The model. A unit's inputs are those of the model as it is when the unit is reached.
-        reference: The float model, with the same graph.
-        units: The units, in order.
-        data: The batches.
-        options: Whether the inputs in the float model are wanted too, for `drop`; and the seed of the loss "kl".
-        loss: What the importance of the outputs' elements comes from, or None.
-        limit: Bytes that are kept in memory; the others are in temporary files. One half is for the unit at hand.
+    A unit's inputs are those of the model as it is when the unit is reached. The inputs in the float model are kept too with
+    `options.drop`, the importance of the outputs' elements with a loss. Up to `limit` bytes are in memory, one half of them for
+    the unit at hand; the others are in temporary files.
     """
 
     def __init__(
@@ -70,9 +65,7 @@ class UnitSamples:
     def fill(self, cache: BatchCache, place: int) -> None:
         """Add to a cache for each batch a unit's inputs, its inputs and output in float, and the importance, or None.
 
-        Args:
-            cache: The cache.
-            place: The place of the unit, behind that of the last call.
+        The unit is behind that of the last call.
         """
         name, weighting = self.units[place].name, None
         if self._first is None:
@@ -106,13 +99,9 @@ class UnitSamples:
 class Importance:
     """The importance of the elements of nodes' values: the diagonal of the Fisher information of a loss there.
 
-    Args:
-        model: The model whose gradients are taken. Its parameters stop requiring gradients.
-        nodes: The nodes.
-        loss: loss(output, batch), a scalar; or "kl": labels are drawn from the distribution that the model's own logits give,
-            and the loss is the cross entropy. The mean of its squared gradients is the second derivative of the KL divergence
-            from that distribution.
-        seed: Of the labels that are drawn.
+    The parameters of the model stop requiring gradients. The loss is loss(output, batch), a scalar; or "kl": labels are
+    drawn, by the seed, from the distribution that the model's own logits give, and the loss is the cross entropy. The mean
+    of its squared gradients is the second derivative of the KL divergence from that distribution.
     """
 
     def __init__(self, model: QuantizedGraphModule, nodes: Sequence[fx.Node], loss: Loss, seed: int) -> None:
@@ -123,8 +112,7 @@ class Importance:
     def of(self, data: Batches, batch: Any) -> list[list[Tensor]]:
         """Return the importance of each element of each node's tensors for a batch, by one backward pass.
 
-        Raises:
-            ValueError: The loss is no scalar that depends on the model's output, or "kl" gets no logits.
+        Raises ValueError: the loss is no scalar that depends on the model's output, or "kl" gets no logits.
         """
         with torch.enable_grad():
             loss = self.loss(data.run(self.model, batch), batch)
@@ -156,12 +144,7 @@ def _squared(tensor: Tensor, gradients: Iterator[Tensor | None]) -> Tensor:
 
 
 class _Watched(nn.Module):
-    """A model that keeps the values of nodes as tensors with gradients.
-
-    Args:
-        gm: The model.
-        nodes: The nodes.
-    """
+    """A model that keeps the values of nodes as tensors with gradients."""
 
     def __init__(self, gm: QuantizedGraphModule, nodes: Sequence[fx.Node]) -> None:
         super().__init__()

@@ -59,14 +59,8 @@ def find_units(
 ) -> tuple[list[Unit], dict[str, str]]:
     """Return the units of a prepared model in the order in which they run, and why other layers are in none.
 
-    Args:
-        gm: The prepared model.
-        blocks: Whether to look for blocks; otherwise each layer is a unit.
-        layers: The layers to use; None takes all that can be.
-        what: The public function, for errors.
-
-    Raises:
-        ValueError: A name in `layers` is unknown, or its layer's rounding cannot be learned.
+    Without `blocks` each layer is a unit. `layers` are those to use; None takes all that can be. Raises ValueError, which
+    begins with `what`: a name is unknown, or its layer's rounding cannot be learned.
     """
     graph = _Graph(gm)
     reasons = obstacles(gm)
@@ -91,16 +85,9 @@ def find_units(
 
 
 def chosen(reasons: Mapping[str, str], layers: Sequence[str] | None, what: str) -> list[str]:
-    """Return the layers to work on: those named, or all without an obstacle.
+    """Return the layers to work on: those named, or all without an obstacle. Errors begin with `what`.
 
-    Args:
-        reasons: The obstacle of each quantized layer, "" where there is none.
-        layers: The names that the user gave, or None.
-        what: The public function, for errors.
-
-    Raises:
-        TypeError: One string was given.
-        ValueError: A name is unknown, or its layer has an obstacle; or no layer is left.
+    Raises TypeError: one string was given; ValueError: a name is unknown, or its layer has an obstacle; or no layer is left.
     """
     possible = [name for name, why in reasons.items() if not why]
     if isinstance(layers, str):

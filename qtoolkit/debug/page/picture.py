@@ -62,8 +62,7 @@ def key_of(node: fx.Node) -> str:
 def draw_shapes(gm: fx.GraphModule) -> tuple[Picture, ...]:
     """Return the picture of a graph; of a large one that with all blocks folded, and one with each block unfolded.
 
-    Raises:
-        ImportError: The extra [report] is not installed.
+    Raises ImportError: the extra [report] is not installed.
     """
     blocks = blocks_of(gm)
     return tuple(_draw(gm, blocks, block) for block in ("", *dict.fromkeys(blocks.values())))

@@ -103,8 +103,7 @@ def as_json(value: object) -> str:
 def from_json(text: str, *keys: str) -> Mapping[str, Any]:
     """Return the mapping that a JSON file has under these keys.
 
-    Raises:
-        ValueError: The text is no JSON, or has no mapping there.
+    Raises ValueError: the text is no JSON, or has no mapping there.
     """
     try:
         value = json.loads(text)
@@ -134,8 +133,7 @@ def read_each(
 def number(entry: object, key: str | None = None, whole: bool = False) -> Any:
     """Return a number of a JSON file: the value itself, or that of a key.
 
-    Raises:
-        ValueError: There is none, or it is no finite number, or no whole one where it must be.
+    Raises ValueError: there is none, or it is no finite number, or no whole one where it must be.
     """
     if key is not None:
         check_mapping("an entry", entry)
@@ -149,11 +147,7 @@ def number(entry: object, key: str | None = None, whole: bool = False) -> Any:
 
 
 def width(entry: object, key: str) -> int:
-    """Return the number of bits of a JSON file.
-
-    Raises:
-        ValueError: There is none, or it is no whole number in [2, 32].
-    """
+    """Return the number of bits of a JSON file. Raises ValueError: there is none, or it is no whole number in [2, 32]."""
     bits: int = number(entry, key, whole=True)
     if not 2 <= bits <= 32:
         raise ValueError(f"{key} must lie in [2, 32], got {bits}.")

@@ -120,13 +120,7 @@ def _warn_of_left_out(format: Format, encodings: Sequence[Encoding], held: Seque
 
 
 def spread(model: Any, encodings: Iterable[Encoding], joins_relu: bool) -> list[Encoding]:
-    """Return the encodings, and those of tensors that have the same values.
-
-    Args:
-        model: The graph without placeholders.
-        encodings: The encodings of quantized tensors.
-        joins_relu: Whether the output of an op before a ReLU has the ReLU's grid, because the target computes both as one op.
-    """
+    """Return the encodings, and those of tensors that have the same values: with `joins_relu` also those before a ReLU."""
     found = {encoding.tensor: encoding for encoding in encodings}
     nodes = [node for node in model.graph if not node.domain]
     for node in nodes:

@@ -34,12 +34,7 @@ class _Call:
 
 
 class QuantizedConstants:
-    """The quantized constants of a converted model.
-
-    Args:
-        model: The model.
-        run: Runs it once, which shows them.
-    """
+    """The quantized constants of a converted model; `run` runs it once, which shows them."""
 
     def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
         self._model = model

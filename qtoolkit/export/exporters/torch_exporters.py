@@ -82,8 +82,7 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
 def _check_asked(asked: Sequence[tuple[Any, str]], what: str) -> None:
     """Warn of branches on dynamic sizes, which the file does not check.
 
-    Raises:
-        RuntimeError: The file would compute with a number that Python has from a dynamic size.
+    Raises RuntimeError: the file would compute with a number that Python has from a dynamic size.
     """
     remedy = (
         "leave that dimension constant (dynamic_batch=False, or no entry in dynamic_shapes), or prepare with that submodule in "

@@ -63,11 +63,8 @@ def _weight_names(path: Path) -> tuple[str, str]:
 def replacing_model(model: "onnx_ir.Model", path: Path, opset: int, what: str) -> Iterator[tuple[Path, ...]]:
     """Save a model in a folder of its own, and let it replace what is at a path at the end of a `with` block.
 
-    Yields:
-        Its file, and that of its weights if there is one. If the block raises, what was at the path stays.
-
-    Raises:
-        RuntimeError: The file is no valid ONNX; the message begins with `what`, the public function.
+    Yields its file, and that of its weights if there is one. If the block raises, what was at the path stays. Raises
+    RuntimeError, which begins with `what`: the file is no valid ONNX.
     """
     with tempfile.TemporaryDirectory() as folder:
         old = weights_of(path)
@@ -117,8 +114,7 @@ class OpenedFile:
     def run(self, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Any]:
         """Run the model without graph optimizations; return its inputs and outputs, and the tensors of these names.
 
-        Raises:
-            RuntimeError: onnxruntime cannot run it.
+        Raises RuntimeError: onnxruntime cannot run it.
         """
         constants = {t.name: self.constant(t) for t in self.proto.graph.initializer if t.name in names}
         session = self._session([name for name in dict.fromkeys(names) if name not in constants])
@@ -168,8 +164,7 @@ class OpenedFile:
     def constants(self, names: Sequence[str]) -> dict[str, Any]:
         """Return tensors that do not depend on the inputs of the model.
 
-        Raises:
-            RuntimeError: onnxruntime cannot compute them.
+        Raises RuntimeError: onnxruntime cannot compute them.
         """
         import onnx
 

@@ -25,10 +25,8 @@ def ops_of(model: "onnx_ir.Model") -> list[Op]:
     """Return the ops of the main graph, in order; not those in the bodies of If, Loop and Scan.
 
     A QuantizeLinear is a quantizer; the DequantizeLinear nodes behind it, and what clips its codes, belong to it. What is
-    computed from constants alone belongs to the node that takes it.
-
-    Raises:
-        UnreadableFileError: A node lacks an input or an attribute.
+    computed from constants alone belongs to the node that takes it. Raises UnreadableFileError: a node lacks an input or an
+    attribute.
     """
     try:
         return _Reader(model).ops

@@ -29,10 +29,8 @@ class UnreadableFileError(ValueError):
 def open_model(path: str | os.PathLike[str]) -> "onnx.ModelProto":
     """Return the model of an ONNX file, without weights that are in files of their own.
 
-    Raises:
-        UnreadableFileError: There is no such file; it is not ONNX, is truncated or invalid; it has ops that ONNX does not know;
-            or the file of its weights is missing.
-        ImportError: onnx is not installed.
+    Raises UnreadableFileError: there is no such file; it is not ONNX, is truncated or invalid; it has ops that ONNX does
+    not know; or the file of its weights is missing. ImportError: onnx is not installed.
     """
     try:
         import onnx
@@ -60,12 +58,7 @@ def open_model(path: str | os.PathLike[str]) -> "onnx.ModelProto":
 
 
 def open_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
-    """Return a file's model as a graph, with the functions of the file in place of their calls.
-
-    Raises:
-        UnreadableFileError: As `open_model`.
-        ImportError: onnx or onnxscript is not installed.
-    """
+    """Return a file's model as a graph, with the functions of the file in place of their calls; errors as `open_model`."""
     open_model(path)
     import onnx_ir
     from onnx_ir.passes.common import InlinePass
@@ -164,8 +157,7 @@ def _with_types(model: "onnx.ModelProto") -> "onnx.ModelProto | None":
 def array_of(tensor: "onnx.TensorProto", file: Path) -> Any:
     """Return the values of a constant in a file.
 
-    Raises:
-        UnreadableFileError: Its type is not known, or it has more or fewer values than its shape says.
+    Raises UnreadableFileError: its type is not known, or it has more or fewer values than its shape says.
     """
     from onnx import numpy_helper
 

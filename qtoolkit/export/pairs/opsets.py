@@ -20,11 +20,7 @@ SCRIPT_NEWEST = 25  # the newest that onnxscript's converter knows
 
 
 def choose(opset: int | None, source: Source) -> int:
-    """Return the opset of a file.
-
-    Raises:
-        ValueError: ONNX does not have it, or it cannot express the model's codes.
-    """
+    """Return the opset of a file. Raises ValueError: ONNX does not have it, or it cannot express the model's codes."""
     from qtoolkit.export.pairs.storage import smallest_opset
 
     needed = {
@@ -66,8 +62,7 @@ def native(opset: int, exporter: str) -> int:
 def convert_opset(model: "onnx_ir.Model", opset: int, exporter: str, what: str) -> "onnx_ir.Model":
     """Convert a model to an opset. Nodes of other domains stay as they are. Errors begin with `what`, the public function.
 
-    Raises:
-        RuntimeError: An op of the model does not exist there in this form.
+    Raises RuntimeError: an op of the model does not exist there in this form.
     """
     import onnx
     from onnx import helper

@@ -72,16 +72,7 @@ def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool)
 def code_array(
     x: Array, scale: Array, zero_point: Array | None, storage: Storage, axis: int | None, block_size: int
 ) -> Array:
-    """Return the codes of a constant, in the type of the file.
-
-    Args:
-        x: The values.
-        scale: Steps between codes, in the layout of QuantizeLinear.
-        zero_point: Codes of zero, or None.
-        storage: The type.
-        axis: Channel axis, or None for per tensor.
-        block_size: Elements along the axis that share a scale, or 0.
-    """
+    """Return the codes of a constant, in the type of the file; the scale is in the layout of QuantizeLinear."""
     kind = storage.dtype.numpy()
     if storage.format == "int":
         zero = None if zero_point is None else _float32(zero_point)

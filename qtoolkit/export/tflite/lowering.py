@@ -42,15 +42,9 @@ class Lowered:
 
 
 def lower(found: Decomposed, io_type: str, description: str) -> Lowered:
-    """Return the file of a program.
+    """Return the file of a program. Raises ValueError: LiteRT has no op for one of the program's.
 
-    Args:
-        found: The program.
-        io_type: The type of inputs and outputs: "float32", or that of the codes at those with such a quantizer.
-        description: What the file says of itself.
-
-    Raises:
-        ValueError: LiteRT has no op for one of the program's.
+    `io_type` is the type of inputs and outputs: "float32", or that of the codes at those with such a quantizer.
     """
     return _Lowering(found, io_type).run(description)
 

@@ -175,11 +175,7 @@ class Op:
     ) -> tuple[int, Any]:
         """Return a weight as a constant with these of its axes, and its scales.
 
-        Args:
-            argument: The argument.
-            axes: The weight's axis of each axis in the file.
-            channel: The axis of the output channels in the file.
-            reshape: The shape in the file, where it has other dimensions.
+        `channel` is the axis of the output channels in the file, `reshape` the shape there, where it has other dimensions.
         """
         node = self.args[argument]
         if self.lowering.constant(node) is None:

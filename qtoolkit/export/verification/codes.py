@@ -62,9 +62,7 @@ class CodeCount:
     def are_ties(self, share: float = TIE_SHARE, steps: int = 1) -> bool:
         """Return whether rounding ties explain the differences: one step each, and few away from rounding boundaries.
 
-        Args:
-            share: The share of the codes that may differ away from rounding boundaries.
-            steps: How many steps a difference may have: 2 of the 65,536 of int16, in some runtimes.
+        A share of the codes may differ there. Codes of int16 may have two steps of the 65,536, in some runtimes.
         """
         return self.steps <= steps and self.differing - self.ties <= self.allowed(share)
 
@@ -96,13 +94,7 @@ def relative_difference(ours: Tensor, theirs: Any) -> float:
 
 
 def check_numbers(difference: float, nan: Sequence[str], what: str) -> None:
-    """Raise RuntimeError, which begins with `what`, where there is NaN, whose codes say nothing.
-
-    Args:
-        difference: The largest difference of the outputs.
-        nan: The quantizers that get NaN.
-        what: The public function.
-    """
+    """Raise RuntimeError, which begins with `what`, where outputs or quantizers have NaN, whose codes say nothing."""
     if nan or np.isnan(difference):
         place = "outputs have NaN" if np.isnan(difference) else f"the quantizers {some(list(map(repr, nan)))} get NaN"
         raise RuntimeError(
@@ -159,11 +151,9 @@ def codes_in_file(grid: Grid, x: Tensor) -> Any:
 class ChosenMaxima(TorchFunctionMode):
     """Lets pools that return positions return those that another runtime chose, where these hold a maximum too.
 
-    Otherwise an unpooling would place a value elsewhere, and all its codes there would differ.
-
-    Args:
-        positions: The positions of each call, in order, counted through the whole input as ONNX's MaxPool does. A pool whose
-            turn finds none of its shape keeps its own.
+    Otherwise an unpooling would place a value elsewhere, and all its codes there would differ. The positions are those of
+    each call, in order, counted through the whole input as ONNX's MaxPool does. A pool whose turn finds none of its shape
+    keeps its own.
     """
 
     def __init__(self, positions: Iterable[Any]) -> None:

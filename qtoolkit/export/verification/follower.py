@@ -177,10 +177,8 @@ class Follower:
     ) -> Drawn:
         """Return what is another one in a second run than in the first: what depends on random numbers.
 
-        Args:
-            codes: The codes of quantizers in the first run, by name in the order of their calls.
-            outputs: What the model returned.
-            values: What these quantizers return in both runs; None for what they compute.
+        `codes` are those of the first run, by quantizer; `values` what these quantizers return in both, None for what they
+        compute.
         """
         if not self.draws:
             return NOT_DRAWN
@@ -242,11 +240,8 @@ class Follower:
     def layer_by_layer(self, nodes: Nodes, complete: bool = False, progress: bool = False) -> Followed:
         """Compare the codes as the model computes them from the runtime's at the quantizers before: no difference spreads.
 
-        Args:
-            nodes: The runtime's codes.
-            complete: Whether these are the codes of all nodes, those of weights and other constants too, which are then
-                compared. A call without a node of its own then has one whose codes differ by rounding ties alone.
-            progress: Show a progress bar.
+        With `complete` these are the codes of all nodes, those of weights and other constants too, which are then compared.
+        A call without a node of its own then has one whose codes differ by rounding ties alone.
         """
         pairing, comparison, numbers = self._pairing(nodes, up_to_ties=complete), _Comparison(), Counter[Grid]()
         first_codes, first_values = defaultdict[str, list[Any]](list), defaultdict[str, list[Tensor]](list)

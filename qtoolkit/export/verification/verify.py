@@ -371,14 +371,7 @@ def _check_runtimes(runtimes: Sequence[str], optimized: bool) -> bool:
 
 
 class OnnxFile:
-    """An ONNX file, with the inputs of a comparison.
-
-    Args:
-        path: The file.
-        model: The model that it is compared with.
-        tensors: The inputs.
-        optimized: Whether onnxruntime optimizes the graph.
-    """
+    """An ONNX file, with the inputs of a comparison; `optimized` is whether onnxruntime optimizes the graph."""
 
     def __init__(self, path: Path, model: nn.Module, tensors: Sequence[Tensor], optimized: bool) -> None:
         self.path, self.tensors, self.optimized = path, tensors, optimized

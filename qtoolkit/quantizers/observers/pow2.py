@@ -156,15 +156,8 @@ class Pow2ModeObserver(EndsObserver):
 def best_power(counts: Tensor, lo: Tensor, hi: Tensor, qmin: int, qmax: int) -> Tensor:
     """Return the power of two with the least squared error as the scale of a symmetric grid, for each histogram.
 
-    Args:
-        counts: int64, (bins,) or (channels, bins).
-        lo: Lowest values of the histograms, one per channel.
-        hi: Highest values.
-        qmin: Lowest code.
-        qmax: Highest code.
-
-    Returns:
-        Scales of the shape of lo, NaN for a histogram of NaN or infinities. Of equal ones the largest.
+    Counts are int64, (bins,) or (channels, bins). The scale has the shape of lo, NaN for a histogram of NaN or infinities;
+    of equal ones it is the largest.
     """
     bins = counts.size(-1)
     steps = (torch.arange(bins * POINTS, device=lo.device) + 0.5) / (bins * POINTS)

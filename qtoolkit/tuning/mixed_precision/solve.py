@@ -14,17 +14,9 @@ Table = Mapping[str, Mapping[str, float]]  # layer -> choice -> a number
 
 
 def solve(errors: Table, costs: Mapping[str, Table], budgets: Mapping[str, float]) -> dict[str, str] | None:
-    """Return a choice for each layer, or None where no choices meet the budgets.
+    """Return a choice for each layer, or None where no choices meet the budgets, the largest sums of costs.
 
     The result is exact: of all combinations within the budgets none has a smaller sum of errors (but for rounding errors).
-
-    Args:
-        errors: Error of each choice of each layer; a layer has the choices that it may take.
-        costs: Cost of each choice of each layer, by the name of a budget.
-        budgets: The largest sum of costs, by name.
-
-    Raises:
-        ImportError: SciPy is not installed.
 
     Example:
         >>> errors = {"a": {"4": 1.0, "8": 0.0}, "b": {"4": 3.0, "8": 0.0}}

@@ -35,11 +35,7 @@ class Lowered:
 
 
 def lower(program: ExportedProgram) -> Lowered:
-    """Return a program with all that the delegate takes.
-
-    Raises:
-        RuntimeError: ExecuTorch cannot lower it.
-    """
+    """Return a program with all that the delegate takes. Raises RuntimeError: execuTorch cannot lower it."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
     from executorch.exir.lowered_backend_module import get_lowered_backend_modules
@@ -65,8 +61,7 @@ def lower(program: ExportedProgram) -> Lowered:
 def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Any]]:
     """Return what runs the content of a file on tensors, and returns its outputs as arrays.
 
-    Raises:
-        RuntimeError: ExecuTorch does not find forward in the file.
+    Raises RuntimeError: execuTorch does not find forward in the file.
     """
     from executorch.runtime import Runtime
 
@@ -84,12 +79,7 @@ def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Any]]:
 
 
 def with_codes(program: ExportedProgram, inputs: Any) -> ExportedProgram:
-    """Return a program that returns the codes of its quantize ops too, behind its outputs.
-
-    Args:
-        program: The program.
-        inputs: The positional and keyword arguments of its forward; the result takes their tensors.
-    """
+    """Return a program, of the inputs' tensors, that returns the codes of its quantize ops too, behind its outputs."""
     return torch.export.export(_Reading(program.module(), inputs), tuple(tensors_of(inputs)))
 
 
