@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qtoolkit.backends import backends
-from qtoolkit.export.files.ops import ops_of
 from qtoolkit.export.files.reading import open_graph
 from qtoolkit.lint.file_facts import FileNode
 from qtoolkit.lint.ops import Op, find_quantizers
@@ -110,6 +109,8 @@ def describe(path: str | os.PathLike[str]) -> FileDescription:
         (1, ['node_linear'])
     """
     model = open_graph(path)
+    from qtoolkit.export.files.ops import ops_of
+
     ops = ops_of(model)
     find_quantizers(ops, _MOVES)
     facts = [(op, op.node) for op in ops if isinstance(op.node, FileNode)]

@@ -18,16 +18,9 @@ from qtoolkit.errors import check_flags, check_known
 from qtoolkit.export.exporters.pools import PoolsWritten
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
-from qtoolkit.export.files.files import replacing_model
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source, check_outputs
-from qtoolkit.export.pairs.opsets import choose, convert_opset, native
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
-from qtoolkit.export.passes.float_weights import keep_float_weights
-from qtoolkit.export.passes.fusible import write_fusible_forms
-from qtoolkit.export.passes.repeated_pairs import keep_products_of_codes, quantize_moved_codes, repeat_pairs
-from qtoolkit.export.passes.saturation import drop_saturated_clips
-from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 from qtoolkit.extras import missing
 from qtoolkit.files import checked_path
 from qtoolkit.graph.verdict_now import ops_put_in
@@ -172,6 +165,8 @@ def export_onnx(
         )
     path = checked_path(path, "export_onnx", "model.onnx")
     require_extra("export_onnx")
+    from qtoolkit.export.pairs.opsets import choose, native
+
     source = Source.of(model, example_inputs, "export_onnx")
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
@@ -239,6 +234,8 @@ def _saved(
     exported: "onnx_ir.Model", path: Path, opset: int, compared: Callable[[Path], "Verification"] | None, bar: Any
 ) -> tuple[int, "Verification | None"]:
     """Write a model at a path, once its file is valid and compares well; return the size and the comparison."""
+    from qtoolkit.export.files.files import replacing_model
+
     step(bar, "checking the file")
     with replacing_model(exported, path, opset, "export_onnx") as files:
         step(bar, "comparing codes with onnxruntime")
@@ -260,6 +257,7 @@ def written(
     import onnxscript.optimizer
 
     from qtoolkit.export.exporters.translation import DOMAIN
+    from qtoolkit.export.pairs.opsets import convert_opset
 
     model, inputs = request.model, request.inputs
     if dynamic_batch:
@@ -324,6 +322,11 @@ def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weight
     import onnxscript.optimizer
 
     from qtoolkit.export.pairs.lowering import lower
+    from qtoolkit.export.passes.float_weights import keep_float_weights
+    from qtoolkit.export.passes.fusible import write_fusible_forms
+    from qtoolkit.export.passes.repeated_pairs import keep_products_of_codes, quantize_moved_codes, repeat_pairs
+    from qtoolkit.export.passes.saturation import drop_saturated_clips
+    from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 
     lower(model, opset, integer_weights)
     drop_saturated_clips(model)

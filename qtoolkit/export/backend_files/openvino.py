@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir
+import onnxscript.optimizer
 
 from qtoolkit.errors import present
 from qtoolkit.export.backend_files.encoding import Encoding, float32
@@ -57,9 +59,6 @@ def _openvino() -> Any:
 
 def _write_operations(model: Any) -> list[Encoding]:
     """Replace the placeholders by FakeQuantize operations; return the grids that these have, once for each tensor."""
-    import onnx_ir
-    import onnxscript.optimizer
-
     from qtoolkit.export.backend_files import placeholders
     from qtoolkit.export.exporters.translation import DOMAIN, placeholders_in
 
@@ -109,8 +108,6 @@ def _written(encoding: Encoding, shape: Any) -> Encoding:
 
 
 def _write_operation(node: Any, source: Any, encoding: Encoding) -> None:
-    import onnx_ir
-
     from qtoolkit.export.backend_files.placeholders import along_axis
 
     graph = present(node.graph, f"the graph of {node.name!r}")

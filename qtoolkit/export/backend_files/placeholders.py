@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir
+import onnxscript.optimizer
 
 from qtoolkit.errors import present
 from qtoolkit.export.backend_files.encoding import Encoding
@@ -54,8 +55,6 @@ def remove(model: onnx_ir.Model) -> list[Encoding]:
     stay, so that a target that computes the grid from the values finds the same. Raises ValueError: a grid has no encoding,
     or a tensor has two.
     """
-    import onnxscript.optimizer
-
     found: dict[onnx_ir.Value, Encoding] = {}
     for node in placeholders_in(model):
         encoding, source = encoding_of(node), present(node.inputs[0], f"the input of {node.name!r}")

@@ -5,7 +5,10 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx
+import onnx_ir
 
 from qtoolkit.errors import some
 from qtoolkit.export.backend_files import formats_with_weights as with_weights
@@ -20,10 +23,6 @@ from qtoolkit.export.files.reading import open_model
 from qtoolkit.export.passes.repeated_pairs import moved_inputs
 from qtoolkit.export.passes.saturation import CLIPS
 from qtoolkit.files import write_atomically
-
-if TYPE_CHECKING:
-    import onnx
-    import onnx_ir
 
 # Ops whose output has all values of their input.
 _REARRANGING = ops_where(lambda kind: kind.rearranges)
@@ -72,13 +71,11 @@ def _text_of(path: Path) -> str:
         raise ValueError(f"read_encodings: {str(path)!r} must be text in UTF-8: {error.reason}.") from None
 
 
-def _graph_of(path: str | os.PathLike[str]) -> "onnx.ModelProto":
-    import onnx
-
+def _graph_of(path: str | os.PathLike[str]) -> onnx.ModelProto:
     return onnx.load(str(path), load_external_data=False)
 
 
-def _checked_text(format: Format, encodings: Sequence[Encoding], model: "onnx.ModelProto") -> str:
+def _checked_text(format: Format, encodings: Sequence[Encoding], model: onnx.ModelProto) -> str:
     """Return the text of a file whose reader finds what was written."""
     held = format.held(encodings, model)
     text = format.write(held, model)
@@ -86,7 +83,7 @@ def _checked_text(format: Format, encodings: Sequence[Encoding], model: "onnx.Mo
     return text
 
 
-def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: "onnx_ir.Model") -> None:
+def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: onnx_ir.Model) -> None:
     """Warn of weights for which a target that computes their scales itself finds others."""
     import numpy as np
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.errors import first_line
-from qtoolkit.export.files.files import LARGEST_FILE
 from qtoolkit.export.inputs import Inputs, by_name
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import naming_misfits, with_tensors
@@ -293,6 +292,8 @@ def _name_by_quantizers(model: "onnx_ir.Model", quantizers: Mapping[str, str]) -
 @contextlib.contextmanager
 def _destination(model: nn.Module) -> Iterator[str | io.BytesIO]:
     """Return where the TorchScript exporter writes: into memory, or a file in a temporary folder for weights above 2 GB."""
+    from qtoolkit.export.files.files import LARGEST_FILE
+
     weights = itertools.chain(model.parameters(), model.buffers())
     if sum(tensor.nbytes for tensor in weights) <= LARGEST_FILE:
         yield io.BytesIO()

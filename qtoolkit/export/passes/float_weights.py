@@ -1,23 +1,21 @@
 """Layers with a float weight between Q/DQ pairs, which onnxruntime would quantize by itself."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir
 
 from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, input_at, maker_of
 from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.files.ops import layer_of
 from qtoolkit.export.passes.saturation import quantizer_behind
 
-if TYPE_CHECKING:
-    import onnx_ir
-
 LAYERS = ops_where(lambda kind: kind.layer)
 SIGNIFICAND = 24  # bits of a float32
 LEAST_EXPONENT = -126 + SIGNIFICAND  # so that steps are normal numbers
 
 
-def keep_float_weights(model: "onnx_ir.Model") -> None:
+def keep_float_weights(model: onnx_ir.Model) -> None:
     """Write the biases of layers with a float weight between Q/DQ pairs as int32 codes of the same values.
 
     onnxruntime's default optimizations round such a weight to int8 with one scale, but not where the bias comes from a
@@ -48,9 +46,7 @@ def exact_codes(bias: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], np
     return codes, np.ldexp(np.float32(1), exponents)
 
 
-def _write(model: "onnx_ir.Model", node: "onnx_ir.Node", bias: "np.ndarray[Any, Any]") -> None:
-    import onnx_ir
-
+def _write(model: onnx_ir.Model, node: onnx_ir.Node, bias: "np.ndarray[Any, Any]") -> None:
     codes, steps = exact_codes(bias)
     constants, name = Constants(model.graph), f"{node.name}.bias"
     inputs = [

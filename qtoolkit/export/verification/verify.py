@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from qtoolkit.argument_order import in_any_order
 from qtoolkit.convert import check_converted
 from qtoolkit.errors import check_flags, check_known, check_sequence, renamed, shown
-from qtoolkit.export.files.files import OpenedFile
-from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, quantizer_nodes
 from qtoolkit.export.files.reading import open_model
 from qtoolkit.export.inputs import grids_of, on_cpu
@@ -47,11 +45,11 @@ if TYPE_CHECKING:
 
     import onnx
 
+    from qtoolkit.export.files.files import OpenedFile
+
 
 # Largest share of an output's largest value by which it may differ where all codes are the same: bfloat16 has 8 bits.
 OUTPUT_ERROR = 0.02
-# Ops behind which a small difference of the inputs stays small, so that outputs can be compared.
-SMOOTH = ops_where(lambda kind: kind.smooth) | {"DequantizeLinear"}
 
 
 @dataclass(frozen=True)
@@ -251,6 +249,10 @@ def _codes_of_own_inputs(nodes: Sequence[QuantizerNode], values: Mapping[str, An
 
 def _smooth_outputs(graph: Any, quantized: set[str]) -> set[str]:
     """Return the outputs of a file between which and the quantized tensors behind them there are smooth ops alone."""
+    from qtoolkit.export.files.kinds import ops_where
+
+    # Ops behind which a small difference of the inputs stays small.
+    smooth = ops_where(lambda kind: kind.smooth) | {"DequantizeLinear"}
     made_by = {output: node for node in graph.node for output in node.output}
 
     def is_smooth(output: str) -> bool:
@@ -261,7 +263,7 @@ def _smooth_outputs(graph: Any, quantized: set[str]) -> set[str]:
             node = made_by.get(tensor)
             if tensor in seen or node is None:
                 continue
-            if node.op_type not in SMOOTH:
+            if node.op_type not in smooth:
                 return False
             seen.add(tensor)
             behind += node.input
@@ -403,12 +405,14 @@ class OnnxFile:
         return executed, _by_quantizer(self.nodes, executed.codes)
 
 
-def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str) -> OpenedFile:
+def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str) -> "OpenedFile":
     """Open a model, or a file, which anybody may have written."""
     if isinstance(model, str | PathLike):
         open_model(model)
     elif model is None or type(model).__name__ != "ModelProto":
         raise _no_path(model, what)
+    from qtoolkit.export.files.files import OpenedFile
+
     return OpenedFile.of(model)
 
 
