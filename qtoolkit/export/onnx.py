@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_flags, check_known
 from qtoolkit.export.exporters.pools import PoolsWritten
 from qtoolkit.export.exporters.quiet import without_noise
-from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source, check_outputs
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
@@ -32,6 +31,7 @@ from qtoolkit.progress import progress_bar, step
 if TYPE_CHECKING:
     import onnx_ir
 
+    from qtoolkit.export.exporters.torch_exporters import Request
     from qtoolkit.export.verification.verify import Verification
 
 Exporter = Literal["dynamo", "torchscript"]
@@ -157,7 +157,7 @@ def export_onnx(
     check_flags("export_onnx", verify=verify, dynamic_batch=dynamic_batch, progress=progress)
     if integer_weights is not None:
         check_flags("export_onnx", integer_weights=integer_weights)
-    check_known("exporter", exporter, EXPORTERS)
+    check_known("exporter", exporter, get_args(Exporter))
     if dynamic_batch and dynamic_shapes is not None:
         raise ValueError(
             "export_onnx: dynamic_batch=True makes dimension 0 of all inputs dynamic, and dynamic_shapes names dimensions one "
@@ -165,6 +165,7 @@ def export_onnx(
         )
     path = checked_path(path, "export_onnx", "model.onnx")
     require_extra("export_onnx")
+    from qtoolkit.export.exporters.torch_exporters import Request
     from qtoolkit.export.pairs.opsets import choose, native
 
     source = Source.of(model, example_inputs, "export_onnx")
@@ -187,7 +188,7 @@ def export_onnx(
     return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, source.grids, chosen))
 
 
-def _compared(file: Path, source: Source, request: Request, dynamic_batch: bool, progress: bool) -> "Verification":
+def _compared(file: Path, source: Source, request: "Request", dynamic_batch: bool, progress: bool) -> "Verification":
     """Compare a file with its model on the example inputs, which is returned, and with dynamic dimensions on others too.
 
     Raises RuntimeError: the file computes something else.
@@ -244,7 +245,7 @@ def _saved(
 
 
 def written(
-    request: Request,
+    request: "Request",
     opset: int,
     exporter: Exporter,
     finish: Callable[["onnx_ir.Model"], None],
@@ -256,6 +257,7 @@ def written(
     """
     import onnxscript.optimizer
 
+    from qtoolkit.export.exporters.torch_exporters import EXPORTERS
     from qtoolkit.export.exporters.translation import DOMAIN
     from qtoolkit.export.pairs.opsets import convert_opset
 

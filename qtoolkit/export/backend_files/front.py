@@ -12,7 +12,6 @@ from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_flags
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.target import BackendFiles, Target
-from qtoolkit.export.exporters.torch_exporters import Request
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source
 from qtoolkit.export.onnx import require_extra, written
 from qtoolkit.lint.file_facts import AXIS_OPSET
@@ -72,6 +71,7 @@ def encodings(
     """
     check_flags("encodings", dynamic_batch=dynamic_batch, progress=progress)
     target = _target(backend, "encodings")
+    from qtoolkit.export.exporters.torch_exporters import Request
     from qtoolkit.export.pairs.opsets import check_opset, native
 
     check_opset("encodings", opset)
