@@ -20,7 +20,7 @@ from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source, check_outputs
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
-from qtoolkit.extras import missing
+from qtoolkit.extras import needed
 from qtoolkit.files import checked_path
 from qtoolkit.graph.verdict_now import ops_put_in
 from qtoolkit.integer.kernels import in_float
@@ -292,12 +292,8 @@ def _backend_of(model: nn.Module) -> Backend:
 
 def require_extra(what: str) -> None:
     """Raise ImportError, which says what to install, where the packages for ONNX are missing."""
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise missing(what, error.name, "onnx") from None
+    for package in ("onnx", "onnxruntime", "onnxscript"):
+        needed(package, what, "onnx")
 
 
 def _warn_of_layers_put_in(model: nn.Module) -> None:

@@ -30,6 +30,7 @@ To add an observer, write a subclass of `Observer` and one line in `OBSERVERS`.
 """
 
 from qtoolkit.config.registry import REGISTRY
+from qtoolkit.quantizers import observers
 from qtoolkit.quantizers.kinds.apot import APoT
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.clipped import DSQ, PACT, LearnedRange
@@ -38,18 +39,6 @@ from qtoolkit.quantizers.kinds.fixed import FixedScale
 from qtoolkit.quantizers.kinds.lsq import LSQ, LSQPlus
 from qtoolkit.quantizers.kinds.qil import QIL
 from qtoolkit.quantizers.kinds.tqt import TQT
-from qtoolkit.quantizers.observers import (
-    ClipStdObserver,
-    ConstantRangeObserver,
-    HistogramObserver,
-    LSQStartObserver,
-    MovingAverageObserver,
-    MovingHistogramObserver,
-    Observer,
-    Pow2ModeObserver,
-    Pow2Observer,
-    RangeObserver,
-)
 
 QUANTIZERS: dict[str, QuantizerKind] = {
     "fixed": FixedScale(),
@@ -63,15 +52,15 @@ QUANTIZERS: dict[str, QuantizerKind] = {
     "apot": APoT(),
     "qil": QIL(),
 }
-OBSERVERS: dict[str, type[Observer]] = {
-    "minmax": RangeObserver,
-    "moving_average": MovingAverageObserver,
-    "clip_std": ClipStdObserver,
-    "lsq": LSQStartObserver,
-    "histogram": HistogramObserver,
-    "moving_histogram": MovingHistogramObserver,
-    "pow2": Pow2Observer,
-    "pow2_mode": Pow2ModeObserver,
-    "constant": ConstantRangeObserver,
+OBSERVERS: dict[str, type[observers.Observer]] = {
+    "minmax": observers.RangeObserver,
+    "moving_average": observers.MovingAverageObserver,
+    "clip_std": observers.ClipStdObserver,
+    "lsq": observers.LSQStartObserver,
+    "histogram": observers.HistogramObserver,
+    "moving_histogram": observers.MovingHistogramObserver,
+    "pow2": observers.Pow2Observer,
+    "pow2_mode": observers.Pow2ModeObserver,
+    "constant": observers.ConstantRangeObserver,
 }
 REGISTRY.quantizers, REGISTRY.observers = QUANTIZERS, OBSERVERS

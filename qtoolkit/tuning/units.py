@@ -151,7 +151,7 @@ class _Graph:
         self.order = {node: place for place, node in enumerate(self.nodes)}
         self.calls = ModuleCalls(gm.graph)
 
-    def unit(self, layers: Sequence[str], inside: Iterable[fx.Node], output: fx.Node, name: str = "") -> Unit:
+    def unit(self, layers: Sequence[str], inside: Iterable[fx.Node], output: fx.Node) -> Unit:
         """Return the unit of some nodes, with the activation behind them and the quantizers before them."""
         members = set(inside)
         while (follower := self._follower(output, members)) is not None:
@@ -161,7 +161,7 @@ class _Graph:
         nodes = sorted(members, key=self.order.__getitem__)
         inputs = {s: None for node in nodes for s in node.all_input_nodes if s not in members and s not in self.free}
         ordered = sorted(inputs, key=self.order.__getitem__)
-        return Unit(name or _name(layers), tuple(layers), tuple(nodes), tuple(ordered), output)
+        return Unit(_name(layers), tuple(layers), tuple(nodes), tuple(ordered), output)
 
     def _follower(self, output: fx.Node, members: set[fx.Node]) -> fx.Node | None:
         """Return the batch norm or the activation that alone takes an output, and nothing else."""

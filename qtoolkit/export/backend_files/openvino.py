@@ -19,7 +19,7 @@ from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, ch
 from qtoolkit.export.files.files import save
 from qtoolkit.export.files.graph import Constants, replace_node
 from qtoolkit.export.verification.runtimes.openvino_cpu import core
-from qtoolkit.extras import missing
+from qtoolkit.extras import needed
 from qtoolkit.files import write_atomically
 
 _DOMAIN, _OP = "org.openvinotoolkit", "FakeQuantize"
@@ -31,7 +31,7 @@ class FakeQuantizeIR(Target):
 
     def write(self, export: Write, opset: int, path: Path) -> BackendFiles:
         """Write both files, after they have been read again."""
-        openvino = _openvino()
+        openvino = needed("openvino", "encodings", "openvino")
         found: list[Encoding] = []
         exported = export(lambda graph: found.extend(_write_operations(graph)))
         xml, weights = (with_ending(path, ending) for ending in (".xml", ".bin"))
@@ -47,14 +47,6 @@ class FakeQuantizeIR(Target):
     def read(self, path: Path) -> list[Encoding]:
         """Read the encodings of an IR."""
         return _read_operations(with_ending(path, ".xml"))
-
-
-def _openvino() -> Any:
-    try:
-        import openvino
-    except ImportError:
-        raise missing("encodings", "openvino", "openvino") from None
-    return openvino
 
 
 def _write_operations(model: Any) -> list[Encoding]:
@@ -122,7 +114,7 @@ def _write_operation(node: Any, source: Any, encoding: Encoding) -> None:
 
 
 def _read_operations(path: Path) -> list[Encoding]:
-    _openvino()
+    needed("openvino", "encodings", "openvino")
     try:
         model = core().read_model(path)
     except RuntimeError as error:

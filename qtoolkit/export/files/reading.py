@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtoolkit.errors import first_line
-from qtoolkit.extras import missing
+from qtoolkit.extras import needed
 
 if TYPE_CHECKING:
     import onnx
@@ -32,16 +32,13 @@ def open_model(path: str | os.PathLike[str]) -> "onnx.ModelProto":
     Raises UnreadableFileError: there is no such file; it is not ONNX, is truncated or invalid; it has ops that ONNX does
     not know; or the file of its weights is missing. ImportError: onnx is not installed.
     """
-    try:
-        import onnx
-    except ImportError as error:
-        raise missing("reading ONNX files", "onnx", "onnx") from error
+    load = needed("onnx", "reading ONNX files", "onnx").load
     file = Path(path)
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
         raise UnreadableFileError(f"{str(path)!r} {what}; pass the path of an ONNX file.")
     try:
-        model = onnx.load(str(file), load_external_data=False, format="protobuf")
+        model: onnx.ModelProto = load(str(file), load_external_data=False, format="protobuf")
     except OSError as error:
         raise UnreadableFileError(f"{str(path)!r} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # protobuf's errors have no base class of their own

@@ -142,12 +142,8 @@ class QuantizerKind:
 
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Return x quantized with the present grid."""
-        return self.quantize_on(quantizer, x, *self.grid(quantizer))
-
-    def quantize_on(self, quantizer: "TensorQuantizer", x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """Return x quantized with a grid that `grid` has returned."""
         spec, grad_factor = quantizer.spec, self.grad_factor(quantizer, x)
-        return fake_quant(spec, x, scale, zero_point, quantizer.group, spec.block_size, grad_factor)
+        return fake_quant(spec, x, *self.grid(quantizer), quantizer.group, spec.block_size, grad_factor)
 
     def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
         """Return the factor of the gradients of scale and zero point, for the input x."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qtoolkit.extras import missing
+from qtoolkit.extras import needed
 
 ROUNDING = 1e-14  # of a sum of costs that are no whole numbers
 Table = Mapping[str, Mapping[str, float]]  # layer -> choice -> a number
@@ -24,7 +24,7 @@ def solve(errors: Table, costs: Mapping[str, Table], budgets: Mapping[str, float
         >>> solve(errors, {"size": sizes}, {"size": 12})
         {'a': '4', 'b': '8'}
     """
-    optimize = _scipy_optimize()
+    optimize = needed("scipy.optimize", "mixed precision", "tuning")
     places = [(layer, choice) for layer, choices in errors.items() for choice in choices]
     rows, least, most = _one_choice_each(places, list(errors))
     weights = {name: np.array([float(costs[name][layer][choice]) for layer, choice in places]) for name in budgets}
@@ -55,11 +55,3 @@ def _one_choice_each(
 ) -> tuple[list[NDArray[Any]], list[float], list[float]]:
     rows = [np.array([float(of == layer) for of, _ in places]) for layer in layers]
     return rows, [1.0] * len(rows), [1.0] * len(rows)
-
-
-def _scipy_optimize() -> Any:
-    try:
-        from scipy import optimize
-    except ImportError as error:
-        raise missing("mixed precision", error.name, "tuning") from None
-    return optimize
