@@ -320,10 +320,9 @@ def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weight
     import onnxscript.optimizer
 
     from qtoolkit.export.pairs.lowering import lower
-    from qtoolkit.export.passes.float_weights import keep_float_weights
     from qtoolkit.export.passes.fusible import write_fusible_forms
+    from qtoolkit.export.passes.onnxruntime import drop_saturated_clips, keep_float_weights
     from qtoolkit.export.passes.repeated_pairs import keep_products_of_codes, quantize_moved_codes, repeat_pairs
-    from qtoolkit.export.passes.saturation import drop_saturated_clips
     from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 
     lower(model, opset, integer_weights)

@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir
 
 from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
+from qtoolkit.export.passes.onnxruntime import quantizer_behind
 from qtoolkit.export.passes.repeated_pairs import is_on_codes
-from qtoolkit.export.passes.saturation import quantizer_behind
 from qtoolkit.integer.sub_pixel import SubPixel, sub_pixels_of_image
 
 LAST = np.iinfo(np.int64).min  # of a Slice that runs backwards to the first element
