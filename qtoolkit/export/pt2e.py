@@ -41,17 +41,13 @@ class Quantizers:
 
 @dataclass(frozen=True)
 class Pair:
-    """The arguments of a quantize op and its dequantize ops.
+    """The arguments of a quantize op and its dequantize ops."""
 
-    Attributes:
-        quantizer: The dotted name of the quantizer; "" where the pair is repeated behind an op that moves values.
-        args: Scale, zero point, the axis of channels where each has its own, lowest and highest code, dtype.
-        per_channel: Whether scales and zero points are tensors, the names of constants.
-    """
-
-    quantizer: str
-    args: tuple[Any, ...]
-    per_channel: bool = False
+    quantizer: str  # the dotted name of the quantizer; "" where the pair is repeated behind an op that moves values
+    args: tuple[
+        Any, ...
+    ]  # scale, zero point, the axis of channels where each has its own, lowest and highest code, dtype
+    per_channel: bool = False  # whether scales and zero points are tensors, the names of constants
 
 
 def decompose(gm: fx.GraphModule, weights: Mapping[str, str]) -> Quantizers:

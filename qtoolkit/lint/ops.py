@@ -21,23 +21,15 @@ class WeightGrid:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with a weight of its own.
+    """A layer with a weight of its own."""
 
-    Attributes:
-        weight: How the weight is quantized; None where it stays float.
-        inputs: Its input channels; of a convolution with groups, all of them. 0 where they are not known, as the sizes below.
-        outputs: Its output channels.
-        groups: Its groups.
-        kernel: The spatial sizes of its kernel; () for a linear layer.
-        output_axis: The axis of the weight that holds the output channels.
-    """
-
-    weight: WeightGrid | None
+    weight: WeightGrid | None  # how the weight is quantized; None where it stays float
+    # the input channels; of a convolution with groups, all of them. 0 where they are not known, as the sizes below
     inputs: int = 0
     outputs: int = 0
     groups: int = 1
-    kernel: tuple[int, ...] = ()
-    output_axis: int = 0
+    kernel: tuple[int, ...] = ()  # the spatial sizes of its kernel; () for a linear layer
+    output_axis: int = 0  # the axis of the weight that holds the output channels
 
 
 @dataclass(eq=False)

@@ -27,9 +27,7 @@ class OptimizerSteps:
     """Counts the steps of each optimizer of this process, from the first question on; those in compiled code do not count.
 
     Torch has one table of hooks for all optimizers. Nothing is there before a module that is trained asks.
-
-    Attributes:
-        looks: Changes when an optimizer takes its first step, or trains other parameters than before.
+    `looks` changes when an optimizer takes its first step, or trains other parameters than before.
     """
 
     def __init__(self) -> None:

@@ -35,17 +35,12 @@ def ops_of(model: onnx_ir.Model) -> list[Op]:
 
 
 class _Reader:
-    """Reads the nodes in order.
-
-    Attributes:
-        ops: The ops, in order.
-        made: The op that computes each tensor that depends on the inputs.
-    """
+    """Reads the nodes in order."""
 
     def __init__(self, model: onnx_ir.Model) -> None:
         self.opset = model.graph.opset_imports.get("", 0)
         self.ops: list[Op] = []
-        self.made: dict[Any, Op] = {}
+        self.made: dict[Any, Op] = {}  # the op that computes each tensor that depends on the inputs
         self.gates = set(_gates(model.graph))
         for value in model.graph.inputs:
             if not value.is_initializer():

@@ -70,12 +70,7 @@ def bounds_of(node: fx.Node) -> tuple[float | None, float | None] | None:
 class Op:
     """An op of the program, with its inputs in the file, and the tensors and ops that its kernel adds.
 
-    Attributes:
-        args: Its arguments by the names of its schema.
-        scales: The grid of its output; None where it computes in float.
-        activation: The activation that it computes too, by the schema's name.
-        shape: The shape of its output in the model.
-        name: The name of its output.
+    `scales` and `name` are those of its output: no scales where it computes in float. `activation` is one that it computes too.
     """
 
     def __init__(self, lowering: "_Lowering", node: fx.Node, scales: Scales | None, activation: str, name: str) -> None:

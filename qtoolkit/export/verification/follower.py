@@ -129,37 +129,23 @@ class _Comparison:
 
 
 class Follower:
-    """Runs a converted model, and compares its codes with those of runtimes.
-
-    Args:
-        model: The model.
-        args: The positional arguments of its forward.
-        kwargs: The keyword arguments.
-
-    Attributes:
-        outputs: What the model returns as it computes by itself.
-        codes: The codes of each activation quantizer that is called, by its dotted name, in the order of its calls.
-        weights: Quantizer and tensor of each quantized weight of a layer, by the dotted name of the quantizer.
-        draws: Whether the model draws random numbers.
-        drawn: What depends on them, as the model computes by itself.
-        nan: The quantizers that get NaN, by their dotted names in the order of their calls: its codes are no values.
-    """
+    """Runs a converted model with these arguments, and compares its codes with those of runtimes."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.names = {grid: name for name, grid in grids_of(model).items() if grid.quantizing}
-        self.weights = layer_weights(model)
+        self.weights = layer_weights(model)  # quantizer and tensor of each quantized weight, by the quantizer's name
         in_layers = {grid for grid, _ in self.weights.values()}
         self.between_layers = [grid for grid in self.names if grid not in in_layers]
         self.activations = {grid for grid in self.between_layers if not grid.of_weight}
         self.calls: Counter[Grid] = Counter()
-        self.codes: dict[str, list[Any]] = {}
+        self.codes: dict[str, list[Any]] = {}  # of each activation quantizer that is called, in the order of its calls
         found = dict[str, None]()
         before = RandomState.now()
-        self.outputs = self._run(self.names, partial(self._record, found))
-        self.nan = tuple(found)
-        self.draws = before != RandomState.now()
-        self.drawn = self._drawn(self.codes, self.outputs)
+        self.outputs = self._run(self.names, partial(self._record, found))  # as the model computes by itself
+        self.nan = tuple(found)  # the quantizers that get NaN, in the order of their calls: its codes are no values
+        self.draws = before != RandomState.now()  # whether the model draws random numbers
+        self.drawn = self._drawn(self.codes, self.outputs)  # what depends on them
 
     def _run(self, grids: Iterable[Grid], hook: Callable[[Any, Any, Any], Any]) -> Any:
         with forward_hooks(grids, hook), torch.no_grad():
