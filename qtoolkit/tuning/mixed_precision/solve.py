@@ -24,7 +24,9 @@ def solve(errors: Table, costs: Mapping[str, Table], budgets: Mapping[str, float
         >>> solve(errors, {"size": sizes}, {"size": 12})
         {'a': '4', 'b': '8'}
     """
-    optimize = needed("scipy.optimize", "mixed precision", "tuning")
+    needed("scipy", "mixed precision", "tuning")
+    from scipy import optimize
+
     places = [(layer, choice) for layer, choices in errors.items() for choice in choices]
     rows, least, most = _one_choice_each(places, list(errors))
     weights = {name: np.array([float(costs[name][layer][choice]) for layer, choice in places]) for name in budgets}
