@@ -1,8 +1,10 @@
 """Installations: the packages of extras with the command that installs them, and another project of the same name."""
 
 import warnings
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
+from typing import Any
 
 DISTRIBUTION = "torch-qtoolkit"  # the name to pip; "qtoolkit" on the package index is another project
 
@@ -10,6 +12,19 @@ DISTRIBUTION = "torch-qtoolkit"  # the name to pip; "qtoolkit" on the package in
 def missing(what: str, package: str | None, extra: str) -> ImportError:
     """Return the error of `what`, a part of qtoolkit as the subject of a sentence, without the package of an extra."""
     return ImportError(f"{what} needs {package}, which is not installed; run: {install_command(extra)}.")
+
+
+def needed(module: str, what: str, extra: str) -> Any:
+    """Import a module of an extra; raise the error of `missing` where it is not installed.
+
+    Example:
+        >>> needed("json", "plot", "tuning").loads("[1]")
+        [1]
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise missing(what, error.name, extra) from None
 
 
 def install_command(extra: str) -> str:

@@ -1,9 +1,9 @@
-"""What a quantizer gets and gives in sampled training steps, accumulated on its device without waiting for it."""
+"""What a quantizer gets and gives in sampled training steps, accumulated on its device without waiting for it, and written."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 WIDEST = 16  # bits of the grids whose codes are counted
+SCALARS = ("lowest", "highest", "grid_lowest", "grid_highest", "clipped")  # of an Activity, which a writer gets
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,7 @@ class Hook:
 
 
 class Recorder:
-    """Accumulates what a quantizer gets and gives; reading it waits for the device.
-
-    Args:
-        name: The quantizer's dotted name.
-        quantizer: The quantizer.
-        places: Numbers the recorders of a model in the order of their first calls.
-    """
+    """Accumulates what a quantizer gets and gives; reading it waits for the device. `places` counts calls of a model."""
 
     def __init__(self, name: str, quantizer: TensorQuantizer, places: Iterator[int]) -> None:
         self.name, self.quantizer = name, quantizer
@@ -223,3 +218,43 @@ class _CodeCounts:
         counts[1] += counts[0]
         counts[-2] += counts[-1]
         return clipped, float((counts[1:-1] > 0).sum()) / levels
+
+
+# ---- for TensorBoard, or anything with the same two methods
+
+
+@runtime_checkable
+class SummaryWriter(Protocol):
+    """The part of `torch.utils.tensorboard.SummaryWriter` that a watch needs."""
+
+    def add_scalar(self, tag: str, scalar_value: Any, global_step: int) -> Any:
+        """Write a number of a step."""
+
+    def add_histogram(self, tag: str, values: Any, global_step: int) -> Any:
+        """Write the distribution of some numbers of a step."""
+
+
+def check_writer(writer: object) -> None:
+    """Raise TypeError unless something can be written to."""
+    if writer is not None and (isinstance(writer, type) or not isinstance(writer, SummaryWriter)):
+        raise TypeError(
+            f"watch: writer must have the methods add_scalar and add_histogram, as torch.utils.tensorboard.SummaryWriter() "
+            f"has, or be None, got {writer!r}."
+        )
+
+
+def write(writer: SummaryWriter, row: Activity, quantizer: TensorQuantizer, step: int) -> None:
+    """Write what a quantizer got in a step, and its scale: of several the distribution."""
+    if not row.calls:
+        return
+    for what in SCALARS:
+        value = getattr(row, what)
+        if value is not None:
+            writer.add_scalar(f"{what}/{row.name}", value, step)
+    if not quantizer.ready or quantizer.dynamic:
+        return
+    scale = quantizer.scale.detach()
+    if scale.numel() == 1:
+        writer.add_scalar(f"scale/{row.name}", float(scale), step)
+    else:
+        writer.add_histogram(f"scale/{row.name}", scale.float().cpu(), step)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qtoolkit.debug.compare_modules import compare_modules
 from qtoolkit.debug.similarity import (
+    Calls,
     Comparison,
     LayerComparison,
     Similarity,
@@ -17,6 +17,7 @@ from qtoolkit.debug.similarity import (
     similarity_of,
     watching,
 )
+from qtoolkit.eager.record import chains_of
 from qtoolkit.errors import check_flags
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -28,9 +29,12 @@ from qtoolkit.graph.verdict_now import verdict_now
 from qtoolkit.model_inputs import call_arguments, clone_tensors, naming_misfits
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm
+from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.progress import progress_bar
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import freeze_ranges
+from qtoolkit.report import quantization_report
+from qtoolkit.shared_modules import modules_by_name
 from qtoolkit.verdicts import Cause, Status
 
 
@@ -68,7 +72,7 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress:
     check_flags("compare", progress=progress)
     _check(float_model, quantized)
     if not isinstance(quantized, QuantizedGraphModule):
-        return compare_modules(float_model, quantized, inputs, progress)
+        return _compare_modules(float_model, quantized, inputs, progress)
     values, kwargs = call_arguments(quantized, inputs, "compare: inputs do")
     if kwargs:
         raise TypeError(
@@ -211,3 +215,64 @@ class _SideBySide(fx.Interpreter):
 
     def _weight(self, node: fx.Node) -> Similarity | None:
         return compare_weight(self.gm.get_submodule(str(node.target))) if node.op == "call_module" else None
+
+
+# ---- without a graph: the calls of the layers, side by side
+
+
+def _compare_modules(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress: bool) -> Comparison:
+    """Compare the quantized layers of a model without a graph with those of the float model (see `compare`)."""
+    args, kwargs = call_arguments(quantized, inputs, "compare: inputs do")
+    names = _layers(float_model, quantized)
+    followers = _batch_norms(float_model, quantized)
+    with torch.no_grad(), evaluating(float_model), evaluating(quantized), freeze_ranges(quantized):
+        with (
+            naming_misfits(float_model, inputs, "compare: inputs do"),
+            watching(float_model, [*names, *followers.values()]) as float_calls,
+        ):
+            expected = float_model(*args, **kwargs)
+        with watching(quantized, names) as calls:
+            result = quantized(*args, **kwargs)
+        with progress_bar("compare", "layers", progress, names) as bar:
+            layers: list[LayerComparison] = []
+            for name in bar:
+                layers += _compared(quantized, name, followers.get(name, name), float_calls, calls)
+                note_worst(bar, layers)
+    return Comparison.of(layers, [expected], [result])
+
+
+def _layers(float_model: nn.Module, quantized: nn.Module) -> list[str]:
+    """Return the names of the quantized layers that both models have."""
+    for name, part in quantized.named_modules():
+        if isinstance(part, QuantizedGraphModule):
+            raise ValueError(
+                f"compare: submodule {name!r} was prepared separately, with a graph of its own; compare it with the float "
+                f"model's {name!r}, on its own inputs."
+            )
+    known = modules_by_name(float_model)
+    names = [line.name for line in quantization_report(quantized).quantized]
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ValueError(
+            f"compare: the float model has no {', '.join(missing)}; pass the model that "
+            f"qtoolkit.quant_modules.replace was given."
+        )
+    return names
+
+
+def _batch_norms(float_model: nn.Module, quantized: nn.Module) -> dict[str, str]:
+    """Return the batch norm of the float model that each layer of a chain applies itself, by the layer's name."""
+    known = modules_by_name(float_model)
+    pairs = ((head, name) for head, *rest in chains_of(quantized) for name in rest)
+    return {head: name for head, name in pairs if name in known and is_batch_norm(known[name])}
+
+
+def _compared(quantized: nn.Module, name: str, last: str, float_calls: Calls, calls: Calls) -> list[LayerComparison]:
+    """Return the comparison of a layer, whose float counterpart ends with the module `last`; nothing if it is not called."""
+    counts = len(float_calls[name]), len(float_calls[last]), len(calls[name])
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"compare: layer {name!r} is called {counts[0]} times in the float model and {counts[2]} times in the quantized "
+            f"one, so forward branches on values; pass inputs for which both take the same branch."
+        )
+    return [compare_calls(quantized, name, last, float_calls, calls)] if calls[name] else []

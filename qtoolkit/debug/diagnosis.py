@@ -29,9 +29,7 @@ class _NothingFound(Exception):  # noqa: N818 (not an error: it undoes a run)
 class Diagnosis:
     """Checks of a model in training, with the inputs of its latest forward.
 
-    Args:
-        model: The model itself, without torch.compile's or DistributedDataParallel's module around it.
-        before_second_run: What to call before the forward runs again.
+    It is the model itself, without torch.compile's or DistributedDataParallel's module around it.
     """
 
     def __init__(self, model: nn.Module, before_second_run: Callable[[], None]) -> None:

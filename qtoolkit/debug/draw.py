@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from qtoolkit.extras import missing
+from qtoolkit.extras import needed
 from qtoolkit.files import checked_path, write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import is_quantizer, kind_of, name_of
@@ -64,15 +64,10 @@ def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
 def picture_of(gm: fx.GraphModule, folded: Mapping[fx.Node, str] | None = None) -> bytes:
     """Return the graph of a model as SVG. The title of a node's group is its name, and its class what `_attributes` says.
 
-    All nodes that `folded` maps to one block are one box, whose title is the name of the first of them.
-
-    Raises:
-        ImportError: The extra [report] is not installed.
+    All nodes that `folded` maps to one block are one box, whose title is the name of the first of them. Raises ImportError:
+    the extra [report] is not installed.
     """
-    try:
-        import pygraphviz
-    except ImportError as error:
-        raise missing("draw", error.name, "report") from None
+    pygraphviz = needed("pygraphviz", "draw", "report")
     faster = {"splines": "polyline", "nslimit": "1"} if len(gm.graph.nodes) > LARGE else {}
     closer = {"ranksep": "0.25"} if folded else {}
     picture = pygraphviz.AGraph(directed=True, rankdir="TB", fontname="Helvetica", **faster, **closer)

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from qtoolkit.debug.activity import Activity, Hook, Recorder
+from qtoolkit.debug.activity import Activity, Hook, Recorder, SummaryWriter, check_writer, write
 from qtoolkit.debug.diagnosis import Diagnosis
-from qtoolkit.debug.summary_writer import SummaryWriter, check_writer, write
 from qtoolkit.errors import check_whole
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module

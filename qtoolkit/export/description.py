@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qtoolkit.backends import backends
-from qtoolkit.export.files.ops import ops_of
 from qtoolkit.export.files.reading import open_graph
 from qtoolkit.lint.file_facts import FileNode
 from qtoolkit.lint.ops import Op, find_quantizers
@@ -33,21 +32,13 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class FileLayer:
-    """A layer or a matrix product of a file.
+    """A layer or a matrix product of a file."""
 
-    Attributes:
-        name: The name of its node.
-        op: Its op.
-        quantized: Whether all that it multiplies is quantized.
-        reason: Why it is float; "" if it is quantized.
-        weight: The type of its weight's codes; "" of a float one.
-    """
-
-    name: str
-    op: str
-    quantized: bool
-    reason: str
-    weight: str
+    name: str  # the name of its node
+    op: str  # its op
+    quantized: bool  # whether all that it multiplies is quantized
+    reason: str  # why it is float; "" if it is quantized
+    weight: str  # the type of its weight's codes; "" of a float one
 
 
 @dataclass(frozen=True)
@@ -118,6 +109,8 @@ def describe(path: str | os.PathLike[str]) -> FileDescription:
         (1, ['node_linear'])
     """
     model = open_graph(path)
+    from qtoolkit.export.files.ops import ops_of
+
     ops = ops_of(model)
     find_quantizers(ops, _MOVES)
     facts = [(op, op.node) for op in ops if isinstance(op.node, FileNode)]

@@ -45,31 +45,21 @@ def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a model, and of its file.
+    """The inputs of a model, and of its file."""
 
-    Attributes:
-        args: The positional arguments of forward.
-        kwargs: The keyword arguments.
-        arguments: All of them by the name of forward's argument.
-        given: They as the caller gave them.
-        given_names: The names that the caller chose for the first inputs of the file.
-        what: The public function that takes them, with which errors begin.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    arguments: dict[str, Any]
-    given: Any
-    given_names: tuple[str, ...]
-    what: str
+    args: tuple[Any, ...]  # the positional arguments of forward
+    kwargs: dict[str, Any]  # the keyword arguments
+    arguments: dict[str, Any]  # all of them by the name of forward's argument
+    given: Any  # they as the caller gave them
+    given_names: tuple[str, ...]  # the names that the caller chose for the first inputs of the file
+    what: str  # the public function that takes them, with which errors begin
 
     @classmethod
     def of(cls, source: "Source", input_names: Sequence[str] | None) -> "Inputs":
         """Return the inputs of a model, with names for the first ones.
 
-        Raises:
-            TypeError: The example inputs do not match forward, or the model or one of them is of float64.
-            ValueError: There are more names than tensors, or a name occurs twice.
+        Raises TypeError: the example inputs do not match forward, or something is float64; ValueError: too many names, or
+        one twice.
         """
         model, what, given = source.model, source.what, source.example_inputs
         args, kwargs = call_arguments(model, given, f"{what}: example_inputs do")
@@ -110,9 +100,8 @@ class Inputs:
     def sizes(self, dynamic_shapes: Any) -> list[Any]:
         """Return the entry of `dynamic_shapes` for each tensor.
 
-        Raises:
-            TypeError: It, or an entry, is of another type.
-            ValueError: It does not have an entry for each argument, or an entry names a dimension that its tensor lacks.
+        Raises TypeError: it, or an entry, is of another type; ValueError: an argument has no entry, or a tensor lacks a
+        dimension.
         """
         if not isinstance(dynamic_shapes, Mapping | Sequence) or isinstance(dynamic_shapes, str):
             raise TypeError(
@@ -155,10 +144,8 @@ class Inputs:
     def with_dynamic_batch(self) -> "tuple[Inputs, dict[str, Any]]":
         """Return inputs with at least two samples, and the `dynamic_shapes` that make dimension 0 of each tensor dynamic.
 
-        torch.export takes a dimension of size 1 for a constant. Tensors without dimensions stay as they are.
-
-        Raises:
-            ValueError: Dimension 0 differs between tensors, or no tensor has one.
+        torch.export takes a dimension of size 1 for a constant. Tensors without dimensions stay as they are. Raises ValueError:
+        dimension 0 differs between tensors, or no tensor has one.
         """
         sizes = {name: len(tensor) for name, tensor in zip(self.names, self.tensors, strict=True) if tensor.dim() > 0}
         if len(set(sizes.values())) != 1:
@@ -179,28 +166,19 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Source:
-    """What a file is written from, on the CPU.
+    """What a file is written from, on the CPU."""
 
-    Attributes:
-        model: The converted model.
-        grids: Its quantizers by their names.
-        example_inputs: Inputs, as `export_onnx` takes them.
-        what: The public function, with which errors begin.
-    """
-
-    model: nn.Module
-    grids: Mapping[str, Grid]
-    example_inputs: Any
-    what: str
+    model: nn.Module  # the converted model
+    grids: Mapping[str, Grid]  # its quantizers by their names
+    example_inputs: Any  # inputs, as `export_onnx` takes them
+    what: str  # the public function, with which errors begin
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: Any, what: str) -> "Source":
         """Return the source of a prepared model, which is converted, or of a converted one.
 
-        Raises:
-            TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`.
-            RuntimeError: A quantizer saw no data.
-            ValueError: Nothing is quantized, or the model has what no file can have.
+        Raises TypeError: it has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`; RuntimeError: one saw no
+        data; ValueError: nothing is quantized, or the model has what no file can have.
         """
         check_quantized(model, what)
         converted, inputs = on_cpu(in_reference_form(model) if quantizers_of(model) else model, example_inputs, what)
@@ -225,13 +203,9 @@ class _ByName(nn.Module):
 
 
 def by_name(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:
-    """Return a model for `torch.export` that takes keyword arguments by name.
+    """Return a model for `torch.export` that takes the keyword arguments `kwargs` by name; the model itself if there are none.
 
     torch.export passes those of a GraphModule by position, where an argument that is left out shifts the others.
-
-    Args:
-        model: The model.
-        kwargs: The keyword arguments of its forward; if there are none, the model itself is returned.
 
     Example:
         >>> graph = fx.symbolic_trace(nn.Bilinear(2, 2, 2))
@@ -258,9 +232,7 @@ def check_names(what: str, argument: str, names: Sequence[str], known: Sequence[
 def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inputs) -> None:
     """Check what a model returns, and the names of it; errors begin with `inputs.what`, the public function.
 
-    Raises:
-        TypeError: It returns something that a file cannot: a number or a string.
-        ValueError: There are more names than tensors, or a name occurs twice, or is that of an input.
+    Raises TypeError: it returns a number or a string; ValueError: too many names, one twice, or one that is an input's.
     """
     what = inputs.what
     found = {"".join(["output", *(f"[{key!r}]" for key in path)]): value for path, value in leaves(outputs)}

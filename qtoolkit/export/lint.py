@@ -4,7 +4,6 @@ import os
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_flags
-from qtoolkit.export.files.ops import ops_of
 from qtoolkit.export.files.reading import UnreadableFileError, open_graph
 from qtoolkit.lint.codes import CODES
 from qtoolkit.lint.findings import Finding, Rule, broken
@@ -47,6 +46,8 @@ def lint(path: str | os.PathLike[str], backend: str | Backend, advice: bool = Fa
     check_flags("lint", advice=advice)
     backend = backend_of(backend)
     model = open_graph(path)
+    from qtoolkit.export.files.ops import ops_of
+
     kinds = {node.op_type for node in model.graph}
     if not kinds.intersection(("QuantizeLinear", "DequantizeLinear")):
         raise UnreadableFileError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -16,19 +16,10 @@ from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_flags, check_known
 from qtoolkit.export.exporters.pools import PoolsWritten
 from qtoolkit.export.exporters.quiet import without_noise
-from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
-from qtoolkit.export.files.files import replacing_model
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source, check_outputs
-from qtoolkit.export.pairs.opsets import choose, convert_opset, native
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
-from qtoolkit.export.passes.float_weights import keep_float_weights
-from qtoolkit.export.passes.fusible import write_fusible_forms
-from qtoolkit.export.passes.moved_codes import keep_products_of_codes, quantize_moved_codes
-from qtoolkit.export.passes.repeated_pairs import repeat_pairs
-from qtoolkit.export.passes.saturation import drop_saturated_clips
-from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
-from qtoolkit.extras import missing
+from qtoolkit.extras import needed
 from qtoolkit.files import checked_path
 from qtoolkit.graph.verdict_now import ops_put_in
 from qtoolkit.instead import in_any_order
@@ -40,6 +31,7 @@ from qtoolkit.progress import progress_bar, step
 if TYPE_CHECKING:
     import onnx_ir
 
+    from qtoolkit.export.exporters.torch_exporters import Request
     from qtoolkit.export.verification.verify import Verification
 
 Exporter = Literal["dynamo", "torchscript"]
@@ -165,7 +157,7 @@ def export_onnx(
     check_flags("export_onnx", verify=verify, dynamic_batch=dynamic_batch, progress=progress)
     if integer_weights is not None:
         check_flags("export_onnx", integer_weights=integer_weights)
-    check_known("exporter", exporter, EXPORTERS)
+    check_known("exporter", exporter, get_args(Exporter))
     if dynamic_batch and dynamic_shapes is not None:
         raise ValueError(
             "export_onnx: dynamic_batch=True makes dimension 0 of all inputs dynamic, and dynamic_shapes names dimensions one "
@@ -173,6 +165,9 @@ def export_onnx(
         )
     path = checked_path(path, "export_onnx", "model.onnx")
     require_extra("export_onnx")
+    from qtoolkit.export.exporters.torch_exporters import Request
+    from qtoolkit.export.pairs.opsets import choose, native
+
     source = Source.of(model, example_inputs, "export_onnx")
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
@@ -193,11 +188,10 @@ def export_onnx(
     return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, source.grids, chosen))
 
 
-def _compared(file: Path, source: Source, request: Request, dynamic_batch: bool, progress: bool) -> "Verification":
+def _compared(file: Path, source: Source, request: "Request", dynamic_batch: bool, progress: bool) -> "Verification":
     """Compare a file with its model on the example inputs, which is returned, and with dynamic dimensions on others too.
 
-    Raises:
-        RuntimeError: The file computes something else.
+    Raises RuntimeError: the file computes something else.
     """
     from qtoolkit.export.verification.verify import compare_layers
 
@@ -214,8 +208,7 @@ def _compared(file: Path, source: Source, request: Request, dynamic_batch: bool,
 def _compare_other_sizes(model: nn.Module, example_inputs: Any, file: Path, progress: bool) -> None:
     """Compare a file on inputs of other sizes than those of the export, if the model takes them.
 
-    Raises:
-        RuntimeError: The file does not run on them, or computes something else: an exporter has written a constant.
+    Raises RuntimeError: the file does not run on them, or computes something else: an exporter has written a constant.
     """
     from qtoolkit.export.verification.verify import compare_layers
 
@@ -242,6 +235,8 @@ def _saved(
     exported: "onnx_ir.Model", path: Path, opset: int, compared: Callable[[Path], "Verification"] | None, bar: Any
 ) -> tuple[int, "Verification | None"]:
     """Write a model at a path, once its file is valid and compares well; return the size and the comparison."""
+    from qtoolkit.export.files.files import replacing_model
+
     step(bar, "checking the file")
     with replacing_model(exported, path, opset, "export_onnx") as files:
         step(bar, "comparing codes with onnxruntime")
@@ -250,24 +245,21 @@ def _saved(
 
 
 def written(
-    request: Request,
+    request: "Request",
     opset: int,
     exporter: Exporter,
     finish: Callable[["onnx_ir.Model"], None],
     dynamic_batch: bool = False,
 ) -> "onnx_ir.Model":
-    """Return a converted model as one of torch's exporters writes it.
+    """Return a converted model as one of torch's exporters writes it, in this opset; `ONE_AT_A_TIME` must be held.
 
-    Args:
-        request: The model, its inputs and its outputs' names. `ONE_AT_A_TIME` must be held.
-        opset: ONNX opset of the result.
-        exporter: A name of `EXPORTERS`.
-        finish: Replaces the placeholders of quantizers, each with the constants of its grid, in a model of this opset.
-        dynamic_batch: Make dimension 0 of all inputs dynamic.
+    `finish` replaces the placeholders of quantizers, each with the constants of its grid, in a model of this opset.
     """
     import onnxscript.optimizer
 
+    from qtoolkit.export.exporters.torch_exporters import EXPORTERS
     from qtoolkit.export.exporters.translation import DOMAIN
+    from qtoolkit.export.pairs.opsets import convert_opset
 
     model, inputs = request.model, request.inputs
     if dynamic_batch:
@@ -300,12 +292,8 @@ def _backend_of(model: nn.Module) -> Backend:
 
 def require_extra(what: str) -> None:
     """Raise ImportError, which says what to install, where the packages for ONNX are missing."""
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise missing(what, error.name, "onnx") from None
+    for package in ("onnx", "onnxruntime", "onnxscript"):
+        needed(package, what, "onnx")
 
 
 def _warn_of_layers_put_in(model: nn.Module) -> None:
@@ -332,6 +320,10 @@ def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weight
     import onnxscript.optimizer
 
     from qtoolkit.export.pairs.lowering import lower
+    from qtoolkit.export.passes.fusible import write_fusible_forms
+    from qtoolkit.export.passes.onnxruntime import drop_saturated_clips, keep_float_weights
+    from qtoolkit.export.passes.repeated_pairs import keep_products_of_codes, quantize_moved_codes, repeat_pairs
+    from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 
     lower(model, opset, integer_weights)
     drop_saturated_clips(model)

@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Source, by_name
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
-from qtoolkit.export.pt2e.decomposition import Quantizers, decompose
+from qtoolkit.export.pt2e import Quantizers, decompose
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import call_arguments, naming_misfits
 from qtoolkit.model_state import evaluating
@@ -20,21 +20,13 @@ from qtoolkit.quantizers.frozen import DynamicActivation, Grid
 
 @dataclass(frozen=True)
 class Decomposed:
-    """A program, with what it was made from.
+    """A program, with what it was made from."""
 
-    Attributes:
-        program: The program.
-        converted: The converted model.
-        args: The positional arguments of forward.
-        kwargs: The keyword arguments.
-        quantizers: The quantizers of its graph.
-    """
-
-    program: ExportedProgram
-    converted: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    quantizers: Quantizers
+    program: ExportedProgram  # the program
+    converted: nn.Module  # the converted model
+    args: tuple[Any, ...]  # the positional arguments of forward
+    kwargs: dict[str, Any]  # the keyword arguments
+    quantizers: Quantizers  # the quantizers of its graph
 
 
 def export_program(model: nn.Module, example_inputs: Any, dynamic_shapes: Any = None) -> ExportedProgram:

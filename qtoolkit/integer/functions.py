@@ -9,14 +9,7 @@ from qtoolkit.integer.kernels import LayerKernel, OpKernel
 
 
 class FunctionKernel(OpKernel):
-    """Computes a function by the kernel of the layer that computes the same.
-
-    Args:
-        op: The function.
-        kernel: The kernel. It has its own copies of the weight's codes and of the bias.
-        kind: The kind of op.
-        replaces: The name of the op in reports.
-    """
+    """Computes a function by the kernel of the layer that computes the same, with its own copies of weight and bias."""
 
     def __init__(self, op: Callable[..., Any], kernel: LayerKernel, kind: str, replaces: str) -> None:
         super().__init__(op, [], None, kind, replaces)

@@ -24,12 +24,7 @@ def code_sums(
 ) -> CodeSums | None:
     """Return a function that computes the sums of a layer, or None where they are no product of two int8 matrices.
 
-    Args:
-        source: The grid of its input.
-        weight: The grid of its weight.
-        geometry: The layer, or None where only torch's own op computes it.
-        bounds: How large its sums may be. They are float32 where that holds them, else float64.
-        codes: The codes of its weight.
+    They are float32 where that holds them by `bounds`, else float64. `geometry` is None where only torch's own op computes it.
     """
     in_bytes = code_dtype(source.qmin, source.qmax).itemsize == 1 and code_dtype(weight.qmin, weight.qmax) == torch.int8
     if geometry is None or geometry.transposed or geometry.groups != 1 or not in_bytes or bounds.weights > MOST_WEIGHTS:

@@ -25,15 +25,10 @@ from qtoolkit.quantizers.frozen import Grid, QuantizesAs
 
 @dataclass(frozen=True)
 class Side:
-    """A quantizer at an input or the output of a kernel.
+    """A quantizer at an input or the output of a kernel."""
 
-    Attributes:
-        grid: The quantizer, with one scale.
-        zero_point: Its zero point, read once: a kernel does not synchronize with the device.
-    """
-
-    grid: Grid
-    zero_point: int
+    grid: Grid  # the quantizer, with one scale
+    zero_point: int  # its zero point, read once: a kernel does not synchronize with the device
 
     @classmethod
     def of(cls, grid: Grid) -> "Side":
@@ -76,23 +71,12 @@ class Side:
 
 
 class Kernel(nn.Module):
-    """Computes one op, at one place of the graph, on the codes of its inputs.
+    """Computes one op, at one place of the graph, on the codes of its inputs; its output may have no quantizer."""
 
-    Args:
-        inputs: The quantizers of the inputs, in order.
-        output: The quantizer of the output; None where the output is not quantized.
-
-    Attributes:
-        NAME: The runtime's name of the op.
-        inputs: The inputs' sides.
-        output: The output's side, or None.
-        enabled: Whether it computes on codes; otherwise the op computes in float.
-    """
-
-    NAME: ClassVar[str]
-    enabled: bool = True
-    inputs: tuple[Side, ...]
-    output: Side | None
+    NAME: ClassVar[str]  # the runtime's name of the op
+    enabled: bool = True  # whether it computes on codes; otherwise the op computes in float
+    inputs: tuple[Side, ...]  # the inputs' sides
+    output: Side | None  # the output's side, or None
 
     def __init__(self, inputs: Sequence[Grid], output: Grid | None) -> None:
         super().__init__()
@@ -148,26 +132,15 @@ def _set(kernels: Iterable[Kernel], grids: Mapping[Grid, QuantizesAs | None], on
 
 
 class LayerKernel(Kernel):
-    """Computes a layer with a quantized weight. The layer owns it, and calls it.
+    """Computes a layer with a quantized weight, of a layer with several calls this one. The layer owns it, and calls it."""
 
-    Args:
-        layer: The layer, converted.
-        source: The quantizer of its input.
-        output: The quantizer of its output, or None.
-        call: The number of the call that it computes, of a layer with several.
-
-    Attributes:
-        TO_FLOAT: Whether it returns floats, which the quantizer of the output, if there is one, quantizes.
-        codes: The codes of the weight, float32.
-        steps: The steps of the sums, shaped to broadcast over an output.
-        bias: The codes of the bias on the grid of the sums, shaped likewise, in float64 where float32 cannot hold the
-            sums; None without a bias.
-    """
-
+    # whether it returns floats, which the quantizer of the output, if there is one, quantizes
     TO_FLOAT: ClassVar[bool] = False
 
-    codes: Tensor
-    steps: Tensor
+    codes: Tensor  # the codes of the weight, float32
+    steps: Tensor  # the steps of the sums, shaped to broadcast over an output
+    # the codes of the bias on the grid of the sums, shaped likewise, in float64 where float32 cannot hold the sums; None
+    # without a bias
     bias: Tensor | None
     bounds: Bounds
     _int8: dict[torch.Size, Int8Sums | None]  # torch's kernel, with the weight packed for the last shape of the input
@@ -282,16 +255,9 @@ class FloatOutput(LayerKernel):
 
 
 class OpKernel(Kernel):
-    """Computes a function, a method or a module without weights that a graph called; it replaces that call.
+    """Computes a function, a method or a module without weights, of this kind, that a graph called; it replaces that call.
 
-    Args:
-        op: What was called.
-        inputs: The quantizers of its tensors, in order.
-        output: The quantizer of its output, or None.
-
-    Attributes:
-        kind: The kind of op.
-        replaces: The name of the op in reports.
+    `replaces` is the name of the op in reports.
     """
 
     def __init__(

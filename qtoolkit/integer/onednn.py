@@ -19,10 +19,7 @@ Int8Sums = Callable[[Tensor, int], Tensor]
 def int8_sums(layer: Any, weight: Tensor, shape: list[int]) -> Int8Sums | None:
     """Return a function that computes the sums of a convolution or a linear layer, or None where torch has none.
 
-    Args:
-        layer: The layer, whose geometry counts.
-        weight: The codes of its weight minus the zero point, on the CPU.
-        shape: The shape of the input, for which the weight is laid out.
+    The codes of the weight, minus the zero point and on the CPU, are laid out for the shape of the input.
     """
     zero_padding = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(
         getattr(layer, "padding", 0), str

@@ -10,32 +10,20 @@ class SubPixel:
 
     Output s * m + r is channel r at place m: the sum over taps of x[m + tap - before] times the weight at
     s * (taps - 1 - tap) + r of the weight with `front` and `back` zeros around it.
-
-    Attributes:
-        front: Zeros in front of the weight.
-        back: Zeros behind it.
-        taps: The size of the convolution.
-        before: Its padding in front of the input.
-        after: Its padding behind it.
-        over: Outputs of the last block that the transposed convolution does not have.
     """
 
-    front: int
-    back: int
-    taps: int
-    before: int
-    after: int
-    over: int
+    front: int  # zeros in front of the weight
+    back: int  # zeros behind it
+    taps: int  # the size of the convolution
+    before: int  # its padding in front of the input
+    after: int  # its padding behind it
+    over: int  # outputs of the last block that the transposed convolution does not have
 
 
 def sub_pixel(size: int, stride: int, padding: Sequence[int], output_padding: int) -> SubPixel:
-    """Return the form of one dimension.
+    """Return the form of one dimension of a weight with `size` taps, without dilation.
 
-    Args:
-        size: Taps of the weight, without dilation.
-        stride: Its stride.
-        padding: What is cut off at the front and at the back.
-        output_padding: What is added at the back.
+    `padding` is cut off at the front and at the back, `output_padding` is added at the back.
 
     Example:
         >>> sub_pixel(4, 2, (1, 1), 0)

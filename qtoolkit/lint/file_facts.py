@@ -25,25 +25,15 @@ def first_opset(dtype: str, *, by_axis: bool, blocks: bool) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """A QuantizeLinear, or a DequantizeLinear whose codes the file stores.
+    """A QuantizeLinear, or a DequantizeLinear whose codes the file stores."""
 
-    Attributes:
-        dtype: ONNX's name of the type of the codes: "INT8", "UINT8", "FLOAT8E4M3FN".
-        scale: The scale; None where it is computed.
-        zero_point: The zero point, 0 where the node has none; None where it is computed.
-        has_zero_point: Whether the node has a zero point.
-        axis: The axis that the scales run along; None for one scale.
-        block_size: The number of elements along the axis that share a scale; 0 without blocks.
-        takers: How many nodes take the codes.
-    """
-
-    dtype: str
-    scale: Array | None
-    zero_point: Array | None
-    has_zero_point: bool
-    axis: int | None
-    block_size: int
-    takers: int = 1
+    dtype: str  # ONNX's name of the type of the codes: "INT8", "UINT8", "FLOAT8E4M3FN"
+    scale: Array | None  # the scale; None where it is computed
+    zero_point: Array | None  # the zero point, 0 where the node has none; None where it is computed
+    has_zero_point: bool  # whether the node has a zero point
+    axis: int | None  # the axis that the scales run along; None for one scale
+    block_size: int  # the number of elements along the axis that share a scale; 0 without blocks
+    takers: int = 1  # how many nodes take the codes
 
     @property
     def bits(self) -> int:
@@ -75,24 +65,15 @@ class Codes:
 
 @dataclass(frozen=True)
 class FileNode:
-    """A node of a file.
+    """A node of a file."""
 
-    Attributes:
-        op_type: Its op.
-        domain: The domain of its op, "" for ONNX's own.
-        opset: The opset of the file.
-        codes: Of a quantizer, its codes.
-        weight: Of a layer, the codes of its weight; None where it stays float.
-        bias: Of a layer, the codes of its bias; None where it stays float or has none.
-        bounds: Of a clip, its bounds, infinite where it has none; None of other nodes, and where they are computed.
-    """
-
-    op_type: str
-    domain: str
-    opset: int
-    codes: Codes | None = None
-    weight: Codes | None = None
-    bias: Codes | None = None
+    op_type: str  # its op
+    domain: str  # the domain of its op, "" for ONNX's own
+    opset: int  # the opset of the file
+    codes: Codes | None = None  # of a quantizer, its codes
+    weight: Codes | None = None  # of a layer, the codes of its weight; None where it stays float
+    bias: Codes | None = None  # of a layer, the codes of its bias; None where it stays float or has none
+    # of a clip, its bounds, infinite where it has none; None of other nodes, and where they are computed
     bounds: tuple[float, float] | None = None
 
 

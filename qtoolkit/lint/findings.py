@@ -42,19 +42,12 @@ Check = Callable[[Op, Backend], Iterator[Broken]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of one or more targets.
+    """A rule of one or more targets."""
 
-    Attributes:
-        name: Its name in reports.
-        check: Finds what breaks the rule at an op.
-        source: Where the rule is documented or was measured.
-        applies: Whether a target has the rule.
-    """
-
-    name: str
-    check: Check
-    source: str
-    applies: Callable[[Backend], bool] = lambda backend: True
+    name: str  # its name in reports
+    check: Check  # finds what breaks the rule at an op
+    source: str  # where the rule is documented or was measured
+    applies: Callable[[Backend], bool] = lambda backend: True  # whether a target has the rule
 
 
 def broken(rules: Iterable[Rule], ops: Sequence[Op], backend: Backend) -> tuple[Finding, ...]:

@@ -11,73 +11,46 @@ from qtoolkit.op_kinds.table import NO_OPS
 
 @dataclass(frozen=True)
 class WeightGrid:
-    """How a weight is quantized.
+    """How a weight is quantized."""
 
-    Attributes:
-        bits: The width of its codes.
-        axis: The axis that its scales run along; None for one scale.
-        blocks: Whether groups along the axis have scales of their own.
-        block_size: The number of elements in a group, in a file.
-    """
-
-    bits: int
-    axis: int | None
-    blocks: bool = False
-    block_size: int = 0
+    bits: int  # the width of its codes
+    axis: int | None  # the axis that its scales run along; None for one scale
+    blocks: bool = False  # whether groups along the axis have scales of their own
+    block_size: int = 0  # the number of elements in a group, in a file
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with a weight of its own.
+    """A layer with a weight of its own."""
 
-    Attributes:
-        weight: How the weight is quantized; None where it stays float.
-        inputs: Its input channels; of a convolution with groups, all of them. 0 where they are not known, as the sizes below.
-        outputs: Its output channels.
-        groups: Its groups.
-        kernel: The spatial sizes of its kernel; () for a linear layer.
-        output_axis: The axis of the weight that holds the output channels.
-    """
-
-    weight: WeightGrid | None
+    weight: WeightGrid | None  # how the weight is quantized; None where it stays float
+    # the input channels; of a convolution with groups, all of them. 0 where they are not known, as the sizes below
     inputs: int = 0
     outputs: int = 0
     groups: int = 1
-    kernel: tuple[int, ...] = ()
-    output_axis: int = 0
+    kernel: tuple[int, ...] = ()  # the spatial sizes of its kernel; () for a linear layer
+    output_axis: int = 0  # the axis of the weight that holds the output channels
 
 
 @dataclass(eq=False)
 class Op:
-    """One op.
+    """One op."""
 
-    Attributes:
-        name: Its name in findings.
-        kind: Its kind.
-        inputs: The ops that compute the tensors that it takes as data, each once.
-        users: The ops that take its output.
-        grid: Of a quantizer, what distinguishes its grid from others; None for other ops.
-        of_weight: Whether it is the quantizer of a weight that a function takes.
-        is_cast: Whether it converts its first input to another type; others tell the type alone.
-        place: Its place in the order in which the ops run.
-        layer: Of a layer with a weight of its own, or of a function that takes a weight, what is known about it.
-        returned: Whether the graph returns its output.
-        node: Its node: in a file, as `qtoolkit.export.files.ops` describes it.
-        quantizer: The quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a
-            concat whose inputs have one grid, the first input's; None of a float tensor. `find_quantizers` sets it.
-    """
-
-    name: str
-    kind: OpKind
+    name: str  # its name in findings
+    kind: OpKind  # its kind
+    # the ops that compute the tensors that it takes as data, each once
     inputs: list["Op"] = field(default_factory=list)
-    users: list["Op"] = field(default_factory=list)
-    grid: Hashable = None
-    of_weight: bool = False
-    is_cast: bool = False
-    place: int = 0
+    users: list["Op"] = field(default_factory=list)  # the ops that take its output
+    grid: Hashable = None  # of a quantizer, what distinguishes its grid from others; None for other ops
+    of_weight: bool = False  # whether it is the quantizer of a weight that a function takes
+    is_cast: bool = False  # whether it converts its first input to another type; others tell the type alone
+    place: int = 0  # its place in the order in which the ops run
+    # of a layer with a weight of its own, or of a function that takes a weight, what is known about it
     layer: Layer | None = None
-    returned: bool = False
-    node: Any = None
+    returned: bool = False  # whether the graph returns its output
+    node: Any = None  # its node: in a file, as `qtoolkit.export.files.ops` describes it
+    # the quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a concat whose
+    # inputs have one grid, the first input's; None of a float tensor. `find_quantizers` sets it
     quantizer: "Op | None" = None
 
     @property
@@ -104,10 +77,7 @@ class Op:
 def origin(op: Op, through: Callable[[OpKind], bool] = belongs_to_layer, sole_user: bool = False) -> Op | None:
     """Return the op that computes a tensor, back through quantizers and ops of some kinds.
 
-    Args:
-        op: The op whose output the tensor is.
-        through: Whether to go back through a kind of op.
-        sole_user: Return None where a tensor on the way has other users.
+    With `sole_user` None where a tensor on the way has other users.
     """
     while not sole_user or (len(op.users) == 1 and not op.returned):
         if not (op.is_quantizer or through(op.kind)) or not op.inputs:

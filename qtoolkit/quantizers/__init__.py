@@ -34,6 +34,4 @@ __all__ = [
     "RangeObserver",
     "ShapedActivation",
 ]
-publish(__name__, ClipStdObserver, EndsObserver, HistogramObserver, LSQStartObserver, MovingAverageObserver)
-publish(__name__, MovingHistogramObserver, Observer, Pow2ModeObserver, Pow2Observer, RangeObserver)
-publish(__name__, Interval, Levels, OddCodes, ShapedActivation)
+publish(__name__, *(globals()[name] for name in __all__))

@@ -10,26 +10,19 @@ LARGEST_CODE = 2**30
 
 
 def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:
-    """Return the steps of the sums of products of two tensors' codes: one, or one per output channel.
+    """Return the steps of the sums of products of two tensors' codes: one, or one per output channel; without gradients.
 
     Source: onnxruntime, core/optimizer/qdq_transformer/weight_bias_quantization.cc (the product is rounded to float32).
-
-    Args:
-        input_scale: Steps of the input, one element, without a gradient.
-        weight_scale: Steps of the weight, one element or one per output channel, without a gradient.
     """
     scale = input_scale.reshape(()) if input_scale.dim() else input_scale  # as few nodes as possible in exported graphs
     return scale * weight_scale
 
 
 def on_grid(bias: Tensor, steps: Tensor, fits: bool = False) -> Tensor:
-    """Return the multiples of some steps nearest to a bias; gradients pass straight through.
+    """Return the multiples of some steps, float32, nearest to a bias; gradients pass straight through.
 
-    Args:
-        bias: One value per output channel.
-        steps: Float32, one element or one per output channel.
-        fits: Whether all codes are known to fit in int32. If not, larger steps are taken where they do not:
-            `qtoolkit.convert` enlarges the weight's scales there (`enlarged`).
+    Unless `fits`, larger steps are taken where codes do not fit in int32; `qtoolkit.convert` enlarges the weight's scales
+    there.
     """
     if not fits:
         steps = torch.maximum(steps, bias.detach().float().abs() / LARGEST_CODE)

@@ -7,22 +7,15 @@ from qtoolkit.config import QuantSpec
 
 @dataclass(frozen=True)
 class Capability:
-    """What the codes of a quantizer are.
+    """What the codes of a quantizer are."""
 
-    Attributes:
-        bits: Bits of a code; None where codes are no integers.
-        signed: Whether codes may be negative.
-        zero_point: Whether zero may have another code than 0.
-        axis: The dimension along which scales differ; None for one scale.
-        direct: Whether the quantizer does nothing but to round its input to a grid that does not depend on it.
-        plain: Whether it quantizes as `qtoolkit.ops.fake_quant` does, so that other ops may do it in its place.
-    """
-
-    bits: int | None = None
-    signed: bool = True
-    zero_point: bool = False
-    axis: int | None = None
+    bits: int | None = None  # bits of a code; None where codes are no integers
+    signed: bool = True  # whether codes may be negative
+    zero_point: bool = False  # whether zero may have another code than 0
+    axis: int | None = None  # the dimension along which scales differ; None for one scale
+    # whether the quantizer does nothing but to round its input to a grid that does not depend on it
     direct: bool = False
+    # whether it quantizes as `qtoolkit.ops.fake_quant` does, so that other ops may do it in its place
     plain: bool = False
 
     @classmethod

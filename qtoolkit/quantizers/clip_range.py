@@ -33,13 +33,8 @@ def share_clipped(quantizer: TensorQuantizer | Grid, observer: Observer) -> floa
 def saturates(low: float, high: float, grid: Grid) -> bool:
     """Return whether quantizing clips a tensor at least as far as the bounds [low, high] of an activation before it do.
 
-    No code then changes if the activation is left out. Source: onnxruntime, IsClipMadeRedundantByQ in
-    core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc, with the range of codes of this grid.
-
-    Args:
-        low: The lower bound; -inf for none. NaN gives False.
-        high: The upper bound; inf for none.
-        grid: The quantizer, with one scale.
+    No code then changes if the activation is left out. NaN gives False; the grid has one scale. Source: onnxruntime,
+    IsClipMadeRedundantByQ in core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc, with the range of this grid.
 
     Example:
         >>> grid = Grid(torch.tensor(0.0235), torch.tensor(0.0), qt.QuantSpec(signed=False, symmetric=False))

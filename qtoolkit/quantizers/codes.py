@@ -17,32 +17,21 @@ from qtoolkit.quantizers.quantizer import Quantizer
 
 @dataclass(slots=True)
 class TensorCodes:
-    """The grid of a tensor's values, and their codes once somebody has asked for them.
+    """The grid of a tensor's values, and their codes once somebody has asked for them."""
 
-    Attributes:
-        scale: The step between codes, positive, in a tensor of its own: an observer may change that of its quantizer.
-        zero_point: The zero point, rounded, or None for 0.
-        qmin: The lowest code.
-        qmax: The highest code.
-        packed: Whether two codes are kept in a byte.
-        tensor: Refers to the tensor; None in compiled code.
-        version: That of the tensor: after a change in place the codes no longer hold.
-        codes: The codes, int8 or uint8 and of the tensor's shape, or packed: in one dimension in row-major order, or two
-            channels of an image in a byte; None until `completed`.
-        raw: What the values were before, where only the scale has a gradient; or None.
-        raw_version: The version of that.
-    """
-
+    # the step between codes, positive, in a tensor of its own: an observer may change that of its quantizer
     scale: Tensor
-    zero_point: Tensor | None
-    qmin: int
-    qmax: int
-    packed: bool
-    tensor: ReferenceType[Tensor] | None
-    version: int
+    zero_point: Tensor | None  # the zero point, rounded, or None for 0
+    qmin: int  # the lowest code
+    qmax: int  # the highest code
+    packed: bool  # whether two codes are kept in a byte
+    tensor: ReferenceType[Tensor] | None  # refers to the tensor; None in compiled code
+    version: int  # that of the tensor: after a change in place the codes no longer hold
+    # the codes, int8 or uint8 and of the tensor's shape, or packed: in one dimension in row-major order, or two channels of
+    # an image in a byte; None until `completed`
     codes: Tensor | None = None
-    raw: RawInput | None = None
-    raw_version: int = 0
+    raw: RawInput | None = None  # what the values were before, where only the scale has a gradient; or None
+    raw_version: int = 0  # the version of that
 
     def hold_for(self, y: Tensor) -> bool:
         """Return whether y is the tensor, unchanged."""
@@ -106,14 +95,9 @@ def version_of(y: Tensor) -> int:
 def codes_on(
     scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer, y: Tensor, codes: Tensor | None = None
 ) -> TensorCodes:
-    """Return what is known of a tensor on the grid of a quantizer.
+    """Return what is known of a tensor y on the grid of a quantizer with `Capability.codes`; its codes have a byte each.
 
-    Args:
-        scale: The step between codes, positive; nobody else has it.
-        zero_point: The zero point, rounded, or None; nobody else has it either.
-        quantizer: Whose grid it is, with `Capability.codes`.
-        y: The tensor.
-        codes: Its codes, a byte each, or None.
+    Nobody else has the scale, positive, and the zero point, rounded.
     """
     spec, packed = quantizer.spec, quantizer.capability.packed
     tensor = None if torch.compiler.is_compiling() else ref(y)
@@ -137,16 +121,10 @@ def rounded(zero_point: Tensor | None) -> Tensor | None:
 def codes_of(
     y: Tensor, quantizer: Quantizer | None, channels_last: bool, known: TensorCodes | None = None
 ) -> TensorCodes | None:
-    """Return the codes of a tensor.
+    """Return what is known of a tensor, with its codes; None where the grid is not known or has no codes of a byte.
 
-    Args:
-        y: The tensor.
-        quantizer: The quantizer on whose grid its values lie where nothing is known of it; None if that is not known either.
-        channels_last: Whether the codes of an image are wanted in this memory format.
-        known: What is known of it, to which the codes are added. It is left out if it is of another tensor, or y has changed.
-
-    Returns:
-        What is known, with the codes; None where the grid is not known or has no codes of a byte.
+    The quantizer is that on whose grid its values lie where nothing is known of it. What is known is left out if it is of
+    another tensor, or y has changed. `channels_last` is whether the codes of an image are wanted in this memory format.
     """
     found = known_of(y, quantizer, known)
     return None if found is None else found.completed(y, channels_last)

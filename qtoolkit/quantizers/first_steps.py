@@ -104,14 +104,11 @@ class FirstSteps(OptimizerSteps):
     """The quantizers that are in their first steps: those of the optimizers that train their model.
 
     Copies and loaded models do not say whose quantizers they hold; theirs go by each step behind a forward.
-
-    Attributes:
-        quantizers: These, as long as somebody holds them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.quantizers: WeakSet[TensorQuantizer] = WeakSet()
+        self.quantizers: WeakSet[TensorQuantizer] = WeakSet()  # those in their first steps
         self._models: WeakKeyDictionary[TensorQuantizer, ref[nn.Module]] = WeakKeyDictionary()
 
     def note_model(self, model: nn.Module, quantizers: Iterable["TensorQuantizer"]) -> None:

@@ -181,12 +181,7 @@ class DynamicActivation(Quantizer):
 
 
 class ShapedActivation(nn.Module):
-    """The quantizer of an activation in a converted model that is shaped before it is rounded.
-
-    Attributes:
-        shape: Shapes the input (see `QuantizerKind.shape`).
-        grid: Rounds it.
-    """
+    """The quantizer of an activation that is shaped (see `QuantizerKind.shape`) before it is rounded, in a converted model."""
 
     capability = capability_now = NO_CODES  # a Quantizer may become one
 

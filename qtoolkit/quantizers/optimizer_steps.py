@@ -17,24 +17,17 @@ def trained_by(optimizer: Optimizer) -> set[int]:
 
 @dataclass
 class Steps:
-    """The steps that an optimizer has taken.
+    """The steps that an optimizer has taken."""
 
-    Attributes:
-        trained: The ids of the parameters that it trains.
-        count: Their number.
-    """
-
-    trained: set[int]
-    count: int = 0
+    trained: set[int]  # the ids of the parameters that it trains
+    count: int = 0  # their number
 
 
 class OptimizerSteps:
     """Counts the steps of each optimizer of this process, from the first question on; those in compiled code do not count.
 
     Torch has one table of hooks for all optimizers. Nothing is there before a module that is trained asks.
-
-    Attributes:
-        looks: Changes when an optimizer takes its first step, or trains other parameters than before.
+    `looks` changes when an optimizer takes its first step, or trains other parameters than before.
     """
 
     def __init__(self) -> None:
@@ -54,14 +47,10 @@ class OptimizerSteps:
         return [steps for steps in self._steps.values() if not own.isdisjoint(steps.trained)]
 
     def taken(self, steps: Sequence[Steps]) -> tuple[bool, int]:
-        """Return how many steps the optimizers of some parameters have taken, so that those of other models do not count.
+        """Return whether an optimizer that has taken a step trains the parameters of `steps` (see `of`), and its steps.
 
-        Args:
-            steps: What `of` returns for the parameters.
-
-        Returns:
-            Whether an optimizer that has taken a step trains one of them, and its steps; if none does, those of all optimizers:
-            parameters that are not trained, and those before the first step of their optimizer, go by every step.
+        If none does, those of all optimizers: parameters that are not trained, and those before the first step of their
+        optimizer, go by every step.
         """
         return bool(steps), sum([each.count for each in steps]) if steps else self._count
 

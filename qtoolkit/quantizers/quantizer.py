@@ -20,22 +20,18 @@ class Quantizer(KeepsFloat32):
         name: The quantizer's name in error messages.
         of_weight: Whether it quantizes a weight.
         inserted: Whether a graph pass inserted it as a node of its own.
-
-    Attributes:
-        MODES: The attributes that a state dict keeps in its metadata, and loading restores.
-        quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
-        ready: Whether there is a range to quantize with.
-        observing: Whether forward observes its input, which changes the range.
     """
 
+    # the attributes that a state dict keeps in its metadata, and loading restores
     MODES: ClassVar[tuple[str, ...]] = ("quantizing",)
 
     spec: QuantSpec
     group: int
     name: str
+    # whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`)
     quantizing: bool = True
-    ready: bool = True
-    observing: bool = False
+    ready: bool = True  # whether there is a range to quantize with
+    observing: bool = False  # whether forward observes its input, which changes the range
     of_weight: bool = False
     inserted: bool = False
     _capability: Capability | None = None
@@ -73,8 +69,7 @@ class Quantizer(KeepsFloat32):
     def scale_shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the scale of x.
 
-        Raises:
-            ValueError: The spec's axis or the size of its blocks does not fit x.
+        Raises ValueError: the spec's axis or the size of its blocks does not fit x.
         """
         try:
             return self.spec.scale_shape(x.shape, self.group)

@@ -104,14 +104,7 @@ def lsq_start(mean: Any, qmax: int) -> Any:
 
 
 def rows_of(x: Tensor, count: int, axis: int | None, group: int, block_size: int) -> Tensor:
-    """Return the elements of x as (scales, elements), in the order of the scales.
-
-    Args:
-        x: A tensor.
-        count: Number of scales.
-        axis: Channel axis, or None for one scale.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
-        block_size: Elements along the axis that share a scale, or 0.
+    """Return the elements of x as (scales, elements), in the order of the scales, of which there are `count`.
 
     Example:
         >>> rows_of(torch.tensor([[1, 2], [3, 4], [5, 6]]), 2, 1, 1, 0)
@@ -140,13 +133,7 @@ def mean_magnitude(x: Tensor, scale: Tensor, spec: QuantSpec, group: int = 1) ->
 
 
 def per_element(values: Tensor, x: Tensor, spec: QuantSpec, group: int = 1) -> Tensor:
-    """Return values of a scale's shape, shaped to broadcast over x. Differentiable.
-
-    Args:
-        values: One element, or one per channel, group of channels or block, in the order of a scale.
-        x: A tensor that the spec quantizes.
-        spec: Says which elements of x share a scale.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
+    """Return values of a scale's shape, shaped to broadcast over x, a tensor that the spec quantizes. Differentiable.
 
     Example:
         >>> per_element(torch.tensor([1.0, 2.0]), torch.ones(3, 2, 4), qt.QuantSpec(axis=1)).shape

@@ -30,28 +30,15 @@ To add an observer, write a subclass of `Observer` and one line in `OBSERVERS`.
 """
 
 from qtoolkit.config import spec
+from qtoolkit.quantizers import observers
 from qtoolkit.quantizers.kinds.apot import APoT
 from qtoolkit.quantizers.kinds.base import QuantizerKind
-from qtoolkit.quantizers.kinds.clipped import PACT, LearnedRange
+from qtoolkit.quantizers.kinds.clipped import DSQ, PACT, LearnedRange
 from qtoolkit.quantizers.kinds.dorefa import DoReFa
-from qtoolkit.quantizers.kinds.dsq import DSQ
 from qtoolkit.quantizers.kinds.fixed import FixedScale
-from qtoolkit.quantizers.kinds.lsq import LSQ
-from qtoolkit.quantizers.kinds.lsq_plus import LSQPlus
+from qtoolkit.quantizers.kinds.lsq import LSQ, LSQPlus
 from qtoolkit.quantizers.kinds.qil import QIL
 from qtoolkit.quantizers.kinds.tqt import TQT
-from qtoolkit.quantizers.observers import (
-    ClipStdObserver,
-    ConstantRangeObserver,
-    HistogramObserver,
-    LSQStartObserver,
-    MovingAverageObserver,
-    MovingHistogramObserver,
-    Observer,
-    Pow2ModeObserver,
-    Pow2Observer,
-    RangeObserver,
-)
 
 QUANTIZERS: dict[str, QuantizerKind] = spec.QUANTIZERS
 QUANTIZERS |= {
@@ -66,15 +53,15 @@ QUANTIZERS |= {
     "apot": APoT(),
     "qil": QIL(),
 }
-OBSERVERS: dict[str, type[Observer]] = spec.OBSERVERS
+OBSERVERS: dict[str, type[observers.Observer]] = spec.OBSERVERS
 OBSERVERS |= {
-    "minmax": RangeObserver,
-    "moving_average": MovingAverageObserver,
-    "clip_std": ClipStdObserver,
-    "lsq": LSQStartObserver,
-    "histogram": HistogramObserver,
-    "moving_histogram": MovingHistogramObserver,
-    "pow2": Pow2Observer,
-    "pow2_mode": Pow2ModeObserver,
-    "constant": ConstantRangeObserver,
+    "minmax": observers.RangeObserver,
+    "moving_average": observers.MovingAverageObserver,
+    "clip_std": observers.ClipStdObserver,
+    "lsq": observers.LSQStartObserver,
+    "histogram": observers.HistogramObserver,
+    "moving_histogram": observers.MovingHistogramObserver,
+    "pow2": observers.Pow2Observer,
+    "pow2_mode": observers.Pow2ModeObserver,
+    "constant": observers.ConstantRangeObserver,
 }

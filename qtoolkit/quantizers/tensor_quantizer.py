@@ -432,9 +432,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             RuntimeError: There is no range.
         """
         self.check_ready()
-        kind = self.kind
-        grid = kind.grid(self) if self.capability.plain else None
-        return kind.quantize(self, x) if grid is None else kind.quantize_on(self, x, *grid)
+        return self.kind.quantize(self, x)
 
     def raw_input(self, x: Tensor) -> RawInput | None:
         """Return an input with what a layer needs to train its scale; None where a gradient goes elsewhere too."""

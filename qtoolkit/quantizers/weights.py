@@ -47,10 +47,7 @@ def weight_quantizer(
 def set_weight_range(quantizer: TensorQuantizer, weight: Tensor, trained: Tensor | None = None) -> None:
     """Set a quantizer's range to that of a weight as it is now; a weight on the meta device leaves it unchanged.
 
-    Args:
-        quantizer: The quantizer.
-        weight: What it quantizes.
-        trained: The parameter, where a batch norm multiplies it: a learned scale is trained as if it were this tensor's.
+    A learned scale is trained as if it were that of `trained`, the parameter, where a batch norm multiplies it.
     """
     if weight.device.type == "meta":
         return
@@ -62,12 +59,7 @@ def set_weight_range(quantizer: TensorQuantizer, weight: Tensor, trained: Tensor
 
 
 def is_stale(quantizer: Quantizer, changed: bool = False) -> TypeGuard[TensorQuantizer]:
-    """Return whether the range of a quantizer follows a weight that may have changed since it was taken.
-
-    Args:
-        quantizer: The quantizer.
-        changed: Whether the weight is known to have changed, as that of a running average does without a forward.
-    """
+    """Return whether the range of a quantizer follows a weight that may have changed, or has, since it was taken."""
     return isinstance(quantizer, TensorQuantizer) and (quantizer.stale or changed) and quantizer.follows
 
 

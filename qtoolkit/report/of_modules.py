@@ -25,8 +25,7 @@ OUTPUTS = ("output_quantizer", "activation_post_process")
 def report_of_modules(model: nn.Module) -> QuantizationReport:
     """Return the report of a model without a graph. A submodule that was prepared separately is reported from its graph.
 
-    Raises:
-        TypeError: The model was not replaced and has no quantizers.
+    Raises TypeError: the model was not replaced and has no quantizers.
     """
     if plan_of(model) is None and not any(
         isinstance(module, QuantModule) or _owns(module) for module in model.modules()

@@ -31,33 +31,21 @@ class Layer:
 
 @dataclass(frozen=True)
 class Executed:
-    """One execution of a file.
+    """One execution of a file."""
 
-    Attributes:
-        runtime: The runtime and its version.
-        outputs: The outputs of the file.
-        codes: The codes at each quantizer, by the name of their tensor in the file; without those that cannot be read.
-        layers: The nodes that compute; not those that convert, move or reorder values.
-        conversions: How many nodes convert between floats and codes.
-        changed_by_reading: The largest difference in the outputs between the graph that users run and the one that also
-            returns the codes.
-        share: The share of the codes that may differ, by one step each, where its kernels round in another order than the
-            model does.
-        remark: What users of this runtime have to know, beside the figures; "" for nothing.
-        unrounded: Quantizers at which it does not round unless codes are read; the remark says so.
-        steps: By how many steps a code may differ.
-    """
-
-    runtime: str
-    outputs: Sequence[Any]
+    runtime: str  # the runtime and its version
+    outputs: Sequence[Any]  # the outputs of the file
+    # the codes at each quantizer, by the name of their tensor in the file; without those that cannot be read
     codes: Mapping[str, Any]
-    layers: tuple[Layer, ...]
-    conversions: int
+    layers: tuple[Layer, ...]  # the nodes that compute; not those that convert, move or reorder values
+    conversions: int  # how many nodes convert between floats and codes
+    # the largest difference in the outputs between the graph that users run and the one that also returns the codes
     changed_by_reading: float
+    # the share of the codes that may differ, by one step each, where its kernels round in another order than the model does
     share: float
-    remark: str = ""
-    unrounded: tuple[str, ...] = ()
-    steps: int = 1
+    remark: str = ""  # what users of this runtime have to know, beside the figures; "" for nothing
+    unrounded: tuple[str, ...] = ()  # quantizers at which it does not round unless codes are read; the remark says so
+    steps: int = 1  # by how many steps a code may differ
 
 
 # A runtime: (file, inputs, quantizers of the file, the model's grids by name, whether to optimize) -> what it computes.

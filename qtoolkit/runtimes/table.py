@@ -29,40 +29,30 @@ LitertRuntime = Literal["litert", "litert-xnnpack"]  # those that run a LiteRT f
 
 @dataclass(frozen=True)
 class Runtime:
-    """How one runtime executes a quantized model.
+    """How one runtime executes a quantized model."""
 
-    Attributes:
-        name: Its name.
-        carries: The kinds of op through which codes pass on their way to an integer kernel.
-        absorbs: The kinds of activation that a kernel computes by saturation: their bounds are at or beyond its range of codes.
-        clips_at_zero: Whether a kernel computes a ReLU behind it at the code of zero, wherever that lies in the range.
-        picks: Whether codes pass through x[0] too.
-        layer_kernel: Returns the kernel of a layer with sums of codes (its input's grid and its output's, or None), or why it
-            runs in float. Callers take `kernel_of`.
-        op_kernel: Returns the kernel of another op (its kind, its node, the kinds of the ops that take its output, its
-            inputs' grids, its output's, or None), or why it runs in float.
-        quantizes_as: How it quantizes floats, where it rounds otherwise than `fake_quant` (`Grid.quantizes_as`).
-        package: The package that executes files; "" where none does.
-        extra: The extra of qtoolkit that installs it.
-        execute: Runs an ONNX file; None where it takes none. It imports the package.
-        tie_share: The share of codes that may differ from a model's, by one step each, because ops that the runtime computes in
-            float round in another order.
-        rules: Where the rules are documented by which `qtoolkit.export.lint` checks its files.
-    """
-
-    name: str
-    carries: tuple[str, ...]
+    name: str  # its name
+    carries: tuple[str, ...]  # the kinds of op through which codes pass on their way to an integer kernel
+    # returns the kernel of a layer with sums of codes (its input's grid and its output's, or None), or why it runs in float.
+    # Callers take `kernel_of`
     layer_kernel: Callable[[QuantWeighted, Grid, Grid | None], type[LayerKernel] | Refusal]
+    # returns the kernel of another op (its kind, its node, the kinds of the ops that take its output, its inputs' grids, its
+    # output's, or None), or why it runs in float
     op_kernel: Callable[[str, fx.Node, Collection[OpKind], Sequence[Grid], Grid | None], type[OpKernel] | Refusal]
+    # the kinds of activation that a kernel computes by saturation: their bounds are at or beyond its range of codes
     absorbs: tuple[str, ...] = ()
+    # whether a kernel computes a ReLU behind it at the code of zero, wherever that lies in the range
     clips_at_zero: bool = False
-    picks: bool = False
+    picks: bool = False  # whether codes pass through x[0] too
+    # how it quantizes floats, where it rounds otherwise than `fake_quant` (`Grid.quantizes_as`)
     quantizes_as: QuantizesAs | None = None
-    package: str = ""
-    extra: str = ""
-    execute: Execute | None = None
+    package: str = ""  # the package that executes files; "" where none does
+    extra: str = ""  # the extra of qtoolkit that installs it
+    execute: Execute | None = None  # runs an ONNX file; None where it takes none. It imports the package
+    # the share of codes that may differ from a model's, by one step each, because ops that the runtime computes in float
+    # round in another order
     tie_share: float = 0.0
-    rules: str = ""
+    rules: str = ""  # where the rules are documented by which `qtoolkit.export.lint` checks its files
 
     def kernel_of(self, layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
         """Return the kernel of a layer (see `layer_kernel`), or why it runs in float: by the rules of all runtimes first."""
@@ -179,10 +169,6 @@ LITERT_RUNTIMES: Mapping[str, Runtime] = {
 
 
 def runtime_named(name: str) -> Runtime:
-    """Return a runtime by its name.
-
-    Raises:
-        ValueError: The name is not known.
-    """
+    """Return a runtime by its name. Raises ValueError: the name is not known."""
     check_known("runtime", name, RUNTIMES)
     return RUNTIMES[name]

@@ -14,14 +14,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 class BatchCache(AbstractContextManager["BatchCache"]):
     """A list of nested values with tensors, in a `with` block; afterwards its files are removed.
 
-    Other values than tensors, and containers that torch's pytrees do not know, stay in memory as they are.
-
-    Args:
-        limit: Bytes of tensors that are kept in memory, on the CPU.
-        device: Where the tensors of an item are returned.
-
-    Attributes:
-        bytes: Bytes of tensors that are in memory now.
+    Other values than tensors, and containers that torch's pytrees do not know, stay in memory as they are. Up to `limit`
+    bytes of tensors are in memory (`bytes` are now), on the CPU; items are returned on `device`.
 
     Example:
         >>> with BatchCache(limit=40, device=torch.device("cpu")) as cache:

@@ -13,11 +13,7 @@ LAYERS = tuple(module for module, (kind, _) in OF_MODULE.items() if kind.layer)
 class ChannelView:
     """A layer's weight as (groups, outputs, inputs, kernel), with one value per channel where channels are meant.
 
-    Args:
-        layer: A convolution, transposed convolution or linear layer.
-
-    Attributes:
-        dims: The number of dimensions of the positions.
+    `dims` is the number of dimensions of the positions.
 
     Example:
         >>> view = ChannelView(torch.nn.ConvTranspose2d(4, 6, 3, groups=2))

@@ -13,23 +13,14 @@ OSCILLATING = 0.005  # the frequency above which a weight counts as oscillating,
 
 @dataclass
 class Track:
-    """What is known of the codes of a weight. Its tensors have the weight's shape.
+    """What is known of the codes of a weight. Its tensors have the weight's shape."""
 
-    Attributes:
-        codes: The codes after the last step, int32; of a frozen weight those that it keeps.
-        direction: The sign of the last change of each code, int32; 0 before the first one.
-        frequency: The moving average of turns: changes against the last one. Float32.
-        average: The mean of the codes so far, and the moving average after 1 / momentum steps. Float32.
-        frozen: Which weights are frozen.
-        steps: The number of steps so far.
-    """
-
-    codes: Tensor
-    direction: Tensor
-    frequency: Tensor
-    average: Tensor
-    frozen: Tensor
-    steps: int = 0
+    codes: Tensor  # the codes after the last step, int32; of a frozen weight those that it keeps
+    direction: Tensor  # the sign of the last change of each code, int32; 0 before the first one
+    frequency: Tensor  # the moving average of turns: changes against the last one. Float32
+    average: Tensor  # the mean of the codes so far, and the moving average after 1 / momentum steps. Float32
+    frozen: Tensor  # which weights are frozen
+    steps: int = 0  # the number of steps so far
 
     @staticmethod
     def of(codes: Tensor) -> "Track":

@@ -160,16 +160,11 @@ def equalize(
 
 
 class _Link:
-    """Two layers, and what is between them.
+    """Two layers, and what is between them, on a path of nodes from the first to the second; for any backend, or one.
 
-    Args:
-        path: The nodes from the first layer to the second one, each of which takes the output of the one before.
-        backend: The target; None for any.
-
-    Attributes:
-        source: The node of the first layer, or of the batch norm behind it.
-        between: The nodes between the layers whose output the target can quantize. What it computes as one op has one output;
-            every target computes a layer and the ReLU behind it so, and the values that ReLU removes have no scale.
+    `source` is the node of the first layer, or of the batch norm behind it. `between` are the nodes between the layers whose
+    output the target can quantize. What it computes as one op has one output; every target computes a layer and the ReLU behind
+    it so, and the values that ReLU removes have no scale.
     """
 
     def __init__(self, path: Sequence[fx.Node], backend: Backend | None) -> None:
@@ -279,10 +274,7 @@ def _ranges_between(gm: fx.GraphModule, links: Sequence[_Link], example_inputs: 
 def ranges_of_channels(x: Tensor, source: Tensor, dims: int) -> Tensor:
     """Return the range of each channel of a tensor, zero included.
 
-    Args:
-        x: The tensor.
-        source: The output of the layer that its channels come from.
-        dims: The number of dimensions of the positions in that output, which come behind the channels.
+    The channels are those of the output of `source`, with `dims` dimensions of positions behind them.
 
     Example:
         >>> ranges_of_channels(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.zeros(2, 2, 5, 5), 2)

@@ -15,9 +15,9 @@ from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.module import quantized
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
-from qtoolkit.tuning.layer_runs import LayerRuns
 from qtoolkit.tuning.rounding import CodeGrid
 from qtoolkit.tuning.running import Batches, Forward, tuning
+from qtoolkit.tuning.stepwise import LayerRuns
 from qtoolkit.tuning.units import chosen, obstacles
 
 COLUMNS = 128  # whose errors are spread to the later columns at once
@@ -197,17 +197,11 @@ def _order(model: nn.Module, names: Sequence[str], data: Batches) -> list[str]:
 
 @dataclass(frozen=True)
 class _Products:
-    """The means of the products of a layer's inputs, (in, in).
+    """The means of the products of a layer's inputs, (in, in)."""
 
-    Attributes:
-        first: Of one half of the rows of each call.
-        second: Of the other half.
-        all: Of all rows.
-    """
-
-    first: Tensor
-    second: Tensor
-    all: Tensor
+    first: Tensor  # of one half of the rows of each call
+    second: Tensor  # of the other half
+    all: Tensor  # of all rows
 
 
 def _products(layer: Any, name: str, runs: LayerRuns) -> _Products:
@@ -249,11 +243,8 @@ def _tried(grid: CodeGrid, name: str, products: _Products, dampings: Sequence[fl
 def rounded(grid: CodeGrid, hessian: Tensor, damping: float, act_order: bool) -> Tensor:
     """Return the codes of a weight (out, in), column by column (section 3 of the paper).
 
-    Args:
-        grid: The grid of the weight.
-        hessian: The mean of products of inputs, (in, in).
-        damping: What is added to its diagonal, as a share of its mean.
-        act_order: Whether the columns with the largest diagonal come first.
+    The hessian is the mean of products of inputs, (in, in); `damping` is added to its diagonal, as a share
+    of its mean. With `act_order` the columns with the largest diagonal come first.
     """
     hessian = hessian.double().clone()
     diagonal = hessian.diagonal()

@@ -21,17 +21,11 @@ from qtoolkit.tuning.rounding import codes_on_grid
 
 @dataclass(frozen=True)
 class GridWeight:
-    """A parameter that a layer quantizes on a grid of integers, by itself or times the factor of a linked batch norm.
+    """A parameter that a layer quantizes on a grid of integers, by itself or times the factor of a linked batch norm."""
 
-    Attributes:
-        layer: The layer.
-        attribute: The name of the layer's attribute that is the quantizer.
-        quantizer: The quantizer.
-    """
-
-    layer: QuantModule
-    attribute: str
-    quantizer: TensorQuantizer
+    layer: QuantModule  # the layer
+    attribute: str  # the name of the layer's attribute that is the quantizer
+    quantizer: TensorQuantizer  # the quantizer
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -60,11 +54,7 @@ class GridWeight:
         return weight.numel() // channels
 
     def factor(self, variance: Tensor | None = None) -> Tensor | None:
-        """Return the factor of each output channel in the present training step; None without a batch norm.
-
-        Args:
-            variance: The running variance of the batch norm, if it is another process's.
-        """
+        """Return the factor of each output channel in this training step, or by a variance; None without a batch norm."""
         bn = self.batch_norm
         if bn is None:
             return None
@@ -114,14 +104,7 @@ class GridWeight:
 def weights_on_grids(model: nn.Module, max_bits: int, what: str) -> tuple[dict[str, GridWeight], dict[str, str]]:
     """Return the weights on grids of integers, each once, by the first name of the parameter; and why others are left out.
 
-    Args:
-        model: A prepared or replaced model, also in DistributedDataParallel or torch.compile.
-        max_bits: The most bits of a grid.
-        what: The public class, for errors.
-
-    Raises:
-        ValueError: There is no such weight.
-        TypeError: The quantizers are those of `qtoolkit.compat.pytorch_quantization`.
+    Raises ValueError: there is none; TypeError: the quantizers are those of `qtoolkit.compat.pytorch_quantization`.
     """
     model = unwrapped(model)
     found: dict[str, GridWeight] = {}

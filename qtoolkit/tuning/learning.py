@@ -42,21 +42,11 @@ def learn(
     error: float,
     bar: Any,
 ) -> dict[str, Tensor]:
-    """Learn the codes of the weights in a unit and, where the options say so, store learned scales of its activations.
+    """Learn the codes of each weight in a unit and, where the options say so, store learned scales of its activations.
 
-    Args:
-        module: The unit, on the values of its inputs.
-        grids: The grid of each weight, by its layer.
-        activations: The quantizers of activations in the unit.
-        cache: For each batch the inputs, the float inputs (empty without drop), the float output, and the importance of the
-            elements of its tensors, or None.
-        options: How.
-        place: The place of the unit, which with the seed gives the random numbers.
-        error: The mean squared error with weights rounded to nearest, by which the loss is divided.
-        bar: The progress bar.
-
-    Returns:
-        The codes of each layer.
+    `cache` has for each batch the inputs, the float inputs (empty without drop), the float output, and the importance of
+    the elements of its tensors, or None. `place`, with the seed, gives the random numbers; `error`, that of weights rounded
+    to nearest, divides the loss.
     """
     roundings = {name: SoftRounding(grid) for name, grid in grids.items()}
     scales = {n: _LearnedScale(q) for n, q in activations.items() if options.learn_scales and _can_learn(q)}
@@ -145,11 +135,7 @@ def _activation(scale: "_LearnedScale | None", drop: float, random: torch.Genera
 
 
 class _LearnedScale:
-    """The scale of an activation while it is learned, as a ratio to its start.
-
-    Args:
-        quantizer: The quantizer.
-    """
+    """The scale of an activation while it is learned, as a ratio to its start."""
 
     def __init__(self, quantizer: TensorQuantizer) -> None:
         self.quantizer = quantizer

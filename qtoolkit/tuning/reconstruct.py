@@ -18,27 +18,21 @@ from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.report.lines import table
 from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.importance import Loss
 from qtoolkit.tuning.learning import Options, distances, learn
 from qtoolkit.tuning.rounding import CodeGrid
 from qtoolkit.tuning.running import Batches, Forward, part_between, tuning
 from qtoolkit.tuning.saved import SavedUnits
-from qtoolkit.tuning.unit_samples import UnitSamples
+from qtoolkit.tuning.unit_samples import Loss, UnitSamples
 from qtoolkit.tuning.units import Unit, find_units
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method of `reconstruct`.
+    """A method of `reconstruct`."""
 
-    Attributes:
-        granularity: What it reconstructs unless the caller says otherwise: "layer" or "block".
-        learn_scales: Whether it also trains the scales of the activations that only the unit takes.
-        drop: The share of values that stay in float at each step: of the unit's inputs, and behind its quantizers.
-    """
-
-    granularity: str
-    learn_scales: bool = False
+    granularity: str  # what it reconstructs unless the caller says otherwise: "layer" or "block"
+    learn_scales: bool = False  # whether it also trains the scales of the activations that only the unit takes
+    # the share of values that stay in float at each step: of the unit's inputs, and behind its quantizers
     drop: float = 0.0
 
 

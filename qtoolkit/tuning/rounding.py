@@ -21,20 +21,9 @@ def codes_on_grid(quantizer: TensorQuantizer, x: Tensor) -> Tensor:
 
 
 class CodeGrid:
-    """The grid of a layer's weight, with the step and the zero point of each element.
+    """The grid of a layer's weight, with the step and the zero point of each element: `steps`, `zeros`.
 
-    Args:
-        layer: A layer whose weight is quantized on a grid of integers.
-        name: Its dotted name, for errors.
-
-    Attributes:
-        quantizer: The quantizer of the weight.
-        weight: The tensor that it quantizes, in float32 or float64.
-        steps: The scale of each element.
-        zeros: The zero point of each element.
-
-    Raises:
-        RuntimeError: The quantizer has no range yet.
+    `weight` is the tensor that the quantizer gets, in float32 or float64. Raises RuntimeError: the quantizer has no range yet.
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
@@ -73,8 +62,7 @@ class CodeGrid:
     def store(self, codes: Tensor) -> None:
         """Move the layer's weight onto the grid, so that ordinary rounding gives these codes; keep the range as it is.
 
-        Raises:
-            ValueError: The weight's dtype is too coarse to keep the codes apart.
+        Raises ValueError: the weight's dtype is too coarse to keep the codes apart.
         """
         with torch.no_grad():
             values, bn = self.values(codes), self.layer.batch_norm
@@ -93,11 +81,7 @@ class CodeGrid:
 class SoftRounding(nn.Module):
     """Weights between the two codes next to each: rounded down plus the rectified sigmoid of a variable.
 
-    Args:
-        grid: The grid. The variables start where the values are those of the float weight.
-
-    Attributes:
-        variable: The variables, of the weight's shape.
+    The variables, of the weight's shape, start where the values are those of the float weight.
     """
 
     def __init__(self, grid: CodeGrid) -> None:

@@ -26,18 +26,11 @@ class ReachedError(Exception):
 
 
 class Batches:
-    """The batches that the user gave, which are read several times.
+    """The batches that the user gave, which are read several times; an iterator is stored as a list.
 
-    Args:
-        batches: Any iterable of batches; an iterator, which can be read only once, is stored as a list.
-        forward: forward(model, batch), or None for batches that the model takes.
-        what: The public function, for errors.
-
-    Warns:
-        UserWarning: There are other processes, which have batches of their own.
-
-    Raises:
-        TypeError: It is no iterable of batches, or forward is no function.
+    `forward` is forward(model, batch), or None for batches that the model takes; errors begin with `what`. Raises
+    TypeError: it is no iterable of batches, or forward is no function. Warns where there are other processes, which have
+    batches of their own.
     """
 
     def __init__(self, batches: Iterable[Any], forward: Forward | None, what: str) -> None:
@@ -63,10 +56,8 @@ class Batches:
     def each(self) -> Iterator[tuple[int, Any]]:
         """Yield the place of each batch and the batch; None instead of a batch that is not read again.
 
-        The first round reads the batches. Later ones read them only for `forward`.
-
-        Raises:
-            ValueError: There is no batch, or a later round has another number of them.
+        The first round reads the batches. Later ones read them only for `forward`. Raises ValueError: there is no batch, or
+        a later round has another number of them.
         """
         if self.count is not None and self.forward is None:
             yield from ((place, None) for place in range(self.count))
@@ -86,10 +77,8 @@ class Batches:
     def run_inside(self, model: nn.Module, batch: Any, function: Callable[..., Any], up_to: str) -> Any:
         """Return function(*args, **kwargs) for the arguments of the first call of a model by `forward`, called from there.
 
-        It runs in the autocast, for example, that `forward` sets.
-
-        Raises:
-            ValueError: `forward` does not call the model; and as `run`.
+        It runs in the autocast, for example, that `forward` sets. Raises ValueError: `forward` does not call the model; and
+        as `run`.
         """
         inside = _Inside(model, function)
         with suppress(ReachedError):
@@ -129,12 +118,7 @@ class Batches:
 
 
 class _Inside(nn.Module):
-    """What a function of the user calls as the model: its first call runs another function instead, and stops.
-
-    Args:
-        model: The model, whose parameters are those of this module.
-        function: function(*args, **kwargs).
-    """
+    """What a function of the user calls as the model: its first call runs another function instead, and stops."""
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -166,15 +150,10 @@ def part_between(
     copied: Collection[fx.Node] = (),
     on_copies: Collection[fx.Node] = (),
 ) -> fx.GraphModule:
-    """Return a part of a graph, as a module that takes the values of some nodes and returns a tuple.
+    """Return a part of a graph, as a module that takes the values of some nodes and returns a tuple: the values of `results`.
 
-    Args:
-        gm: The model. Its submodules and parameters are those of the part.
-        sources: The nodes whose values it takes.
-        nodes: The nodes that it computes, in order.
-        results: The nodes whose values it returns.
-        copied: The nodes of whose values it also returns copies, which later ops do not change in place.
-        on_copies: The nodes that compute on copies of their inputs, and change none of them in place.
+    It also returns copies of the values of `copied`, which later ops do not change in place. The nodes `on_copies` compute on
+    copies of their inputs, and change none of them in place. Submodules and parameters are those of the model.
     """
     graph, written, copies = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
 

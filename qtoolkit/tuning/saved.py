@@ -14,13 +14,7 @@ from qtoolkit.files import write_atomically
 
 
 class SavedUnits:
-    """Files of finished units, one each, written atomically.
-
-    Args:
-        folder: The folder; None keeps nothing.
-        model: The model before anything has changed.
-        options: What else the results depend on.
-    """
+    """Files of finished units, one each, written atomically; they belong to a model as it was before, and to options."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, model: nn.Module, options: str) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -29,8 +23,7 @@ class SavedUnits:
     def load(self, place: int) -> dict[str, Any] | None:
         """Return what was saved for the unit of this place, or None.
 
-        Raises:
-            ValueError: It was saved for another model, or with other options; or the file is damaged.
+        Raises ValueError: it was saved for another model, or with other options; or the file is damaged.
         """
         file = self._file(place)
         if file is None or not file.exists():

@@ -148,14 +148,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 class _Uses(TorchFunctionMode):
-    """What takes the outputs of norms while a model runs, and the largest magnitude of each of their channels.
-
-    Attributes:
-        layers: The linear layers that take the output of each norm.
-        others: The other functions that take it.
-        sources: The norms whose outputs each linear layer takes; None for other tensors.
-        amax: The largest magnitude of each channel of a norm's output.
-    """
+    """What takes the outputs of norms while a model runs, and the largest magnitude of each of their channels."""
 
     def __init__(self, model: nn.Module, norms: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -164,8 +157,9 @@ class _Uses(TorchFunctionMode):
         self.owners: dict[int, list[nn.Linear]] = {}
         for layer in linear:
             self.owners.setdefault(id(layer.weight), []).append(layer)
-        self.layers: dict[str, dict[nn.Linear, None]] = {name: {} for name in norms}
-        self.others: dict[str, dict[str, None]] = {name: {} for name in norms}
+        self.layers: dict[str, dict[nn.Linear, None]] = {name: {} for name in norms}  # those that take its output
+        self.others: dict[str, dict[str, None]] = {name: {} for name in norms}  # the other functions that take it
+        # the norms whose outputs each layer takes; None for other tensors
         self.sources: dict[nn.Linear, set[str | None]] = {layer: set() for layer in linear}
         self.amax: dict[str, Tensor] = {}
         self.outputs: dict[int, tuple[str, Tensor]] = {}  # of this run; the tensors stay alive, so that ids stay theirs

@@ -1,21 +1,25 @@
-"""Stepwise: a graph that runs on all batches stretch by stretch, and goes on from what it has computed."""
+"""A model that runs on all batches stretch by stretch, and goes on from what it has computed: Stepwise, LayerRuns."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import parameters_in
+from qtoolkit.graph.program import runs_its_graph
 from qtoolkit.graph.program.division import free_nodes
-from qtoolkit.model_state import device_of
+from qtoolkit.model_state import device_of, removing
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.running import Batches, arguments_part, part_between
+from qtoolkit.tuning.running import Batches, ReachedError, arguments_part, part_between
+
+MEMORY = 2 * 2**30  # bytes of values that LayerRuns keeps in memory; the others are in temporary files
 
 
 def _values(*values: Any) -> tuple[Any, ...]:
@@ -23,17 +27,12 @@ def _values(*values: Any) -> tuple[Any, ...]:
 
 
 class Stepwise(AbstractContextManager["Stepwise"]):
-    """A graph that computes one goal after another on all batches, and no node twice.
+    """A graph that computes one goal, the values of some nodes, after another on all batches, and no node twice.
 
-    Between two goals it keeps for each batch the values that later goals depend on, and nothing else. So the time for all goals
-    is that of one run of the model, where the goals follow each other in the graph. What was computed for a goal stays as it is
-    when the model changes afterwards. What no goal needs does not run.
-
-    Args:
-        gm: The model.
-        goals: The nodes whose values are asked for, of each goal, in order.
-        data: The batches.
-        limit: Bytes of the values that are kept in memory; the others are in temporary files.
+    Between two goals it keeps for each batch the values that later goals depend on, and nothing else: up to `limit` bytes
+    in memory, the others in temporary files. So the time for all goals is that of one run of the model, where the goals
+    follow each other in the graph. What was computed for a goal stays as it is when the model changes afterwards. What no
+    goal needs does not run.
 
     Example:
         >>> gm = qt.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2)).eval())
@@ -69,12 +68,7 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         self._cache.__exit__(*details)
 
     def begin(self, place: int, up_to: str = "") -> None:
-        """Go on to a goal, with the model as it now is. Then call `run` once for each batch.
-
-        Args:
-            place: The place of the goal, behind that of the last call.
-            up_to: Its name, for errors.
-        """
+        """Go on to a goal behind the last one, with the model as it now is. Then call `run` once for each batch."""
         goal, self._up_to, self._before, self._filled = self.goals[place], up_to, self._after, len(self._cache) > 0
         sources, nodes = self._towards(goal, self._before)
         known = {*self._before, *nodes} - self._free
@@ -83,15 +77,9 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         self._part = part_between(self.gm, sources, nodes, self._computed, goal, self._in_place)
 
     def run(self, index: int, batch: Any, then: Callable[..., Any] = _values) -> Any:
-        """Compute the goal for a batch.
+        """Compute the goal for a batch, as `Batches.each` gives it; return what `then` returns of copies of the values.
 
-        Args:
-            index: The place of the batch.
-            batch: The batch, as `Batches.each` gives both.
-            then: Takes copies of the values of the goal's nodes. With `forward`, it is called from there, like the model.
-
-        Returns:
-            What `then` returns; without it, these values.
+        With `forward`, `then` is called from there, like the model.
         """
         if self.data.forward is not None:
             return self.data.run_inside(self.gm, batch, partial(self._inside, index, then), self._up_to)
@@ -124,3 +112,67 @@ class Stepwise(AbstractContextManager["Stepwise"]):
                 nodes.add(node)
                 waiting += node.all_input_nodes
         return sorted(sources, key=self._order.__getitem__), sorted(nodes, key=self._order.__getitem__)
+
+
+class LayerRuns(AbstractContextManager["LayerRuns"]):
+    """A model that runs on all batches up to one layer after another, in the order of their first calls, in a `with` block.
+
+    A prepared model goes on at the layer that was reached last: all layers together take the time of two runs of the model. Any
+    other model has no graph, and runs from its inputs each time. So does a prepared one whose blocks have hooks or wrappers.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], data: Batches) -> None:
+        self.model, self.data = model, data
+        self._calls = _calls_of(model, names)
+        self._places = {name: place for place, name in enumerate(names)}
+        self._stepwise: Stepwise | None = None
+        if isinstance(model, QuantizedGraphModule) and self._calls:
+            self._stepwise = Stepwise(model, [self._calls[name].all_input_nodes for name in names], data, MEMORY)
+
+    def __exit__(self, *details: Any) -> None:
+        if self._stepwise is not None:
+            self._stepwise.__exit__(*details)
+
+    def reach(self, name: str) -> None:
+        """Run the model as it now is on each batch, to the end of the first call of a layer behind that of the last call."""
+        stop = self.model.get_submodule(name).register_forward_hook(_stop)
+        with removing([stop]), torch.no_grad():
+            if self._stepwise is None:
+                for batch in self.data:
+                    _until_reached(self.data.run, self.model, batch, name)
+            else:
+                self._go_on(self._stepwise, name)
+
+    def _go_on(self, stepwise: Stepwise, name: str) -> None:
+        call = self._calls[name]
+        layer = part_between(stepwise.gm, call.all_input_nodes, [call], [])
+        stepwise.begin(self._places[name], name)
+        for index, batch in self.data.each():
+            stepwise.run(index, batch, partial(_until_reached, layer))
+
+
+def _calls_of(model: nn.Module, names: Sequence[str]) -> dict[str, fx.Node]:
+    """Return the node that first calls each layer, or a leaf module with it; nothing if one of them is not known."""
+    if not isinstance(model, QuantizedGraphModule) or not runs_its_graph(model, model.calls):
+        return {}
+    nodes: dict[nn.Module, list[fx.Node]] = {}
+    for node in (node for node in model.graph.nodes if node.op == "call_module"):
+        for module in module_of(node).modules():
+            nodes.setdefault(module, []).append(node)
+    found: dict[str, fx.Node] = {}
+    for name in names:
+        layer = model.get_submodule(name)
+        calls = nodes.get(layer, [])
+        if not calls or (len(calls) > 1 and module_of(calls[0]) is not layer):  # one call of several reaches it
+            return {}
+        found[name] = calls[0]
+    return found
+
+
+def _stop(*args: Any) -> None:
+    raise ReachedError
+
+
+def _until_reached(function: Callable[..., Any], *args: Any) -> None:
+    with suppress(ReachedError):
+        function(*args)

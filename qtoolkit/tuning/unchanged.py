@@ -30,8 +30,7 @@ def outputs_of(model: nn.Module, example_inputs: Any) -> list[Tensor]:
 def largest_change(before: list[Tensor], after: list[Tensor], what: str) -> float:
     """Return the largest difference of two outputs, as a share of the largest magnitude.
 
-    Raises:
-        RuntimeError: It is larger than roundings explain.
+    Raises RuntimeError: it is larger than roundings explain.
     """
     largest = 0.0
     for old, new in zip(before, after, strict=True):

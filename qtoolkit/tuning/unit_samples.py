@@ -1,33 +1,32 @@
-"""UnitSamples: what units are learned from, for each batch: their inputs, and their outputs in the float model."""
+"""What units are learned from, for each batch: inputs, outputs in the float model, and how much each element counts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Self
+from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
+from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import device_of
 from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.importance import Importance, Loss
 from qtoolkit.tuning.learning import Options
 from qtoolkit.tuning.running import Batches
 from qtoolkit.tuning.stepwise import Stepwise
 from qtoolkit.tuning.units import Unit
 
+Loss = Callable[[Any, Any], Tensor] | Literal["kl"]
+
 
 class UnitSamples:
-    """A model and its float twin that run on all batches from unit to unit, in a `with` block.
+    """A model and its float twin, with the same graph, that run on all batches from unit to unit, in a `with` block.
 
-    Args:
-        gm: The model. A unit's inputs are those of the model as it is when the unit is reached.
-        reference: The float model, with the same graph.
-        units: The units, in order.
-        data: The batches.
-        options: Whether the inputs in the float model are wanted too, for `drop`; and the seed of the loss "kl".
-        loss: What the importance of the outputs' elements comes from, or None.
-        limit: Bytes that are kept in memory; the others are in temporary files. One half is for the unit at hand.
+    A unit's inputs are those of the model as it is when the unit is reached. The inputs in the float model are kept too with
+    `options.drop`, the importance of the outputs' elements with a loss. Up to `limit` bytes are in memory, one half of them for
+    the unit at hand; the others are in temporary files.
     """
 
     def __init__(
@@ -66,9 +65,7 @@ class UnitSamples:
     def fill(self, cache: BatchCache, place: int) -> None:
         """Add to a cache for each batch a unit's inputs, its inputs and output in float, and the importance, or None.
 
-        Args:
-            cache: The cache.
-            place: The place of the unit, behind that of the last call.
+        The unit is behind that of the last call.
         """
         name, weighting = self.units[place].name, None
         if self._first is None:
@@ -94,3 +91,97 @@ class UnitSamples:
         importance: list[Tensor] = self._importances[at]
         self._importances[at] = None
         return importance
+
+
+# ---- the squared gradient of a loss (BRECQ, arXiv 2102.05426, section 3.3)
+
+
+class Importance:
+    """The importance of the elements of nodes' values: the diagonal of the Fisher information of a loss there.
+
+    The parameters of the model stop requiring gradients. The loss is loss(output, batch), a scalar; or "kl": labels are
+    drawn, by the seed, from the distribution that the model's own logits give, and the loss is the cross entropy. The mean
+    of its squared gradients is the second derivative of the KL divergence from that distribution.
+    """
+
+    def __init__(self, model: QuantizedGraphModule, nodes: Sequence[fx.Node], loss: Loss, seed: int) -> None:
+        self.model = _Watched(model.requires_grad_(False), nodes)
+        self.random = torch.Generator(device_of(model) or "cpu").manual_seed(seed)
+        self.loss: Callable[[Any, Any], Tensor] = self._kl if loss == "kl" else loss
+
+    def of(self, data: Batches, batch: Any) -> list[list[Tensor]]:
+        """Return the importance of each element of each node's tensors for a batch, by one backward pass.
+
+        Raises ValueError: the loss is no scalar that depends on the model's output, or "kl" gets no logits.
+        """
+        with torch.enable_grad():
+            loss = self.loss(data.run(self.model, batch), batch)
+            watched = [tensors_of(value) for value in self.model.watched]
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ValueError(
+                    f"{data.what}: loss(output, batch) must return a tensor with one element that depends on the model's "
+                    f"output, got {_described(loss)}; write a function such as lambda output, batch: "
+                    f"torch.nn.functional.cross_entropy(output, batch[1]), and return the output from forward(model, batch)."
+                )
+            floating = [tensor for tensors in watched for tensor in tensors if tensor.requires_grad]
+            gradients = iter(torch.autograd.grad(loss.sum(), floating, allow_unused=True))
+        return [[_squared(tensor, gradients) for tensor in tensors] for tensors in watched]
+
+    def _kl(self, output: Any, batch: Any) -> Tensor:
+        if not isinstance(output, Tensor) or output.dim() < 2 or not output.is_floating_point():
+            raise ValueError(
+                f"reconstruct: loss='kl' takes models that return logits as one tensor (N, classes, ...), got "
+                f"{_described(output)}; pass loss=lambda output, batch: ..., the loss of the task."
+            )
+        logits = output.movedim(1, -1).flatten(0, -2).float()
+        drawn = torch.multinomial(logits.detach().softmax(1), 1, generator=self.random)[:, 0]
+        return F.cross_entropy(logits, drawn, reduction="sum")
+
+
+def _squared(tensor: Tensor, gradients: Iterator[Tensor | None]) -> Tensor:
+    gradient = next(gradients) if tensor.requires_grad else None
+    return torch.zeros_like(tensor) if gradient is None else gradient.float().square()
+
+
+class _Watched(nn.Module):
+    """A model that keeps the values of nodes as tensors with gradients."""
+
+    def __init__(self, gm: QuantizedGraphModule, nodes: Sequence[fx.Node]) -> None:
+        super().__init__()
+        graph, written = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph.set_codegen(gm.graph._codegen)
+        watched = dict[fx.Node, fx.Node]()
+        for each in gm.graph.nodes:
+            if each.op == "output":
+                graph.output((fx.node.map_arg(each.args[0], written.__getitem__), tuple(watched[n] for n in nodes)))
+                break
+            written[each] = graph.node_copy(each, written.__getitem__)
+            if each in nodes:
+                watched[each] = graph.call_function(with_gradients, (written[each],))
+                written[each] = graph.call_function(
+                    clone_tensors, (watched[each],)
+                )  # a later op may change it in place
+        self.inner = fx.GraphModule(gm, graph, type(gm).__name__)
+        self.watched: Any = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output; what does not depend on the nodes has a gradient too, so that any loss has one."""
+        output, self.watched = self.inner(*args, **kwargs)
+        return with_gradients(output)
+
+
+def with_gradients(value: Any) -> Any:
+    """Return a value with those of its floating-point tensors that have no gradient as leaves of an autograd graph."""
+    return fx.node.map_aggregate(value, _with_gradient)
+
+
+def _with_gradient(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.requires_grad:
+        return value
+    return value.detach().requires_grad_(value.is_floating_point())
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return with_article(type(value))
+    return f"a tensor of shape {tuple(value.shape)} {'with' if value.requires_grad else 'without'} a gradient"

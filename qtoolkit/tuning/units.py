@@ -34,21 +34,14 @@ MOST_IN_MODULE = 4  # layers of a submodule without branches
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a graph with one output.
+    """A part of a graph with one output."""
 
-    Attributes:
-        name: The dotted name of the layer, or of the submodule that has all layers of a block; else the first and last one.
-        layers: The dotted names of the layers whose rounding is learned.
-        nodes: The nodes of the part, in order.
-        inputs: The nodes outside whose values it takes, in order.
-        output: Its node whose value others take.
-    """
-
+    # the dotted name of the layer, or of the submodule that has all layers of a block; else the first and last one
     name: str
-    layers: tuple[str, ...]
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    output: fx.Node
+    layers: tuple[str, ...]  # the dotted names of the layers whose rounding is learned
+    nodes: tuple[fx.Node, ...]  # the nodes of the part, in order
+    inputs: tuple[fx.Node, ...]  # the nodes outside whose values it takes, in order
+    output: fx.Node  # its node whose value others take
 
     def activation_quantizers(self) -> list[TensorQuantizer]:
         """Return the quantizers of activations that are called in the unit and nowhere else."""
@@ -66,14 +59,8 @@ def find_units(
 ) -> tuple[list[Unit], dict[str, str]]:
     """Return the units of a prepared model in the order in which they run, and why other layers are in none.
 
-    Args:
-        gm: The prepared model.
-        blocks: Whether to look for blocks; otherwise each layer is a unit.
-        layers: The layers to use; None takes all that can be.
-        what: The public function, for errors.
-
-    Raises:
-        ValueError: A name in `layers` is unknown, or its layer's rounding cannot be learned.
+    Without `blocks` each layer is a unit. `layers` are those to use; None takes all that can be. Raises ValueError, which
+    begins with `what`: a name is unknown, or its layer's rounding cannot be learned.
     """
     graph = _Graph(gm)
     reasons = obstacles(gm)
@@ -98,16 +85,9 @@ def find_units(
 
 
 def chosen(reasons: Mapping[str, str], layers: Sequence[str] | None, what: str) -> list[str]:
-    """Return the layers to work on: those named, or all without an obstacle.
+    """Return the layers to work on: those named, or all without an obstacle. Errors begin with `what`.
 
-    Args:
-        reasons: The obstacle of each quantized layer, "" where there is none.
-        layers: The names that the user gave, or None.
-        what: The public function, for errors.
-
-    Raises:
-        TypeError: One string was given.
-        ValueError: A name is unknown, or its layer has an obstacle; or no layer is left.
+    Raises TypeError: one string was given; ValueError: a name is unknown, or its layer has an obstacle; or no layer is left.
     """
     possible = [name for name, why in reasons.items() if not why]
     if isinstance(layers, str):
@@ -171,7 +151,7 @@ class _Graph:
         self.order = {node: place for place, node in enumerate(self.nodes)}
         self.calls = ModuleCalls(gm.graph)
 
-    def unit(self, layers: Sequence[str], inside: Iterable[fx.Node], output: fx.Node, name: str = "") -> Unit:
+    def unit(self, layers: Sequence[str], inside: Iterable[fx.Node], output: fx.Node) -> Unit:
         """Return the unit of some nodes, with the activation behind them and the quantizers before them."""
         members = set(inside)
         while (follower := self._follower(output, members)) is not None:
@@ -181,7 +161,7 @@ class _Graph:
         nodes = sorted(members, key=self.order.__getitem__)
         inputs = {s: None for node in nodes for s in node.all_input_nodes if s not in members and s not in self.free}
         ordered = sorted(inputs, key=self.order.__getitem__)
-        return Unit(name or _name(layers), tuple(layers), tuple(nodes), tuple(ordered), output)
+        return Unit(_name(layers), tuple(layers), tuple(nodes), tuple(ordered), output)
 
     def _follower(self, output: fx.Node, members: set[fx.Node]) -> fx.Node | None:
         """Return the batch norm or the activation that alone takes an output, and nothing else."""

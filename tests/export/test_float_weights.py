@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.export.exporters.torch_exporters import EXPORTERS
-from qtoolkit.export.passes.float_weights import exact_codes
+from qtoolkit.export.passes.onnxruntime import exact_codes
 
 IMAGES, ROWS = torch.randn(16, 4, 18, 18), torch.randn(2048, 8)
 LAYERS: dict[str, tuple[Callable[[bool], nn.Module], Tensor]] = {

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.export.verification.positions import ChosenMaxima
+from qtoolkit.export.verification.codes import ChosenMaxima
 
 
 class Unpooled(nn.Module):

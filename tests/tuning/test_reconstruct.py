@@ -529,8 +529,8 @@ def test_a_unit_without_influence_on_the_loss_stays_rounded_to_nearest() -> None
 
 
 def test_without_labels_the_importance_is_that_of_the_kl_divergence() -> None:
-    from qtoolkit.tuning.importance import Importance
     from qtoolkit.tuning.running import Batches
+    from qtoolkit.tuning.unit_samples import Importance
 
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
     x = torch.randn(1, 4).expand(40_000, 4)

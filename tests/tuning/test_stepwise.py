@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 
 import qtoolkit as qt
 from qtoolkit.model_inputs import tensors_of
-from qtoolkit.tuning import layer_runs, unit_samples
+from qtoolkit.tuning import stepwise, unit_samples
 from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.importance import Importance
 from qtoolkit.tuning.running import Batches
 from qtoolkit.tuning.stepwise import Stepwise
+from qtoolkit.tuning.unit_samples import Importance
 from tests.tuning.nets import W3, W3A4, Residual, prepared_on
 
 
@@ -202,9 +202,9 @@ def watched(prepared: nn.Module, block: str) -> nn.Module:
 def test_biases_are_those_of_runs_from_the_inputs(name: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, batches = prepared_net(name)
     other = copy.deepcopy(prepared)
-    monkeypatch.setattr(layer_runs, "MEMORY", memory)
+    monkeypatch.setattr(stepwise, "MEMORY", memory)
     report = qt.tuning.bias_correction(prepared, batches, progress=False)
-    monkeypatch.setattr(layer_runs, "_calls_of", lambda model, names: {})
+    monkeypatch.setattr(stepwise, "_calls_of", lambda model, names: {})
     assert qt.tuning.bias_correction(other, batches, progress=False) == report
     assert len(report.shifts) > 1
     assert_equal_states(prepared, other)

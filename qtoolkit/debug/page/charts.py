@@ -16,23 +16,14 @@ COLUMNS = 128  # of a weight's chart: more channels share a column
 
 @dataclass(frozen=True)
 class Histogram:
-    """The chart of what a quantizer of an activation got.
+    """The chart of what a quantizer of an activation got."""
 
-    Attributes:
-        inside: The path of the bars of values that the grid represents.
-        outside: The path of the bars of values beyond the range.
-        low: Where the grid begins, in units from the left; None without a grid.
-        high: Where it ends.
-        left: The value at the left edge.
-        right: The value at the right edge.
-    """
-
-    inside: str
-    outside: str
-    low: float | None
-    high: float | None
-    left: float
-    right: float
+    inside: str  # the path of the bars of values that the grid represents
+    outside: str  # the path of the bars of values beyond the range
+    low: float | None  # where the grid begins, in units from the left; None without a grid
+    high: float | None  # where it ends
+    left: float  # the value at the left edge
+    right: float  # the value at the right edge
 
 
 def histogram_of(values: Values, quantizer: Quantizer) -> Histogram:
@@ -71,27 +62,16 @@ def _bars(counts: Tensor, most: float) -> str:
 
 @dataclass(frozen=True)
 class Channels:
-    """The chart of a weight: one column for each output channel, or for several.
+    """The chart of a weight: one column for each output channel, or for several."""
 
-    Attributes:
-        extent: The path of the area between the lowest and the highest weight.
-        spread: The path of the area within a standard deviation of the mean.
-        low: The path of the lowest values of the grids; "" without a grid for each channel, or one for all.
-        high: That of the highest values.
-        zero: Where zero is, in units from above.
-        top: The value at the upper edge; the lower edge has the same below zero.
-        channels: The number of channels.
-        each: The number of channels in a column.
-    """
-
-    extent: str
-    spread: str
-    low: str
-    high: str
-    zero: float
-    top: float
-    channels: int
-    each: int
+    extent: str  # the path of the area between the lowest and the highest weight
+    spread: str  # the path of the area within a standard deviation of the mean
+    low: str  # the path of the lowest values of the grids; "" without a grid for each channel, or one for all
+    high: str  # that of the highest values
+    zero: float  # where zero is, in units from above
+    top: float  # the value at the upper edge; the lower edge has the same below zero
+    channels: int  # the number of channels
+    each: int  # the number of channels in a column
 
 
 def channels_of(weight: Tensor, axis: int, quantizer: Quantizer) -> Channels:

@@ -19,17 +19,11 @@ Row = tuple[str, str]  # a label and a text
 
 @dataclass(frozen=True)
 class Detail:
-    """What the page says of an op or a quantizer.
+    """What the page says of an op or a quantizer."""
 
-    Attributes:
-        title: Its name.
-        kind: Its status, or "quantizer".
-        rows: What there is to say.
-    """
-
-    title: str
-    kind: str
-    rows: tuple[Row, ...]
+    title: str  # its name
+    kind: str  # its status, or "quantizer"
+    rows: tuple[Row, ...]  # what there is to say
 
 
 def details_of(facts: Facts) -> dict[str, Detail]:

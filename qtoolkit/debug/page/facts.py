@@ -29,36 +29,22 @@ from qtoolkit.shared_modules import first_names
 
 @dataclass(frozen=True)
 class Values:
-    """What a quantizer got.
+    """What a quantizer got."""
 
-    Attributes:
-        histogram: The histogram of all its values.
-        clipped: The share of the values that its grid clips; None if it has no grid of its own.
-    """
-
-    histogram: HistogramObserver
-    clipped: float | None
+    histogram: HistogramObserver  # the histogram of all its values
+    clipped: float | None  # the share of the values that its grid clips; None if it has no grid of its own
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a layer costs.
+    """What a layer costs."""
 
-    Attributes:
-        name: Its dotted name.
-        kind: Its kind of op.
-        config: How its weight and its input are quantized; None in it for float.
-        weights: The number of its weights.
-        bytes: The size of its weights as they are stored.
-        macs: Multiplications with a weight in one forward of the inputs; None without inputs.
-    """
-
-    name: str
-    kind: str
-    config: QConfig
-    weights: int
-    bytes: float
-    macs: int | None
+    name: str  # its dotted name
+    kind: str  # its kind of op
+    config: QConfig  # how its weight and its input are quantized; None in it for float
+    weights: int  # the number of its weights
+    bytes: float  # the size of its weights as they are stored
+    macs: int | None  # multiplications with a weight in one forward of the inputs; None without inputs
 
     @property
     def float_bytes(self) -> float:
@@ -73,27 +59,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the sections of a report show.
+    """All that the sections of a report show."""
 
-    Attributes:
-        model: The model.
-        report: Its lines.
-        plan: What was decided; None for a model that was neither prepared nor replaced.
-        quantizers: Its quantizers, by the names that the lines have.
-        values: What each quantizer of an activation got; empty without inputs.
-        costs: The layers with a weight.
-        comparison: The errors of its layers, or None.
-        sensitivity: What each layer costs in score, or None.
-    """
-
-    model: nn.Module
-    report: QuantizationReport
-    plan: Plan | None
-    quantizers: Mapping[str, Quantizer]
-    values: Mapping[str, Values]
-    costs: tuple[Cost, ...]
-    comparison: Comparison | None
-    sensitivity: Sensitivity | None
+    model: nn.Module  # the model
+    report: QuantizationReport  # its lines
+    plan: Plan | None  # what was decided; None for a model that was neither prepared nor replaced
+    quantizers: Mapping[str, Quantizer]  # its quantizers, by the names that the lines have
+    values: Mapping[str, Values]  # what each quantizer of an activation got; empty without inputs
+    costs: tuple[Cost, ...]  # the layers with a weight
+    comparison: Comparison | None  # the errors of its layers, or None
+    sensitivity: Sensitivity | None  # what each layer costs in score, or None
 
     @property
     def errors(self) -> dict[str, LayerComparison]:

@@ -18,23 +18,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @dataclass(frozen=True)
 class Shape:
-    """A node of the picture.
+    """A node of the picture."""
 
-    Attributes:
-        key: The key of what the page says of it.
-        kind: "quantized", "fused", "transparent", "float", "quantizer", "plain" or "block".
-        place: The number of the node in the graph.
-        path: The outline of an op; "" for a quantizer.
-        ellipse: The center and the radii of a quantizer, or None.
-        texts: The lines of text, each with its place.
-    """
-
-    key: str
-    kind: str
-    place: int
-    path: str
-    ellipse: tuple[str, str, str, str] | None
-    texts: tuple[tuple[str, str, str], ...]
+    key: str  # the key of what the page says of it
+    kind: str  # "quantized", "fused", "transparent", "float", "quantizer", "plain" or "block"
+    place: int  # the number of the node in the graph
+    path: str  # the outline of an op; "" for a quantizer
+    ellipse: tuple[str, str, str, str] | None  # the center and the radii of a quantizer, or None
+    texts: tuple[tuple[str, str, str], ...]  # the lines of text, each with its place
 
     @property
     def label(self) -> str:
@@ -71,8 +62,7 @@ def key_of(node: fx.Node) -> str:
 def draw_shapes(gm: fx.GraphModule) -> tuple[Picture, ...]:
     """Return the picture of a graph; of a large one that with all blocks folded, and one with each block unfolded.
 
-    Raises:
-        ImportError: The extra [report] is not installed.
+    Raises ImportError: the extra [report] is not installed.
     """
     blocks = blocks_of(gm)
     return tuple(_draw(gm, blocks, block) for block in ("", *dict.fromkeys(blocks.values())))
@@ -151,21 +141,13 @@ def _short(numbers: str) -> str:
 
 @dataclass
 class Branch:
-    """A module in the tree of a model.
+    """A module in the tree of a model."""
 
-    Attributes:
-        name: The last part of its dotted name.
-        key: The key of what the page says of it, if it has a line.
-        kind: Its status, if it has a line.
-        says: Its kind of op and how it is quantized.
-        parts: The modules in it.
-    """
-
-    name: str
-    key: str = ""
-    kind: str = ""
-    says: str = ""
-    parts: dict[str, "Branch"] = field(default_factory=dict)
+    name: str  # the last part of its dotted name
+    key: str = ""  # the key of what the page says of it, if it has a line
+    kind: str = ""  # its status, if it has a line
+    says: str = ""  # its kind of op and how it is quantized
+    parts: dict[str, "Branch"] = field(default_factory=dict)  # the modules in it
 
     def at(self, name: str) -> "Branch":
         """Return the branch of a dotted name, which is put into the tree if it is new."""

@@ -18,21 +18,13 @@ POOR_SQNR, FULL_SQNR = 20.0, 60.0  # dB: below the first a cell is marked, at th
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table.
+    """A cell of a table."""
 
-    Attributes:
-        text: What it shows.
-        sort: The number that sorts it; None sorts by the text.
-        bar: The length of its bar, from 0 to 1; None for none.
-        poor: Whether it is marked.
-        key: The key of what the page says of it, to which it links.
-    """
-
-    text: str
-    sort: float | None = None
-    bar: float | None = None
-    poor: bool = False
-    key: str = ""
+    text: str  # what it shows
+    sort: float | None = None  # the number that sorts it; None sorts by the text
+    bar: float | None = None  # the length of its bar, from 0 to 1; None for none
+    poor: bool = False  # whether it is marked
+    key: str = ""  # the key of what the page says of it, to which it links
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,7 @@ class Encoding:
 def float32(value: float) -> float:
     """Return the float32 number nearest to a value.
 
-    Raises:
-        ValueError: It is not positive and finite, as a scale must be.
+    Raises ValueError: it is not positive and finite, as a scale must be.
     """
     nearest = float(np.float32(value))
     if not 0 < nearest < float("inf"):

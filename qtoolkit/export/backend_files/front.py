@@ -12,11 +12,9 @@ from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_flags
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.target import BackendFiles, Target
-from qtoolkit.export.backend_files.targets import TARGETS
-from qtoolkit.export.exporters.torch_exporters import Request
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source
 from qtoolkit.export.onnx import require_extra, written
-from qtoolkit.export.pairs.opsets import LOWEST, check_opset, native
+from qtoolkit.lint.file_facts import AXIS_OPSET
 from qtoolkit.progress import progress_bar, step
 
 
@@ -25,7 +23,7 @@ def encodings(
     backend: str | Backend,
     example_inputs: Any,
     path: str | os.PathLike[str],
-    opset: int = LOWEST,
+    opset: int = AXIS_OPSET,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = False,
@@ -73,7 +71,9 @@ def encodings(
     """
     check_flags("encodings", dynamic_batch=dynamic_batch, progress=progress)
     target = _target(backend, "encodings")
-    require_extra("encodings")
+    from qtoolkit.export.exporters.torch_exporters import Request
+    from qtoolkit.export.pairs.opsets import check_opset, native
+
     check_opset("encodings", opset)
     source = Source.of(model, example_inputs, "encodings")
     bar = progress_bar("encodings", "steps", progress, total=1, after=0)
@@ -97,6 +97,7 @@ def read_encodings(backend: str | Backend, path: str | os.PathLike[str]) -> tupl
     Raises:
         ValueError: A file is not of the backend's form; the error names the place.
         FileNotFoundError: There is no such file.
+        ImportError: The extra [onnx] is not installed.
 
     Example:
         >>> import tempfile
@@ -112,6 +113,9 @@ def read_encodings(backend: str | Backend, path: str | os.PathLike[str]) -> tupl
 
 
 def _target(backend: str | Backend, what: str) -> Target:
+    require_extra(what)
+    from qtoolkit.export.backend_files.targets import TARGETS
+
     name = backend_of(backend).name
     if name not in TARGETS:
         raise ValueError(

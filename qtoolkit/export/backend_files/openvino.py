@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir
+import onnxscript.optimizer
 
 from qtoolkit.errors import present
 from qtoolkit.export.backend_files.encoding import Encoding, float32
@@ -17,7 +19,7 @@ from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, ch
 from qtoolkit.export.files.files import save
 from qtoolkit.export.files.graph import Constants, replace_node
 from qtoolkit.export.verification.runtimes.openvino_cpu import core
-from qtoolkit.extras import missing
+from qtoolkit.extras import needed
 from qtoolkit.files import write_atomically
 
 _DOMAIN, _OP = "org.openvinotoolkit", "FakeQuantize"
@@ -29,7 +31,7 @@ class FakeQuantizeIR(Target):
 
     def write(self, export: Write, opset: int, path: Path) -> BackendFiles:
         """Write both files, after they have been read again."""
-        openvino = _openvino()
+        openvino = needed("openvino", "encodings", "openvino")
         found: list[Encoding] = []
         exported = export(lambda graph: found.extend(_write_operations(graph)))
         xml, weights = (with_ending(path, ending) for ending in (".xml", ".bin"))
@@ -47,19 +49,8 @@ class FakeQuantizeIR(Target):
         return _read_operations(with_ending(path, ".xml"))
 
 
-def _openvino() -> Any:
-    try:
-        import openvino
-    except ImportError:
-        raise missing("encodings", "openvino", "openvino") from None
-    return openvino
-
-
 def _write_operations(model: Any) -> list[Encoding]:
     """Replace the placeholders by FakeQuantize operations; return the grids that these have, once for each tensor."""
-    import onnx_ir
-    import onnxscript.optimizer
-
     from qtoolkit.export.backend_files import placeholders
     from qtoolkit.export.exporters.translation import DOMAIN, placeholders_in
 
@@ -109,8 +100,6 @@ def _written(encoding: Encoding, shape: Any) -> Encoding:
 
 
 def _write_operation(node: Any, source: Any, encoding: Encoding) -> None:
-    import onnx_ir
-
     from qtoolkit.export.backend_files.placeholders import along_axis
 
     graph = present(node.graph, f"the graph of {node.name!r}")
@@ -125,7 +114,7 @@ def _write_operation(node: Any, source: Any, encoding: Encoding) -> None:
 
 
 def _read_operations(path: Path) -> list[Encoding]:
-    _openvino()
+    needed("openvino", "encodings", "openvino")
     try:
         model = core().read_model(path)
     except RuntimeError as error:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir
+import onnxscript.optimizer
 
 from qtoolkit.errors import present
 from qtoolkit.export.backend_files.encoding import Encoding
@@ -16,8 +17,7 @@ from qtoolkit.export.pairs.storage import SUMS
 def encoding_of(node: onnx_ir.Node) -> Encoding | None:
     """Return the encoding of the tensor that a placeholder quantizes; None for a bias, which has the grid of the sums.
 
-    Raises:
-        ValueError: Its grid is computed from the input, or is one of small floats or of blocks.
+    Raises ValueError: its grid is computed from the input, or is one of small floats or of blocks.
     """
     given = {key: attribute.value for key, attribute in node.attributes.items()}
     if (given["qmin"], given["qmax"]) == SUMS:
@@ -51,14 +51,10 @@ def encoding_of(node: onnx_ir.Node) -> Encoding | None:
 def remove(model: onnx_ir.Model) -> list[Encoding]:
     """Remove the placeholders, and return the encodings by the names that their tensors then have.
 
-    Weights are clipped to the ranges of their grids, as the target would. Values up to half a step beyond an affine range stay,
-    so that a target that computes the grid from the values finds the same.
-
-    Raises:
-        ValueError: A grid has no encoding, or a tensor has two.
+    Weights are clipped to the ranges of their grids, as the target would. Values up to half a step beyond an affine range
+    stay, so that a target that computes the grid from the values finds the same. Raises ValueError: a grid has no encoding,
+    or a tensor has two.
     """
-    import onnxscript.optimizer
-
     found: dict[onnx_ir.Value, Encoding] = {}
     for node in placeholders_in(model):
         encoding, source = encoding_of(node), present(node.inputs[0], f"the input of {node.name!r}")

@@ -2,39 +2,39 @@
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx
+import onnx_ir
 
 from qtoolkit.errors import some
+from qtoolkit.export.backend_files import formats_with_weights as with_weights
+from qtoolkit.export.backend_files import formats_without_weights as without_weights
 from qtoolkit.export.backend_files.encoding import Encoding
-from qtoolkit.export.backend_files.formats import nnie, ppl, qualcomm, stpu, tengine, tensorrt, vitis
-from qtoolkit.export.backend_files.formats.base import Format
-from qtoolkit.export.backend_files.moves import spread
+from qtoolkit.export.backend_files.format import Format
 from qtoolkit.export.backend_files.openvino import FakeQuantizeIR
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
 from qtoolkit.export.files.files import replacing_model
+from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.files.reading import open_model
+from qtoolkit.export.passes.onnxruntime import CLIPS
+from qtoolkit.export.passes.repeated_pairs import moved_inputs
 from qtoolkit.files import write_atomically
 
-if TYPE_CHECKING:
-    import onnx
-    import onnx_ir
+# Ops whose output has all values of their input.
+_REARRANGING = ops_where(lambda kind: kind.rearranges)
 
 
 @dataclass(frozen=True)
 class FloatModel(Target):
-    """An ONNX file in float, and files with the grids of its tensors.
+    """An ONNX file in float, and files with the grids of its tensors."""
 
-    Attributes:
-        formats: The files of the grids, which all hold the same.
-        suffix: The end of the model's name.
-        joins_relu: Whether the target computes a layer and a ReLU as one op, and looks up the layer's output.
-    """
-
-    formats: tuple[Format, ...]
-    suffix: str = "_deploy_model.onnx"
+    formats: tuple[Format, ...]  # the files of the grids, which all hold the same
+    suffix: str = "_deploy_model.onnx"  # the end of the model's name
+    # whether the target computes a layer and a ReLU as one op, and looks up the layer's output
     joins_relu: bool = False
 
     def write(self, export: Write, opset: int, path: Path) -> BackendFiles:
@@ -71,13 +71,11 @@ def _text_of(path: Path) -> str:
         raise ValueError(f"read_encodings: {str(path)!r} must be text in UTF-8: {error.reason}.") from None
 
 
-def _graph_of(path: str | os.PathLike[str]) -> "onnx.ModelProto":
-    import onnx
-
+def _graph_of(path: str | os.PathLike[str]) -> onnx.ModelProto:
     return onnx.load(str(path), load_external_data=False)
 
 
-def _checked_text(format: Format, encodings: Sequence[Encoding], model: "onnx.ModelProto") -> str:
+def _checked_text(format: Format, encodings: Sequence[Encoding], model: onnx.ModelProto) -> str:
     """Return the text of a file whose reader finds what was written."""
     held = format.held(encodings, model)
     text = format.write(held, model)
@@ -85,7 +83,7 @@ def _checked_text(format: Format, encodings: Sequence[Encoding], model: "onnx.Mo
     return text
 
 
-def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: "onnx_ir.Model") -> None:
+def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: onnx_ir.Model) -> None:
     """Warn of weights for which a target that computes their scales itself finds others."""
     import numpy as np
 
@@ -115,9 +113,37 @@ def _warn_of_left_out(format: Format, encodings: Sequence[Encoding], held: Seque
         )
 
 
-_TENSORRT = FloatModel((tensorrt.CACHE, tensorrt.RANGES))
-_QUALCOMM = FloatModel((qualcomm.ENCODINGS,))
-_PPL = FloatModel((ppl.RANGES,))
+# ---- grids of tensors behind and before ops that move values: a compiler that looks up each tensor finds one there too
+
+
+def spread(model: Any, encodings: Iterable[Encoding], joins_relu: bool) -> list[Encoding]:
+    """Return the encodings, and those of tensors that have the same values: with `joins_relu` also those before a ReLU."""
+    found = {encoding.tensor: encoding for encoding in encodings}
+    nodes = [node for node in model.graph if not node.domain]
+    for node in nodes:
+        sources = node.inputs[:1] if node.op_type == "Gather" else moved_inputs(node)
+        known = [None if source is None else found.get(str(source.name)) for source in sources]
+        first = known[0] if known else None
+        if first is not None and all(one is not None and one.has_grid_of(first) for one in known):
+            _add(found, first, (output.name for output in node.outputs))
+    for node in reversed(nodes):
+        goes_back = node.op_type in _REARRANGING or (joins_relu and node.op_type in CLIPS)
+        source = node.inputs[0] if goes_back else None
+        behind = found.get(node.outputs[0].name)
+        if source is not None and behind is not None and source.producer() is not None and len(source.uses()) == 1:
+            _add(found, behind, () if source.is_graph_output() else (source.name,))
+    return list(found.values())
+
+
+def _add(found: dict[str, Encoding], encoding: Encoding, tensors: Iterable[str]) -> None:
+    if encoding.axis is None and not encoding.is_weight:
+        for tensor in tensors:
+            found.setdefault(tensor, replace(encoding, tensor=tensor))
+
+
+_TENSORRT = FloatModel((without_weights.TENSORRT_CACHE, without_weights.TENSORRT_RANGES))
+_QUALCOMM = FloatModel((with_weights.QUALCOMM,))
+_PPL = FloatModel((with_weights.PPL,))
 
 TARGETS: Mapping[str, Target] = {
     "tensorrt": _TENSORRT,
@@ -128,8 +154,8 @@ TARGETS: Mapping[str, Target] = {
     "qnn": _QUALCOMM,
     "ppl": _PPL,
     "ppl-w8a16": _PPL,
-    "tengine": FloatModel((tengine.TABLE,), "_for_tengine.onnx", joins_relu=True),
-    "nnie": FloatModel((nnie.PARAMETERS,)),
-    "stpu": FloatModel((stpu.RANGES,), "_for_stpu.onnx", joins_relu=True),
-    "vitis": FloatModel((vitis.SCALES,)),
+    "tengine": FloatModel((without_weights.TENGINE,), "_for_tengine.onnx", joins_relu=True),
+    "nnie": FloatModel((without_weights.NNIE,)),
+    "stpu": FloatModel((with_weights.STPU,), "_for_stpu.onnx", joins_relu=True),
+    "vitis": FloatModel((with_weights.VITIS,)),
 }

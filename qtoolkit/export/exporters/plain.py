@@ -22,15 +22,7 @@ WITHOUT_INT4 = BLOCKS_OPSET - 1  # torch has no tensors of 4 bits: their codes a
 
 
 class _Plain(PairForm[V]):
-    """Writes the nodes of one call, whose scale may be computed in the file.
-
-    Args:
-        opset: ONNX opset of the file.
-        format: "int", or a small float format.
-        code_range: Lowest and highest code.
-        channels: Axis, group and block size.
-        shape: Sizes of the input.
-    """
+    """Writes the nodes of one call, whose scale may be computed in the file; `channels` are its axis, group and block size."""
 
     def __init__(
         self,

@@ -20,14 +20,10 @@ ADAPTIVE: Mapping[Callable[..., Any], int] = {
 class PoolsWritten(TorchFunctionMode):
     """Write pools by what ONNX has while exporters record a model, and note those for which it has nothing.
 
-    Pools with `divisor_override` become pools that divide by their window, times a factor. The windows of an adaptive pool
-    follow the size of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area".
-
-    Args:
-        what: The public function, with which errors begin.
-
-    Raises:
-        ValueError: A pool with `divisor_override` has `ceil_mode`: the windows beyond the edge would need factors of their own.
+    Pools with `divisor_override` become pools that divide by their window, times a factor; with `ceil_mode` too,
+    ValueError: the windows beyond the edge would need factors of their own. The windows of an adaptive pool follow the size
+    of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area". Errors begin
+    with `what`.
     """
 
     def __init__(self, what: str) -> None:

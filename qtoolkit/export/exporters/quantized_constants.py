@@ -24,29 +24,17 @@ from qtoolkit.quantizers.frozen import Grid
 
 @dataclass(frozen=True)
 class _Call:
-    """The call of a quantizing op on a constant.
+    """The call of a quantizing op on a constant."""
 
-    Attributes:
-        kept: The name of the buffer that stands for its result.
-        names: The dotted names of its tensors: the constant, the scale, and the zero point if there is one; "" of a computed
-            scale.
-        tensors: Their values.
-        settings: Its other arguments by name.
-    """
-
-    kept: str
+    kept: str  # the name of the buffer that stands for its result
+    # the dotted names of its tensors: the constant, the scale, and the zero point if there is one; "" of a computed scale
     names: Sequence[str]
-    tensors: Sequence[Tensor]
-    settings: Mapping[str, Any]
+    tensors: Sequence[Tensor]  # their values
+    settings: Mapping[str, Any]  # its other arguments by name
 
 
 class QuantizedConstants:
-    """The quantized constants of a converted model.
-
-    Args:
-        model: The model.
-        run: Runs it once, which shows them.
-    """
+    """The quantized constants of a converted model; `run` runs it once, which shows them."""
 
     def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
         self._model = model

@@ -8,12 +8,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx
+import onnx_ir
 import torch
+from onnx_ir.passes import PassError
+from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor, nn
 
 from qtoolkit.errors import first_line
+from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
+from qtoolkit.export.exporters.translation import QUANTIZER, TRANSLATIONS, keep_quantizers, placeholders_in
 from qtoolkit.export.files.files import LARGEST_FILE
 from qtoolkit.export.inputs import Inputs, by_name
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -22,10 +28,6 @@ from qtoolkit.op_kinds.recorded import sizes_asked
 from qtoolkit.ops.recording import ops_taken
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.shared_modules import names_by_module
-
-if TYPE_CHECKING:
-    import onnx
-    import onnx_ir
 
 WRAPPED = "model"
 # What follows the advice to use the other exporter.
@@ -57,12 +59,7 @@ class Request:
             return self.model(*self.inputs.args, **self.inputs.kwargs)
 
 
-def _export_dynamo(request: Request) -> "onnx_ir.Model":
-    from onnx_ir.passes import PassError
-
-    from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
-    from qtoolkit.export.exporters.translation import keep_quantizers
-
+def _export_dynamo(request: Request) -> onnx_ir.Model:
     constants, axes = QuantizedConstants(request.model, request.run), _names_of_axes(request)
     with constants.kept_out(), ops_taken(), sizes_asked() as asked:
         program = _dynamo_program(request)
@@ -82,8 +79,7 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
 def _check_asked(asked: Sequence[tuple[Any, str]], what: str) -> None:
     """Warn of branches on dynamic sizes, which the file does not check.
 
-    Raises:
-        RuntimeError: The file would compute with a number that Python has from a dynamic size.
+    Raises RuntimeError: the file would compute with a number that Python has from a dynamic size.
     """
     remedy = (
         "leave that dimension constant (dynamic_batch=False, or no entry in dynamic_shapes), or prepare with that submodule in "
@@ -104,8 +100,6 @@ def _check_asked(asked: Sequence[tuple[Any, str]], what: str) -> None:
 
 
 def _dynamo_program(request: Request) -> torch.onnx.ONNXProgram:
-    from qtoolkit.export.exporters.translation import TRANSLATIONS
-
     inputs = request.inputs
     try:
         program = torch.onnx.export(
@@ -167,11 +161,7 @@ class _Wrapper(nn.Module):
         return self.get_submodule(WRAPPED)(*args, **kwargs)
 
 
-def _export_torchscript(request: Request) -> "onnx_ir.Model":
-    import onnx_ir
-
-    from qtoolkit.export.exporters.translation import keep_quantizers
-
+def _export_torchscript(request: Request) -> onnx_ir.Model:
     axes = _names_of_axes(request)
     model = onnx_ir.from_proto(_torchscript_proto(request, axes))
     _add_unused_inputs(model, request.inputs, axes)
@@ -181,9 +171,7 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
     return model
 
 
-def _torchscript_proto(request: Request, axes: Mapping[str, dict[int, str]]) -> "onnx.ModelProto":
-    import onnx
-
+def _torchscript_proto(request: Request, axes: Mapping[str, dict[int, str]]) -> onnx.ModelProto:
     with (
         _destination(request.model) as written,
         warnings.catch_warnings(),
@@ -242,10 +230,8 @@ def _names_of_axes(request: Request) -> dict[str, dict[int, str]]:
     }
 
 
-def _name_axes(model: "onnx_ir.Model", axes: Mapping[str, Mapping[int, str]]) -> None:
+def _name_axes(model: onnx_ir.Model, axes: Mapping[str, Mapping[int, str]]) -> None:
     """Give the dynamic dimensions their names, which torch.onnx.export leaves out where an input is not a tensor."""
-    import onnx_ir
-
     names = {}
     for value, named in zip(model.graph.inputs, axes.values(), strict=False):
         for axis, name in named.items():
@@ -259,11 +245,8 @@ def _name_axes(model: "onnx_ir.Model", axes: Mapping[str, Mapping[int, str]]) ->
                 value.shape[axis] = names[dim.value]
 
 
-def _add_unused_inputs(model: "onnx_ir.Model", inputs: Inputs, axes: Mapping[str, Mapping[int, str]]) -> None:
+def _add_unused_inputs(model: onnx_ir.Model, inputs: Inputs, axes: Mapping[str, Mapping[int, str]]) -> None:
     """Add the inputs that no node takes, which the TorchScript exporter drops: the file takes what forward takes."""
-    import onnx_ir
-    from onnx_ir.tensor_adapters import from_torch_dtype
-
     values = {value.name: value for value in model.graph.inputs}
     for name, tensor in zip(inputs.names, inputs.tensors, strict=True):
         if name not in values:
@@ -280,10 +263,8 @@ def _quantizers_of_scales(model: nn.Module) -> dict[str, str]:
     return {f"{name}.scale": names[0] for names in quantizers for name in names}
 
 
-def _name_by_quantizers(model: "onnx_ir.Model", quantizers: Mapping[str, str]) -> None:
+def _name_by_quantizers(model: onnx_ir.Model, quantizers: Mapping[str, str]) -> None:
     """Note in each placeholder the quantizer whose scale it reads."""
-    from qtoolkit.export.exporters.translation import QUANTIZER, placeholders_in
-
     for node in placeholders_in(model):
         scale = node.inputs[1]
         quantizer = quantizers.get(scale.name or "") if scale is not None else None
@@ -302,7 +283,7 @@ def _destination(model: nn.Module) -> Iterator[str | io.BytesIO]:
         yield str(Path(folder) / "model.onnx")
 
 
-EXPORTERS: Mapping[str, Callable[[Request], "onnx_ir.Model"]] = {
+EXPORTERS: Mapping[str, Callable[[Request], onnx_ir.Model]] = {
     "dynamo": _export_dynamo,
     "torchscript": _export_torchscript,
 }

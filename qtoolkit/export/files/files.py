@@ -6,26 +6,27 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir
+from onnx import TensorProto, helper, numpy_helper
+from onnx.checker import ValidationError
+from onnx.shape_inference import InferenceError
+from onnx_ir import DataType
+from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
 
 from qtoolkit.errors import first_line
 from qtoolkit.files import write_atomically
 
-if TYPE_CHECKING:
-    import onnx
-    import onnx_ir
-
 KEPT_INSIDE = 1 << 16  # bytes of a tensor above which verification hands it to onnxruntime apart from the model
 LARGEST_FILE = 2_000_000_000  # bytes of weights; a protocol buffer holds less than 2^31 bytes
 
 
-def save(model: "onnx_ir.Model", folder: Path, weights: str) -> tuple[Path, Path | None]:
+def save(model: onnx_ir.Model, folder: Path, weights: str) -> tuple[Path, Path | None]:
     """Save a model in a folder; return its file, and that of its weights (with the given name) if one file cannot hold both."""
-    import onnx_ir
-
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     path = folder / "model.onnx"
     if size <= LARGEST_FILE:
@@ -37,7 +38,6 @@ def save(model: "onnx_ir.Model", folder: Path, weights: str) -> tuple[Path, Path
 
 def weights_of(path: Path) -> set[str]:
     """Return the names of the files beside a path that hold the weights of the model there, as `save` names them."""
-    import onnx
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     names = {name for name in _weight_names(path) if path.with_name(name).is_file()}
@@ -60,14 +60,11 @@ def _weight_names(path: Path) -> tuple[str, str]:
 
 
 @contextmanager
-def replacing_model(model: "onnx_ir.Model", path: Path, opset: int, what: str) -> Iterator[tuple[Path, ...]]:
+def replacing_model(model: onnx_ir.Model, path: Path, opset: int, what: str) -> Iterator[tuple[Path, ...]]:
     """Save a model in a folder of its own, and let it replace what is at a path at the end of a `with` block.
 
-    Yields:
-        Its file, and that of its weights if there is one. If the block raises, what was at the path stays.
-
-    Raises:
-        RuntimeError: The file is no valid ONNX; the message begins with `what`, the public function.
+    Yields its file, and that of its weights if there is one. If the block raises, what was at the path stays. Raises
+    RuntimeError, which begins with `what`: the file is no valid ONNX.
     """
     with tempfile.TemporaryDirectory() as folder:
         old = weights_of(path)
@@ -83,10 +80,6 @@ def replacing_model(model: "onnx_ir.Model", path: Path, opset: int, what: str) -
 
 def check_file(path: Path, opset: int, what: str) -> None:
     """Raise RuntimeError, which begins with `what`, for a file that is no valid ONNX."""
-    import onnx
-    from onnx.checker import ValidationError
-    from onnx.shape_inference import InferenceError
-
     try:
         onnx.checker.check_model(path, full_check=True)
     except (ValidationError, InferenceError) as error:
@@ -98,23 +91,15 @@ def check_file(path: Path, opset: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class OpenedFile:
-    """A model to run in onnxruntime.
+    """A model to run in onnxruntime."""
 
-    Attributes:
-        proto: The model, whose large weights are elsewhere if it was read from a file.
-        folder: The folder of its weights, if they are in a file of their own.
-        weights: Large weights that were in the file itself, by name.
-    """
-
-    proto: "onnx.ModelProto"
-    folder: str = ""
-    weights: Mapping[str, Any] = field(default_factory=dict)
+    proto: onnx.ModelProto  # the model, whose large weights are elsewhere if it was read from a file
+    folder: str = ""  # the folder of its weights, if they are in a file of their own
+    weights: Mapping[str, Any] = field(default_factory=dict)  # large weights that were in the file itself, by name
 
     @classmethod
-    def of(cls, model: "onnx.ModelProto | str | os.PathLike[str]") -> "OpenedFile":
+    def of(cls, model: onnx.ModelProto | str | os.PathLike[str]) -> "OpenedFile":
         """Open a model, or the file at a path; weights in a file of their own are not read."""
-        import onnx
-
         if isinstance(model, onnx.ModelProto):
             return cls(model)
         proto = onnx.load(str(model), load_external_data=False)
@@ -123,8 +108,7 @@ class OpenedFile:
     def run(self, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Any]:
         """Run the model without graph optimizations; return its inputs and outputs, and the tensors of these names.
 
-        Raises:
-            RuntimeError: onnxruntime cannot run it.
+        Raises RuntimeError: onnxruntime cannot run it.
         """
         constants = {t.name: self.constant(t) for t in self.proto.graph.initializer if t.name in names}
         session = self._session([name for name in dict.fromkeys(names) if name not in constants])
@@ -147,9 +131,6 @@ class OpenedFile:
 
     def check_inputs(self, inputs: Sequence[Tensor], what: str) -> None:
         """Raise ValueError, which begins with `what`, for inputs of another number, dtype or size than the file takes."""
-        from onnx_ir import DataType
-        from onnx_ir.tensor_adapters import from_torch_dtype
-
         stored = {tensor.name for tensor in self.proto.graph.initializer}
         taken = [value for value in self.proto.graph.input if value.name not in stored]
         if len(taken) != len(inputs):
@@ -174,11 +155,8 @@ class OpenedFile:
     def constants(self, names: Sequence[str]) -> dict[str, Any]:
         """Return tensors that do not depend on the inputs of the model.
 
-        Raises:
-            RuntimeError: onnxruntime cannot compute them.
+        Raises RuntimeError: onnxruntime cannot compute them.
         """
-        import onnx
-
         stored = {tensor.name: tensor for tensor in self.proto.graph.initializer}
         found = {name: _places(self.constant(stored[name])) for name in names if name in stored}
         computed = [name for name in names if name not in stored]
@@ -196,15 +174,12 @@ class OpenedFile:
         weights = {name: array for name, array in self.weights.items() if name in needed}
         return found | OpenedFile(part, self.folder, weights).run([], computed)
 
-    def constant(self, tensor: "onnx.TensorProto") -> Any:
+    def constant(self, tensor: onnx.TensorProto) -> Any:
         """Return the array of an initializer."""
-        from onnx import numpy_helper
-
         return self.weights[tensor.name] if tensor.name in self.weights else numpy_helper.to_array(tensor, self.folder)
 
     def _session(self, names: Sequence[str]) -> Any:
         """Return a session of the model whose outputs include the tensors of these names."""
-        import onnx
         import onnxruntime
 
         opened = onnx.ModelProto()
@@ -226,10 +201,8 @@ class OpenedFile:
             ) from error
 
 
-def _take_out_weights(model: "onnx.ModelProto") -> dict[str, Any]:
+def _take_out_weights(model: onnx.ModelProto) -> dict[str, Any]:
     """Replace the data of large weights in a model by a reference, and return their arrays: a string would hold them again."""
-    from onnx import TensorProto, helper, numpy_helper
-
     weights = {}
     for tensor in model.graph.initializer:
         shared = helper.tensor_dtype_to_np_dtype(tensor.data_type).isbuiltin  # others have no type in numpy itself
@@ -241,10 +214,8 @@ def _take_out_weights(model: "onnx.ModelProto") -> dict[str, Any]:
     return weights
 
 
-def _widen(graph: "onnx.GraphProto", names: Sequence[str]) -> None:
+def _widen(graph: onnx.GraphProto, names: Sequence[str]) -> None:
     """Return codes that numpy has no type for in a type that it has: under their names, as the output of a Cast."""
-    from onnx import TensorProto, helper
-
     wide = {TensorProto.INT4: TensorProto.INT8, TensorProto.UINT4: TensorProto.UINT8}
     wide |= dict.fromkeys((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2), TensorProto.FLOAT)
     dtypes = {tensor.name: tensor.data_type for tensor in graph.initializer}
@@ -258,17 +229,15 @@ def _widen(graph: "onnx.GraphProto", names: Sequence[str]) -> None:
             graph.node.append(helper.make_node("Cast", [f"{name}.narrow"], [name], to=dtype))
 
 
-def _small_floats(graph: "onnx.GraphProto") -> dict[str, Any]:
+def _small_floats(graph: onnx.GraphProto) -> dict[str, Any]:
     """Return the type of the codes of each QuantizeLinear in a small float format, by the name of its output."""
-    from onnx import TensorProto, helper
-
     kinds = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
     dtypes = {t.name: helper.tensor_dtype_to_np_dtype(t.data_type) for t in graph.initializer if t.data_type in kinds}
     quantizers = (node for node in graph.node if node.op_type == "QuantizeLinear")
     return {node.output[0]: dtypes[_zero_point(node)] for node in quantizers if _zero_point(node) in dtypes}
 
 
-def _zero_point(node: "onnx.NodeProto") -> str:
+def _zero_point(node: onnx.NodeProto) -> str:
     """Return the name of the zero point of a QuantizeLinear; "" where it has none, which is 0 of uint8."""
     return node.input[2] if len(node.input) > 2 else ""
 

@@ -1,55 +1,49 @@
 """Graphs of onnx_ir: what makes a value, which values are constants, and what passes put in."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import onnx_ir
+import onnx_ir
 
 Array = np.ndarray[Any, Any]
 
 
-def maker_of(value: "onnx_ir.Value | None", op_type: str) -> "onnx_ir.Node | None":
+def maker_of(value: onnx_ir.Value | None, op_type: str) -> onnx_ir.Node | None:
     """Return the node that computes a value, if it is of this op."""
     maker = None if value is None else value.producer()
     return maker if maker is not None and maker.op_type == op_type else None
 
 
-def input_at(node: "onnx_ir.Node", index: int) -> "onnx_ir.Value | None":
+def input_at(node: onnx_ir.Node, index: int) -> onnx_ir.Value | None:
     """Return an input of a node; None where the node does not have it, or leaves it out."""
     return node.inputs[index] if len(node.inputs) > index else None
 
 
-def constant_of(value: "onnx_ir.Value | None") -> Array | None:
+def constant_of(value: onnx_ir.Value | None) -> Array | None:
     """Return the array of a value; None if it is computed."""
-    import onnx_ir
-
     tensor = None if value is None else onnx_ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
 
-def constant_input(node: "onnx_ir.Node", index: int) -> Array | None:
+def constant_input(node: onnx_ir.Node, index: int) -> Array | None:
     """Return the array of a node's input; None if the node does not have it, or if it is computed."""
     return constant_of(input_at(node, index))
 
 
-def has_one_scale(pair: "onnx_ir.Node") -> bool:
+def has_one_scale(pair: onnx_ir.Node) -> bool:
     """Return whether a QuantizeLinear or DequantizeLinear has one constant scale."""
     scale = constant_input(pair, 1)
     return scale is not None and scale.size == 1
 
 
-def replace_node(node: "onnx_ir.Node", new: "Sequence[onnx_ir.Node]", value: "onnx_ir.Value") -> None:
+def replace_node(node: onnx_ir.Node, new: Sequence[onnx_ir.Node], value: onnx_ir.Value) -> None:
     """Replace a node by new ones, and its output by a value that they compute."""
-    import onnx_ir
-
     if node.graph is not None:
         onnx_ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, node.outputs, [value])
 
 
-def unused_name(graph: "onnx_ir.Graph", name: str) -> str:
+def unused_name(graph: onnx_ir.Graph, name: str) -> str:
     """Return this name, with a number if a constant of the graph has it."""
     unique, number = name, 1
     while unique in graph.initializers:
@@ -61,29 +55,25 @@ def unused_name(graph: "onnx_ir.Graph", name: str) -> str:
 class Constants:
     """The constants that are added to a graph: `shared` ones that are equal once."""
 
-    def __init__(self, graph: "onnx_ir.Graph") -> None:
+    def __init__(self, graph: onnx_ir.Graph) -> None:
         self.graph = graph
         self.known: dict[tuple[Any, ...], onnx_ir.Value] = {}
 
-    def shared(self, array: Array, dtype: "onnx_ir.DataType", name: str) -> "onnx_ir.Value":
+    def shared(self, array: Array, dtype: onnx_ir.DataType, name: str) -> onnx_ir.Value:
         """Return a small constant, which has this name if it is new."""
         key = (dtype, array.shape, array.tobytes())
         if key not in self.known:
             self.known[key] = self.add(array, dtype, name)
         return self.known[key]
 
-    def add(self, array: Array, dtype: "onnx_ir.DataType", name: str) -> "onnx_ir.Value":
+    def add(self, array: Array, dtype: onnx_ir.DataType, name: str) -> onnx_ir.Value:
         """Return a new constant, named like this."""
-        import onnx_ir
-
         unique = unused_name(self.graph, name)
         tensor = onnx_ir.Tensor(array.astype(dtype.numpy()), dtype, name=unique)
         value = onnx_ir.val(unique, dtype, array.shape, const_value=tensor)
         self.graph.register_initializer(value)
         return value
 
-    def integers(self, values: Sequence[Any], name: str) -> "onnx_ir.Value":
+    def integers(self, values: Sequence[Any], name: str) -> onnx_ir.Value:
         """Return a new constant of int64, such as a shape or axes."""
-        import onnx_ir
-
         return self.add(np.array(values, np.int64), onnx_ir.DataType.INT64, name)

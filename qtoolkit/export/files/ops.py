@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir
 
 from qtoolkit.export.files.graph import constant_of, input_at
 from qtoolkit.export.files.kinds import BINARY, WEIGHTED, bounds_of, kind_by_op
@@ -14,21 +15,16 @@ from qtoolkit.lint.ops import Layer, Op, WeightGrid
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER
 
-if TYPE_CHECKING:
-    import onnx_ir
-
 GATED = {"Sigmoid": "silu", "HardSigmoid": "hardswish"}  # x * gate(x)
 SIZES = ("Shape", "Size")  # they read no values
 
 
-def ops_of(model: "onnx_ir.Model") -> list[Op]:
+def ops_of(model: onnx_ir.Model) -> list[Op]:
     """Return the ops of the main graph, in order; not those in the bodies of If, Loop and Scan.
 
     A QuantizeLinear is a quantizer; the DequantizeLinear nodes behind it, and what clips its codes, belong to it. What is
-    computed from constants alone belongs to the node that takes it.
-
-    Raises:
-        UnreadableFileError: A node lacks an input or an attribute.
+    computed from constants alone belongs to the node that takes it. Raises UnreadableFileError: a node lacks an input or an
+    attribute.
     """
     try:
         return _Reader(model).ops
@@ -39,17 +35,12 @@ def ops_of(model: "onnx_ir.Model") -> list[Op]:
 
 
 class _Reader:
-    """Reads the nodes in order.
+    """Reads the nodes in order."""
 
-    Attributes:
-        ops: The ops, in order.
-        made: The op that computes each tensor that depends on the inputs.
-    """
-
-    def __init__(self, model: "onnx_ir.Model") -> None:
+    def __init__(self, model: onnx_ir.Model) -> None:
         self.opset = model.graph.opset_imports.get("", 0)
         self.ops: list[Op] = []
-        self.made: dict[Any, Op] = {}
+        self.made: dict[Any, Op] = {}  # the op that computes each tensor that depends on the inputs
         self.gates = set(_gates(model.graph))
         for value in model.graph.inputs:
             if not value.is_initializer():
@@ -67,7 +58,7 @@ class _Reader:
             source.users.append(op)
         self.made.update(dict.fromkeys(outputs, op))
 
-    def _read(self, node: "onnx_ir.Node") -> None:
+    def _read(self, node: onnx_ir.Node) -> None:
         sources = list(dict.fromkeys(self.made[value] for value in node.inputs if value in self.made))
         if (not sources and not _has_body(node)) or node in self.gates or node.op_type in SIZES:
             return
@@ -93,7 +84,7 @@ class _Reader:
             return
         self._add(self._op(node), node.outputs)
 
-    def _op(self, node: "onnx_ir.Node") -> Op:
+    def _op(self, node: onnx_ir.Node) -> Op:
         weighted = self._weight(node)
         kind = self._kind(node, weighted is not None)
         first = self.made.get(input_at(node, 0))
@@ -111,10 +102,10 @@ class _Reader:
         facts = self._facts(node, weight=codes, bias=None if bias is None else bias.codes)
         return Op(_name(node), kind, sources, layer=layer_of(node, weight.shape, grid), node=facts)
 
-    def _facts(self, node: "onnx_ir.Node", **facts: Any) -> FileNode:
+    def _facts(self, node: onnx_ir.Node, **facts: Any) -> FileNode:
         return FileNode(node.op_type, "" if node.domain == "ai.onnx" else node.domain, self.opset, **facts)
 
-    def _weight(self, node: "onnx_ir.Node") -> Any:
+    def _weight(self, node: onnx_ir.Node) -> Any:
         """Return the constant weight of a layer; None of other nodes."""
         if node.domain not in ("", "ai.onnx"):
             return None
@@ -125,7 +116,7 @@ class _Reader:
         places = (1, 0) if node.op_type in ("Gemm", "MatMul") else (1,)
         return next((node.inputs[i] for i in places if node.inputs[i] not in self.made), None)
 
-    def _kind(self, node: "onnx_ir.Node", weighted: bool) -> OpKind:
+    def _kind(self, node: onnx_ir.Node, weighted: bool) -> OpKind:
         if node.domain not in ("", "ai.onnx"):
             return OTHER
         if node.op_type in BINARY:
@@ -137,7 +128,7 @@ class _Reader:
         return kind_by_op(node)
 
 
-def _stays_with_quantizer(node: "onnx_ir.Node", source: Op) -> bool:
+def _stays_with_quantizer(node: onnx_ir.Node, source: Op) -> bool:
     """Return whether a node belongs to the quantizer before it: its DequantizeLinear, and clips and casts of codes."""
     facts = source.node
     if not source.is_quantizer or not isinstance(facts, FileNode):
@@ -149,18 +140,16 @@ def _stays_with_quantizer(node: "onnx_ir.Node", source: Op) -> bool:
     return on_codes and facts.op_type == "QuantizeLinear" and node.op_type in ("Clip", "Cast")
 
 
-def _has_body(node: "onnx_ir.Node") -> bool:
-    import onnx_ir
-
+def _has_body(node: onnx_ir.Node) -> bool:
     kinds = (onnx_ir.AttributeType.GRAPH, onnx_ir.AttributeType.GRAPHS)
     return any(attribute.type in kinds for attribute in node.attributes.values())
 
 
-def _name(node: "onnx_ir.Node") -> str:
+def _name(node: onnx_ir.Node) -> str:
     return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
 
 
-def _gate(product: "onnx_ir.Node") -> Any:
+def _gate(product: onnx_ir.Node) -> Any:
     """Return the gate of x * gate(x), where nothing else takes it; None of other nodes."""
     if product.op_type != "Mul" or len(product.inputs) != 2:
         return None
@@ -180,7 +169,7 @@ def _gates(graph: Any) -> Iterator[Any]:
             yield gate
 
 
-def _codes(node: "onnx_ir.Node") -> Codes:
+def _codes(node: onnx_ir.Node) -> Codes:
     """Return the codes of a QuantizeLinear or DequantizeLinear."""
     quantize = node.op_type == "QuantizeLinear"
     given = input_at(node, 2)
@@ -192,10 +181,8 @@ def _codes(node: "onnx_ir.Node") -> Codes:
     return Codes(_dtype(node, zero), scale, zero_point, given is not None, axis, block_size, takers)
 
 
-def _dtype(node: "onnx_ir.Node", zero_point: Any) -> str:
+def _dtype(node: onnx_ir.Node, zero_point: Any) -> str:
     """Return ONNX's name of the type of the codes: that of the zero point, else of the codes, else ONNX's default."""
-    import onnx_ir
-
     quantize = node.op_type == "QuantizeLinear"
     values = (input_at(node, 2), node.outputs[0] if quantize else node.inputs[0])
     known = [onnx_ir.DataType.from_numpy(zero_point.dtype)] if zero_point is not None else []
@@ -206,8 +193,6 @@ def _dtype(node: "onnx_ir.Node", zero_point: Any) -> str:
 
 def _constant(value: Any) -> Any:
     """Return the array of a constant, also behind Identity and Cast, as exporters write zero points; None of other values."""
-    import onnx_ir
-
     array = constant_of(value)
     node = None if value is None else value.producer()
     if array is not None or node is None or node.op_type not in ("Identity", "Cast"):
@@ -219,17 +204,11 @@ def _constant(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A constant, back to how its codes are stored.
+    """A constant, back to how its codes are stored."""
 
-    Attributes:
-        codes: Its codes; None where it stays float.
-        shape: Its shape; () where it is not known.
-        axis: The axis that its scales run along; None for one scale, or where it is not known.
-    """
-
-    codes: Codes | None
-    shape: tuple[int, ...]
-    axis: int | None
+    codes: Codes | None  # its codes; None where it stays float
+    shape: tuple[int, ...]  # its shape; () where it is not known
+    axis: int | None  # the axis that its scales run along; None for one scale, or where it is not known
 
     @classmethod
     def of(cls, value: Any) -> "_Weight":
@@ -255,15 +234,13 @@ class _Weight:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    import onnx_ir
-
     tensor = onnx_ir.convenience.get_const_tensor(value)
     shape = value.shape if tensor is None else tensor.shape
     sizes = tuple(shape or ())
     return sizes if all(isinstance(size, int) for size in sizes) else ()
 
 
-def layer_of(node: "onnx_ir.Node", shape: tuple[int, ...], grid: WeightGrid | None = None) -> Layer:
+def layer_of(node: onnx_ir.Node, shape: tuple[int, ...], grid: WeightGrid | None = None) -> Layer:
     """Return the layer that a node computes with a weight of this shape."""
     groups = max(node.attributes.get_int("group", 1) or 1, 1)
     if node.op_type == "Conv" and len(shape) > 2:

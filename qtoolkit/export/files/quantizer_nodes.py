@@ -28,23 +28,14 @@ def quantizer_of(node: Any) -> str:
 
 @dataclass(frozen=True)
 class QuantizerNode:
-    """A quantizer's nodes in the file, by the names of the tensors.
+    """A quantizer's nodes in the file, by the names of the tensors."""
 
-    Attributes:
-        quantizer: Its dotted name in the model.
-        source: The values that are quantized, or the codes where the file stores them.
-        codes: The codes.
-        values: The values of the codes.
-        is_constant: Whether the codes do not depend on the inputs of the model.
-        quantize: The name of the QuantizeLinear node; "" where the file stores the codes.
-    """
-
-    quantizer: str
-    source: str
-    codes: str
-    values: str
-    is_constant: bool
-    quantize: str
+    quantizer: str  # its dotted name in the model
+    source: str  # the values that are quantized, or the codes where the file stores them
+    codes: str  # the codes
+    values: str  # the values of the codes
+    is_constant: bool  # whether the codes do not depend on the inputs of the model
+    quantize: str  # the name of the QuantizeLinear node; "" where the file stores the codes
 
     @property
     def is_stored(self) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtoolkit.errors import first_line
-from qtoolkit.extras import missing
+from qtoolkit.extras import needed
 
 if TYPE_CHECKING:
     import onnx
@@ -29,21 +29,16 @@ class UnreadableFileError(ValueError):
 def open_model(path: str | os.PathLike[str]) -> "onnx.ModelProto":
     """Return the model of an ONNX file, without weights that are in files of their own.
 
-    Raises:
-        UnreadableFileError: There is no such file; it is not ONNX, is truncated or invalid; it has ops that ONNX does not know;
-            or the file of its weights is missing.
-        ImportError: onnx is not installed.
+    Raises UnreadableFileError: there is no such file; it is not ONNX, is truncated or invalid; it has ops that ONNX does
+    not know; or the file of its weights is missing. ImportError: onnx is not installed.
     """
-    try:
-        import onnx
-    except ImportError as error:
-        raise missing("reading ONNX files", "onnx", "onnx") from error
+    load = needed("onnx", "reading ONNX files", "onnx").load
     file = Path(path)
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
         raise UnreadableFileError(f"{str(path)!r} {what}; pass the path of an ONNX file.")
     try:
-        model = onnx.load(str(file), load_external_data=False, format="protobuf")
+        model: onnx.ModelProto = load(str(file), load_external_data=False, format="protobuf")
     except OSError as error:
         raise UnreadableFileError(f"{str(path)!r} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # protobuf's errors have no base class of their own
@@ -60,12 +55,7 @@ def open_model(path: str | os.PathLike[str]) -> "onnx.ModelProto":
 
 
 def open_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
-    """Return a file's model as a graph, with the functions of the file in place of their calls.
-
-    Raises:
-        UnreadableFileError: As `open_model`.
-        ImportError: onnx or onnxscript is not installed.
-    """
+    """Return a file's model as a graph, with the functions of the file in place of their calls; errors as `open_model`."""
     open_model(path)
     import onnx_ir
     from onnx_ir.passes.common import InlinePass
@@ -164,8 +154,7 @@ def _with_types(model: "onnx.ModelProto") -> "onnx.ModelProto | None":
 def array_of(tensor: "onnx.TensorProto", file: Path) -> Any:
     """Return the values of a constant in a file.
 
-    Raises:
-        UnreadableFileError: Its type is not known, or it has more or fewer values than its shape says.
+    Raises UnreadableFileError: its type is not known, or it has more or fewer values than its shape says.
     """
     from onnx import numpy_helper
 

@@ -18,15 +18,9 @@ MIXED_OPSET = 23  # the first whose nodes take a scale of another type than thei
 
 
 def lower(model: onnx_ir.Model, opset: int, integer_weights: bool) -> None:
-    """Replace all placeholders.
+    """Replace all placeholders in a model of this opset. Raises ValueError: a shape does not fit ONNX's nodes.
 
-    Args:
-        model: A model of this opset.
-        opset: ONNX opset.
-        integer_weights: Whether the codes of constants are stored, with DequantizeLinear alone.
-
-    Raises:
-        ValueError: A shape does not fit ONNX's nodes.
+    With `integer_weights` the codes of constants are stored, with DequantizeLinear alone.
     """
     constants = Constants(model.graph)
     for node in placeholders_in(model):
@@ -35,13 +29,7 @@ def lower(model: onnx_ir.Model, opset: int, integer_weights: bool) -> None:
 
 
 class _Lowering(PairForm[onnx_ir.Value]):
-    """Writes the nodes of one placeholder.
-
-    Args:
-        node: The placeholder.
-        opset: ONNX opset.
-        constants: The constants of the graph.
-    """
+    """Writes the nodes of one placeholder."""
 
     def __init__(self, node: onnx_ir.Node, opset: int, constants: Constants) -> None:
         given = {key: attribute.value for key, attribute in node.attributes.items()}

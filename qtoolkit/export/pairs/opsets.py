@@ -1,16 +1,17 @@
 """ONNX opsets: which a file needs, which torch writes, and conversion of a model to another."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx
+import onnx_ir
 import torch
+from onnx import helper
+from onnxscript import version_converter
 
 from qtoolkit.export.files.graph import constant_input, input_at, replace_node
 from qtoolkit.export.inputs import Source
 from qtoolkit.lint.file_facts import AXIS_OPSET
-
-if TYPE_CHECKING:
-    import onnx_ir
 
 LOWEST = AXIS_OPSET
 DEFAULT = 18
@@ -20,11 +21,7 @@ SCRIPT_NEWEST = 25  # the newest that onnxscript's converter knows
 
 
 def choose(opset: int | None, source: Source) -> int:
-    """Return the opset of a file.
-
-    Raises:
-        ValueError: ONNX does not have it, or it cannot express the model's codes.
-    """
+    """Return the opset of a file. Raises ValueError: ONNX does not have it, or it cannot express the model's codes."""
     from qtoolkit.export.pairs.storage import smallest_opset
 
     needed = {
@@ -48,8 +45,6 @@ def choose(opset: int | None, source: Source) -> int:
 
 def check_opset(what: str, opset: object) -> None:
     """Raise ValueError for anything but an opset that the installed onnx has, from LOWEST on."""
-    import onnx
-
     newest = onnx.defs.onnx_opset_version()
     if type(opset) is not int or not LOWEST <= opset <= newest:
         raise ValueError(
@@ -63,16 +58,11 @@ def native(opset: int, exporter: str) -> int:
     return min(max(opset, low), high)
 
 
-def convert_opset(model: "onnx_ir.Model", opset: int, exporter: str, what: str) -> "onnx_ir.Model":
+def convert_opset(model: onnx_ir.Model, opset: int, exporter: str, what: str) -> onnx_ir.Model:
     """Convert a model to an opset. Nodes of other domains stay as they are. Errors begin with `what`, the public function.
 
-    Raises:
-        RuntimeError: An op of the model does not exist there in this form.
+    Raises RuntimeError: an op of the model does not exist there in this form.
     """
-    import onnx
-    from onnx import helper
-    from onnxscript import version_converter
-
     own = model.opset_imports[""]
     if opset < own:
         _lower_opset(model, opset, exporter, what)
@@ -87,11 +77,8 @@ def convert_opset(model: "onnx_ir.Model", opset: int, exporter: str, what: str) 
     return model
 
 
-def _lower_opset(model: "onnx_ir.Model", opset: int, exporter: str, what: str) -> None:
+def _lower_opset(model: onnx_ir.Model, opset: int, exporter: str, what: str) -> None:
     """Write the nodes of a model in the form of an older opset: these have fewer types and fewer attributes."""
-    import onnx
-    import onnx_ir
-
     for node in list(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):
         if node.domain:
             continue
@@ -112,15 +99,13 @@ def _lower_opset(model: "onnx_ir.Model", opset: int, exporter: str, what: str) -
     model.opset_imports[""] = opset
 
 
-def _refusal(node: "onnx_ir.Node", opset: int, exporter: str) -> str:
+def _refusal(node: onnx_ir.Node, opset: int, exporter: str) -> str:
     other = "exporter='torchscript'" if exporter == "dynamo" else f"opset={NATIVE[exporter][0]}"
     return f"{node.op_type} has no form in opset {opset} that computes the same; pass {other} or a newer opset."
 
 
-def _take_axes(node: "onnx_ir.Node", older: Any) -> None:
+def _take_axes(node: onnx_ir.Node, older: Any) -> None:
     """Make the axes of a reduction, a constant input, an attribute."""
-    import onnx_ir
-
     if input_at(node, 1) is not None and "axes" in older.attributes:
         axes = constant_input(node, 1)
         if axes is None:
@@ -131,21 +116,21 @@ def _take_axes(node: "onnx_ir.Node", older: Any) -> None:
         node.attributes.pop("noop_with_empty_axes", None)
 
 
-def _take_defaults(node: "onnx_ir.Node", older: Any) -> None:
+def _take_defaults(node: onnx_ir.Node, older: Any) -> None:
     """Drop the attributes that the older form does not have, where they say what it does."""
     for name, default in DEFAULTS[node.op_type].items():
         if name not in older.attributes and _value(node, name) in (default, None):
             node.attributes.pop(name, None)
 
 
-def _take_shape(node: "onnx_ir.Node", older: Any) -> None:
+def _take_shape(node: onnx_ir.Node, older: Any) -> None:
     """Drop `allowzero` of a shape without zeros, where it has no effect."""
     shape = constant_input(node, 1)
     if not _value(node, "allowzero") or (shape is not None and shape.all()):
         node.attributes.pop("allowzero", None)
 
 
-def _take_parts(node: "onnx_ir.Node", older: Any) -> None:
+def _take_parts(node: onnx_ir.Node, older: Any) -> None:
     """Drop the number of parts, where they are equal: the outputs give it."""
     axis, shape = _value(node, "axis") or 0, node.inputs[0].shape  # type: ignore[union-attr]
     size = None if shape is None else shape[axis]
@@ -153,16 +138,14 @@ def _take_parts(node: "onnx_ir.Node", older: Any) -> None:
         node.attributes.pop("num_outputs", None)
 
 
-def _write_hard_swish(node: "onnx_ir.Node") -> None:
+def _write_hard_swish(node: onnx_ir.Node) -> None:
     """Write HardSwish, which opset 14 introduced, as the function that it is: x * HardSigmoid(x)."""
-    import onnx_ir
-
     gate = onnx_ir.node("HardSigmoid", node.inputs, {"alpha": 1 / 6, "beta": 0.5}, name=f"{node.name}/gate")
     product = onnx_ir.node("Mul", [*node.inputs, *gate.outputs], name=node.name)
     replace_node(node, [gate, product], product.outputs[0])
 
 
-def _value(node: "onnx_ir.Node", name: str) -> Any:
+def _value(node: onnx_ir.Node, name: str) -> Any:
     return node.attributes[name].value if name in node.attributes else None
 
 
@@ -176,9 +159,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ScatterElements": {"reduction": "none"},
     "ScatterND": {"reduction": "none"},
 }
-WRITTEN_OUT: Mapping[str, Callable[["onnx_ir.Node"], None]] = {"HardSwish": _write_hard_swish}
+WRITTEN_OUT: Mapping[str, Callable[[onnx_ir.Node], None]] = {"HardSwish": _write_hard_swish}
 REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
-LOWERED: Mapping[str, Callable[["onnx_ir.Node", Any], None]] = {
+LOWERED: Mapping[str, Callable[[onnx_ir.Node, Any], None]] = {
     **{f"Reduce{name}": _take_axes for name in REDUCTIONS},
     **dict.fromkeys(DEFAULTS, _take_defaults),
     "Reshape": _take_shape,

@@ -22,20 +22,10 @@ V = TypeVar("V")
 class PairForm(ABC, Generic[V]):
     """Writes the nodes of one call; a subclass knows how to write a node, whose inputs and output are values of type V.
 
-    Args:
-        format: "int", or a small float format.
-        code_range: Lowest and highest code.
-        axis: Channel axis, or None.
-        group: Groups of dimension 0.
-        block_size: Elements along the axis that share a scale, or 0.
-        shape: Sizes of the input.
-
-    Attributes:
-        axis: The channel axis of the two nodes.
-        storage: How codes are stored; the subclass sets it.
+    `group` divides dimension 0; `block_size` elements along the axis share a scale, 0 without blocks; `shape` is the input's.
     """
 
-    storage: Storage
+    storage: Storage  # how codes are stored; the subclass sets it
 
     def __init__(
         self,

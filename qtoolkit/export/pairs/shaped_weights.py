@@ -26,13 +26,7 @@ class _Constant(nn.Module):
 def shaped_weights(converted: nn.Module, run: Callable[[], Any], what: str) -> Iterator[None]:
     """Let the quantizers of weights return them from shaped constants, for the duration of a `with` block.
 
-    Args:
-        converted: The model.
-        run: Runs the model once, which shows the weights.
-        what: The public function, with which errors begin.
-
-    Raises:
-        ValueError: A quantizer quantizes several weights.
+    `run` runs the model once, which shows the weights. Raises ValueError, which begins with `what`: a quantizer has several.
     """
     weights = _weights_to_shape(converted, run, what)
     shapes = {grid: grid.shape for grid in weights if grid.shape is not None}

@@ -27,19 +27,12 @@ POWERS_OPSET = 24  # the first whose scales may be powers of two in 8 bits, as i
 
 @dataclass(frozen=True)
 class Storage:
-    """How a file stores codes.
+    """How a file stores codes."""
 
-    Attributes:
-        dtype: Type of the codes.
-        format: "int", or the float format.
-        code_range: Lowest and highest integer code.
-        clips: Whether the type has codes beyond these.
-    """
-
-    dtype: DataType
-    format: str
-    code_range: tuple[int, int]
-    clips: bool
+    dtype: DataType  # type of the codes
+    format: str  # "int", or the float format
+    code_range: tuple[int, int]  # lowest and highest integer code
+    clips: bool  # whether the type has codes beyond these
 
 
 def smallest_opset(format: str, qmin: int, qmax: int, block_size: int = 0) -> int:
@@ -79,16 +72,7 @@ def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool)
 def code_array(
     x: Array, scale: Array, zero_point: Array | None, storage: Storage, axis: int | None, block_size: int
 ) -> Array:
-    """Return the codes of a constant, in the type of the file.
-
-    Args:
-        x: The values.
-        scale: Steps between codes, in the layout of QuantizeLinear.
-        zero_point: Codes of zero, or None.
-        storage: The type.
-        axis: Channel axis, or None for per tensor.
-        block_size: Elements along the axis that share a scale, or 0.
-    """
+    """Return the codes of a constant, in the type of the file; the scale is in the layout of QuantizeLinear."""
     kind = storage.dtype.numpy()
     if storage.format == "int":
         zero = None if zero_point is None else _float32(zero_point)

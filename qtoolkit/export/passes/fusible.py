@@ -1,20 +1,16 @@
 """Forms of ops that runtimes have integer kernels for, instead of those that torch's exporters write."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import onnx_ir
 
 from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
 from qtoolkit.export.files.kinds import axes_of
 from qtoolkit.export.passes.repeated_pairs import is_on_codes
 
-if TYPE_CHECKING:
-    import onnx_ir
-
 END = np.iinfo(np.int64).max  # of a Slice: behind the last place of any dimension
 
 
-def write_fusible_forms(model: "onnx_ir.Model") -> None:
+def write_fusible_forms(model: onnx_ir.Model) -> None:
     """Write spatial means as GlobalAveragePool, linear layers with int32 biases as Gemm, PRelu with one slope as LeakyRelu.
 
     onnxruntime has integer kernels for all three, but none for ReduceMean, for a MatMul and an Add, and for PRelu. Its integer
@@ -34,9 +30,7 @@ def write_fusible_forms(model: "onnx_ir.Model") -> None:
             _write_concat(model, node)
 
 
-def _write_global_pool(model: "onnx_ir.Model", mean: "onnx_ir.Node") -> None:
-    import onnx_ir
-
+def _write_global_pool(model: onnx_ir.Model, mean: onnx_ir.Node) -> None:
     source, output = mean.inputs[0], mean.outputs[0]
     shape = None if source is None else source.shape
     axes = axes_of(mean)
@@ -55,10 +49,8 @@ def _write_global_pool(model: "onnx_ir.Model", mean: "onnx_ir.Node") -> None:
     replace_node(mean, new, last)
 
 
-def _write_gemm(model: "onnx_ir.Model", add: "onnx_ir.Node") -> None:
+def _write_gemm(model: onnx_ir.Model, add: onnx_ir.Node) -> None:
     """Write x @ w.T + b, for x of more than two dimensions, as a Gemm of its rows."""
-    import onnx_ir
-
     product, bias = add.inputs
     matmul = maker_of(product, "MatMul")
     if product is None or bias is None or matmul is None or not _is_int32(bias):
@@ -80,23 +72,19 @@ def _write_gemm(model: "onnx_ir.Model", add: "onnx_ir.Node") -> None:
     replace_node(add, [rows, gemm, back], back.outputs[0])
 
 
-def _write_leaky_relu(prelu: "onnx_ir.Node") -> None:
-    import onnx_ir
-
+def _write_leaky_relu(prelu: onnx_ir.Node) -> None:
     slope = constant_input(prelu, 1)
     if slope is not None and slope.size == 1:
         leaky = onnx_ir.node("LeakyRelu", prelu.inputs[:1], {"alpha": float(slope.item())}, name=prelu.name)
         replace_node(prelu, [leaky], leaky.outputs[0])
 
 
-def _write_counted_pool(model: "onnx_ir.Model", pool: "onnx_ir.Node") -> None:
+def _write_counted_pool(model: onnx_ir.Model, pool: onnx_ir.Node) -> None:
     """Write a pool with ceil_mode, which counts its padding, as a padding and a pool that counts what lies inside of it.
 
     Both divide by the part of a window that lies inside of the padded input. onnxruntime's integer kernel divides by the whole
     window, also where it reaches beyond, if `count_include_pad` is 1.
     """
-    import onnx_ir
-
     attributes, source = pool.attributes, pool.inputs[0]
     counts_padding = attributes.get_int("ceil_mode", 0) and attributes.get_int("count_include_pad", 0)
     if source is None or not counts_padding or not is_on_codes(source):
@@ -114,10 +102,8 @@ def _write_counted_pool(model: "onnx_ir.Model", pool: "onnx_ir.Node") -> None:
         pool.replace_input_with(0, padding.outputs[0])
 
 
-def _write_concat(model: "onnx_ir.Model", pad: "onnx_ir.Node") -> None:
+def _write_concat(model: onnx_ir.Model, pad: onnx_ir.Node) -> None:
     """Write circular padding as a concat of the last places of a dimension, all of them, and the first."""
-    import onnx_ir
-
     ends, whole = constant_input(pad, 1), pad.inputs[0]
     if ends is None or whole is None or any(pad.inputs[3:]) or (ends < 0).any():
         return
@@ -134,18 +120,14 @@ def _write_concat(model: "onnx_ir.Model", pad: "onnx_ir.Node") -> None:
         replace_node(pad, new, whole)
 
 
-def _slice(model: "onnx_ir.Model", x: "onnx_ir.Value", axis: int, places: tuple[int, int], name: str) -> "onnx_ir.Node":
-    import onnx_ir
-
+def _slice(model: onnx_ir.Model, x: onnx_ir.Value, axis: int, places: tuple[int, int], name: str) -> onnx_ir.Node:
     constants, (start, end) = Constants(model.graph), places
     values = (start, "start"), (end, "end"), (axis, "axis")
     numbers = [constants.integers([value], f"{name}.{what}") for value, what in values]
     return onnx_ir.node("Slice", [x, *numbers], name=name)
 
 
-def _is_int32(value: "onnx_ir.Value") -> bool:
-    import onnx_ir
-
+def _is_int32(value: onnx_ir.Value) -> bool:
     dequantize = maker_of(value, "DequantizeLinear")
     codes = None if dequantize is None else dequantize.inputs[0]
     return codes is not None and codes.dtype == onnx_ir.DataType.INT32

@@ -2,22 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir
 
 from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
+from qtoolkit.export.passes.onnxruntime import quantizer_behind
 from qtoolkit.export.passes.repeated_pairs import is_on_codes
-from qtoolkit.export.passes.saturation import quantizer_behind
 from qtoolkit.integer.sub_pixel import SubPixel, sub_pixels_of_image
-
-if TYPE_CHECKING:
-    import onnx_ir
 
 LAST = np.iinfo(np.int64).min  # of a Slice that runs backwards to the first element
 
 
-def write_sub_pixel_convolutions(model: "onnx_ir.Model") -> None:
+def write_sub_pixel_convolutions(model: onnx_ir.Model) -> None:
     """Write each transposed convolution between codes as a convolution with a channel for each pixel of a block.
 
     The weight's codes stay in the file as they are, and are rearranged by ops on constants, which runtimes compute once. The
@@ -34,7 +32,7 @@ def write_sub_pixel_convolutions(model: "onnx_ir.Model") -> None:
 class _Rewriting:
     """Rewrites one node, if it has the form."""
 
-    def __init__(self, model: "onnx_ir.Model", node: "onnx_ir.Node") -> None:
+    def __init__(self, model: onnx_ir.Model, node: onnx_ir.Node) -> None:
         self.model, self.node, self.constants = model, node, Constants(model.graph)
         self.nodes: list[onnx_ir.Node] = []
         self.joined: list[onnx_ir.Value] = []  # outputs of activations in front of the QuantizeLinear
@@ -95,8 +93,6 @@ class _Rewriting:
 
     def _arranged(self, stored: "_Stored", forms: Sequence[SubPixel]) -> Any:
         """Return the codes as those of a convolution: (out * stride * stride, in / groups, taps, taps)."""
-        import onnx_ir
-
         sides, stride, taps = stored.sides, self.stride, [form.taps for form in forms]
         y = stored.dequantize.inputs[0]
         if stored.in_rows:
@@ -152,28 +148,20 @@ class _Rewriting:
     def _add(
         self, op_type: str, inputs: list[Any], attributes: dict[str, Any] | None = None, name: str | None = None
     ) -> Any:
-        import onnx_ir
-
         self.nodes.append(onnx_ir.node(op_type, inputs, attributes or {}, name=name))
         return self.nodes[-1].outputs[0]
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """The codes of a transposed convolution's weight, as the file stores them.
+    """The codes of a transposed convolution's weight, as the file stores them."""
 
-    Attributes:
-        dequantize: Their DequantizeLinear, with one scale, or one for each output channel.
-        in_rows: Whether they are rows of one output channel each, (out, in / groups * k * k), as those with groups and a scale
-            for each channel are; else (in, out / groups, k, k).
-        sides: The channels of a group, in the order of the codes.
-        sizes: The spatial sizes.
-    """
-
-    dequantize: Any
+    dequantize: Any  # their DequantizeLinear, with one scale, or one for each output channel
+    # whether they are rows of one output channel each, (out, in / groups * k * k), as those with groups and a scale for each
+    # channel are; else (in, out / groups, k, k)
     in_rows: bool
-    sides: list[int]
-    sizes: list[int]
+    sides: list[int]  # the channels of a group, in the order of the codes
+    sizes: list[int]  # the spatial sizes
 
     @classmethod
     def of(cls, weight: Any, groups: int) -> "_Stored | None":

@@ -16,36 +16,23 @@ TYPES = {np.dtype(kind.lower()): kind for kind in ("FLOAT32", "INT8", "INT16", "
 
 @dataclass(frozen=True)
 class Scales:
-    """The grid of a tensor in a file.
+    """The grid of a tensor in a file."""
 
-    Attributes:
-        scale: One scale, or one for each channel.
-        zero_point: The code of zero.
-        axis: The axis of the channels in the file.
-        dtype: The type of the codes.
-    """
-
-    scale: tuple[float, ...]
-    zero_point: int = 0
-    axis: int = 0
-    dtype: str = "int8"
+    scale: tuple[float, ...]  # one scale, or one for each channel
+    zero_point: int = 0  # the code of zero
+    axis: int = 0  # the axis of the channels in the file
+    dtype: str = "int8"  # the type of the codes
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of a file.
+    """A tensor of a file."""
 
-    Attributes:
-        tensor: Its index.
-        shape: The shape of the model's tensor.
-        order: The model's dimension of each axis in the file: (0, 2, 3, 1) for an image, which has its channels last.
-        scales: The grid of its codes; None for floats.
-    """
-
-    tensor: int
-    shape: tuple[int, ...]
+    tensor: int  # its index
+    shape: tuple[int, ...]  # the shape of the model's tensor
+    # the model's dimension of each axis in the file: (0, 2, 3, 1) for an image, which has its channels last
     order: tuple[int, ...]
-    scales: Scales | None = None
+    scales: Scales | None = None  # the grid of its codes; None for floats
 
     @property
     def is_plain(self) -> bool:
@@ -67,11 +54,7 @@ def in_order(sizes: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 class FileBuilder:
-    """Collects the parts of a file with one subgraph.
-
-    Attributes:
-        facts: What the metadata will hold, as JSON.
-    """
+    """Collects the parts of a file with one subgraph."""
 
     def __init__(self) -> None:
         from ai_edge_litert import schema_py_generated
@@ -83,7 +66,7 @@ class FileBuilder:
         self.buffers: list[Any] = [self.schema.BufferT()]
         self.shared: dict[bytes, int] = {}
         self.names: dict[str, int] = {}
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}  # what the metadata will hold, as JSON
 
     def tensor(
         self, name: str, shape: Sequence[int], dtype: Any, scales: Scales | None = None, data: Any = None

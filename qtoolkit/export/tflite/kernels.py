@@ -18,28 +18,17 @@ OTHER_INTEGERS = "training does not simulate the gates and cell states of 16 bit
 
 @dataclass(frozen=True)
 class Kernel:
-    """How LiteRT computes an op of aten.
+    """How LiteRT computes an op of aten."""
 
-    Attributes:
-        name: The kernel in results.
-        aten: The ops of aten.
-        emit: Adds its ops to the file, and returns the output, or its outputs.
-        refusal: Why it has no integer kernel, with {} for the op; "" if it has one.
-        inputs: The arguments that have to be codes for it.
-        wide: Whether this kernel computes on int16 codes too.
-        joins: Whether it computes a ReLU or ReLU6 behind it too.
-        computes: Whether it computes, and is listed; not what moves values.
-        check: Why an op has no integer kernel, though its tensors have codes; "" if it has.
-    """
-
-    name: str
-    aten: tuple[str, ...]
-    emit: Callable[[Op], Value | tuple[Value, ...]]
-    refusal: str = ""
-    inputs: tuple[str, ...] = ("input", "self", "tensors")
-    wide: bool = True
-    joins: bool = False
-    computes: bool = True
+    name: str  # the kernel in results
+    aten: tuple[str, ...]  # the ops of aten
+    emit: Callable[[Op], Value | tuple[Value, ...]]  # adds its ops to the file, and returns the output, or its outputs
+    refusal: str = ""  # why it has no integer kernel, with {} for the op; "" if it has one
+    inputs: tuple[str, ...] = ("input", "self", "tensors")  # the arguments that have to be codes for it
+    wide: bool = True  # whether this kernel computes on int16 codes too
+    joins: bool = False  # whether it computes a ReLU or ReLU6 behind it too
+    computes: bool = True  # whether it computes, and is listed; not what moves values
+    # why an op has no integer kernel, though its tensors have codes; "" if it has
     check: Callable[[Op], str] = lambda op: ""
 
     def data(self, node: fx.Node) -> list[fx.Node]:

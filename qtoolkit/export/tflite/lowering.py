@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from qtoolkit.export.program import Decomposed
-from qtoolkit.export.pt2e.decomposition import layer_name
-from qtoolkit.export.pt2e.quantized_decomposed import decomposed_ops
+from qtoolkit.export.pt2e import decomposed_ops, layer_name
 from qtoolkit.export.tflite.flatbuffer import FileBuilder, Scales, Value, in_order
 from qtoolkit.export.tflite.kernels import KERNELS, Kernel
 from qtoolkit.export.tflite.ops import IMAGE, SPLITS, Op, activation_of, bounds_of, name_of_op
@@ -31,35 +30,21 @@ FILLS = (
 
 @dataclass
 class Lowered:
-    """A program as a LiteRT file.
+    """A program as a LiteRT file."""
 
-    Attributes:
-        file: The content of the file.
-        layers: The ops that compute, and which of them do in integers.
-        conversions: How many ops convert between floats and codes, or between codes.
-        inputs: The layout of each input of the file, by its name: "NHWC" of an image, "as in the model" of others.
-        outputs: The same of each output.
-        reasons: Why an op computes in float, by its layer's name.
-    """
-
-    file: bytes
-    layers: tuple[Layer, ...]
-    conversions: int
+    file: bytes  # the content of the file
+    layers: tuple[Layer, ...]  # the ops that compute, and which of them do in integers
+    conversions: int  # how many ops convert between floats and codes, or between codes
+    # the layout of each input of the file, by its name: "NHWC" of an image, "as in the model" of others
     inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, str]  # the same of each output
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why an op computes in float, by its layer's name
 
 
 def lower(found: Decomposed, io_type: str, description: str) -> Lowered:
-    """Return the file of a program.
+    """Return the file of a program. Raises ValueError: LiteRT has no op for one of the program's.
 
-    Args:
-        found: The program.
-        io_type: The type of inputs and outputs: "float32", or that of the codes at those with such a quantizer.
-        description: What the file says of itself.
-
-    Raises:
-        ValueError: LiteRT has no op for one of the program's.
+    `io_type` is the type of inputs and outputs: "float32", or that of the codes at those with such a quantizer.
     """
     return _Lowering(found, io_type).run(description)
 

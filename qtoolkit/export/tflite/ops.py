@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from qtoolkit.export.pt2e import decomposition
+from qtoolkit.export import pt2e
 from qtoolkit.export.tflite.flatbuffer import Scales, Value, in_order
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ def name_of_op(node: fx.Node) -> str:
     """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return SPLITS.get(name_of_op(node.args[0]), "getitem")
-    return decomposition.name_of_op(node)
+    return pt2e.name_of_op(node)
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return all arguments of a node by the names of its schema, with the defaults of those that are not given."""
     if node.target is operator.getitem:
         return _of_part(*node.args)
-    return decomposition.arguments(node)
+    return pt2e.arguments(node)
 
 
 def _of_part(split: Any, part: Any) -> dict[str, Any]:
@@ -70,12 +70,7 @@ def bounds_of(node: fx.Node) -> tuple[float | None, float | None] | None:
 class Op:
     """An op of the program, with its inputs in the file, and the tensors and ops that its kernel adds.
 
-    Attributes:
-        args: Its arguments by the names of its schema.
-        scales: The grid of its output; None where it computes in float.
-        activation: The activation that it computes too, by the schema's name.
-        shape: The shape of its output in the model.
-        name: The name of its output.
+    `scales` and `name` are those of its output: no scales where it computes in float. `activation` is one that it computes too.
     """
 
     def __init__(self, lowering: "_Lowering", node: fx.Node, scales: Scales | None, activation: str, name: str) -> None:
@@ -175,11 +170,7 @@ class Op:
     ) -> tuple[int, Any]:
         """Return a weight as a constant with these of its axes, and its scales.
 
-        Args:
-            argument: The argument.
-            axes: The weight's axis of each axis in the file.
-            channel: The axis of the output channels in the file.
-            reshape: The shape in the file, where it has other dimensions.
+        `channel` is the axis of the output channels in the file, `reshape` the shape there, where it has other dimensions.
         """
         node = self.args[argument]
         if self.lowering.constant(node) is None:

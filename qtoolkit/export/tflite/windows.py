@@ -12,19 +12,12 @@ from qtoolkit.export.tflite.ops import Op
 
 @dataclass(frozen=True)
 class Window:
-    """The sizes of a window that moves over an image, by height and width.
+    """The sizes of a window that moves over an image, by height and width."""
 
-    Attributes:
-        size: Of the window.
-        stride: Of its steps.
-        dilation: Of its elements.
-        padding: Before and behind the image.
-    """
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
+    size: tuple[int, ...]  # of the window
+    stride: tuple[int, ...]  # of its steps
+    dilation: tuple[int, ...]  # of its elements
+    padding: tuple[tuple[int, int], ...]  # before and behind the image
 
     @classmethod
     def of(cls, args: Mapping[str, Any], size: Sequence[int], image: Sequence[int], out: Sequence[int]) -> "Window":

@@ -1,5 +1,7 @@
-"""How codes and values of a model and a runtime differ, and which differences are rounding ties."""
+"""How codes and values of a model and a runtime differ, and which differences are rounding ties; positions of maxima too."""
 
+import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from qtoolkit.errors import some
-from qtoolkit.export.verification.positions import SUM_ERROR
 from qtoolkit.quantizers.frozen import Grid
 
 # The sums of a layer may round differently in two runtimes; a value near a rounding boundary then changes by one code.
@@ -18,23 +20,20 @@ TIES_IN_SMALL_TENSORS = 4
 # Half the width, in steps, of the band around a rounding boundary in which runtimes may disagree: the rounding error of a sum
 # that spans all steps of a grid: SUM_ERROR for the order of a float32 sum, or one unit in the last place of half precision.
 LEAST_BAND, LARGEST_BAND = 2**-10, 0.5
+# The name of each function of torch.nn.functional that returns positions, with the number of its dimensions.
+POOLS = re.compile(r"(?:adaptive_)?max_pool(\d)d_with_indices")
+SUM_ERROR = 2**-18  # of the largest value: 32 units in the last place of a float32 sum
 
 
 @dataclass(frozen=True)
 class CodeCount:
-    """Result of a comparison of codes.
+    """Result of a comparison of codes."""
 
-    Attributes:
-        compared: How many codes were compared.
-        differing: How many of them differ.
-        steps: The largest difference.
-        ties: How many of those that differ by one step belong to values within `tie_band` of a rounding boundary. A linear
-            resize of quantized values, for example, places every eighth value there.
-    """
-
-    compared: int = 0
-    differing: int = 0
-    steps: int = 0
+    compared: int = 0  # how many codes were compared
+    differing: int = 0  # how many of them differ
+    steps: int = 0  # the largest difference
+    # how many of those that differ by one step belong to values within `tie_band` of a rounding boundary. A linear resize of
+    # quantized values, for example, places every eighth value there
     ties: int = 0
 
     def __add__(self, other: "CodeCount") -> "CodeCount":
@@ -63,9 +62,7 @@ class CodeCount:
     def are_ties(self, share: float = TIE_SHARE, steps: int = 1) -> bool:
         """Return whether rounding ties explain the differences: one step each, and few away from rounding boundaries.
 
-        Args:
-            share: The share of the codes that may differ away from rounding boundaries.
-            steps: How many steps a difference may have: 2 of the 65,536 of int16, in some runtimes.
+        A share of the codes may differ there. Codes of int16 may have two steps of the 65,536, in some runtimes.
         """
         return self.steps <= steps and self.differing - self.ties <= self.allowed(share)
 
@@ -97,13 +94,7 @@ def relative_difference(ours: Tensor, theirs: Any) -> float:
 
 
 def check_numbers(difference: float, nan: Sequence[str], what: str) -> None:
-    """Raise RuntimeError, which begins with `what`, where there is NaN, whose codes say nothing.
-
-    Args:
-        difference: The largest difference of the outputs.
-        nan: The quantizers that get NaN.
-        what: The public function.
-    """
+    """Raise RuntimeError, which begins with `what`, where outputs or quantizers have NaN, whose codes say nothing."""
     if nan or np.isnan(difference):
         place = "outputs have NaN" if np.isnan(difference) else f"the quantizers {some(list(map(repr, nan)))} get NaN"
         raise RuntimeError(
@@ -118,17 +109,11 @@ def _array(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Call:
-    """What a quantizer of a converted model computes in one call.
+    """What a quantizer of a converted model computes in one call."""
 
-    Attributes:
-        grid: The quantizer.
-        codes: Its codes, in the layout of the file.
-        x: What it quantizes; None where no difference counts as a tie.
-    """
-
-    grid: Grid
-    codes: Any
-    x: Tensor | None = None
+    grid: Grid  # the quantizer
+    codes: Any  # its codes, in the layout of the file
+    x: Tensor | None = None  # what it quantizes; None where no difference counts as a tie
 
     def compare(self, theirs: Any) -> CodeCount:
         """Compare the codes with a runtime's."""
@@ -161,3 +146,34 @@ def codes_in_file(grid: Grid, x: Tensor) -> Any:
     if grid.group > 1:
         codes = codes.reshape(grid.group, -1, *codes.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
     return codes.numpy()
+
+
+class ChosenMaxima(TorchFunctionMode):
+    """Lets pools that return positions return those that another runtime chose, where these hold a maximum too.
+
+    Otherwise an unpooling would place a value elsewhere, and all its codes there would differ. The positions are those of
+    each call, in order, counted through the whole input as ONNX's MaxPool does. A pool whose turn finds none of its shape
+    keeps its own.
+    """
+
+    def __init__(self, positions: Iterable[Any]) -> None:
+        super().__init__()
+        self.positions = iter(positions)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, and choose the positions that it returns."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        pool = POOLS.fullmatch(getattr(func, "__name__", ""))
+        given = None if pool is None else next(self.positions, None)
+        if pool is None or given is None or given.size != result[1].numel():
+            return result
+        maxima, own = result
+        x = args[0] if args else kwargs["input"]
+        return maxima, _chosen(x, maxima, own, torch.as_tensor(given, device=x.device), int(pool[1]))
+
+
+def _chosen(x: Tensor, maxima: Tensor, own: Tensor, given: Tensor, dims: int) -> Tensor:
+    given = given.reshape(own.shape) % math.prod(x.shape[-dims:])  # torch counts within a plane
+    values = x.flatten(-dims).gather(-1, given.flatten(-dims)).reshape(own.shape)
+    return torch.where((maxima - values).abs() <= SUM_ERROR * x.abs().max(), given, own)

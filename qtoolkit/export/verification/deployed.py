@@ -326,12 +326,7 @@ def compare_execution(
 ) -> RuntimeCodes:
     """Compare a model with one execution of its file, end to end and, where codes differ, layer by layer.
 
-    Args:
-        follower: The model.
-        executed: The execution.
-        nodes: The codes that it gives.
-        names: The activation quantizers that should be compared.
-        weights: The comparison of the weights' codes, as `weights`.
+    `names` are the activation quantizers that should be compared, `weights` has the comparison of the weights' codes.
     """
     counts = follower.end_to_end(nodes).counts
     differs = any(count.differing for count in counts.values())

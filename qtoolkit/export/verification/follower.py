@@ -24,15 +24,10 @@ from qtoolkit.quantizers.frozen import Grid
 
 @dataclass(frozen=True)
 class NodeCodes:
-    """The codes that a runtime computes at one of a quantizer's nodes.
+    """The codes that a runtime computes at one of a quantizer's nodes."""
 
-    Attributes:
-        codes: The array.
-        is_constant: Whether they do not depend on the inputs of the model.
-    """
-
-    codes: Any
-    is_constant: bool = False
+    codes: Any  # the array
+    is_constant: bool = False  # whether they do not depend on the inputs of the model
 
 
 # The nodes of each quantizer by its dotted name, in the order of the file.
@@ -41,22 +36,16 @@ Nodes = Mapping[str, Sequence[NodeCodes]]
 
 @dataclass(frozen=True)
 class Followed:
-    """How the codes of a model compare with a runtime's.
+    """How the codes of a model compare with a runtime's."""
 
-    Attributes:
-        counts: The comparison at each activation quantizer, in the order of the file.
-        missing: Quantizers with a call for which the runtime has no codes.
-        stored: The comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes.
-        outputs: What the model returns.
-        drawn: Quantizers whose codes depend on random numbers, of which each run draws others: they are not in `counts`.
-        drawn_outputs: The places of the outputs that depend on random numbers, among all tensors that the model returns.
-    """
-
-    counts: Mapping[str, CodeCount]
-    missing: tuple[str, ...]
+    counts: Mapping[str, CodeCount]  # the comparison at each activation quantizer, in the order of the file
+    missing: tuple[str, ...]  # quantizers with a call for which the runtime has no codes
+    # the comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes
     stored: CodeCount
-    outputs: Any
+    outputs: Any  # what the model returns
+    # quantizers whose codes depend on random numbers, of which each run draws others: they are not in `counts`
     drawn: tuple[str, ...] = ()
+    # the places of the outputs that depend on random numbers, among all tensors that the model returns
     drawn_outputs: frozenset[int] = frozenset()
 
 
@@ -67,16 +56,11 @@ class Pairing:
     The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls, and orders ops that do not
     depend on each other. The node of another call, or of another quantizer with the same grid, then has its codes: the nearest
     one counts.
-
-    Attributes:
-        nodes: The nodes of each quantizer.
-        calls: How often each quantizer is called.
-        up_to_ties: Whether such a node counts only where rounding ties explain the differences.
     """
 
-    nodes: Mapping[Grid, Sequence[NodeCodes]]
-    calls: Mapping[Grid, int]
-    up_to_ties: bool
+    nodes: Mapping[Grid, Sequence[NodeCodes]]  # the nodes of each quantizer
+    calls: Mapping[Grid, int]  # how often each quantizer is called
+    up_to_ties: bool  # whether such a node counts only where rounding ties explain the differences
 
     def node_of(self, call: Call, number: int) -> NodeCodes | None:
         """Return the node of a quantizer's call with this number; None where the runtime has none."""
@@ -144,37 +128,23 @@ class _Comparison:
 
 
 class Follower:
-    """Runs a converted model, and compares its codes with those of runtimes.
-
-    Args:
-        model: The model.
-        args: The positional arguments of its forward.
-        kwargs: The keyword arguments.
-
-    Attributes:
-        outputs: What the model returns as it computes by itself.
-        codes: The codes of each activation quantizer that is called, by its dotted name, in the order of its calls.
-        weights: Quantizer and tensor of each quantized weight of a layer, by the dotted name of the quantizer.
-        draws: Whether the model draws random numbers.
-        drawn: What depends on them, as the model computes by itself.
-        nan: The quantizers that get NaN, by their dotted names in the order of their calls: its codes are no values.
-    """
+    """Runs a converted model with these arguments, and compares its codes with those of runtimes."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.names = {grid: name for name, grid in grids_of(model).items() if grid.quantizing}
-        self.weights = layer_weights(model)
+        self.weights = layer_weights(model)  # quantizer and tensor of each quantized weight, by the quantizer's name
         in_layers = {grid for grid, _ in self.weights.values()}
         self.between_layers = [grid for grid in self.names if grid not in in_layers]
         self.activations = {grid for grid in self.between_layers if not grid.of_weight}
         self.calls: Counter[Grid] = Counter()
-        self.codes: dict[str, list[Any]] = {}
+        self.codes: dict[str, list[Any]] = {}  # of each activation quantizer that is called, in the order of its calls
         found = dict[str, None]()
         before = RandomState.now()
-        self.outputs = self._run(self.names, partial(self._record, found))
-        self.nan = tuple(found)
-        self.draws = before != RandomState.now()
-        self.drawn = self._drawn(self.codes, self.outputs)
+        self.outputs = self._run(self.names, partial(self._record, found))  # as the model computes by itself
+        self.nan = tuple(found)  # the quantizers that get NaN, in the order of their calls: its codes are no values
+        self.draws = before != RandomState.now()  # whether the model draws random numbers
+        self.drawn = self._drawn(self.codes, self.outputs)  # what depends on them
 
     def _run(self, grids: Iterable[Grid], hook: Callable[[Any, Any, Any], Any]) -> Any:
         with forward_hooks(grids, hook), torch.no_grad():
@@ -192,10 +162,8 @@ class Follower:
     ) -> Drawn:
         """Return what is another one in a second run than in the first: what depends on random numbers.
 
-        Args:
-            codes: The codes of quantizers in the first run, by name in the order of their calls.
-            outputs: What the model returned.
-            values: What these quantizers return in both runs; None for what they compute.
+        `codes` are those of the first run, by quantizer; `values` what these quantizers return in both, None for what they
+        compute.
         """
         if not self.draws:
             return NOT_DRAWN
@@ -257,11 +225,8 @@ class Follower:
     def layer_by_layer(self, nodes: Nodes, complete: bool = False, progress: bool = False) -> Followed:
         """Compare the codes as the model computes them from the runtime's at the quantizers before: no difference spreads.
 
-        Args:
-            nodes: The runtime's codes.
-            complete: Whether these are the codes of all nodes, those of weights and other constants too, which are then
-                compared. A call without a node of its own then has one whose codes differ by rounding ties alone.
-            progress: Show a progress bar.
+        With `complete` these are the codes of all nodes, those of weights and other constants too, which are then compared.
+        A call without a node of its own then has one whose codes differ by rounding ties alone.
         """
         pairing, comparison, numbers = self._pairing(nodes, up_to_ties=complete), _Comparison(), Counter[Grid]()
         first_codes, first_values = defaultdict[str, list[Any]](list), defaultdict[str, list[Tensor]](list)

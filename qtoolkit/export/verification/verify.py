@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from qtoolkit.convert import check_converted
 from qtoolkit.errors import check_flags, check_known, check_sequence, renamed, shown
-from qtoolkit.export.files.files import OpenedFile
-from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, quantizer_nodes
 from qtoolkit.export.files.reading import open_model
 from qtoolkit.export.inputs import grids_of, on_cpu
 from qtoolkit.export.verification.codes import (
+    ChosenMaxima,
     CodeCount,
     check_numbers,
     compare_codes,
@@ -34,7 +33,6 @@ from qtoolkit.export.verification.follower import (
     check_names,
     grid_named,
 )
-from qtoolkit.export.verification.positions import ChosenMaxima
 from qtoolkit.export.verification.runtimes.litert_interpreter import LitertFile
 from qtoolkit.instead import in_any_order
 from qtoolkit.model_inputs import call_arguments, naming_misfits, tensors_of
@@ -47,11 +45,11 @@ if TYPE_CHECKING:
 
     import onnx
 
+    from qtoolkit.export.files.files import OpenedFile
+
 
 # Largest share of an output's largest value by which it may differ where all codes are the same: bfloat16 has 8 bits.
 OUTPUT_ERROR = 0.02
-# Ops behind which a small difference of the inputs stays small, so that outputs can be compared.
-SMOOTH = ops_where(lambda kind: kind.smooth) | {"DequantizeLinear"}
 
 
 @dataclass(frozen=True)
@@ -251,6 +249,10 @@ def _codes_of_own_inputs(nodes: Sequence[QuantizerNode], values: Mapping[str, An
 
 def _smooth_outputs(graph: Any, quantized: set[str]) -> set[str]:
     """Return the outputs of a file between which and the quantized tensors behind them there are smooth ops alone."""
+    from qtoolkit.export.files.kinds import ops_where
+
+    # Ops behind which a small difference of the inputs stays small.
+    smooth = ops_where(lambda kind: kind.smooth) | {"DequantizeLinear"}
     made_by = {output: node for node in graph.node for output in node.output}
 
     def is_smooth(output: str) -> bool:
@@ -261,7 +263,7 @@ def _smooth_outputs(graph: Any, quantized: set[str]) -> set[str]:
             node = made_by.get(tensor)
             if tensor in seen or node is None:
                 continue
-            if node.op_type not in SMOOTH:
+            if node.op_type not in smooth:
                 return False
             seen.add(tensor)
             behind += node.input
@@ -371,14 +373,7 @@ def _check_runtimes(runtimes: Sequence[str], optimized: bool) -> bool:
 
 
 class OnnxFile:
-    """An ONNX file, with the inputs of a comparison.
-
-    Args:
-        path: The file.
-        model: The model that it is compared with.
-        tensors: The inputs.
-        optimized: Whether onnxruntime optimizes the graph.
-    """
+    """An ONNX file, with the inputs of a comparison; `optimized` is whether onnxruntime optimizes the graph."""
 
     def __init__(self, path: Path, model: nn.Module, tensors: Sequence[Tensor], optimized: bool) -> None:
         self.path, self.tensors, self.optimized = path, tensors, optimized
@@ -410,12 +405,14 @@ class OnnxFile:
         return executed, _by_quantizer(self.nodes, executed.codes)
 
 
-def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str) -> OpenedFile:
+def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str) -> "OpenedFile":
     """Open a model, or a file, which anybody may have written."""
     if isinstance(model, str | PathLike):
         open_model(model)
     elif model is None or type(model).__name__ != "ModelProto":
         raise _no_path(model, what)
+    from qtoolkit.export.files.files import OpenedFile
+
     return OpenedFile.of(model)
 
 

@@ -1,4 +1,4 @@
-"""QuantizerKind: the base class of quantizers."""
+"""QuantizerKind: the base class of quantizers; that of those that shape their input first; the rules that several share."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -142,12 +142,8 @@ class QuantizerKind:
 
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Return x quantized with the present grid."""
-        return self.quantize_on(quantizer, x, *self.grid(quantizer))
-
-    def quantize_on(self, quantizer: "TensorQuantizer", x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """Return x quantized with a grid that `grid` has returned."""
         spec, grad_factor = quantizer.spec, self.grad_factor(quantizer, x)
-        return fake_quant(spec, x, scale, zero_point, quantizer.group, spec.block_size, grad_factor)
+        return fake_quant(spec, x, *self.grid(quantizer), quantizer.group, spec.block_size, grad_factor)
 
     def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
         """Return the factor of the gradients of scale and zero point, for the input x."""
@@ -185,3 +181,44 @@ class QuantizerKind:
         """Set the range to that of x alone, and return x quantized with it."""
         self.follow(quantizer, x)
         return quantizer.quantize(x)
+
+
+def needs_integers(spec: QuantSpec) -> None:
+    """Raise ValueError for a format other than integers."""
+    if spec.format != "int":
+        raise ValueError(f"QuantSpec: format={spec.format!r} needs quantizer='fixed', got {spec.quantizer!r}.")
+
+
+def needs_any_scale(spec: QuantSpec) -> None:
+    """Raise ValueError for powers of two."""
+    if spec.pow2_scale:
+        raise ValueError(
+            f"QuantSpec: pow2_scale=True needs quantizer='fixed' or 'tqt'; the scales of {spec.quantizer!r} have any value."
+        )
+
+
+def needs_no_zero_point(spec: QuantSpec) -> None:
+    """Raise ValueError for an affine grid."""
+    if not spec.symmetric:
+        raise ValueError(
+            f"QuantSpec: quantizer={spec.quantizer!r} has no zero point: it needs symmetric=True, got False; take 'lsq_plus' "
+            f"or 'learned_range' for an affine grid."
+        )
+
+
+class Shape(nn.Module):
+    """Shapes a tensor before it is rounded, with constants: what a converted model keeps of such a quantizer."""
+
+    # why a file of ONNX cannot have it for an activation, a sentence; None if it can. A weight in a file is shaped already
+    why_no_export: str | None = None
+
+
+class Shaped(QuantizerKind):
+    """The input is shaped, then rounded to a uniform grid."""
+
+    PLAIN = False
+    RULES = (needs_integers, needs_any_scale, needs_no_zero_point)
+
+    def shapes(self, spec: QuantSpec) -> bool:
+        """Return True."""
+        return True

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
+from qtoolkit.quantizers.kinds.base import Shape, Shaped
 from qtoolkit.quantizers.spec_ops import clip, ends_of, fake_quant, per_element, rows_of
 
 if TYPE_CHECKING:

@@ -31,12 +31,9 @@ class FromStart(QuantizerKind):
     - for a weight, the start in units of the weight that is trained, without the batch norm's factor;
     - for an activation, the start in units in which the activation's scale is `lsq_start(ACTIVATION_MEAN, qmax)`, that of
       a standard normal behind a ReLU.
-
-    Attributes:
-        RATIOS: The names of the ratios.
     """
 
-    RATIOS: ClassVar[tuple[str, ...]] = ()
+    RATIOS: ClassVar[tuple[str, ...]] = ()  # the names of the ratios
 
     def ratios(self, spec: QuantSpec) -> tuple[str, ...]:
         """Return the names of the ratios of a spec."""

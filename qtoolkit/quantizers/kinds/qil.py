@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
+from qtoolkit.quantizers.kinds.base import Shape, Shaped
 from qtoolkit.quantizers.kinds.from_start import FromStart
-from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
 from qtoolkit.quantizers.spec_ops import clip, ends_of, fake_quant, per_element
 
 if TYPE_CHECKING:

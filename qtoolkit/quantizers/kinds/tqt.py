@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.quantizers.kinds.base import QuantizerKind
-from qtoolkit.quantizers.kinds.rules import needs_integers, needs_no_zero_point
+from qtoolkit.quantizers.kinds.base import QuantizerKind, needs_integers, needs_no_zero_point
 from qtoolkit.quantizers.spec_ops import straight_through
 
 if TYPE_CHECKING:

@@ -3,10 +3,9 @@
 from qtoolkit.quantizers.observers.base import Observer
 from qtoolkit.quantizers.observers.clip_std import ClipStdObserver
 from qtoolkit.quantizers.observers.constant import ConstantRangeObserver
-from qtoolkit.quantizers.observers.histogram import HistogramObserver
+from qtoolkit.quantizers.observers.histogram import HistogramObserver, MovingHistogramObserver
 from qtoolkit.quantizers.observers.lsq_start import LSQStartObserver
 from qtoolkit.quantizers.observers.minmax import EndsObserver, MovingAverageObserver, RangeObserver
-from qtoolkit.quantizers.observers.moving_histogram import MovingHistogramObserver
 from qtoolkit.quantizers.observers.pow2 import Pow2ModeObserver, Pow2Observer
 
 __all__ = [

@@ -8,16 +8,42 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
+from qtoolkit.quantizers.observers.base import Observer
 from qtoolkit.quantizers.observers.histogram import HistogramObserver, check_bins, check_no_groups, histogram_of
 from qtoolkit.quantizers.observers.minmax import EndsObserver
 from qtoolkit.quantizers.spec_ops import ends_of
 
+BINS = 2048
 FINER = 8  # the candidates: the smallest power of two that clips nothing, and its halves
 POINTS = 4  # the values of a bin count as if they were at this number of points of it
 SMALLEST = -126  # the exponent of the smallest scale
 
 
-class Pow2Observer(HistogramObserver):
+class _PowersOfTwo(Observer):
+    """What both observers take of a spec."""
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"bins": BINS}
+
+    @classmethod
+    def check(cls, spec: QuantSpec) -> None:
+        """Raise ValueError for a spec without powers of two, or for an option out of its range."""
+        if spec.format != "int" or not (spec.symmetric and spec.pow2_scale):
+            raise ValueError(
+                f"QuantSpec: observer={spec.observer!r} chooses powers of two for integer grids without a zero point; it needs "
+                f"format='int', symmetric=True and pow2_scale=True, got {spec.format!r}, {spec.symmetric} and "
+                f"{spec.pow2_scale}. Take 'histogram' for other grids."
+            )
+        check_no_groups(spec)
+        check_bins(cls.options(spec)["bins"])
+
+    @classmethod
+    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        given: Any = (spec.qmin, spec.qmax, cls.options(spec)["bins"], shape, spec.axis, group)
+        return cls(*given)
+
+
+class Pow2Observer(_PowersOfTwo, HistogramObserver):
     """The power of two with the least squared error on the values of all inputs, as the scale.
 
     The search starts with the smallest power of two that clips nothing, which `QuantSpec.pow2_scale` takes with the observer
@@ -39,28 +65,16 @@ class Pow2Observer(HistogramObserver):
         (tensor(-0.8750), tensor(0.8750))
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {"bins": 2048}
-
     def __init__(
         self,
         qmin: int = -128,
         qmax: int = 127,
-        bins: int = OPTIONS["bins"],
+        bins: int = BINS,
         shape: tuple[int, ...] = (),
         axis: int | None = None,
         group: int = 1,
     ) -> None:
         super().__init__(qmin, qmax, symmetric=True, bins=bins, shape=shape, axis=axis, group=group)
-
-    @classmethod
-    def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for a spec without powers of two, or for an option out of its range."""
-        _check(spec, cls.options(spec)["bins"])
-
-    @classmethod
-    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
-        """Build the observer of a spec, with ranges of this shape."""
-        return cls(spec.qmin, spec.qmax, cls.options(spec)["bins"], shape, spec.axis, group)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the range of the best scale. Synchronizes with the device."""
@@ -74,7 +88,7 @@ class Pow2Observer(HistogramObserver):
         return f"bins={self.counts.size(-1)}"
 
 
-class Pow2ModeObserver(EndsObserver):
+class Pow2ModeObserver(_PowersOfTwo, EndsObserver):
     """The power of two that is the best scale of the most inputs; the larger one of two that are equally frequent.
 
     The best scale of an input is that of `Pow2Observer`. A few unusual inputs, however large, do not change the range. Each
@@ -97,7 +111,6 @@ class Pow2ModeObserver(EndsObserver):
         (tensor(-0.8750), tensor(0.8750))
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = Pow2Observer.OPTIONS
     ADDED_UP = ("votes",)
 
     votes: Tensor  # for each power of two from 2^SMALLEST on
@@ -106,7 +119,7 @@ class Pow2ModeObserver(EndsObserver):
         self,
         qmin: int = -128,
         qmax: int = 127,
-        bins: int = OPTIONS["bins"],
+        bins: int = BINS,
         shape: tuple[int, ...] = (),
         axis: int | None = None,
         group: int = 1,
@@ -114,16 +127,6 @@ class Pow2ModeObserver(EndsObserver):
         super().__init__(shape, axis, group)
         self.qmin, self.qmax, self.bins = qmin, qmax, bins
         self.votes = torch.zeros(*shape, 1 - 2 * SMALLEST, dtype=torch.int64)
-
-    @classmethod
-    def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for a spec without powers of two, or for an option out of its range."""
-        _check(spec, cls.options(spec)["bins"])
-
-    @classmethod
-    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
-        """Build the observer of a spec, with ranges of this shape."""
-        return cls(spec.qmin, spec.qmax, cls.options(spec)["bins"], shape, spec.axis, group)
 
     def forward(self, x: Tensor) -> None:
         """Count the best power of two of x."""
@@ -156,15 +159,8 @@ class Pow2ModeObserver(EndsObserver):
 def best_power(counts: Tensor, lo: Tensor, hi: Tensor, qmin: int, qmax: int) -> Tensor:
     """Return the power of two with the least squared error as the scale of a symmetric grid, for each histogram.
 
-    Args:
-        counts: int64, (bins,) or (channels, bins).
-        lo: Lowest values of the histograms, one per channel.
-        hi: Highest values.
-        qmin: Lowest code.
-        qmax: Highest code.
-
-    Returns:
-        Scales of the shape of lo, NaN for a histogram of NaN or infinities. Of equal ones the largest.
+    Counts are int64, (bins,) or (channels, bins). The scale has the shape of lo, NaN for a histogram of NaN or infinities;
+    of equal ones it is the largest.
     """
     bins = counts.size(-1)
     steps = (torch.arange(bins * POINTS, device=lo.device) + 0.5) / (bins * POINTS)
@@ -179,14 +175,3 @@ def best_power(counts: Tensor, lo: Tensor, hi: Tensor, qmin: int, qmax: int) -> 
     errors = torch.stack([(weights * (each - points).double().square()).sum(1) for each in rounded])
     best = usable.gather(0, errors.argmin(0, keepdim=True))[0]
     return torch.where(largest.isfinite() & lo.reshape(-1).isfinite(), best, torch.nan).reshape(lo.shape)
-
-
-def _check(spec: QuantSpec, bins: object) -> None:
-    if spec.format != "int" or not (spec.symmetric and spec.pow2_scale):
-        raise ValueError(
-            f"QuantSpec: observer={spec.observer!r} chooses powers of two for integer grids without a zero point; it needs "
-            f"format='int', symmetric=True and pow2_scale=True, got {spec.format!r}, {spec.symmetric} and "
-            f"{spec.pow2_scale}. Take 'histogram' for other grids."
-        )
-    check_no_groups(spec)
-    check_bins(bins)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.errors import check_flags
-from qtoolkit.extras import missing
+from qtoolkit.extras import needed
 from qtoolkit.files import write_atomically
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
@@ -127,11 +127,7 @@ class Front:
         ending = os.path.splitext(os.fspath(path))[1]
         if ending not in endings:
             raise ValueError(f"plot: the path must end in one of {', '.join(endings)}, got {os.fspath(path)!r}.")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise missing("plot", error.name, "tuning") from None
-        figure = Figure(figsize=(6, 4), layout="constrained")
+        figure = needed("matplotlib.figure", "plot", "tuning").Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
         values: Sequence[float] = self.scores or [point.error for point in self.points]
         axes.plot([point.costs[self.cost] for point in self.points], values, marker="o")

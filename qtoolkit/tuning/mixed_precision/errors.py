@@ -58,14 +58,7 @@ def weight_change(module: Any, config: QConfig | None, name: str) -> Tensor:
 
 
 class SquaredGradients:
-    """The errors of all choices by squared gradients, batch by batch (see `MixedPrecision.gradient_errors`).
-
-    Args:
-        model: The float model, in eval mode.
-        modules: Its layers.
-        configs: The config of each choice of each layer.
-        loss: loss(model, batch).
-    """
+    """The errors of all choices by squared gradients, batch by batch (see `MixedPrecision.gradient_errors`), in eval mode."""
 
     def __init__(self, model: nn.Module, modules: Mapping[str, Any], configs: Configs, loss: Loss) -> None:
         self.model, self.modules, self.loss = model, modules, loss

@@ -7,24 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qtoolkit.extras import missing
+from qtoolkit.extras import needed
 
 ROUNDING = 1e-14  # of a sum of costs that are no whole numbers
 Table = Mapping[str, Mapping[str, float]]  # layer -> choice -> a number
 
 
 def solve(errors: Table, costs: Mapping[str, Table], budgets: Mapping[str, float]) -> dict[str, str] | None:
-    """Return a choice for each layer, or None where no choices meet the budgets.
+    """Return a choice for each layer, or None where no choices meet the budgets, the largest sums of costs.
 
     The result is exact: of all combinations within the budgets none has a smaller sum of errors (but for rounding errors).
-
-    Args:
-        errors: Error of each choice of each layer; a layer has the choices that it may take.
-        costs: Cost of each choice of each layer, by the name of a budget.
-        budgets: The largest sum of costs, by name.
-
-    Raises:
-        ImportError: SciPy is not installed.
 
     Example:
         >>> errors = {"a": {"4": 1.0, "8": 0.0}, "b": {"4": 3.0, "8": 0.0}}
@@ -32,7 +24,9 @@ def solve(errors: Table, costs: Mapping[str, Table], budgets: Mapping[str, float
         >>> solve(errors, {"size": sizes}, {"size": 12})
         {'a': '4', 'b': '8'}
     """
-    optimize = _scipy_optimize()
+    needed("scipy", "mixed precision", "tuning")
+    from scipy import optimize
+
     places = [(layer, choice) for layer, choices in errors.items() for choice in choices]
     rows, least, most = _one_choice_each(places, list(errors))
     weights = {name: np.array([float(costs[name][layer][choice]) for layer, choice in places]) for name in budgets}
@@ -63,11 +57,3 @@ def _one_choice_each(
 ) -> tuple[list[NDArray[Any]], list[float], list[float]]:
     rows = [np.array([float(of == layer) for of, _ in places]) for layer in layers]
     return rows, [1.0] * len(rows), [1.0] * len(rows)
-
-
-def _scipy_optimize() -> Any:
-    try:
-        from scipy import optimize
-    except ImportError as error:
-        raise missing("mixed precision", error.name, "tuning") from None
-    return optimize

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import first_line
-from qtoolkit.export.pt2e.decomposition import layer_name
+from qtoolkit.export.pt2e import layer_name
 from qtoolkit.model_inputs import tensors_of, with_tensors
 from qtoolkit.op_kinds.table import KINDS, OF_ATEN
 from qtoolkit.runtimes.execution import Layer
@@ -25,27 +25,17 @@ JOINED = {name for kind in backends["xnnpack"].joined_activations for name in KI
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program in the form of ExecuTorch.
+    """A program in the form of ExecuTorch."""
 
-    Attributes:
-        file: The content of the file.
-        layers: The ops that compute: those of the delegate, and those with kernels of ExecuTorch, which are "portable".
-        conversions: How many ops convert between floats and codes.
-        delegates: How many parts of the program the delegate computes.
-    """
-
-    file: bytes
+    file: bytes  # the content of the file
+    # the ops that compute: those of the delegate, and those with kernels of ExecuTorch, which are "portable"
     layers: tuple[Layer, ...]
-    conversions: int
-    delegates: int
+    conversions: int  # how many ops convert between floats and codes
+    delegates: int  # how many parts of the program the delegate computes
 
 
 def lower(program: ExportedProgram) -> Lowered:
-    """Return a program with all that the delegate takes.
-
-    Raises:
-        RuntimeError: ExecuTorch cannot lower it.
-    """
+    """Return a program with all that the delegate takes. Raises RuntimeError: execuTorch cannot lower it."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
     from executorch.exir.lowered_backend_module import get_lowered_backend_modules
@@ -71,8 +61,7 @@ def lower(program: ExportedProgram) -> Lowered:
 def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Any]]:
     """Return what runs the content of a file on tensors, and returns its outputs as arrays.
 
-    Raises:
-        RuntimeError: ExecuTorch does not find forward in the file.
+    Raises RuntimeError: execuTorch does not find forward in the file.
     """
     from executorch.runtime import Runtime
 
@@ -90,12 +79,7 @@ def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Any]]:
 
 
 def with_codes(program: ExportedProgram, inputs: Any) -> ExportedProgram:
-    """Return a program that returns the codes of its quantize ops too, behind its outputs.
-
-    Args:
-        program: The program.
-        inputs: The positional and keyword arguments of its forward; the result takes their tensors.
-    """
+    """Return a program, of the inputs' tensors, that returns the codes of its quantize ops too, behind its outputs."""
     return torch.export.export(_Reading(program.module(), inputs), tuple(tensors_of(inputs)))
 
 

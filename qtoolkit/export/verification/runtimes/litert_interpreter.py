@@ -32,16 +32,9 @@ COARSE_ON_INT16 = dict.fromkeys(("LEAKY_RELU", "TANH", "LOGISTIC", "SOFTMAX"), 1
 
 
 class LitertFile:
-    """A file of LiteRT that `export_litert` wrote, with the inputs of a comparison.
+    """A file of LiteRT that `export_litert` wrote, with the inputs of a comparison, whose batches may be several of the file's.
 
-    Args:
-        path: The file.
-        model: The model that it is compared with.
-        tensors: The inputs. Their batches may be several of the file's.
-
-    Raises:
-        UnreadableFileError: It is not a file of `export_litert`.
-        ValueError: It is the file of another model, or takes other inputs.
+    Raises UnreadableFileError: it is no such file; ValueError: it is the file of another model, or takes other inputs.
     """
 
     def __init__(self, path: Path, model: nn.Module, tensors: Sequence[Tensor]) -> None:

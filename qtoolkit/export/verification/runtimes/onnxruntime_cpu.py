@@ -57,9 +57,7 @@ def execute(
     """Run a file at the default optimization level, or without optimizations, and read the codes at its quantizers.
 
     Where sums of int8 products saturate on this processor, a session option makes them exact, and the remark says so.
-
-    Raises:
-        RuntimeError: onnxruntime cannot run the file.
+    Raises RuntimeError: onnxruntime cannot run the file.
     """
     saturates = optimized and processor_saturates() and has_wide_weights(OpenedFile.of(path))
     if saturates:

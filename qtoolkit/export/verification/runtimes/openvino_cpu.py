@@ -54,8 +54,7 @@ def execute(
 ) -> Executed:
     """Run a file, and read the codes at its quantizers. It has no public setting that leaves optimizations out.
 
-    Raises:
-        RuntimeError: OpenVINO cannot run the file.
+    Raises RuntimeError: openVINO cannot run the file.
     """
     arrays = [x.detach().cpu().numpy() for x in inputs]
     plain = _compiled_with(path, ())[0]

@@ -9,13 +9,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from qtoolkit.export.pt2e.quantized_decomposed import decomposed_ops
 from qtoolkit.op_kinds.table import OF_ATEN
 from qtoolkit.quantizers.frozen import code_dtype
 
@@ -24,45 +25,35 @@ MEAN = torch.ops.aten.mean.dim
 QUANTIZE = torch.ops.qtoolkit.quantize.default
 LARGEST_CODE = 2**16  # above: a bias, on the grid of sums
 PLACES = ("nn_module_stack", "stack_trace")  # what is kept of a node's metadata
+# Private in torch: its ops are what the delegates of ExecuTorch and torchao's PT2E flow match. No other file names it.
+MODULE = "torch.ao.quantization.fx._decomposed"
+NAMES = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel")
 
 
 @dataclass(frozen=True)
 class Quantizers:
-    """The quantizers of a decomposed graph.
+    """The quantizers of a decomposed graph."""
 
-    Attributes:
-        activations: The dotted name of each quantize op's quantizer, in the order of the graph; "" of a repeated pair.
-        stored: The codes that the graph stores, by the dotted name of their quantizer.
-    """
-
+    # the dotted name of each quantize op's quantizer, in the order of the graph; "" of a repeated pair
     activations: list[str]
-    stored: dict[str, Tensor]
+    stored: dict[str, Tensor]  # the codes that the graph stores, by the dotted name of their quantizer
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The arguments of a quantize op and its dequantize ops.
+    """The arguments of a quantize op and its dequantize ops."""
 
-    Attributes:
-        quantizer: The dotted name of the quantizer; "" where the pair is repeated behind an op that moves values.
-        args: Scale, zero point, the axis of channels where each has its own, lowest and highest code, dtype.
-        per_channel: Whether scales and zero points are tensors, the names of constants.
-    """
-
-    quantizer: str
-    args: tuple[Any, ...]
-    per_channel: bool = False
+    quantizer: str  # the dotted name of the quantizer; "" where the pair is repeated behind an op that moves values
+    args: tuple[
+        Any, ...
+    ]  # scale, zero point, the axis of channels where each has its own, lowest and highest code, dtype
+    per_channel: bool = False  # whether scales and zero points are tensors, the names of constants
 
 
 def decompose(gm: fx.GraphModule, weights: Mapping[str, str]) -> Quantizers:
     """Replace each fake-quantization of a graph that `torch.export` captured from a converted model.
 
-    Args:
-        gm: The graph.
-        weights: The dotted name of each layer's weight, by that of its quantizer.
-
-    Raises:
-        ValueError: The form cannot hold a quantizer.
+    `weights` has the dotted name of each layer's weight, by that of its quantizer. Raises ValueError: the form cannot hold one.
     """
     decomposition = _Decomposition(gm, weights)
     decomposition.run()
@@ -276,3 +267,16 @@ def _equal(one: Any, other: Tensor) -> bool:
 def _place(node: fx.Node) -> str:
     """Return the name of a constant: that of the node where it is computed."""
     return str(node.target) if node.op == "get_attr" else node.name
+
+
+def decomposed_ops() -> Any:
+    """Return the ops by their names. Raises RuntimeError: this torch does not have them."""
+    try:
+        import_module(MODULE)  # registers the ops
+        found = {name: getattr(torch.ops.quantized_decomposed, name).default for name in NAMES}
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"export_program: torch {torch.__version__} does not have the ops of quantized_decomposed ({error}); import the "
+            f"package that defines them (torchao), or take torch 2.11 to 2.14."
+        ) from error
+    return SimpleNamespace(**found)

@@ -3,13 +3,13 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.errors import check_mapping
+from qtoolkit.errors import check_mapping, within
 from qtoolkit.export.backend_files.encoding import Encoding
 
 if TYPE_CHECKING:
@@ -20,35 +20,24 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of file.
+    """One kind of file."""
 
-    Attributes:
-        title: Its name in errors.
-        suffix: What its name has behind the model's.
-        write: Returns the text of a file for the encodings that the format holds, with the model they belong to.
-        read: Returns the encodings of a text, without names of quantizers. Raises ValueError for anything else.
-        bits: Widths of codes that it holds.
-        asymmetric: Whether it holds zero points.
-        symmetric: Whether it holds signed codes without a zero point.
-        channels: Whether it holds a scale for each channel of a weight.
-        powers: Whether its scales are powers of two.
-        logarithmic: Whether its grids are logarithmic, not integers.
-        placed: The tensors that a model gives a place in the file; None if it has one for every tensor.
-        derive: For a format without weights: the scales that the target computes from the values of a weight, over the axes
-            of a channel.
-    """
-
-    title: str
-    suffix: str
+    title: str  # its name in errors
+    suffix: str  # what its name has behind the model's
+    # returns the text of a file for the encodings that the format holds, with the model they belong to
     write: Callable[[Sequence[Encoding], "onnx.ModelProto"], str]
+    # returns the encodings of a text, without names of quantizers. Raises ValueError for anything else
     read: Callable[[str, "onnx.ModelProto"], list[Encoding]]
-    bits: tuple[int, ...] = (8,)
-    asymmetric: bool = True
-    symmetric: bool = True
-    channels: bool = False
-    powers: bool = False
-    logarithmic: bool = False
+    bits: tuple[int, ...] = (8,)  # widths of codes that it holds
+    asymmetric: bool = True  # whether it holds zero points
+    symmetric: bool = True  # whether it holds signed codes without a zero point
+    channels: bool = False  # whether it holds a scale for each channel of a weight
+    powers: bool = False  # whether its scales are powers of two
+    logarithmic: bool = False  # whether its grids are logarithmic, not integers
+    # the tensors that a model gives a place in the file; None if it has one for every tensor
     placed: Callable[[Sequence[Encoding], "onnx.ModelProto"], set[str]] | None = None
+    # for a format without weights: the scales that the target computes from the values of a weight, over the axes of a
+    # channel
     derive: Callable[[Array, tuple[int, ...]], Array] | None = None
 
     def holds(self, encoding: Encoding) -> bool:
@@ -114,8 +103,7 @@ def as_json(value: object) -> str:
 def from_json(text: str, *keys: str) -> Mapping[str, Any]:
     """Return the mapping that a JSON file has under these keys.
 
-    Raises:
-        ValueError: The text is no JSON, or has no mapping there.
+    Raises ValueError: the text is no JSON, or has no mapping there.
     """
     try:
         value = json.loads(text)
@@ -131,11 +119,21 @@ def from_json(text: str, *keys: str) -> Mapping[str, Any]:
     return value  # type: ignore[no-any-return]  # check_mapping has looked
 
 
+def read_each(
+    entries: Mapping[str, Any], read: Callable[[str, Any], Iterable[Encoding]], place: str = ""
+) -> list[Encoding]:
+    """Return the encodings that entries give, one of each tensor; errors begin with `place` and the entry's key."""
+    found: dict[str, Encoding] = {}
+    for key, entry in entries.items():
+        with within(f"{place}{key}"):
+            found |= {encoding.tensor: encoding for encoding in read(key, entry)}
+    return list(found.values())
+
+
 def number(entry: object, key: str | None = None, whole: bool = False) -> Any:
     """Return a number of a JSON file: the value itself, or that of a key.
 
-    Raises:
-        ValueError: There is none, or it is no finite number, or no whole one where it must be.
+    Raises ValueError: there is none, or it is no finite number, or no whole one where it must be.
     """
     if key is not None:
         check_mapping("an entry", entry)
@@ -149,11 +147,7 @@ def number(entry: object, key: str | None = None, whole: bool = False) -> Any:
 
 
 def width(entry: object, key: str) -> int:
-    """Return the number of bits of a JSON file.
-
-    Raises:
-        ValueError: There is none, or it is no whole number in [2, 32].
-    """
+    """Return the number of bits of a JSON file. Raises ValueError: there is none, or it is no whole number in [2, 32]."""
     bits: int = number(entry, key, whole=True)
     if not 2 <= bits <= 32:
         raise ValueError(f"{key} must lie in [2, 32], got {bits}.")

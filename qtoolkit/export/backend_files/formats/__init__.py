@@ -1,1 +1,0 @@
-"""The files that vendors' compilers take the grids of tensors from: one format a file, with its writer and its reader."""

@@ -1,1 +1,0 @@
-"""The PT2E form of a program of torch.export."""
