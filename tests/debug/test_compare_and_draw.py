@@ -1,6 +1,5 @@
 """compare() against figures computed by hand; draw() by what stands in the file."""
 
-import builtins
 import math
 import pickle
 import sys
@@ -195,14 +194,7 @@ def test_a_float_graph_is_drawn_too(tmp_path: Path) -> None:
 
 
 def test_without_the_extra_a_sentence_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def missing(name: str, *args: object) -> object:
-        if name == "pygraphviz":
-            raise ImportError(name=name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setitem(sys.modules, "pygraphviz", None)
     with pytest.raises(ImportError, match="draw needs pygraphviz, which is not installed; run: pip install "):
         qt.debug.draw(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2))), tmp_path / "float.svg")
     assert not list(tmp_path.iterdir())

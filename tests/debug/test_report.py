@@ -1,8 +1,8 @@
 """report(): what stands in the page equals plain computations; hostile names, both roads, all quantizers, errors."""
 
-import builtins
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -261,14 +261,7 @@ def test_a_model_without_a_graph_has_a_tree(tmp_path) -> None:
 
 def test_without_pygraphviz_the_ops_are_listed(tmp_path, monkeypatch) -> None:
     _, prepared = calibrated()
-    load = builtins.__import__
-
-    def refuse(name: str, *args: Any) -> Any:
-        if name == "pygraphviz":
-            raise ImportError("no", name=name)
-        return load(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, "pygraphviz", None)
     page = page_of(prepared, tmp_path)
     assert install_command("report") in page.sections["graph"]
     assert "op conv1" in {attributes.get("data-key") for _, attributes in page.tags}
