@@ -113,8 +113,9 @@ void check_norm(const char* op, const Norm& n, const c10::SymInt& channels) {
                     ".");
 }
 
-// The range of each output channel of a weight, in float64, if its grid follows it; make_scales() sets the scale.
-Tensor followed_range(const UnitParts& p, const Followed& f) {
+// The range of each output channel of a weight, in float64, if its grid follows it; make_scales() sets the scale. The
+// launch multiplies it by the factor of a batch norm, but for that of a frozen one, which is `folded`.
+Tensor followed_range(const UnitParts& p, const Followed& f, const Tensor& folded) {
   if (!f.lo.has_value()) return {};
   const Layer& l = *p.layer;
   const Tensor& start = *p.weight->start;
@@ -132,8 +133,8 @@ Tensor followed_range(const UnitParts& p, const Followed& f) {
                       t.sym_sizes(), " and ", t.scalar_type(), ".");
   }
   const Tensor range = ranges_of(l.weight, check_axis(p.op, l.weight, l.axis, 1, 0));
-  if (p.norm == nullptr || !p.norm->is_frozen()) return range;  // the launch multiplies it by the factor
-  const Tensor ends = at::mul(range.view({2, channels}), Factor(*p.norm).factor.to(at::kDouble));
+  if (!folded.defined()) return range;
+  const Tensor ends = at::mul(range.view({2, channels}), folded.to(at::kDouble));
   return at::stack({at::minimum(ends[0], ends[1]), at::maximum(ends[0], ends[1])});
 }
 
@@ -157,14 +158,14 @@ Scales make_scales(const UnitParts& p, const Followed& followed) {
   check_parts(p, p.weight == nullptr ? c10::SymInt(0) : p.weight->start->sym_numel());
   const Small s = small_of(p);
   const bool is_meta = p.layer != nullptr && p.layer->weight.is_meta();
-  const Tensor range = is_meta ? Tensor() : followed_range(p, followed);
+  const Tensor folded = p.norm != nullptr && p.norm->is_frozen() ? Factor(*p.norm).factor : Tensor();
+  const Tensor range = is_meta ? Tensor() : followed_range(p, followed, folded);
   const bool one =
       is_one_launch({&s.variance, &s.gamma, &s.weight.start, &s.weight.ratio, &s.output.start, &s.output.ratio});
   TORCH_CHECK_VALUE(!range.defined() || one, p.op, ": lo requires gamma and the grid of y in the type of ",
                     p.norm == nullptr ? "start" : "variance", ", float32 or float64.");
   if (!one) return scales_by_ops(p);
-  Scales result;
-  if (p.norm != nullptr && p.norm->is_frozen()) result.factor = Factor(*p.norm).factor;
+  Scales result = {folded};
   UnitScales u;
   const auto set = [&](TrainedScale& scale, const Trained& from) {
     const Tensor to = at::empty_like(*from.start);

@@ -255,7 +255,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook of a batch norm": lambda m: m.get_submodule("first.1").register_forward_pre_hook(lambda *a: None),
     "hook of an activation": lambda m: m.get_submodule("first.2").register_forward_hook(lambda *a: None),
     "backward hook": lambda m: m.get_submodule("first.0").register_full_backward_hook(lambda *a: None),
-    "batch norm in eval mode": lambda m: m.get_submodule("first.1").eval(),
     "another activation": lambda m: m.set_submodule("first.2", nn.Tanh()),
     "forward of its own": lambda m: setattr(m.get_submodule("first.1"), "forward", nn.Identity().forward),
     "quantizer off": lambda m: qt.disable_quantization(m.get_submodule("first.0")),
