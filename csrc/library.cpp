@@ -29,7 +29,7 @@
 #define QT_UNIT_LAYER QT_INPUT QT_START("Tensor(f!)") QT_GRID QT_GEOMETRY
 #define QT_UNIT_KEPT QT_INPUT QT_START("Tensor?") QT_GRID QT_GEOMETRY
 #define QT_UNIT_FOLLOWED "Tensor(d!)? lo, Tensor(e!)? hi, bool pow2_scale"
-#define QT_UNIT_NORM "Tensor variance, Tensor? gamma, Tensor? beta, float eps"
+#define QT_UNIT_NORM(variance) variance " variance, Tensor? gamma, Tensor? beta, float eps"
 #define QT_UNIT_OUTPUT(start) \
   start " y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int y_qmin, int y_qmax, float y_grad_factor"
 #define QT_UNIT_FOLLOWING                                                                                            \
@@ -57,11 +57,11 @@
 #define QT_RAW "Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0"
 #define QT_FUNCTION "str function, SymInt[] shape, Tensor? weight, Tensor? bias, float eps"
 // All that the units are told.
-#define QT_UNIT                                                                                     \
+#define QT_UNIT \
   "Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED                                                  \
-  ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, " QT_UNIT_NORM                   \
-  ", Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, str? " \
-  "process_group, " QT_UNIT_FOLLOWING ", " QT_RAW
+  ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, bool rounds_bias, " QT_UNIT_NORM("Tensor") \
+  ", Tensor? frozen_mean, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, " \
+  "str? process_group, " QT_UNIT_FOLLOWING ", " QT_RAW
 #define QT_LAYER_UNIT                                                                                     \
   "Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED                                                        \
   ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, bool rounds_bias, " QT_UNIT_QUANTIZED( \
@@ -234,10 +234,13 @@ TORCH_LIBRARY(qtoolkit, m) {
   // Returns batch_norm_fake_quant of quant_layer, with all of which their arguments are made. The scale of the weight
   // is positive_scale(start, ratio, rate), or start without a ratio; so is that of y. The weight's factor is gamma /
   // sqrt(variance + eps), or 1 where that is 0. bias: of the layer; the batch norm subtracts it, so that only the
-  // running mean has it. lo, hi: the range that a symmetric grid covers, of each output channel; start, lo and hi are
-  // set to that of the weight. The running statistics, if given, take in the batch, and batches counts it; the batch is
-  // that of all ranks of a process group, if one is named, and backward waits for them too. Returns y
-  // and its codes, then what backward keeps: the scales, the factor, the layer's output and its statistics.
+  // running mean has it. frozen_mean: variance and this are constants that the batch norm normalizes by; it is folded
+  // into the layer, whose factor may be 0 and whose bias is (bias - frozen_mean) factor + beta, with rounds_bias on the
+  // grid of the sums of products of codes. lo, hi: the range that a symmetric grid covers, of each output channel;
+  // start, lo and hi are set to that of the weight. The running statistics, if given, take in the batch, and batches
+  // counts it; the batch is that of all ranks of a process group, if one is named, and backward waits for them too.
+  // Returns y and its codes, then what backward keeps: the scales, the factor, the layer's output (if something follows
+  // the batch norm) and its statistics, or copies of the constants.
   // Differentiable in x, weight, start, ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio, y_zero_point
   // and raw_scale. raw, raw_scale: as in quant_layer. The grids of x and of the residual must not change before
   // backward.
@@ -246,13 +249,14 @@ TORCH_LIBRARY(qtoolkit, m) {
         "Tensor batch_variance, Tensor totals)");
 
   // Returns its gradients, in this order; empty where one is not wanted or there is none. start and y_start are needed
-  // with their ratios alone.
-  m.def("unit_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, " QT_UNIT_KEPT ", Tensor? bias, " QT_UNIT_NORM
-        ", " QT_UNIT_FOLLOWING
-        ", Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, Tensor batch_variance, Tensor "
-        "totals, bool[13] wanted, str? process_group, " QT_RAW
-        ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-        "Tensor, Tensor, Tensor)");
+  // with their ratios alone; without variance, mean and batch_variance are constants.
+  m.def("unit_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, " QT_UNIT_KEPT ", Tensor? bias, " QT_UNIT_NORM(
+      "Tensor?") ", " QT_UNIT_FOLLOWING
+                 ", Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, Tensor batch_variance, "
+                 "Tensor "
+                 "totals, bool[13] wanted, str? process_group, " QT_RAW
+                 ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+                 "Tensor, Tensor, Tensor)");
 
   // Returns fake_quant of quant_layer, with their scales made as unit does, and without y_start quant_layer alone.
   // rounds_bias: puts the bias on the grid of the sums of products of codes, as quantizers/bias.py says. learned: the

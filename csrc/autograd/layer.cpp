@@ -260,9 +260,12 @@ const Differentiated kUnit = {
     {"x", "weight", "start", "ratio", "zero_point", "bias", "gamma", "beta", "residual", "y_start", "y_ratio",
      "y_zero_point", "raw_scale"},
     {"codes", "x_scale", "x_zero_point", "rate", "variance", "residual_codes", "residual_scale", "residual_zero_point",
-     "y_rate", "raw"},
+     "y_rate", "raw", "frozen_mean"},
     nullptr,
-    {{"residual", "residual_codes", false}, {"start", "ratio", true}, {"y_start", "y_ratio", true}},
+    {{"residual", "residual_codes", false},
+     {"variance", "frozen_mean", false},  // of constants it takes the copies: a process group sends them in place
+     {"start", "ratio", true},
+     {"y_start", "y_ratio", true}},
     {"x_scale", "x_zero_point", "residual_scale", "residual_zero_point"}};
 
 const Differentiated kLayerFakeQuant = {

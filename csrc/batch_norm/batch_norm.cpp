@@ -191,57 +191,67 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
   return {y, codes, mean, variance};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant_backward(
-    const Tensor& grad, const Tensor& x, const optional<Tensor>& weight, const optional<Tensor>& bias,
-    const optional<Tensor>& divisor, const optional<Tensor>& residual, const optional<Tensor>& residual_codes,
-    const optional<Tensor>& residual_scale, const optional<Tensor>& residual_zero_point, const Tensor& mean,
-    const Tensor& variance, double eps, double low, double high, double slope, const optional<Tensor>& scale,
-    const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad,
-    bool scale_grad, const optional<Tensor>& totals, ProcessGroup process_group) {
-  constexpr const char* kOp = "batch_norm_fake_quant_backward";
-  const Given given = {x,   weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point,
-                       eps, low,    high, slope,   scale,    zero_point,     qmin,           qmax};
-  check(kOp, given, process_group.has_value());
-  check_totals(kOp, totals, x.sym_size(1), x, process_group.has_value());
-  check_float(kOp, "grad", grad);
-  check_same_shape(kOp, "grad", grad, x);
-  check_of_channels(kOp, "mean", mean, x.sym_size(1), x);
-  check_of_channels(kOp, "variance", variance, x.sym_size(1), x);
+namespace {
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// What backward knows besides what forward was given. Constant statistics are none of x.
+struct Incoming {
+  const Tensor &grad, &mean, &variance;
+  double grad_factor;
+  bool residual_grad, scale_grad;
+  const optional<Tensor>& totals;
+  ProcessGroup process_group;
+  bool constant;
+};
+
+Gradients gradients_of(const char* op, const Given& given, const Incoming& in) {
+  const Tensor& x = given.x;
+  const bool in_halves = in.process_group.has_value() || in.constant;
+  check(op, given, in_halves);
+  check_totals(op, in.totals, x.sym_size(1), x, in_halves);
+  check_float(op, "grad", in.grad);
+  check_same_shape(op, "grad", in.grad, x);
+  check_of_channels(op, "mean", in.mean, x.sym_size(1), x);
+  check_of_channels(op, "variance", in.variance, x.sym_size(1), x);
   const Tensor dx = empty_result(x, x.options(), 1);
-  const Tensor of_residual = residual_grad ? empty_result(x, x.options(), 1) : at::empty({0}, x.options());
-  const Tensor per_channel[] = {gradient_like(weight, x), gradient_like(bias, x), gradient_like(divisor, x)};
-  const Tensor ds = gradient_like(scale_grad ? scale : std::nullopt, x);
-  const Tensor dz = gradient_like(scale_grad ? zero_point : std::nullopt, x);
+  const Tensor of_residual = in.residual_grad ? empty_result(x, x.options(), 1) : at::empty({0}, x.options());
+  const Tensor per_channel[] = {gradient_like(given.weight, x), gradient_like(given.bias, x),
+                                gradient_like(given.divisor, x)};
+  const Tensor ds = gradient_like(in.scale_grad ? given.scale : std::nullopt, x);
+  const Tensor dz = gradient_like(in.scale_grad ? given.zero_point : std::nullopt, x);
   const auto results = [&] {
     return std::make_tuple(dx, per_channel[0], per_channel[1], per_channel[2], of_residual, ds, dz);
   };
   if (dx.is_meta()) return results();
   if (dx.numel() == 0) {
     for (const Tensor& t : {per_channel[0], per_channel[1], per_channel[2], ds, dz}) t.zero_();
-    added_up(at::zeros({2 * x.size(1) + 1}, float64_like(x)), process_group);  // the other ranks wait for this one
+    added_up(at::zeros({2 * x.size(1) + 1}, float64_like(x)), in.process_group);  // the other ranks wait for this one
     return results();
   }
 
   Pointers pointers(dx);
   BatchNormArgs args = arguments(given, dx, pointers);
-  args.grad = pointers.elements(as_type(grad, x.scalar_type()));
-  args.mean = const_cast<void*>(pointers.values(mean));  // only read
-  args.variance = const_cast<void*>(pointers.values(variance));
+  args.grad = pointers.elements(as_type(in.grad, x.scalar_type()));
+  args.mean = const_cast<void*>(pointers.values(in.mean));  // only read
+  args.variance = const_cast<void*>(pointers.values(in.variance));
   args.y = dx.mutable_data_ptr();
-  args.residual_grad = residual_grad ? of_residual.mutable_data_ptr() : nullptr;
+  args.residual_grad = in.residual_grad ? of_residual.mutable_data_ptr() : nullptr;
   const Tensor sums = at::empty({3 * args.channels + 2}, float64_like(x));
   args.learned = ds.numel() > 0;
   args.gradients = sums.mutable_data_ptr<double>();
   Tensor of_gradients;
-  if (process_group.has_value()) {
+  if (in_halves) {
     of_gradients = at::empty({2 * args.channels + 1}, float64_like(x));
-    args.stage = NormStage::totals;
-    args.totals = of_gradients.mutable_data_ptr<double>();
-    on(x.device()).batch_norm_backward(args, x.device());
-    of_gradients = added_up(of_gradients, process_group);
+    if (!in.constant || args.learned || per_channel[1].numel() > 0) {
+      args.stage = NormStage::totals;
+      args.totals = of_gradients.mutable_data_ptr<double>();
+      on(x.device()).batch_norm_backward(args, x.device());
+    }
+    of_gradients = in.constant ? in.totals->select(0, 0) : added_up(of_gradients, in.process_group);
     args.stage = NormStage::rest;
     args.totals = of_gradients.mutable_data_ptr<double>();
-    args.own = totals->const_data_ptr<double>() + totals->size(1);
+    args.own = in.totals->const_data_ptr<double>() + in.totals->size(1);
   }
   on(x.device()).batch_norm_backward(args, x.device());
 
@@ -250,9 +260,66 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
       .learned_gradients({{per_row, 1, nullptr, per_channel[0]},
                           {per_row + args.channels, 1, nullptr, per_channel[1]},
                           {per_row + 2 * args.channels, 1, nullptr, per_channel[2]},
-                          {of_scale, grad_factor, pointer(scale), ds},
-                          {of_scale + 1, grad_factor, nullptr, dz}});
+                          {of_scale, in.grad_factor, pointer(given.scale), ds},
+                          {of_scale + 1, in.grad_factor, nullptr, dz}});
   return results();
+}
+
+}  // namespace
+
+Gradients batch_norm_fake_quant_backward(const Tensor& grad, const Tensor& x, const optional<Tensor>& weight,
+                                         const optional<Tensor>& bias, const optional<Tensor>& divisor,
+                                         const optional<Tensor>& residual, const optional<Tensor>& residual_codes,
+                                         const optional<Tensor>& residual_scale,
+                                         const optional<Tensor>& residual_zero_point, const Tensor& mean,
+                                         const Tensor& variance, double eps, double low, double high, double slope,
+                                         const optional<Tensor>& scale, const optional<Tensor>& zero_point,
+                                         int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad,
+                                         bool scale_grad, const optional<Tensor>& totals, ProcessGroup process_group) {
+  const Given given = {x,   weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point,
+                       eps, low,    high, slope,   scale,    zero_point,     qmin,           qmax};
+  return gradients_of("batch_norm_fake_quant_backward", given,
+                      {grad, mean, variance, grad_factor, residual_grad, scale_grad, totals, process_group,
+                       /*constant=*/false});
+}
+
+// ---- without a batch norm: one of constant statistics, mean 0 and variance 0 with an eps of 1, which changes no value
+
+namespace {
+
+constexpr double kEpsOfNone = 1;
+
+// The totals of one value, 0; of the gradients of constants too.
+Tensor totals_of_none(const Tensor& x) {
+  const c10::SymInt count = 2 * x.sym_size(1) + 1;
+  const Tensor totals = at::zeros_symint({2, count}, float64_like(x));
+  totals.narrow_symint(1, count - 1, 1).fill_(1);
+  return totals;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> epilogue_fake_quant(const Tensor& x, const Epilogue& e) {
+  const auto none = std::nullopt;
+  const auto [y, codes, mean, variance] = batch_norm_fake_quant(
+      x, none, none, none, e.residual, e.residual_codes, e.residual_scale, e.residual_zero_point, kEpsOfNone, e.low,
+      e.high, e.slope, e.scale, e.zero_point, e.qmin, e.qmax, e.grad_factor, totals_of_none(x), none);
+  return {y, codes};
+}
+
+EpilogueGradients epilogue_fake_quant_backward(const Tensor& grad, const Tensor& x, const Epilogue& e,
+                                               const WantedOfEpilogue& wanted) {
+  const optional<Tensor> none, totals = totals_of_none(x);
+  const Tensor zeros = at::zeros_symint({x.sym_size(1)}, x.options().dtype(arithmetic_of(x)));
+  const optional<Tensor> bias = wanted.channels ? optional<Tensor>(zeros) : none;
+  const Given given = {
+      x,          none,  bias,   none,    e.residual, e.residual_codes, e.residual_scale, e.residual_zero_point,
+      kEpsOfNone, e.low, e.high, e.slope, e.scale,    e.zero_point,     e.qmin,           e.qmax};
+  const auto [dx, dweight, dbias, ddivisor, dresidual, dscale, dzero_point] =
+      gradients_of("unit_backward", given,
+                   {grad, zeros, zeros, e.grad_factor, wanted.residual, wanted.scale, totals, std::nullopt,
+                    /*constant=*/true});
+  return {dx, dbias, dresidual, dscale, dzero_point};
 }
 
 void batch_norm_track_(Tensor& running_mean, Tensor& running_var, const Tensor& mean, const Tensor& variance,

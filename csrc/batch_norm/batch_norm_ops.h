@@ -32,6 +32,30 @@ batch_norm_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, cons
                                int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad, bool scale_grad,
                                const std::optional<at::Tensor>& totals, std::optional<std::string_view> process_group);
 
+// What follows a layer whose batch norm is folded: batch_norm_fake_quant without its batch norm.
+struct Epilogue {
+  std::optional<at::Tensor> residual, residual_codes, residual_scale, residual_zero_point;
+  double low, high, slope;
+  std::optional<at::Tensor> scale, zero_point;
+  int64_t qmin, qmax;
+  double grad_factor;
+};
+
+// y and its codes.
+std::tuple<at::Tensor, at::Tensor> epilogue_fake_quant(const at::Tensor& x, const Epilogue& epilogue);
+
+struct WantedOfEpilogue {
+  bool channels, residual, scale;
+};
+
+// `channels`: the sums of the gradient of x over each channel, in the type of the arithmetic. Empty where not wanted.
+struct EpilogueGradients {
+  at::Tensor x, channels, residual, scale, zero_point;
+};
+
+EpilogueGradients epilogue_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, const Epilogue& epilogue,
+                                               const WantedOfEpilogue& wanted);
+
 void batch_norm_track_(at::Tensor& running_mean, at::Tensor& running_var, const at::Tensor& mean,
                        const at::Tensor& variance, const std::optional<at::Tensor>& divisor,
                        const std::optional<at::Tensor>& offset, double momentum, c10::SymInt count,

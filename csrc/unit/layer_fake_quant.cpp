@@ -1,10 +1,4 @@
 // A unit without a batch norm: a layer on grids, with its bias on the grid of its sums, and a quantizer behind it.
-#include <ATen/ops/abs.h>
-#include <ATen/ops/div.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/mul.h>
-
-#include "../call_op.h"
 #include "../layer/layer_checks.h"
 #include "../layer/layer_ops.h"
 #include "../registration.h"
@@ -16,18 +10,6 @@ namespace {
 using at::Tensor;
 using std::optional;
 using torch::jit::Stack;
-
-// quantizers/bias.py has the rule and its source.
-constexpr int64_t kLargestBias = int64_t{1} << 30;
-
-// The bias on the grid of the sums of products of codes, as a runtime adds it.
-Tensor bias_on_grid(const Tensor& bias, const Tensor& x_scale, const Tensor& scale) {
-  const Tensor one = x_scale.dim() == 0 ? x_scale : x_scale.reshape({});
-  const Tensor least = at::div(at::abs(bias.to(at::kFloat)), static_cast<double>(kLargestBias));
-  const Tensor steps = at::maximum(at::mul(one, scale), least);
-  const auto axis = steps.sym_numel() > 1 ? optional<int64_t>(0) : std::nullopt;
-  return std::get<0>(fake_quant_op(bias, steps, std::nullopt, -kLargestBias, kLargestBias, axis, 1, 0, 1.0, false));
-}
 
 void layer_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   Tensor x;
@@ -52,9 +34,7 @@ void layer_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   layer.scale = scales.scale;
   if (rounds_bias && bias.has_value()) {
     check_per_output(kOp, "bias", bias, output_channels(layer.weight, layer.geometry), x);
-    TORCH_CHECK_VALUE(layer.x_scale.sym_numel() == 1, kOp, ": x_scale must have 1 element, got ",
-                      layer.x_scale.sym_numel(), ".");
-    bias = bias_on_grid(*bias, layer.x_scale, layer.scale);
+    bias = bias_on_grid(kOp, *bias, layer);
   }
   const Tensor z = quant_layer(x, bias, layer, dtype, format, raw);
   const QuantizedTensor q = quantize_output(z, output, scales.y_scale);

@@ -4,8 +4,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 
+#include <cmath>
+#include <tuple>
+
 #include "../batch_norm/batch_norm_ops.h"
 #include "../checks.h"
+#include "../layer/layer_checks.h"
 #include "../layer/layer_ops.h"
 #include "../registration.h"
 #include "unit_parts.h"
@@ -28,6 +32,19 @@ Reader& operator>>(Reader& reader, Following& f) {
   return reader >> f.low >> f.high >> f.slope;
 }
 
+// What follows a frozen batch norm.
+Epilogue epilogue_of(const Following& f, const Output& o, const optional<Tensor>& y_scale) {
+  return {f.residual, f.codes, f.scale,      f.zero_point, f.low,  f.high,
+          f.slope,    y_scale, o.zero_point, o.qmin,       o.qmax, o.grad_factor};
+}
+
+bool is_empty(const Epilogue& e) {
+  const bool activates = e.low != -INFINITY || e.high != INFINITY;
+  return !e.residual.has_value() && !e.residual_codes.has_value() && !activates && !e.scale.has_value();
+}
+
+optional<Tensor> given(const Tensor& t) { return t.sym_numel() > 0 ? optional<Tensor>(t) : std::nullopt; }
+
 void unit(const c10::OperatorHandle& op, Stack* stack) {
   Tensor x;
   Layer layer;
@@ -35,6 +52,7 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   optional<at::ScalarType> dtype;
   optional<at::MemoryFormat> format;
   optional<Tensor> bias, running_mean, running_var, batches;
+  bool rounds_bias;
   Followed followed;
   Norm norm;
   double momentum;
@@ -45,8 +63,9 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().arguments().size();
   Reader reader(torch::jit::last(*stack, count));
   reader >> x;
-  read_layer(reader, layer, weight) >> followed >> dtype >> format >> bias >> norm;
-  reader >> running_mean >> running_var >> batches >> momentum >> process_group >> following >> output >> raw;
+  read_layer(reader, layer, weight) >> followed >> dtype >> format >> bias >> rounds_bias >> norm;
+  reader >> norm.frozen_mean >> running_mean >> running_var >> batches >> momentum >> process_group >> following >>
+      output >> raw;
   torch::jit::drop(*stack, count);
 
   TORCH_CHECK_VALUE(running_mean.has_value() == running_var.has_value(),
@@ -56,8 +75,22 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   layer.factor = std::move(scales.factor);
   layer.scale = std::move(scales.scale);
   const optional<Tensor>& y_scale = scales.y_scale;
-  const Tensor undivided = quant_layer(x, std::nullopt, layer, dtype, format, raw);
   const Following& f = following;
+  const auto push = [&](std::initializer_list<Tensor> results) {
+    for (const Tensor& t : results) stack->emplace_back(or_empty(t, x.options()));
+  };
+  if (norm.is_frozen()) {
+    check_per_output("unit", "bias", bias, output_channels(layer.weight, layer.geometry), x);
+    Tensor folded = folded_bias(norm, bias, *layer.factor);
+    if (rounds_bias) folded = bias_on_grid("unit", folded, layer);
+    const Tensor z = quant_layer(x, folded, layer, dtype, format, raw);
+    const Epilogue epilogue = epilogue_of(f, output, y_scale);
+    const bool ends = is_empty(epilogue);
+    const auto [y, codes] = ends ? std::make_tuple(z, Tensor()) : epilogue_fake_quant(z, epilogue);
+    return push({y, codes, y_scale.value_or(Tensor()), *layer.factor, layer.scale, ends ? Tensor() : z,
+                 norm.frozen_mean->clone(), norm.variance.clone(), Tensor()});
+  }
+  const Tensor undivided = quant_layer(x, std::nullopt, layer, dtype, format, raw);
   optional<Tensor> totals;
   if (process_group.has_value()) totals = batch_norm_totals(undivided, layer.factor, bias, process_group);
   const auto [y, codes, mean, variance] = batch_norm_fake_quant(
@@ -73,11 +106,8 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
     note_change(*running_mean);
     note_change(*running_var);
   }
-  const auto or_none = [&](const optional<Tensor>& t) { return t.has_value() ? *t : at::empty({0}, x.options()); };
-  for (const Tensor& t :
-       {y, codes, or_none(y_scale), *layer.factor, layer.scale, undivided, mean, variance, or_none(totals)}) {
-    stack->emplace_back(t);
-  }
+  push({y, codes, y_scale.value_or(Tensor()), *layer.factor, layer.scale, undivided, mean, variance,
+        totals.value_or(Tensor())});
 }
 
 // The places of gradients in the results of unit_backward.
@@ -99,6 +129,12 @@ enum {
 };
 using Wanted = std::array<bool, kCount>;
 
+// The gradients of what is behind the layer: of its output, of the batch norm, and of what follows; `bias` is that of
+// the folded one. A gradient that is not wanted is undefined or empty.
+struct Behind {
+  Tensor z, gamma, beta, divisor, residual, y_scale, y_zero_point, bias;
+};
+
 void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   Tensor grad, undivided, mean, variance, totals;
   std::vector<c10::SymInt> size;
@@ -118,41 +154,67 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   read_layer(reader, layer, weight) >> bias >> norm >> f >> output >> y_scale >> layer.factor >> layer.scale >>
       undivided >> mean >> variance >> totals >> wanted >> process_group >> raw;
   torch::jit::drop(*stack, count);
+  if (y_scale.has_value()) y_scale = given(*y_scale);
 
+  if (!norm.variance.defined()) {
+    norm.variance = variance;
+    norm.frozen_mean = mean;
+  }
   const UnitParts parts = {"unit_backward", &norm, &layer, &weight, &output.trained};
   check_parts(parts, layer.scale.sym_numel());
   const WithoutAutocast guard;
-  std::array<Tensor, kCount> gradients;
-  const bool is_quantized = y_scale.has_value() && y_scale->sym_numel() > 0;
-  const bool of_y_scale = is_quantized && (wanted[kYStart] || wanted[kYRatio] || wanted[kYZeroPoint]);
-  const auto [dz, dgamma, dbeta, ddivisor, dresidual, dy_scale, dy_zero_point] = batch_norm_fake_quant_backward(
-      grad, undivided, norm.gamma, norm.beta, layer.factor, f.residual, f.codes, f.scale, f.zero_point, mean, variance,
-      norm.eps, f.low, f.high, f.slope, is_quantized ? y_scale : std::nullopt, output.zero_point, output.qmin,
-      output.qmax, output.grad_factor, wanted[kResidual], of_y_scale,
-      process_group.has_value() ? optional<Tensor>(totals) : std::nullopt, process_group);
-
   const bool of_gamma = wanted[kGamma] && norm.gamma.has_value();
+  const bool of_bias = norm.is_frozen() && (of_gamma || wanted[kBeta] || wanted[kBias]);
+  const bool of_y_scale = y_scale.has_value() && (wanted[kYStart] || wanted[kYRatio] || wanted[kYZeroPoint]);
+  Behind behind = {grad};
+  if (!norm.is_frozen()) {
+    const auto shared = process_group.has_value() ? optional<Tensor>(totals) : std::nullopt;
+    std::tie(behind.z, behind.gamma, behind.beta, behind.divisor, behind.residual, behind.y_scale,
+             behind.y_zero_point) =
+        batch_norm_fake_quant_backward(grad, undivided, norm.gamma, norm.beta, layer.factor, f.residual, f.codes,
+                                       f.scale, f.zero_point, mean, variance, norm.eps, f.low, f.high, f.slope, y_scale,
+                                       output.zero_point, output.qmin, output.qmax, output.grad_factor,
+                                       wanted[kResidual], of_y_scale, shared, process_group);
+  } else if (const Epilogue epilogue = epilogue_of(f, output, y_scale); !is_empty(epilogue)) {
+    const EpilogueGradients in_epilogue =
+        epilogue_fake_quant_backward(grad, undivided, epilogue, {of_bias, wanted[kResidual], of_y_scale});
+    behind = {in_epilogue.x, {}, {}, {}, in_epilogue.residual, in_epilogue.scale, in_epilogue.zero_point};
+    if (of_bias) behind.bias = in_epilogue.channels;
+  }
+
   const bool of_scale = wanted[kStart] || wanted[kRatio];
+  const bool bias_of_layer = of_bias && !behind.bias.defined();
   const GradientsOfLayer in_layer = quant_layer_backward(
-      dz, size, layer, x_dtype,
-      {wanted[kX], wanted[kWeight], of_gamma, of_scale, wanted[kZeroPoint], /*bias=*/false, wanted[kRawScale]}, raw);
+      behind.z, size, layer, x_dtype,
+      {wanted[kX], wanted[kWeight], of_gamma, of_scale, wanted[kZeroPoint], bias_of_layer, wanted[kRawScale]}, raw);
+  if (bias_of_layer) behind.bias = in_layer[5];
+  const Tensor of_factor = of_gamma ? in_layer[2] : Tensor();
+  std::array<Tensor, kCount> gradients;
   if (wanted[kX]) gradients[kX] = in_layer[0];
   if (wanted[kWeight]) gradients[kWeight] = in_layer[1];
   if (wanted[kZeroPoint]) gradients[kZeroPoint] = in_layer[4];
   if (wanted[kRawScale]) gradients[kRawScale] = in_layer[6];
-  // The batch norm subtracts the bias: its gradient is zero, not absent.
-  if (wanted[kBias] && bias.has_value()) gradients[kBias] = at::mul(ddivisor, 0).to(bias->scalar_type());
-  if (wanted[kBeta]) gradients[kBeta] = dbeta;
-  if (wanted[kResidual]) gradients[kResidual] = dresidual;
-  if (wanted[kYZeroPoint]) gradients[kYZeroPoint] = dy_zero_point;
+  if (wanted[kResidual]) gradients[kResidual] = behind.residual;
+  if (wanted[kYZeroPoint]) gradients[kYZeroPoint] = behind.y_zero_point;
+  ScaleGradients of_scales = {of_scale ? in_layer[3] : Tensor(), of_y_scale ? behind.y_scale : Tensor(), {}, {}, {}};
+  if (norm.is_frozen()) {
+    const FoldedGradients folded = folded_gradients(norm, bias, *layer.factor, of_factor, behind.bias);
+    gradients[kGamma] = folded.gamma;
+    if (wanted[kBeta]) gradients[kBeta] = folded.beta;
+    if (wanted[kBias]) gradients[kBias] = folded.bias;
+  } else {
+    // The batch norm subtracts the bias: its gradient is zero, not absent.
+    if (wanted[kBias] && bias.has_value()) gradients[kBias] = at::mul(behind.divisor, 0).to(bias->scalar_type());
+    if (wanted[kBeta]) gradients[kBeta] = behind.beta;
+    of_scales.of_gamma = behind.gamma;
+    of_scales.of_divisor = behind.divisor;
+    of_scales.of_factor = of_factor;
+  }
   const PartGradients of_parts =
-      gradients_of_parts(parts,
-                         {of_scale ? in_layer[3] : Tensor(), of_y_scale ? dy_scale : Tensor(), dgamma, ddivisor,
-                          of_gamma ? in_layer[2] : Tensor()},
-                         {wanted[kStart], wanted[kRatio], wanted[kYStart], wanted[kYRatio]});
+      gradients_of_parts(parts, of_scales, {wanted[kStart], wanted[kRatio], wanted[kYStart], wanted[kYRatio]});
   gradients[kStart] = of_parts.start;
   gradients[kRatio] = of_parts.ratio;
-  gradients[kGamma] = of_parts.gamma;
+  if (!norm.is_frozen()) gradients[kGamma] = of_parts.gamma;
   gradients[kYStart] = of_parts.y_start;
   gradients[kYRatio] = of_parts.y_ratio;
   for (const Tensor& gradient : gradients) stack->emplace_back(or_empty(gradient, grad.options()));

@@ -1,12 +1,19 @@
 #include "unit_parts.h"
 
+#include <ATen/ops/abs.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/eq.h>
 #include <ATen/ops/masked_fill.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/neg.h>
 #include <ATen/ops/rsqrt.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/sub.h>
 
 #include "../call_op.h"
 #include "../checks.h"
@@ -32,20 +39,22 @@ void note_change(const Tensor& t) { t.unsafeGetTensorImpl()->bump_version(); }
 
 namespace {
 
-// The factor by which folding scales each channel, with zeros replaced by 1, and what is beside it.
+// The factor by which folding scales each channel, and what is beside it. Zeros are replaced by 1 where the layer's
+// output is divided by it: not if the batch norm is frozen.
 struct Factor {
   Tensor inverse, is_zero, factor;  // 1 / sqrt(variance + eps)
 
   explicit Factor(const Norm& n) : inverse(at::rsqrt(at::add(n.variance, n.eps))) {
-    const Tensor folded = n.gamma.has_value() ? at::mul(*n.gamma, inverse) : inverse;
-    is_zero = at::eq(folded, 0);
-    factor = at::masked_fill(folded, is_zero, 1.0);
+    factor = n.gamma.has_value() ? at::mul(*n.gamma, inverse) : inverse;
+    if (n.is_frozen()) return;
+    is_zero = at::eq(factor, 0);
+    factor = at::masked_fill(factor, is_zero, 1.0);
   }
 };
 
 optional<Tensor> given(const Tensor& t) { return t.defined() ? optional<Tensor>(t) : std::nullopt; }
 
-// The tensors of a part that a launch reads.
+// The tensors of a part that a launch reads; none of a frozen batch norm.
 struct Small {
   optional<Tensor> variance, gamma;
   Trained weight, output;
@@ -53,7 +62,7 @@ struct Small {
 
 Small small_of(const UnitParts& p) {
   Small s;
-  if (p.norm != nullptr) {
+  if (p.norm != nullptr && !p.norm->is_frozen()) {
     s.variance = p.norm->variance;
     s.gamma = p.norm->gamma;
   }
@@ -92,6 +101,10 @@ void check_trained(const char* op, const char* name, const Trained& t, const c10
 }
 
 void check_norm(const char* op, const Norm& n, const c10::SymInt& channels) {
+  if (n.is_frozen()) {
+    check_per_output(op, "frozen_mean", n.frozen_mean, channels, n.variance);
+    check_per_output(op, "beta", n.beta, channels, n.variance);
+  }
   TORCH_CHECK_VALUE(n.variance.dim() == 1 && n.variance.sym_numel() == channels, op,
                     ": variance must have one dimension of ", channels, " elements, one for each output channel, got ",
                     n.variance.sym_sizes(), ".");
@@ -100,8 +113,9 @@ void check_norm(const char* op, const Norm& n, const c10::SymInt& channels) {
                     ".");
 }
 
-// The range of each output channel of a weight, in float64, if its grid follows it; make_scales() sets the scale.
-Tensor followed_range(const UnitParts& p, const Followed& f) {
+// The range of each output channel of a weight, in float64, if its grid follows it; make_scales() sets the scale. The
+// launch multiplies it by the factor of a batch norm, but for that of a frozen one, which is `folded`.
+Tensor followed_range(const UnitParts& p, const Followed& f, const Tensor& folded) {
   if (!f.lo.has_value()) return {};
   const Layer& l = *p.layer;
   const Tensor& start = *p.weight->start;
@@ -118,7 +132,10 @@ Tensor followed_range(const UnitParts& p, const Followed& f) {
                       ", in the type and on the device of ", p.norm == nullptr ? "start" : "variance", ", got shape ",
                       t.sym_sizes(), " and ", t.scalar_type(), ".");
   }
-  return ranges_of(l.weight, check_axis(p.op, l.weight, l.axis, 1, 0));
+  const Tensor range = ranges_of(l.weight, check_axis(p.op, l.weight, l.axis, 1, 0));
+  if (!folded.defined()) return range;
+  const Tensor ends = at::mul(range.view({2, channels}), folded.to(at::kDouble));
+  return at::stack({at::minimum(ends[0], ends[1]), at::maximum(ends[0], ends[1])});
 }
 
 Scales scales_by_ops(const UnitParts& p) {
@@ -141,13 +158,14 @@ Scales make_scales(const UnitParts& p, const Followed& followed) {
   check_parts(p, p.weight == nullptr ? c10::SymInt(0) : p.weight->start->sym_numel());
   const Small s = small_of(p);
   const bool is_meta = p.layer != nullptr && p.layer->weight.is_meta();
-  const Tensor range = is_meta ? Tensor() : followed_range(p, followed);
+  const Tensor folded = p.norm != nullptr && p.norm->is_frozen() ? Factor(*p.norm).factor : Tensor();
+  const Tensor range = is_meta ? Tensor() : followed_range(p, followed, folded);
   const bool one =
       is_one_launch({&s.variance, &s.gamma, &s.weight.start, &s.weight.ratio, &s.output.start, &s.output.ratio});
   TORCH_CHECK_VALUE(!range.defined() || one, p.op, ": lo requires gamma and the grid of y in the type of ",
                     p.norm == nullptr ? "start" : "variance", ", float32 or float64.");
   if (!one) return scales_by_ops(p);
-  Scales result;
+  Scales result = {folded};
   UnitScales u;
   const auto set = [&](TrainedScale& scale, const Trained& from) {
     const Tensor to = at::empty_like(*from.start);
@@ -232,6 +250,45 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
   if (largest_count(u) == 0) return result;
   const c10::Device device = (in_weight ? result.ratio : in_output ? result.y_ratio : result.gamma).device();
   on(device).unit_gradients(u, device);
+  return result;
+}
+
+// ---- the bias
+
+namespace {
+
+// quantizers/bias.py has the rule and its source.
+constexpr int64_t kLargestBias = int64_t{1} << 30;
+
+Tensor centred(const Norm& n, const optional<Tensor>& bias) {
+  return bias.has_value() ? at::sub(*bias, *n.frozen_mean) : at::neg(*n.frozen_mean);
+}
+
+}  // namespace
+
+Tensor bias_on_grid(const char* op, const Tensor& bias, const Layer& l) {
+  TORCH_CHECK_VALUE(l.x_scale.sym_numel() == 1, op, ": x_scale must have 1 element, got ", l.x_scale.sym_numel(), ".");
+  const Tensor one = l.x_scale.dim() == 0 ? l.x_scale : l.x_scale.reshape({});
+  const Tensor least = at::div(at::abs(bias.to(at::kFloat)), static_cast<double>(kLargestBias));
+  const Tensor steps = at::maximum(at::mul(one, l.scale), least);
+  const auto axis = steps.sym_numel() > 1 ? optional<int64_t>(0) : std::nullopt;
+  return std::get<0>(fake_quant_op(bias, steps, std::nullopt, -kLargestBias, kLargestBias, axis, 1, 0, 1.0, false));
+}
+
+Tensor folded_bias(const Norm& n, const optional<Tensor>& bias, const Tensor& factor) {
+  const Tensor folded = at::mul(centred(n, bias), factor);
+  return n.beta.has_value() ? at::add(folded, *n.beta) : folded;
+}
+
+FoldedGradients folded_gradients(const Norm& n, const optional<Tensor>& bias, const Tensor& factor,
+                                 const Tensor& of_factor, const Tensor& of_bias) {
+  FoldedGradients result;
+  if (of_factor.defined()) {
+    const Tensor of_both = at::add(of_factor, at::mul(of_bias, centred(n, bias)));
+    result.gamma = at::mul(of_both, Factor(n).inverse).to(n.gamma->scalar_type());
+  }
+  if (of_bias.defined() && n.beta.has_value()) result.beta = of_bias.to(n.beta->scalar_type());
+  if (of_bias.defined() && bias.has_value()) result.bias = at::mul(of_bias, factor).to(bias->scalar_type());
   return result;
 }
 

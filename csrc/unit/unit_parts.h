@@ -48,14 +48,23 @@ inline Reader& read_layer(Reader& reader, Layer& l, Trained& weight) {
   return reader >> l.geometry >> l.integer;
 }
 
-// The running variance with which a weight is folded, and the parameters of the batch norm.
+// The running variance with which a weight is folded, and the parameters of the batch norm. With the running mean too,
+// both are constants, and the layer computes the whole batch norm.
 struct Norm {
   at::Tensor variance;
   std::optional<at::Tensor> gamma, beta;
   double eps;
+  std::optional<at::Tensor> frozen_mean;
+
+  bool is_frozen() const { return frozen_mean.has_value(); }
 };
 
-inline Reader& operator>>(Reader& reader, Norm& n) { return reader >> n.variance >> n.gamma >> n.beta >> n.eps; }
+inline Reader& operator>>(Reader& reader, Norm& n) {
+  std::optional<at::Tensor> variance;
+  reader >> variance >> n.gamma >> n.beta >> n.eps;
+  n.variance = variance.value_or(at::Tensor());
+  return reader;
+}
 
 // ---- scales
 
@@ -95,6 +104,23 @@ struct PartGradients {
 };
 
 PartGradients gradients_of_parts(const UnitParts& parts, const ScaleGradients& in, const WantedOfScales& wanted);
+
+// ---- the bias
+
+// The bias on the grid of the sums of products of codes, as a runtime adds it.
+at::Tensor bias_on_grid(const char* op, const at::Tensor& bias, const Layer& layer);
+
+// The bias of a layer with a frozen batch norm: (bias - mean) factor + beta.
+at::Tensor folded_bias(const Norm& norm, const std::optional<at::Tensor>& bias, const at::Tensor& factor);
+
+// The gradients of what a frozen batch norm folds, from those of the factor and of the folded bias. That of gamma is
+// undefined without the former, the others without the latter.
+struct FoldedGradients {
+  at::Tensor gamma, beta, bias;
+};
+
+FoldedGradients folded_gradients(const Norm& norm, const std::optional<at::Tensor>& bias, const at::Tensor& factor,
+                                 const at::Tensor& of_factor, const at::Tensor& of_bias);
 
 // ---- the quantizer behind an op
 

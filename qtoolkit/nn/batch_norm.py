@@ -219,6 +219,11 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, LinkedBatchNorm) or type(module) in BATCH_NORMS or is_frozen_batch_norm(module)
 
 
+def is_folded(bn: nn.Module) -> bool:
+    """Return whether the layer before a batch norm computes it, by its running statistics."""
+    return isinstance(bn, LinkedBatchNorm) and bn.folded
+
+
 def linked(bn: nn.Module, strategy: str, name: str) -> LinkedBatchNorm:
     """Return a batch norm as LinkedBatchNorm, with the same parameters and buffers.
 

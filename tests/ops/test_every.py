@@ -223,7 +223,7 @@ def sample(op: str, x: Tensor) -> dict:
             "x_dtype": x.dtype,
             "wanted": [True] * 7,
         },
-        "unit": {"x": x, **unit, **forward, **tracked},
+        "unit": {"x": x, **unit, **forward, **tracked, "rounds_bias": False, "frozen_mean": None},
         "unit_backward": {"grad": x * 2, "size": list(x.shape), "x_dtype": x.dtype, **unit, **kept},
         "layer_fake_quant": {"x": x, **plain, **forward, "bias": scales(6), "rounds_bias": True, **quantized},
         "layer_fake_quant_backward": {

@@ -26,7 +26,7 @@ from qtoolkit.graph.program.epilogue import (
 )
 from qtoolkit.graph.program.units.function import why_not_fused
 from qtoolkit.nn import QuantMultiheadAttention, QuantWeighted
-from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
+from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm, is_folded
 from qtoolkit.nn.hooks import all_watched
 from qtoolkit.nn.output_grid import why_quantizer_not_fused
 from qtoolkit.op_kinds.kind import Bounds
@@ -84,22 +84,25 @@ class Chain:
     def sentence(self) -> str:
         """Return how the batch norm is computed in training mode, as the modules are now."""
         bn = module_of(self.batch_norm)
-        why = "hooks of all modules are registered" if all_watched() else why_batch_norm_not_fused(bn)
+        folded = is_folded(bn) if bn.training else getattr(bn, "frozen", False)  # in training mode
+        why = "hooks of all modules are registered" if all_watched() else why_batch_norm_not_fused(bn, folded)
         joined, end = _joined(self)
         if why is None and not isinstance(bn, LinkedBatchNorm) and (not joined or joined[-1] is not self.quantizer):
             why = f"no quantizer is fused with it ({end})"
+        layer = self._why_layer_not_fused(bn) if isinstance(bn, LinkedBatchNorm) else None
+        if why is None and folded and layer is not None:
+            why = f"its layer folds it, and is not fused: {layer}"
         if why is not None:
             return f"computed by torch: {why}"
         names = ", ".join("its quantizer" if node is self.quantizer else name_of(node) for node in joined)
         said = [f"fused with {names}" if joined else "not fused", end]
-        if isinstance(bn, LinkedBatchNorm):
-            layer = (
-                "it is called in another block, or an op between them may change its input"
-                if self.layer is None
-                else why_layer_not_fused(module_of(self.layer), bn)
-            )
-            said.append("" if layer is None else f"its layer is not fused: {layer}")
+        said.append("" if layer is None else f"its layer is not fused: {layer}")
         return "; ".join(filter(None, said))
+
+    def _why_layer_not_fused(self, bn: LinkedBatchNorm) -> str | None:
+        if self.layer is None:
+            return "it is called in another block, or an op between them may change its input"
+        return why_layer_not_fused(module_of(self.layer), bn)
 
 
 @dataclass(frozen=True)

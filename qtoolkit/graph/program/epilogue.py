@@ -19,9 +19,10 @@ from qtoolkit.nn.batch_norm import (
     QuantBatchNorm1d,
     QuantBatchNorm2d,
     QuantBatchNorm3d,
+    QuantFrozenBatchNorm,
     QuantSyncBatchNorm,
     divided,
-    is_frozen_batch_norm,
+    is_folded,
     process_group_of,
     track,
 )
@@ -41,6 +42,7 @@ DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
     QuantBatchNorm2d: (4,),
     QuantBatchNorm3d: (5,),
     QuantSyncBatchNorm: (2, 3, 4, 5),
+    QuantFrozenBatchNorm: (4, 5),
 }
 
 NO_CODES = (None, None, None)
@@ -52,19 +54,22 @@ Output = tuple[Tensor, Tensor | None]  # of a layer: undivided, with the factor 
 # ---- what may be one op, of the modules as they are now; each returns a reason for people, or None
 
 
-def why_batch_norm_not_fused(bn: nn.Module) -> str | None:
-    """Return why the op does not compute a batch norm in training mode."""
-    if isinstance(bn, nn.SyncBatchNorm):
+def why_batch_norm_not_fused(bn: nn.Module, folded: bool = False) -> str | None:
+    """Return why the op does not compute a batch norm in training mode.
+
+    Args:
+        bn: The batch norm.
+        folded: Whether it normalizes by its running statistics, so that its layer computes it.
+    """
+    if isinstance(bn, nn.SyncBatchNorm) and not folded:
         # torch's exchanges statistics in another way: where one rank has hooks on it, all would wait.
         if not isinstance(bn, QuantSyncBatchNorm):
             return "a SyncBatchNorm that no layer is linked to"
         if process_group_of(bn) is None:
             return "a SyncBatchNorm without a process group of several ranks"
-    if is_frozen_batch_norm(bn) or getattr(bn, "frozen", False):
-        return "it is frozen, and its layer folds it"
     if type(bn) not in DIMENSIONS:
         return f"it is {with_article(type(bn))}"
-    if isinstance(bn, LinkedBatchNorm) and bn.strategy != "unscale":
+    if isinstance(bn, LinkedBatchNorm) and not folded and bn.strategy != "unscale":
         return f"its strategy is {bn.strategy!r}"
     return "it has hooks" if is_watched(bn) else None
 
@@ -200,15 +205,16 @@ def _is_faster_in_torch(input: Tensor) -> bool:
 
 
 def trains(bn: Any) -> bool:
-    """Return whether the op computes a batch norm as it is now."""
+    """Return whether the op computes a batch norm by the statistics of its batches, as it is now."""
     counts = torch.compiler.is_compiling() and bn.momentum is None  # a number from a buffer, which is no constant
-    return bn.training and why_batch_norm_not_fused(bn) is None and not counts
+    return bn.training and not is_folded(bn) and why_batch_norm_not_fused(bn) is None and not counts
 
 
 def fits(bn: Any, size: torch.Size) -> bool:
     """Return whether the op takes inputs of a size; the batch norm has the errors for one that it does not take either."""
     has_values = size.numel() > size[1] or type(bn) is QuantSyncBatchNorm  # other ranks may have them
-    return len(size) in DIMENSIONS[type(bn)] and size[1] == bn.num_features and has_values
+    is_taken = is_folded(bn) or (size[1] == bn.num_features and has_values)
+    return len(size) in DIMENSIONS[type(bn)] and is_taken
 
 
 def is_added(residual: Any, size: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
 from qtoolkit.graph.program import epilogue
-from qtoolkit.nn.batch_norm import STRATEGIES, LinkedBatchNorm
+from qtoolkit.nn.batch_norm import NEEDS_BATCH_STATISTICS, LinkedBatchNorm
 from tests.blocks import called_one_by_one, codes_taken, recorded_norms
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0)).double()
@@ -339,7 +339,6 @@ NOT_FUSED = {
     "eval": lambda model: model.eval(),
     "hook of the batch norm": with_hook("norm"),
     "backward hook": lambda model: model.get_submodule("norm").register_full_backward_hook(lambda m, gi, go: None),
-    "frozen": qt.freeze_batch_norm,
     "sync": convert_sync,
     "forward of its own": lambda model: setattr(model.norm, "forward", model.norm.forward),
     "compiled": lambda model: model.norm.compile(backend="eager"),
@@ -356,7 +355,7 @@ def test_the_plain_road_has_the_bits_of_the_ops_one_by_one(name: str, calls: lis
     assert not calls
 
 
-@pytest.mark.parametrize("strategy", [strategy for strategy in STRATEGIES if strategy != "unscale"])
+@pytest.mark.parametrize("strategy", NEEDS_BATCH_STATISTICS)
 def test_other_strategies(strategy: str, calls: list[dict]) -> None:
     prepared = prepared_of(Chain(nn.ReLU()), batch_norm=strategy)
     plain = copy.deepcopy(prepared)
@@ -615,6 +614,10 @@ def test_the_report_says_what_is_in_one_op() -> None:
     assert said["blocks.0.bn2"] == "fused with add, blocks.0.relu, its quantizer"
     silu = said_of(prepared_of(Upscaler()))["narrow.1"]
     assert silu == "not fused; 'narrow_2' follows, which cannot be fused"
+    frozen = prepared_of(ResNet())
+    qt.freeze_batch_norm(frozen)
+    assert said_of(frozen) == said_of(frozen.eval()) == said_of(prepared_of(ResNet()))
+    assert said_of(prepared_of(Chain(nn.ReLU()), batch_norm="frozen"))["norm"] == "fused with activation, its quantizer"
 
 
 def test_the_report_says_why_not() -> None:
@@ -626,7 +629,8 @@ def test_the_report_says_why_not() -> None:
     one_process = "computed by torch: a SyncBatchNorm without a process group of several ranks"
     assert reason(convert_sync) == one_process
     assert reason(with_hook("norm")) == "computed by torch: it has hooks"
-    assert reason(qt.freeze_batch_norm) == "computed by torch: it is frozen, and its layer folds it"
+    frozen = "computed by torch: its layer folds it, and is not fused: its layer has hooks"
+    assert reason(lambda m: (qt.freeze_batch_norm(m), with_hook("conv")(m))) == frozen
     assert reason(nn.Module.train, batch_norm="std_correction") == "computed by torch: its strategy is 'std_correction'"
     assert reason(with_hook("activation")) == "not fused; its activation has hooks"
     assert reason(observing) == "fused with activation; its quantizer observes its input"

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
 from qtoolkit._native import library
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.graph.program.units import BatchNormUnit, batch_norm, layer
 from qtoolkit.graph.program.units.base import Decided
+from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from tests import processes
 from tests.cases import floats
 from tests.nets import settled
@@ -253,7 +255,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook of a batch norm": lambda m: m.get_submodule("first.1").register_forward_pre_hook(lambda *a: None),
     "hook of an activation": lambda m: m.get_submodule("first.2").register_forward_hook(lambda *a: None),
     "backward hook": lambda m: m.get_submodule("first.0").register_full_backward_hook(lambda *a: None),
-    "batch norm in eval mode": lambda m: m.get_submodule("first.1").eval(),
     "another activation": lambda m: m.set_submodule("first.2", nn.Tanh()),
     "forward of its own": lambda m: setattr(m.get_submodule("first.1"), "forward", nn.Identity().forward),
     "quantizer off": lambda m: qt.disable_quantization(m.get_submodule("first.0")),
@@ -369,19 +370,22 @@ class Ops(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def ops_of(units: int) -> tuple[Counter[str], Counter[str]]:
+def ops_of(units: int, change: Callable[[nn.Module], object] = lambda model: None) -> tuple[Counter[str], Counter[str]]:
     """Return the ops of a forward and of a backward of so many units."""
     layers = [
         m for _ in range(units) for m in (nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
     ]
-    return ops_of_step(nn.Sequential(*layers), torch.randn(2, 8, 4, 4), backend="academic")
+    return ops_of_step(nn.Sequential(*layers), torch.randn(2, 8, 4, 4), change, backend="academic")
 
 
-def ops_of_step(layers: nn.Module, x: Tensor, **options: Any) -> tuple[Counter[str], Counter[str]]:
-    """Return the ops of a forward and of a backward of a model with learned scales, after two steps."""
+def ops_of_step(
+    layers: nn.Module, x: Tensor, change: Callable[[nn.Module], object] = lambda model: None, **options: Any
+) -> tuple[Counter[str], Counter[str]]:
+    """Return the ops of a forward and of a backward of a changed model with learned scales, after two steps."""
     mapping = qt.QConfigMapping().set_global(qt.QConfig(LSQ, SPECS["lsq"][0]))
     model = qt.prepare(layers.train(), (x,), qconfig_mapping=mapping, **options)
     qt.calibrate(model, [x], progress=False)
+    change(model)
     for _ in range(2):
         model(x).sum().backward()
     with Ops() as forward:
@@ -639,3 +643,234 @@ def test_a_layer_runs_with_its_batch_norm_behind_a_shortcut(kind: str, monkeypat
     assert found == {"by_op": int(fused), "_one_by_one": 0}
     with one_by_one(monkeypatch):
         assert torch.equal(other.train()(x), y)
+
+
+# ---- frozen batch norms
+
+
+def frozen(weight: qt.QuantSpec | None = None, activation: qt.QuantSpec | None = None, forward: str = "float") -> Any:
+    """Return a prepared model whose batch norms have constant statistics."""
+    model = prepared(weight, activation, forward)
+    for seed, module in enumerate(module for module in model.modules() if isinstance(module, LinkedBatchNorm)):
+        generator = torch.Generator().manual_seed(seed)
+        module.running_mean.uniform_(-0.5, 0.5, generator=generator)
+        module.running_var.uniform_(0.5, 2, generator=generator)
+    qt.freeze_batch_norm(model)
+    return model
+
+
+def same_but_for_sums(
+    model: nn.Module, found: dict[str, Tensor], wanted: dict[str, Tensor], rtol: float = 2e-5
+) -> None:
+    """Compare the bits of all but the gradients that are sums, which the op adds up in another order."""
+    summed = {name for name, parameter in model.named_parameters() if parameter.dim() <= 1} & wanted.keys()
+    assert summed <= found.keys()
+    same(*({k: v for k, v in results.items() if k not in summed} for results in (found, wanted)))
+    for name in summed:
+        atol = rtol * float(wanted[name].abs().max())
+        torch.testing.assert_close(found[name], wanted[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("forward", ["float", "integer"])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_frozen_batch_norm_is_in_its_unit(name: str, forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = frozen(*SPECS[name], forward)
+    other = copy.deepcopy(model)
+    with counted(monkeypatch) as found:
+        results = step(model)
+    assert found == {"by_op": 10, "_one_by_one": 0}
+    with one_by_one(monkeypatch):
+        same_but_for_sums(model, results, step(other))
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """As torchvision and detectron2 have it: its parameters are buffers."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.eps = 1e-5
+        for name, low in (("weight", -1), ("bias", -1), ("running_mean", -1), ("running_var", 0.5)):
+            self.register_buffer(name, torch.empty(channels).uniform_(low, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.weight * torch.rsqrt(self.running_var + self.eps)
+        return x * factor.reshape(-1, 1, 1) + (self.bias - self.running_mean * factor).reshape(-1, 1, 1)
+
+
+class Residual(nn.Module):
+    """Units with an activation, with a residual alone, and with nothing."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], bias: bool = True, affine: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, bias=bias), norm(8), nn.Hardtanh(-0.5, 0.7))
+        self.shortcut = nn.Sequential(nn.ConvTranspose2d(8, 8, 1, bias=bias), norm(8))
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=bias), norm(8))
+        self.last = nn.Sequential(nn.Conv2d(8, 2, 1, bias=bias), norm(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.second(x) + self.shortcut(x))
+
+
+def residual(norm: Callable[[int], nn.Module] = nn.BatchNorm2d, bias: bool = True, **options: Any) -> Any:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 6, 6)
+    model = qt.prepare(Residual(norm, bias).train(), (x,), **options)
+    qt.calibrate(model, [x], progress=False)
+    return settled(model).train()
+
+
+def step_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.float().pow(2).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **gradients, **{f"buffer {name}": b for name, b in model.named_buffers()}}
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "frozen": residual,
+    "without biases": lambda: residual(bias=False),
+    "without parameters": lambda: residual(lambda n: nn.BatchNorm2d(n, affine=False)),
+    "synchronized": lambda: residual(nn.SyncBatchNorm),
+    "of another package": lambda: residual(FrozenBatchNorm2d),
+    "strategy": lambda: residual(backend=replace(qt.backends["academic"], batch_norm="frozen")),
+    "another strategy": lambda: residual(backend=replace(qt.backends["academic"], batch_norm="std_correction")),
+    "biases on the grid of sums": lambda: residual(backend="onnxruntime"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_constant_statistics(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = KINDS[name]().to(dtype)
+    if name != "strategy":
+        qt.freeze_batch_norm(model)
+    other, x = copy.deepcopy(model), torch.randn(3, 4, 6, 6, dtype=dtype)
+    with counted(monkeypatch) as found:
+        results = step_of(model, x)
+    assert found == {"by_op": 4, "_one_by_one": 0}
+    with one_by_one(monkeypatch):
+        same_but_for_sums(model, results, step_of(other, x), 1e-12 if dtype is torch.float64 else 2e-5)
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_few_values_of_a_frozen_batch_norm(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its statistics need none, where those of a batch need two values of each channel."""
+    model = frozen(*SPECS["lsq"])
+    other, x = copy.deepcopy(model), torch.randn(samples, 8, 8, 8)
+    with counted(monkeypatch) as found:
+        results = step_of(model, x)
+    assert found == {"by_op": 5, "_one_by_one": 0}
+    with one_by_one(monkeypatch):
+        same_but_for_sums(model, results, step_of(other, x))
+
+
+def test_a_mode_is_decided_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(*SPECS["fixed"])
+    other = copy.deepcopy(model)
+    for change in (qt.freeze_batch_norm, qt.unfreeze_batch_norm, lambda m: m.first.eval(), nn.Module.train):
+        for net in (model, other):
+            change(net)
+        with counted(monkeypatch) as found:
+            results = step(model)
+        assert found == {"by_op": 10, "_one_by_one": 0}
+        with one_by_one(monkeypatch):
+            same_but_for_sums(model, results, step(other))
+
+
+def test_what_freezes_nothing_of_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that do not train, of a frozen batch norm, get no gradients, and the others the same ones."""
+    model = frozen(*SPECS["lsq"])
+    other = copy.deepcopy(model)
+    for net in (model, other):
+        net.first.requires_grad_(False)
+        net.second[1].requires_grad_(False)
+        net.down[0].weight.requires_grad_(False)
+    with counted(monkeypatch) as found:
+        results = step(model)
+    assert found == {"by_op": 10, "_one_by_one": 0}
+    with one_by_one(monkeypatch):
+        same_but_for_sums(model, results, step(other))
+
+
+def test_constants_may_be_sent_in_place_before_backward() -> None:
+    """DistributedDataParallel writes the buffers of rank 0 into those of the others at each forward."""
+    model, other = frozen(*SPECS["fixed"]), frozen(*SPECS["fixed"])
+    x = torch.randn(2, 8, 8, 8)
+    for net in (model, other):
+        y = net(x)
+        if net is model:
+            for buffer in (b for n, b in net.named_buffers() if n.endswith(("running_mean", "running_var"))):
+                buffer.add_(1)
+        y.sum().backward()
+    same(*({n: p.grad for n, p in net.named_parameters()} for net in (model, other)))
+
+
+def test_frozen_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum with a residual is not rounded before its quantizer, where the ops one by one do that."""
+    model = frozen(*SPECS["fixed"])
+    other = copy.deepcopy(model)
+    with counted(monkeypatch) as found:
+        results = step(model, torch.bfloat16)
+    assert found == {"by_op": 10, "_one_by_one": 0}
+    with one_by_one(monkeypatch):
+        wanted = step(other, torch.bfloat16)
+    torch.testing.assert_close(results["y"], wanted["y"], rtol=0.05, atol=0.05 * float(wanted["y"].abs().max()))
+    for name, tensor in wanted.items():
+        assert float((results[name] - tensor).float().norm()) <= 0.2 * float(tensor.float().norm()), name
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "compile", "two backwards"])
+def test_frozen_units_are_recomputed_compiled_and_used_twice(way: str) -> None:
+    model = frozen(*SPECS["fixed"])
+    other, x = copy.deepcopy(model), torch.randn(2, 8, 8, 8)
+    y = other(x)
+    y.pow(2).sum().backward()
+    if way == "checkpoint":
+        checkpoint(model, x, use_reentrant=False).pow(2).sum().backward()
+    elif way == "compile":
+        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled(x).pow(2).sum().backward()
+    else:
+        y = model(x)
+        torch.autograd.grad(y.pow(2).sum(), list(model.parameters()), retain_graph=True, allow_unused=True)
+        y.pow(2).sum().backward()
+    gradients, wanted = ({n: p.grad for n, p in net.named_parameters()} for net in (model, other))
+    same_but_for_sums(model, gradients, wanted)
+
+
+def test_a_frozen_unit_is_one_op_in_each_direction() -> None:
+    few, many = (ops_of(units, qt.freeze_batch_norm) for units in (2, 3))
+    assert many[0] - few[0] == {"qtoolkit::unit": 1}
+    assert many[1] - few[1] == {"qtoolkit::unit_backward": 1, "aten::add_.Tensor": 5}
+
+
+@pytest.mark.parametrize("name", ["fixed", "lsq", "affine weights"])
+def test_opcheck_of_frozen_units(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    model, op = frozen(*SPECS[name]), library.unit.default
+    bind = batch_norm._bind
+    monkeypatch.setattr(batch_norm, "_bind", lambda *args: (calls.append(args[1:]), bind(*args))[1])
+    model(torch.randn(2, 8, 8, 8))
+    for args in calls[:3]:
+        held = tuple(a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args)
+        torch.library.opcheck(op, held, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("frozen_mean", torch.zeros(7), "frozen_mean must have one dimension with 1 element per output channel, 8"),
+        ("beta", torch.zeros(1), "beta must have one dimension with 1 element per output channel, 8"),
+        ("bias", torch.zeros(3), "bias must have one dimension with 1 element per output channel, 8"),
+        ("frozen_mean", torch.zeros(8, dtype=torch.int64), "frozen_mean must be"),
+    ],
+)
+def test_bad_constants(argument: str, value: Tensor, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = library.unit.default
+    args = bound(frozen(*SPECS["lsq"]), monkeypatch)[1]["all"]
+    args = {name: a.detach() if isinstance(a, Tensor) else a for name, a in args.items()}
+    with pytest.raises((ValueError, TypeError), match=error):
+        op(**{**args, argument: value})

@@ -17,6 +17,7 @@ from qtoolkit.graph.program.epilogue import (
     is_added,
     layer_output,
     trains,
+    why_batch_norm_not_fused,
     why_layer_not_fused,
 )
 from qtoolkit.graph.program.units.base import (
@@ -35,7 +36,15 @@ from qtoolkit.graph.program.units.base import (
     varying_of_layer,
     varying_of_output,
 )
-from qtoolkit.nn.batch_norm import Changing, divisor_of, process_group_of, variance_of_step
+from qtoolkit.nn.batch_norm import (
+    Changing,
+    QuantFrozenBatchNorm,
+    divisor_of,
+    factor_of,
+    is_folded,
+    process_group_of,
+    variance_of_step,
+)
 from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.nn.output_grid import output_grid
 from qtoolkit.op_kinds.kind import Bounds
@@ -61,18 +70,20 @@ class NormPlan(Plan):
 
     Attributes:
         layer: The layer.
-        norm: The batch norm, without the variance with which the weight is folded, the running statistics, and the process
-            group with which they are shared.
+        rounds_bias: Whether the bias that a frozen batch norm gives it is put on the grid of its sums.
+        norm: The batch norm, without the variance with which the weight is folded: with its mean if it is frozen, else with
+            the running statistics, and the process group with which they are shared.
         activation: Its bounds.
         last: Whether the layer's output is in channels_last.
-        changing: The parameters whose changes end a step.
+        changing: The parameters whose changes end a step; None if the batch norm is frozen.
     """
 
     layer: LayerArguments
+    rounds_bias: bool
     norm: tuple[Any, ...]
     activation: tuple[float, float, float]
     last: bool
-    changing: Changing
+    changing: Changing | None
 
 
 class BatchNormUnit(Decided[NormPlan]):
@@ -142,8 +153,6 @@ class BatchNormUnit(Decided[NormPlan]):
         like, (dtype, memory_format) = of_layer.like, of_layer.computed
         if not fits(bn, like.shape) or not (residual is None or is_added(residual, like.shape, dtype, x.device)):
             return None
-        tracked = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.momentum)
-        tracked = tracked if bn.track_running_stats else NOT_TRACKED
         quantizer = self.quantizer_in_op()
         parameters = [p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None]
         return NormPlan(
@@ -151,17 +160,19 @@ class BatchNormUnit(Decided[NormPlan]):
             output_grid(quantizer, like),
             True,
             of_layer,
-            (bn.weight, bn.bias, bn.eps, *tracked, process_group_of(bn)),
+            is_folded(bn) and layer.sum_steps() is not None,
+            (bn.weight, bn.bias, bn.eps, *_statistics(bn)),
             bounds,
             memory_format is not None or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
-            Changing(parameters),
+            None if is_folded(bn) else Changing(parameters),
         )
 
     def varying(self, plan: NormPlan, x: Tensor, *others: Any) -> Varying | None:
         """Return what the op is told besides what the plan says; None if x has no codes."""
         known, residual, of_residual = others
         layer, bn, *_ = self.modules
-        variance = variance_of_step(bn, bn.running_var, plan.changing)
+        changing = plan.changing
+        variance = bn.running_var if changing is None else variance_of_step(bn, bn.running_var, changing)
         found = varying_of_layer(layer, plan.layer, x, known, partial(_factor, bn, variance), self.names[0])
         if found is None:
             return None
@@ -175,16 +186,31 @@ class BatchNormUnit(Decided[NormPlan]):
         variance, *residual = tensors[count:-2]
         first, last = layer_call(self.modules[0], plan.layer, tensors[:count], constants[1:-1])
         output = output_call(plan, tensors[-2:], constants[-1:])
-        return _bind(self.VARYING, *first, variance, *plan.norm, *residual, *plan.activation, *output, *last)
+        return _bind(
+            self.VARYING, *first, plan.rounds_bias, variance, *plan.norm, *residual, *plan.activation, *output, *last
+        )
 
 
 @torch.no_grad()
 def _factor(bn: Any, variance: Tensor) -> Tensor:
-    return divisor_of(bn, variance)
+    return factor_of(bn) if is_folded(bn) else divisor_of(bn, variance)
+
+
+def _statistics(bn: Any) -> tuple[Any, ...]:
+    """Return the mean of a frozen batch norm; and the running statistics of another one, with its process group."""
+    if is_folded(bn):
+        return bn.running_mean, *NOT_TRACKED, None
+    tracked = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.momentum)
+    return None, *(tracked if bn.track_running_stats else NOT_TRACKED), process_group_of(bn)
 
 
 def _is_one_op(layer: Any, bn: Any) -> bool:
     """Return whether the op computes modules as they are now, for some inputs."""
-    if all_watched() or not trains(bn) or bn.momentum is None or why_layer_not_fused(layer, bn) is not None:
+    if all_watched() or why_layer_not_fused(layer, bn) is not None or not layer_is_plain(layer):
         return False
-    return layer_is_plain(layer) and all(type(p) is nn.Parameter for p in (bn.weight, bn.bias) if p is not None)
+    if is_folded(bn) and why_batch_norm_not_fused(bn, folded=True) is not None:
+        return False
+    if not is_folded(bn) and (bn.momentum is None or not trains(bn)):
+        return False
+    kind = Tensor if type(bn) is QuantFrozenBatchNorm else nn.Parameter
+    return all(type(p) is kind for p in (bn.weight, bn.bias) if p is not None)
