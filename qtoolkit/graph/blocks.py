@@ -56,10 +56,6 @@ class TracedBlock(nn.Module):
             self.refuse("called on its own", self._block_reason)
         return self._block_code(self, *args, **kwargs)
 
-    def block_runs(self) -> bool:
-        """Return whether the block runs its part of the graph."""
-        return self._block_code is not None
-
     def set_code(self, code: Callable[..., Any] | None, model: nn.Module, reason: str = NO_CALL) -> None:
         """Let the block run code that takes it and its arguments, and finds the model as `_block_model`; or say why not."""
         vars(self).update(_block_code=code, _block_model=model, _block_reason=reason)
@@ -104,11 +100,6 @@ def refuse_change(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
         f"no layer can be added to {with_article(kind)} of a prepared model, or removed from it: its graph would not change. "
         f"Change the float model, and prepare it again."
     )
-
-
-def item_of_list(self: nn.ModuleList, index: Any) -> Any:
-    """Return a layer of a ModuleList, or a plain ModuleList of several."""
-    return nn.ModuleList(self)[index]
 
 
 # ---- classes
@@ -160,7 +151,7 @@ def traced_type(kind: type[Any]) -> type[TracedBlock]:
     }
     members |= dict.fromkeys(set(CHANGES).intersection(dir(container)), refuse_change)
     if container is nn.ModuleList:
-        members["__getitem__"] = item_of_list
+        members["__getitem__"] = lambda self, index: nn.ModuleList(self)[index]  # a slice is a plain one
     members |= {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
