@@ -1,6 +1,11 @@
 """Graphs of models: capture traces a model, placement decides on quantizers, and passes change the graph."""
 
+from torch.nn import ModuleDict as TracedModuleDict
+from torch.nn import ModuleList as TracedModuleList
+from torch.nn import Sequential as TracedSequential
+
 from qtoolkit.graph.block_calls import BlockCall, Foreign, Value
+from qtoolkit.graph.blocks import ClassReference, TracedBlock, restore_block
 from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.graph_module import (
     Method,
@@ -10,14 +15,6 @@ from qtoolkit.graph.graph_module import (
     update_ranges,
 )
 from qtoolkit.graph.plan import Edge, Plan, Tracing
-from qtoolkit.graph.traced_blocks import (
-    ClassReference,
-    TracedBlock,
-    TracedModuleDict,
-    TracedModuleList,
-    TracedSequential,
-    restore_block,
-)
 from qtoolkit.op_kinds.facts import NodeFacts
 from qtoolkit.op_kinds.recorded import (
     TrainingMode,
@@ -68,4 +65,4 @@ __all__ = [
 publish(__name__, Cause, Edge, Method, ModelTracer, NodeFacts, Plan, QuantizedGraphModule, Status, Tracing, Verdict)
 publish(__name__, QuantizedSequential, restore_graph_module, update_ranges)
 publish(__name__, BlockCall, Foreign, Value)
-publish(__name__, ClassReference, TracedBlock, TracedModuleDict, TracedModuleList, TracedSequential, restore_block)
+publish(__name__, ClassReference, TracedBlock, restore_block)

@@ -1,12 +1,8 @@
 """The calls of a model's blocks as tracing saw them: who calls which block, with which arguments, and what it returns."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from torch import fx
-
-from qtoolkit.op_kinds.facts import facts_of
 
 # The first call of a traced model is that of the model itself.
 ROOT = 0
@@ -55,18 +51,6 @@ class BlockCall:
     result: Any = None
 
 
-Path = tuple[Any, ...]  # the keys that lead to a value in nested tuples, lists and dicts
-
-
-def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield what nested tuples, lists and dicts contain, each with its path."""
-    if isinstance(tree, tuple | list | dict):
-        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from leaves(item, (*path, key))
-    else:
-        yield path, tree
-
-
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     """Return nested tuples, lists and dicts with what a function makes of what they contain."""
     if isinstance(tree, dict):
@@ -83,9 +67,3 @@ def ancestors(calls: tuple[BlockCall, ...], call: int) -> list[int]:
     while path[-1] != ROOT:
         path.append(calls[path[-1]].parent)
     return path[::-1]
-
-
-def calls_with_nodes(graph: fx.Graph, calls: tuple[BlockCall, ...]) -> list[int]:
-    """Return the calls that have nodes in a graph, without that of the model."""
-    made = {facts_of(node).call for node in graph.nodes}
-    return sorted({around for call in made if call is not None for around in ancestors(calls, call)} - {ROOT})

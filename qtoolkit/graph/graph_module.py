@@ -13,21 +13,20 @@ from qtoolkit.errors import with_article
 from qtoolkit.foreign import integration_of
 from qtoolkit.graph import weight_ranges
 from qtoolkit.graph.block_calls import BlockCall
+from qtoolkit.graph.blocks import (
+    HELD,
+    ClassReference,
+    find_module,
+    name_in_graph,
+    object_of_name,
+    refuse_change,
+    traced_type,
+)
 from qtoolkit.graph.output_types import returning
 from qtoolkit.graph.placement.sources import link_sources
 from qtoolkit.graph.plan import Plan
 from qtoolkit.graph.program import compile_forward
-from qtoolkit.graph.program.memory_format import in_channels_last
 from qtoolkit.graph.program.products import is_product_call, link_products
-from qtoolkit.graph.traced_blocks import (
-    ClassReference,
-    TracedSequential,
-    check_replaced,
-    name_in_graph,
-    object_of_name,
-    real_name,
-    refuse_change,
-)
 from qtoolkit.integer.kernels import Kernel
 from qtoolkit.model_state import keep_trained
 from qtoolkit.nn import QuantWeighted
@@ -39,9 +38,6 @@ from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
 from qtoolkit.op_kinds.recorded import TrainingMode
 from qtoolkit.quantizers.weights import Versions
 from qtoolkit.shared_modules import names_by_module
-
-# Attributes of a module that copies keep.
-HELD = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training")
 
 
 class Method:
@@ -85,7 +81,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         plan: The decisions of prepare; None until they are made.
         kept: Values of the attributes that copies keep, by dotted name.
         aliases: All names of each shared submodule, by each of its names.
-        calls: The calls of the model's blocks, as tracing saw them; none where blocks do not run.
+        calls: The calls of the model and its blocks, as tracing saw them; none until prepare is done: the nodes run alone.
         products: The products of two activations, by the names of their nodes.
         model_class: The class of models that it is an instance of.
 
@@ -135,10 +131,6 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         result.register_load_state_dict_post_hook(update_ranges)  # type: ignore[no-untyped-call]
         return result
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        check_replaced(self, name, value)
-        super().__setattr__(name, value)
-
     def recompile(self) -> PythonCode:
         """Compile the graph, and the parts of it that the blocks run."""
         code = super().recompile()
@@ -154,7 +146,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         forward = compile_forward(self, calls, self.ops_in_training(), type(self)._traced_forward)
         plan: Plan | None = vars(self).get("plan")
         types = () if plan is None else plan.tracing.output_types
-        type(self).forward = returning(in_channels_last(self, forward), types)
+        type(self).forward = returning(forward, types)
 
     def link_sources(self) -> None:
         """Tell each layer the quantizer of its input, as the graph now is, and each product those of its operands."""
@@ -180,20 +172,22 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
         """Replace a submodule under each of its names, so that it stays shared."""
-        for name in self._names_of(target):
-            super().set_submodule(name, module, strict)
+        self.get_submodule(target.rpartition(".")[0])  # raises AttributeError
+        for holder, name in self._places_of(target):
+            nn.Module.set_submodule(holder, name, module, strict)
 
     def delete_submodule(self, target: str) -> bool:
         """Delete a submodule under each of its names."""
-        deleted = True
-        for name in self._names_of(target):
-            deleted = super().delete_submodule(name) and deleted
-        return deleted
+        deleted = [holder._modules.pop(name, None) for holder, name in self._places_of(target)]
+        return bool(deleted) and None not in deleted
 
-    def _names_of(self, target: str) -> list[str]:
-        """Return all names of a submodule, with those of wrappers around blocks."""
+    def _places_of(self, target: str) -> Iterator[tuple[nn.Module, str]]:
+        """Yield what holds a submodule, inside wrappers of blocks, with its name there; a shared one has several."""
         name = name_in_graph(self, target)
-        return [real_name(self, each) for each in self.aliases.get(name, (name,))]
+        for each in self.aliases.get(name, (name,)):
+            path, _, last = each.rpartition(".")
+            if (holder := find_module(self, path)) is not None:
+                yield holder, last
 
     def keep(self, name: str, value: Any) -> None:
         """Set an attribute, by dotted name, that copies and pickles keep."""
@@ -306,14 +300,13 @@ class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
     def __getitem__(self, index: Any) -> Any:
         return self._layers()[index]
 
-    def _layers(self) -> TracedSequential:
+    def _layers(self) -> nn.Sequential:
         """Return the layers, without what prepare has added: bare modules that hold quantizers, and a mode."""
-        children = self._modules.items()
-        return TracedSequential.of_layers(
-            (name, child)
-            for name, child in children
-            if child is not None and type(child) not in (nn.Module, TrainingMode)
-        )
+        added = (nn.Module, TrainingMode, type(None))
+        layers = {name: child for name, child in self._modules.items() if type(child) not in added}
+        result: nn.Sequential = traced_type(nn.Sequential)()  # type: ignore[assignment]
+        result._modules.update(layers)
+        return result
 
 
 def type_for(model_class: type[nn.Module]) -> type[QuantizedGraphModule]:

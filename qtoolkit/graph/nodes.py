@@ -248,3 +248,11 @@ def has_float_weight(node: fx.Node) -> bool:
 def quantizes_its_input(node: fx.Node) -> bool:
     """Return whether a node is a layer with a quantizer of its input, as one that is also called inside a leaf module."""
     return getattr(called_module(node), "input_quantizer", None) is not None
+
+
+def node_name(target: str) -> str | None:
+    """Return the name that the node of a submodule or a tensor must have; None leaves the choice to torch.fx.
+
+    torch.fx names a node after its target. A node called "self" would replace the model in the code of the graph.
+    """
+    return "self_1" if target == "self" else None

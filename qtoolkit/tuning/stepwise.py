@@ -153,7 +153,7 @@ class LayerRuns(AbstractContextManager["LayerRuns"]):
 
 def _calls_of(model: nn.Module, names: Sequence[str]) -> dict[str, fx.Node]:
     """Return the node that first calls each layer, or a leaf module with it; nothing if one of them is not known."""
-    if not isinstance(model, QuantizedGraphModule) or not runs_its_graph(model, model.calls):
+    if not isinstance(model, QuantizedGraphModule) or not runs_its_graph(model):
         return {}
     nodes: dict[nn.Module, list[fx.Node]] = {}
     for node in (node for node in model.graph.nodes if node.op == "call_module"):

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from qtoolkit.errors import with_article
+from qtoolkit.graph.blocks import BASES, name_in_graph
 from qtoolkit.graph.capture.attributes import (
     BranchesOnModeError,
     Mode,
@@ -37,8 +38,8 @@ from qtoolkit.graph.capture.rewrites.torch_modes import TorchModes
 from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, holds_no_floats, is_plain, is_sequence_of_tensors
 from qtoolkit.graph.capture.signature import Arguments, Call
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
+from qtoolkit.graph.nodes import node_name
 from qtoolkit.graph.output_types import OutputTypes, types_in
-from qtoolkit.graph.traced_blocks import name_in_graph, node_name
 from qtoolkit.model_state import RandomState
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -55,15 +56,6 @@ OF_FIXED = "but got another value"
 TO_PASS_ANOTHER = (
     ": qtoolkit.prepare has fixed this argument. Leave it at that value, prepare the model with another one in concrete_args, "
     "or quantize the model by qtoolkit.quant_modules.replace, which fixes no argument."
-)
-# Containers of torch.nn, which are traced, so that the graph has their layers.
-CONTAINERS = (
-    nn.Sequential,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
 )
 
 
@@ -187,7 +179,7 @@ class ModelTracer(fx.Tracer):
             return True
         if is_batch_norm(m) or equivalent_type(m) is not None:  # FrozenBatchNorm is not in a torch package
             return True
-        return type(m) not in CONTAINERS and super().is_leaf_module(m, module_qualified_name)
+        return type(m) not in BASES and super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Trace a submodule, or make it a node; `path` has the submodule meanwhile."""

@@ -4,6 +4,7 @@ The graph of the model stays as it is. Only the code that runs is divided. An in
 that has all users of its output.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from typing import Any
 from torch import fx
 
 from qtoolkit.errors import with_article
-from qtoolkit.graph.block_calls import ROOT, BlockCall, Foreign, Value, ancestors, leaves, map_leaves
-from qtoolkit.graph.traced_blocks import TracedBlock, find_block
+from qtoolkit.graph.block_calls import ROOT, BlockCall, Foreign, Value, ancestors, map_leaves
+from qtoolkit.graph.blocks import TracedBlock, find_module
+from qtoolkit.model_inputs import leaves
 from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.recorded import is_mode
 
@@ -46,23 +48,6 @@ def free_nodes(gm: fx.GraphModule) -> set[fx.Node]:
     return {node for node in gm.graph.nodes if node.op == "get_attr" or is_mode(node)}
 
 
-class Whole:
-    """A graph as one part: like a Division without parts.
-
-    Args:
-        gm: The model.
-    """
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.gm, self.free = gm, free_nodes(gm)
-        self.calls = (BlockCall(""),)
-        self.parts: dict[int, Part] = {}
-
-    def items(self, index: int) -> Iterator[fx.Node | int]:
-        """Yield the nodes in order."""
-        return (node for node in self.gm.graph.nodes if node not in self.free)
-
-
 class Division:
     """The parts of a graph.
 
@@ -73,6 +58,7 @@ class Division:
     Attributes:
         free: What `free_nodes` returns.
         parts: The parts of the blocks that can run them, by the indices of their calls.
+        reasons: Why other blocks that are called cannot.
     """
 
     def __init__(self, gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> None:
@@ -88,14 +74,21 @@ class Division:
                 self.members[call].append(node)
         self.current = {name: node for node in gm.graph.nodes for name in (*facts_of(node).replaces, node.name)}
         self.parts: dict[int, Part] = {}
+        self.reasons: dict[TracedBlock, str] = {}
         counts = Counter(call.block for call in calls)
         for index in range(ROOT + 1, len(calls)):
-            block = find_block(gm, calls[index].block)
-            if block is not None:
+            block = find_module(gm, calls[index].block)
+            if isinstance(block, TracedBlock):
                 try:
                     self.parts[index] = self._part(block, index, counts[calls[index].block])
                 except NoPartError as reason:
-                    block.set_block_reason(str(reason))
+                    self.reasons[block] = str(reason)
+
+    def whole(self) -> "Division":
+        """Return the division that runs the graph in one piece."""
+        result = copy.copy(self)
+        result.parts = {}
+        return result
 
     # ---- which node is in which call
 

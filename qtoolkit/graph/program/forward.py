@@ -9,12 +9,13 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.graph.block_calls import ROOT, BlockCall
+from qtoolkit.graph.blocks import NO_CALL, TracedBlock, find_module
 from qtoolkit.graph.program.chains import Chain, Pair
-from qtoolkit.graph.program.division import Division, Whole
+from qtoolkit.graph.program.division import Division
 from qtoolkit.graph.program.in_units import Products, UnitWriter
+from qtoolkit.graph.program.memory_format import in_channels_last
 from qtoolkit.graph.program.writer import Writer, compiled
-from qtoolkit.graph.traced_blocks import TracedBlock, find_block
-from qtoolkit.nn.hooks import all_watched, has_hooks, is_transformed
+from qtoolkit.nn.hooks import all_watched, is_transformed, is_watched
 from qtoolkit.ops.recording import is_recorded
 
 Forward = Callable[..., Any]
@@ -29,7 +30,7 @@ def compile_forward(
 
     Args:
         gm: The model.
-        calls: The calls of its blocks.
+        calls: The calls of the model and its blocks; none while it is made, which compiles nothing.
         products: What computes the products of two activations, by the names of their nodes. None: the code calls no other
             ops than the graph has.
         plain: The code that torch.fx generates from the graph.
@@ -38,13 +39,16 @@ def compile_forward(
         The forward of the model. In training it runs the units of the whole graph in one piece; in eval mode, in exports and
         while a block is watched (it has a hook, for example), it calls the blocks.
     """
-    whole = _with_units(gm, Whole(gm), ROOT, products, plain)
-    division = Division(gm, calls) if calls else None
-    if division is None or not division.parts:
-        return whole
+    if not calls:
+        return plain
+    division, blocks = Division(gm, calls), _Blocks(gm)
+    whole = _with_units(gm, division.whole(), ROOT, products, plain)
+    for block, *_ in blocks.places:
+        block.set_code(None, gm, division.reasons.get(block, NO_CALL))
     for index, part in division.parts.items():
-        part.block.set_block_code(_code_of(part.block, division, index, products), gm)
-    return _by_block(gm, whole, _code_of(gm, division, ROOT, products), _Blocks(gm, division))
+        part.block.set_code(_code_of(part.block, division, index, products), gm)
+    divided = _code_of(gm, division, ROOT, products) if division.parts else whole
+    return _by_block(gm, in_channels_last(gm, whole), in_channels_last(gm, divided), blocks)
 
 
 def _code_of(owner: nn.Module, division: Division, index: int, products: Products | None) -> Forward:
@@ -53,9 +57,7 @@ def _code_of(owner: nn.Module, division: Division, index: int, products: Product
     return _with_units(owner, division, index, products, code)
 
 
-def _with_units(
-    owner: nn.Module, division: Division | Whole, index: int, products: Products | None, plain: Forward
-) -> Forward:
+def _with_units(owner: nn.Module, division: Division, index: int, products: Products | None, plain: Forward) -> Forward:
     """Return a forward of a part that runs units where its owner trains, and no tracer or hook needs the nodes of the graph."""
     writer = None if products is None else UnitWriter(division, index, products)
     if writer is None or not writer.changed:
@@ -80,8 +82,11 @@ def _by_block(gm: nn.Module, whole: Forward, divided: Forward, blocks: "_Blocks"
     @functools.wraps(whole)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the graph as a whole or by block."""
+        watched = blocks.are_watched()
+        if watched:
+            blocks.check()
         # Exported programs name the blocks.
-        wants_blocks = not self.training or torch.compiler.is_exporting() or blocks.are_watched()
+        wants_blocks = not self.training or torch.compiler.is_exporting() or watched
         return (divided if wants_blocks and _is_its_own(self, known) else whole)(self, *args, **kwargs)
 
     return forward
@@ -94,45 +99,42 @@ def _is_its_own(model: nn.Module, known: ref[nn.Module]) -> bool:
 
 def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> list[Chain | Pair]:
     """Return the ops that are one call in a training forward now: those of the parts while a block is watched."""
-    division = Division(gm, calls) if calls else None
-    if division is None or not _Blocks(gm, division).are_watched():
-        writers = [UnitWriter(Whole(gm), ROOT, {})]
-    else:
-        writers = [UnitWriter(division, index, {}) for index in (ROOT, *division.parts)]
+    division = Division(gm, calls)
+    if not _Blocks(gm).are_watched():
+        division = division.whole()
+    writers = [UnitWriter(division, index, {}) for index in (ROOT, *division.parts)]
     found: list[Chain | Pair] = []
     for writer in writers:
         found += [*writer.chains, *writer.pairs()]
     return found
 
 
-def runs_its_graph(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> bool:
+def runs_its_graph(gm: fx.GraphModule) -> bool:
     """Return whether a call of a model runs the nodes of its graph and nothing else, as the model now is.
 
     Hooks and wrappers of the model and of its blocks, and other forwards of them, run besides.
     """
-    division = Division(gm, calls)
-    return not (has_hooks(gm) or "forward" in vars(gm) or _Blocks(gm, division).are_watched())
+    return not (is_watched(gm) or _Blocks(gm).are_watched())
 
 
 class _Blocks:
-    """The blocks that run their parts.
+    """The blocks of a model, each with the module that holds it and its name there."""
 
-    Args:
-        gm: The model.
-        division: Its parts.
-    """
-
-    def __init__(self, gm: fx.GraphModule, division: Division) -> None:
-        self.places: list[tuple[nn.Module, str, TracedBlock]] = []
-        for part in division.parts.values():
-            parent, _, name = part.call.block.rpartition(".")
-            holder = find_block(gm, parent) if parent else gm
-            if holder is not None:
-                self.places.append((holder, name, part.block))
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.places: list[tuple[TracedBlock, nn.Module, str]] = []
+        for block in gm.modules():
+            if isinstance(block, TracedBlock) and find_module(gm, block._block_name) is block:
+                parent, _, name = block._block_name.rpartition(".")
+                self.places.append((block, find_module(gm, parent) or gm, name))
 
     def are_watched(self) -> bool:
         """Return whether a block has hooks, a wrapper or another forward, so that it must be called."""
         return all_watched() or any(
-            holder._modules.get(name) is not block or block.has_other_forward() or has_hooks(block)
-            for holder, name, block in self.places
+            holder._modules.get(name) is not block or is_watched(block) for block, holder, name in self.places
         )
+
+    def check(self) -> None:
+        """Raise RuntimeError if hooks or a wrapper of a block would have no effect."""
+        for block, holder, name in self.places:
+            if (held := holder._modules.get(name)) is not block or is_watched(block):
+                block.check_watched(held)

@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from qtoolkit.graph.block_calls import leaves
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
-from qtoolkit.graph.nodes import is_quantizer, kind_of
+from qtoolkit.graph.nodes import is_quantizer, kind_of, node_name
 from qtoolkit.graph.program import products
 from qtoolkit.graph.program.chains import (
     Chain,
@@ -19,12 +18,12 @@ from qtoolkit.graph.program.chains import (
     is_max_pool_call,
     is_weighted_call,
 )
-from qtoolkit.graph.program.division import Division, Whole
+from qtoolkit.graph.program.division import Division
 from qtoolkit.graph.program.epilogue import epilogue_of, max_pool, max_pool2d
 from qtoolkit.graph.program.units import AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit, Names
 from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, Function, function_of_module
 from qtoolkit.graph.program.writer import Writer, function_of
-from qtoolkit.graph.traced_blocks import node_name
+from qtoolkit.model_inputs import leaves
 from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.op_kinds.table import OTHER
@@ -52,7 +51,7 @@ class UnitWriter(Writer):
         changed: Whether the written code differs from the nodes of the model's graph.
     """
 
-    def __init__(self, division: Division | Whole, index: int, found: Products) -> None:
+    def __init__(self, division: Division, index: int, found: Products) -> None:
         super().__init__(division, index)
         self.products, self.known = found, dict[fx.Node, fx.Node]()
         part = division.parts.get(index)

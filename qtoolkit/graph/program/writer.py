@@ -11,9 +11,9 @@ from weakref import finalize
 
 from torch import fx
 
-from qtoolkit.graph.block_calls import Path, leaves
-from qtoolkit.graph.program.division import Division, Part, Whole
-from qtoolkit.graph.traced_blocks import node_name
+from qtoolkit.graph.nodes import node_name
+from qtoolkit.graph.program.division import Division, Part
+from qtoolkit.model_inputs import Keys, leaves
 from qtoolkit.op_kinds.recorded import check_argument
 
 
@@ -30,7 +30,7 @@ class Writer:
         written: The node in it for each node of the model's graph.
     """
 
-    def __init__(self, division: Division | Whole, index: int) -> None:
+    def __init__(self, division: Division, index: int) -> None:
         self.division, self.index = division, index
         self.name = division.calls[index].block
         self.graph, self.written = fx.Graph(), dict[fx.Node, Any]()
@@ -79,7 +79,7 @@ class Writer:
 
     def _write_items(self, tree: Any, whole: fx.Node) -> None:
         """Write the nodes that take the values in nested tuples, lists and dicts."""
-        items: dict[Path, fx.Node] = {(): whole}
+        items: dict[Keys, fx.Node] = {(): whole}
         for path, leaf in leaves(tree):
             if isinstance(leaf, fx.Node) and leaf not in self.written:
                 for depth, key in enumerate(path):

@@ -5,14 +5,14 @@ import gc
 import linecache
 import pickle
 import traceback
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import qtoolkit as qt
 from qtoolkit.graph import TracedBlock
 from qtoolkit.graph.lint import lint
+from qtoolkit.graph.program import forward as program
 from tests import traceable
 from tests.blocks import called_one_by_one, make_flat, one_process
 
@@ -156,7 +157,7 @@ def assert_equal(ours: object, theirs: object) -> None:
 
 def runs(model: nn.Module) -> list[str]:
     """Return the names of the blocks that run their part of the graph."""
-    return [name for name, m in model.named_modules() if isinstance(m, TracedBlock) and m.block_runs()]
+    return [name for name, m in model.named_modules() if isinstance(m, TracedBlock) and m._block_code]
 
 
 MODELS = {
@@ -376,6 +377,18 @@ def test_the_code_is_as_before() -> None:
     prepared = qt.prepare(Net(), (X,))
     assert "self.stage(" not in prepared.code
     assert "stage_2_conv2" in [node.name for node in prepared.graph.nodes]
+
+
+def test_code_is_compiled_once_prepare_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, compiled = list[str](), program.compiled
+
+    def recorded(graph: fx.Graph, name: str) -> Any:
+        names.append(name)
+        return compiled(graph, name)
+
+    monkeypatch.setattr(program, "compiled", recorded)
+    qt.prepare(Net().train(), (X,))
+    assert Counter(names) == {"": 3, "stage": 2, "stage.0": 2, "stage.2": 2}, "units and nodes; one model by block too"
 
 
 def test_tracebacks_have_the_lines_of_the_code_as_long_as_it_is_there() -> None:

@@ -1,26 +1,29 @@
-"""Make the blocks of a traced model TracedBlocks, which hold its layers."""
+"""Make the blocks of a traced model containers of its layers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from copy import copy
 
 from torch import Tensor, nn
 
 from qtoolkit.foreign import integration_of
-from qtoolkit.graph.block_calls import calls_with_nodes
+from qtoolkit.graph.blocks import HELD, TracedBlock, traced_type
 from qtoolkit.graph.capture.rewrites.both_modes import Traced
 from qtoolkit.graph.capture.shapes import is_plain
-from qtoolkit.graph.traced_blocks import TracedBlock, traced_type
 
 
 def with_traced_blocks(traced: Traced) -> nn.Module:
     """Return a module with the attributes of a model in which blocks are TracedBlocks; the model does not change."""
-    model, calls = traced.model, tuple(traced.calls)
-    called = [calls[i].block for i in calls_with_nodes(traced.graph, calls)]
+    model = traced.model
     used = [node for node in traced.graph.nodes if node.op in ("call_module", "get_attr")]
     leaves = {str(node.target) for node in used if node.op == "call_module"}
-    around = {name for node in used for name in _prefixes(str(node.target))}
-    blocks = {model.get_submodule(name): name for name in (*around, *called) if name not in {*leaves, ""}}
-    root, made = nn.Module(), dict[nn.Module, TracedBlock]()
-    vars(root).update({**vars(model), "_modules": _traced_children(model, blocks, made)})
+    inside = (*(str(node.target) for node in used), *(f"{call.block}." for call in traced.calls))
+    names = [name for each in inside for name in _around(each) if name and name not in leaves]
+    made = {block: _traced(block, name) for block, name in {model.get_submodule(name): name for name in names}.items()}
+    root = nn.Module()
+    vars(root).update({**vars(model), "_modules": model._modules.copy()})
+    for module in (root, *made.values()):
+        for name, child in module._modules.items():
+            module._modules[name] = made.get(child, child)  # type: ignore[arg-type]  # a child may be None
     for node in used:
         owner, _, name = str(node.target).rpartition(".")
         value = getattr(model.get_submodule(owner), name)
@@ -33,35 +36,20 @@ def with_traced_blocks(traced: Traced) -> nn.Module:
     return root
 
 
-def _prefixes(name: str) -> Iterator[str]:
+def _around(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a dotted name."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
 
 
-def _traced_children(
-    module: nn.Module, blocks: Mapping[nn.Module, str], made: dict[nn.Module, TracedBlock]
-) -> dict[str, nn.Module | None]:
-    children = module._modules.items()
-    return {name: _traced(m, blocks, made) if m is not None and m in blocks else m for name, m in children}
-
-
-def _traced(block: nn.Module, blocks: Mapping[nn.Module, str], made: dict[nn.Module, TracedBlock]) -> TracedBlock:
-    if block in made:
-        return made[block]
-    kind = traced_type(type(block))
-    made[block] = result = kind.__new__(kind)
+def _traced(block: nn.Module, name: str) -> TracedBlock:
+    """Return a block's container: with its tensors and submodules, its plain values, and what an integration asks for."""
+    kind = traced_type(type(block))  # type: ignore[arg-type]  # mypy takes no class of modules for hashable
+    result = kind.__new__(kind)
     nn.Module.__init__(result)
-    held = ((name, value) for name, value in vars(block).items() if is_plain(value) and not name.startswith("_"))
-    vars(result).update(held)
+    vars(result).update({key: v for key, v in vars(block).items() if is_plain(v) and not key.startswith("_")})
     if (integration := integration_of(type(block))) is not None:
         vars(result).update(integration.attributes_of(block))
-    vars(result).update(
-        block_type=type(block).__name__,
-        _block_name=blocks[block],
-        _parameters=dict(block._parameters),
-        _buffers=dict(block._buffers),
-        _non_persistent_buffers_set=set(block._non_persistent_buffers_set),
-        _modules=_traced_children(block, blocks, made),
-    )
+    vars(result).update({key: copy(vars(block)[key]) for key in HELD}, _block_name=name)
     return result

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from qtoolkit.graph.block_calls import ROOT, BlockCall, ancestors, leaves, map_leaves
+from qtoolkit.graph.block_calls import ROOT, BlockCall, ancestors, map_leaves
 from qtoolkit.graph.capture.rewrites.in_place import base_of, changed_by
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.graph.nodes import kind_of, kind_of_module
+from qtoolkit.model_inputs import leaves
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size
 from qtoolkit.op_kinds.rules import name_called

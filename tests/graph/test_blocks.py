@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.utils.hooks import RemovableHandle
 
 import qtoolkit as qt
-from qtoolkit.graph import TracedBlock
-from tests.blocks import one_process
+from qtoolkit.graph import ClassReference, TracedBlock, restore_block
+from qtoolkit.graph.program import runs_its_graph
+from tests.blocks import called_one_by_one, one_process
 
 
 class Block(nn.Module):
@@ -97,30 +101,65 @@ def test_a_block_without_a_part_of_its_own_cannot_be_called(name: str) -> None:
     "register", ["forward_pre_hook", "forward_hook", "full_backward_hook", "full_backward_pre_hook"]
 )
 def test_such_a_block_takes_no_hooks(register: str) -> None:
-    prepared = qt.prepare(Twice())
-    with pytest.raises(RuntimeError, match="a Block of a prepared model cannot be given hooks.*: the model calls it 2"):
-        getattr(prepared.block, f"register_{register}")(lambda *args: None)
+    prepared = off(qt.prepare(Twice()))
     getattr(prepared.block.conv, f"register_{register}")(lambda *args: None)
+    prepared(X)
+    with removed(getattr(prepared.block, f"register_{register}")(lambda *args: None)), refuses("the model calls it 2"):
+        prepared(X)
+    prepared(X)
 
 
-def test_such_a_block_cannot_be_wrapped_or_sharded() -> None:
+def test_such_a_block_cannot_be_wrapped_sharded_or_compiled() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    prepared = qt.prepare(Twice())
-    with pytest.raises(RuntimeError, match="replaced or wrapped, here 'block' by a CheckpointWrapper: the model calls"):
-        apply_activation_checkpointing(prepared, check_fn=lambda module: isinstance(module, Block))
-    with one_process() as mesh, pytest.raises(RuntimeError, match="cannot be given hooks, as sharding"):
-        fully_shard(prepared.block, mesh=mesh)
+    def given_a_forward(model: nn.Module) -> None:
+        model.block.forward = lambda x: x
+
+    wrapped, compiled, replaced, sharded = (off(qt.prepare(Twice())) for _ in range(4))
+    apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, Block))
+    compiled.block.compile(backend="eager")
+    given_a_forward(replaced)
+    with one_process() as mesh:
+        fully_shard(sharded.block, mesh=mesh)
+        for model in (wrapped, compiled, replaced, sharded):
+            with refuses("the model calls it 2"):
+                model(X)
 
 
-def test_a_block_is_replaced_by_a_wrapper_only() -> None:
-    prepared = qt.prepare(Stages())
-    with pytest.raises(
-        RuntimeError, match="replaced or wrapped, here 'stem' by a Sequential: the graph calls the layers"
-    ):
-        prepared.stem = nn.Sequential(nn.Identity())
+def test_every_block_takes_hooks_of_all_modules() -> None:
+    with called_one_by_one():
+        off(qt.prepare(Twice()))(X)
+
+
+@pytest.mark.parametrize("name", ["stem", "blocks"])
+def test_a_block_is_replaced_by_a_wrapper_only(name: str) -> None:
+    prepared = off(qt.prepare(Stages()))
     prepared.blocks[1] = checkpoint_wrapper(prepared.blocks[1])
     assert prepared.blocks[1].conv is prepared.get_submodule("blocks.1.conv")
+    assert not runs_its_graph(prepared)
+    prepared(X)
+    prepared.add_module(name, nn.Sequential(nn.Identity()))
+    why = {
+        "stem": "the graph calls the layers in it, which the new value does not have",
+        "blocks": "its forward is not",
+    }
+    with pytest.raises(RuntimeError, match=rf"of a prepared model cannot be .*replaced.*: {why[name]}"):
+        prepared(X)
+
+
+def test_layers_of_a_wrapped_block_can_be_replaced() -> None:
+    prepared = off(qt.prepare(Stages()))
+    prepared.blocks[1] = checkpoint_wrapper(prepared.blocks[1])
+    for name in ("blocks.1.relu", "blocks.1._checkpoint_wrapped_module.relu"):
+        new = nn.Tanh()
+        prepared.set_submodule(name, new)
+        assert prepared.blocks[1]._checkpoint_wrapped_module._modules["relu"] is new
+    with pytest.raises(AttributeError, match="other"):
+        prepared.set_submodule("other.relu", nn.Tanh())
+    assert not prepared.delete_submodule("stem.9")
+    assert not prepared.delete_submodule("other.relu")
+    assert prepared.delete_submodule("blocks.1.relu")
+    assert "relu" not in prepared.blocks[1]._checkpoint_wrapped_module._modules
 
 
 # ---- classes
@@ -221,12 +260,28 @@ def test_pickles_load_without_the_class() -> None:
     class Local(Block):
         pass
 
-    prepared = qt.prepare(nn.Sequential(Local()).eval(), (X,))
+    class Layers(nn.Sequential):
+        pass
+
+    prepared = qt.prepare(nn.Sequential(Local(), Layers(Block())).eval(), (X,))
     qt.calibrate(prepared, [X], progress=False)
-    loaded = pickle.loads(pickle.dumps(prepared))
-    assert (type(loaded[0]).__name__, loaded[0].block_type) == ("TracedBlock", "Local")
-    assert torch.equal(loaded[0](X), prepared(X))
+    once = pickle.loads(pickle.dumps(prepared))
+    for loaded in (once, pickle.loads(pickle.dumps(once))):
+        assert [block.block_type for block in loaded] == ["Local", "Layers"]
+        assert not isinstance(loaded[0], Block)
+        assert isinstance(loaded[1], nn.Sequential)
+        assert torch.equal(loaded[1](loaded[0](X)), prepared(X))
     assert type(copy.deepcopy(prepared)[0]).__name__ == "Local"
+
+
+@pytest.mark.parametrize("name", ["TracedBlock", "TracedSequential", "TracedModuleList", "TracedModuleDict"])
+def test_the_names_of_blocks_in_earlier_pickles_load(name: str) -> None:
+    """They name a class of this package for each container of torch."""
+    kind = {"TracedBlock": nn.Module}.get(name) or getattr(nn, name.removeprefix("Traced"))
+    loaded = restore_block(getattr(qt.graph, name), ClassReference(None))
+    assert isinstance(loaded, TracedBlock)
+    assert isinstance(loaded, kind)
+    assert pickle.loads(pickle.dumps(loaded)).block_type == loaded.block_type == kind.__name__
 
 
 def test_a_sequential_model_is_read_by_index() -> None:
@@ -262,7 +317,7 @@ def test_layers_can_be_replaced() -> None:
     model = Stages().eval()
     prepared = qt.prepare(model, (X,))
     model.blocks[0].relu = prepared.blocks[0].relu = nn.Tanh()
-    nets_equal = [torch.allclose(a, b, atol=1e-5) for a, b in zip(off(prepared), model(X), strict=True)]
+    nets_equal = [torch.allclose(a, b, atol=1e-5) for a, b in zip(off(prepared)(X), model(X), strict=True)]
     assert nets_equal == [True, True]
 
 
@@ -277,6 +332,18 @@ def test_no_layer_is_added_or_removed() -> None:
         prepared.heads.pop("a")
 
 
-def off(model: nn.Module) -> tuple[Tensor, ...]:
-    with qt.disable_quantization(model):
-        return model(X)
+def off(model: nn.Module) -> nn.Module:
+    qt.disable_quantization(model).apply()
+    return model
+
+
+@contextmanager
+def removed(handle: RemovableHandle) -> Iterator[None]:
+    yield
+    handle.remove()
+
+
+def refuses(why: str) -> AbstractContextManager[object]:
+    """Expect the error of a model whose block, called "block", runs no part of its graph and is watched."""
+    said = rf"a Block of a prepared model cannot be hooked, .*: {why}.*untraced=\['block'\]"
+    return pytest.raises(RuntimeError, match=said)
