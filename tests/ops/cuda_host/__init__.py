@@ -261,7 +261,7 @@ def _compile(folder: Path) -> None:
         source.write_text(text)
     flags = [
         "-std=c++20",
-        "-O2",
+        "-O1",
         "-ffp-contract=off",
         "-fPIC",
         "-U_FORTIFY_SOURCE",
@@ -299,8 +299,8 @@ def _instructions(asm: re.Match[str]) -> str:
 def on_host(order: str, only_ends: bool = False) -> Iterator[None]:
     """Ops of CPU tensors run as those of CUDA tensors: csrc/cuda/launch.cpp with these kernels.
 
-    Memory that an op allocates holds NaN or the largest integer, but with `only_ends`: then the first and the last block of each
-    kernel run alone.
+    Memory that an op allocates holds NaN or the largest integer, but with `only_ends`: then of each kernel the first and the
+    last block run alone.
     """
     kernels, deterministic = compiled(), torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(not only_ends)

@@ -155,7 +155,7 @@ inline void start_fiber() {
 }
 
 // Forgets the threads of a block that did not come to its end.
-[[noreturn]] inline void stop(const std::string& what) {
+[[noreturn]] inline void stop(std::string what) {
   fibers.clear(), idle.clear(), waiting.clear(), failure.clear();
   throw std::runtime_error("CUDA kernel on the host: " + what);
 }

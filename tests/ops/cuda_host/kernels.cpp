@@ -99,3 +99,21 @@ extern "C" void attention_weights_on_host(const AttentionWeights* args, int orde
   device::order = static_cast<device::Order>(order);
   cuda::attention_weights(*args, workspace.data(), nullptr);
 }
+
+// Kernels with an error each, which a GPU ends or a sanitizer of CUDA finds: what the device says to it.
+extern "C" const char* message_of_error(const char* error, float* data) {
+  static std::string message;
+  const std::string of = error;
+  const cudaStream_t other = &message;
+  message.clear();
+  try {
+    device::launch(1, 32, 0, of == "stream" ? other : nullptr, [&] {
+      if (of == "load") data[0] = cuda::pack_at(data + 1, cuda::whole_at(0)).v[0];
+      if (of == "store") cuda::store_pack(reinterpret_cast<int16_t*>(data) + 1, cuda::Pack<int16_t>{});
+      if (of == "barrier" && threadIdx.x > 0) __syncthreads();
+    });
+  } catch (const std::runtime_error& found) {
+    message = found.what();
+  }
+  return message.c_str();
+}
