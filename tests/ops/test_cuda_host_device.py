@@ -1,4 +1,4 @@
-"""The host as a device for CUDA kernels (cuda_host) finds their errors, and goes to both ends of tensors above 2^31 elements."""
+"""The host as a device for CUDA kernels finds their errors, and goes to both ends of tensors above 2^31 elements."""
 
 import ctypes
 
