@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtoolkit as qt
 from qtoolkit._native import library
-from tests.graph.program.test_unit import SPECS
 from tests.cases import floats
+from tests.graph.program.test_unit import SPECS
 from tests.nets import settled
 from tests.ops.cuda_host import compiled, on_host
 from tests.ops.test_every import sample

@@ -37,56 +37,6 @@ DTYPES = [  # in the order of Dtype in kernel_args.h
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32),
 ]
-FLOATS = DTYPES[:4]
-INT4, UINT4 = 9, 10  # packed
-FORMATS = {"e4m3": (3, 2.0**-6, 448), "e5m2": (2, 2.0**-14, 57344), "e2m1": (1, 1, 6), "e8m0": (0, 0, 0)}
-
-
-class Operand(ctypes.Structure):
-    """`Operand` of kernel_args.h."""
-
-    _fields_ = (
-        *(("data", ctypes.c_void_p), ("dtype", ctypes.c_int8), ("dense", ctypes.c_bool), ("dims", ctypes.c_int)),
-        *(("size", ctypes.c_int64 * 8), ("stride", ctypes.c_int64 * 8)),
-    )
-
-
-class Format(ctypes.Structure):
-    """`FloatFormat` of kernel_args.h."""
-
-    _fields_ = (("mantissa", ctypes.c_int), ("smallest_normal", ctypes.c_double), ("largest", ctypes.c_double))
-
-
-class Levels(ctypes.Structure):
-    """`Levels` of kernel_args.h."""
-
-    _fields_ = (("count", ctypes.c_int), ("values", ctypes.c_float * 32))
-
-
-class SumOfTwo(ctypes.Structure):
-    """`SumOfTwo` of kernel_args.h."""
-
-    _fields_ = (
-        *(("scales", ctypes.c_void_p), ("zero_points", ctypes.c_double * 3)),
-        *((name, ctypes.c_bool) for name in ("fixed_point", "rounded_twice", "subtract")),
-    )
-
-
-class Arguments(ctypes.Structure):
-    """`KernelArgs` of kernel_args.h."""
-
-    _fields_ = (
-        *(("numel", ctypes.c_int64), ("channels", ctypes.c_int64 * 4), ("x", Operand), ("grad", Operand)),
-        *(("y", ctypes.c_void_p), ("y_dtype", ctypes.c_int8), ("stream", ctypes.c_bool)),
-        *(("codes", ctypes.c_void_p), ("mask", ctypes.c_void_p)),
-        *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("fractional", ctypes.c_bool)),
-        ("shared", ctypes.c_void_p),
-        *(("bounds", ctypes.c_double * 2), ("format", Format), ("scale_format", Format), ("levels", Levels)),
-        *(("zero_code", ctypes.c_double), ("fused", ctypes.c_bool), ("count", ctypes.c_double), ("sum", SumOfTwo)),
-        *(("sum_scale", ctypes.c_void_p), ("sum_zero_point", ctypes.c_void_p)),
-        *(("counts", ctypes.c_void_p), ("lo", ctypes.c_void_p), ("hi", ctypes.c_void_p), ("bins", ctypes.c_int64)),
-        ("thread_histogram", ctypes.c_void_p),
-    )
 
 
 class BatchNormArguments(ctypes.Structure):
@@ -228,7 +178,6 @@ def compiled() -> ctypes.CDLL:
             shutil.copy(Path(folder, "kernels.so"), own := library.with_suffix(f".{os.getpid()}"))
         own.replace(library)  # another process may load it
     kernels = ctypes.CDLL(str(library))
-    assert kernels.size_of_arguments() == ctypes.sizeof(Arguments)
     assert kernels.size_of_batch_norm_arguments() == ctypes.sizeof(BatchNormArguments)
     assert kernels.size_of_pool_arguments() == ctypes.sizeof(PoolArguments)
     assert kernels.size_of_tracked_statistics() == ctypes.sizeof(TrackedStatistics)
@@ -315,43 +264,3 @@ def on_host(order: str, only_ends: bool = False) -> Iterator[None]:
 
 def dtype_number(t: Tensor) -> int:
     return DTYPES.index(t.dtype)
-
-
-def operand(t: Tensor, dtype: int | None = None) -> Operand:
-    """A tensor as read in row-major order; `dtype` is that of packed codes."""
-    strided = t.dim() > 0 and not t.is_contiguous()
-    read = Operand(t.data_ptr(), dtype_number(t) if dtype is None else dtype, not strided, t.dim() if strided else 0)
-    if strided:
-        read.size[: t.dim()], read.stride[: t.dim()] = t.shape, t.stride()
-    return read
-
-
-def channels(
-    shape: tuple[int, ...], axis: int | None = None, group: int = 1, block: int = 0
-) -> tuple[int, int, int, int]:
-    """The channels of a row-major tensor, as layout.cpp gives them: size, inner, group_span, count."""
-    x = torch.empty(shape, device="meta")
-    if axis is None:
-        return 1, 1, x.numel() // group, 1
-    size, inner = x.size(axis), x.stride(axis)
-    if block:
-        count = x.numel() // block
-        return (count, block, x.numel(), count) if inner == 1 else (inner, 1, block * inner, count)
-    span = x.numel() // group
-    return size, span if size == 1 else inner, span, size * group
-
-
-def run(kernels: ctypes.CDLL, kernel: str, order: str, **fields: Any) -> None:
-    """Run a kernel with fields of KernelArgs; tensors stand for their pointers, or as x and grad for operands."""
-    args = Arguments(y_dtype=-1)
-    types = dict(Arguments._fields_)
-    for name, value in fields.items():
-        if isinstance(value, Tensor):
-            setattr(args, name, operand(value) if types[name] is Operand else value.data_ptr())
-        else:
-            setattr(args, name, types[name](*value) if isinstance(value, tuple) else value)
-    getattr(kernels, f"{kernel}_on_host")(ctypes.byref(args), ORDERS[order])
-
-
-def pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
