@@ -70,13 +70,13 @@ gpu-build:                   ## compile for the card found, in place; without a 
 	QTOOLKIT_CUDA=1 $(GPU_PYTHON) setup.py build_ext --inplace
 
 gpu-test:                    ## ops and training steps on CUDA against the CPU, and the same kernels on the host
-	$(GPU_PYTHON) -m pytest -q -rs -p no:cacheprovider -W ignore tests/ops/test_cuda.py tests/training/test_cuda.py \
-	  tests/integer/test_sums_on_cuda.py tests/ops/test_cuda_host_fused.py
+	$(GPU_PYTHON) -m pytest -q -rs -p no:cacheprovider -W ignore --sweep tests/ops/test_cuda.py tests/ops/test_cuda_values.py
+	$(GPU_PYTHON) -m pytest -q -rs -p no:cacheprovider -W ignore tests/training/test_cuda.py tests/integer/test_sums_on_cuda.py
 
 gpu-sanitize:                ## a call of every op under compute-sanitizer's four tools
 	for tool in memcheck racecheck initcheck synccheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -W ignore \
-	    tests/ops/test_cuda.py -k "every_op or batch_norm or max_pool or weight" || exit 1; done
+	    tests/ops/test_cuda_values.py -k "gpu and (every_op or batch_norm or max_pool or weight)" || exit 1; done
 
 gpu-bench:                   ## ops beside a copy of the same bytes, training steps beside float; writes docs/gpu.md
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py all --write

@@ -257,53 +257,6 @@ def test_batch_norm_of_two_ranks(kernels, shape, last, dtype, first):
         torch.testing.assert_close(got, want.double(), rtol=4 * unit, atol=unit * largest, msg=name)
 
 
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize(("shape", "last"), cases(), ids=str)
-def test_launches(kernels, shape, last, learned):
-    """A unit launches as many kernels as docs/gpu.md says, in each layout."""
-    given = tensors(shape, torch.float32, last=last)
-    fields, x = norm_fields(given, "relu6", last), given["x"]
-    mean, variance = statistics(given)
-    gradients = torch.zeros(3 * shape[1] + 2, dtype=torch.float64)
-    kernels.launches()
-    results = {"y": torch.empty_like(x), "mean": mean, "variance": variance}
-    kernels.batch_norm_forward_on_host(ctypes.byref(filled(BatchNormArguments, **fields, **results)), 0)
-    assert kernels.launches() == 3
-    results |= {"grad": x, "gradients": gradients, "learned": learned}
-    kernels.batch_norm_backward_on_host(ctypes.byref(filled(BatchNormArguments, **fields, **results)), 0)
-    assert kernels.launches() == 4
-
-
-def test_launches_beside_a_batch_norm(kernels):
-    weight, sums = torch.randn(4, 9), torch.zeros(2, 4, dtype=torch.float64)
-    row = {
-        "rows": 4,
-        "major": 9,
-        "minor": 1,
-        "weight": weight,
-        "scale": torch.ones(4),
-        "scale_step": 1,
-        "bounds": (-7.0, 7.0),
-    }
-    row |= {
-        "y": torch.empty(4, 9),
-        "grad": weight,
-        "dweight": torch.empty(4, 9),
-        "sum_scale": sums[0],
-        "sum_factor": sums[1],
-    }
-    kernels.launches()
-    kernels.weight_forward_on_host(ctypes.byref(filled(WeightRows, **row)), 0)
-    assert kernels.launches() == 1
-    kernels.weight_backward_on_host(ctypes.byref(filled(WeightRows, **row)), 0)
-    assert kernels.launches() == 1
-    ratio = {"count": 4, "start": torch.ones(4), "ratio": torch.ones(4), "scale": torch.empty(4)}
-    u = UnitScales()
-    u.weight = filled(TrainedScale, **ratio)
-    kernels.unit_scales_on_host(ctypes.byref(u))
-    assert kernels.launches() == 1
-
-
 def shifted(t: Tensor) -> Tensor:
     """The same tensor in the same layout, an element behind an address that vectors are loaded from."""
     flat = torch.empty(t.numel() + 1, dtype=t.dtype)[1:]

@@ -21,7 +21,7 @@ from qtoolkit.ops.requantize import (
 )
 from tests.cases import LAYOUTS, assert_laid_out_as, floats, scales
 from tests.export import litert_kernels
-from tests.ops import cuda_host
+from tests.ops.devices import Device, check, devices
 
 native = torch.ops.qtoolkit
 f32, f64 = np.float32, np.float64
@@ -253,56 +253,30 @@ def test_backward_raises() -> None:
             y.sum().backward()
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    return cuda_host.compiled()
-
-
-@pytest.mark.parametrize("order", cuda_host.ORDERS)
-def test_cuda_kernels(kernels, order: str) -> None:
-    """Those of CUDA, executed on the CPU."""
-    x, y = steps(floats(torch.float32)(6, 6, 37)), torch.empty(6, 6, 37)
-    scale, factor, offset = torch.full((6,), 0.3), scales(6), torch.tensor(0.3)
-    fields = {"numel": x.numel(), "x": x, "y": y, "y_dtype": 0, "bounds": (-8, 7)}
+@devices
+def test_cuda_kernels(device: Device) -> None:
+    x, scale, factors, offset = (
+        steps(floats(torch.float32)(6, 6, 37)),
+        torch.tensor(0.3),
+        scales(6)[:, None],
+        torch.tensor(0.3),
+    )
     for joined in (False, True):
-        wanted = requantize(x, factor[:, None], scale[0], -8, 7, offset, 3, joined)
-        given = {"channels": cuda_host.channels(x.shape, 1), "scale": scale, "zero_point": factor, "shared": offset}
-        cuda_host.run(kernels, "requantize", order, **fields, **given, fractional=True, zero_code=3, fused=joined)
-        assert torch.equal(y, wanted)
-    one = {**fields, "channels": cuda_host.channels(x.shape), "scale": scale[:1]}
-    cuda_host.run(kernels, "requantize_quotient", order, **one, shared=offset, zero_code=3)
-    assert torch.equal(y, requantize(x, None, scale[0], -8, 7, offset, 3))
-    cuda_host.run(kernels, "fake_quant_by_factor", order, **one)
-    assert torch.equal(y, fake_quant_by_factor(x, scale[0], None, -8, 7))
-    cuda_host.run(kernels, "centred_codes", order, **one)
-    assert torch.equal(y, centred_codes(x, scale[0]))
-    sums, out = sums_on_ties(0.0037)[:896].reshape(7, 128).contiguous(), torch.empty(7, 128, dtype=torch.float64)
+        check(device, requantize, x, factors, scale, -8, 7, offset, 3, joined)
+    check(device, requantize, x, None, scale, -8, 7, offset, 3)
+    check(device, fake_quant_by_factor, x, scale, None, -8, 7)
+    check(device, centred_codes, x, scale)
+    sums, factor = sums_on_ties(0.0037)[:896].reshape(7, 128), torch.tensor([0.0037]).double()
     for count, once in ((1, False), (49, False), (1, True)):
-        sizes = {"numel": sums.numel(), "x": sums, "y": out, "y_dtype": 1, "channels": cuda_host.channels(sums.shape)}
-        given = {
-            "scale": scale[:1].double(),
-            "zero_point": torch.tensor([0.0037]).double(),
-            "count": float(count),
-            "fused": once,
-        }
-        cuda_host.run(kernels, "requantize_fixed_point", order, **sizes, **given, fractional=True, bounds=(-130, 125))
-        wanted = requantize_fixed_point(sums, given["zero_point"], scale[:1], -130, 125, count, once)
-        assert torch.equal(out.float(), wanted)
+        check(device, requantize_fixed_point, sums, factor, scale, -130, 125, count, once)
     for grids in GRIDS:
-        (a, b), out = operands(*grids[:2]), torch.empty(5, 1037)
-        three, zeros = torch.tensor([s for s, _ in grids]), [z for _, z in grids]
-        for fixed_point in (False, True):
-            total = cuda_host.filled(
-                cuda_host.SumOfTwo, scales=three, zero_points=tuple(zeros), fixed_point=fixed_point
-            )
-            sizes = {"numel": a.numel(), "x": a, "grad": b, "y": out, "y_dtype": 0, "sum": total}
-            cuda_host.run(kernels, "add_codes", order, **sizes, bounds=(-zeros[2], 255 - zeros[2]))
-            assert np.array_equal(out.numpy(), wanted_sum(a, b, grids, fixed_point))
+        (a, b), zero = operands(*grids[:2]), grids[2][1]
         sides = [(torch.tensor(scale), zero) for scale, zero in grids]
-        for subtract in (False, True):
-            how = {"rounded_twice": True, "subtract": subtract}
-            total = cuda_host.filled(cuda_host.SumOfTwo, scales=three, zero_points=tuple(zeros), **how)
-            sizes = {"numel": a.numel(), "x": a, "grad": b, "y": out, "y_dtype": 0, "sum": total}
-            cuda_host.run(kernels, "add_codes", order, **sizes, bounds=(-zeros[2], 255 - zeros[2]))
-            ends = (-zeros[2], 255 - zeros[2])
-            assert torch.equal(out, add_codes(a, *sides[0], b, *sides[1], *sides[2], *ends, **how))
+        for fixed_point, twice, subtract in (
+            (False, False, False),
+            (True, False, False),
+            (False, True, False),
+            (False, True, True),
+        ):
+            given = (a, *sides[0], b, *sides[1], *sides[2], -zero, 255 - zero, fixed_point, twice, subtract)
+            check(device, add_codes, *given)

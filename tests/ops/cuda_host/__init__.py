@@ -6,6 +6,9 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,69 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtoolkit._native import FILE
+
 HOST = Path(__file__).parent
 CSRC = HOST.parents[2] / "csrc"
 BUILT = HOST.parents[2] / "build" / "cuda_host"
 SOURCES = (".cpp", ".cu", ".cuh", ".h", ".py")
 COMPILER = os.environ.get("CXX", "c++")
-HEADERS = ("cuda_runtime.h", "cuda_runtime_api.h", "cuda_bf16.h", "cuda_fp16.h")
+HEADERS = {
+    **dict.fromkeys(("cuda_runtime.h", "cuda_bf16.h", "cuda_fp16.h"), "device.h"),
+    **dict.fromkeys(
+        ("cuda_runtime_api.h", *(f"c10/cuda/CUDA{part}.h" for part in ("Exception", "Guard", "Stream"))), "runtime.h"
+    ),
+}
 LAUNCH = re.compile(r"([\w<>]+?)<<<(.+?), (\w+), (\w+), stream>>>\((.*?)\);", re.DOTALL)
+ASM = re.compile(r"asm(?: volatile)?\((.*?)\);", re.DOTALL)
 SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
 ORDERS = {"forwards": 0, "backwards": 1, "shuffled": 2}
 DTYPES = [  # in the order of Dtype in kernel_args.h
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32),
 ]
-FLOATS = DTYPES[:4]
-INT4, UINT4 = 9, 10  # packed
-FORMATS = {"e4m3": (3, 2.0**-6, 448), "e5m2": (2, 2.0**-14, 57344), "e2m1": (1, 1, 6), "e8m0": (0, 0, 0)}
-
-
-class Operand(ctypes.Structure):
-    """`Operand` of kernel_args.h."""
-
-    _fields_ = (
-        *(("data", ctypes.c_void_p), ("dtype", ctypes.c_int8), ("dense", ctypes.c_bool), ("dims", ctypes.c_int)),
-        *(("size", ctypes.c_int64 * 8), ("stride", ctypes.c_int64 * 8)),
-    )
-
-
-class Format(ctypes.Structure):
-    """`FloatFormat` of kernel_args.h."""
-
-    _fields_ = (("mantissa", ctypes.c_int), ("smallest_normal", ctypes.c_double), ("largest", ctypes.c_double))
-
-
-class Levels(ctypes.Structure):
-    """`Levels` of kernel_args.h."""
-
-    _fields_ = (("count", ctypes.c_int), ("values", ctypes.c_float * 32))
-
-
-class SumOfTwo(ctypes.Structure):
-    """`SumOfTwo` of kernel_args.h."""
-
-    _fields_ = (
-        *(("scales", ctypes.c_void_p), ("zero_points", ctypes.c_double * 3)),
-        *((name, ctypes.c_bool) for name in ("fixed_point", "rounded_twice", "subtract")),
-    )
-
-
-class Arguments(ctypes.Structure):
-    """`KernelArgs` of kernel_args.h."""
-
-    _fields_ = (
-        *(("numel", ctypes.c_int64), ("channels", ctypes.c_int64 * 4), ("x", Operand), ("grad", Operand)),
-        *(("y", ctypes.c_void_p), ("y_dtype", ctypes.c_int8), ("stream", ctypes.c_bool)),
-        *(("codes", ctypes.c_void_p), ("mask", ctypes.c_void_p)),
-        *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("fractional", ctypes.c_bool)),
-        ("shared", ctypes.c_void_p),
-        *(("bounds", ctypes.c_double * 2), ("format", Format), ("scale_format", Format), ("levels", Levels)),
-        *(("zero_code", ctypes.c_double), ("fused", ctypes.c_bool), ("count", ctypes.c_double), ("sum", SumOfTwo)),
-        *(("sum_scale", ctypes.c_void_p), ("sum_zero_point", ctypes.c_void_p)),
-        *(("counts", ctypes.c_void_p), ("lo", ctypes.c_void_p), ("hi", ctypes.c_void_p), ("bins", ctypes.c_int64)),
-        ("thread_histogram", ctypes.c_void_p),
-    )
 
 
 class BatchNormArguments(ctypes.Structure):
@@ -206,6 +167,7 @@ def filled(structure: type[ctypes.Structure], **fields: Any) -> ctypes.Structure
     return args
 
 
+@cache
 def compiled() -> ctypes.CDLL:
     """Return the kernels, compiled where no library of the same sources and compiler is there yet."""
     library = BUILT / f"{_digest()}.so"
@@ -216,7 +178,6 @@ def compiled() -> ctypes.CDLL:
             shutil.copy(Path(folder, "kernels.so"), own := library.with_suffix(f".{os.getpid()}"))
         own.replace(library)  # another process may load it
     kernels = ctypes.CDLL(str(library))
-    assert kernels.size_of_arguments() == ctypes.sizeof(Arguments)
     assert kernels.size_of_batch_norm_arguments() == ctypes.sizeof(BatchNormArguments)
     assert kernels.size_of_pool_arguments() == ctypes.sizeof(PoolArguments)
     assert kernels.size_of_tracked_statistics() == ctypes.sizeof(TrackedStatistics)
@@ -228,8 +189,9 @@ def compiled() -> ctypes.CDLL:
 
 
 def _digest() -> str:
-    """A name for all that a library is made of: sources, what compiles them, and the compiler."""
+    """A name for all that a library is made of: sources, torch, what compiles them, and the library that it is linked with."""
     found = hashlib.sha256(subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout)
+    found.update(f"{torch.__version__} {FILE}".encode())
     for path in sorted(path for folder in (CSRC, HOST) for path in folder.rglob("*") if path.suffix in SOURCES):
         found.update(str(path.relative_to(HOST.parents[2])).encode() + path.read_bytes())
     return found.hexdigest()[:32]
@@ -237,59 +199,68 @@ def _digest() -> str:
 
 def _compile(folder: Path) -> None:
     shutil.copytree(CSRC, folder / "csrc")
-    for name in HEADERS:
-        (folder / name).write_text(f'#include "{HOST / "device.h"}"\n')
-    for source in [*(folder / "csrc/cuda").glob("*.cu"), folder / "csrc/cuda/loops.cuh"]:
-        text = LAUNCH.sub(r"device::launch(\2, \3, \4, [&] { \1(\5); });", source.read_text())
+    for name, header in HEADERS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f'#include "{HOST / header}"\n')
+    for source in [*(folder / "csrc/cuda").glob("*.cu"), *(folder / "csrc").rglob("*.*h")]:
+        text = LAUNCH.sub(r"device::launch(\2, \3, \4, stream, [&] { \1(\5); });", source.read_text())
         text = SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(device::shared.data());", text)
-        assert "<<<" not in text
-        assert "extern __shared__" not in text
+        text = ASM.sub(_instructions, text)
+        assert not re.search(r"<<<|extern __shared__|\basm\b", text), source
         source.write_text(text)
-    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{folder}", f"-I{folder / 'csrc'}"]
-    command = [COMPILER, *flags, str(HOST / "kernels.cpp"), "-o", str(folder / "kernels.so")]
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-ffp-contract=off",
+        "-fPIC",
+        "-U_FORTIFY_SOURCE",
+        f"-I{folder}",
+        f"-I{folder / 'csrc'}",
+    ]
+    # Vectors that are not aligned are faults: device.h says what is called then, so no sanitizer is linked.
+    torchs = Path(torch.__file__).parent
+    parts = {"kernels": ["-fsanitize=alignment"], "table": [f"-isystem{torchs / 'include'}"]}
+    commands = [
+        [COMPILER, *flags, *extra, "-c", str(HOST / f"{name}.cpp"), "-o", str(folder / f"{name}.o")]
+        for name, extra in parts.items()
+    ]
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    for process in started:
+        errors = process.communicate()[1]
+        assert process.returncode == 0, errors
+    objects = [str(folder / f"{name}.o") for name in parts]
+    libraries = [str(FILE), f"-L{torchs / 'lib'}", "-lc10", "-ltorch_cpu"]
+    # A library with CUDA has functions of the same names.
+    command = [COMPILER, "-shared", "-Wl,-Bsymbolic", *objects, *libraries, "-o", str(folder / "kernels.so")]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
 
 
+def _instructions(asm: re.Match[str]) -> str:
+    """Calls of the functions in device.h that stand for instructions of PTX."""
+    operands = re.findall(r'"[=+]?[a-z]"\((.*?)\)', asm[1])
+    code = re.sub(r"\\n\\t|[][{}]", "", re.match(r'\s*"(.*?)"', asm[1])[1])
+    calls = re.sub(r"(\S+) (.*?);", lambda call: f"device::{call[1].replace('.', '_')}({call[2]});", code)
+    return re.sub(r"%(\d)", lambda number: operands[int(number[1])], calls)
+
+
+@contextmanager
+def on_host(order: str, only_ends: bool = False) -> Iterator[None]:
+    """Ops of CPU tensors run as those of CUDA tensors: csrc/cuda/launch.cpp with these kernels.
+
+    Memory that an op allocates holds NaN or the largest integer, but with `only_ends`: then of each kernel the first and the
+    last block run alone.
+    """
+    kernels, deterministic = compiled(), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(not only_ends)
+    kernels.take_ops(ORDERS[order], only_ends)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        unchecked = kernels.give_ops_back()
+    assert unchecked == 0, "a launch was not followed by C10_CUDA_KERNEL_LAUNCH_CHECK"
+
+
 def dtype_number(t: Tensor) -> int:
     return DTYPES.index(t.dtype)
-
-
-def operand(t: Tensor, dtype: int | None = None) -> Operand:
-    """A tensor as read in row-major order; `dtype` is that of packed codes."""
-    strided = t.dim() > 0 and not t.is_contiguous()
-    read = Operand(t.data_ptr(), dtype_number(t) if dtype is None else dtype, not strided, t.dim() if strided else 0)
-    if strided:
-        read.size[: t.dim()], read.stride[: t.dim()] = t.shape, t.stride()
-    return read
-
-
-def channels(
-    shape: tuple[int, ...], axis: int | None = None, group: int = 1, block: int = 0
-) -> tuple[int, int, int, int]:
-    """The channels of a row-major tensor, as layout.cpp gives them: size, inner, group_span, count."""
-    x = torch.empty(shape, device="meta")
-    if axis is None:
-        return 1, 1, x.numel() // group, 1
-    size, inner = x.size(axis), x.stride(axis)
-    if block:
-        count = x.numel() // block
-        return (count, block, x.numel(), count) if inner == 1 else (inner, 1, block * inner, count)
-    span = x.numel() // group
-    return size, span if size == 1 else inner, span, size * group
-
-
-def run(kernels: ctypes.CDLL, kernel: str, order: str, **fields: Any) -> None:
-    """Run a kernel with fields of KernelArgs; tensors stand for their pointers, or as x and grad for operands."""
-    args = Arguments(y_dtype=-1)
-    types = dict(Arguments._fields_)
-    for name, value in fields.items():
-        if isinstance(value, Tensor):
-            setattr(args, name, operand(value) if types[name] is Operand else value.data_ptr())
-        else:
-            setattr(args, name, types[name](*value) if isinstance(value, tuple) else value)
-    getattr(kernels, f"{kernel}_on_host")(ctypes.byref(args), ORDERS[order])
-
-
-def pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]

@@ -2,6 +2,7 @@
 // after the other. It stands for all headers of CUDA that the kernels include.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -9,12 +10,17 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <map>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <stdexcept>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "runtime.h"
+
+#define __CUDA_ARCH__ 900  // the branches of a GPU; device::max_NaN_f32 and others are their instructions
 #define __host__
 #define __device__
 #define __global__
@@ -22,8 +28,6 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-
-using cudaStream_t = void*;
 
 struct Extent {
   unsigned x;
@@ -50,6 +54,9 @@ T atomicAdd(T* p, T value) {
   return before;
 }
 
+inline float rsqrt(float v) { return 1 / std::sqrt(v); }
+inline double rsqrt(double v) { return 1 / std::sqrt(v); }
+
 // The storage types of half precision.
 using __half = _Float16;
 inline float __half2float(__half v) { return static_cast<float>(v); }
@@ -72,75 +79,161 @@ inline __nv_bfloat16 __float2bfloat16_rn(float v) {
   return {static_cast<uint16_t>((bits + 0x7fff + odd) >> 16)};
 }
 
+// Two in a word. A float holds the sum of two of them well enough that to round it again changes nothing.
+struct __half2 {
+  __half x, y;
+};
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+inline __half2 __hadd2_rn(__half2 a, __half2 b) {
+  return {__float2half_rn(__half2float(a.x) + __half2float(b.x)),
+          __float2half_rn(__half2float(a.y) + __half2float(b.y))};
+}
+inline __nv_bfloat162 __hadd2_rn(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return {__float2bfloat16_rn(__bfloat162float(a.x) + __bfloat162float(b.x)),
+          __float2bfloat16_rn(__bfloat162float(a.y) + __bfloat162float(b.y))};
+}
+
 namespace device {
 
-enum class Order : int { forwards, backwards, shuffled };
-inline Order order = Order::forwards;
-
 struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack = std::vector<char>(1 << 16);
-  bool ended = false;
+  std::unique_ptr<char[]> stack;
+  jmp_buf place;  // where it goes on
+  unsigned thread = 0;
 };
-inline ucontext_t scheduler;
+inline constexpr size_t kStack = 1 << 16;
+inline jmp_buf scheduler;
 inline Fiber* running = nullptr;
+inline std::vector<std::unique_ptr<Fiber>> fibers;
+inline std::vector<Fiber*> idle, waiting;  // without a thread, and at a barrier
+inline std::vector<unsigned> threads;      // of the block, in the order in which they start
+inline size_t started = 0, ended = 0;
 inline const std::function<void()>* kernel = nullptr;
-inline int launches = 0;
+inline std::string failure;
 inline std::vector<char> shared;  // of a block, in the size that the launch names
 
-// A fiber never returns: the scheduler does not resume one that has ended.
-inline void run_fiber() {
-  (*kernel)();
-  running->ended = true;
-  swapcontext(&running->context, &scheduler);
+// Lets the scheduler go on until it resumes this fiber.
+inline void park(std::vector<Fiber*>& among) {
+  among.push_back(running);
+  if (_setjmp(running->place) == 0) _longjmp(scheduler, 1);
 }
 
-inline std::vector<unsigned> ordered(unsigned count) {
-  static std::mt19937 random;
-  std::vector<unsigned> indices(count);
-  std::iota(indices.begin(), indices.end(), 0u);
-  if (order == Order::backwards) std::reverse(indices.begin(), indices.end());
-  if (order == Order::shuffled) std::shuffle(indices.begin(), indices.end(), random);
-  return indices;
+// A kernel that does what a GPU ends it for.
+[[noreturn]] inline void fault(std::string what) {
+  failure = std::move(what);
+  _longjmp(scheduler, 1);
 }
 
-// Runs every thread up to its next barrier, until all have ended. Returns whether any waits at a barrier.
-inline bool run_to_barrier(std::vector<Fiber>& fibers) {
-  size_t ended = 0;
-  for (const unsigned thread : ordered(static_cast<unsigned>(fibers.size()))) {
-    running = &fibers[thread];
-    threadIdx = {thread};
-    swapcontext(&scheduler, &running->context);
-    ended += running->ended;
+// A fiber takes thread after thread, and keeps one that comes to a barrier.
+inline void work() {
+  while (true) {
+    while (started < threads.size()) {
+      threadIdx.x = running->thread = threads[started++];
+      (*kernel)();
+      ++ended;
+    }
+    park(idle);
   }
-  if (ended != 0 && ended != fibers.size()) throw std::logic_error("some threads of a block ended before a barrier");
-  return ended == 0;
 }
 
-inline void launch(unsigned blocks, unsigned threads, size_t bytes, const std::function<void()>& body) {
-  static std::map<unsigned, std::vector<Fiber>> pool;  // a fiber's stack is expensive
-  std::vector<Fiber>& fibers = pool[threads];
-  ++launches;
-  fibers.resize(threads);
+inline void resume(Fiber* fiber) {
+  running = fiber;
+  threadIdx.x = fiber->thread;
+  if (_setjmp(scheduler) == 0) _longjmp(fiber->place, 1);
+}
+
+inline void start_fiber() {
+  running = fibers.emplace_back(std::make_unique<Fiber>()).get();
+  running->stack = std::make_unique<char[]>(kStack);
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = running->stack.get();
+  context.uc_stack.ss_size = kStack;
+  makecontext(&context, work, 0);
+  if (_setjmp(scheduler) == 0) setcontext(&context);
+}
+
+// Forgets the threads of a block that did not come to its end.
+[[noreturn]] inline void stop(std::string what) {
+  fibers.clear(), idle.clear(), waiting.clear(), failure.clear();
+  throw std::runtime_error("CUDA kernel on the host: " + what);
+}
+
+template <class T>
+void put_in_order(std::vector<T>& all) {
+  static std::mt19937 random;
+  if (order == Order::backwards) std::reverse(all.begin(), all.end());
+  if (order == Order::shuffled) std::shuffle(all.begin(), all.end(), random);
+}
+
+inline void run_block(unsigned count) {
+  threads.resize(count);
+  std::iota(threads.begin(), threads.end(), 0u);
+  put_in_order(threads);
+  started = ended = 0;
+  while (started < count) {
+    if (idle.empty()) {
+      start_fiber();
+    } else {
+      Fiber* next = idle.back();
+      idle.pop_back();
+      resume(next);
+    }
+    if (!failure.empty()) stop(failure);
+  }
+  while (!waiting.empty()) {
+    if (ended != 0) stop("some threads of a block ended before a barrier");
+    std::vector<Fiber*> all = std::exchange(waiting, {});
+    if (order == Order::shuffled) put_in_order(all);  // else they wait in their order
+    for (Fiber* each : all) {
+      resume(each);
+      if (!failure.empty()) stop(failure);
+    }
+  }
+}
+
+inline void launch(unsigned blocks, unsigned threads_of_block, size_t bytes, cudaStream_t stream,
+                   const std::function<void()>& body) {
+  if (stream != current) stop("it was launched on another stream than the current one of its device");
+  if (blocks == 0 || threads_of_block == 0 || threads_of_block > 1024) stop("no such launch is possible");
+  ++launches, ++unchecked;
   kernel = &body;
-  gridDim = {blocks}, blockDim = {threads};
-  for (const unsigned block : ordered(blocks)) {
+  gridDim = {blocks}, blockDim = {threads_of_block};
+  std::vector<unsigned> all(only_ends ? std::min(blocks, 2u) : blocks);
+  std::iota(all.begin(), all.end(), 0u);
+  if (only_ends) all.back() = blocks - 1;
+  put_in_order(all);
+  for (const unsigned block : all) {
     blockIdx = {block};
     shared.assign(bytes, char{85});  // not zero: a kernel must write what it reads
-    for (Fiber& fiber : fibers) {
-      fiber.ended = false;
-      getcontext(&fiber.context);
-      fiber.context.uc_stack = {fiber.stack.data(), 0, fiber.stack.size()};
-      makecontext(&fiber.context, run_fiber, 0);
-    }
-    while (run_to_barrier(fibers)) {
-    }
+    run_block(threads_of_block);
   }
+}
+
+// ---- instructions of PTX that the kernels write themselves
+
+// NaN is the canonical one, and +0 is larger than -0.
+inline void max_NaN_f32(float& to, float a, float b) {
+  to = a != a || b != b ? __builtin_bit_cast(float, 0x7fffffff) : a == b && std::signbit(a) ? b : a < b ? b : a;
+}
+inline void min_NaN_f32(float& to, float a, float b) {
+  to = a != a || b != b ? __builtin_bit_cast(float, 0x7fffffff) : a == b && std::signbit(b) ? b : b < a ? b : a;
+}
+inline void st_global_v4_b32(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) fault("misaligned address");
+  const uint32_t words[] = {a, b, c, d};
+  std::memcpy(to, words, sizeof words);
 }
 
 }  // namespace device
 
-inline void __syncthreads() { swapcontext(&device::running->context, &device::scheduler); }
+// Called where a load or a store is not aligned for its type (-fsanitize=alignment).
+extern "C" inline __attribute__((used)) void __ubsan_handle_type_mismatch_v1(const void*, const void*) {
+  device::fault("misaligned address");
+}
+
+inline void __syncthreads() { device::park(device::waiting); }
 
 // Of a warp: all threads of a block must call it equally often.
 template <class T>

@@ -1,4 +1,5 @@
-// Every CUDA kernel as a function NAME_on_host, to be called from Python; their launches are replaced.
+// All CUDA kernels, with their launches replaced. Those with steps that no op takes alone are functions NAME_on_host
+// too.
 #include <utility>
 
 #include "cuda/attention.cu"
@@ -15,40 +16,6 @@ using namespace qtoolkit;
 
 // The launches since the last call of this.
 extern "C" int launches() { return std::exchange(device::launches, 0); }
-
-extern "C" int64_t size_of_arguments() { return sizeof(KernelArgs); }
-
-// A kernel must write what it reads of its workspace.
-static void run(KernelId id, void (*kernel)(const KernelArgs&, double*, cudaStream_t), const KernelArgs& args,
-                int order) {
-  std::vector<double> workspace(cuda::workspace_size(id, args), NAN);
-  device::order = static_cast<device::Order>(order);
-  kernel(args, workspace.data(), nullptr);
-}
-
-#define QT_ON_HOST(name, ...) \
-  extern "C" void name##_on_host(const KernelArgs* args, int order) { run(KernelId::name, cuda::name, *args, order); }
-QT_ELEMENTWISE_KERNELS(QT_ON_HOST)
-QT_LEARNED_KERNELS(QT_ON_HOST)
-QT_OTHER_KERNELS(QT_ON_HOST)
-
-extern "C" void learned_gradient_on_host(const double* sums, double factor, const void* scale, int64_t count, int dtype,
-                                         void* gradient) {
-  const cuda::GradientsOfSums given[] = {{nullptr, 1, nullptr, 0, Dtype::f64, nullptr},
-                                         {sums, factor, scale, count, static_cast<Dtype>(dtype), gradient}};
-  cuda::learned_gradients(given, 2, nullptr);
-}
-
-extern "C" void blend_ranges_on_host(float* lo, float* hi, const double* batch, int64_t count, bool average,
-                                     double momentum, int64_t* skipped) {
-  cuda::blend_ranges<float>(lo, hi, batch, batch + count, count, average, static_cast<float>(momentum), skipped,
-                            nullptr);
-}
-
-extern "C" void grid_of_ranges_on_host(const float* lo, const float* hi, int64_t count, double qmin, double qmax,
-                                       float* scale, float* zero_point) {
-  cuda::grid_of_ranges<float>(lo, hi, count, {qmin, qmax, zero_point == nullptr, false}, scale, zero_point, nullptr);
-}
 
 extern "C" int64_t size_of_batch_norm_arguments() { return sizeof(BatchNormArgs); }
 extern "C" int64_t size_of_pool_arguments() { return sizeof(PoolArgs); }
@@ -98,4 +65,22 @@ extern "C" void attention_weights_on_host(const AttentionWeights* args, int orde
   std::vector<double> workspace(cuda::attention_workspace(*args), NAN);
   device::order = static_cast<device::Order>(order);
   cuda::attention_weights(*args, workspace.data(), nullptr);
+}
+
+// Kernels with an error each, which a GPU ends or a sanitizer of CUDA finds: what the device says to it.
+extern "C" const char* message_of_error(const char* error, float* data) {
+  static std::string message;
+  const std::string of = error;
+  const cudaStream_t other = &message;
+  message.clear();
+  try {
+    device::launch(1, 32, 0, of == "stream" ? other : nullptr, [&] {
+      if (of == "load") data[0] = cuda::pack_at(data + 1, cuda::whole_at(0)).v[0];
+      if (of == "store") cuda::store_pack(reinterpret_cast<int16_t*>(data) + 1, cuda::Pack<int16_t>{});
+      if (of == "barrier" && threadIdx.x > 0) __syncthreads();
+    });
+  } catch (const std::runtime_error& found) {
+    message = found.what();
+  }
+  return message.c_str();
 }

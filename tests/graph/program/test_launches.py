@@ -1,0 +1,142 @@
+"""What a unit launches on CUDA, counted without a GPU: kernels on the host (tests/ops/cuda_host), and ops of torch."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler_util import FunctionEvent
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qtoolkit as qt
+from qtoolkit._native import library
+from tests.cases import floats
+from tests.graph.program.test_unit import SPECS
+from tests.nets import settled
+from tests.ops.cuda_host import compiled, on_host
+from tests.ops.test_every import sample
+
+MOST = 25
+# Where a weight is quantized op by op: a transposed one, whose channels are no rows in memory, or one with a zero point.
+MOST_OP_BY_OP = 28
+# The kernels of torch's ops on CUDA. Those of a convolution and of a product of matrices are the least that they take.
+KERNELS = {
+    **dict.fromkeys(("convolution", "mm", "addmm", "bmm", "baddbmm", "_softmax", "_softmax_backward_data"), 1),
+    **dict.fromkeys(("native_layer_norm", "gelu", "silu", "relu", "clamp", "clamp_min", "abs", "sign"), 1),
+    **dict.fromkeys(("gelu_backward", "silu_backward", "threshold_backward"), 1),
+    **dict.fromkeys(("copy_", "fill_", "zero_", "add_", "mul_", "neg", "mul", "add", "sub", "div", "sum", "where"), 1),
+    "native_layer_norm_backward": 2,
+    "convolution_backward": 2,
+}
+ALLOCATIONS = ("empty", "empty_strided", "empty_like")
+
+
+def launches_of(event: FunctionEvent) -> int:
+    """Of an op of torch, or else of the ops that it is made of."""
+    name = event.name.removeprefix("aten::")
+    if name in KERNELS:
+        return KERNELS[name]
+    if name in ALLOCATIONS:  # filled on the host alone
+        return 0
+    assert event.cpu_children or event.name.startswith("qtoolkit::") or is_view(name), f"launches of {event.name}?"
+    return sum(map(launches_of, event.cpu_children))
+
+
+def is_view(name: str) -> bool:
+    """Whether an op returns the memory of its argument where it calls no other op, as aten::to does."""
+    op = getattr(torch.ops.aten, name)
+    returns = [r for overload in op.overloads() for r in getattr(op, overload)._schema.returns]
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the launches of each call of an op of qtoolkit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace != "qtoolkit":
+            return op(*args, **(kwargs or {}))
+        compiled().launches()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            result = op(*args, **(kwargs or {}))
+        torchs = sum(launches_of(event) for event in profile.events() if event.cpu_parent is None)
+        self.found.append((op.name().removeprefix("qtoolkit::"), compiled().launches() + torchs))
+        return result
+
+
+class Residual(nn.Module):
+    """A layer whose batch norm a residual is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)) + x)
+
+
+def function(*layers: nn.Module) -> nn.Sequential:
+    """Functions between two layers: a unit of their own."""
+    return nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 8))
+
+
+UNITS = {  # its op, and a model with it
+    "convolution": ("unit", nn.Sequential(nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())),
+    "a bias": ("unit", nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU6())),
+    "residual": ("unit", Residual()),
+    "depthwise": ("unit", nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.LeakyReLU())),
+    # Without groups the CPU computes it by other ops than CUDA.
+    "transposed": ("unit", nn.Sequential(nn.ConvTranspose2d(8, 8, 2, 2, groups=2), nn.BatchNorm2d(8), nn.ReLU())),
+    "no batch norm": ("layer_fake_quant", nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())),
+    "linear": ("layer_fake_quant", nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
+    "GELU": ("function_fake_quant", function(nn.GELU())),
+    "SiLU": ("function_fake_quant", function(nn.SiLU())),
+    "layer norm": ("function_fake_quant", function(nn.LayerNorm(8))),
+    "PReLU": ("prelu_fake_quant", function(nn.PReLU(1))),
+}
+
+
+def launches_of_step(layers: nn.Module, specs: str) -> Counter[str]:
+    """The launches of each op in a training step, once all modes have settled; of one call where there are several."""
+    x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+    weight, activation = SPECS[specs]
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
+    model = qt.prepare(layers.train(), (x,), backend="academic", qconfig_mapping=mapping)
+    qt.calibrate(model, [x], progress=False)
+    model = settled(model).train()
+    with on_host("forwards"):
+        for _ in range(2):
+            model(x).sum().backward()
+        with Launches() as counted:
+            y = model(x)
+            y.backward(torch.ones_like(y))
+    return Counter(dict(counted.found))
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("specs", ["fixed", "affine", "affine weights", "lsq"])
+@pytest.mark.parametrize("kind", UNITS)
+def test_a_unit_launches_at_most_so_many_kernels(kind: str, specs: str) -> None:
+    op, model = UNITS[kind]
+    found = launches_of_step(model, specs)
+    assert found[op] > 0
+    assert found[f"{op}_backward"] > 0
+    op_by_op = kind == "transposed" or specs == "affine weights"
+    assert found[op] + found[f"{op}_backward"] <= (MOST_OP_BY_OP if op_by_op else MOST), found
+
+
+@pytest.mark.parametrize(("op", "most"), [("attention_fake_quant", 32), ("product", 4), ("max_pool_offsets", 2)])
+def test_launches_of_other_ops_with_a_backward(op: str, most: int) -> None:
+    """Attentions, with two products in forward and four in backward; products that a model writes out; pools."""
+    with on_host("forwards"):
+        given = {name: sample(name, floats(torch.float32)(4, 6, 16)) for name in (op, f"{op}_backward")}
+        with Launches() as counted:
+            for name, arguments in given.items():
+                getattr(library, name)(**arguments)
+    found = dict(counted.found)
+    assert found.keys() == given.keys()
+    assert sum(found.values()) <= most, found
