@@ -61,7 +61,7 @@
   "Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED                                                  \
   ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, bool rounds_bias, " QT_UNIT_NORM("Tensor") \
   ", Tensor? frozen_mean, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, " \
-  "str? process_group, " QT_UNIT_FOLLOWING ", " QT_RAW
+  "str? process_group, " QT_UNIT_FOLLOWING ", bool learned, " QT_RAW
 #define QT_LAYER_UNIT                                                                                     \
   "Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED                                                        \
   ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, bool rounds_bias, " QT_UNIT_QUANTIZED( \
@@ -239,24 +239,26 @@ TORCH_LIBRARY(qtoolkit, m) {
   // grid of the sums of products of codes. lo, hi: the range that a symmetric grid covers, of each output channel;
   // start, lo and hi are set to that of the weight. The running statistics, if given, take in the batch, and batches
   // counts it; the batch is that of all ranks of a process group, if one is named, and backward waits for them too.
-  // Returns y and its codes, then what backward keeps: the scales, the factor, the layer's output (if something follows
-  // the batch norm) and its statistics, or copies of the constants.
-  // Differentiable in x, weight, start, ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio, y_zero_point
-  // and raw_scale. raw, raw_scale: as in quant_layer. The grids of x and of the residual must not change before
-  // backward.
+  // Returns y and its codes, then what backward keeps: the scales, the factor, the layer's output and its statistics,
+  // or copies of the constants. Of a layer with a frozen batch norm and a quantizer alone it keeps the packed mask
+  // instead, unless the grid of y is learned, and without a quantizer nothing. Differentiable in x, weight, start,
+  // ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio, y_zero_point and raw_scale. raw, raw_scale: as in
+  // quant_layer. The grids of x and of the residual must not change before backward.
   m.def("unit(" QT_UNIT
         ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, "
         "Tensor batch_variance, Tensor totals)");
 
   // Returns its gradients, in this order; empty where one is not wanted or there is none. start and y_start are needed
-  // with their ratios alone; without variance, mean and batch_variance are constants.
-  m.def("unit_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, " QT_UNIT_KEPT ", Tensor? bias, " QT_UNIT_NORM(
-      "Tensor?") ", " QT_UNIT_FOLLOWING
-                 ", Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, Tensor batch_variance, "
-                 "Tensor "
-                 "totals, bool[13] wanted, str? process_group, " QT_RAW
-                 ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-                 "Tensor, Tensor, Tensor)");
+  // with their ratios alone; without variance, mean and batch_variance are constants. order: the memory order of y.
+  m.def("unit_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, int[] order, " QT_UNIT_KEPT
+        ", Tensor? bias, " QT_UNIT_NORM(
+            "Tensor?") ", " QT_UNIT_FOLLOWING
+                       ", bool learned, Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, "
+                       "Tensor batch_variance, "
+                       "Tensor "
+                       "totals, bool[13] wanted, str? process_group, " QT_RAW
+                       ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+                       "Tensor, Tensor, Tensor)");
 
   // Returns fake_quant of quant_layer, with their scales made as unit does, and without y_start quant_layer alone.
   // rounds_bias: puts the bias on the grid of the sums of products of codes, as quantizers/bias.py says. learned: the

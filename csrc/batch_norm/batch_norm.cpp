@@ -119,8 +119,6 @@ BatchNormArgs arguments(const Given& given, const Tensor& dense, Pointers& point
 
 c10::ScalarType arithmetic_of(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
-bool fit_a_byte(int64_t qmin, int64_t qmax) { return qmin < 0 ? qmin >= -128 && qmax <= 127 : qmax <= 255; }
-
 Tensor empty_codes(const Tensor& x, bool quantized, int64_t qmin, int64_t qmax) {
   const at::TensorOptions options = x.options().dtype(qmin < 0 ? at::kChar : at::kByte);
   return quantized && fit_a_byte(qmin, qmax) ? empty_result(x, options, 1) : at::empty({0}, options);

@@ -32,6 +32,9 @@ batch_norm_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, cons
                                int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad, bool scale_grad,
                                const std::optional<at::Tensor>& totals, std::optional<std::string_view> process_group);
 
+// Whether codes are returned.
+inline bool fit_a_byte(int64_t qmin, int64_t qmax) { return qmin < 0 ? qmin >= -128 && qmax <= 127 : qmax <= 255; }
+
 // What follows a layer whose batch norm is folded: batch_norm_fake_quant without its batch norm.
 struct Epilogue {
   std::optional<at::Tensor> residual, residual_codes, residual_scale, residual_zero_point;

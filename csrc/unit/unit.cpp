@@ -38,9 +38,9 @@ Epilogue epilogue_of(const Following& f, const Output& o, const optional<Tensor>
           f.slope,    y_scale, o.zero_point, o.qmin,       o.qmax, o.grad_factor};
 }
 
-bool is_empty(const Epilogue& e) {
+bool quantizes_alone(const Epilogue& e) {
   const bool activates = e.low != -INFINITY || e.high != INFINITY;
-  return !e.residual.has_value() && !e.residual_codes.has_value() && !activates && !e.scale.has_value();
+  return !e.residual.has_value() && !e.residual_codes.has_value() && !activates;
 }
 
 optional<Tensor> given(const Tensor& t) { return t.sym_numel() > 0 ? optional<Tensor>(t) : std::nullopt; }
@@ -58,14 +58,14 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   double momentum;
   optional<std::string> process_group;
   Following following;
-  Output output;
+  Quantized output;
   RawInput raw;
   const size_t count = op.schema().arguments().size();
   Reader reader(torch::jit::last(*stack, count));
   reader >> x;
   read_layer(reader, layer, weight) >> followed >> dtype >> format >> bias >> rounds_bias >> norm;
-  reader >> norm.frozen_mean >> running_mean >> running_var >> batches >> momentum >> process_group >> following >>
-      output >> raw;
+  reader >> norm.frozen_mean >> running_mean >> running_var >> batches >> momentum >> process_group >> following;
+  reader >> static_cast<Output&>(output) >> output.learned >> raw;
   torch::jit::drop(*stack, count);
 
   TORCH_CHECK_VALUE(running_mean.has_value() == running_var.has_value(),
@@ -85,10 +85,17 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
     if (rounds_bias) folded = bias_on_grid("unit", folded, layer);
     const Tensor z = quant_layer(x, folded, layer, dtype, format, raw);
     const Epilogue epilogue = epilogue_of(f, output, y_scale);
-    const bool ends = is_empty(epilogue);
-    const auto [y, codes] = ends ? std::make_tuple(z, Tensor()) : epilogue_fake_quant(z, epilogue);
-    return push({y, codes, y_scale.value_or(Tensor()), *layer.factor, layer.scale, ends ? Tensor() : z,
-                 norm.frozen_mean->clone(), norm.variance.clone(), Tensor()});
+    QuantizedTensor q;
+    Tensor kept = z;
+    if (quantizes_alone(epilogue)) {
+      output.with_codes = fit_a_byte(output.qmin, output.qmax);
+      q = quantize_output(z, output, y_scale);
+      if (!y_scale.has_value() || !output.learned) kept = q.mask;
+    } else {
+      std::tie(q.y, q.codes) = epilogue_fake_quant(z, epilogue);
+    }
+    return push({q.y, q.codes, y_scale.value_or(Tensor()), *layer.factor, layer.scale, kept, norm.frozen_mean->clone(),
+                 norm.variance.clone(), Tensor()});
   }
   const Tensor undivided = quant_layer(x, std::nullopt, layer, dtype, format, raw);
   optional<Tensor> totals;
@@ -138,21 +145,22 @@ struct Behind {
 void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   Tensor grad, undivided, mean, variance, totals;
   std::vector<c10::SymInt> size;
+  std::vector<int64_t> order;
   at::ScalarType x_dtype;
   Layer layer;
   Trained weight;
   optional<Tensor> bias, y_scale;
   Norm norm;
   Following f;
-  Output output;
+  Quantized output;
   Wanted wanted;
   optional<std::string> process_group;
   RawInput raw;
   const size_t count = op.schema().arguments().size();
   Reader reader(torch::jit::last(*stack, count));
-  reader >> grad >> size >> x_dtype;
-  read_layer(reader, layer, weight) >> bias >> norm >> f >> output >> y_scale >> layer.factor >> layer.scale >>
-      undivided >> mean >> variance >> totals >> wanted >> process_group >> raw;
+  reader >> grad >> size >> x_dtype >> order;
+  read_layer(reader, layer, weight) >> bias >> norm >> f >> static_cast<Output&>(output) >> output.learned >> y_scale >>
+      layer.factor >> layer.scale >> undivided >> mean >> variance >> totals >> wanted >> process_group >> raw;
   torch::jit::drop(*stack, count);
   if (y_scale.has_value()) y_scale = given(*y_scale);
 
@@ -175,7 +183,12 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
                                        f.scale, f.zero_point, mean, variance, norm.eps, f.low, f.high, f.slope, y_scale,
                                        output.zero_point, output.qmin, output.qmax, output.grad_factor,
                                        wanted[kResidual], of_y_scale, shared, process_group);
-  } else if (const Epilogue epilogue = epilogue_of(f, output, y_scale); !is_empty(epilogue)) {
+  } else if (const Epilogue epilogue = epilogue_of(f, output, y_scale); quantizes_alone(epilogue)) {
+    if (y_scale.has_value()) {
+      const QuantizedGradients q = quantize_output_backward(grad, undivided, undivided, order, output, *y_scale);
+      behind = {q.z, {}, {}, {}, {}, q.scale, q.zero_point};
+    }
+  } else {
     const EpilogueGradients in_epilogue =
         epilogue_fake_quant_backward(grad, undivided, epilogue, {of_bias, wanted[kResidual], of_y_scale});
     behind = {in_epilogue.x, {}, {}, {}, in_epilogue.residual, in_epilogue.scale, in_epilogue.zero_point};

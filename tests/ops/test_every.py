@@ -98,7 +98,7 @@ def sample(op: str, x: Tensor) -> dict:
     unit |= {name: norm[name] for name in norm if name.startswith("residual")}
     unit |= {"residual": torch.ones_like(x), "low": 0.0, "high": 6.0, "slope": 0.0}
     unit |= {"y_start": scales(1), "y_ratio": torch.ones(1), "y_rate": None, "y_zero_point": None}
-    unit |= {"y_qmin": -128, "y_qmax": 127, "y_grad_factor": 0.5}
+    unit |= {"y_qmin": -128, "y_qmax": 127, "y_grad_factor": 0.5, "learned": True}
     tracked = {
         "running_mean": torch.zeros(6),
         "running_var": torch.ones(6),
@@ -224,7 +224,14 @@ def sample(op: str, x: Tensor) -> dict:
             "wanted": [True] * 7,
         },
         "unit": {"x": x, **unit, **forward, **tracked, "rounds_bias": False, "frozen_mean": None},
-        "unit_backward": {"grad": x * 2, "size": list(x.shape), "x_dtype": x.dtype, **unit, **kept},
+        "unit_backward": {
+            "grad": x * 2,
+            "size": list(x.shape),
+            "x_dtype": x.dtype,
+            "order": [0, 1, 2],
+            **unit,
+            **kept,
+        },
         "layer_fake_quant": {"x": x, **plain, **forward, "bias": scales(6), "rounds_bias": True, **quantized},
         "layer_fake_quant_backward": {
             "grad": x * 2,

@@ -874,3 +874,21 @@ def test_bad_constants(argument: str, value: Tensor, error: str, monkeypatch: py
     args = {name: a.detach() if isinstance(a, Tensor) else a for name, a in args.items()}
     with pytest.raises((ValueError, TypeError), match=error):
         op(**{**args, argument: value})
+
+
+@pytest.mark.parametrize(("quantizer", "floats_kept"), [("fixed", 0), ("lsq", 1)])
+def test_a_frozen_unit_with_a_quantizer_alone_keeps_a_bit_an_element(quantizer: str, floats_kept: int) -> None:
+    """A learned scale needs the values before."""
+    x = torch.randn(2, 8, 16, 16)
+    spec = qt.QuantSpec(quantizer=quantizer)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, replace(spec, axis=0)))
+    net = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1))
+    model = qt.prepare(net.train(), (x,), backend="academic", qconfig_mapping=mapping)
+    qt.calibrate(model, [x], progress=False)
+    qt.freeze_batch_norm(settled(model).train())
+    model(x).sum().backward()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        model(x)
+    floats = {t.data_ptr() for t in kept if t.dtype == torch.float32 and t.numel() == x.numel()} - {x.data_ptr()}
+    assert len(floats) == floats_kept

@@ -46,7 +46,7 @@ from qtoolkit.nn.batch_norm import (
     variance_of_step,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary
-from qtoolkit.nn.output_grid import output_grid
+from qtoolkit.nn.output_grid import is_learned, output_grid
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.quantizers.codes import TensorCodes
 
@@ -186,9 +186,8 @@ class BatchNormUnit(Decided[NormPlan]):
         variance, *residual = tensors[count:-2]
         first, last = layer_call(self.modules[0], plan.layer, tensors[:count], constants[1:-1])
         output = output_call(plan, tensors[-2:], constants[-1:])
-        return _bind(
-            self.VARYING, *first, plan.rounds_bias, variance, *plan.norm, *residual, *plan.activation, *output, *last
-        )
+        following = *residual, *plan.activation, *output, is_learned(output)
+        return _bind(self.VARYING, *first, plan.rounds_bias, variance, *plan.norm, *following, *last)
 
 
 @torch.no_grad()
