@@ -13,6 +13,7 @@ from qtoolkit.errors import with_article
 from qtoolkit.foreign import integration_of
 from qtoolkit.graph import weight_ranges
 from qtoolkit.graph.block_calls import BlockCall
+from qtoolkit.graph.nodes import QuantizerHolder
 from qtoolkit.graph.output_types import returning
 from qtoolkit.graph.placement.sources import link_sources
 from qtoolkit.graph.plan import Plan
@@ -312,7 +313,7 @@ class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
         return TracedSequential.of_layers(
             (name, child)
             for name, child in children
-            if child is not None and type(child) not in (nn.Module, TrainingMode)
+            if child is not None and type(child) not in (nn.Module, QuantizerHolder, TrainingMode)
         )
 
 
