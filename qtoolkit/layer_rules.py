@@ -18,11 +18,15 @@ from qtoolkit.shared_modules import modules_by_name, names_by_module
 from qtoolkit.verdicts import BY_CONFIG, Cause, Verdict
 
 EMPTY = Verdict.left_float(Cause.NO_ELEMENTS, "its weight has no elements")
+COMPLEX = Verdict.left_float(Cause.COMPLEX, "its weight is complex")
 
 
-def _is_empty(module: nn.Module) -> bool:
+def _without_range(module: nn.Module) -> Verdict | None:
+    """Return why the weight of a module has no range; None if it has one, or if there is no weight."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
-    return weight is not None and weight.numel() == 0
+    if weight is None or (weight.numel() and not weight.is_complex()):
+        return None
+    return COMPLEX if weight.numel() else EMPTY
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class LayerRules:
             leaves their kind in float.
         names: All dotted names of each module of the float model; empty before there is a model.
         types: The type of each module of the float model, by name.
-        empty: The names of the modules whose weight has no elements, which has no range: they stay in float.
+        without_range: Why modules whose weight has no range stay in float, by their names.
     """
 
     backend: Backend
@@ -91,7 +95,7 @@ class LayerRules:
     custom: frozenset[type[nn.Module]] = frozenset()
     names: Mapping[nn.Module, Sequence[str]] = field(default_factory=dict)
     types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
-    empty: frozenset[str] = frozenset()
+    without_range: Mapping[str, Verdict] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -105,8 +109,8 @@ class LayerRules:
         """Return the rules for a float model, whose module names and types they read now."""
         modules = modules_by_name(model)
         types = {name: type(module) for name, module in modules.items()}
-        empty = frozenset(name for name, module in modules.items() if _is_empty(module))
-        return cls(backend, mapping, table, frozenset(custom), names_by_module(model), types, empty)
+        without_range = {name: why for name, module in modules.items() if (why := _without_range(module)) is not None}
+        return cls(backend, mapping, table, frozenset(custom), names_by_module(model), types, without_range)
 
     def check_names(self, ops: Iterable[str] = ()) -> None:
         """Check that the rules by name and by regular expression are for modules of the model, containers too, or for ops.
@@ -201,8 +205,9 @@ class LayerRules:
         Raises:
             ValueError: The mapping has different configs for the names.
         """
-        if not self.empty.isdisjoint(names):
-            return Rule(None, left=EMPTY)
+        without_range = [self.without_range[name] for name in names if name in self.without_range]
+        if without_range:
+            return Rule(None, left=without_range[0])
         if self.mapping is None:
             return Rule(self.backend.qconfig)
         matches = [

@@ -506,12 +506,13 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             )
 
     def _check_type(self, x: Tensor) -> None:
-        """Raise TypeError for integers and booleans, which have no range; a graph without example inputs may take any."""
+        """Raise TypeError for other numbers than floats, which have no range; a graph without example inputs may take any."""
         if x.is_floating_point():
             return
-        remedy = "pass it with .to(torch.float32)"
+        remedy = "pass its real part" if x.is_complex() else "pass it with .to(torch.float32)"
         if self.inserted:
-            remedy += ", or give a mask in the example_inputs of qtoolkit.prepare, which then leaves it as it is"
+            what = "complex inputs" if x.is_complex() else "a mask"
+            remedy += f", or give {what} in the example_inputs of qtoolkit.prepare, which then leaves it as it is"
         raise TypeError(
             f"quantizer {self.name!r} gets a tensor of {x.dtype}, and quantizes floating-point values; {remedy}."
         )
