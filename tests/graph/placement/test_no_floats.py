@@ -145,8 +145,7 @@ def test_complex_numbers_stay_as_they_are(road: str) -> None:
 
 def test_complex_inputs_without_examples_are_refused_with_a_remedy() -> None:
     prepared = qt.prepare(Spectra().eval())
-    remedy = "give complex inputs in the example_inputs of qtoolkit.prepare, which then leaves it as it is"
     with pytest.raises(
-        TypeError, match=f"gets a tensor of torch.complex64, and quantizes floating-point values; {remedy}"
+        TypeError, match="a tensor of torch.complex64, .* or give complex inputs in the example_inputs of"
     ):
         qt.calibrate(prepared, [torch.randn(3, 2, 8, dtype=torch.complex64)], progress=False)
