@@ -9,6 +9,7 @@ from qtoolkit.graph.graph_module import (
     restore_graph_module,
     update_ranges,
 )
+from qtoolkit.graph.nodes import QuantizerHolder
 from qtoolkit.graph.plan import Edge, Plan, Tracing
 from qtoolkit.graph.traced_blocks import (
     ClassReference,
@@ -45,6 +46,7 @@ __all__ = [
     "Plan",
     "QuantizedGraphModule",
     "QuantizedSequential",
+    "QuantizerHolder",
     "Status",
     "TracedBlock",
     "TracedModuleDict",

@@ -222,7 +222,14 @@ def _nodes_in(values: Iterable[Any]) -> Iterable[fx.Node]:
 
 
 class QuantizerHolder(nn.Module):
-    """The submodule of a prepared model that holds quantizers of its graph. What replaces one takes its role."""
+    """The submodule of a prepared model that holds quantizers of its graph. What replaces one takes its role.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> prepared.activation_quantizers.input_1 = qt.TensorQuantizer(qt.QuantSpec(bits=4))
+        >>> prepared.activation_quantizers.input_1.inserted
+        True
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         before = vars(self).get("_modules", {}).get(name)
