@@ -68,6 +68,6 @@ __all__ = [
     "set_item",
 ]
 publish(__name__, Cause, Edge, Method, ModelTracer, NodeFacts, Plan, QuantizedGraphModule, Status, Tracing, Verdict)
-publish(__name__, QuantizedSequential, restore_graph_module, update_ranges)
+publish(__name__, QuantizedSequential, QuantizerHolder, restore_graph_module, update_ranges)
 publish(__name__, BlockCall, Foreign, Value)
 publish(__name__, ClassReference, TracedBlock, TracedModuleDict, TracedModuleList, TracedSequential, restore_block)
