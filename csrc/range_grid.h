@@ -32,17 +32,52 @@ QT_FN A width_of(A lo, A hi, const CodeRange& codes) {
   return hi > -lo || hi != hi ? hi : -lo;
 }
 
-// A range of zero width gets scale 1. The comparisons keep NaN: a range with NaN never gives a usable grid.
+// The range with zero in it. The comparisons keep NaN: a range with NaN never gives a usable grid.
 template <class A>
-QT_FN RangeGrid<A> covering_grid(Range<A> range, const CodeRange& codes) {
-  const A smallest = static_cast<A>(0x1p-126);  // the smallest normal float32
-  const A qmin = static_cast<A>(codes.qmin), qmax = static_cast<A>(codes.qmax);
-  const A lo = range.lo > 0 ? A(0) : range.lo, hi = range.hi < 0 ? A(0) : range.hi;
-  const A width = width_of(lo, hi, codes);
-  const A step = width / static_cast<A>(codes.symmetric ? codes.qmax : codes.qmax - codes.qmin);
-  const A exact = width == 0 ? A(1) : step < smallest ? smallest : step;
-  const A scale = codes.pow2_scale ? power_above(exact) : exact;
-  return {scale, clamp(qmin - Round<A>::half_even(lo / scale), qmin, qmax)};
+QT_FN Range<A> with_zero(Range<A> range) {
+  return {range.lo > 0 ? A(0) : range.lo, range.hi < 0 ? A(0) : range.hi};
 }
+
+// The scale whose codes span a positive width.
+template <class A>
+QT_FN A spanning_scale(A width, const CodeRange& codes) {
+  const A smallest = static_cast<A>(0x1p-126);  // the smallest normal float32
+  const A step = width / static_cast<A>(codes.symmetric ? codes.qmax : codes.qmax - codes.qmin);
+  const A scale = step < smallest ? smallest : step;
+  return codes.pow2_scale ? power_above(scale) : scale;
+}
+
+// The scale of ranges of zero width, which any scale covers: the largest of the tensor's other channels, or 1 without
+// any. A runtime adds a bias in steps of the weight's scale, so that of a channel of zeros has the precision of the
+// others.
+template <class A, class RangeAt>
+QT_FN A scale_of_zeros(const RangeAt& range_at, int64_t count, const CodeRange& codes) {
+  A widest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Range<A> range = with_zero(range_at(i));
+    const A width = width_of(range.lo, range.hi, codes);
+    if (width > widest && width < static_cast<A>(INFINITY)) widest = width;
+  }
+  return widest > 0 ? spanning_scale(widest, codes) : A(1);
+}
+
+// The grid of channel i of a tensor. `of_zeros` is its scale_of_zeros where that is known, or 0.
+template <class A, class RangeAt>
+QT_FN RangeGrid<A> covering_grid(const RangeAt& range_at, int64_t i, int64_t count, const CodeRange& codes,
+                                 A of_zeros = 0) {
+  const A qmin = static_cast<A>(codes.qmin), qmax = static_cast<A>(codes.qmax);
+  const Range<A> range = with_zero(range_at(i));
+  const A width = width_of(range.lo, range.hi, codes);
+  if (width == 0 && of_zeros == 0) of_zeros = scale_of_zeros<A>(range_at, count, codes);
+  const A scale = width == 0 ? of_zeros : spanning_scale(width, codes);
+  return {scale, clamp(qmin - Round<A>::half_even(range.lo / scale), qmin, qmax)};
+}
+
+// The ranges of channels, by their ends.
+template <class A>
+struct Ends {
+  const A *lo, *hi;
+  QT_METHOD Range<A> operator()(int64_t i) const { return {lo[i], hi[i]}; }
+};
 
 }  // namespace qtoolkit

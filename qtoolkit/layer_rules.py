@@ -18,11 +18,15 @@ from qtoolkit.shared_modules import modules_by_name, names_by_module
 from qtoolkit.verdicts import BY_CONFIG, Cause, Verdict
 
 EMPTY = Verdict.left_float(Cause.NO_ELEMENTS, "its weight has no elements")
+COMPLEX = Verdict.left_float(Cause.COMPLEX, "its weight is complex")
 
 
-def _is_empty(module: nn.Module) -> bool:
+def _without_range(module: nn.Module) -> Verdict | None:
+    """Return why the weight of a module has no range; None if it has one, or if there is no weight."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
-    return weight is not None and weight.numel() == 0
+    if weight is None or (weight.numel() and not weight.is_complex()):
+        return None
+    return COMPLEX if weight.numel() else EMPTY
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class LayerRules:
             leaves their kind in float.
         names: All dotted names of each module of the float model; empty before there is a model.
         types: The type of each module of the float model, by name.
-        empty: The names of the modules whose weight has no elements, which has no range: they stay in float.
+        without_range: Why modules whose weight has no range stay in float, by their names.
     """
 
     backend: Backend
@@ -86,7 +90,7 @@ class LayerRules:
     custom: frozenset[type[nn.Module]] = frozenset()
     names: Mapping[nn.Module, Sequence[str]] = field(default_factory=dict)
     types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
-    empty: frozenset[str] = frozenset()
+    without_range: Mapping[str, Verdict] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -100,8 +104,8 @@ class LayerRules:
         """Return the rules for a float model, whose module names and types they read now."""
         modules = modules_by_name(model)
         types = {name: type(module) for name, module in modules.items()}
-        empty = frozenset(name for name, module in modules.items() if _is_empty(module))
-        return cls(backend, mapping, table, frozenset(custom), names_by_module(model), types, empty)
+        without_range = {name: why for name, module in modules.items() if (why := _without_range(module)) is not None}
+        return cls(backend, mapping, table, frozenset(custom), names_by_module(model), types, without_range)
 
     def check_names(self, ops: Iterable[str] = ()) -> None:
         """Raise ValueError for a rule by name or regular expression that is for no module of the model, and for no op of these.
@@ -181,8 +185,9 @@ class LayerRules:
         `object_type` is the module's float type, or the function or method, and `scope` the dotted name of the module whose
         forward calls an op; None for a module, whose name has it.
         """
-        if not self.empty.isdisjoint(names):
-            return Rule(None, left=EMPTY)
+        without_range = [self.without_range[name] for name in names if name in self.without_range]
+        if without_range:
+            return Rule(None, left=without_range[0])
         if self.mapping is None:
             return Rule(self.backend.qconfig)
         matches = [

@@ -135,6 +135,7 @@ def _misfit_of(name: str, value: Any, model: nn.Module, in_lookup: bool) -> str 
         )
     looks_up = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules())
     fits = value.dtype in {parameter.dtype for parameter in own} or (looks_up and not value.is_floating_point())
+    fits = fits or value.is_complex()  # the cast would drop a part of it
     if own and not fits:
         words = _name_of(value.dtype), _name_of(own[0].dtype)
         return f"{name} is {words[0]}, and the model is {words[1]}; pass it with .to(torch.{words[1]})"

@@ -1,6 +1,7 @@
 """parameter_groups(): the parameters of a quantized model in groups for an optimizer, with the learned scales apart."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +29,9 @@ def parameter_groups(
     The groups (empty ones are left out):
 
     - "weights": with weight decay.
-    - "no_decay": biases, scales and shifts of norms (all parameters of at most one dimension), and those that `no_decay` names.
+    - "no_decay": biases, scales and shifts of norms (all parameters of at most one dimension), those that `no_decay` names,
+      and those that the methods `no_weight_decay` and `no_weight_decay_keywords` of the model name, or of a module in it:
+      models of timm and of Swin have them.
     - "scales": the parameters of quantizers. Weight decay would shrink the ranges that they learn.
 
     Each trainable parameter is in exactly one group, shared ones too. Frozen parameters are left out.
@@ -71,7 +74,7 @@ def parameter_groups(
     decays = {"weights": weight_decay, "no_decay": 0.0, "scales": scale_weight_decay}
     found: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
     scales = _parameters_of(model, (Quantizer, ForeignQuantizer))
-    exempt = _parameters_of(model, NORMS) | _parameters_named(model, no_decay)
+    exempt = _parameters_of(model, NORMS) | _parameters_named(model, no_decay) | set(_parameters_exempted(model))
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -115,3 +118,21 @@ def _parameters_named(model: nn.Module, names: Sequence[str]) -> set[int]:
         for name, parameter in parameters.items()
         if any(f"{name}.".startswith(f"{place}.") for place in names)
     }
+
+
+def _parameters_exempted(model: nn.Module) -> Iterator[int]:
+    """Yield the parameters that modules exempt from weight decay themselves, as timm's optimizers and Swin's ask them.
+
+    `no_weight_decay()` has names or patterns of names; some may be of options that the model does not have.
+    """
+    for module in model.modules():
+        patterns, words = (_asked(module, method) for method in ("no_weight_decay", "no_weight_decay_keywords"))
+        if patterns or words:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if any(fnmatchcase(name, each) for each in patterns) or any(word in name for word in words):
+                    yield id(parameter)
+
+
+def _asked(module: nn.Module, method: str) -> list[str]:
+    ask = getattr(module, method, None)
+    return list(ask()) if callable(ask) else []

@@ -43,6 +43,7 @@ class Cause(StrEnum):
     TARGET = "a rule of the target"
     NO_QAT_TYPE = "no QAT type"
     NO_ELEMENTS = "its weight has no elements"
+    COMPLEX = "complex numbers"
     NOT_FOLDED = "a batch norm that no layer folds"
     NOT_QUANTIZED_AROUND = "its inputs or its output are not quantized"
     NOT_CALLED = "not called by forward"

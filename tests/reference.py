@@ -152,7 +152,9 @@ def grid_of_range(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool,
     with np.errstate(all="ignore"):
         reach = high if qmin >= 0 else np.maximum(-low, high)
         width, steps = (reach, qmax) if symmetric else (high - low, qmax - qmin)
-        scale = np.where(width == 0, kind(1), np.maximum(width / kind(steps), kind(TINY)))
+        scale = np.maximum(width / kind(steps), kind(TINY))
+        others = scale[(width > 0) & np.isfinite(width)]
+        scale = np.where(width == 0, others.max(initial=0) or kind(1), scale).astype(kind)
         if pow2:
             mantissa, exponent = np.frexp(scale)
             scale = np.where(np.isfinite(scale) & (mantissa > 0.5), np.ldexp(kind(1), exponent), scale)

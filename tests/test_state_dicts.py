@@ -203,6 +203,29 @@ def modes(model: nn.Module) -> list[tuple]:
     return [(q.observing, q.quantizing, q.following, q.stale) for q in quantizers]
 
 
+def test_other_bits_are_an_error_without_the_metadata_too() -> None:
+    """Scripts that rename the keys, and files of safetensors, make plain dicts."""
+
+    def replaced(bits: int, **options: bool) -> nn.Module:
+        spec, weight = qt.QuantSpec(bits=bits, **options), qt.QuantSpec(bits=bits, axis=0)
+        mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, weight))
+        model = qt.quant_modules.replace(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), mapping)
+        qt.calibrate(model, [torch.randn(8, 6)], progress=False)
+        return model.train()
+
+    for options in ({}, {"symmetric": False}, {"signed": False, "symmetric": False}):
+        model = replaced(8, **options)
+        model(torch.randn(8, 6)).square().sum().backward()  # the ranges follow
+        state = dict(model.state_dict())
+        assert replaced(8, **options).load_state_dict(state) == ([], [])
+        with pytest.raises(
+            ValueError, match="its spec in the state dict has bits=8, in the model bits=4; prepare the model"
+        ):
+            replaced(4, **options).load_state_dict(state)
+    model[0].input_quantizer.amax = 0.3  # a scale that is not that of the range
+    assert replaced(8, **options).load_state_dict(dict(model.state_dict())) == ([], [])
+
+
 def test_modes_are_in_checkpoints(tmp_path) -> None:
     model = prepared_net()
     qt.freeze_ranges(model, "weights").apply()

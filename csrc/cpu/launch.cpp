@@ -326,8 +326,10 @@ void grids(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, 
   const A *lows = lo.const_data_ptr<A>(), *highs = hi.const_data_ptr<A>();
   A* scale = grid.scale->mutable_data_ptr<A>();
   A* zero_point = grid.zero_point == nullptr ? nullptr : grid.zero_point->mutable_data_ptr<A>();
+  const Ends<A> ranges = {lows, highs};
+  const A of_zeros = scale_of_zeros<A>(ranges, lo.numel(), codes);
   for (int64_t c = 0; c < lo.numel(); ++c) {
-    const RangeGrid<A> found = covering_grid(Range<A>{lows[c], highs[c]}, codes);
+    const RangeGrid<A> found = covering_grid(ranges, c, lo.numel(), codes, of_zeros);
     scale[c] = found.scale;
     if (zero_point != nullptr) zero_point[c] = found.zero_point;
   }

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
     grid_kernel(const A* lo, const A* hi, int64_t count, CodeRange codes, A* scale, A* zero_point) {
   const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
   if (i >= count) return;
-  const RangeGrid<A> grid = covering_grid(Range<A>{lo[i], hi[i]}, codes);
+  const RangeGrid<A> grid = covering_grid<A>(Ends<A>{lo, hi}, i, count, codes);
   scale[i] = grid.scale;
   if (zero_point != nullptr) zero_point[i] = grid.zero_point;
 }

@@ -83,27 +83,41 @@ QT_FN void trained_scale(const TrainedScale& t, int64_t i) {
   static_cast<A*>(t.scale)[i] = t.ratio == nullptr ? start : positive_scale_of(start, of<A>(t.ratio)[i]);
 }
 
+// The nonzero factor by which folding a batch norm multiplies a channel of the weight; 1 without a batch norm.
+template <class A>
+QT_FN A weight_factor(const UnitScales& u, int64_t i) {
+  if (u.variance == nullptr) return A(1);
+  const A inverse = inverse_deviation(of<A>(u.variance)[i], u.eps);
+  const A folded = u.gamma == nullptr ? inverse : of<A>(u.gamma)[i] * inverse;
+  return folded != 0 ? folded : A(1);
+}
+
 // The range of a product is the product of the range: rounding keeps the order.
 template <class A>
-QT_FN void followed_scale(const FollowedScale& f, A factor, int64_t i) {
-  const A one = A(f.low[i]) * factor, other = A(f.high[i]) * factor;
-  const Range<A> range = factor < 0 ? Range<A>{other, one} : Range<A>{one, other};
+struct FollowedRanges {
+  const UnitScales& u;
+  QT_METHOD Range<A> operator()(int64_t i) const {
+    const A factor = weight_factor<A>(u, i);
+    const A one = A(u.followed.low[i]) * factor, other = A(u.followed.high[i]) * factor;
+    return factor < 0 ? Range<A>{other, one} : Range<A>{one, other};
+  }
+};
+
+template <class A>
+QT_FN void followed_scale(const UnitScales& u, int64_t i) {
+  const FollowedScale& f = u.followed;
+  const FollowedRanges<A> ranges = {u};
+  const Range<A> range = ranges(i);
   static_cast<A*>(f.lo)[i] = range.lo;
   static_cast<A*>(f.hi)[i] = range.hi;
-  static_cast<A*>(f.start)[i] = covering_grid(range, f.codes).scale;
+  static_cast<A*>(f.start)[i] = covering_grid<A>(ranges, i, u.channels, f.codes).scale;
 }
 
 template <class A>
 QT_FN void unit_scales_at(const UnitScales& u, int64_t i) {
   if (i < u.channels) {
-    A factor = A(1);  // of a layer without a batch norm
-    if (u.variance != nullptr) {
-      const A inverse = inverse_deviation(of<A>(u.variance)[i], u.eps);
-      const A folded = u.gamma == nullptr ? inverse : of<A>(u.gamma)[i] * inverse;
-      if (folded != 0) factor = folded;
-      static_cast<A*>(u.factor)[i] = factor;
-    }
-    if (u.followed.low != nullptr) followed_scale<A>(u.followed, factor, i);
+    if (u.variance != nullptr) static_cast<A*>(u.factor)[i] = weight_factor<A>(u, i);
+    if (u.followed.low != nullptr) followed_scale<A>(u, i);
   }
   trained_scale<A>(u.weight, i);
   trained_scale<A>(u.output, i);

@@ -14,8 +14,8 @@ from torch import nn
 from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_flags, check_known
-from qtoolkit.export.exporters.pools import PoolsWritten
 from qtoolkit.export.exporters.quiet import without_noise
+from qtoolkit.export.exporters.written import OpsWritten
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source, check_outputs
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
@@ -270,11 +270,11 @@ def written(
         in_float(model),
         without_noise(),
         shaped_weights(model, request.run, request.what),
-        PoolsWritten(request.what) as pools,
+        OpsWritten(request.what) as ops,
     ):
         check_outputs(request.run(), request.output_names, inputs)
         exported = convert_opset(EXPORTERS[exporter](request), opset, exporter, request.what)
-        pools.check()
+        ops.check()
         # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.
         onnxscript.optimizer.fold_constants(exported, should_fold=lambda node: node.domain != DOMAIN)
         finish(exported)

@@ -14,6 +14,7 @@ from qtoolkit.graph.graph_module import (
     restore_graph_module,
     update_ranges,
 )
+from qtoolkit.graph.nodes import QuantizerHolder
 from qtoolkit.graph.plan import Edge, Plan, Tracing
 from qtoolkit.op_kinds.facts import NodeFacts
 from qtoolkit.op_kinds.recorded import (
@@ -42,6 +43,7 @@ __all__ = [
     "Plan",
     "QuantizedGraphModule",
     "QuantizedSequential",
+    "QuantizerHolder",
     "Status",
     "TracedBlock",
     "TracedModuleDict",
@@ -63,6 +65,6 @@ __all__ = [
     "set_item",
 ]
 publish(__name__, Cause, Edge, Method, ModelTracer, NodeFacts, Plan, QuantizedGraphModule, Status, Tracing, Verdict)
-publish(__name__, QuantizedSequential, restore_graph_module, update_ranges)
+publish(__name__, QuantizedSequential, QuantizerHolder, restore_graph_module, update_ranges)
 publish(__name__, BlockCall, Foreign, Value)
 publish(__name__, ClassReference, TracedBlock, restore_block)

@@ -22,6 +22,7 @@ from qtoolkit.graph.blocks import (
     refuse_change,
     traced_type,
 )
+from qtoolkit.graph.nodes import QuantizerHolder
 from qtoolkit.graph.output_types import returning
 from qtoolkit.graph.placement.sources import link_sources
 from qtoolkit.graph.plan import Plan
@@ -302,7 +303,7 @@ class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
 
     def _layers(self) -> nn.Sequential:
         """Return the layers, without what prepare has added: bare modules that hold quantizers, and a mode."""
-        added = (nn.Module, TrainingMode, type(None))
+        added = (nn.Module, QuantizerHolder, TrainingMode, type(None))
         layers = {name: child for name, child in self._modules.items() if type(child) not in added}
         result: nn.Sequential = traced_type(nn.Sequential)()  # type: ignore[assignment]
         result._modules.update(layers)

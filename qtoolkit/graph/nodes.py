@@ -220,6 +220,23 @@ def _nodes_in(values: Iterable[Any]) -> Iterable[fx.Node]:
             yield from _nodes_in(value)
 
 
+class QuantizerHolder(nn.Module):
+    """The submodule of a prepared model that holds quantizers of its graph. What replaces one takes its role.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> prepared.activation_quantizers.input_1 = qt.TensorQuantizer(qt.QuantSpec(bits=4))
+        >>> prepared.activation_quantizers.input_1.inserted
+        True
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = vars(self).get("_modules", {}).get(name)
+        if isinstance(before, Quantizer) and isinstance(value, Quantizer):
+            value.inserted, value.of_weight = before.inserted, before.of_weight
+        super().__setattr__(name, value)
+
+
 def is_quantizer(node: fx.Node) -> bool:
     """Return whether a node is a quantizer that a pass inserted."""
     module = called_module(node)

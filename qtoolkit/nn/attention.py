@@ -225,8 +225,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
         """The projection of a tensor that is query, key and value; None where these have weights of their own."""
         if self.in_proj_weight is None:
             return None
-        source = self.source if self.input_quantizer is None else self.input_quantizer
-        return Projection(self, self.in_proj_weight, self.in_proj_weight_quantizer, self.in_proj_bias, source)
+        return Projection(self, self.in_proj_weight, self.in_proj_weight_quantizer, self.in_proj_bias, self.source)
 
     @property
     def out_projection(self) -> Projection:

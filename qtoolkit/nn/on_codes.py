@@ -81,12 +81,20 @@ class Source:
     """Where the values of a tensor come from.
 
     Attributes:
-        quantizer: The quantizer on whose grid they lie.
+        holder: The module that holds the quantizer on whose grid they lie.
+        name: The quantizer's name there: another quantizer may take its place at any time.
         dropouts: The dropouts behind it: a schedule may change their probabilities, which were 0, at any time.
     """
 
-    quantizer: Quantizer
+    holder: nn.Module
+    name: str
     dropouts: tuple[nn.Module, ...] = ()
+
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """The quantizer that is there now; None where there is none any more."""
+        quantizer = getattr(self.holder, self.name)
+        return quantizer if isinstance(quantizer, Quantizer) else None
 
     def now(self) -> Quantizer | None:
         """Return the quantizer; None while a dropout moves the values off its grid."""
@@ -114,10 +122,13 @@ class TrainsOnCodes:
 class TakesCodes(TrainsOnCodes):
     """One whose inputs a graph may quantize."""
 
+    input_quantizer: Quantizer | None
     _sources: tuple[Source | None, ...] = ()  # in a tuple: they are submodules elsewhere
 
     def link_source(self, *sources: Source | None) -> None:
         """Take inputs for values on a quantizer's grid where no codes come with them; None: they may be any.
+
+        A layer that quantizes its own input needs none.
 
         With several, the source of each call's input, by the call's number.
         """
@@ -131,12 +142,13 @@ class TakesCodes(TrainsOnCodes):
     def source_of(self, call: int) -> Quantizer | None:
         """Return the quantizer on whose grid the input of a call lies, or None where that is not known."""
         source = of_call(self._sources, call)
-        return None if source is None else source.now()
+        return self.input_quantizer if self.input_quantizer is not None or source is None else source.now()
 
     def computes_by(self) -> list[nn.Module]:
         """Return the modules beside it on which it depends how it computes in training."""
         sources = (source for source in self._sources if source is not None)
-        return [module for source in sources for module in (source.quantizer, *source.dropouts)]
+        found = (module for source in sources for module in (source.holder, source.quantizer, *source.dropouts))
+        return [module for module in found if module is not None]
 
 
 def along_outputs(spec: QuantSpec, weight: Tensor, axis: int) -> bool:

@@ -73,7 +73,7 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
     integer_kernel: IntegerKernel | nn.ModuleDict | None
     returns_channels_last: bool = False
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
-    _sums_over: tuple[Quantizer | None, ...] = ()
+    _sums_over: tuple[on_codes.Source | None, ...] = ()
     _holds_batch_norm: bool  # linked or folded
 
     def __init__(
@@ -175,21 +175,27 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
 
     # ---- bias
 
-    def link_input(self, *quantizers: Quantizer | None) -> None:
-        """Round the bias to the grid of the integer sums over this quantizer's codes, as the target does; None: do not.
+    def link_input(self, *sources: on_codes.Source | None) -> None:
+        """Round the bias to the grid of the integer sums over this quantizer's codes, as the target does.
 
-        With several, the quantizer of each call's input, by the call's number.
+        With several, the source of each call's input, by the call's number. None stands for the quantizer of the layer's own,
+        if it has one; without any, the target adds the bias in float.
         """
-        self._sums_over = quantizers  # in a tuple: they are submodules elsewhere
+        self._sums_over = sources  # in a tuple: they are submodules elsewhere
 
     def computes_by(self) -> list[nn.Module]:
         """Return the modules beside it on which it depends how it computes in training."""
         weight = self.weight_quantizer
         return [*([] if weight is None else weight.modules()), *super().computes_by()]
 
+    def summed_input(self, call: int = 0) -> Quantizer | None:
+        """Return the quantizer over whose codes the target sums in a call; None where it adds the bias in float."""
+        source = on_codes.of_call(self._sums_over, call)
+        return (None if source is None else source.quantizer) or (self.input_quantizer if self._sums_over else None)
+
     def sum_steps(self, call: int = 0) -> Tensor | None:
         """Return the steps of the integer sums of a call: one, or one per output channel. None without a linked input."""
-        weight, source = self.weight_quantizer, on_codes.of_call(self._sums_over, call)
+        weight, source = self.weight_quantizer, self.summed_input(call)
         if source is None or weight is None or not (source.capability_now.codes and weight.capability_now.sums):
             return None
         if not self.scales_along_outputs():
@@ -207,7 +213,8 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         if bias is None or not isinstance(grid, Grid):
             return 0
         before = grid.scale
-        for call, source in enumerate(self._sums_over):
+        for call in range(len(self._sums_over)):
+            source = self.summed_input(call)
             if source is not None and self.sum_steps(call) is not None:
                 grid.scale = enlarged(grid.scale, source.scale, bias)
         return int((grid.scale > before).sum())

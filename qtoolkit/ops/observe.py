@@ -86,7 +86,8 @@ def grid_of_range(
 
     The range is widened to include zero, which is always representable. Symmetric: scale = max(|lo|, |hi|) / qmax (for
     codes from 0 up: hi / qmax). Affine: scale = (hi - lo) / (qmax - qmin), zero_point = qmin - round_half_even(lo / scale),
-    in [qmin, qmax]. A range of zero width gets scale 1. The scale is at least the smallest normal float32.
+    in [qmin, qmax]. The scale is at least the smallest normal float32. A range of zero width, which any scale covers, gets
+    the largest scale of the others, or 1 if there are none.
 
     Args:
         lo: Lowest values, float32 or float64, any shape.

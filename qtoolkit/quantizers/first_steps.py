@@ -57,9 +57,11 @@ def _say_what_is_wrong(quantizers: Sequence["TensorQuantizer"]) -> None:
     looked = [quantizer for quantizer in quantizers if quantizer.looked is not None]
     for quantizer, (clipped, vanished) in zip(looked, _values(q.looked for q in looked), strict=True):
         quantizer.looked = None
+        if quantizer.follows_data:  # a range that follows may lag behind, as that of a branch that begins with zeros
+            continue
         if vanished:
             _warn(quantizer, f"rounds its whole input to zero after {quantizer.steps} steps of training", RANGES)
-        elif much_clipped(quantizer, clipped) and not quantizer.follows_data:  # a range that follows may lag behind
+        elif much_clipped(quantizer, clipped):
             _warn(quantizer, f"clips {clipped:.1%} of its input after {quantizer.steps} steps of training", RANGES)
     warn_of_growth([quantizer for quantizer in quantizers if quantizer.steps in GROWTH_AT])
 

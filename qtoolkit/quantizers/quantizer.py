@@ -1,7 +1,7 @@
 """Quantizer: the base class of the quantizer in training (TensorQuantizer) and of its frozen form (Grid)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,22 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.state import KeepsFloat32
+
+
+class OptionOfSpec:
+    """An option of the spec, or its name in another tool: it cannot be set on the quantizer, where it would do nothing."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, quantizer: "Quantizer", owner: type | None = None) -> NoReturn:
+        raise AttributeError(f"a quantizer has no attribute {self.name!r}; its options are in its spec.")
+
+    def __set__(self, quantizer: "Quantizer", value: object) -> NoReturn:
+        raise AttributeError(
+            f"quantizer {quantizer.name!r}: {self.name} cannot be set on a quantizer, got {value!r}; pass a QuantSpec with it "
+            f"to qtoolkit.prepare or qtoolkit.quant_modules.replace, in a QConfigMapping."
+        )
 
 
 class Quantizer(KeepsFloat32):
@@ -24,6 +40,7 @@ class Quantizer(KeepsFloat32):
 
     # the attributes that a state dict keeps in its metadata, and loading restores
     MODES: ClassVar[tuple[str, ...]] = ("quantizing",)
+    bits, num_bits, bitwidth, signed, symmetric, narrow, axis = (OptionOfSpec() for _ in range(7))
 
     spec: QuantSpec
     group: int

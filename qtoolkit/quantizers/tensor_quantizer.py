@@ -1,5 +1,6 @@
 """TensorQuantizer: the quantizer of prepared models, which observes ranges and fake-quantizes."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,22 +28,6 @@ from qtoolkit.quantizers.table import QUANTIZERS
 DYNAMIC = Dynamic()
 
 
-class OptionOfSpec:
-    """An option of the spec, or its name in another tool: it cannot be set on the quantizer, where it would do nothing."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, quantizer: "TensorQuantizer", owner: type | None = None) -> NoReturn:
-        raise AttributeError(f"a TensorQuantizer has no attribute {self.name!r}; its options are in its spec.")
-
-    def __set__(self, quantizer: "TensorQuantizer", value: object) -> NoReturn:
-        raise AttributeError(
-            f"quantizer {quantizer.name!r}: {self.name} cannot be set on a quantizer, got {value!r}; pass a QuantSpec with it "
-            f"to qtoolkit.prepare or qtoolkit.quant_modules.replace, in a QConfigMapping."
-        )
-
-
 class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     """Observe a tensor's range, quantize it, or both, with a scale that is fixed or trained.
 
@@ -52,8 +37,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     A model's `load_state_dict` takes the state dict of the float model, which has no entry of a quantizer, or one with the
     entries of all quantizers; absent ones are reported as missing keys. A state dict of another spec raises ValueError
     (the observer and the options of the quantizer may differ). Loading also restores whether a quantizer observes,
-    quantizes and follows. Spec and modes are in the state dict's metadata, which a copy into a plain dict does not have; the
-    spec is then not checked, and the modes stay as they are.
+    quantizes and follows. Spec and modes are in the state dict's metadata, which a copy into a plain dict does not have: the
+    modes then stay as they are, and other bits are an error where a fixed scale and its range in the dict tell them.
 
     In training mode a fixed scale of a weight follows the weight: each forward takes the range of the weight as it then is
     (see `follows`). After a calibration in training mode, the fixed range of an activation follows the data by a moving average
@@ -86,8 +71,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         >>> quantizer(torch.tensor([0.6, 100.0]))
         tensor([1., 7.])
     """
-
-    bits, num_bits, bitwidth, signed, symmetric, narrow, axis = (OptionOfSpec() for _ in range(7))
 
     MODES = ("quantizing", "observing", "following", "stale", "steps")
     _version = 4  # of the state dict: 1 had the learned scale itself as a parameter, 2 no rates, 3 rates by units
@@ -521,12 +504,13 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             )
 
     def _check_type(self, x: Tensor) -> None:
-        """Raise TypeError for integers and booleans, which have no range; a graph without example inputs may take any."""
+        """Raise TypeError for other numbers than floats, which have no range; a graph without example inputs may take any."""
         if x.is_floating_point():
             return
-        remedy = "pass it with .to(torch.float32)"
+        remedy = "pass its real part" if x.is_complex() else "pass it with .to(torch.float32)"
         if self.inserted:
-            remedy += ", or give a mask in the example_inputs of qtoolkit.prepare, which then leaves it as it is"
+            what = "complex inputs" if x.is_complex() else "a mask"
+            remedy += f", or give {what} in the example_inputs of qtoolkit.prepare, which then leaves it as it is"
         raise TypeError(
             f"quantizer {self.name!r} gets a tensor of {x.dtype}, and quantizes floating-point values; {remedy}."
         )
@@ -621,10 +605,27 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if scale is not None and not self._shape_is_known:
             self._resize(tuple(scale.shape))
         self.stale = scale is None  # then the weight may have been loaded without its range
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        metadata = (
+            local_metadata if "spec" in local_metadata else {**local_metadata, **self._metadata_of(state_dict, prefix)}
+        )
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
         self.count_steps(self.steps)
         if scale is not None:
             self.ready = not self._scale.is_meta and bool(torch.isfinite(self._scale).all())
+
+    def _metadata_of(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Return what a state dict without metadata tells of its spec: the bits by which its scale covers its range."""
+        found = [state_dict.get(prefix + name) for name in ("_scale", "observer.lo", "observer.hi")]
+        values = [whole(each).cpu() for each in found if isinstance(each, Tensor) and not each.is_meta]
+        if not self.kind.follows(self) or len(values) < 3 or len({each.shape for each in values}) > 1:
+            return {}
+        scale, lo, hi = (each.double() for each in values)
+        seen = lo < hi
+        for bits in (self.spec.bits, *range(2, 17)):
+            covering, _ = grid_of_range(lo, hi, dataclasses.replace(self.spec, bits=bits))
+            if torch.allclose(covering[seen], scale[seen], rtol=1e-6, atol=0):
+                return {"spec": {"bits": bits}}
+        return {}
 
     def extra_repr(self) -> str:
         """Return the spec and the state."""

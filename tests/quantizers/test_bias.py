@@ -85,6 +85,67 @@ def test_copies_take_the_scale_of_their_own_quantizer(road: str, copied) -> None
     assert not (prepared.get_submodule("0").sum_steps() > 2 * before).any()
 
 
+@pytest.mark.parametrize("replace_by", ["set_submodule", "an attribute", "none"])
+@pytest.mark.parametrize("road", ["graph", "modules"])
+def test_the_grid_is_that_of_the_quantizer_that_is_there_now(road: str, replace_by: str) -> None:
+    """A new quantizer in the place of another one: no code is told of it, and all numbers are those of the new one."""
+    prepared = quantized(road, net()).train()
+    layer = prepared.get_submodule("0")
+    place = "0.input_quantizer" if road == "modules" else "activation_quantizers.input_1"
+    prepared(X)  # in units, if it has any
+    new = qt.TensorQuantizer(qt.QuantSpec(), name=place).train()
+    new.amax = 50.0
+    parent, _, name = place.rpartition(".")
+    if replace_by == "set_submodule":
+        prepared.set_submodule(place, new)
+    else:
+        setattr(prepared.get_submodule(parent), name, nn.Identity() if replace_by == "none" else new)
+    if road == "modules" and replace_by == "none":
+        layer.input_quantizer = None
+    bias = layer.bias if replace_by == "none" else round_to(layer.bias, steps_of(layer, new))
+    x = X if replace_by == "none" else new(X)
+    trained = prepared(X)
+    prepared.eval()
+    expected = nn.functional.conv2d(x, layer.weight_quantizer(layer.weight), bias)
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(prepared(X), trained)
+    assert torch.equal(qt.convert(prepared)(X), prepared(X))
+
+
+def round_to(bias: Tensor, steps: Tensor) -> Tensor:
+    return torch.round(bias / steps).detach() * steps.detach()
+
+
+@pytest.mark.parametrize("road", ["graph", "modules"])
+def test_the_bias_of_a_pruned_channel_has_the_precision_of_the_others(road: str) -> None:
+    """The folded shift of a batch norm behind a channel of zeros: any scale covers its weights, and 1 would be too large."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    with torch.no_grad():
+        model[0].weight[2] = 0
+        model[0].bias[2] = model[1].bias[2] = 0.0123
+    x = X / 4
+    if road == "graph":
+        prepared = qt.prepare(model, (x,), backend="onnxruntime")
+    else:
+        fused = qt.fuse_modules(model, [["0", "1", "2"]])
+        prepared = qt.quant_modules.replace(fused, backend="onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    scale = prepared.get_submodule("0").weight_quantizer.scale
+    assert scale[2] == scale.max() < 0.01
+    wanted = model[:2](x)[:, 2]
+    for training in (True, False):  # a step in units, then by the nodes
+        prepared.train(training)
+        for module in prepared.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        prepared(x)
+        assert prepared.get_submodule("0").weight_quantizer.scale[2] == scale[2]
+    converted = qt.convert(prepared).get_submodule("0")
+    bias = converted.bias_in_sums(converted.bias)[2]
+    assert abs(bias - wanted.flatten()[0]) < 1e-5
+
+
 def test_a_target_that_adds_float_biases_keeps_them() -> None:
     layer = quantized("graph", net(), "tensorrt").get_submodule("0")
     assert layer.sum_steps() is None

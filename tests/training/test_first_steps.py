@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -206,6 +207,33 @@ def test_a_quantizer_that_rounds_all_to_zero_says_so() -> None:
     model = calibrated(nn.Sequential(nn.Linear(4, 2)).train(), torch.full((2, 4), 1e6), quantizer="lsq")
     with pytest.warns(UserWarning, match="rounds its whole input to zero after 2 steps"):
         steps(model, 3, value=1.0)
+
+
+@pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
+def test_a_branch_that_begins_with_zeros_says_nothing(road: Callable) -> None:
+    """A last gamma of 0, as in residual blocks: in the second step its range is still that of zeros, and follows."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.branch, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            nn.init.zeros_(self.branch.weight)
+            nn.init.zeros_(self.branch.bias)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            return self.last(y + self.branch(y))
+
+    model = road(Residual().train(), backend="onnxruntime")
+    x = torch.randn(16, 4)
+    qt.calibrate(model, [x], progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(30):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_a_scale_that_runs_away_says_so_once() -> None:

@@ -41,6 +41,35 @@ def test_each_trainable_parameter_is_in_one_group(road: str) -> None:
     assert "fc.bias" in names["no_decay"]
 
 
+class Positions(nn.Module):
+    """One with parameters that it exempts from weight decay, as models of timm and of Swin do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nets.linear_of()
+        self.place, self.bias_table = (nn.Parameter(torch.ones(1, self.fc.in_features)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x + self.place + self.bias_table)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"place", "an_option_that_it_does_not_have"}
+
+    def no_weight_decay_keywords(self) -> set[str]:
+        return {"_table"}
+
+
+@pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
+def test_a_model_exempts_parameters_from_weight_decay(road: Callable) -> None:
+    model = road(Positions())
+    assert names_of(qt.parameter_groups(model)) == {
+        "weights": ["fc.weight"],
+        "no_decay": ["place", "bias_table", "fc.bias"],
+    }
+    inside = names_of(qt.parameter_groups(nn.Sequential(model)))
+    assert inside["weights"] == ["0.fc.weight"]
+
+
 def test_rates_and_decays() -> None:
     model = learned()
     by_name = {group["name"]: group for group in qt.parameter_groups(model, 0.1, 1e-4, scale_lr=0.01)}

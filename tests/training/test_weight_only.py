@@ -1,13 +1,16 @@
 """Transformers with weights of 4 bits in groups and float activations (W4A16): module replacement, training, conversion."""
 
+import re
 from typing import Any
 
+import onnxruntime as ort
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.export.verification.runtimes.onnxruntime_cpu import KEEP_FLOATS
 from tests.integer.test_text_encoder import LENGTH, VOCABULARY, Bert
 
 TOKENS = torch.randint(1, VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(2))
@@ -92,3 +95,21 @@ def test_a_model_of_hugging_face_trains(tmp_path: Any) -> None:
     assert losses[-1] < losses[0]
     logits = model.eval()(input_ids=TOKENS).logits
     assert torch.equal(qt.convert(model)(input_ids=TOKENS).logits, logits)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_verify_says_that_onnxruntime_rounds_the_float_inputs(tmp_path: Any, bits: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 64)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=bits, axis=0)))
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).eval()
+    converted = qt.convert(qt.prepare(model, x, backend="onnxruntime", qconfig_mapping=mapping))
+    path = qt.export_onnx(converted, x, tmp_path / "model.onnx").path
+    found = qt.export.verify(converted, x, path).runtimes["onnxruntime"]
+    assert found.output_difference > 1e-3
+    assert re.search(r"rounds the float inputs of MatMulNBits to 8 bits, .* unless options.add_session", found.remark)
+    options = ort.SessionOptions()
+    options.add_session_config_entry(*KEEP_FLOATS)
+    session = ort.InferenceSession(path, options)
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), converted(x), rtol=1e-5, atol=1e-5)

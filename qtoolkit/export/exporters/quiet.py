@@ -2,18 +2,20 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-# The beginning of each message, by the logger that gives it.
-LOGGED = {
-    "onnxscript.optimizer._constant_folding": "Evaluation failed",  # a constant is then not folded
-    "onnxscript.version_converter": "The model version conversion is not supported",  # by onnxscript, but by onnx
-    "onnx_ir._convenience": "Attribute type is ambiguous",  # torch's translations give empty lists
-    "torch.onnx._internal.exporter._registration": "torchvision is not installed",  # its ops are then not in the model
+# The beginnings of messages, by the logger that gives them.
+LOGGED: Mapping[str, tuple[str, ...]] = {
+    "onnxscript.optimizer._constant_folding": ("Evaluation failed", "Skipping constant folding"),  # it stays computed
+    "onnxscript.version_converter": ("The model version conversion is not supported",),  # by onnxscript, but by onnx
+    "onnx_ir._convenience": ("Attribute type is ambiguous",),  # torch's translations give empty lists
+    "torch.onnx._internal.exporter._registration": (
+        "torchvision is not installed",
+    ),  # its ops are then not in the model
 }
-# Messages of torch.onnx: two axes that must be equally long get one name.
-WARNED = "# The axis name: .* will not be used"
+# Messages of torch: two axes that must be equally long get one name; its recurrent layers list their weights anew.
+WARNED = r"# The axis name: .* will not be used|The tensor attributes self\..*\b_flat_weights"
 
 
 @contextmanager
@@ -21,15 +23,15 @@ def without_noise() -> Iterator[None]:
     """Drop these messages for the duration of a `with` block, and no others."""
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("ignore", WARNED, UserWarning)
-        for name, beginning in LOGGED.items():
-            stack.enter_context(_dropped(logging.getLogger(name), beginning))
+        for name, beginnings in LOGGED.items():
+            stack.enter_context(_dropped(logging.getLogger(name), beginnings))
         yield
 
 
 @contextmanager
-def _dropped(logger: logging.Logger, beginning: str) -> Iterator[None]:
+def _dropped(logger: logging.Logger, beginnings: tuple[str, ...]) -> Iterator[None]:
     def keep(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(beginning)
+        return not record.getMessage().startswith(beginnings)
 
     logger.addFilter(keep)
     try:

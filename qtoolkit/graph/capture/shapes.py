@@ -24,9 +24,9 @@ def is_plain(value: Any) -> bool:
 
 
 def holds_no_floats(value: Any) -> bool:
-    """Return whether a value is one tensor of integers or booleans, or a tuple or list of such tensors."""
+    """Return whether a value is a tensor of integers, booleans or complex numbers, or a tuple or list of such tensors."""
     tensors = value if isinstance(value, tuple | list) and value else [value]
-    return all(isinstance(t, Tensor) and not (t.is_floating_point() or t.is_complex()) for t in tensors)
+    return all(isinstance(t, Tensor) and not t.is_floating_point() for t in tensors)
 
 
 def is_sequence_of_tensors(value: Any) -> bool:

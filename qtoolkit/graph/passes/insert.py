@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import layer_edges
-from qtoolkit.graph.nodes import chooses_by_mode, is_quantizer
+from qtoolkit.graph.nodes import QuantizerHolder, chooses_by_mode, is_quantizer
 from qtoolkit.graph.placement import decide
 from qtoolkit.graph.placement.decide import PlannedQuantizer, Request
 from qtoolkit.graph.placement.roles import Roles
@@ -96,7 +96,7 @@ def _insert_weights(gm: QuantizedGraphModule, requests: Sequence[Request]) -> It
 def add_holder(gm: QuantizedGraphModule, name: str) -> str:
     """Add an empty submodule, and return its name."""
     free = free_name(gm, name)
-    gm.add_module(free, nn.Module())
+    gm.add_module(free, QuantizerHolder())
     return free
 
 

@@ -24,6 +24,7 @@ from qtoolkit.graph.nodes import (
     tensor_inputs,
 )
 from qtoolkit.graph.passes.insert import add_holder, free_name
+from qtoolkit.graph.placement.sources import source_of_input
 from qtoolkit.graph.placement.traversal import source_of
 from qtoolkit.graph.plan import Computed
 from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of, weight_node
@@ -126,7 +127,8 @@ def _replace_function(gm: QuantizedGraphModule, node: fx.Node, source: Grid, run
     kernel = runtime.kernel_of(layer, source, output)
     if isinstance(kernel, Refusal):
         return Computed.in_float(kernel)
-    layer.link_input(source if rounding_of(bias_node(node)) is not None else None)
+    if gm.plan is not None and rounding_of(bias_node(node)) is not None:
+        layer.link_input(source_of_input(node, gm.plan.backend))
     op = _callable(node)
     _call(gm, node, FunctionKernel(op, kernel(layer, source, output), kind_of(node).name, name_of(node)), holder)
     return Computed(kernel.NAME, last=last.name)

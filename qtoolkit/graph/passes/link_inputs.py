@@ -8,11 +8,10 @@ from qtoolkit.backends import Backend
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls, number_calls
 from qtoolkit.graph.passes.insert import add_holder, free_name
-from qtoolkit.graph.placement.sources import quantizer_of_input
+from qtoolkit.graph.placement.sources import source_of_input
 from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.function_bias import FunctionBias
-from qtoolkit.nn.on_codes import Source
 
 HOLDER = "bias_quantizers"  # the submodule of a prepared model that rounds the biases of functions
 
@@ -35,26 +34,25 @@ def run(gm: QuantizedGraphModule, backend: Backend) -> QuantizedGraphModule:
 
 def _link_calls(layer: QuantWeighted, nodes: Sequence[fx.Node], backend: Backend) -> bool:
     """Link a layer to the quantizers of its calls' inputs; return whether the calls are numbered, because they have several."""
-    quantizers = [quantizer_of_input(node, backend) for node in nodes]
-    several = len(set(quantizers)) > 1
+    sources = [source_of_input(node, backend) for node in nodes]
+    several = len({None if source is None else source.quantizer for source in sources}) > 1
     numbered = several and number_calls(layer, nodes)
     if backend.integer_bias:
-        layer.link_input(*(quantizers if numbered else () if several else quantizers[:1]))
+        layer.link_input(*(sources if numbered else () if several else sources[:1]))
     return numbered
 
 
 def link_own_inputs(model: nn.Module, backend: Backend) -> None:
-    """Link each layer that quantizes its own input to that quantizer."""
+    """Tell each layer whether the target adds the bias to integer sums over the codes of an input that it quantizes itself."""
     for layer in model.modules():
         if isinstance(layer, QuantWeighted):
-            layer.link_source(None if layer.input_quantizer is None else Source(layer.input_quantizer))
-            layer.link_input(layer.input_quantizer if backend.integer_bias else None)
+            layer.link_input(*([None] if backend.integer_bias else []))
 
 
 def _link_functions(gm: QuantizedGraphModule, backend: Backend) -> None:
     holder = ""
     for node in list(gm.graph.nodes):
-        bias, source = bias_node(node), quantizer_of_input(node, backend)
+        bias, source = bias_node(node), source_of_input(node, backend)
         layer = None if bias is None or source is None else layer_of(gm, node)
         if bias is None or layer is None:
             continue

@@ -112,7 +112,8 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
         in_a_graph = " in a graph: qtoolkit.quant_modules.replace has one" if type(module) in replaced_modules() else ""
         return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {type(module).__name__}{in_a_graph}")
     if kind is not OTHER and not kind.moves and any(map(is_discrete, tensor_inputs(node))):
-        return Verdict.left_float(Cause.TARGET, f"{with_article(kind)} that takes integers or booleans, such as a mask")
+        without_range = "integers, booleans (such as a mask) or complex numbers"
+        return Verdict.left_float(Cause.TARGET, f"{with_article(kind)} that takes {without_range}")
     what = "an op that qtoolkit does not know" if kind is OTHER else with_article(kind)
     return Verdict.left_float(Cause.TARGET, f"{what}, which {roles.backend.name} computes in float")
 

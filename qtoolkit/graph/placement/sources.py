@@ -1,6 +1,7 @@
 """The quantizers on whose grids the inputs of layers lie in training."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -33,22 +34,30 @@ def link_sources(graph: fx.Graph, backend: Backend) -> None:
 
 
 def _source_of_calls(nodes: Sequence[fx.Node], backend: Backend) -> Source | None:
-    quantizers = {quantizer_of_input(node, backend, in_training=True) for node in nodes}
-    quantizer = quantizers.pop() if len(quantizers) == 1 else None
+    sources = [source_of_input(node, backend, in_training=True) for node in nodes]
+    quantizers = {None if source is None else source.quantizer for source in sources}
     inputs = [source for node in nodes for source in tensor_inputs(node)[:1]]
-    return None if quantizer is None else Source(quantizer, dropouts_behind(inputs, backend))
+    first = sources[0] if len(quantizers) == 1 else None
+    return None if first is None else replace(first, dropouts=dropouts_behind(inputs, backend))
 
 
 def source_in_training(node: fx.Node, backend: Backend) -> Source | None:
     """Return the source of a tensor in training; None where its values are on no quantizer's grid, or on that of a weight."""
     behind = quantizer_behind(node, backend, in_training=True)
-    quantizer = None if behind is None or is_weight_quantizer(behind) else module_of(behind)
-    return Source(quantizer, dropouts_behind([node], backend)) if isinstance(quantizer, Quantizer) else None
+    source = None if behind is None or is_weight_quantizer(behind) else _source_at(behind)
+    return None if source is None else replace(source, dropouts=dropouts_behind([node], backend))
 
 
-def quantizer_of_input(node: fx.Node, backend: Backend, in_training: bool = False) -> Quantizer | None:
-    """Return the quantizer of the first tensor that an op takes, or None."""
+def source_of_input(node: fx.Node, backend: Backend, in_training: bool = False) -> Source | None:
+    """Return the source of the first tensor that an op takes, or None."""
     inputs = tensor_inputs(node)
     behind = quantizer_behind(inputs[0], backend, in_training) if inputs else None
-    quantizer = None if behind is None else module_of(behind)
-    return quantizer if isinstance(quantizer, Quantizer) else None
+    return None if behind is None else _source_at(behind)
+
+
+def _source_at(node: fx.Node) -> Source | None:
+    """Return the source of what a node returns; None unless it calls a quantizer."""
+    if not isinstance(module_of(node), Quantizer) or node.graph.owning_module is None:
+        return None
+    parent, _, name = str(node.target).rpartition(".")
+    return Source(node.graph.owning_module.get_submodule(parent), name)

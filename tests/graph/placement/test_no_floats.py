@@ -62,7 +62,7 @@ def test_the_op_of_a_mask_is_reported_as_float() -> None:
     plan = qt.prepare(Masked(OF_A_MASK["mul"]), inputs, backend="onnxruntime").plan
     assert plan is not None
     assert plan.status["mul"].status is Status.FLOAT
-    assert "takes integers or booleans" in plan.status["mul"].text
+    assert "takes integers, booleans (such as a mask)" in plan.status["mul"].text
 
 
 def test_a_rule_for_the_op_quantizes_its_other_input_alone() -> None:
@@ -112,3 +112,40 @@ def is_close(prepared: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) 
     expected = model(*inputs)
     error = (qt.convert(prepared)(*inputs) - expected).abs().max() / expected.abs().max()
     return bool(error < 0.03)
+
+
+class Spectra(nn.Module):
+    """Complex layers and ops, and a float layer behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv1d(2, 4, 3, dtype=torch.complex64), nn.Linear(4, 3)
+
+    def forward(self, z: Tensor) -> Tensor:
+        y = self.conv(z)
+        return self.fc(torch.matmul(y + y.conj(), y.transpose(1, 2)).abs().mean(-1))
+
+
+@pytest.mark.parametrize("road", ["graph", "modules"])
+def test_complex_numbers_stay_as_they_are(road: str) -> None:
+    torch.manual_seed(0)
+    model, z = Spectra().eval(), torch.randn(3, 2, 8, dtype=torch.complex64)
+    quantize = qt.prepare if road == "graph" else qt.quant_modules.replace
+    result = quantize(model, z) if road == "graph" else quantize(model)
+    qt.calibrate(result, [z], progress=False)
+    with qt.disable_quantization(result):
+        assert torch.equal(result(z), model(z))
+    assert torch.equal(qt.convert(result)(z), result(z))
+    layers = {line.name: line.reason for line in qt.quantization_report(result).layers}
+    assert layers["conv"] == "float: its weight is complex"
+    assert [name for name, quantizer in qt.quantizers_of(result).items() if not quantizer.of_weight] == (
+        ["activation_quantizers.mean"] if road == "graph" else ["fc.input_quantizer"]
+    )
+
+
+def test_complex_inputs_without_examples_are_refused_with_a_remedy() -> None:
+    prepared = qt.prepare(Spectra().eval())
+    with pytest.raises(
+        TypeError, match="a tensor of torch.complex64, .* or give complex inputs in the example_inputs of"
+    ):
+        qt.calibrate(prepared, [torch.randn(3, 2, 8, dtype=torch.complex64)], progress=False)

@@ -45,6 +45,12 @@ SET_IT = f"{SATURATES}, unless options.add_session_config_entry{EXACT_SUMS} of S
 NO_REMEDY = (
     f"{SATURATES}, and it cannot load this file with the session option {'='.join(EXACT_SUMS)}, which avoids that."
 )
+# What becomes of a matrix product of floats with a quantized constant, and how to keep the floats.
+OF_FLOATS, KEEP_FLOATS = "MatMulNBits", ("session.qdq_matmulnbits_accuracy_level", "1")
+ROUNDS = (
+    f"onnxruntime rounds the float inputs of {OF_FLOATS} to 8 bits, which the model does not, unless "
+    f"options.add_session_config_entry{KEEP_FLOATS} of SessionOptions is called."
+)
 
 
 def execute(
@@ -56,16 +62,16 @@ def execute(
 ) -> Executed:
     """Run a file at the default optimization level, or without optimizations, and read the codes at its quantizers.
 
-    Where sums of int8 products saturate on this processor, a session option makes them exact, and the remark says so.
-    Raises RuntimeError: onnxruntime cannot run the file.
+    Where sums of int8 products saturate on this processor, a session option makes them exact, and the remark says so, as it
+    says of products whose float inputs are rounded. Raises RuntimeError: onnxruntime cannot run the file.
     """
     saturates = optimized and processor_saturates() and has_wide_weights(OpenedFile.of(path))
     if saturates:
         with suppress(RuntimeError):
             executed = _execute(path, inputs, nodes, grids, optimized, EXACT_SUMS)
-            return replace(executed, remark=SET_IT)
+            return replace(executed, remark=f"{SET_IT} {executed.remark}".strip())
     executed = _execute(path, inputs, nodes, grids, optimized)
-    return replace(executed, remark=NO_REMEDY if saturates else "")
+    return replace(executed, remark=f"{NO_REMEDY * saturates} {executed.remark}".strip())
 
 
 def _execute(
@@ -99,6 +105,7 @@ def _execute(
         sum(node.op_type in CONVERSIONS for node in fused.proto.graph.node),
         change,
         0.0 if exact else ONNXRUNTIME.tie_share,
+        ROUNDS if any(layer.kernel == OF_FLOATS for layer in layers) else "",
     )
 
 

@@ -1,4 +1,4 @@
-"""Pools that torch's exporters change without a word: divisors of their own, and windows that follow dynamic sizes."""
+"""Ops that torch's exporters refuse or change without a word: pools with divisors of their own, for example."""
 
 from collections.abc import Callable
 
@@ -102,3 +102,27 @@ def test_windows_that_follow_no_dynamic_size_are_exported(size: object, tmp_path
     taller = torch.rand(2, 3, 13, 8)
     (y,) = ort.InferenceSession(path).run(None, {"input": taller.numpy()})
     torch.testing.assert_close(torch.as_tensor(y), converted(taller), rtol=1e-4, atol=1e-4)
+
+
+class Attends(nn.Module):
+    """A self-attention without heads, and a softplus with a threshold of its own."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.qkv, self.out, self.plus = nn.Linear(6, 18), nn.Linear(6, 6), nn.Softplus(2.0, threshold)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        one = F.scaled_dot_product_attention(q, k, v, mask)
+        return self.out(self.plus(one + F.scaled_dot_product_attention(q, k, v, is_causal=True)) - self.plus(x))
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
+def test_attention_without_heads_and_a_threshold_of_softplus(road: Callable, exporter: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 5, 6), torch.randn(2, 5, 5)
+    model = road(Attends(0.5).eval(), backend="onnxruntime")
+    qt.calibrate(model, [inputs], progress=False)
+    result = qt.export_onnx(model, inputs, tmp_path / "model.onnx", exporter=exporter)
+    assert result.verification.output_error < 1e-5

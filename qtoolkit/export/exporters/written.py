@@ -1,4 +1,4 @@
-"""Pools that ONNX does not have, which torch's exporters change without a word: own divisors, windows that follow sizes."""
+"""Ops that ONNX does not have, which torch's exporters refuse or change without a word: pools of own divisors, for example."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,14 +16,17 @@ ADAPTIVE: Mapping[Callable[..., Any], int] = {
     F.adaptive_max_pool1d_with_indices: 1, F.adaptive_max_pool2d_with_indices: 2, F.adaptive_max_pool3d_with_indices: 3,
 }  # fmt: skip
 
+USUAL_THRESHOLD = 20  # of a softplus, beyond which it is its input: the difference is below the steps of float32
 
-class PoolsWritten(TorchFunctionMode):
-    """Write pools by what ONNX has while exporters record a model, and note those for which it has nothing.
+
+class OpsWritten(TorchFunctionMode):
+    """Write ops by what ONNX has while exporters record a model, and note those for which it has nothing.
 
     Pools with `divisor_override` become pools that divide by their window, times a factor; with `ceil_mode` too,
     ValueError: the windows beyond the edge would need factors of their own. The windows of an adaptive pool follow the size
-    of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area". Errors begin
-    with `what`.
+    of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area". A softplus with
+    a threshold of its own becomes a choice of two tensors ("torchscript" drops it). An attention without heads gets one
+    ("dynamo" takes no others). Errors begin with `what`.
     """
 
     def __init__(self, what: str) -> None:
@@ -38,6 +41,10 @@ class PoolsWritten(TorchFunctionMode):
             return self._pool(function, *args, **named)
         if function in ADAPTIVE:
             self._note_pool(ADAPTIVE[function], *args, **named)
+        elif function is F.softplus:
+            return self._softplus(*args, **named)
+        elif function is F.scaled_dot_product_attention:
+            return self._attention(*args, **named)
         elif function is F.interpolate:
             self._note_resize(*args, **named)
         return function(*args, **named)
@@ -62,6 +69,26 @@ class PoolsWritten(TorchFunctionMode):
                 f"ONNX has no such op; leave that dimension constant, pool to one value (x.mean((2, 3), keepdim=True)), or "
                 f"resize by torch.nn.functional.interpolate in the mode 'bilinear'."
             )
+
+    def _softplus(self, input: Tensor, beta: float = 1, threshold: float = USUAL_THRESHOLD) -> Tensor:
+        y = F.softplus(input, beta)
+        return y if threshold == USUAL_THRESHOLD else torch.where(input * beta > threshold, input, y)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        if {query.dim(), key.dim(), value.dim()} != {3}:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+        q, k, v = (each.unsqueeze(1) for each in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **options).squeeze(1)
 
     def _pool(
         self,
