@@ -49,6 +49,18 @@ def test_units_are_ops_that_return_codes(name: str, forward: str) -> None:
         torch.testing.assert_close(found[f"_orig_mod.{key}" if "." in key else key], wanted, rtol=rtol, atol=0)
 
 
+def test_codes_of_a_tensor_that_is_changed_in_place_are_not_taken() -> None:
+    layers = (nn.Linear(8, 8), nn.ReLU(), nn.Dropout(1.0, inplace=True), nn.Linear(8, 4))
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    model = qt.prepare(nn.Sequential(*layers).eval(), (x,), training_arithmetic="integer")
+    qt.calibrate(model, [x], progress=False)
+    settled(model).train()
+    torch._dynamo.reset()
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(found, model(x))
+    assert torch.equal(found, found[:1].expand_as(found))  # the bias: all inputs are dropped
+
+
 class Net(nn.Module):
     """A residual block: a convolution with a stride, a 1x1 one, a depthwise one, an add."""
 
