@@ -113,8 +113,8 @@ def quantized_by(quantizer: nn.Module | None, x: Tensor, with_codes: bool = Fals
     if with_codes and torch.compiler.is_compiling() and (found := quantized_in_op(quantizer, x)) is not None:
         return found
     y = quantizer(x)
-    in_training = isinstance(quantizer, Quantizer) and torch.is_grad_enabled() and not is_recorded()
-    if not in_training or all_watched() or is_watched(quantizer):
+    in_training = torch.is_grad_enabled() and not is_recorded()
+    if not (isinstance(quantizer, Quantizer) and in_training) or all_watched() or is_watched(quantizer):
         return y, None
     known = codes_by(quantizer, y)
     if known is not None and isinstance(quantizer, TensorQuantizer):

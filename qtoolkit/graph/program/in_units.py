@@ -22,9 +22,10 @@ from qtoolkit.graph.program.chains import (
 from qtoolkit.graph.program.division import Division, Whole
 from qtoolkit.graph.program.epilogue import epilogue_of, max_pool, max_pool2d
 from qtoolkit.graph.program.units import AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit, Names
-from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, Function, function_of_module
+from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, function_of_module
 from qtoolkit.graph.program.writer import Writer, function_of
 from qtoolkit.graph.traced_blocks import node_name
+from qtoolkit.nn.output_grid import Function
 from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.op_kinds.table import OTHER
