@@ -10,6 +10,7 @@ from qtoolkit._native import library
 from qtoolkit.errors import with_article
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.on_codes import TrainingArithmetic
+from qtoolkit.ops.recording import is_recorded
 from qtoolkit.quantizers.codes import TensorCodes, codes_by, codes_on, rounded, version_of
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -18,7 +19,10 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 _function_fake_quant = library.function_fake_quant.default
 
-NO_FUNCTION = ("none", (), None, None, 0.0)
+Function = tuple[str, tuple[int, ...], Tensor | None, Tensor | None, float]
+"""The op's name of a function, and the arguments of a layer norm; the weight is that of a PReLU too."""
+
+NO_FUNCTION: Function = ("none", (), None, None, 0.0)
 """The arguments of that op for a quantizer without a function before it."""
 
 NOT_QUANTIZED = (None, None, None, None, -128, 127, 1.0)
@@ -57,7 +61,7 @@ def output_grid(quantizer: TensorQuantizer | None, like: Tensor) -> GridNow:
     """Return the scale and the grid of an output like a tensor: a function where its quantizer makes them at each call."""
     if quantizer is None:
         return NOT_QUANTIZED
-    start = quantizer.kind.start(quantizer)
+    start = None if torch.compiler.is_compiling() else quantizer.kind.start(quantizer)  # see `with_factor`
     if start is None:
         return grid_at_each_call(quantizer, like)
     factor = quantizer.kind.grad_factor(quantizer, like)
@@ -99,12 +103,17 @@ def codes_by_op(
     return codes_on(scale.detach().abs(), rounded(zero_point), quantizer, y, codes)
 
 
-def quantized_by(quantizer: nn.Module | None, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
-    """Return the output of a quantizer that is called, and what is known of it; x itself without one."""
+def quantized_by(quantizer: nn.Module | None, x: Tensor, with_codes: bool = False) -> tuple[Tensor, TensorCodes | None]:
+    """Return the output of a quantizer that is called, and what is known of it; x itself without one.
+
+    Where its codes are wanted, compiled code has both from one op if that computes the quantizer: one read instead of two.
+    """
     if quantizer is None:
         return x, None
+    if with_codes and torch.compiler.is_compiling() and (found := quantized_in_op(quantizer, x)) is not None:
+        return found
     y = quantizer(x)
-    in_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    in_training = torch.is_grad_enabled() and not is_recorded()
     if not (isinstance(quantizer, Quantizer) and in_training) or all_watched() or is_watched(quantizer):
         return y, None
     known = codes_by(quantizer, y)
@@ -120,19 +129,26 @@ def quantized_for(
 
     If the module keeps codes, they are known where one op gives both.
     """
-    if quantizer is None or arithmetic.save == "float" or not _computes_codes(quantizer, x):
+    if quantizer is None or arithmetic.save == "float" or not gives_codes(quantizer):
         return quantized_by(quantizer, x)
+    return quantized_in_op(quantizer, x) or quantized_by(quantizer, x)
+
+
+def quantized_in_op(
+    quantizer: nn.Module, x: Tensor, function: Function = NO_FUNCTION, with_codes: bool = True
+) -> tuple[Tensor, TensorCodes | None] | None:
+    """Return a function of x quantized by one op, and what is known of it; None where only a call of the quantizer may."""
+    trains = is_ordinary(x) and torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()
+    if not trains or not may_be_in_op(quantizer):
+        return None
     grid = grid_of(output_grid(quantizer, x.detach()))
     learned = is_learned(grid)
-    y, codes, scale, *_ = _function_fake_quant(x, *NO_FUNCTION, learned, *grid, learned, True)
-    return y, codes_by_op(y, codes, scale, grid[3], quantizer)
+    keeps_x = learned or function[0] != NO_FUNCTION[0]  # compiled code may have a copy of the tuple
+    coded = with_codes and gives_codes(quantizer)
+    y, codes, scale, *_ = _function_fake_quant(x, *function, keeps_x, *grid, learned, coded)
+    return y, codes_by_op(y, codes if coded else None, scale, grid[3], quantizer)
 
 
-def may_be_in_op(quantizer: Quantizer) -> TypeGuard[TensorQuantizer]:
-    """Return whether an op may compute what a quantizer does now, outside of compiled code."""
-    return not (torch.compiler.is_compiling() or all_watched()) and why_quantizer_not_fused(quantizer) is None
-
-
-def _computes_codes(quantizer: Quantizer, x: Tensor) -> TypeGuard[TensorQuantizer]:
-    needed = is_ordinary(x) and torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()
-    return needed and may_be_in_op(quantizer) and gives_codes(quantizer)
+def may_be_in_op(quantizer: nn.Module) -> TypeGuard[TensorQuantizer]:
+    """Return whether an op may compute what a quantizer does now."""
+    return not (is_recorded() or all_watched()) and why_quantizer_not_fused(quantizer) is None

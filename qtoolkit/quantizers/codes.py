@@ -25,7 +25,7 @@ class TensorCodes:
     qmin: int  # the lowest code
     qmax: int  # the highest code
     packed: bool  # whether two codes are kept in a byte
-    tensor: ReferenceType[Tensor] | None  # refers to the tensor; None in compiled code
+    tensor: ReferenceType[Tensor] | Tensor  # refers to the tensor; in compiled code the tensor itself
     version: int  # that of the tensor: after a change in place the codes no longer hold
     # the codes, int8 or uint8 and of the tensor's shape, or packed: in one dimension in row-major order, or two channels of
     # an image in a byte; None until `completed`
@@ -35,7 +35,9 @@ class TensorCodes:
 
     def hold_for(self, y: Tensor) -> bool:
         """Return whether y is the tensor, unchanged."""
-        return self.tensor is not None and self.tensor() is y and (y.is_inference() or self.version == y._version)
+        if isinstance(self.tensor, Tensor):
+            return self.tensor is y
+        return self.tensor() is y and (y.is_inference() or self.version == y._version)
 
     def completed(self, y: Tensor, channels_last: bool) -> "TensorCodes":
         """Return this with the codes of y, the tensor; those of an image in channels_last, if wanted."""
@@ -70,7 +72,7 @@ class TensorCodes:
 
     def without_codes(self, y: Tensor) -> "TensorCodes":
         """Return the grid of a tensor that has some of the values, such as a max pool's."""
-        return replace(self, codes=None, tensor=ref(y), version=version_of(y), raw=None, raw_version=0)
+        return replace(self, codes=None, tensor=_reference(y), version=version_of(y), raw=None, raw_version=0)
 
     def raw_of(self, y: Tensor) -> RawInput | None:
         """Return what y, the tensor, was before; None where that is not known, or somebody waits for the gradient of y."""
@@ -92,6 +94,10 @@ def version_of(y: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or y.is_inference() else y._version
 
 
+def _reference(y: Tensor) -> ReferenceType[Tensor] | Tensor:
+    return y if torch.compiler.is_compiling() else ref(y)
+
+
 def codes_on(
     scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer, y: Tensor, codes: Tensor | None = None
 ) -> TensorCodes:
@@ -100,10 +106,8 @@ def codes_on(
     Nobody else has the scale, positive, and the zero point, rounded.
     """
     spec, packed = quantizer.spec, quantizer.capability.packed
-    tensor = None if torch.compiler.is_compiling() else ref(y)
-    return TensorCodes(
-        scale, zero_point, spec.qmin, spec.qmax, packed, tensor, version_of(y), None if packed else codes
-    )
+    known = None if packed else codes
+    return TensorCodes(scale, zero_point, spec.qmin, spec.qmax, packed, _reference(y), version_of(y), known)
 
 
 def codes_by(quantizer: Quantizer | None, y: Tensor) -> TensorCodes | None:

@@ -11,6 +11,7 @@ from qtoolkit import ops
 from qtoolkit._native import library
 from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS, LARGEST, BlockFormat
+from qtoolkit.ops.recording import is_recorded
 
 _straight_through = library.straight_through.default
 
@@ -46,12 +47,19 @@ def fake_quant(
 def with_factor(scale: Tensor, zero_point: Tensor | None, grad_factor: float) -> tuple[Tensor, Tensor | None, float]:
     """Return a grid and its gradient factor as ops take them: in compiled code the factor, of a size, is outside of the op.
 
-    The op's own would be a constant there: a graph for each size.
+    The op's own would be a constant there: a graph for each size. An exported program has no gradient factor.
     """
     if not torch.compiler.is_compiling() or grad_factor == 1.0:
         return scale, zero_point, grad_factor
-    moved = None if zero_point is None else _WithFactor.apply(zero_point, grad_factor)
-    return _WithFactor.apply(scale, grad_factor), moved, 1.0
+    if is_recorded():
+        return scale, zero_point, 1.0
+    return _with_factor(scale, grad_factor), None if zero_point is None else _with_factor(zero_point, grad_factor), 1.0
+
+
+def _with_factor(x: Tensor, factor: float) -> Tensor:
+    """Return x, exactly, whose gradient is multiplied by a factor."""
+    still = x.detach()
+    return still + (x - still) * factor
 
 
 @functools.cache
@@ -175,22 +183,6 @@ def trained_by_ratio(unit: Tensor, ratio: Tensor, rate: Tensor) -> Tensor:
     unit = unit.reshape(ratio.shape)
     moved = ratio * (rate.reshape(ratio.shape) / unit.square())
     return straight_through(unit * ratio, unit * moved)
-
-
-class _WithFactor(torch.autograd.Function):
-    """Return x; its gradient is multiplied by a factor, which may depend on a dynamic size.
-
-    It runs in compiled code alone. An op's schema has no floats that are not constants of the graph.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
 
 
 def grid_of_range(lo: Tensor, hi: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:

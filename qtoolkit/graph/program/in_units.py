@@ -21,9 +21,10 @@ from qtoolkit.graph.program.chains import (
 from qtoolkit.graph.program.division import Division
 from qtoolkit.graph.program.epilogue import epilogue_of, max_pool, max_pool2d
 from qtoolkit.graph.program.units import AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit, Names
-from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, Function, function_of_module
+from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, function_of_module
 from qtoolkit.graph.program.writer import Writer, function_of
 from qtoolkit.model_inputs import leaves
+from qtoolkit.nn.output_grid import Function
 from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.op_kinds.table import OTHER
@@ -207,7 +208,7 @@ class UnitWriter(Writer):
 
     def _known_of(self, source: Any) -> fx.Node | None:
         """Return the node of what is known of an argument; of what may be its tensor itself, that of its tensor."""
-        while isinstance(source, fx.Node) and _may_return_input(source):
+        while isinstance(source, fx.Node) and self._may_return_input(source):
             source = source.args[0]
         return self.known.get(source)
 
@@ -216,8 +217,13 @@ class UnitWriter(Writer):
         for user in node.users:
             if user in self.takers:
                 yield user
-            elif _may_return_input(user):
+            elif self._may_return_input(user):
                 yield from self._takers_of(user)
+
+    def _may_return_input(self, node: fx.Node) -> bool:
+        """Return whether an op may return the tensor that it is given, unchanged; takers of its codes look whether it did."""
+        returns = kind_of(node).returns_input and bool(node.args) and isinstance(node.args[0], fx.Node)
+        return returns and changed_by(node, self.division.gm) is None
 
     def _wants_codes(self, node: fx.Node) -> bool:
         """Return whether an op takes the codes of a result; a max pool takes the grid alone."""
@@ -225,11 +231,6 @@ class UnitWriter(Writer):
 
     def _item(self, result: fx.Node, place: int, name: str) -> fx.Node:
         return self.graph.create_node("call_function", operator.getitem, (result, place), name=name)
-
-
-def _may_return_input(node: fx.Node) -> bool:
-    """Return whether an op may return the tensor that it is given: whoever takes what is known of that looks whether it is."""
-    return kind_of(node).returns_input and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
 def _function(node: fx.Node) -> Function | None:

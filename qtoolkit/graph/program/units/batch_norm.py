@@ -118,7 +118,7 @@ class BatchNormUnit(Decided[NormPlan]):
             of_residual: What is known of it.
         """
         if torch.compiler.is_compiling():
-            return self._one_by_one(self.modules_now(), x, None, residual, None)
+            return self._one_by_one(self.modules_now(), x, known, residual, of_residual)
         self.look()
         tensors = type(x) is Tensor and (residual is None or type(residual) is Tensor)
         found = self.by_op(x, known, residual, of_residual) if tensors and torch.is_grad_enabled() else None

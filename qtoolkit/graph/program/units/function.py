@@ -14,6 +14,7 @@ from qtoolkit.graph.program.units.base import OF_OUTPUT, Decided, Plan, Result, 
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.output_grid import (
     NO_FUNCTION,
+    Function,
     codes_by_op,
     gives_codes,
     grid_at_each_call,
@@ -21,14 +22,12 @@ from qtoolkit.nn.output_grid import (
     is_learned,
     output_grid,
     quantized_by,
+    quantized_in_op,
     why_quantizer_not_fused,
 )
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 _bind = library.bind_function_fake_quant.default
-
-Function = tuple[str, tuple[int, ...], Tensor | None, Tensor | None, float]
-"""The op's name of a function, and the arguments of a layer norm; the weight is that of a PReLU too."""
 
 
 def _named(name: str) -> Function:
@@ -40,6 +39,9 @@ def _gelu(approximate: str) -> Function:
 
 
 NONE, PRELU = NO_FUNCTION, "prelu"
+COMPILED = ("gelu", "gelu_tanh", "silu", PRELU)
+"""Functions that compiled code computes before the op: the compiler's code of their gradients is faster than torch's."""
+
 OF_MODULE: Mapping[type[nn.Module], Callable[[Any], Function | None]] = {
     nn.GELU: lambda m: _gelu(m.approximate),
     nn.ReLU: lambda m: None if m.inplace else _named("relu"),
@@ -91,7 +93,7 @@ class FunctionUnit(Decided[FunctionPlan]):
     def run(self, x: Tensor) -> Result:
         """Return the unit's output, with its codes."""
         if torch.compiler.is_compiling():
-            return self._one_by_one(x, *self.modules_now())
+            return self._compiled(x, *self.modules_now())
         self.look()
         needed = type(x) is Tensor and x.requires_grad and torch.is_grad_enabled()
         found = self.by_op(x) if needed else None
@@ -99,7 +101,16 @@ class FunctionUnit(Decided[FunctionPlan]):
 
     def _one_by_one(self, x: Tensor, module: Any, quantizer: Any) -> Result:
         y = x if self.called is None else self.called(x)
-        return quantized_by(quantizer, y if module is None else module(y))
+        return quantized_by(quantizer, y if module is None else module(y), self.with_codes)
+
+    def _compiled(self, x: Tensor, module: Any, quantizer: Any) -> Result:
+        """Compute the unit in compiled code, which keeps no plan: by the op too, except for functions in COMPILED."""
+        function = self.function if module is None else function_of_module(module)
+        if function is not None and function[0] not in COMPILED and not why_not_fused(module, quantizer):
+            found = quantized_in_op(quantizer, x, function, self.with_codes) if _takes(function, x) else None
+            if found is not None:
+                return found
+        return self._one_by_one(x, module, quantizer)
 
     def kind_of(self, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules."""

@@ -70,14 +70,14 @@ class LayerUnit(Decided[LayerPlan]):
             known: What is known of it.
         """
         if torch.compiler.is_compiling():
-            return self.one_by_one(x, None, *self.modules_now())
+            return self.one_by_one(x, known, *self.modules_now())
         self.look()
         found = self.by_op(x, known) if type(x) is Tensor and torch.is_grad_enabled() else None
         return self.one_by_one(x, known, *self.modules) if found is None else found
 
     def one_by_one(self, x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Call the modules one by one."""
-        return quantized_by(quantizer, called_with(layer, known, x))
+        return quantized_by(quantizer, called_with(layer, known, x), self.with_codes)
 
     def kind_of(self, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
