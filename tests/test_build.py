@@ -44,6 +44,14 @@ def test_the_library_needs_no_version_of_python() -> None:
     assert not [line for line in undefined.stdout.splitlines() if " Py" in line or " _Py" in line]
 
 
+def test_the_library_shows_nothing_to_the_linker() -> None:
+    """Names would be found by other libraries of the process, and are a tenth of the file."""
+    listed = subprocess.run(["readelf", "-SW", _native.FILE], capture_output=True, text=True, check=True).stdout
+    assert ".symtab" not in listed
+    defined = subprocess.run(["nm", "-D", "--defined-only", _native.FILE], capture_output=True, text=True, check=True)
+    assert [line for line in defined.stdout.splitlines() if " A " not in line] == []
+
+
 def test_building_without_torch_says_what_to_type(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(
