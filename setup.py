@@ -93,7 +93,9 @@ def extension(cuda: bool) -> object:
         return cpp_extension.CppExtension("qtoolkit._C", sources, extra_compile_args=flags, **common)
     choose_architectures()
     flags["nvcc"] = ["-O3", "--fmad=false", "--expt-relaxed-constexpr", "--expt-extended-lambda"]
-    flags["nvcc"] += ["-Xfatbin=-compress-all"]  # to a fifth, in the form that every driver unpacks
+    flags["nvcc"] += ["-Xfatbin=-compress-all"]  # to a fifth
+    # To an eighth, if torch's own kernels are packed so: every driver that loads them unpacks ours.
+    flags["nvcc"] += [flag for flag in ["-compress-mode=size"] if flag in torch.__config__.show()]
     return cpp_extension.CUDAExtension(
         "qtoolkit._C",
         sources,
