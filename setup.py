@@ -21,6 +21,7 @@ except ImportError:
     )
 
 ROOT = Path(__file__).parent
+EXPORTS = "csrc/exports.map"  # what the library shows to the linker
 TYPES_WITH_CUDA = {"0": False, "1": True}
 # What QTOOLKIT_SANITIZE may name (make sanitize): flags, and what is compiled in beside the library.
 SANITIZERS = {
@@ -78,7 +79,10 @@ def extension(cuda: bool) -> object:
     ]
     headers = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".cuh")]
     # The library has no Python in it: one build serves every version of Python.
-    common = {"depends": headers, "py_limited_api": True}
+    common = {"depends": [*headers, EXPORTS], "py_limited_api": True}
+    # The names of functions are a tenth of the library, and serve debuggers and profilers alone (docs/performance.md).
+    if sys.platform == "linux":
+        common["extra_link_args"] = ["-Wl,-s", f"-Wl,--version-script={ROOT / EXPORTS}"]
     # No contraction into fused multiply-adds: every back end computes the same bits (csrc/grid.h). ATen's parallel_for runs
     # on one thread unless the compiler has OpenMP on; its library is torch's own, so it is not linked again.
     flags = {"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall"]}
@@ -89,7 +93,9 @@ def extension(cuda: bool) -> object:
         return cpp_extension.CppExtension("qtoolkit._C", sources, extra_compile_args=flags, **common)
     choose_architectures()
     flags["nvcc"] = ["-O3", "--fmad=false", "--expt-relaxed-constexpr", "--expt-extended-lambda"]
-    flags["nvcc"] += ["-Xfatbin=-compress-all"]  # to a fifth, in the form that every driver unpacks
+    flags["nvcc"] += ["-Xfatbin=-compress-all"]  # to a fifth
+    # To an eighth, if torch's own kernels are packed so: every driver that loads them unpacks ours.
+    flags["nvcc"] += [flag for flag in ["-compress-mode=size"] if flag in torch.__config__.show()]
     return cpp_extension.CUDAExtension(
         "qtoolkit._C",
         sources,

@@ -44,6 +44,20 @@ def test_the_library_needs_no_version_of_python() -> None:
     assert not [line for line in undefined.stdout.splitlines() if " Py" in line or " _Py" in line]
 
 
+def test_the_library_shows_nothing_to_the_linker() -> None:
+    """Names would be found by other libraries of the process, and are a tenth of the file."""
+    listed = subprocess.run(["readelf", "-SW", _native.FILE], capture_output=True, text=True, check=True).stdout
+    assert ".symtab" not in listed
+    defined = subprocess.run(["nm", "-D", "--defined-only", _native.FILE], capture_output=True, text=True, check=True)
+    assert [line for line in defined.stdout.splitlines() if " A " not in line] == []
+
+
+def test_the_library_is_small() -> None:
+    """docs/packaging.md lists what takes the space. The margin is a new compiler's."""
+    has_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("qtoolkit::minmax", "CUDA")
+    assert _native.FILE.stat().st_size <= (17.6e6 if has_cuda else 12.4e6)
+
+
 def test_building_without_torch_says_what_to_type(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(
