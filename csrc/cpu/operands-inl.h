@@ -87,14 +87,14 @@ void commit(const KernelArgs& args, int64_t begin, int n, const A* from) {
 }
 
 // Calls f with pointers to an operand's elements and their results: directly in storage if both are dense and in whole
-// chunks (vectors are converted as they are loaded and stored), else in buffers. Without kConverts, all types but A
-// go through the buffers, which costs little where the arithmetic is long, and f is compiled for A alone.
+// chunks, else in buffers. With kConverts, f is compiled for 16-bit floats too, whose vectors are converted as they are
+// loaded and stored; without, they go through the buffers, which costs little where the arithmetic is long.
 template <bool kConverts, class A, class F>
 QT_FN void with_pointers(const KernelArgs& args, const Operand& operand, int64_t begin, int n, Block<A>& in,
                          Block<A>& out, F f) {
-  if constexpr (kConverts) {
-    if (operand.dense && n % kChunk == 0) {
-      return with_storage<A>(operand.dtype, [&](auto* type) {
+  if constexpr (kConverts && std::is_same<A, float>::value) {
+    if (operand.dtype != kNative<A> && operand.dense && n % kChunk == 0) {
+      return with_halves(operand.dtype, [&](auto* type) {
         f(static_cast<const decltype(type)>(const_cast<void*>(operand.data)) + begin,
           static_cast<decltype(type)>(args.y) + begin);
       });
@@ -109,9 +109,9 @@ QT_FN void with_pointers(const KernelArgs& args, const Operand& operand, int64_t
 // adds NaN to sums that are infinite or NaN already).
 template <bool kConverts, class A, class F>
 QT_FN void with_both(const KernelArgs& args, int64_t begin, int n, Block<A>& x, Block<A>& grad, Block<A>& out, F f) {
-  if constexpr (kConverts) {
-    if (args.x.dense && args.grad.dense && n % kChunk == 0) {
-      return with_storage<A>(args.x.dtype, [&](auto* type) {
+  if constexpr (kConverts && std::is_same<A, float>::value) {
+    if (args.x.dtype != kNative<A> && args.x.dense && args.grad.dense && n % kChunk == 0) {
+      return with_halves(args.x.dtype, [&](auto* type) {
         f(static_cast<const decltype(type)>(const_cast<void*>(args.x.data)) + begin,
           static_cast<const decltype(type)>(const_cast<void*>(args.grad.data)) + begin,
           static_cast<decltype(type)>(args.y) + begin);
