@@ -308,7 +308,8 @@ std::tuple<Tensor, Tensor> epilogue_fake_quant(const Tensor& x, const Epilogue& 
 EpilogueGradients epilogue_fake_quant_backward(const Tensor& grad, const Tensor& x, const Epilogue& e,
                                                const WantedOfEpilogue& wanted) {
   const optional<Tensor> none, totals = totals_of_none(x);
-  const Tensor zeros = at::zeros_symint({x.sym_size(1)}, x.options().dtype(arithmetic_of(x)));
+  // The first totals are zeros, in any type.
+  const Tensor zeros = totals->select(0, 0).view(arithmetic_of(x)).narrow_symint(0, 0, x.sym_size(1));
   const optional<Tensor> bias = wanted.channels ? optional<Tensor>(zeros) : none;
   const Given given = {
       x,          none,  bias,   none,    e.residual, e.residual_codes, e.residual_scale, e.residual_zero_point,

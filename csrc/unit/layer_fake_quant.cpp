@@ -30,13 +30,10 @@ void layer_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
 
   constexpr const char* kOp = "layer_fake_quant";
   const WithoutAutocast guard;
-  const Scales scales = make_scales({kOp, nullptr, &layer, &weight, &output.trained}, followed);
+  check_per_output(kOp, "bias", bias, output_channels(layer.weight, layer.geometry), x);
+  const Scales scales = make_scales({kOp, nullptr, &layer, &weight, &output.trained}, followed, {bias, rounds_bias});
   layer.scale = scales.scale;
-  if (rounds_bias && bias.has_value()) {
-    check_per_output(kOp, "bias", bias, output_channels(layer.weight, layer.geometry), x);
-    bias = bias_on_grid(kOp, *bias, layer);
-  }
-  const Tensor z = quant_layer(x, bias, layer, dtype, format, raw);
+  const Tensor z = quant_layer(x, scales.bias, layer, dtype, format, raw);
   const QuantizedTensor q = quantize_output(z, output, scales.y_scale);
   const bool keeps_z = scales.y_scale.has_value() && output.learned;
   for (const Tensor& t : {q.y, q.codes, scales.y_scale.value_or(Tensor()), layer.scale, keeps_z ? z : q.mask}) {

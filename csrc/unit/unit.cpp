@@ -71,7 +71,9 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   TORCH_CHECK_VALUE(running_mean.has_value() == running_var.has_value(),
                     "unit: running_mean and running_var belong together; pass both, or neither.");
   const WithoutAutocast guard;
-  Scales scales = make_scales({"unit", &norm, &layer, &weight, &output.trained}, followed);
+  const GivenBias in_layer = norm.is_frozen() ? GivenBias{bias, rounds_bias} : GivenBias{};
+  check_per_output("unit", "bias", in_layer.bias, output_channels(layer.weight, layer.geometry), x);
+  Scales scales = make_scales({"unit", &norm, &layer, &weight, &output.trained}, followed, in_layer);
   layer.factor = std::move(scales.factor);
   layer.scale = std::move(scales.scale);
   const optional<Tensor>& y_scale = scales.y_scale;
@@ -80,10 +82,7 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
     for (const Tensor& t : results) stack->emplace_back(or_empty(t, x.options()));
   };
   if (norm.is_frozen()) {
-    check_per_output("unit", "bias", bias, output_channels(layer.weight, layer.geometry), x);
-    Tensor folded = folded_bias(norm, bias, *layer.factor);
-    if (rounds_bias) folded = bias_on_grid("unit", folded, layer);
-    const Tensor z = quant_layer(x, folded, layer, dtype, format, raw);
+    const Tensor z = quant_layer(x, scales.bias, layer, dtype, format, raw);
     const Epilogue epilogue = epilogue_of(f, output, y_scale);
     QuantizedTensor q;
     Tensor kept = z;
@@ -210,24 +209,23 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   if (wanted[kResidual]) gradients[kResidual] = behind.residual;
   if (wanted[kYZeroPoint]) gradients[kYZeroPoint] = behind.y_zero_point;
   ScaleGradients of_scales = {of_scale ? in_layer[3] : Tensor(), of_y_scale ? behind.y_scale : Tensor(), {}, {}, {}};
+  of_scales.of_factor = of_factor;
   if (norm.is_frozen()) {
-    const FoldedGradients folded = folded_gradients(norm, bias, *layer.factor, of_factor, behind.bias);
-    gradients[kGamma] = folded.gamma;
-    if (wanted[kBeta]) gradients[kBeta] = folded.beta;
-    if (wanted[kBias]) gradients[kBias] = folded.bias;
+    of_scales.of_bias = behind.bias;
+    if (wanted[kBeta] && norm.beta.has_value()) gradients[kBeta] = behind.bias.to(norm.beta->scalar_type());
   } else {
     // The batch norm subtracts the bias: its gradient is zero, not absent.
     if (wanted[kBias] && bias.has_value()) gradients[kBias] = at::mul(behind.divisor, 0).to(bias->scalar_type());
     if (wanted[kBeta]) gradients[kBeta] = behind.beta;
     of_scales.of_gamma = behind.gamma;
     of_scales.of_divisor = behind.divisor;
-    of_scales.of_factor = of_factor;
   }
-  const PartGradients of_parts =
-      gradients_of_parts(parts, of_scales, {wanted[kStart], wanted[kRatio], wanted[kYStart], wanted[kYRatio]});
+  const PartGradients of_parts = gradients_of_parts(
+      parts, of_scales, {wanted[kStart], wanted[kRatio], wanted[kYStart], wanted[kYRatio], wanted[kBias]}, bias);
   gradients[kStart] = of_parts.start;
   gradients[kRatio] = of_parts.ratio;
-  if (!norm.is_frozen()) gradients[kGamma] = of_parts.gamma;
+  gradients[kGamma] = of_parts.gamma;
+  if (norm.is_frozen()) gradients[kBias] = of_parts.bias;
   gradients[kYStart] = of_parts.y_start;
   gradients[kYRatio] = of_parts.y_ratio;
   for (const Tensor& gradient : gradients) stack->emplace_back(or_empty(gradient, grad.options()));

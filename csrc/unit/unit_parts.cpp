@@ -8,11 +8,9 @@
 #include <ATen/ops/eq.h>
 #include <ATen/ops/masked_fill.h>
 #include <ATen/ops/maximum.h>
-#include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/neg.h>
 #include <ATen/ops/rsqrt.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/sub.h>
 
 #include "../call_op.h"
@@ -54,7 +52,7 @@ struct Factor {
 
 optional<Tensor> given(const Tensor& t) { return t.defined() ? optional<Tensor>(t) : std::nullopt; }
 
-// The tensors of a part that a launch reads; none of a frozen batch norm.
+// The tensors of a part that a launch reads.
 struct Small {
   optional<Tensor> variance, gamma;
   Trained weight, output;
@@ -62,7 +60,7 @@ struct Small {
 
 Small small_of(const UnitParts& p) {
   Small s;
-  if (p.norm != nullptr && !p.norm->is_frozen()) {
+  if (p.norm != nullptr) {
     s.variance = p.norm->variance;
     s.gamma = p.norm->gamma;
   }
@@ -113,9 +111,8 @@ void check_norm(const char* op, const Norm& n, const c10::SymInt& channels) {
                     ".");
 }
 
-// The range of each output channel of a weight, in float64, if its grid follows it; make_scales() sets the scale. The
-// launch multiplies it by the factor of a batch norm, but for that of a frozen one, which is `folded`.
-Tensor followed_range(const UnitParts& p, const Followed& f, const Tensor& folded) {
+// The range of each output channel of a weight, in float64, if its grid follows it; make_scales() sets the scale.
+Tensor followed_range(const UnitParts& p, const Followed& f) {
   if (!f.lo.has_value()) return {};
   const Layer& l = *p.layer;
   const Tensor& start = *p.weight->start;
@@ -132,10 +129,48 @@ Tensor followed_range(const UnitParts& p, const Followed& f, const Tensor& folde
                       ", in the type and on the device of ", p.norm == nullptr ? "start" : "variance", ", got shape ",
                       t.sym_sizes(), " and ", t.scalar_type(), ".");
   }
-  const Tensor range = ranges_of(l.weight, check_axis(p.op, l.weight, l.axis, 1, 0));
-  if (!folded.defined()) return range;
-  const Tensor ends = at::mul(range.view({2, channels}), folded.to(at::kDouble));
-  return at::stack({at::minimum(ends[0], ends[1]), at::maximum(ends[0], ends[1])});
+  return ranges_of(l.weight, check_axis(p.op, l.weight, l.axis, 1, 0));
+}
+
+Tensor centred(const Norm& n, const optional<Tensor>& bias) {
+  return bias.has_value() ? at::sub(*bias, *n.frozen_mean) : at::neg(*n.frozen_mean);
+}
+
+// The steps of the sums of products of codes, of which a bias is a multiple; larger ones where its code would not fit.
+Tensor on_grid(const Tensor& bias, const Tensor& x_scale, const Tensor& scale) {
+  const Tensor one = x_scale.dim() == 0 ? x_scale : x_scale.reshape({});
+  const Tensor least = at::div(at::abs(bias.to(at::kFloat)), static_cast<double>(kLargestBias));
+  const Tensor steps = at::maximum(at::mul(one, scale), least);
+  const auto axis = steps.sym_numel() > 1 ? optional<int64_t>(0) : std::nullopt;
+  return std::get<0>(fake_quant_op(bias, steps, std::nullopt, -kLargestBias, kLargestBias, axis, 1, 0, 1.0, false));
+}
+
+bool is_frozen(const UnitParts& p) { return p.norm != nullptr && p.norm->is_frozen(); }
+
+// What the layer adds, from the factor and the scale of the weight.
+optional<Tensor> bias_by_ops(const UnitParts& p, const GivenBias& given, const Scales& scales) {
+  optional<Tensor> bias = given.bias;
+  if (is_frozen(p)) {
+    bias = at::mul(centred(*p.norm, bias), scales.factor);
+    if (p.norm->beta.has_value()) bias = at::add(*bias, *p.norm->beta);
+  }
+  return bias.has_value() && given.on_grid ? on_grid(*bias, p.layer->x_scale, scales.scale) : bias;
+}
+
+// Lets a launch make what the layer adds, if there is something to make and it can.
+bool add_bias(UnitScales& u, const UnitParts& p, const GivenBias& given, const Small& s, Scales& result) {
+  const bool folds = is_frozen(p);
+  if (!folds && !(given.on_grid && given.bias.has_value())) return false;
+  const Layer& l = *p.layer;
+  const optional<Tensor> none, mean = folds ? p.norm->frozen_mean : none, beta = folds ? p.norm->beta : none;
+  const optional<Tensor> x_scale = given.on_grid ? optional<Tensor>(l.x_scale) : none;
+  const int64_t channels = output_channels(l.weight, l.geometry).expect_int(), scales = s.weight.start->numel();
+  if (given.on_grid && scales != 1 && scales != channels) return false;
+  if (!is_one_launch({&s.variance, &s.weight.start, &given.bias, &mean, &beta, &x_scale})) return false;
+  result.bias = at::empty_like(folds ? *mean : *given.bias);
+  u.channels = channels;
+  u.bias = {data(given.bias), data(mean), data(beta), data(x_scale), result.bias->mutable_data_ptr()};
+  return true;
 }
 
 Scales scales_by_ops(const UnitParts& p) {
@@ -154,18 +189,22 @@ void check_parts(const UnitParts& p, const c10::SymInt& scales) {
   if (p.output != nullptr) check_trained(p.op, "y", *p.output, 1);
 }
 
-Scales make_scales(const UnitParts& p, const Followed& followed) {
+Scales make_scales(const UnitParts& p, const Followed& followed, const GivenBias& bias) {
   check_parts(p, p.weight == nullptr ? c10::SymInt(0) : p.weight->start->sym_numel());
+  if (bias.on_grid) check_one(p.op, "x_scale", p.layer->x_scale, p.layer->weight);
   const Small s = small_of(p);
   const bool is_meta = p.layer != nullptr && p.layer->weight.is_meta();
-  const Tensor folded = p.norm != nullptr && p.norm->is_frozen() ? Factor(*p.norm).factor : Tensor();
-  const Tensor range = is_meta ? Tensor() : followed_range(p, followed, folded);
+  const Tensor range = is_meta ? Tensor() : followed_range(p, followed);
   const bool one =
       is_one_launch({&s.variance, &s.gamma, &s.weight.start, &s.weight.ratio, &s.output.start, &s.output.ratio});
   TORCH_CHECK_VALUE(!range.defined() || one, p.op, ": lo requires gamma and the grid of y in the type of ",
                     p.norm == nullptr ? "start" : "variance", ", float32 or float64.");
-  if (!one) return scales_by_ops(p);
-  Scales result = {folded};
+  if (!one) {
+    Scales result = scales_by_ops(p);
+    result.bias = bias_by_ops(p, bias, result);
+    return result;
+  }
+  Scales result;
   UnitScales u;
   const auto set = [&](TrainedScale& scale, const Trained& from) {
     const Tensor to = at::empty_like(*from.start);
@@ -180,10 +219,12 @@ Scales make_scales(const UnitParts& p, const Followed& followed) {
     u.f64 = s.variance->scalar_type() == at::kDouble;
     u.channels = s.variance->numel();
     u.eps = p.norm->eps;
+    u.frozen = p.norm->is_frozen();
     u.variance = s.variance->const_data_ptr();
     u.gamma = data(s.gamma);
     u.factor = result.factor.mutable_data_ptr();
   }
+  const bool bias_in_launch = add_bias(u, p, bias, s, result);
   if (range.defined()) {
     const Tensor& start = *s.weight.start;
     u.channels = start.numel();
@@ -202,26 +243,38 @@ Scales make_scales(const UnitParts& p, const Followed& followed) {
                                                        : *result.y_scale)
                                  .device();
   on(device).unit_scales(u, device);
+  if (!bias_in_launch) result.bias = bias_by_ops(p, bias, result);
   return result;
 }
 
-PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, const WantedOfScales& wanted) {
+PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, const WantedOfScales& wanted,
+                                 const optional<Tensor>& bias) {
   const Small s = small_of(p);
+  const bool frozen = is_frozen(p), of_bias = frozen && bias.has_value() && wanted.bias;
   PartGradients result;
   const bool in_weight = in.scale.defined() && s.weight.ratio.has_value() && wanted.ratio;
   const bool in_output = in.y_scale.defined() && s.output.ratio.has_value() && wanted.y_ratio;
   if (wanted.start) result.start = in.scale;
   if (wanted.y_start) result.y_start = in.y_scale;
-  const optional<Tensor> tensors[] = {given(in.scale), given(in.y_scale), given(in.of_gamma), given(in.of_divisor),
-                                      given(in.of_factor)};
+  const optional<Tensor> none, mean = frozen ? p.norm->frozen_mean : none;
+  const optional<Tensor> tensors[] = {given(in.scale),      given(in.y_scale),   given(in.of_gamma),
+                                      given(in.of_divisor), given(in.of_factor), given(in.of_bias)};
   const bool one = is_one_launch({&s.variance, &s.gamma, &s.weight.ratio, &s.weight.rate, &s.output.ratio,
-                                  &s.output.rate, &tensors[0], &tensors[1], &tensors[2], &tensors[3], &tensors[4]});
+                                  &s.output.rate, &tensors[0], &tensors[1], &tensors[2], &tensors[3], &tensors[4],
+                                  &tensors[5], frozen ? &bias : &none, &mean});
   if (!one) {
     if (in_weight) result.ratio = positive_scale_backward(in.scale, *s.weight.start, *s.weight.ratio, s.weight.rate);
     if (in_output)
       result.y_ratio = positive_scale_backward(in.y_scale, *s.output.start, *s.output.ratio, s.output.rate);
-    if (!in.of_factor.defined()) return result;
+    if (!in.of_factor.defined() && !of_bias) return result;
     const Factor factor(*p.norm);
+    if (frozen) {
+      if (of_bias) result.bias = at::mul(in.of_bias, factor.factor).to(bias->scalar_type());
+      if (!in.of_factor.defined()) return result;
+      const Tensor of_both = at::add(in.of_factor, at::mul(in.of_bias, centred(*p.norm, bias)));
+      result.gamma = at::mul(of_both, factor.inverse).to(s.gamma->scalar_type());
+      return result;
+    }
     const Tensor of_factor = at::masked_fill(at::add(in.of_divisor, in.of_factor), factor.is_zero, 0);
     result.gamma = at::add(in.of_gamma, at::mul(of_factor, factor.inverse)).to(s.gamma->scalar_type());
     return result;
@@ -235,60 +288,32 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
   };
   if (in_weight) set(u.weight, in.scale, s.weight, result.ratio);
   if (in_output) set(u.output, in.y_scale, s.output, result.y_ratio);
-  if (in.of_factor.defined()) {
-    result.gamma = at::empty_like(*s.gamma);
-    u.f64 = result.gamma.scalar_type() == at::kDouble;
+  if (in.of_factor.defined() || of_bias) {
+    u.f64 = s.variance->scalar_type() == at::kDouble;
+    u.frozen = frozen;
     u.eps = p.norm->eps;
     u.channels = s.variance->numel();
     u.variance = s.variance->const_data_ptr();
     u.gamma = data(s.gamma);
-    u.of_gamma = in.of_gamma.const_data_ptr();
-    u.of_divisor = in.of_divisor.const_data_ptr();
-    u.of_factor = in.of_factor.const_data_ptr();
+    u.bias = frozen ? data(bias) : nullptr;
+    u.mean = data(mean);
+    u.of_gamma = data(tensors[2]);
+    u.of_divisor = data(tensors[3]);
+    u.of_factor = data(tensors[4]);
+    u.of_bias = data(tensors[5]);
+  }
+  if (in.of_factor.defined()) {
+    result.gamma = at::empty_like(*s.gamma);
     u.result = result.gamma.mutable_data_ptr();
   }
-  if (largest_count(u) == 0) return result;
-  const c10::Device device = (in_weight ? result.ratio : in_output ? result.y_ratio : result.gamma).device();
-  on(device).unit_gradients(u, device);
-  return result;
-}
-
-// ---- the bias
-
-namespace {
-
-// quantizers/bias.py has the rule and its source.
-constexpr int64_t kLargestBias = int64_t{1} << 30;
-
-Tensor centred(const Norm& n, const optional<Tensor>& bias) {
-  return bias.has_value() ? at::sub(*bias, *n.frozen_mean) : at::neg(*n.frozen_mean);
-}
-
-}  // namespace
-
-Tensor bias_on_grid(const char* op, const Tensor& bias, const Layer& l) {
-  TORCH_CHECK_VALUE(l.x_scale.sym_numel() == 1, op, ": x_scale must have 1 element, got ", l.x_scale.sym_numel(), ".");
-  const Tensor one = l.x_scale.dim() == 0 ? l.x_scale : l.x_scale.reshape({});
-  const Tensor least = at::div(at::abs(bias.to(at::kFloat)), static_cast<double>(kLargestBias));
-  const Tensor steps = at::maximum(at::mul(one, l.scale), least);
-  const auto axis = steps.sym_numel() > 1 ? optional<int64_t>(0) : std::nullopt;
-  return std::get<0>(fake_quant_op(bias, steps, std::nullopt, -kLargestBias, kLargestBias, axis, 1, 0, 1.0, false));
-}
-
-Tensor folded_bias(const Norm& n, const optional<Tensor>& bias, const Tensor& factor) {
-  const Tensor folded = at::mul(centred(n, bias), factor);
-  return n.beta.has_value() ? at::add(folded, *n.beta) : folded;
-}
-
-FoldedGradients folded_gradients(const Norm& n, const optional<Tensor>& bias, const Tensor& factor,
-                                 const Tensor& of_factor, const Tensor& of_bias) {
-  FoldedGradients result;
-  if (of_factor.defined()) {
-    const Tensor of_both = at::add(of_factor, at::mul(of_bias, centred(n, bias)));
-    result.gamma = at::mul(of_both, Factor(n).inverse).to(n.gamma->scalar_type());
+  if (of_bias) {
+    result.bias = at::empty_like(*bias);
+    u.bias_result = result.bias.mutable_data_ptr();
   }
-  if (of_bias.defined() && n.beta.has_value()) result.beta = of_bias.to(n.beta->scalar_type());
-  if (of_bias.defined() && bias.has_value()) result.bias = at::mul(of_bias, factor).to(bias->scalar_type());
+  if (largest_count(u) == 0) return result;
+  const Tensor& one_of = in_weight ? result.ratio : in_output ? result.y_ratio : of_bias ? result.bias : result.gamma;
+  const c10::Device device = one_of.device();
+  on(device).unit_gradients(u, device);
   return result;
 }
 

@@ -80,47 +80,40 @@ struct UnitParts {
 // As far as backward has them too: shapes. `scales` are those of the weight.
 void check_parts(const UnitParts& parts, const c10::SymInt& scales);
 
-// The factor of a batch norm, and the scales of weight and output.
-struct Scales {
-  at::Tensor factor, scale;
-  std::optional<at::Tensor> y_scale;
+// The bias of a layer, and whether it lies on the grid of the sums of products of codes, as a runtime adds it.
+struct GivenBias {
+  std::optional<at::Tensor> bias;
+  bool on_grid;
 };
 
-Scales make_scales(const UnitParts& parts, const Followed& followed);
+// The factor of a batch norm, the scales of weight and output, and what the layer adds to its sums: its bias, and with
+// a frozen batch norm (bias - mean) factor + beta. A batch norm that is not frozen takes the bias itself.
+struct Scales {
+  at::Tensor factor, scale;
+  std::optional<at::Tensor> y_scale, bias;
+};
 
-// The gradients of the scales and of the factor; undefined where they are not wanted.
+Scales make_scales(const UnitParts& parts, const Followed& followed, const GivenBias& bias = {});
+
+// The gradients of the scales, of the factor and of what a layer with a frozen batch norm adds; undefined where they
+// are not wanted.
 struct ScaleGradients {
   at::Tensor scale, y_scale;
   at::Tensor of_gamma, of_divisor, of_factor;  // of_factor is undefined where the gradient of gamma is not wanted
+  at::Tensor of_bias;
 };
 
 struct WantedOfScales {
-  bool start, ratio, y_start, y_ratio;
+  bool start, ratio, y_start, y_ratio, bias;
 };
 
-// Those of what they are made of; undefined where they are not wanted.
+// Those of what they are made of; undefined where they are not wanted. The bias has one behind a frozen batch norm.
 struct PartGradients {
-  at::Tensor start, ratio, gamma, y_start, y_ratio;
+  at::Tensor start, ratio, gamma, bias, y_start, y_ratio;
 };
 
-PartGradients gradients_of_parts(const UnitParts& parts, const ScaleGradients& in, const WantedOfScales& wanted);
-
-// ---- the bias
-
-// The bias on the grid of the sums of products of codes, as a runtime adds it.
-at::Tensor bias_on_grid(const char* op, const at::Tensor& bias, const Layer& layer);
-
-// The bias of a layer with a frozen batch norm: (bias - mean) factor + beta.
-at::Tensor folded_bias(const Norm& norm, const std::optional<at::Tensor>& bias, const at::Tensor& factor);
-
-// The gradients of what a frozen batch norm folds, from those of the factor and of the folded bias. That of gamma is
-// undefined without the former, the others without the latter.
-struct FoldedGradients {
-  at::Tensor gamma, beta, bias;
-};
-
-FoldedGradients folded_gradients(const Norm& norm, const std::optional<at::Tensor>& bias, const at::Tensor& factor,
-                                 const at::Tensor& of_factor, const at::Tensor& of_bias);
+PartGradients gradients_of_parts(const UnitParts& parts, const ScaleGradients& in, const WantedOfScales& wanted,
+                                 const std::optional<at::Tensor>& bias = {});
 
 // ---- the quantizer behind an op
 

@@ -1,5 +1,5 @@
-// What a unit makes of its small tensors: the factor of a batch norm and the scales, and their gradients. One launch
-// each, where torch's ops take a dozen. Both devices read the same structs.
+// What a unit makes of its small tensors: the factor of a batch norm, the scales and the bias, and their gradients. One
+// launch each, where torch's ops take two dozen. Both devices read the same structs.
 #pragma once
 
 #include <cmath>
@@ -25,14 +25,22 @@ struct FollowedScale {
   CodeRange codes;
 };
 
+// What a layer adds: its bias, or what folding a frozen batch norm makes of it. It lies on the grid of the sums of
+// products of codes, as a runtime adds it, if x_scale is given, the scale of the input.
+struct UnitBias {
+  const void *bias = nullptr, *mean = nullptr, *beta = nullptr, *x_scale = nullptr;
+  void* result = nullptr;
+};
+
 struct UnitScales {
-  bool f64 = false;
+  bool f64 = false, frozen = false;
   int64_t channels = 0;
   double eps = 0;
   const void *variance = nullptr, *gamma = nullptr;
   void* factor = nullptr;
   TrainedScale weight, output;
   FollowedScale followed;
+  UnitBias bias;
 };
 
 struct RatioGradient {
@@ -41,16 +49,20 @@ struct RatioGradient {
   void* result = nullptr;
 };
 
-// The gradient of gamma is its own in the batch norm, and that of the factor: as a divisor, and of the weight.
+// The gradient of gamma is its own in the batch norm, and that of the factor: as a divisor, and of the weight. If the
+// batch norm is frozen, it is that of the factor in the weight and in the bias.
 struct UnitGradients {
-  bool f64 = false;
+  bool f64 = false, frozen = false;
   int64_t channels = 0;
   double eps = 0;
-  const void *variance = nullptr, *gamma = nullptr;
-  const void *of_gamma = nullptr, *of_divisor = nullptr, *of_factor = nullptr;
-  void* result = nullptr;
+  const void *variance = nullptr, *gamma = nullptr, *bias = nullptr, *mean = nullptr;
+  const void *of_gamma = nullptr, *of_divisor = nullptr, *of_factor = nullptr, *of_bias = nullptr;
+  void *result = nullptr, *bias_result = nullptr;
   RatioGradient weight, output;
 };
+
+// Codes of a bias: half of int32. quantizers/bias.py has the rule and its source.
+constexpr int64_t kLargestBias = int64_t{1} << 30;
 
 // ---- the formulas, rounded as torch's ops round them
 
@@ -77,19 +89,24 @@ QT_FN const A* of(const void* data) {
 }
 
 template <class A>
-QT_FN void trained_scale(const TrainedScale& t, int64_t i) {
-  if (i >= t.count) return;
+QT_FN A trained_scale_at(const TrainedScale& t, int64_t i) {
   const A start = of<A>(t.start)[i];
-  static_cast<A*>(t.scale)[i] = t.ratio == nullptr ? start : positive_scale_of(start, of<A>(t.ratio)[i]);
+  return t.ratio == nullptr ? start : positive_scale_of(start, of<A>(t.ratio)[i]);
 }
 
-// The nonzero factor by which folding a batch norm multiplies a channel of the weight; 1 without a batch norm.
 template <class A>
-QT_FN A weight_factor(const UnitScales& u, int64_t i) {
+QT_FN void trained_scale(const TrainedScale& t, int64_t i) {
+  if (i < t.count) static_cast<A*>(t.scale)[i] = trained_scale_at<A>(t, i);
+}
+
+// The factor by which folding a batch norm multiplies a channel; 1 without a batch norm. The layer's output is divided
+// by it unless the batch norm is frozen, and a zero is 1 then.
+template <class A, class U>
+QT_FN A weight_factor(const U& u, int64_t i) {
   if (u.variance == nullptr) return A(1);
   const A inverse = inverse_deviation(of<A>(u.variance)[i], u.eps);
   const A folded = u.gamma == nullptr ? inverse : of<A>(u.gamma)[i] * inverse;
-  return folded != 0 ? folded : A(1);
+  return folded != 0 || u.frozen ? folded : A(1);
 }
 
 // The range of a product is the product of the range: rounding keeps the order.
@@ -113,11 +130,47 @@ QT_FN void followed_scale(const UnitScales& u, int64_t i) {
   static_cast<A*>(f.start)[i] = covering_grid<A>(ranges, i, u.channels, f.codes).scale;
 }
 
+// The bias minus the mean of a frozen batch norm.
+template <class A>
+QT_FN A centred_bias(const void* bias, const void* mean, int64_t i) {
+  return bias == nullptr ? -of<A>(mean)[i] : of<A>(bias)[i] - of<A>(mean)[i];
+}
+
+template <class A>
+QT_FN A folded_bias(const UnitScales& u, int64_t i) {
+  const UnitBias& b = u.bias;
+  if (b.mean == nullptr) return of<A>(b.bias)[i];
+  const A folded = centred_bias<A>(b.bias, b.mean, i) * weight_factor<A>(u, i);
+  return b.beta == nullptr ? folded : folded + of<A>(b.beta)[i];
+}
+
+// Larger steps where the code would not fit.
+template <class A>
+QT_FN A bias_on_grid(A bias, A step) {
+  const A least = std::fabs(A(float(bias))) / A(kLargestBias), largest = A(kLargestBias);
+  const A wide = step == step && !(step >= least) ? least : step;  // a NaN of either stays
+  const auto point = snap(bias, usable_scale(wide), A(0), -largest, largest);
+  return value_of(point.code, usable_scale(wide), A(0));
+}
+
+template <class A>
+QT_FN void unit_bias(const UnitScales& u, int64_t i) {
+  A bias = folded_bias<A>(u, i);
+  if (u.bias.x_scale != nullptr) {
+    const bool follows = u.followed.low != nullptr;
+    const A scale =
+        follows ? static_cast<A*>(u.followed.start)[i] : trained_scale_at<A>(u.weight, u.weight.count == 1 ? 0 : i);
+    bias = bias_on_grid(bias, *of<A>(u.bias.x_scale) * scale);
+  }
+  static_cast<A*>(u.bias.result)[i] = bias;
+}
+
 template <class A>
 QT_FN void unit_scales_at(const UnitScales& u, int64_t i) {
   if (i < u.channels) {
     if (u.variance != nullptr) static_cast<A*>(u.factor)[i] = weight_factor<A>(u, i);
     if (u.followed.low != nullptr) followed_scale<A>(u, i);
+    if (u.bias.result != nullptr) unit_bias<A>(u, i);
   }
   trained_scale<A>(u.weight, i);
   trained_scale<A>(u.output, i);
@@ -131,8 +184,20 @@ QT_FN void ratio_gradient(const RatioGradient& r, int64_t i) {
 }
 
 template <class A>
+QT_FN void frozen_gradients(const UnitGradients& u, int64_t i) {
+  const A of_bias = of<A>(u.of_bias)[i];
+  if (u.result != nullptr) {
+    const A of_both = of<A>(u.of_factor)[i] + of_bias * centred_bias<A>(u.bias, u.mean, i);
+    static_cast<A*>(u.result)[i] = of_both * inverse_deviation(of<A>(u.variance)[i], u.eps);
+  }
+  if (u.bias_result != nullptr) static_cast<A*>(u.bias_result)[i] = of_bias * weight_factor<A>(u, i);
+}
+
+template <class A>
 QT_FN void unit_gradients_at(const UnitGradients& u, int64_t i) {
-  if (i < u.channels) {
+  if (i < u.channels && u.frozen) {
+    frozen_gradients<A>(u, i);
+  } else if (i < u.channels) {
     const A inverse = inverse_deviation(of<A>(u.variance)[i], u.eps);
     const bool is_zero = of<A>(u.gamma)[i] * inverse == 0;
     const A of_factor = is_zero ? A(0) : of<A>(u.of_divisor)[i] + of<A>(u.of_factor)[i];

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit.quantizers.bias import bias_scale, on_grid
 from tests.cases import FLOATS, assert_same, floats, name_of
 from tests.ops.cuda_host import (
     ORDERS,
@@ -18,6 +19,7 @@ from tests.ops.cuda_host import (
     RatioGradient,
     TrackedStatistics,
     TrainedScale,
+    UnitBias,
     UnitGradients,
     UnitScales,
     WeightRows,
@@ -470,6 +472,49 @@ def test_scales_of_a_unit(kernels, f64, follows, has_norm):
         assert_same(given["start"], wanted)
         assert_same(given["lo"], lo)
         assert_same(given["hi"], hi)
+
+
+@pytest.mark.parametrize("f64", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("scales", [None, 1, 300])
+def test_bias_of_a_unit(kernels, f64, frozen, has_bias, scales):
+    """With a frozen batch norm folded into it, and on the grid of its sums; large ones and small scales do not fit int32."""
+    if not has_bias and not frozen:
+        pytest.skip("there is no bias")
+    given = channel_values(f64, "variance", "gamma", "factor", "bias", "mean", "beta", "result")
+    given["bias"][5], given["beta"][6], given["bias"][7] = 1e9, -1e9, torch.nan
+    start = channel_values(f64, "start")["start"][: scales or 1] * 1e-3
+    x_scale, scale = torch.tensor([0.03]).to(start), torch.zeros_like(start)
+    variance, gamma, bias, beta = (given[name] for name in ("variance", "gamma", "bias", "beta"))
+    factor = gamma * torch.rsqrt(variance + 1e-5)
+    norm = {"variance": variance, "gamma": gamma, "factor": given["factor"], "frozen": True} if frozen else {}
+    u = filled(UnitScales, f64=f64, channels=300, eps=1e-5, **norm)
+    u.weight = filled(TrainedScale, count=start.numel(), start=start, scale=scale)
+    of_norm = {"mean": given["mean"], "beta": beta} if frozen else {}
+    given_bias = bias if has_bias else None
+    u.bias = filled(UnitBias, bias=given_bias, **of_norm, x_scale=x_scale if scales else None, result=given["result"])
+    kernels.unit_scales_on_host(ctypes.byref(u))
+    wanted = bias
+    if frozen:
+        wanted = (bias - given["mean"] if has_bias else -given["mean"]) * factor + beta
+        assert_same(given["factor"], factor)
+    assert_same(given["result"], on_grid(wanted, bias_scale(x_scale, start)) if scales else wanted)
+
+
+@pytest.mark.parametrize("f64", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gradients_of_a_frozen_batch_norm(kernels, f64, has_bias):
+    given = channel_values(f64, "variance", "gamma", "bias", "mean", "of_factor", "of_bias", "result", "bias_result")
+    if not has_bias:
+        given["bias"] = given["bias_result"] = None
+    u = filled(UnitGradients, f64=f64, frozen=True, channels=300, eps=1e-5, **given)
+    kernels.unit_gradients_on_host(ctypes.byref(u))
+    inverse = torch.rsqrt(given["variance"] + 1e-5)
+    centred = given["bias"] - given["mean"] if has_bias else -given["mean"]
+    assert_same(given["result"], (given["of_factor"] + given["of_bias"] * centred) * inverse)
+    if has_bias:
+        assert_same(given["bias_result"], given["of_bias"] * (given["gamma"] * inverse))
 
 
 @pytest.mark.parametrize("f64", [False, True])

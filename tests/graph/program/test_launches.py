@@ -18,8 +18,9 @@ from tests.ops.cuda_host import compiled, on_host
 from tests.ops.test_every import sample
 
 MOST = 25
-# Where a weight is quantized op by op: a transposed one, whose channels are no rows in memory, or one with a zero point.
-MOST_OP_BY_OP = 28
+# Where a weight is quantized op by op: a transposed one, whose channels are no rows in memory, or one with a zero point;
+# and behind it a frozen batch norm.
+MOST_OP_BY_OP, MOST_FROZEN = 28, 31
 # The kernels of torch's ops on CUDA. Those of a convolution and of a product of matrices are the least that they take.
 KERNELS = {
     **dict.fromkeys(("convolution", "mm", "addmm", "bmm", "baddbmm", "_softmax", "_softmax_backward_data"), 1),
@@ -91,6 +92,8 @@ UNITS = {  # its op, and a model with it
     "depthwise": ("unit", nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.LeakyReLU())),
     # Without groups the CPU computes it by other ops than CUDA.
     "transposed": ("unit", nn.Sequential(nn.ConvTranspose2d(8, 8, 2, 2, groups=2), nn.BatchNorm2d(8), nn.ReLU())),
+    "frozen": ("unit", nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())),
+    "frozen residual": ("unit", Residual()),
     "no batch norm": ("layer_fake_quant", nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())),
     "linear": ("layer_fake_quant", nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
     "GELU": ("function_fake_quant", function(nn.GELU())),
@@ -100,7 +103,7 @@ UNITS = {  # its op, and a model with it
 }
 
 
-def launches_of_step(layers: nn.Module, specs: str) -> Counter[str]:
+def launches_of_step(layers: nn.Module, specs: str, frozen: bool) -> Counter[str]:
     """The launches of each op in a training step, once all modes have settled; of one call where there are several."""
     x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
     weight, activation = SPECS[specs]
@@ -108,6 +111,8 @@ def launches_of_step(layers: nn.Module, specs: str) -> Counter[str]:
     model = qt.prepare(layers.train(), (x,), backend="academic", qconfig_mapping=mapping)
     qt.calibrate(model, [x], progress=False)
     model = settled(model).train()
+    if frozen:
+        qt.freeze_batch_norm(model)
     with on_host("forwards"):
         for _ in range(2):
             model(x).sum().backward()
@@ -122,11 +127,13 @@ def launches_of_step(layers: nn.Module, specs: str) -> Counter[str]:
 @pytest.mark.parametrize("kind", UNITS)
 def test_a_unit_launches_at_most_so_many_kernels(kind: str, specs: str) -> None:
     op, model = UNITS[kind]
-    found = launches_of_step(model, specs)
+    frozen = kind.startswith("frozen")
+    found = launches_of_step(model, specs, frozen)
     assert found[op] > 0
     assert found[f"{op}_backward"] > 0
+    most = MOST_FROZEN if frozen else MOST_OP_BY_OP
     op_by_op = kind == "transposed" or specs == "affine weights"
-    assert found[op] + found[f"{op}_backward"] <= (MOST_OP_BY_OP if op_by_op else MOST), found
+    assert found[op] + found[f"{op}_backward"] <= (most if op_by_op else MOST), found
 
 
 @pytest.mark.parametrize(("op", "most"), [("attention_fake_quant", 32), ("product", 4), ("max_pool_offsets", 2)])

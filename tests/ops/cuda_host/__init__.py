@@ -95,13 +95,20 @@ class FollowedScale(ctypes.Structure):
     )
 
 
+class UnitBias(ctypes.Structure):
+    """`UnitBias` of unit_scales.h."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("bias", "mean", "beta", "x_scale", "result"))
+
+
 class UnitScales(ctypes.Structure):
     """`UnitScales` of unit_scales.h."""
 
     _fields_ = (
-        *(("f64", ctypes.c_bool), ("channels", ctypes.c_int64), ("eps", ctypes.c_double)),
+        *((name, ctypes.c_bool) for name in ("f64", "frozen")),
+        *(("channels", ctypes.c_int64), ("eps", ctypes.c_double)),
         *((name, ctypes.c_void_p) for name in ("variance", "gamma", "factor")),
-        *(("weight", TrainedScale), ("output", TrainedScale), ("followed", FollowedScale)),
+        *(("weight", TrainedScale), ("output", TrainedScale), ("followed", FollowedScale), ("bias", UnitBias)),
     )
 
 
@@ -118,8 +125,11 @@ class UnitGradients(ctypes.Structure):
     """`UnitGradients` of unit_scales.h."""
 
     _fields_ = (
-        *(("f64", ctypes.c_bool), ("channels", ctypes.c_int64), ("eps", ctypes.c_double)),
-        *((name, ctypes.c_void_p) for name in ("variance", "gamma", "of_gamma", "of_divisor", "of_factor", "result")),
+        *((name, ctypes.c_bool) for name in ("f64", "frozen")),
+        *(("channels", ctypes.c_int64), ("eps", ctypes.c_double)),
+        *((name, ctypes.c_void_p) for name in ("variance", "gamma", "bias", "mean")),
+        *((name, ctypes.c_void_p) for name in ("of_gamma", "of_divisor", "of_factor", "of_bias")),
+        *((name, ctypes.c_void_p) for name in ("result", "bias_result")),
         *(("weight", RatioGradient), ("output", RatioGradient)),
     )
 
