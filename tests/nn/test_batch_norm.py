@@ -211,6 +211,7 @@ def test_copies_keep_strategy_link_and_freeze(strategy: str, copy_of: Callable[[
 
 @each_strategy
 def test_training_compiles_without_graph_breaks(strategy: str) -> None:
+    torch._dynamo.reset()  # other tests have compiled the same code for other layers
     _, prepared, x = prepared_model("conv2d", strategy)
     twin = copy.deepcopy(prepared)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
