@@ -14,7 +14,7 @@ from qtoolkit.graph.capture.attributes import add_modes, traced_attributes
 from qtoolkit.graph.capture.exported import calls_aten
 from qtoolkit.graph.capture.rewrites import both_modes, functional_layers, in_place, subclasses, torch_modes
 from qtoolkit.graph.capture.rewrites import functional_batch_norms as norms
-from qtoolkit.graph.capture.rewrites.blocks import with_traced_blocks
+from qtoolkit.graph.capture.rewrites.blocks import with_blocks
 from qtoolkit.graph.capture.rewrites.both_modes import Traced
 from qtoolkit.graph.capture.same_outputs import Expected
 from qtoolkit.graph.capture.signature import FIXED_TYPES, Arguments
@@ -157,7 +157,7 @@ def _graph_module(
     norms.use_torch_types(traced, batch_norms)
     subclasses.run(traced, leaf_modules)
     functional_layers.run(traced)
-    return type_for(original).of(with_traced_blocks(traced), traced.graph, original.__name__)
+    return type_for(original).of(with_blocks(traced), traced.graph, original.__name__)
 
 
 def _in_both_modes(model: nn.Module, trace_once: Callable[[], _Trace]) -> tuple[_Trace, list[str], tuple[str, ...]]:

@@ -11,7 +11,7 @@ from qtoolkit.graph.capture.rewrites.both_modes import Traced
 from qtoolkit.graph.capture.shapes import is_plain
 
 
-def with_traced_blocks(traced: Traced) -> nn.Module:
+def with_blocks(traced: Traced) -> nn.Module:
     """Return a module with the attributes of a model in which blocks are TracedBlocks; the model does not change."""
     model = traced.model
     used = [node for node in traced.graph.nodes if node.op in ("call_module", "get_attr")]
