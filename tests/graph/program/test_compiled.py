@@ -42,7 +42,8 @@ def test_units_are_ops_that_return_codes(name: str, forward: str) -> None:
     found = step(torch.compile(twin, fullgraph=True, dynamic=False, backend=recorder.backend))
     ops = recorder.ops()
     assert ops["function_fake_quant"] == 5  # before each layer
-    assert "quantize" not in ops  # no second read for codes
+    # No second read for codes, but behind the dropout of probability 0, which older compilers make a copy.
+    assert ops["quantize"] == (torch.__version__ < "2.14")
     for key, wanted in step(model).items():
         # In compiled code the gradient factor and the rate of a scale multiply rounded gradients.
         rtol = 1e-5 if "scale" in key else 0
