@@ -1,6 +1,6 @@
 """Quantizers in compiled code: our ops beside the formula that Inductor fuses with what stands before. Multiples of a copy.
 
-python benchmarks/decomposed.py --threads 1
+python benchmarks/decomposed.py --rounds 15
 
 Each row is forward and backward of a function and a quantizer of its result, with int8 codes; the columns are
 - two ops: the function by Inductor, `fake_quant`, then `quantize` for the codes;
