@@ -267,7 +267,7 @@ def test_what_initialize_builds_records_its_rules(tmp_path: Path) -> None:
     assert qt.quantization_report(model).layers[-1].reason == "by module replacement"
     qt.save_checkpoint(model, tmp_path / "model.safetensors")
     assert qt.load_checkpoint(tmp_path / "model.safetensors", model).backend == "openvino"
-    for _ in range(2):  # what the layer has is what it was built by, whatever was asked for since
+    for _ in range(2):  # the second call warns too: the layer still has the rules that it was built with
         with pytest.warns(UserWarning, match="keep theirs: '1.1'; replace"):
             replace(model, inplace=True, backend="snpe")
     assert quantized_names(model) == {"0", "1.1"}

@@ -43,8 +43,6 @@ bool quantizes_alone(const Epilogue& e) {
   return !e.residual.has_value() && !e.residual_codes.has_value() && !activates;
 }
 
-optional<Tensor> given(const Tensor& t) { return t.sym_numel() > 0 ? optional<Tensor>(t) : std::nullopt; }
-
 void unit(const c10::OperatorHandle& op, Stack* stack) {
   Tensor x;
   Layer layer;
@@ -161,7 +159,7 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   read_layer(reader, layer, weight) >> bias >> norm >> f >> static_cast<Output&>(output) >> output.learned >> y_scale >>
       layer.factor >> layer.scale >> undivided >> mean >> variance >> totals >> wanted >> process_group >> raw;
   torch::jit::drop(*stack, count);
-  if (y_scale.has_value()) y_scale = given(*y_scale);
+  if (y_scale.has_value() && y_scale->sym_numel() == 0) y_scale.reset();
 
   if (!norm.variance.defined()) {
     norm.variance = variance;

@@ -88,7 +88,7 @@ def test_copies_take_the_scale_of_their_own_quantizer(road: str, copied) -> None
 @pytest.mark.parametrize("replace_by", ["set_submodule", "an attribute", "none"])
 @pytest.mark.parametrize("road", ["graph", "modules"])
 def test_the_grid_is_that_of_the_quantizer_that_is_there_now(road: str, replace_by: str) -> None:
-    """A new quantizer in the place of another one: no code is told of it, and all numbers are those of the new one."""
+    """A quantizer that replaces another one gives the grid of the bias, without a call that announces it."""
     prepared = quantized(road, net()).train()
     layer = prepared.get_submodule("0")
     place = "0.input_quantizer" if road == "modules" else "activation_quantizers.input_1"

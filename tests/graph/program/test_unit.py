@@ -405,16 +405,23 @@ def test_changes_of_buffers_are_counted() -> None:
     assert changed == {"running_mean", "running_var", "num_batches_tracked", "_scale", "lo", "hi"}
 
 
+def calls_of_units(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Return what the units of a model bind in a step: the names of the tensors that vary, then the op's arguments."""
+    bind, calls = batch_norm._bind, []
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_norm, "_bind", lambda *args: (calls.append(args), bind(*args))[1])
+        model(torch.randn(2, 8, 8, 8))
+    return calls
+
+
 @pytest.mark.parametrize("name", ["fixed", "lsq", "affine weights"])
-def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    model, op = prepared(*SPECS[name]), library.unit.default
-    bind = batch_norm._bind
-    monkeypatch.setattr(batch_norm, "_bind", lambda *args: (calls.append(args[1:]), bind(*args))[1])
-    model(torch.randn(2, 8, 8, 8))
-    for args in calls[:3]:  # one with a residual among them
+@pytest.mark.parametrize("norms", ["live", "frozen"])
+def test_opcheck(norms: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = (frozen if norms == "frozen" else prepared)(*SPECS[name])
+    for _, *args in calls_of_units(model, monkeypatch)[:3]:  # one with a residual among them
         held = tuple(a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args)
-        torch.library.opcheck(op, held, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(library.unit.default, held, test_utils=checks)
 
 
 @pytest.mark.parametrize(
@@ -434,13 +441,10 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_bad_arguments(argument: str, value: Any, error: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    model, op = prepared(*SPECS["lsq"]), library.unit.default
-    bind = batch_norm._bind
-    monkeypatch.setattr(batch_norm, "_bind", lambda *args: (calls.append(args[1:]), bind(*args))[1])
-    model(torch.randn(2, 8, 8, 8))
+    op = library.unit.default
+    _, *given = calls_of_units(prepared(*SPECS["lsq"]), monkeypatch)[0]
     names = [each.name for each in op._schema.arguments]
-    args = dict(zip(names, (a.detach() if isinstance(a, Tensor) else a for a in calls[0]), strict=True))
+    args = dict(zip(names, (a.detach() if isinstance(a, Tensor) else a for a in given), strict=True))
     args[argument] = value
     if error is None:
         op(**args)
@@ -451,14 +455,10 @@ def test_bad_arguments(argument: str, value: Any, error: str | None, monkeypatch
 
 def bound(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
     """Return a call of the first unit of a model, and the tensors that it is given."""
-    bind, calls = batch_norm._bind, []
-    with monkeypatch.context() as patch:
-        patch.setattr(batch_norm, "_bind", lambda *args: (calls.append(args), bind(*args))[1])
-        model(torch.randn(2, 8, 8, 8))
-    varying, *arguments = calls[0]
+    varying, *arguments = calls_of_units(model, monkeypatch)[0]
     names = [each.name for each in library.unit.default._schema.arguments]
     given = dict(zip(names, arguments, strict=True))
-    return bind(varying, *arguments), {name: given[name] for name in varying} | {"all": given}
+    return batch_norm._bind(varying, *arguments), {name: given[name] for name in varying} | {"all": given}
 
 
 @pytest.mark.parametrize(
@@ -845,18 +845,6 @@ def test_a_frozen_unit_is_one_op_in_each_direction() -> None:
     few, many = (ops_of(units, qt.freeze_batch_norm) for units in (2, 3))
     assert many[0] - few[0] == {"qtoolkit::unit": 1}
     assert many[1] - few[1] == {"qtoolkit::unit_backward": 1, "aten::add_.Tensor": 5}
-
-
-@pytest.mark.parametrize("name", ["fixed", "lsq", "affine weights"])
-def test_opcheck_of_frozen_units(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    model, op = frozen(*SPECS[name]), library.unit.default
-    bind = batch_norm._bind
-    monkeypatch.setattr(batch_norm, "_bind", lambda *args: (calls.append(args[1:]), bind(*args))[1])
-    model(torch.randn(2, 8, 8, 8))
-    for args in calls[:3]:
-        held = tuple(a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args)
-        torch.library.opcheck(op, held, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
 @pytest.mark.parametrize(
