@@ -15,7 +15,7 @@ from qtoolkit.eager.record import check_links
 from qtoolkit.errors import check_flags, check_known, check_whole, some
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
-from qtoolkit.nn import QuantModule
+from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import batch_statistics
 from qtoolkit.processes import from_all_ranks, ranks, without_ddp
 from qtoolkit.progress import batches_of
@@ -286,6 +286,9 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     loaded = load_ranges(prepared, quantizers)
     reached = {name: quantizers[name] for name in loaded}
     observed = {name: _whole(quantizer.observer.observed()) for name, quantizer in reached.items()}
+    for module in prepared.modules():
+        if isinstance(module, QuantWeighted):
+            module.take_factor()
     for quantizer in quantizers.values():
         quantizer.begin_steps(following=prepared.training)
     FIRST_STEPS.note_model(prepared, quantizers.values())

@@ -27,6 +27,7 @@ def _import_from_the_folder(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
+@pytest.mark.sweep
 def test_the_command_writes_json_and_markdown(tmp_path) -> None:
     out = tmp_path / "ops.json"
     options = ["--quick", "--repeats", "3", "--threads", "1", "--only", "eager overhead", "--out", str(out)]
@@ -97,6 +98,7 @@ def test_range_search_beside_the_old_tool(tmp_path) -> None:
     assert "qtoolkit.compat's" in run.stdout
 
 
+@pytest.mark.sweep
 def test_files_are_timed_beside_each_other_and_measured(tmp_path) -> None:
     pytest.importorskip("onnxruntime")
     out = tmp_path / "export.json"
@@ -120,6 +122,7 @@ def run_training(script: str, *options: str) -> tuple[dict[str, Any], str]:
     return json.loads(out.read_text()), run.stdout
 
 
+@pytest.mark.sweep
 def test_what_a_gpu_is_measured_with_runs_without_one() -> None:
     printed = processes.python(FOLDER / "gpu.py", "all", "--device", "cpu", "--quick").stdout
     for subject in ("ours, learned scales", "ours, fixed scales"):
@@ -176,6 +179,7 @@ def test_every_group_has_the_float_model_first_and_each_other_subject_once(other
         assert all(len(group) <= together for group in groups)
 
 
+@pytest.mark.sweep
 def test_memory_of_a_training_step(tmp_path) -> None:
     pytest.importorskip("timm")
     options = ["--networks", "fsrcnn", "--only", "plain", "codes"]

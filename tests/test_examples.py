@@ -131,6 +131,7 @@ def test_cifar10_resnet20_codes_and_accuracy(
     assert codes.layer_codes.steps <= 1
 
 
+@pytest.mark.sweep
 @needs_data
 @pytest.mark.data
 def test_cifar10_resnet20_trains(tmp_path, monkeypatch) -> None:
@@ -145,6 +146,7 @@ def test_cifar10_resnet20_trains(tmp_path, monkeypatch) -> None:
     assert result.verification.quantizer_codes.differing == 0
 
 
+@pytest.mark.sweep
 @needs_data
 @pytest.mark.data
 def test_auto_replace_on_a_model_with_and_one_without_a_graph(tmp_path, monkeypatch) -> None:
@@ -179,6 +181,7 @@ def test_auto_replace_on_a_model_with_and_one_without_a_graph(tmp_path, monkeypa
             assert result.accuracies[f"{step}{ways[0]}"] >= result.float_accuracy - 1.001
 
 
+@pytest.mark.sweep
 @needs_data
 @pytest.mark.data
 def test_mixed_precision_is_better_than_the_same_bits_everywhere(tmp_path, monkeypatch) -> None:

@@ -80,6 +80,7 @@ def test_every_sentence_is_on_one_page_of_errors() -> None:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("task", "place", "words"), pages.tasks(), ids=lambda value: value)
 def test_a_reader_comes_to_the_page_of_a_task(task: str, place: str, words: str) -> None:
     pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")

@@ -40,7 +40,7 @@ def test_prepared(kind: str) -> None:
     prepared = qt.prepare(Net(), X, backend="onnxruntime", qconfig_mapping=mapping)
     assert sorted(prepared.state_dict()) == sorted(
         ["weight", "conv.weight", "conv.bias", *(f"bn.{tensor}" for tensor in BATCH_NORM)]
-        + quantizer("conv.weight_quantizer", False, kind)
+        + [*quantizer("conv.weight_quantizer", False, kind), "conv.weight_quantizer._factor"]
         + quantizer("weight_quantizers.linear", False, kind)
         + [name for node in ("x", "bn", "mean") for name in quantizer(f"activation_quantizers.{node}", True, kind)]
     )
@@ -95,7 +95,9 @@ def test_a_state_dict_with_ranges_must_have_all(quantizer: str, wrapped: bool) -
     model, prefix = (nn.ModuleDict({"net": model, "z": nn.Linear(2, 2)}), "net.") if wrapped else (model, "")
     state = {name: value for name, value in model.state_dict().items() if quantizer not in name}
     ends = () if "activation" in quantizer else RANGE
-    missing = [f"{prefix}{quantizer}{tensor}" for tensor in ("_relative_scale", "_scale", "_rate", *ends)]
+    of_batch_norm = ["_factor"] if quantizer.startswith("conv") else []
+    tensors = ("_relative_scale", "_scale", "_rate", *of_batch_norm, *ends)
+    missing = [f"{prefix}{quantizer}{tensor}" for tensor in tensors]
     with pytest.raises(RuntimeError, match=f"Missing key.*{re.escape(missing[0])}"):
         model.load_state_dict(state)
     result = model.load_state_dict(state, strict=False)

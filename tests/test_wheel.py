@@ -192,6 +192,7 @@ sys.exit(f"failed: {failed}" if failed else 0)
 """
 
 
+@pytest.mark.sweep
 def test_readers_tasks_run_from_the_wheel_without_a_compiler(bare: Bare, tmp_path: Path) -> None:
     """The programs of the tasks in docs/contributing.md, as their pages have them; test_site.py finds the pages."""
     tasks = {task: pages.programs_of(place) for task, place, _ in pages.tasks()}

@@ -273,8 +273,8 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(qtoolkit, ADInplaceOrView, m) {
-  for (const char* name :
-       {"fake_quant_", "observe_fake_quant", "observe_minmax_", "observe_histogram_", "batch_norm_track_"}) {
+  for (const char* name : {"fake_quant_", "observe_fake_quant", "observe_minmax_", "observe_histogram_",
+                           "batch_norm_track_", "batch_norm_rescale_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
   }
 }

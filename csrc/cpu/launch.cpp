@@ -376,6 +376,9 @@ const DeviceKernels kDeviceKernels = {
         u.f64 ? unit_gradients_at<double>(u, i) : unit_gradients_at<float>(u, i);
       }
     },
+    [](const FactorChange& u, c10::Device) {
+      for (int64_t i = 0; i < u.channels; ++i) u.f64 ? take_factor_at<double>(u, i) : take_factor_at<float>(u, i);
+    },
     /*attention_weights=*/nullptr};
 
 }  // namespace cpu

@@ -142,6 +142,9 @@ const DeviceKernels kDeviceKernels = {
     [](const UnitGradients& u, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { unit_gradients(u, stream); });
     },
+    [](const FactorChange& u, c10::Device device) {
+      on_stream(device, [&](cudaStream_t stream) { take_factor(u, stream); });
+    },
     weights_of_attention};
 
 }  // namespace cuda

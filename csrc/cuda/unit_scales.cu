@@ -17,6 +17,12 @@ __global__ void __launch_bounds__(kThreads) unit_gradients_kernel(UnitGradients 
   unit_gradients_at<A>(u, int64_t{kThreads} * blockIdx.x + threadIdx.x);
 }
 
+template <class A>
+__global__ void __launch_bounds__(kThreads) take_factor_kernel(FactorChange u) {
+  const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
+  if (i < u.channels) take_factor_at<A>(u, i);
+}
+
 }  // namespace
 
 void unit_scales(const UnitScales& u, cudaStream_t stream) {
@@ -25,6 +31,10 @@ void unit_scales(const UnitScales& u, cudaStream_t stream) {
 
 void unit_gradients(const UnitGradients& u, cudaStream_t stream) {
   launch_each(u.f64 ? unit_gradients_kernel<double> : unit_gradients_kernel<float>, largest_count(u), stream, u);
+}
+
+void take_factor(const FactorChange& u, cudaStream_t stream) {
+  launch_each(u.f64 ? take_factor_kernel<double> : take_factor_kernel<float>, u.channels, stream, u);
 }
 
 }  // namespace cuda

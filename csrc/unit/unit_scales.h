@@ -61,6 +61,18 @@ struct UnitGradients {
   RatioGradient weight, output;
 };
 
+// Scales of a weight in units of the weight: those of the product take each change of the factor's magnitude, and so
+// does their rate, by its square (see positive_scale.cpp). `known` is the magnitude that they have taken; 0 before the
+// first.
+struct FactorChange {
+  static constexpr bool frozen = false;
+  bool f64 = false;
+  int64_t channels = 0;
+  double eps = 0;
+  const void *variance = nullptr, *gamma = nullptr;
+  void *start = nullptr, *rate = nullptr, *known = nullptr;
+};
+
 // Codes of a bias: half of int32. quantizers/bias.py has the rule and its source.
 constexpr int64_t kLargestBias = int64_t{1} << 30;
 
@@ -174,6 +186,19 @@ QT_FN void unit_scales_at(const UnitScales& u, int64_t i) {
   }
   trained_scale<A>(u.weight, i);
   trained_scale<A>(u.output, i);
+}
+
+template <class A>
+QT_FN void take_factor_at(const FactorChange& u, int64_t i) {
+  constexpr double kLeast = 0x1p-30, kLargest = 0x1p30;  // that no product of a scale or of its rate is 0 or infinite
+  const A magnitude = std::fabs(weight_factor<A>(u, i));
+  if (magnitude != magnitude) return;
+  const A now = magnitude < A(kLeast) ? A(kLeast) : magnitude > A(kLargest) ? A(kLargest) : magnitude;
+  A& known = static_cast<A*>(u.known)[i];
+  const A ratio = known > 0 ? now / known : A(1);
+  known = now;
+  static_cast<A*>(u.start)[i] *= ratio;
+  if (u.rate != nullptr) static_cast<A*>(u.rate)[i] *= ratio * ratio;
 }
 
 template <class A>

@@ -409,27 +409,41 @@ class Changing:
         return _steps.taken(self._steps), sum([p._version for p in self._parameters])
 
 
-def step_variance(layer: nn.Module, bn: LinkedBatchNorm) -> Tensor:
+def step_variance(layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
     """Return the running variance before the first forward of the present training step.
 
-    The weight is quantized with it. Each forward moves the statistics, but gradient checkpointing runs a forward once more
-    in backward, and must then see what the first one saw. A step ends when an optimizer of these parameters takes one (see
-    `OptimizerSteps.taken`), when a parameter of the layer or of the batch norm changes, or when `train()` is called.
+    The weight is quantized with it, on scales that have taken its factor. Each forward moves the statistics, but gradient
+    checkpointing runs a forward once more in backward, and must then see what the first one saw. A step ends when an optimizer
+    of these parameters takes one (see `OptimizerSteps.taken`), when a parameter of the layer or of the batch norm changes, when
+    the grid of the weight is set, or when `train()` is called.
     """
     variance = running_variance(bn)
     if torch.compiler.is_compiling():
-        return variance
-    return variance_of_step(bn, variance, Changing((*_parameters(layer), *_parameters(bn))))
+        return take_factor(layer, bn, variance) if layer.takes_factor and not is_recorded_for_onnx() else variance
+    return variance_of_step(layer, bn, variance, Changing((*_parameters(layer), *_parameters(bn))))
 
 
-def variance_of_step(bn: LinkedBatchNorm, variance: Tensor, changing: Changing) -> Tensor:
+def variance_of_step(layer: "QuantWeighted", bn: LinkedBatchNorm, variance: Tensor, changing: Changing) -> Tensor:
     """Return what `step_variance` does, for a running variance and the parameters whose changes end a step."""
     state = (*changing.state(), variance.dtype, variance.device)
     seen = bn._seen
+    known = getattr(layer.weight_quantizer, "knows_factor", True)
     # A CUDA graph must copy it each time that it runs, however often Python counts a step.
-    if seen is None or ((seen[0] != state or is_captured(variance)) and not is_recomputing()):
-        seen = bn.__dict__["_seen"] = state, variance.clone()
+    if seen is None or ((seen[0] != state or not known or is_captured(variance)) and not is_recomputing()):
+        copy = take_factor(layer, bn, variance) if layer.takes_factor else variance.clone()
+        seen = bn.__dict__["_seen"] = state, copy
     return seen[1]
+
+
+def take_factor(layer: "QuantWeighted", bn: LinkedBatchNorm, variance: Tensor, frozen: bool = False) -> Tensor:
+    """Let the scales of a layer's weight take the factor that a running variance gives (see `TensorQuantizer.take_factor`).
+
+    Return a copy of the variance.
+    """
+    quantizer: Any = layer.weight_quantizer
+    gamma = None if bn.weight is None else whole(bn.weight).detach()
+    copy: Tensor = quantizer.take_factor(variance, gamma, bn.eps, frozen)
+    return copy
 
 
 def _parameters(module: Any) -> list[Tensor]:
@@ -472,6 +486,8 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
 
 
 def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
+    if layer.training and layer.takes_factor:
+        step_variance(layer, bn)  # for the scales: gamma may be trained
     factor = factor_of(bn)
     return compute(factor, folded_bias(bn, layer.bias, factor), True)
 
@@ -499,7 +515,8 @@ def _with_batch_statistics(layer: "QuantWeighted", bn: LinkedBatchNorm, compute:
     wide = y if y.dtype == torch.float64 else y.float()
     variance, mean = torch.var_mean(wide, [d for d in range(y.dim()) if d != channel], correction=0)
     of_batch = _factor(bn, variance)
-    running = step_variance(layer, bn) if bn.strategy == "std_correction" else variance
+    of_step = step_variance(layer, bn)  # the scales are those for it
+    running = of_step if bn.strategy == "std_correction" else variance
     bn.take_in(y)
     corrected = compute(_factor(bn, running), None, True)
     if bn.strategy == "std_correction":

@@ -133,6 +133,17 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         """The batch norm after the layer, which conversion folds, or None. It keeps its place in the model."""
         return self._batch_norm[0] if self._batch_norm else None
 
+    @property
+    def takes_factor(self) -> bool:
+        """Whether the weight's scales are in units of the weight, as the papers train them.
+
+        The weight is quantized times the factor of a linked batch norm. Each training step the scales take the change of the
+        factor, if there is one for each output channel, of any value.
+        """
+        quantizer, bn = self.weight_quantizer, self.batch_norm
+        constant = bn is None or isinstance(bn, batch_norm.QuantFrozenBatchNorm)
+        return not constant and isinstance(quantizer, TensorQuantizer) and quantizer.follows_factor
+
     def why_batch_norm_stays(self) -> str | None:
         """Return why no batch norm can be linked, or folded; None if one can."""
         quantizer = self.weight_quantizer
@@ -148,7 +159,22 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         """Quantize the weight as folding this batch norm scales it."""
         self._holds_batch_norm = True
         self._batch_norm = (bn,)  # in a tuple: as a submodule it would add its parameters to the state dict twice
+        quantizer = self.weight_quantizer
+        if isinstance(quantizer, TensorQuantizer) and quantizer.takes_any_scale:
+            along_outputs = quantizer.scale.numel() == self.channels() and self.scales_along_outputs()
+            quantizer.follow_factor() if along_outputs else None
         self.reset_weight_range()
+
+    def take_factor(self, frozen: bool = False) -> None:
+        """Let scales in units of the weight take the factor of the running statistics as they are now, with frozen ranges too."""
+        bn = self.batch_norm
+        if bn is not None and self.takes_factor and not bn.running_var.is_meta:
+            batch_norm.take_factor(self, bn, bn.running_var, frozen)
+
+    def refresh_weight_range(self) -> None:
+        """Set the range as in the class above, after the scales have taken the factor of the running statistics."""
+        self.take_factor()
+        super().refresh_weight_range()
 
     def replace_batch_norm(self, bn: nn.Module, name: str) -> LinkedBatchNorm:
         """Link to another batch norm, of this dotted name, instead; return it as LinkedBatchNorm."""

@@ -25,7 +25,12 @@ torch.func (grad, vjp, jacrev) raise NotImplementedError. Double backward differ
 torch's fake quantization does; for a scale or zero point that requires grad it raises NotImplementedError.
 """
 
-from qtoolkit.ops.batch_norm import batch_norm_fake_quant, batch_norm_totals, batch_norm_track_
+from qtoolkit.ops.batch_norm import (
+    batch_norm_fake_quant,
+    batch_norm_rescale_,
+    batch_norm_totals,
+    batch_norm_track_,
+)
 from qtoolkit.ops.between_layers import max_pool, prelu_fake_quant, snapshot
 from qtoolkit.ops.float_formats import fake_quant_block, fake_quant_float
 from qtoolkit.ops.integer import dequantize, dequantize_int4, fake_quant, fake_quant_, quantize, quantize_int4
@@ -42,6 +47,7 @@ from qtoolkit.ops.observe import (
 
 __all__ = [
     "batch_norm_fake_quant",
+    "batch_norm_rescale_",
     "batch_norm_totals",
     "batch_norm_track_",
     "dequantize",

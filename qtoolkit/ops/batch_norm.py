@@ -9,6 +9,7 @@ from qtoolkit._native import library
 _batch_norm_fake_quant = library.batch_norm_fake_quant.default
 _batch_norm_totals = library.batch_norm_totals.default
 _batch_norm_track_ = library.batch_norm_track_.default
+_batch_norm_rescale_ = library.batch_norm_rescale_.default
 
 
 def batch_norm_fake_quant(
@@ -167,3 +168,39 @@ def batch_norm_track_(
         (tensor([0.2000]), tensor([1.3000]))
     """
     _batch_norm_track_(running_mean, running_var, mean, variance, divisor, offset, momentum, count, totals)
+
+
+def batch_norm_rescale_(
+    start: Tensor, rate: Tensor | None, known: Tensor, variance: Tensor, gamma: Tensor | None, eps: float
+) -> Tensor:
+    """Let the scales of a weight take the factor by which folding a batch norm multiplies the weight.
+
+    The weight is quantized times the factor gamma / sqrt(variance + eps), where a zero is 1. So scales in units of the weight
+    change with its magnitude: `start` is multiplied by the present magnitude / the known one, and `rate` by the square of that.
+    The known one is then the present one. Where it was 0, or the variance is NaN, no scale changes. Magnitudes beyond
+    [2^-30, 2^30] count as these bounds.
+
+    Args:
+        start: A scale for each output channel, changed in place; float32 or float64.
+        rate: The `rate` of `positive_scale`, of the same shape and dtype, changed in place, or None.
+        known: The magnitudes that the scales have taken, of the same shape and dtype, changed in place; 0 for none so far.
+        variance: (C), the running variance.
+        gamma: (C), the batch norm's weight, or None for 1.
+        eps: The batch norm's.
+
+    Returns:
+        A copy of the variance.
+
+    Raises:
+        ValueError: A shape or a device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> scale, known = torch.tensor([0.1]), torch.zeros(1)
+        >>> for variance in (4.0, 4.0, 1.0):
+        ...     _ = batch_norm_rescale_(scale, None, known, torch.tensor([variance]), None, 0.0)
+        >>> scale, known
+        (tensor([0.2000]), tensor([1.]))
+    """
+    found: Tensor = _batch_norm_rescale_(start, rate, known, variance, gamma, eps)
+    return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS
 from qtoolkit.model_state import check_module
@@ -77,6 +78,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     stopping = False
     stale_rate = False
+    knows_factor = True  # False where the grid was set since the last forward
     steps = -1  # not read in a forward: compiled code would be compiled again for each number
     counts_steps = False  # whether it is in its first steps
     in_following_steps = False  # whether it is in those in which ranges of activations follow the data
@@ -89,6 +91,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     )
     _scale: Tensor
     _zero_point: Tensor | None
+    _factor: Tensor  # of a batch norm: the one for which the scales are; 0 for that of the next forward
 
     if TYPE_CHECKING:
 
@@ -244,6 +247,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             )
         shape = scale.shape if scale.numel() == 1 else self._scale.shape
         self.write_grid(scale.reshape(shape), None if zero_point is None else zero_point.reshape(shape))
+        self._forget_factor()
         self.ready, self.stale = True, False
 
     def load_grid(self, scale: Tensor, zero_point: Tensor | None) -> None:
@@ -261,6 +265,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             )
         with torch.no_grad():
             self.kind.load_grid(self, scale, zero_point)
+        self._forget_factor()
         self.ready, self.stale = True, False
 
     def write_grid(self, scale: Tensor, zero_point: Tensor | None) -> None:
@@ -376,6 +381,47 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.kind.average(self, x)
         if not torch.compiler.is_compiling() and self.looking and self.quantizing:
             self.looked = first_steps.look(self, x)
+
+    # ---- the factor of a batch norm
+
+    @property
+    def takes_any_scale(self) -> bool:
+        """Whether its scale may be any number, not only a power of two."""
+        return not (self.dynamic or self.spec.pow2_scale or self.kind.POWERS)
+
+    @property
+    def follows_factor(self) -> bool:
+        """Whether its scales are in units of a weight that a batch norm's factor multiplies (see `take_factor`)."""
+        return "_factor" in self._buffers
+
+    def follow_factor(self) -> None:
+        """Keep the scales in units of a weight that a batch norm's factor multiplies."""
+        self.register_buffer("_factor", torch.zeros_like(self._scale))
+
+    def take_factor(self, variance: Tensor, gamma: Tensor | None, eps: float, frozen: bool = False) -> Tensor:
+        """Multiply the scales by the change of a batch norm's factor since the last call; return a copy of the variance.
+
+        So the grid is the same in units of the weight, what is trained keeps its values, and its steps are the same.
+
+        Args:
+            variance: The running variance, (C).
+            gamma: The batch norm's weight, (C), or None.
+            eps: The batch norm's.
+            frozen: Multiply fixed scales whose range is frozen too (see `following`).
+        """
+        if not self.knows_factor:
+            self.knows_factor = True
+        moves = self.kind.LEARNED or self.following or frozen
+        start = self._scale if moves else torch.ones_like(self._scale)
+        rate = self._buffers.get("_rate") if moves else None
+        with torch.no_grad():
+            return ops.batch_norm_rescale_(start, rate, self._factor, variance.detach(), gamma, eps)
+
+    def _forget_factor(self) -> None:
+        """Take the grid as that for the factor of the next call of `take_factor`."""
+        if self.follows_factor:
+            self.knows_factor = False
+            self._factor.zero_()
 
     def begin_steps(self, following: bool) -> None:
         """Count the steps of the training that follows a calibration.
@@ -584,6 +630,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.to_empty(device=device)
             empty = torch.full_like(self._scale, torch.nan)
             self.write_grid(empty, torch.zeros_like(empty))
+            self._forget_factor()
             self.observer.reset()
         elif any(buffer.is_meta for buffer in self.observer.buffers()):  # the state dict was of another observer
             self.observer.to_empty(device=device)
@@ -604,6 +651,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.stale_rate = self.of_weight and scale is not None
         if scale is not None and not self._shape_is_known:
             self._resize(tuple(scale.shape))
+        if scale is not None and self.follows_factor:
+            self.knows_factor = prefix + "_factor" in state_dict  # not in that of an earlier version
+            state_dict.setdefault(prefix + "_factor", torch.zeros_like(scale))
         self.stale = scale is None  # then the weight may have been loaded without its range
         metadata = (
             local_metadata if "spec" in local_metadata else {**local_metadata, **self._metadata_of(state_dict, prefix)}

@@ -1,7 +1,6 @@
 """reestimate_batch_norm(): running statistics of batch norms anew from data."""
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 from qtoolkit.errors import check_flags
 from qtoolkit.model_state import attribute_kept, check_module
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
-from qtoolkit.nn.batch_norm import BATCH_NORMS, divisor_of
+from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.progress import batches_of
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.running import Batches, Forward, tuning
 
@@ -88,10 +86,15 @@ def reestimate_batch_norm(
     with tuning(model):
         sums = {name: _Sums(bn) for name, bn in found.items()}
         count = _sum_up(model, data, sums.values(), progress)
-        with keeping_codes(model), torch.no_grad():
+        layers = [module for module in model.modules() if isinstance(module, QuantWeighted)]
+        for layer in layers:
+            layer.take_factor()
+        with torch.no_grad():
             for name, each in sums.items():
                 if not each.store():
                     unchanged[name] = "no batch reached it"
+        for layer in layers:
+            layer.take_factor(frozen=True)
         for module in model.modules():
             if isinstance(module, QuantModule):
                 module.refresh_weight_range()
@@ -110,29 +113,6 @@ def _sum_up(model: nn.Module, data: Batches, sums: Collection["_Sums"], progress
             for each in sums:
                 each.take()
     return count
-
-
-@contextmanager
-def keeping_codes(model: nn.Module) -> Iterator[None]:
-    """Let the scales of weights, one for each output channel, take the factors by which the block changes batch norms."""
-    layers = (module for module in model.modules() if isinstance(module, QuantWeighted))
-    scaled = [(q, bn, divisor_of(bn)) for layer in layers for q, bn in _scaled_by_batch_norm(layer)]
-    yield
-    for quantizer, bn, before in scaled:
-        ratio = (divisor_of(bn) / before).abs().reshape(quantizer.scale.shape)
-        quantizer.load_grid(quantizer.scale.detach() * ratio, quantizer.zero_point)
-        quantizer.stale_rate = quantizer.kind.LEARNED
-
-
-def _scaled_by_batch_norm(layer: QuantWeighted) -> Iterator[tuple[TensorQuantizer, LinkedBatchNorm]]:
-    """Yield the quantizer of a weight that a batch norm multiplies, if its scales do not follow that by themselves."""
-    quantizer, bn = layer.weight_quantizer, layer.batch_norm
-    if bn is None or not isinstance(quantizer, TensorQuantizer) or quantizer.follows or not quantizer.ready:
-        return
-    along = quantizer.scale.numel() == layer.channels() and layer.scales_along_outputs()
-    any_scale = quantizer.capability.plain and not (quantizer.spec.pow2_scale or quantizer.kind.POWERS)
-    if along and any_scale:
-        yield quantizer, bn
 
 
 def _batch_norms(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:

@@ -11,12 +11,24 @@ from qtoolkit import ops
 from qtoolkit.errors import some
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.nn import QuantModule, QuantWeighted
-from qtoolkit.nn.batch_norm import LinkedBatchNorm, divisor_of, step_variance
+from qtoolkit.nn.batch_norm import (
+    LinkedBatchNorm,
+    QuantFrozenBatchNorm,
+    divisor_of,
+    running_variance,
+    step_variance,
+    take_factor,
+)
 from qtoolkit.processes import is_sharded, ranks, unwrapped
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import clip, per_element, range_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.tuning.rounding import codes_on_grid
+
+OTHER_UNITS = (
+    "a batch norm multiplies its channels before they are quantized, and its scale cannot take the factor of each: give its "
+    "QuantSpec axis=0 and scales of any value"
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,27 @@ class GridWeight:
         bn = self.batch_norm
         if bn is None:
             return None
-        return divisor_of(bn, step_variance(self.layer, bn) if variance is None else variance).detach()
+        layer: Any = self.layer
+        return divisor_of(bn, step_variance(layer, bn) if variance is None else variance).detach()
+
+    def take_factor(self, variance: Tensor | None) -> Tensor | None:
+        """Return the factor of the next step, by its variance. The scales take it, as they do in that step's forward."""
+        bn = self.batch_norm
+        if (
+            isinstance(self.layer, QuantWeighted)
+            and self.layer.takes_factor
+            and bn is not None
+            and variance is not None
+        ):
+            take_factor(self.layer, bn, variance, frozen=True)
+        return self.factor(variance)
+
+    @property
+    def keeps_units(self) -> bool:
+        """Whether the grid is the same in units of the parameter in each step."""
+        layer, bn = self.layer, self.batch_norm
+        constant = bn is None or isinstance(bn, QuantFrozenBatchNorm)
+        return constant or (isinstance(layer, QuantWeighted) and layer.takes_factor)
 
     def scaled(self, weight: Tensor, factor: Tensor | None) -> Tensor:
         """Multiply each output channel of a tensor like the parameter by its factor."""
@@ -101,8 +133,12 @@ class GridWeight:
         return self.scaled(error, None if factor is None else factor.reciprocal())
 
 
-def weights_on_grids(model: nn.Module, max_bits: int, what: str) -> tuple[dict[str, GridWeight], dict[str, str]]:
+def weights_on_grids(
+    model: nn.Module, max_bits: int, what: str, in_units: bool = False
+) -> tuple[dict[str, GridWeight], dict[str, str]]:
     """Return the weights on grids of integers, each once, by the first name of the parameter; and why others are left out.
+
+    With `in_units` those alone whose grid is the same in units of the parameter, whatever a batch norm does.
 
     Raises ValueError: there is none; TypeError: the quantizers are those of `qtoolkit.compat.pytorch_quantization`.
     """
@@ -117,7 +153,11 @@ def weights_on_grids(model: nn.Module, max_bits: int, what: str) -> tuple[dict[s
             if why or not isinstance(quantizer, TensorQuantizer):
                 skipped[place] = why
                 continue
-            found[place] = GridWeight(layer, attribute, quantizer)
+            weight = GridWeight(layer, attribute, quantizer)
+            if in_units and not weight.keeps_units:
+                skipped[place] = OTHER_UNITS
+                continue
+            found[place] = weight
             owners[id(found[place].parameter)] = place
     for name, quantizer in quantizers_of(model).items():
         if quantizer.of_weight and quantizer.inserted:
@@ -166,8 +206,8 @@ def shared_variances(weights: Sequence[GridWeight]) -> list[Tensor | None]:
 
     In a process group they are those of rank 0, which DistributedDataParallel gives to all ranks before the next forward.
     """
-    pairs = [(weight.layer, weight.batch_norm) for weight in weights]
-    own = [None if bn is None else step_variance(layer, bn) for layer, bn in pairs]
+    norms = [weight.batch_norm for weight in weights]
+    own = [None if bn is None else running_variance(bn) for bn in norms]
     present = [variance for variance in own if variance is not None]
     if ranks() == 1 or not present:
         return list(own)

@@ -108,12 +108,15 @@ class OscillationFreezing:
     - A weight with f above the threshold is frozen for the rest of the training, at the moving average of q, rounded. In a
       short training this average would still be that of the first codes: it is the mean over all steps while there are fewer
       than 1 / momentum, and is rounded to one of the two codes of the last change.
-    - A frozen weight is set to the value of its code after each step, with the scale and the batch norm of the next forward.
-      It lies on the grid, where the gradient of a learned scale is 0.
+    - A frozen weight is set to the value of its code after each step, on the grid of the next forward. There the gradient of a
+      learned scale is 0. Behind a linked batch norm the grid is that of the weight itself: its scales take each change of the
+      batch norm's factor, so a frozen weight does not move with the statistics that it gives.
 
     The threshold falls along a cosine from the first to the second of `thresholds`, from step `begin` to step `total_steps`;
     before `begin` nothing is frozen. From `begin` on, ranges no longer follow these weights (see `qtoolkit.freeze_ranges`),
-    because a frozen weight may be the one that gives the range; learned scales train on.
+    because a frozen weight may be the one that gives the range; learned scales train on. Left out, with the reason in
+    `skipped`, are weights behind a linked batch norm whose scale cannot take the factor of each output channel: one scale for
+    all channels, and powers of two.
 
     The codes are those of the tensor that is quantized in the next forward: the weight times the factor of a linked batch norm.
     A quantizer that is off is left alone until it is on. In a process group every rank must call `step()`.
@@ -174,7 +177,7 @@ class OscillationFreezing:
         check_whole(name, "max_bits", max_bits, 2)
         self.total_steps, self.thresholds, self.momentum, self.begin = total_steps, thresholds, momentum, begin
         self.steps = 0
-        self._weights, self.skipped = weights_on_grids(model, max_bits, name)
+        self._weights, self.skipped = weights_on_grids(model, max_bits, name, in_units=thresholds is not None)
         self._tracks: dict[str, Track] = {}
 
     @property
@@ -191,7 +194,7 @@ class OscillationFreezing:
         variances = shared_variances(list(self._weights.values()))
         for (name, weight), variance in zip(self._weights.items(), variances, strict=True):
             if weight.active:
-                self._track(name, weight, weight.factor(variance))
+                self._track(name, weight, weight.take_factor(variance))
 
     def _track(self, name: str, weight: GridWeight, factor: Tensor | None) -> None:
         quantized = weight.scaled(weight.parameter, factor)

@@ -53,6 +53,7 @@ def rank_of(pid: int) -> str:
     return next((line.removeprefix("RANK=") for line in environment if line.startswith("RANK=")), "")
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
 def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     run = torchrun(tmp_path / "killed")

@@ -59,6 +59,7 @@ def failing(fence: Path, **cases: list[dict]) -> dict[str, list[dict]]:
     return json.loads(told.stdout.splitlines()[-1])
 
 
+@pytest.mark.sweep
 @compiler
 def test_backward_of_strided_pointwise_layers_stays_in_its_memory(fence: Path) -> None:
     """These are the geometries in which torch's own gradient does not, where vectors have 8 or 16 elements.

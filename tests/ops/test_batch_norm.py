@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -522,6 +523,73 @@ def test_refused_tracking(change, sentence):
     given = {name: torch.ones(3) for name in ("running_mean", "running_var", "mean", "variance")}
     with pytest.raises(ValueError, match=f"^batch_norm_track_: {sentence}"):
         ops.batch_norm_track_(**given | {"momentum": 0.1, "count": 4} | change)
+
+
+# ---- scales in units of a weight ----
+
+
+def rescaled(**changes: Any) -> tuple[Tensor, dict[str, Any]]:
+    """What batch_norm_rescale_ returns, and its arguments after it."""
+    given: dict[str, Any] = {
+        "start": torch.tensor([0.1, 0.2, 0.3, 0.4]),
+        "rate": torch.ones(4),
+        "known": torch.tensor([0.5, 0.0, 2.0, 1.0]),
+        "variance": torch.tensor([0.25, 4.0, 1.0, torch.nan]),
+        "gamma": torch.tensor([-1.0, 3.0, 0.0, 1.0]),
+        "eps": 0.0,
+    } | changes
+    return ops.batch_norm_rescale_(**given), given
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scales_take_the_change_of_the_factor(dtype):
+    """By its magnitude: -2 after 0.5; the first one; a zero, which counts as 1, after 2; and NaN, which changes nothing."""
+    state = {"start": torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=dtype), "rate": torch.ones(4, dtype=dtype)}
+    known = torch.tensor([0.5, 0.0, 2.0, 1.0], dtype=dtype)
+    found, given = rescaled(**state, known=known)
+    for name, wanted in {
+        "start": [0.4, 0.2, 0.15, 0.4],
+        "rate": [16.0, 1.0, 0.25, 1.0],
+        "known": [2.0, 1.5, 1.0, 1.0],
+    }.items():
+        torch.testing.assert_close(given[name], torch.tensor(wanted, dtype=dtype))
+    assert_same(found, given["variance"])
+    assert found.data_ptr() != given["variance"].data_ptr()
+    before = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
+    ops.batch_norm_rescale_(**given)  # the same factor again
+    for name, value in before.items():
+        assert_same(given[name], value)
+
+
+def test_a_factor_that_vanishes_leaves_scales_that_come_back():
+    start, rate, known = torch.tensor([0.1]), torch.tensor([1.0]), torch.tensor([1.0])
+    for gamma in (1e-3, 1e-20, 1e-38, 0.0, -1e-38, 2.0):
+        ops.batch_norm_rescale_(start, rate, known, torch.ones(1), torch.tensor([gamma]), 0.0)
+        assert start > 0
+        assert rate > 0
+    torch.testing.assert_close(start, torch.tensor([0.2]))
+    torch.testing.assert_close(rate, torch.tensor([4.0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"rate": PAIR}, ValueError, "rate must have as many elements as start, 4, on cpu, got 2 on cpu"),
+        ({"variance": PAIR}, ValueError, "variance must have as many elements as start, 4"),
+        ({"known": torch.ones(8)[::2]}, ValueError, "known is changed in place, so it must be contiguous and have"),
+        (
+            {"rate": torch.ones(4).double()},
+            ValueError,
+            "rate is changed in place, .* the dtype of start, Float, got Double",
+        ),
+        ({"start": torch.ones(4).half()}, TypeError, "start must have dtype float32 or float64, got Half"),
+        ({"gamma": torch.ones(4).long()}, TypeError, "gamma must have a floating-point dtype, got Long"),
+        ({"eps": -1.0}, ValueError, "eps must not be negative, got -1"),
+    ],
+)
+def test_refused_rescaling(change, error, sentence):
+    with pytest.raises(error, match=f"^batch_norm_rescale_: {sentence}"):
+        rescaled(**change)
 
 
 # ---- compilers --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from tests.cases import FLOATS, assert_same, floats, name_of
 from tests.ops.cuda_host import (
     ORDERS,
     BatchNormArguments,
+    FactorChange,
     FollowedScale,
     PoolArguments,
     RatioGradient,
@@ -472,6 +473,23 @@ def test_scales_of_a_unit(kernels, f64, follows, has_norm):
         assert_same(given["start"], wanted)
         assert_same(given["lo"], lo)
         assert_same(given["hi"], hi)
+
+
+@pytest.mark.parametrize("f64", [False, True])
+@pytest.mark.parametrize("rated", [False, True])
+def test_scales_that_take_a_factor(kernels, f64, rated):
+    given = channel_values(f64, "variance", "gamma", "start", "rate", "known")
+    given["known"][::7] = 0.0
+    if not rated:
+        given["rate"] = None
+    wanted = {name: None if value is None else value.clone() for name, value in given.items()}
+    kernels.take_factor_on_host(ctypes.byref(filled(FactorChange, f64=f64, channels=300, eps=1e-5, **given)))
+    ops.batch_norm_rescale_(
+        wanted["start"], wanted["rate"], wanted["known"], wanted["variance"], wanted["gamma"], eps=1e-5
+    )
+    for name, value in given.items():
+        if value is not None:
+            assert_same(value, wanted[name])
 
 
 @pytest.mark.parametrize("f64", [False, True])

@@ -152,6 +152,14 @@ def sample(op: str, x: Tensor) -> dict:
             "count": 9,
             "totals": totals["totals"],
         },
+        "batch_norm_rescale_": {
+            "start": torch.full((6,), 0.1),
+            "rate": torch.full((6,), 0.5),
+            "known": torch.tensor([0.0, 1.0, 2.0, 0.5, 3.0, 1.0]),
+            "variance": statistics["variance"].float().abs(),
+            "gamma": torch.tensor([1.0, -2.0, 0.0, 0.5, 1e-20, 3.0]),
+            "eps": 1e-5,
+        },
         "max_pool_offsets": {"x": x, **window},
         "max_pool_offsets_backward": {
             "grad": x,
@@ -400,7 +408,7 @@ def test_vmap(op: str) -> None:
 @pytest.mark.parametrize("op", UPDATED)
 def test_vmap_does_not_update_what_all_samples_share(op: str) -> None:
     given = sample(op, image())
-    name = "x" if "x" in given else "mean"
+    name = next(name for name in ("x", "mean", "variance") if name in given)
     with pytest.raises(RuntimeError, match=f"Batching rule not implemented for qtoolkit::{op}"):
         torch.vmap(lambda t: OPS[op](**given | {name: t}))(torch.stack([given[name], given[name]]))
 

@@ -112,6 +112,7 @@ def test_quantize_more_than_an_int_counts_with_a_scale_a_row() -> None:
         assert_same(q[at], ops.quantize(row, scale[at]))
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_memory")
 def test_fake_quant_and_its_gradient_of_more_than_an_int_counts() -> None:
     row, grid = floats(torch.bfloat16)(COLUMNS), (scales(1), None, -100, 90, None, 1, 0, 1.0, True)

@@ -738,6 +738,30 @@ class DrawnLayer(Drawn):
         return self.r.choice([1.0, 0.01, -2.0])
 
 
+class DrawnRescale(Drawn):
+    """Arguments of batch_norm_rescale_: a value of each for each scale."""
+
+    def of_start(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        start = self.given["start"]
+        right = values.to(start.dtype if dtype is None else dtype)
+        return self.mostly(right, torch.rand(start.numel() + 1), right.long(), right[::2])
+
+    def known(self) -> Tensor:
+        count = self.given["start"].numel()
+        return self.of_start(torch.rand(count) * (torch.rand(count) > 0.3))
+
+    def variance(self) -> Tensor:
+        return self.of_start(torch.randn(self.given["start"].numel()).square(), self.r.choice(FLOATS))
+
+    def gamma(self) -> Tensor | None:
+        count = self.given["start"].numel()
+        values = torch.randn(count) * self.r.choice([1.0, 1e-20]) * (torch.rand(count) > 0.1)
+        return self.r.choice([None, self.of_start(values, self.r.choice(FLOATS))])
+
+
+DRAWN = {"quant_layer": DrawnLayer, "quant_weight": DrawnLayer, "batch_norm_rescale_": DrawnRescale}
+
+
 # ---- what is right --------------------------------------------------------------------------------------------------
 
 Results = tuple[Tensor, ...]
@@ -1127,6 +1151,19 @@ def check_batch_norm_track_(
         assert_same(got, ((1 - momentum) * old.double() + momentum * new).to(got.dtype))
 
 
+def check_batch_norm_rescale_(drawn: Drawn, found: Results, start, rate, known, variance, gamma, eps) -> None:
+    assert_same(found[0], variance)
+    kind = start.dtype
+    factor = (variance.to(kind) + eps).rsqrt() * (1 if gamma is None else gamma.to(kind))
+    now = factor.masked_fill(factor == 0, 1).abs().clamp(2.0**-30, 2.0**30)
+    unknown = now.isnan() | ~(known > 0)
+    ratio = torch.where(unknown, torch.ones_like(now), now / known)
+    wanted = (start * ratio, None if rate is None else rate * (ratio * ratio), torch.where(now.isnan(), known, now))
+    for name, want in zip(("start", "rate", "known"), wanted, strict=True):
+        if want is not None:
+            assert_same(drawn.given[name], want)
+
+
 def check_max_pool_offsets(drawn: Drawn, found: Results, x, kernel_size, stride, padding, dilation, ceil_mode) -> None:
     if x.numel() == 0:
         return
@@ -1449,8 +1486,9 @@ CHECKS: dict[str, Callable] = {name: globals()[f"check_{name}"] for name in NAME
 def trial(op: str, seed: str) -> bool:
     """Whether the arguments were taken; then the results must be right."""
     torch.manual_seed(random.Random(seed).getrandbits(32))
-    drawn = (DrawnLayer if op.startswith(("quant_layer", "quant_weight")) else Drawn)(op, random.Random(seed))
-    changed = ("x",) if op == "fake_quant_" else ("lo", "hi", "counts", "skipped", "running_mean", "running_var")
+    drawn = DRAWN.get(op.removesuffix("_backward"), Drawn)(op, random.Random(seed))
+    kept_whole = ("scale", "zero_point") if op == "observe_fake_quant" else ()
+    changed = {*WRITTEN[op]} - {*kept_whole}
     kept = {n: t.clone() if isinstance(t, Tensor) and n in changed else t for n, t in drawn.given.items()}
     try:
         found = OPS[op](**drawn.given)

@@ -33,7 +33,7 @@ OPS = (
     *("observe_histogram_", "search_range"),
     *("fake_quant_", "observe_fake_quant", "grid_of_range", "positive_scale"),
     *("quant_layer", "quant_layer_backward", "quant_weight", "quant_weight_backward"),
-    *("batch_norm_fake_quant", "batch_norm_fake_quant_backward", "batch_norm_track_"),
+    *("batch_norm_fake_quant", "batch_norm_fake_quant_backward", "batch_norm_track_", "batch_norm_rescale_"),
     *("max_pool_offsets", "max_pool_offsets_backward"),
     *("fake_quant_shaped", "fake_quant_shaped_backward"),
     *("prelu_fake_quant", "prelu_fake_quant_backward"),
@@ -384,6 +384,7 @@ def test_schema_and_kernels(op):
         "fake_quant_": ["x"],
         "observe_fake_quant": ["lo", "hi", "scale", "zero_point", "skipped"],
         "batch_norm_track_": ["running_mean", "running_var"],
+        "batch_norm_rescale_": ["start", "rate", "known"],
     }
     mutated = [a.name for a in getattr(native, op).default._schema.arguments if a.alias_info and a.alias_info.is_write]
     assert mutated == updated.get(op, [])

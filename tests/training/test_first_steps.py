@@ -256,7 +256,7 @@ def test_ordinary_training_says_nothing() -> None:
         for kind in ("fixed", "lsq"):
             x = torch.randn(16, 3, 16, 16)
             model = calibrated(pooled(), x, quantizer=kind)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
             for _ in range(110):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), torch.arange(16) % 4).backward()

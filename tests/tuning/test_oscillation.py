@@ -423,6 +423,50 @@ def test_frozen_weights_keep_their_codes_until_the_deployed_model(road: str, qua
         assert torch.equal(codes[mine].int(), now["codes"][mine])
 
 
+def depthwise(axis: int | None, quantizer: str) -> Any:
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(6, 6, 3, groups=6, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 1)]
+    spec = qt.QuantSpec(bits=4, axis=axis, quantizer=quantizer)
+    model = nn.Sequential(*parts).train()
+    return qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(None, spec)))
+
+
+@each_quantizer
+def test_a_channel_that_is_frozen_as_a_whole_leaves_its_statistics_where_they_are(quantizer: str) -> None:
+    """If a frozen weight took the factor, the variance that the weight gives would grow or vanish exponentially."""
+    model = depthwise(0, quantizer)
+    layer, bn = model.get_submodule("0"), model.get_submodule("1")
+    optimizer, freezing = torch.optim.SGD(model.parameters(), 0.01), Freezing(model, 300, **EAGER)
+    x = 3 * torch.randn(8, 6, 8, 8, generator=torch.Generator().manual_seed(1))
+    freezing.step()
+    freezing.state_dict()["weights"]["0.weight"]["frozen"].fill_(True)
+    freezing.step()
+    weight, begun = layer.weight.detach().clone(), False
+    for _ in range(150):
+        optimizer.zero_grad()
+        (model(x) - x[:, :3, 1:-1, 1:-1]).square().mean().backward()
+        optimizer.step()
+        freezing.step()
+        begun = begun or bool((bn.running_var / 9 - 1).abs().max() > 0.5)
+    assert begun, "the variance was another one at the beginning"
+    of_batch = F.conv2d(x, layer.weight, groups=6).var((0, 2, 3))
+    torch.testing.assert_close(bn.running_var, of_batch.detach(), rtol=0.02, atol=0)
+    if quantizer == "fixed":
+        torch.testing.assert_close(layer.weight.detach(), weight, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("axis", "quantizer"), [(None, "lsq"), (0, "tqt")])
+def test_scales_that_cannot_take_the_factor_of_each_channel_are_left_out(axis: int | None, quantizer: str) -> None:
+    model = depthwise(axis, quantizer)
+    freezing = Freezing(model, 10)
+    freezing.step()
+    assert [layer.name for layer in freezing.report().layers] == ["3.weight"]
+    assert "its scale cannot take the factor of each: give its QuantSpec axis=0" in freezing.skipped["0.weight"]
+    tracking = Freezing(model, 10, thresholds=None)
+    tracking.step()
+    assert [layer.name for layer in tracking.report().layers] == ["0.weight", "3.weight"]
+
+
 # ---- resumed
 
 

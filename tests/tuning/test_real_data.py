@@ -30,6 +30,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return float((model(images).argmax(1) == labels).float().mean())
 
 
+@pytest.mark.sweep
 def test_learned_rounding_beats_rounding_to_nearest() -> None:
     model, train, images, labels = resnet20()
     batches = list(train.split(16))
@@ -44,6 +45,7 @@ def test_learned_rounding_beats_rounding_to_nearest() -> None:
     assert accuracy(qt.convert(copy.deepcopy(prepared)), images, labels) > nearest + 0.03
 
 
+@pytest.mark.sweep
 def test_qdrop_learns_four_bits_of_weights_and_activations() -> None:
     model, train, images, labels = resnet20()
     batches = list(train.split(16))

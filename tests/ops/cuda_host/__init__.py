@@ -112,6 +112,16 @@ class UnitScales(ctypes.Structure):
     )
 
 
+class FactorChange(ctypes.Structure):
+    """`FactorChange` of unit_scales.h."""
+
+    _fields_ = (
+        ("f64", ctypes.c_bool),
+        *(("channels", ctypes.c_int64), ("eps", ctypes.c_double)),
+        *((name, ctypes.c_void_p) for name in ("variance", "gamma", "start", "rate", "known")),
+    )
+
+
 class RatioGradient(ctypes.Structure):
     """`RatioGradient` of unit_scales.h."""
 
@@ -194,6 +204,7 @@ def compiled() -> ctypes.CDLL:
     assert kernels.size_of_weight_rows() == ctypes.sizeof(WeightRows)
     assert kernels.size_of_unit_scales() == ctypes.sizeof(UnitScales)
     assert kernels.size_of_unit_gradients() == ctypes.sizeof(UnitGradients)
+    assert kernels.size_of_factor_change() == ctypes.sizeof(FactorChange)
     assert kernels.size_of_attention_weights() == ctypes.sizeof(AttentionWeights)
     return kernels
 

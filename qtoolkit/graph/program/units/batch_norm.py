@@ -75,7 +75,7 @@ class NormPlan(Plan):
             the running statistics, and the process group with which they are shared.
         activation: Its bounds.
         last: Whether the layer's output is in channels_last.
-        changing: The parameters whose changes end a step; None if the batch norm is frozen.
+        changing: The parameters whose changes end a step; None if nothing depends on the factor of a step.
     """
 
     layer: LayerArguments
@@ -164,7 +164,7 @@ class BatchNormUnit(Decided[NormPlan]):
             (bn.weight, bn.bias, bn.eps, *_statistics(bn)),
             bounds,
             memory_format is not None or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
-            None if is_folded(bn) else Changing(parameters),
+            None if is_folded(bn) and not layer.takes_factor else Changing(parameters),
         )
 
     def varying(self, plan: NormPlan, x: Tensor, *others: Any) -> Varying | None:
@@ -172,7 +172,7 @@ class BatchNormUnit(Decided[NormPlan]):
         known, residual, of_residual = others
         layer, bn, *_ = self.modules
         changing = plan.changing
-        variance = bn.running_var if changing is None else variance_of_step(bn, bn.running_var, changing)
+        variance = bn.running_var if changing is None else variance_of_step(layer, bn, bn.running_var, changing)
         found = varying_of_layer(layer, plan.layer, x, known, partial(_factor, bn, variance), self.names[0])
         if found is None:
             return None

@@ -1,0 +1,64 @@
+// The scales of a weight behind a batch norm, as the factor changes by which folding it multiplies the weight.
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "../checks.h"
+#include "../launch.h"
+#include "../registration.h"
+
+namespace qtoolkit {
+
+using at::Tensor;
+using std::optional;
+
+namespace {
+
+void check_rescale(const Tensor& start, const optional<Tensor>& rate, const Tensor& known, const Tensor& variance,
+                   const optional<Tensor>& gamma, double eps) {
+  const char* op = "batch_norm_rescale_";
+  TORCH_CHECK_VALUE(eps >= 0, op, ": eps must not be negative, got ", eps, ".");
+  TORCH_CHECK_TYPE(start.scalar_type() == at::kFloat || start.scalar_type() == at::kDouble, op,
+                   ": start must have dtype float32 or float64, got ", start.scalar_type(), ".");
+  const auto check = [&](const char* name, const Tensor& t, bool is_kept) {
+    TORCH_CHECK_VALUE(t.sym_numel() == start.sym_numel() && t.device() == start.device(), op, ": ", name,
+                      " must have as many elements as start, ", start.sym_numel(), ", on ", start.device(), ", got ",
+                      t.sym_numel(), " on ", t.device(), ".");
+    TORCH_CHECK_VALUE(!is_kept || (t.is_contiguous() && t.scalar_type() == start.scalar_type()), op, ": ", name,
+                      " is changed in place, so it must be contiguous and have the dtype of start, ",
+                      start.scalar_type(), ", got ", t.scalar_type(), ".");
+    TORCH_CHECK_TYPE(t.is_floating_point(), op, ": ", name, " must have a floating-point dtype, got ", t.scalar_type(),
+                     ".");
+  };
+  check("start", start, true);
+  if (rate.has_value()) check("rate", *rate, true);
+  check("known", known, true);
+  check("variance", variance, false);
+  if (gamma.has_value()) check("gamma", *gamma, false);
+}
+
+}  // namespace
+
+static Tensor batch_norm_rescale_(Tensor& start, const optional<Tensor>& rate, Tensor& known, const Tensor& variance,
+                                  const optional<Tensor>& gamma, double eps) {
+  check_rescale(start, rate, known, variance, gamma, eps);
+  const Tensor copy = variance.clone(at::MemoryFormat::Contiguous);
+  if (start.is_meta() || start.numel() == 0) return copy;
+  const Tensor of_start = copy.to(start.scalar_type());
+  const Tensor factor = gamma.has_value() ? gamma->to(start.scalar_type()).contiguous() : Tensor();
+  FactorChange u;
+  u.f64 = start.scalar_type() == at::kDouble;
+  u.channels = start.numel();
+  u.eps = eps;
+  u.variance = of_start.const_data_ptr();
+  u.gamma = factor.defined() ? factor.const_data_ptr() : nullptr;
+  u.start = start.mutable_data_ptr();
+  u.rate = rate.has_value() ? rate->mutable_data_ptr() : nullptr;
+  u.known = known.mutable_data_ptr();
+  on(start.device()).take_factor(u, start.device());
+  return copy;
+}
+
+QT_REGISTER_BODIES(m) { m.impl("batch_norm_rescale_", batch_norm_rescale_); }
+
+}  // namespace qtoolkit
