@@ -1,4 +1,4 @@
-"""Training from random weights: a float model, and the same model quantized by default (W8A8, fixed scales).
+"""Training from random weights: a float model, and the same model quantized by default (W8A8, fixed scales) or by `lsq`.
 
 python benchmarks/from_scratch.py                       both networks, writes results/from_scratch.json and prints the table
 python benchmarks/from_scratch.py --only mnist --seeds 0 1 2
@@ -33,6 +33,10 @@ import qtoolkit as qt
 RESULTS = Path(__file__).parent / "results" / "from_scratch.json"
 BEGIN, END = "<!-- begin: benchmarks/from_scratch.py -->", "<!-- end -->"
 NAMES = ["network", "trained", "seeds", "mean, %", "spread", "to float"]
+FLOAT = "float"
+# The number of bits, and the quantizer.
+QUANTIZED = {"W8A8": (8, "fixed"), "W8A8, lsq": (8, "lsq"), "W4A4, lsq": (4, "lsq"), "W3A3, lsq": (3, "lsq")}
+TRAINED = (FLOAT, *QUANTIZED)
 EPOCHS, RATE, IMAGES = 3, 0.1, {"mnist": (12_000, 3_000), "resnet20": (50_000, 10_000)}
 
 
@@ -56,34 +60,45 @@ def digits(train: int, test: int) -> Data:
     return Data(part("train", train), part("test", test), torch.zeros(1))
 
 
-def trained(network: str, quantized: bool, seed: int, data: Data) -> float:
+def quantized(kind: str, model: nn.Module, batches: Sequence[Tensor]) -> nn.Module:
+    """Return a calibrated model of a kind of QUANTIZED."""
+    bits, quantizer = QUANTIZED[kind]
+    mapping = None
+    if quantizer != "fixed":
+        activation = qt.QuantSpec(bits=bits, signed=False, symmetric=False, quantizer=quantizer)
+        weight = qt.QuantSpec(bits=bits, axis=0, quantizer=quantizer)
+        mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
+    prepared = qt.prepare(model, (batches[0][:2],), qconfig_mapping=mapping)
+    qt.calibrate(prepared, batches, progress=False)
+    return prepared
+
+
+def trained(network: str, kind: str, seed: int, data: Data) -> float:
     """Return the accuracy of a training from random weights, in percent."""
     torch.manual_seed(seed)
     model = (small_net() if network == "mnist" else resnet20_of(None)).train()
     batches = data.train[0][:512].split(128)
-    if quantized:
-        model = qt.prepare(model, (batches[0][:2],))
-        qt.calibrate(model, batches, progress=False)
+    if kind != FLOAT:
+        model = quantized(kind, model, batches)
     images = len(data.train[0])
     schedule = Schedule(images, EPOCHS, batch=min(128, images // 4), rate=RATE)
     with tempfile.TemporaryDirectory() as folder:
-        Run(model, data, schedule, seed, Path(folder) / "run.pt").train(f"{network} {quantized} {seed}")
+        Run(model, data, schedule, seed, Path(folder) / "run.pt").train(f"{network} {kind} {seed}")
     return accuracy(model, data)
 
 
 def table(results: dict[str, Any]) -> list[list[str]]:
-    """Return a line for each network, in float and quantized."""
+    """Return a line for each network and what is trained of it."""
     lines = []
     for network in IMAGES:
-        means: dict[bool, float] = {}
-        for quantized in (False, True):
-            found = [r["accuracy"] for r in results["rows"] if (r["network"], r["quantized"]) == (network, quantized)]
+        means: dict[str, float] = {}
+        for kind in TRAINED:
+            found = [r["accuracy"] for r in results["rows"] if (r["network"], r["trained"]) == (network, kind)]
             if found:
-                means[quantized] = statistics.mean(found)
-                drop = f"{means[quantized] - means[False]:+.2f}" if False in means else ""
-                kind = "W8A8" if quantized else "float"
+                means[kind] = statistics.mean(found)
+                drop = f"{means[kind] - means[FLOAT]:+.2f}" if FLOAT in means else ""
                 spread = max(found) - min(found)
-                lines.append([network, kind, str(len(found)), f"{means[quantized]:.2f}", f"{spread:.2f}", drop])
+                lines.append([network, kind, str(len(found)), f"{means[kind]:.2f}", f"{spread:.2f}", drop])
     return lines
 
 
@@ -106,15 +121,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if DATA is None:
         parser.error(MISSING)
     rows = rows_before(args.out, {"quick": args.quick})
-    done = {(row["network"], row["quantized"], row["seed"]) for row in rows}
+    done = {(row["network"], row["trained"], row["seed"]) for row in rows}
     results = {**facts("cpu"), "commands": commands_of(args.out), "quick": args.quick}
     for network in args.only:
         sizes = (200, 100) if args.quick else IMAGES[network]
         data = digits(*sizes) if network == "mnist" else load(DATA, *sizes)
-        for seed, quantized in itertools.product(args.seeds, (False, True)):
-            if (network, quantized, seed) not in done:
-                found = trained(network, quantized, seed, data)
-                rows.append({"network": network, "quantized": quantized, "seed": seed, "accuracy": found})
+        for seed, kind in itertools.product(args.seeds, TRAINED):
+            if (network, kind, seed) not in done:
+                found = trained(network, kind, seed, data)
+                rows.append({"network": network, "trained": kind, "seed": seed, "accuracy": found})
                 write_rows(args.out, results, rows)
     show(Console(width=120), title, NAMES, table(json.loads(args.out.read_text())))
     return None

@@ -377,7 +377,7 @@ const DeviceKernels kDeviceKernels = {
       }
     },
     [](const FactorChange& u, c10::Device) {
-      for (int64_t i = 0; i < u.channels; ++i) u.f64 ? take_factor_at<double>(u, i) : take_factor_at<float>(u, i);
+      for (int64_t i = 0; i < u.scales; ++i) u.f64 ? take_factor_at<double>(u, i) : take_factor_at<float>(u, i);
     },
     /*attention_weights=*/nullptr};
 

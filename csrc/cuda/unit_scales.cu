@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) unit_gradients_kernel(UnitGradients 
 template <class A>
 __global__ void __launch_bounds__(kThreads) take_factor_kernel(FactorChange u) {
   const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
-  if (i < u.channels) take_factor_at<A>(u, i);
+  if (i < u.scales) take_factor_at<A>(u, i);
 }
 
 }  // namespace
@@ -34,7 +34,7 @@ void unit_gradients(const UnitGradients& u, cudaStream_t stream) {
 }
 
 void take_factor(const FactorChange& u, cudaStream_t stream) {
-  launch_each(u.f64 ? take_factor_kernel<double> : take_factor_kernel<float>, u.channels, stream, u);
+  launch_each(u.f64 ? take_factor_kernel<double> : take_factor_kernel<float>, u.scales, stream, u);
 }
 
 }  // namespace cuda

@@ -20,21 +20,28 @@ void check_rescale(const Tensor& start, const optional<Tensor>& rate, const Tens
   TORCH_CHECK_VALUE(eps >= 0, op, ": eps must not be negative, got ", eps, ".");
   TORCH_CHECK_TYPE(start.scalar_type() == at::kFloat || start.scalar_type() == at::kDouble, op,
                    ": start must have dtype float32 or float64, got ", start.scalar_type(), ".");
-  const auto check = [&](const char* name, const Tensor& t, bool is_kept) {
-    TORCH_CHECK_VALUE(t.sym_numel() == start.sym_numel() && t.device() == start.device(), op, ": ", name,
-                      " must have as many elements as start, ", start.sym_numel(), ", on ", start.device(), ", got ",
-                      t.sym_numel(), " on ", t.device(), ".");
-    TORCH_CHECK_VALUE(!is_kept || (t.is_contiguous() && t.scalar_type() == start.scalar_type()), op, ": ", name,
-                      " is changed in place, so it must be contiguous and have the dtype of start, ",
-                      start.scalar_type(), ", got ", t.scalar_type(), ".");
+  const auto check = [&](const char* name, const Tensor& t) {
+    TORCH_CHECK_VALUE(t.sym_numel() == start.sym_numel() && t.device() == start.device() && t.is_contiguous() &&
+                          t.scalar_type() == start.scalar_type(),
+                      op, ": ", name, " is changed in place, so it must be contiguous, of as many elements as start, ",
+                      start.sym_numel(), ", of its dtype and on its device, ", start.scalar_type(), " on ",
+                      start.device(), ", got ", t.sym_numel(), ", ", t.scalar_type(), " on ", t.device(), ".");
+  };
+  check("start", start);
+  if (rate.has_value()) check("rate", *rate);
+  check("known", known);
+  const auto check_channels = [&](const char* name, const Tensor& t) {
     TORCH_CHECK_TYPE(t.is_floating_point(), op, ": ", name, " must have a floating-point dtype, got ", t.scalar_type(),
                      ".");
+    TORCH_CHECK_VALUE(t.sym_numel() == variance.sym_numel() && t.device() == start.device(), op, ": ", name,
+                      " must have as many elements as variance, ", variance.sym_numel(), ", on the device of start, ",
+                      start.device(), ", got ", t.sym_numel(), " on ", t.device(), ".");
   };
-  check("start", start, true);
-  if (rate.has_value()) check("rate", *rate, true);
-  check("known", known, true);
-  check("variance", variance, false);
-  if (gamma.has_value()) check("gamma", *gamma, false);
+  check_channels("variance", variance);
+  if (gamma.has_value()) check_channels("gamma", *gamma);
+  TORCH_CHECK_VALUE(start.sym_numel() == 1 || start.sym_numel() == variance.sym_numel(), op,
+                    ": start must have one element, or one for each element of variance, ", variance.sym_numel(),
+                    ", got ", start.sym_numel(), ".");
 }
 
 }  // namespace
@@ -43,12 +50,13 @@ static Tensor batch_norm_rescale_(Tensor& start, const optional<Tensor>& rate, T
                                   const optional<Tensor>& gamma, double eps) {
   check_rescale(start, rate, known, variance, gamma, eps);
   const Tensor copy = variance.clone(at::MemoryFormat::Contiguous);
-  if (start.is_meta() || start.numel() == 0) return copy;
+  if (start.is_meta() || variance.numel() == 0) return copy;
   const Tensor of_start = copy.to(start.scalar_type());
   const Tensor factor = gamma.has_value() ? gamma->to(start.scalar_type()).contiguous() : Tensor();
   FactorChange u;
   u.f64 = start.scalar_type() == at::kDouble;
-  u.channels = start.numel();
+  u.scales = start.numel();
+  u.channels = variance.numel();
   u.eps = eps;
   u.variance = of_start.const_data_ptr();
   u.gamma = factor.defined() ? factor.const_data_ptr() : nullptr;

@@ -63,11 +63,11 @@ struct UnitGradients {
 
 // Scales of a weight in units of the weight: those of the product take each change of the factor's magnitude, and so
 // does their rate, by its square (see positive_scale.cpp). `known` is the magnitude that they have taken; 0 before the
-// first.
+// first. One scale for all channels takes the root of the mean square of their magnitudes.
 struct FactorChange {
   static constexpr bool frozen = false;
   bool f64 = false;
-  int64_t channels = 0;
+  int64_t scales = 0, channels = 0;
   double eps = 0;
   const void *variance = nullptr, *gamma = nullptr;
   void *start = nullptr, *rate = nullptr, *known = nullptr;
@@ -188,12 +188,29 @@ QT_FN void unit_scales_at(const UnitScales& u, int64_t i) {
   trained_scale<A>(u.output, i);
 }
 
+// Within bounds for which no product of a scale or of its rate is 0 or infinite; a NaN stays.
+template <class A>
+QT_FN A factor_magnitude(const FactorChange& u, int64_t channel) {
+  constexpr double kLeast = 0x1p-30, kLargest = 0x1p30;
+  const A magnitude = std::fabs(weight_factor<A>(u, channel));
+  return magnitude < A(kLeast) ? A(kLeast) : magnitude > A(kLargest) ? A(kLargest) : magnitude;
+}
+
+// In one order on both devices.
+template <class A>
+QT_FN A shared_magnitude(const FactorChange& u) {
+  double squares = 0;
+  for (int64_t channel = 0; channel < u.channels; ++channel) {
+    const double magnitude = factor_magnitude<A>(u, channel);
+    squares += magnitude * magnitude;
+  }
+  return A(std::sqrt(squares / double(u.channels)));
+}
+
 template <class A>
 QT_FN void take_factor_at(const FactorChange& u, int64_t i) {
-  constexpr double kLeast = 0x1p-30, kLargest = 0x1p30;  // that no product of a scale or of its rate is 0 or infinite
-  const A magnitude = std::fabs(weight_factor<A>(u, i));
-  if (magnitude != magnitude) return;
-  const A now = magnitude < A(kLeast) ? A(kLeast) : magnitude > A(kLargest) ? A(kLargest) : magnitude;
+  const A now = u.scales == u.channels ? factor_magnitude<A>(u, i) : shared_magnitude<A>(u);
+  if (now != now) return;
   A& known = static_cast<A*>(u.known)[i];
   const A ratio = known > 0 ? now / known : A(1);
   known = now;

@@ -137,8 +137,8 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
     def takes_factor(self) -> bool:
         """Whether the weight's scales are in units of the weight, as the papers train them.
 
-        The weight is quantized times the factor of a linked batch norm. Each training step the scales take the change of the
-        factor, if there is one for each output channel, of any value.
+        The weight is quantized times the factor of a linked batch norm. Each training step scales of any value take the change
+        of the factor: one for each output channel that of its own, one for all that of the root of the mean square.
         """
         quantizer, bn = self.weight_quantizer, self.batch_norm
         constant = bn is None or isinstance(bn, batch_norm.QuantFrozenBatchNorm)
@@ -159,14 +159,13 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         """Quantize the weight as folding this batch norm scales it."""
         self._holds_batch_norm = True
         self._batch_norm = (bn,)  # in a tuple: as a submodule it would add its parameters to the state dict twice
-        quantizer = self.weight_quantizer
-        if isinstance(quantizer, TensorQuantizer) and quantizer.takes_any_scale:
-            along_outputs = quantizer.scale.numel() == self.channels() and self.scales_along_outputs()
-            quantizer.follow_factor() if along_outputs else None
+        quantizer, along_outputs = self.weight_quantizer, self.scales_along_outputs()
+        if isinstance(quantizer, TensorQuantizer) and quantizer.takes_any_scale and along_outputs:
+            quantizer.follow_factor()
         self.reset_weight_range()
 
     def take_factor(self, frozen: bool = False) -> None:
-        """Let scales in units of the weight take the factor of the running statistics as they are now, with frozen ranges too."""
+        """Let scales in units of the weight take the factor of the present running statistics, with frozen ranges too."""
         bn = self.batch_norm
         if bn is not None and self.takes_factor and not bn.running_var.is_meta:
             batch_norm.take_factor(self, bn, bn.running_var, frozen)

@@ -181,7 +181,8 @@ def batch_norm_rescale_(
     [2^-30, 2^30] count as these bounds.
 
     Args:
-        start: A scale for each output channel, changed in place; float32 or float64.
+        start: A scale for each output channel, or one for all, changed in place; float32 or float64. One for all takes the
+            root of the mean square of the channels' magnitudes.
         rate: The `rate` of `positive_scale`, of the same shape and dtype, changed in place, or None.
         known: The magnitudes that the scales have taken, of the same shape and dtype, changed in place; 0 for none so far.
         variance: (C), the running variance.

@@ -90,7 +90,9 @@ class GridWeight:
         """Whether the grid is the same in units of the parameter in each step."""
         layer, bn = self.layer, self.batch_norm
         constant = bn is None or isinstance(bn, QuantFrozenBatchNorm)
-        return constant or (isinstance(layer, QuantWeighted) and layer.takes_factor)
+        if constant or not isinstance(layer, QuantWeighted):
+            return constant
+        return layer.takes_factor and self.quantizer.scale.numel() == layer.channels()
 
     def scaled(self, weight: Tensor, factor: Tensor | None) -> Tensor:
         """Multiply each output channel of a tensor like the parameter by its factor."""

@@ -22,8 +22,9 @@ LEARNED = {
     "dsq": qt.QuantSpec(bits=4, axis=0, quantizer="dsq"),
     "apot": qt.QuantSpec(bits=4, axis=0, quantizer="apot"),
 }
-SPECS = {**LEARNED, "histogram": qt.QuantSpec(bits=4, axis=0, observer="histogram")}
-each_spec = pytest.mark.parametrize("name", SPECS)
+OF_CHANNELS = {**LEARNED, "histogram": qt.QuantSpec(bits=4, axis=0, observer="histogram")}
+SPECS = {**OF_CHANNELS, "one scale": qt.QuantSpec(bits=4, quantizer="lsq")}
+each_spec = pytest.mark.parametrize("name", OF_CHANNELS)
 ROADS = ("prepare", "replace")
 each_road = pytest.mark.parametrize("road", ROADS)
 
@@ -114,9 +115,26 @@ def codes_of(layer: Any) -> Tensor:
     """The codes of the training step that has begun."""
     q = layer.weight_quantizer
     product = layer.scale_output_channels(layer.weight, divisor_of(layer.batch_norm, layer.batch_norm._seen[1]))
-    shape = (-1, 1, 1, 1)
+    shape = (-1, 1, 1, 1) if q.scale.dim() else ()
     zero = 0 if q.zero_point is None else q.zero_point.view(shape)
     return (q.quantize(product) / q.scale.view(shape) + zero).round()
+
+
+@each_road
+def test_one_scale_takes_what_all_factors_have_in_common(road: str) -> None:
+    model = linked(road, "one scale", layers())
+    with torch.no_grad():
+        model(batch(0))
+        before = [codes_of(layer) for layer in layers_of(model)]
+        for layer in layers_of(model):
+            layer.batch_norm.weight.mul_(0.001)
+            layer.batch_norm.momentum = 0.0
+        model(batch(0))
+        for layer, codes in zip(layers_of(model), before, strict=True):
+            factors = divisor_of(layer.batch_norm, layer.batch_norm._seen[1])
+            torch.testing.assert_close(layer.weight_quantizer._factor, factors.square().mean().sqrt().reshape(()))
+            assert codes.abs().max() == 8
+            assert codes_of(layer).abs().max() >= 4
 
 
 @each_road
@@ -137,12 +155,8 @@ def test_a_batch_norm_that_begins_with_zeros_trains_as_without_quantizers(road: 
 
 
 def test_what_stays_as_it_is() -> None:
-    """One scale for all channels, powers of two, constant batch norms, and ranges that were set or frozen."""
-    for spec in (
-        qt.QuantSpec(bits=4, quantizer="lsq"),
-        qt.QuantSpec(axis=0, quantizer="tqt"),
-        qt.QuantSpec(axis=0, pow2_scale=True),
-    ):
+    """Powers of two, and ranges that were set or frozen."""
+    for spec in (qt.QuantSpec(axis=0, quantizer="tqt"), qt.QuantSpec(axis=0, pow2_scale=True)):
         model = qt.prepare(layers(), qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(None, spec)))
         assert not any(layer.takes_factor for layer in layers_of(model))
         assert not any("_factor" in key for key in model.state_dict())

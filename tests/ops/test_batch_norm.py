@@ -561,6 +561,13 @@ def test_scales_take_the_change_of_the_factor(dtype):
         assert_same(given[name], value)
 
 
+def test_one_scale_takes_the_root_of_the_mean_square():
+    start, known = torch.tensor([0.1]), torch.tensor([1.0])
+    rescaled(start=start, rate=None, known=known, variance=torch.tensor([0.25, 1.0, 4.0]), gamma=None)
+    torch.testing.assert_close(known, torch.tensor([((4 + 1 + 0.25) / 3) ** 0.5]))
+    torch.testing.assert_close(start, 0.1 * known)
+
+
 def test_a_factor_that_vanishes_leaves_scales_that_come_back():
     start, rate, known = torch.tensor([0.1]), torch.tensor([1.0]), torch.tensor([1.0])
     for gamma in (1e-3, 1e-20, 1e-38, 0.0, -1e-38, 2.0):
@@ -574,14 +581,11 @@ def test_a_factor_that_vanishes_leaves_scales_that_come_back():
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        ({"rate": PAIR}, ValueError, "rate must have as many elements as start, 4, on cpu, got 2 on cpu"),
-        ({"variance": PAIR}, ValueError, "variance must have as many elements as start, 4"),
-        ({"known": torch.ones(8)[::2]}, ValueError, "known is changed in place, so it must be contiguous and have"),
-        (
-            {"rate": torch.ones(4).double()},
-            ValueError,
-            "rate is changed in place, .* the dtype of start, Float, got Double",
-        ),
+        ({"rate": PAIR}, ValueError, "rate is changed in place, .*, of as many elements as start, 4, .* got 2, Float"),
+        ({"gamma": PAIR}, ValueError, "gamma must have as many elements as variance, 4, .* got 2 on cpu"),
+        ({"variance": PAIR, "gamma": None}, ValueError, "start must have one element, or one for each .* 2, got 4"),
+        ({"known": torch.ones(8)[::2]}, ValueError, "known is changed in place, so it must be contiguous"),
+        ({"rate": torch.ones(4).double()}, ValueError, "rate is changed in place, .* got 4, Double on cpu"),
         ({"start": torch.ones(4).half()}, TypeError, "start must have dtype float32 or float64, got Half"),
         ({"gamma": torch.ones(4).long()}, TypeError, "gamma must have a floating-point dtype, got Long"),
         ({"eps": -1.0}, ValueError, "eps must not be negative, got -1"),

@@ -477,13 +477,19 @@ def test_scales_of_a_unit(kernels, f64, follows, has_norm):
 
 @pytest.mark.parametrize("f64", [False, True])
 @pytest.mark.parametrize("rated", [False, True])
-def test_scales_that_take_a_factor(kernels, f64, rated):
+@pytest.mark.parametrize("scales", [1, 300])
+def test_scales_that_take_a_factor(kernels, f64, rated, scales):
     given = channel_values(f64, "variance", "gamma", "start", "rate", "known")
     given["known"][::7] = 0.0
+    if scales == 1:
+        given["gamma"][2] = 1.0
+        given |= {name: given[name][1:2].clone() for name in ("start", "rate", "known")}
     if not rated:
         given["rate"] = None
     wanted = {name: None if value is None else value.clone() for name, value in given.items()}
-    kernels.take_factor_on_host(ctypes.byref(filled(FactorChange, f64=f64, channels=300, eps=1e-5, **given)))
+    kernels.take_factor_on_host(
+        ctypes.byref(filled(FactorChange, f64=f64, scales=scales, channels=300, eps=1e-5, **given))
+    )
     ops.batch_norm_rescale_(
         wanted["start"], wanted["rate"], wanted["known"], wanted["variance"], wanted["gamma"], eps=1e-5
     )
