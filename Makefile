@@ -56,7 +56,7 @@ second-environment:
 	$(SECOND) $(VENV)/ready
 
 second: second-environment   ## one case of each test on the oldest torch that CI knows, without real data and what no torch changes, in a copy of the tree
-	$(SECOND) unit OPTIONS='--few -m "not data" $(WITHOUT_TORCH)'
+	$(SECOND) unit OPTIONS='--few -m "not data" $(WITHOUT_TORCH) $(ONLY)'
 
 sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, in build/sanitize
 	tests/sanitize/run address $(RUN)/python
