@@ -413,9 +413,13 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.knows_factor = True
         moves = self.kind.LEARNED or self.following or frozen
         start = self._scale if moves else torch.ones_like(self._scale)
-        rate = self._buffers.get("_rate") if moves else None
+        rate, known = self._buffers.get("_rate") if moves else None, self._factor
+        if not torch.compiler.is_compiling():
+            # Autograd would refuse the backward of a forward before this call, as before an evaluation. It takes the new start
+            # and rate, which differ from the old ones by one step of the batch norm.
+            start, rate, known = start.data, None if rate is None else rate.data, known.data
         with torch.no_grad():
-            return ops.batch_norm_rescale_(start, rate, self._factor, variance.detach(), gamma, eps)
+            return ops.batch_norm_rescale_(start, rate, known, variance.detach(), gamma, eps)
 
     def _forget_factor(self) -> None:
         """Take the grid as that for the factor of the next call of `take_factor`."""

@@ -49,9 +49,9 @@ def reestimate_batch_norm(
     The running averages of training lag behind the weights, and with few bits the weights' noise moves the statistics. Each
     batch counts the same: the new mean is the average of the means, and the new variance that of the variances plus the
     variance of the means. Batch norms normalize by the statistics of the batch meanwhile; all else runs in eval mode, with the
-    quantizers as they are. Scales of weights change as the new statistics scale the weights. With one for each output channel no
-    code of a weight changes, and the statistics are those of the codes; one for all takes what the factors have in common, and
-    powers of two stay. If anything raises, all is as before.
+    quantizers as they are. Scales of weights change as the new statistics scale the weights. With one for each output channel
+    no code of a weight changes, and the statistics are those of the codes; one for all takes what the factors have in common,
+    and powers of two stay. If anything raises, all is as before.
 
     Args:
         model: A float, prepared or replaced model.

@@ -274,3 +274,14 @@ def test_compiled_code_takes_the_factor_before_each_forward(name: str) -> None:
         assert loss.item() == pytest.approx(wanted, rel=1e-4)
     for layer, mine in zip(layers_of(other), layers_of(model), strict=True):
         torch.testing.assert_close(layer.weight_quantizer.scale, mine.weight_quantizer.scale)
+
+
+@each_road
+def test_an_evaluation_between_forward_and_backward(road: str) -> None:
+    """As for targets of the model itself: the scales take the factor of evaluation before backward needs them."""
+    model = linked(road, "lsq", layers())
+    y = model(batch(0))
+    model.eval()(batch(1))
+    model.train()
+    y.square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
