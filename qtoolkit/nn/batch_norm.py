@@ -417,9 +417,11 @@ def step_variance(layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
     of these parameters takes one (see `OptimizerSteps.taken`), when a parameter of the layer or of the batch norm changes, when
     the grid of the weight is set, or when `train()` is called.
     """
+    if torch.compiler.is_compiling() and layer.takes_factor and not is_recorded_for_onnx():
+        return take_factor(layer, bn, bn.running_var)
     variance = running_variance(bn)
     if torch.compiler.is_compiling():
-        return take_factor(layer, bn, variance) if layer.takes_factor and not is_recorded_for_onnx() else variance
+        return variance
     return variance_of_step(layer, bn, variance, Changing((*_parameters(layer), *_parameters(bn))))
 
 

@@ -75,24 +75,18 @@ class GridWeight:
 
     def take_factor(self, variance: Tensor | None) -> Tensor | None:
         """Return the factor of the next step, by its variance. The scales take it, as they do in that step's forward."""
-        bn = self.batch_norm
-        if (
-            isinstance(self.layer, QuantWeighted)
-            and self.layer.takes_factor
-            and bn is not None
-            and variance is not None
-        ):
-            take_factor(self.layer, bn, variance, frozen=True)
+        layer: Any = self.layer
+        if variance is not None and layer.takes_factor:
+            take_factor(layer, layer.batch_norm, variance, frozen=True)
         return self.factor(variance)
 
     @property
     def keeps_units(self) -> bool:
         """Whether the grid is the same in units of the parameter in each step."""
-        layer, bn = self.layer, self.batch_norm
-        constant = bn is None or isinstance(bn, QuantFrozenBatchNorm)
-        if constant or not isinstance(layer, QuantWeighted):
-            return constant
-        return layer.takes_factor and self.quantizer.scale.numel() == layer.channels()
+        layer: Any = self.layer
+        if self.batch_norm is None or isinstance(self.batch_norm, QuantFrozenBatchNorm):
+            return True
+        return layer.takes_factor and self.quantizer.scale.numel() == layer.channels()  # type: ignore[no-any-return]
 
     def scaled(self, weight: Tensor, factor: Tensor | None) -> Tensor:
         """Multiply each output channel of a tensor like the parameter by its factor."""
@@ -140,7 +134,7 @@ def weights_on_grids(
 ) -> tuple[dict[str, GridWeight], dict[str, str]]:
     """Return the weights on grids of integers, each once, by the first name of the parameter; and why others are left out.
 
-    With `in_units` those alone whose grid is the same in units of the parameter, whatever a batch norm does.
+    `in_units` leaves out weights whose grid, in units of the parameter, changes with a batch norm.
 
     Raises ValueError: there is none; TypeError: the quantizers are those of `qtoolkit.compat.pytorch_quantization`.
     """
