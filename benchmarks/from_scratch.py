@@ -2,6 +2,7 @@
 
 python benchmarks/from_scratch.py                       both networks, writes results/from_scratch.json and prints the table
 python benchmarks/from_scratch.py --only mnist --seeds 0 1 2
+python benchmarks/from_scratch.py --only resnet20 --trained float "W4A4, lsq" --seeds 0
 python benchmarks/from_scratch.py --page docs/accuracy.md   writes the table of the results into the page
 
 A small network on MNIST (12,000 images, 3,000 for the test) and ResNet-20 on CIFAR-10, three epochs each: SGD with momentum, a
@@ -34,8 +35,15 @@ RESULTS = Path(__file__).parent / "results" / "from_scratch.json"
 BEGIN, END = "<!-- begin: benchmarks/from_scratch.py -->", "<!-- end -->"
 NAMES = ["network", "trained", "seeds", "mean, %", "spread", "to float"]
 FLOAT = "float"
-# The number of bits, and the quantizer.
-QUANTIZED = {"W8A8": (8, "fixed"), "W8A8, lsq": (8, "lsq"), "W4A4, lsq": (4, "lsq"), "W3A3, lsq": (3, "lsq")}
+# The number of bits, the quantizer, and the rate of learned scales as a multiple of that of weights.
+QUANTIZED = {
+    "W8A8": (8, "fixed", 1),
+    "W8A8, lsq": (8, "lsq", 1),
+    "W4A4, lsq": (4, "lsq", 1),
+    "W4A4, lsq, scales at ten times the rate": (4, "lsq", 10),
+    "W3A3, lsq": (3, "lsq", 1),
+    "W3A3, lsq, scales at ten times the rate": (3, "lsq", 10),
+}
 TRAINED = (FLOAT, *QUANTIZED)
 EPOCHS, RATE, IMAGES = 3, 0.1, {"mnist": (12_000, 3_000), "resnet20": (50_000, 10_000)}
 
@@ -62,7 +70,7 @@ def digits(train: int, test: int) -> Data:
 
 def quantized(kind: str, model: nn.Module, batches: Sequence[Tensor]) -> nn.Module:
     """Return a calibrated model of a kind of QUANTIZED."""
-    bits, quantizer = QUANTIZED[kind]
+    bits, quantizer, _ = QUANTIZED[kind]
     mapping = None
     if quantizer != "fixed":
         activation = qt.QuantSpec(bits=bits, signed=False, symmetric=False, quantizer=quantizer)
@@ -81,7 +89,8 @@ def trained(network: str, kind: str, seed: int, data: Data) -> float:
     if kind != FLOAT:
         model = quantized(kind, model, batches)
     images = len(data.train[0])
-    schedule = Schedule(images, EPOCHS, batch=min(128, images // 4), rate=RATE)
+    share = QUANTIZED[kind][2] if kind != FLOAT else None
+    schedule = Schedule(images, EPOCHS, batch=min(128, images // 4), rate=RATE, scale_share=share)
     with tempfile.TemporaryDirectory() as folder:
         Run(model, data, schedule, seed, Path(folder) / "run.pt").train(f"{network} {kind} {seed}")
     return accuracy(model, data)
@@ -106,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is missing and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=IMAGES, default=list(IMAGES))
+    parser.add_argument("--trained", nargs="+", choices=TRAINED, default=TRAINED)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="few images")
@@ -126,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for network in args.only:
         sizes = (200, 100) if args.quick else IMAGES[network]
         data = digits(*sizes) if network == "mnist" else load(DATA, *sizes)
-        for seed, kind in itertools.product(args.seeds, TRAINED):
+        for seed, kind in itertools.product(args.seeds, args.trained):
             if (network, kind, seed) not in done:
                 found = trained(network, kind, seed, data)
                 rows.append({"network": network, "trained": kind, "seed": seed, "accuracy": found})

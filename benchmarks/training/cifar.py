@@ -50,8 +50,9 @@ class Schedule:
     """How a model is trained: each learning rate falls from its first value (`rate` for weights) to 0 along a cosine.
 
     Where the norm of the gradient, over all parameters, is above `clip`, it is scaled down to it. Without `labels` a teacher's
-    classes alone are learned. Weights decay by `decay`, or as the optimizer's do. With `bfloat16` the model computes under
-    autocast, in about half the time where the processor has instructions for it.
+    classes alone are learned. Weights decay by `decay`, or as the optimizer's do; learned scales begin with the optimizer's
+    share of `rate`, or with `scale_share`. With `bfloat16` the model computes under autocast, in about half the time where the
+    processor has instructions for it.
     """
 
     images: int
@@ -62,6 +63,7 @@ class Schedule:
     optimizer: str = "sgd"
     labels: bool = True
     decay: float | None = None
+    scale_share: float | None = None
     bfloat16: bool = False
 
     @property
@@ -126,7 +128,7 @@ class Run:
         self.generator = torch.Generator().manual_seed(seed)
         self.step = 0
         kind = OPTIMIZERS[schedule.optimizer]
-        scale_rate = schedule.rate * kind.scale_share
+        scale_rate = schedule.rate * (kind.scale_share if schedule.scale_share is None else schedule.scale_share)
         decay = kind.weight_decay if schedule.decay is None else schedule.decay
         groups = qt.parameter_groups(model, schedule.rate, decay, scale_lr=scale_rate)
         self.rates = [group["lr"] for group in groups]

@@ -151,8 +151,8 @@ class FirstSteps(OptimizerSteps):
         return [quantizer for quantizer in quantizers if models.get(quantizer) not in others]
 
     def _is_trained_otherwise(self, model: nn.Module, trained: set[int]) -> bool:
-        parameters = list(model.parameters())
-        return trained.isdisjoint(map(id, parameters)) and bool(self.of(parameters))
+        trains = any(id(parameter) in trained for parameter in model.parameters())  # mostly the first one
+        return not trains and bool(self.of(model.parameters()))
 
 
 FIRST_STEPS = FirstSteps()
