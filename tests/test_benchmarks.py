@@ -596,11 +596,12 @@ def test_what_keeps_weights_from_oscillating_is_resumed_with_the_model(tmp_path)
 @needs_data
 @pytest.mark.data
 def test_trainings_from_scratch_and_their_page(tmp_path) -> None:
+    from from_scratch import TRAINED
+
     out = tmp_path / "from_scratch.json"
     results, printed = run_training("from_scratch.py", "--seeds", "0", "--out", str(out))
-    kinds = ("float", "W8A8", "W8A8, lsq", "W4A4, lsq", "W3A3, lsq")
     found = [(row["network"], row["trained"]) for row in results["rows"]]
-    assert found == [(network, kind) for network in ("mnist", "resnet20") for kind in kinds]
+    assert found == [(network, kind) for network in ("mnist", "resnet20") for kind in TRAINED]
     assert "From random weights, three epochs" in printed
     assert "| mnist | W8A8 | 1 |" in written_page("from_scratch.py", out, tmp_path / "accuracy.md")
 
