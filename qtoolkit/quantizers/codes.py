@@ -57,7 +57,10 @@ class TensorCodes:
         return self.as_codes(ops.quantize(x, *grid, dtype=code_dtype(self.qmin, self.qmax)))
 
     def _by_channels(self, y: Tensor) -> Tensor:
-        """Return the codes of an image, those of two channels in a byte, so that both are read in the order of memory."""
+        """Return the codes of an image, those of two channels in a byte, so that both are read in the order of memory.
+
+        `empty_codes` of csrc/layout.cpp has the same order, for ops that make codes with the values.
+        """
         n, c, h, w = y.shape
         return self.of(y.permute(0, 2, 3, 1)).codes.view(n, h, w, c // 2).permute(0, 3, 1, 2)
 
@@ -101,12 +104,12 @@ def _reference(y: Tensor) -> ReferenceType[Tensor] | Tensor:
 def codes_on(
     scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer, y: Tensor, codes: Tensor | None = None
 ) -> TensorCodes:
-    """Return what is known of a tensor y on the grid of a quantizer with `Capability.codes`; its codes have a byte each.
+    """Return what is known of a tensor y on the grid of a quantizer with `Capability.codes`.
 
-    Nobody else has the scale, positive, and the zero point, rounded.
+    Nobody else has the scale, positive, and the zero point, rounded. `codes` are what an op returned: empty where it gave none.
     """
-    spec, packed = quantizer.spec, quantizer.capability.packed
-    known = None if packed else codes
+    spec, known = quantizer.spec, None if codes is None or codes.numel() == 0 else codes
+    packed = quantizer.capability.packed
     return TensorCodes(scale, zero_point, spec.qmin, spec.qmax, packed, _reference(y), version_of(y), known)
 
 

@@ -24,7 +24,7 @@ from tests import processes, reference
 from tests.cases import CODES, FLOATS, Channels, assert_same
 from tests.export import litert_kernels
 from tests.ops.test_gradients import assert_sum
-from tests.ops.test_int4 import packed
+from tests.ops.test_int4 import packed, packed_in_memory
 from tests.ops.test_layer import Shape
 from tests.reference import tensor
 from tests.reference_shaped import Shaped
@@ -538,6 +538,9 @@ class Drawn:
     def process_group(self) -> str | None:
         """None: the tests have one process here, and tests/distributed has several."""
         return None
+
+    def packs_codes(self) -> bool:
+        return self.r.random() < 0.5
 
     def offset(self) -> Tensor | None:
         if self.op == "requantize":
@@ -1076,7 +1079,7 @@ def check_batch_norm_totals(drawn: Drawn, found: Results, x, divisor, offset, pr
 
 
 def check_batch_norm_fake_quant(
-    drawn: Drawn, found: Results, grad_factor: float, totals, process_group, **given
+    drawn: Drawn, found: Results, grad_factor: float, totals, process_group, packs_codes: bool, **given
 ) -> None:
     x, (y, codes, mean, variance) = given["x"], found
     if x.numel() == 0:
@@ -1090,9 +1093,12 @@ def check_batch_norm_fake_quant(
     assert_same(y, wanted.y())
     qmin, qmax = given["qmin"], given["qmax"]
     if given["scale"] is not None and ((-128 <= qmin < 0 and qmax <= 127) or (qmin >= 0 and qmax <= 255)):
-        assert_same(
-            codes, reference.quantize(wanted.value, **wanted.grid, dtype=torch.int8 if qmin < 0 else torch.uint8)
-        )
+        whole = reference.quantize(wanted.value, **wanted.grid, dtype=torch.int8 if qmin < 0 else torch.uint8)
+        packs = packs_codes and qmin >= (-8 if qmin < 0 else 0) and qmax <= (7 if qmin < 0 else 15)
+        if not packs or codes.numel():  # the order of memory may not be that of packed codes
+            assert_same(
+                codes, packed_in_memory(torch.empty_like(y, dtype=whole.dtype).copy_(whole)) if packs else whole
+            )
     else:
         assert codes.numel() == 0
 
