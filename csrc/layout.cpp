@@ -166,7 +166,6 @@ at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, i
   return has_separate_groups(y, group) ? y : at::empty_symint(x.sym_sizes(), options);
 }
 
-// quantizers/codes.py packs the codes of values in the same orders, where no op has given them.
 at::Tensor empty_codes(const at::Tensor& y, bool is_signed, bool packed) {
   const at::TensorOptions bytes = y.options().dtype(is_signed && !packed ? at::kChar : at::kByte);
   if (!packed) return at::empty_like(y, bytes);

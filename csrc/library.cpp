@@ -369,9 +369,11 @@ TORCH_LIBRARY(qtoolkit, m) {
 
   // Returns 4-bit codes, two per byte: one-dimensional uint8, x's elements in row-major order, the first in the low
   // half of a byte, an odd number padded with 0 (ONNX's INT4 and UINT4). Signed if qmin is negative. NaN becomes qmin.
+  // in_memory_order: those of an image in channels_last, with an even number of channels, are packed as quant_layer
+  // takes them: those of channels 2i and 2i + 1 as channel i.
   m.def(
       "quantize_int4(Tensor x, Tensor scale, Tensor? zero_point, int qmin=-8, int qmax=7, int? axis=None, "
-      "int group=1, int block_size=0) -> Tensor");
+      "int group=1, int block_size=0, bool in_memory_order=False) -> Tensor");
 
   // Returns the values of such codes, row-major of the given size.
   m.def(

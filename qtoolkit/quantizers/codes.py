@@ -43,26 +43,18 @@ class TensorCodes:
         """Return this with the codes of y, the tensor; those of an image in channels_last, if wanted."""
         codes = self.codes
         if codes is None:
-            codes = self._by_channels(y) if self.packed and _has_channels_last(y) else self.of(y).codes
+            codes = self.of(y, in_memory_order=True).codes
         if channels_last and codes.dim() == 4:
             codes = codes.contiguous(memory_format=torch.channels_last)
         self.codes = codes
         return self
 
-    def of(self, values: Tensor, packs: bool = True) -> Codes:
-        """Return the codes of values on the grid; without `packs` each has a byte."""
+    def of(self, values: Tensor, packs: bool = True, in_memory_order: bool = False) -> Codes:
+        """Return the codes of values on the grid; without `packs` each has a byte. Packed, they are in rows by default."""
         x, grid = values.detach(), (self.scale, self.zero_point, self.qmin, self.qmax)
         if packs and self.packed:
-            return self.as_codes(ops.quantize_int4(x, *grid))
+            return self.as_codes(ops.quantize_int4(x, *grid, in_memory_order=in_memory_order))
         return self.as_codes(ops.quantize(x, *grid, dtype=code_dtype(self.qmin, self.qmax)))
-
-    def _by_channels(self, y: Tensor) -> Tensor:
-        """Return the codes of an image, those of two channels in a byte, so that both are read in the order of memory.
-
-        `empty_codes` of csrc/layout.cpp has the same order, for ops that make codes with the values.
-        """
-        n, c, h, w = y.shape
-        return self.of(y.permute(0, 2, 3, 1)).codes.view(n, h, w, c // 2).permute(0, 3, 1, 2)
 
     def of_whole(self, y: Tensor, packs: bool = True) -> Codes:
         """Return the codes of y, the tensor, as `of` does, or those that are known."""
@@ -84,12 +76,6 @@ class TensorCodes:
         return (
             self.raw if version_of(self.raw.values) == self.raw_version else None
         )  # autograd says that it was changed
-
-
-def _has_channels_last(y: Tensor) -> bool:
-    """Return whether an image with an even number of channels is in channels_last, and not in rows."""
-    last = y.dim() == 4 and y.shape[1] % 2 == 0 and y.numel() > 0 and not y.is_contiguous()
-    return last and y.is_contiguous(memory_format=torch.channels_last)
 
 
 def version_of(y: Tensor) -> int:

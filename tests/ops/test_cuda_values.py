@@ -70,6 +70,7 @@ def check_everything(device: Device, x: Tensor, channels: Channels) -> None:
             grid = (None, None, None, *ends, 1.0, False, True)
             no = ("none", [], None, None, 0.0, False)
             check(device, lambda x, s, n=no, g=grid: native.function_fake_quant(x, *n, s * 9, *g)[:2], x, s)
+            check(device, lambda x, s, e=ends: ops.quantize_int4(x, s * 9, None, *e, in_memory_order=True), x, s)
         packed = ops.quantize_int4(x, s * 9, z, *ends, *how)
         check(
             device,

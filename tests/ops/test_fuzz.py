@@ -542,6 +542,8 @@ class Drawn:
     def packs_codes(self) -> bool:
         return self.r.random() < 0.5
 
+    in_memory_order = packs_codes
+
     def offset(self) -> Tensor | None:
         if self.op == "requantize":
             return self.r.choice([None, self.vector(1)])
@@ -1228,8 +1230,13 @@ def check_dequantize(drawn: Drawn, found: Results, **given) -> None:
     assert_same(found[0], reference.dequantize(**given))
 
 
-def check_quantize_int4(drawn: Drawn, found: Results, **given) -> None:
-    assert_same(found[0], packed(reference.quantize(**given)))
+def check_quantize_int4(drawn: Drawn, found: Results, in_memory_order: bool, **given) -> None:
+    x, codes = given["x"], reference.quantize(**given)
+    by_channels = (
+        packed_in_memory(torch.empty_like(x, dtype=codes.dtype).copy_(codes)) if in_memory_order else codes[:0]
+    )
+    whole = by_channels.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    assert_same(found[0], by_channels if whole else packed(codes))
 
 
 def check_dequantize_int4(drawn: Drawn, found: Results, packed: Tensor, size: list[int], signed: bool, **given) -> None:
