@@ -238,13 +238,14 @@ inline void check_codes(const char* op, c10::ScalarType dtype, int64_t qmin, int
                     lowest, ", ", highest, "], got [", qmin, ", ", qmax, "]; choose a wider dtype.");
 }
 
+inline bool fit_4_bits(int64_t qmin, int64_t qmax) { return qmin < 0 ? qmin >= -8 && qmax <= 7 : qmax <= 15; }
+
 // Returns whether the codes are signed.
 inline bool check_int4(const char* op, int64_t qmin, int64_t qmax) {
-  const bool is_signed = qmin < 0;
-  TORCH_CHECK_VALUE(is_signed ? qmin >= -8 && qmax <= 7 : qmax <= 15, op,
+  TORCH_CHECK_VALUE(fit_4_bits(qmin, qmax), op,
                     ": qmin and qmax must lie in [-8, 7] (signed) or in [0, 15] (unsigned), got [", qmin, ", ", qmax,
                     "]; use quantize() for wider codes.");
-  return is_signed;
+  return qmin < 0;
 }
 
 inline void check_packed_type(const char* op, const at::Tensor& packed, const char* name) {

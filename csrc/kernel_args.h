@@ -77,6 +77,7 @@ struct KernelArgs {
   void* y = nullptr;  // the dense result (dx for the backward kernels)
   Dtype y_dtype = Dtype::f32;
   bool stream = false;       // CPU: write y with streaming stores, past the caches
+  bool packed = false;       // two codes a byte
   uint8_t* codes = nullptr;  // of y, for a functor that gives codes: int8 or uint8 in its memory order; null if unused
   uint8_t* mask = nullptr;   // bit i % 8 of byte i / 8; null if unused. Forward writes it, backward reads it
   const void* scale = nullptr;       // channels.count values in the type of the arithmetic

@@ -166,6 +166,16 @@ at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, i
   return has_separate_groups(y, group) ? y : at::empty_symint(x.sym_sizes(), options);
 }
 
+at::Tensor empty_codes(const at::Tensor& y, bool is_signed, bool packed) {
+  const at::TensorOptions bytes = y.options().dtype(is_signed && !packed ? at::kChar : at::kByte);
+  if (!packed) return at::empty_like(y, bytes);
+  if (y.is_contiguous()) return at::empty_symint({(y.sym_numel() + 1) / 2}, bytes);
+  const bool is_image = y.dim() == 4 && y.is_contiguous(at::MemoryFormat::ChannelsLast);
+  if (!is_image || y.sym_size(1) % 2 != 0) return at::empty({0}, bytes);
+  return at::empty_symint({y.sym_size(0), y.sym_size(1) / 2, y.sym_size(2), y.sym_size(3)},
+                          bytes.memory_format(at::MemoryFormat::ChannelsLast));
+}
+
 at::Tensor layout_of_result(const at::Tensor& x, int64_t group) {
   if (x.is_non_overlapping_and_dense() && has_separate_groups(x, group)) return x;
   return empty_result(x, x.options().device(at::kMeta), group);

@@ -46,6 +46,11 @@ at::Tensor from_memory_order(const at::Tensor& values, const at::Tensor& dense, 
 // A dense tensor for the result of an op on x, in the memory order of x wherever channels_of allows it.
 at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, int64_t group);
 
+// For the codes of y, in the order of its memory: int8 or uint8 of its shape; if they are packed, two a
+// byte, as layers take them. Packed codes have an order of their own, row-major or (images) with two channels a byte:
+// where the memory has another one, the result is empty.
+at::Tensor empty_codes(const at::Tensor& y, bool is_signed, bool packed);
+
 // A tensor with the strides of such a result but without memory of its own: x itself if it has these strides.
 at::Tensor layout_of_result(const at::Tensor& x, int64_t group);
 

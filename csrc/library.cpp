@@ -173,7 +173,8 @@ TORCH_LIBRARY(qtoolkit, m) {
 
   // Batch norm in training over dimension 1 of x, + residual, an activation, and fake quantization: returns y, its
   // codes (int8 if qmin is negative, else uint8; empty if they do not fit or there is no scale), and the mean and the
-  // biased variance of each channel of x. divisor f: the batch norm of x / f is meant. residual is added;
+  // biased variance of each channel of x. packs_codes: codes that fit in 4 bits are packed, as in layer_fake_quant, and
+  // empty for rows of planes of an odd size too. divisor f: the batch norm of x / f is meant. residual is added;
   // residual_codes are its codes, from which backward rebuilds it. The activation is low + slope (v - low) up to low,
   // and high from high on. scale and zero_point have one element; without them nothing is rounded. Differentiable in x,
   // weight, bias, divisor, residual, scale and zero_point. totals: what batch_norm_totals returned for x, divisor and
@@ -182,7 +183,7 @@ TORCH_LIBRARY(qtoolkit, m) {
       "batch_norm_fake_quant(Tensor x, Tensor? weight, Tensor? bias, Tensor? divisor, Tensor? residual, "
       "Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, float eps, float low, float high, "
       "float slope, Tensor? scale, Tensor? zero_point, int qmin, int qmax, float grad_factor=1.0, Tensor? totals=None, "
-      "str? process_group=None) -> (Tensor, Tensor, Tensor, Tensor)");
+      "str? process_group=None, bool packs_codes=False) -> (Tensor, Tensor, Tensor, Tensor)");
 
   // Returns, of each channel of x / divisor, the sums of all values and of all squares, and last the number of values
   // of a channel: 2 C + 1 float64 in row 0 of all ranks of a process group, if one is named, and in row 1 of this one.
@@ -269,7 +270,8 @@ TORCH_LIBRARY(qtoolkit, m) {
   // Returns fake_quant of quant_layer, with their scales made as unit does, and without y_start quant_layer alone.
   // rounds_bias: puts the bias on the grid of the sums of products of codes, as quantizers/bias.py says. learned: the
   // grid of y is trained, so that backward keeps the layer's output; else it keeps the packed mask. with_codes: returns
-  // the codes of y too (int8 if y_qmin is negative, else uint8). Returns y and its codes, then what backward keeps.
+  // the codes of y too: int8 if y_qmin is negative, else uint8; if they fit in 4 bits, packed as quant_layer takes
+  // them, and empty where that is not the order of y in memory. Returns y and its codes, then what backward keeps.
   // Differentiable in x, weight, start, ratio, zero_point, bias, y_start, y_ratio, y_zero_point and raw_scale.
   m.def("layer_fake_quant(" QT_LAYER_UNIT ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor scale, Tensor kept)");
 
@@ -367,9 +369,11 @@ TORCH_LIBRARY(qtoolkit, m) {
 
   // Returns 4-bit codes, two per byte: one-dimensional uint8, x's elements in row-major order, the first in the low
   // half of a byte, an odd number padded with 0 (ONNX's INT4 and UINT4). Signed if qmin is negative. NaN becomes qmin.
+  // in_memory_order: those of an image in channels_last, with an even number of channels, are packed as quant_layer
+  // takes them: those of channels 2i and 2i + 1 as channel i.
   m.def(
       "quantize_int4(Tensor x, Tensor scale, Tensor? zero_point, int qmin=-8, int qmax=7, int? axis=None, "
-      "int group=1, int block_size=0) -> Tensor");
+      "int group=1, int block_size=0, bool in_memory_order=False) -> Tensor");
 
   // Returns the values of such codes, row-major of the given size.
   m.def(

@@ -16,7 +16,7 @@ using ProcessGroup = optional<std::string_view>;
 using ForwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, Optional, Optional, Optional, Optional,
                                                                  Optional, Optional, Optional, double, double, double,
                                                                  double, Optional, Optional, int64_t, int64_t, double,
-                                                                 Optional, ProcessGroup);
+                                                                 Optional, ProcessGroup, bool);
 using BackwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
     const Tensor&, const Tensor&, Optional, Optional, Optional, Optional, Optional, Optional, Optional, const Tensor&,
     const Tensor&, double, double, double, double, Optional, Optional, int64_t, int64_t, double, bool, bool, Optional,
@@ -91,12 +91,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
     const Tensor& x, Optional weight, Optional bias, Optional divisor, Optional residual, Optional residual_codes,
     Optional residual_scale, Optional residual_zero_point, double eps, double low, double high, double slope,
     Optional scale, Optional zero_point, int64_t qmin, int64_t qmax, double grad_factor, Optional totals,
-    ProcessGroup process_group) {
+    ProcessGroup process_group, bool packed) {
   static const auto op = find_op<ForwardSchema>("qtoolkit::batch_norm_fake_quant");
   const auto below = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return op.call(x, weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point, eps, low,
-                   high, slope, scale, zero_point, qmin, qmax, grad_factor, totals, process_group);
+                   high, slope, scale, zero_point, qmin, qmax, grad_factor, totals, process_group, packed);
   };
   bool differentiated = is_differentiated(kOp, x);
   for (const auto* t : {&weight, &bias, &divisor}) differentiated |= is_differentiated(kOp, *t);

@@ -119,9 +119,11 @@ BatchNormArgs arguments(const Given& given, const Tensor& dense, Pointers& point
 
 c10::ScalarType arithmetic_of(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
-Tensor empty_codes(const Tensor& x, bool quantized, int64_t qmin, int64_t qmax) {
-  const at::TensorOptions options = x.options().dtype(qmin < 0 ? at::kChar : at::kByte);
-  return quantized && fit_a_byte(qmin, qmax) ? empty_result(x, options, 1) : at::empty({0}, options);
+// Not where they are packed and planes of an odd size would share bytes.
+Tensor codes_for(const Tensor& y, bool quantized, int64_t qmin, int64_t qmax, bool packed) {
+  const bool shares = packed && y.sym_size(1) > 1 && y.sym_stride(1) > 1 && y.sym_stride(1) % 2 != 0;
+  if (quantized && fit_a_byte(qmin, qmax) && !shares) return empty_codes(y, qmin < 0, packed);
+  return at::empty({0}, y.options().dtype(qmin < 0 ? at::kChar : at::kByte));
 }
 
 // The gradient of a tensor that may be absent, of its dtype and shape.
@@ -163,7 +165,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
     const optional<Tensor>& residual, const optional<Tensor>& residual_codes, const optional<Tensor>& residual_scale,
     const optional<Tensor>& residual_zero_point, double eps, double low, double high, double slope,
     const optional<Tensor>& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
-    double /*grad_factor*/, const optional<Tensor>& totals, ProcessGroup process_group) {
+    double /*grad_factor*/, const optional<Tensor>& totals, ProcessGroup process_group, bool packed) {
   const Given given = {x,   weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point,
                        eps, low,    high, slope,   scale,    zero_point,     qmin,           qmax};
   check("batch_norm_fake_quant", given, totals.has_value());
@@ -171,7 +173,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
   TORCH_CHECK_VALUE(residual.has_value() || !residual_codes.has_value(),
                     "batch_norm_fake_quant: residual_codes require ",
                     "residual, got None, since the gradient is that of the residual; pass both, or neither.");
-  const Tensor y = empty_result(x, x.options(), 1), codes = empty_codes(x, scale.has_value(), qmin, qmax);
+  packed = packed && fit_4_bits(qmin, qmax);
+  const Tensor y = empty_result(x, x.options(), 1), codes = codes_for(y, scale.has_value(), qmin, qmax, packed);
   const auto statistic = [&] { return at::empty_symint({x.sym_size(1)}, x.options().dtype(arithmetic_of(x))); };
   const Tensor mean = statistic(), variance = statistic();
   if (y.is_meta() || mean.numel() == 0 || (y.numel() == 0 && !totals.has_value())) return {y, codes, mean, variance};
@@ -179,6 +182,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
   BatchNormArgs args = arguments(given, y, pointers);
   args.y = y.mutable_data_ptr();
   args.codes = codes.numel() > 0 ? static_cast<uint8_t*>(codes.mutable_data_ptr()) : nullptr;
+  args.packed = packed;
   args.mean = mean.mutable_data_ptr();
   args.variance = variance.mutable_data_ptr();
   if (totals.has_value()) {
@@ -301,7 +305,8 @@ std::tuple<Tensor, Tensor> epilogue_fake_quant(const Tensor& x, const Epilogue& 
   const auto none = std::nullopt;
   const auto [y, codes, mean, variance] = batch_norm_fake_quant(
       x, none, none, none, e.residual, e.residual_codes, e.residual_scale, e.residual_zero_point, kEpsOfNone, e.low,
-      e.high, e.slope, e.scale, e.zero_point, e.qmin, e.qmax, e.grad_factor, totals_of_none(x), none);
+      e.high, e.slope, e.scale, e.zero_point, e.qmin, e.qmax, e.grad_factor, totals_of_none(x), none,
+      /*packed=*/true);
   return {y, codes};
 }
 

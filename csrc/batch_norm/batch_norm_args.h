@@ -22,7 +22,7 @@ struct BatchNormArgs {
   const void* residual_zero_point = nullptr;
   void* y = nullptr;              // dx in backward
   void* residual_grad = nullptr;  // backward
-  uint8_t* codes = nullptr;       // forward: int8 or uint8
+  uint8_t* codes = nullptr;       // forward: int8 or uint8; see `packed`
   const void* weight = nullptr;
   const void* bias = nullptr;
   const void* divisor = nullptr;
@@ -37,6 +37,7 @@ struct BatchNormArgs {
   double* gradients = nullptr;
   bool learned = false;
   bool stream = false;  // CPU: write results with streaming stores, past the caches
+  bool packed = false;  // two codes a byte; not where `inner` is odd, since planes would share bytes
   // CPU: the open interval of values that the quantizer passes the gradient for; with a slope of 0, of those that the
   // activation does not stop either.
   double pass_low = 0, pass_high = 0;

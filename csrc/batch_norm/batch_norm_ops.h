@@ -18,7 +18,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_norm_fake_quant
     const std::optional<at::Tensor>& residual_codes, const std::optional<at::Tensor>& residual_scale,
     const std::optional<at::Tensor>& residual_zero_point, double eps, double low, double high, double slope,
     const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& zero_point, int64_t qmin, int64_t qmax,
-    double grad_factor, const std::optional<at::Tensor>& totals, std::optional<std::string_view> process_group);
+    double grad_factor, const std::optional<at::Tensor>& totals, std::optional<std::string_view> process_group,
+    bool packed);
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
 batch_norm_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
@@ -44,7 +45,7 @@ struct Epilogue {
   double grad_factor;
 };
 
-// y and its codes.
+// y and its codes, packed if they fit in 4 bits.
 std::tuple<at::Tensor, at::Tensor> epilogue_fake_quant(const at::Tensor& x, const Epilogue& epilogue);
 
 struct WantedOfEpilogue {

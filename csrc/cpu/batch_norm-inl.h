@@ -99,7 +99,7 @@ struct NormChunk {
   const T *x, *grad, *residual;
   const uint8_t* residual_codes;
   T *y, *residual_grad;
-  uint8_t* codes;
+  CodesAt codes;
 };
 
 template <class T, class P>
@@ -115,7 +115,7 @@ QT_FN NormChunk<T> chunk_at(const BatchNormArgs& args, int64_t i) {
           element<const uint8_t>(args.residual_codes, i),
           element<T>(args.y, i),
           element<T>(args.residual_grad, i),
-          element<uint8_t>(args.codes, i)};
+          codes_at({args.codes, args.packed}, i)};
 }
 
 // Calls f with the operands of a chunk and its vectors; if it ends early, with padded copies. Padding is zero: it adds
@@ -135,11 +135,11 @@ QT_FN void with_chunk(const BatchNormArgs& args, int64_t i, int n, F f) {
   if (whole.residual_codes != nullptr) chunk.residual_codes = padded(whole.residual_codes, n, residual_codes, end);
   chunk.y = y.values;
   if (whole.residual_grad != nullptr) chunk.residual_grad = residual_grad.values;
-  if (whole.codes != nullptr) chunk.codes = codes.values;
+  if (whole.codes.data != nullptr) chunk.codes.data = codes.values;
   f(chunk, vectors);
   if (whole.y != nullptr) put_first(y, n, whole.y);
   if (whole.residual_grad != nullptr) put_first(residual_grad, n, whole.residual_grad);
-  if (whole.codes != nullptr) put_first(codes, n, whole.codes);
+  if (whole.codes.data != nullptr) put_first(codes, bytes_of_codes(chunk.codes, n), whole.codes.data);
 }
 
 // A residual that is rebuilt from its codes is rounded to x's dtype, as the residual itself was.
@@ -182,7 +182,9 @@ QT_FN void forward_chunk(const NormSettings<A>& s, const NormChunk<T>& chunk, co
     for_vectors<A>(vectors, [&](int i) {
       const Vector<A> code = snap(y[i], s.scale, s.zero_point, s.lo, s.hi).code;
       y[i] = value_of(code, s.scale, s.zero_point);
-      if (chunk.codes != nullptr) store_codes<A>(chunk.codes + i * kLanes<A>, code == code ? code : s.lo);
+      if (chunk.codes.data != nullptr) {
+        store_codes<A>(codes_at(chunk.codes, i * kLanes<A>), code == code ? code : s.lo);
+      }
     });
   }
   store_chunk<kStream, A>(chunk.y, y);

@@ -74,12 +74,14 @@ QT_FN void put_first(const Padded<T>& from, int n, T* to) {
 
 #endif
 
-// Vectors of bytes and of integers with as many lanes as those of A.
+// Vectors of bytes and of integers with as many lanes as those of A; of pairs of these bytes, and of a byte for each.
 template <class A>
 struct Codes {
   typedef int8_t Signed __attribute__((vector_size(QT_BYTES / sizeof(A))));
   typedef uint8_t Unsigned __attribute__((vector_size(QT_BYTES / sizeof(A))));
   typedef int32_t Integers __attribute__((vector_size(QT_BYTES / sizeof(A) * 4)));
+  typedef uint16_t Pairs __attribute__((vector_size(QT_BYTES / sizeof(A))));
+  typedef uint8_t Packed __attribute__((vector_size(QT_BYTES / sizeof(A) / 2)));
 };
 
 template <class A>
@@ -98,4 +100,38 @@ QT_FN void store_codes(uint8_t* to, Vector<A> v) {
   const auto values = __builtin_convertvector(v, typename Codes<A>::Integers);
   const auto bytes = __builtin_convertvector(values, typename Codes<A>::Signed);
   __builtin_memcpy(to, &bytes, sizeof(bytes));
+}
+
+// The lower 4 bits, two codes a byte, the first in the low half.
+template <class A>
+QT_FN void pack_codes(uint8_t* to, Vector<A> v) {
+  const auto values = __builtin_convertvector(v, typename Codes<A>::Integers);
+  const auto bytes = __builtin_convertvector(values, typename Codes<A>::Signed);
+  const auto pairs = (typename Codes<A>::Pairs)bytes;
+  const typename Codes<A>::Pairs joined = (pairs & 15) | (pairs >> 4 & 240);
+  const auto packed = __builtin_convertvector(joined, typename Codes<A>::Packed);
+  __builtin_memcpy(to, &packed, sizeof(packed));
+}
+
+// Where codes are written, or null: a byte each, or two a byte.
+struct CodesAt {
+  uint8_t* data;
+  bool packed;
+};
+
+// `i` is even.
+QT_FN CodesAt codes_at(CodesAt codes, int64_t i) {
+  return {codes.data == nullptr ? nullptr : codes.data + (codes.packed ? i / 2 : i), codes.packed};
+}
+
+template <class A>
+QT_FN void store_codes(CodesAt to, Vector<A> v) {
+  to.packed ? pack_codes<A>(to.data, v) : store_codes<A>(to.data, v);
+}
+
+// The bytes of the first n codes. Half a byte that is left is 0.
+QT_FN int bytes_of_codes(CodesAt codes, int n) {
+  if (!codes.packed) return n;
+  if (n % 2 != 0) codes.data[n / 2] &= 15;
+  return (n + 1) / 2;
 }

@@ -7,7 +7,7 @@
 
 // The loop of all elementwise kernels; Functor is one of fake_quant.h.
 template <class A, bool kMasked, bool kStream, bool kCodes, class T, class Functor, class Grid>
-QT_FN void map_chunks(const T* x, T* y, uint8_t* codes, uint64_t* mask, int chunks, Grid grid, Functor functor) {
+QT_FN void map_chunks(const T* x, T* y, CodesAt codes, uint64_t* mask, int chunks, Grid grid, Functor functor) {
   for (int chunk = 0; chunk < chunks; ++chunk, x += kChunk, y += kChunk) {
     Vector<A> values[kVectors<A>];
     uint64_t inside = 0;
@@ -16,7 +16,7 @@ QT_FN void map_chunks(const T* x, T* y, uint8_t* codes, uint64_t* mask, int chun
       const auto mapped =
           Functor::apply(functor, load_as<A>(x + k), Grid::scales(grid, at), Grid::zero_points(grid, at));
       values[i] = mapped.value;
-      if constexpr (kCodes) store_codes<A>(codes + at, mapped.code);
+      if constexpr (kCodes) store_codes<A>(codes_at(codes, at), mapped.code);
       if (kMasked) inside |= static_cast<uint64_t>(mapped.inside) << k;
     }
     store_chunk<kStream, A>(y, values);
@@ -27,18 +27,19 @@ QT_FN void map_chunks(const T* x, T* y, uint8_t* codes, uint64_t* mask, int chun
 template <class A, bool kMasked, bool kStream, class Functor, bool kCodes = false>
 void elementwise_typed(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in, out;
-  uint8_t codes[kBlock];
+  uint8_t bytes[kBlock];
+  const CodesAt codes = {bytes, args.packed}, all = {args.codes, args.packed};
   uint64_t mask[kBlock / kChunk];
   const Functor functor = Functor::from(args);
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
     with_pointers<Functor::kMemoryBound>(args, args.x, at, n, in, out, [&](const auto* x, auto* y) {
       for_grids<A>(args, position, n, [&](int from, int chunks, auto grid) {
-        map_chunks<A, kMasked, kStream, kCodes>(x + from, y + from, codes + from, mask + from / kChunk, chunks, grid,
-                                                functor);
+        map_chunks<A, kMasked, kStream, kCodes>(x + from, y + from, codes_at(codes, from), mask + from / kChunk, chunks,
+                                                grid, functor);
       });
     });
-    if (kCodes) __builtin_memcpy(args.codes + at, codes, n);
+    if (kCodes) __builtin_memcpy(codes_at(all, at).data, bytes, bytes_of_codes(codes, n));
     if (kMasked) write_mask(args.mask, at, n, mask);
   });
 }

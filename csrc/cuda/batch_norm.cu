@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, kSpread == Spread::row ? kBlocks<T, 
               codes[k] = larger_or_number(code, settings.lo);  // of NaN, the lowest
             }
           });
-          if (args.of.codes != nullptr) store_dense(args.of.codes, at, aligned, codes);
+          if (args.of.codes != nullptr) store_codes(args.of.codes, args.of.packed, at, aligned, codes);
         }
         store_dense(of.y, at, aligned, y);
       });

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, !kDense  ? 1
       inside |= mapped.inside << k;
       if constexpr (kCodes) codes[k] = mapped.code;
     });
-    if constexpr (kCodes) store_dense(args.codes, at, codes);
+    if constexpr (kCodes) store_codes(args.codes, args.packed, at, is_aligned(args.codes), codes);
     if (args.mask != nullptr)
       args.mask[at.first / 8] = static_cast<uint8_t>(at.is_whole ? inside : inside & ((1u << at.n) - 1));
   });

@@ -325,6 +325,12 @@ QT_DEVICE void store_dense(T* data, const Scattered& at, bool, const A (&v)[kVec
   store_dense(data, at, v);
 }
 
+// A byte each, or two a byte.
+template <class A>
+QT_DEVICE void store_codes(uint8_t* data, bool packed, const Contiguous& at, bool aligned, const A (&v)[kVectorSize]) {
+  packed ? pack(data, at, v) : store_dense(data, at, aligned, v);
+}
+
 template <Kind kKind = Kind::values, class A, class At>
 QT_DEVICE void store(const KernelArgs& args, const At& at, const A (&v)[kVectorSize]) {
   if constexpr (kKind == Kind::codes) {

@@ -81,8 +81,8 @@ Tensor windows_of(const Tensor& images, at::IntArrayRef kernel, at::IntArrayRef 
 
 }  // namespace
 
-bool CodeSums::take(const Tensor& weight, const Geometry& g) {
-  return !g.transposed && g.groups == 1 && weight.numel() > 0;
+bool CodeSums::take(const Tensor& weight, bool transposed, int64_t groups) {
+  return !transposed && groups == 1 && weight.numel() > 0;
 }
 
 CodeSums::CodeSums(const Tensor& weight, Geometry geometry)
@@ -162,7 +162,8 @@ struct Holder : torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(qtoolkit, m) {
   m.class_<Holder>("CodeSums")
       .def(torch::init<Tensor, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>())
-      .def("sums", &Holder::sums);
+      .def("sums", &Holder::sums)
+      .def_static("take", &CodeSums::take);
 }
 
 }  // namespace

@@ -9,8 +9,8 @@ namespace qtoolkit {
 // GPU.
 class CodeSums {
  public:
-  // Whether a layer's sums are a product of two matrices.
-  static bool take(const at::Tensor& weight, const Geometry& g);
+  // Whether a layer's sums are a product of two matrices; of a linear layer groups is 1.
+  static bool take(const at::Tensor& weight, bool transposed, int64_t groups);
 
   // weight: int8, (out, in) or (out, in, kernel...). 128 times the sum of an output's magnitudes must fit in int32.
   CodeSums(const at::Tensor& weight, Geometry geometry);

@@ -110,7 +110,9 @@ Tensor transposed_by_int8_kernels(const Tensor& codes, int64_t zero_point, const
 
 // Whether the sums are int32 ones of a GPU, which are faster there than those of float32 and float64.
 bool by_int8_product(const Layer& l) {
-  return l.weight.is_cuda() && CodeSums::take(l.weight, l.geometry) && int8_product::is_on(l.weight.device());
+  const Geometry& g = l.geometry;
+  return l.weight.is_cuda() && CodeSums::take(l.weight, g.transposed, g.groups) &&
+         int8_product::is_on(l.weight.device());
 }
 
 // In float64 where float32 may not hold the zero point.

@@ -67,9 +67,9 @@ inline void check_input_codes(const char* op, const Layer& l, c10::SymIntArrayRe
   if (in_rows) check_packed(op, codes, size, "codes");
   if (by_channels) check_packed_type(op, codes, "codes");
   if (in_rows || by_channels) {
-    const bool fits = l.x_qmin < 0 ? l.x_qmin >= -8 && l.x_qmax <= 7 : l.x_qmax <= 15;
-    TORCH_CHECK_VALUE(fits, op, ": x_qmin and x_qmax must lie in [-8, 7] or in [0, 15] for packed codes, got [",
-                      l.x_qmin, ", ", l.x_qmax, "]; pass codes of the shape of x, a byte each.");
+    TORCH_CHECK_VALUE(fit_4_bits(l.x_qmin, l.x_qmax), op,
+                      ": x_qmin and x_qmax must lie in [-8, 7] or in [0, 15] for packed codes, got [", l.x_qmin, ", ",
+                      l.x_qmax, "]; pass codes of the shape of x, a byte each.");
     return;
   }
   TORCH_CHECK_VALUE(

@@ -22,8 +22,8 @@ void run_elementwise(KernelId kernel, const KernelArgs& args, const at::Tensor& 
                      const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& zero_point,
                      const Axis& axis);
 
-// Values on a grid, their packed mask and their codes (int8 if qmin is negative, else uint8, of a grid of a byte);
-// empty and undefined where they are not wanted.
+// Values on a grid, their packed mask and their codes (empty_codes of layout.h, packed if they fit in 4 bits), of a
+// grid of a byte; empty and undefined where they are not wanted.
 struct FakeQuantized {
   at::Tensor y, mask, codes;
 };

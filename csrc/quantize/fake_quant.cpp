@@ -30,7 +30,10 @@ void fake_quant_onto(const Tensor& y, const Tensor& mask, const Tensor& x, const
                      const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, const Axis& axis,
                      const Tensor& codes = {}) {
   KernelArgs args;
-  if (codes.defined() && !codes.is_meta()) args.codes = static_cast<uint8_t*>(codes.mutable_data_ptr());
+  if (codes.defined() && !codes.is_meta() && codes.numel() > 0) {
+    args.codes = static_cast<uint8_t*>(codes.mutable_data_ptr());
+    args.packed = fit_4_bits(qmin, qmax);
+  }
   args.bounds = representable(qmin, qmax, x);
   run_elementwise(KernelId::fake_quant, args, y, mask, x, scale, zero_point, axis);
 }
@@ -239,9 +242,8 @@ FakeQuantized fake_quantized(const Tensor& x, const Tensor& scale, const optiona
   auto [y, mask] = empty_results(x, 1, with_mask);
   Tensor codes;
   if (with_codes) {
-    const at::ScalarType type = qmin < 0 ? at::kChar : at::kByte;
-    check_codes(kOp, type, qmin, qmax);
-    codes = empty_result(x, x.options().dtype(type), 1);
+    check_codes(kOp, qmin < 0 ? at::kChar : at::kByte, qmin, qmax);
+    codes = empty_codes(y, qmin < 0, fit_4_bits(qmin, qmax));
   }
   fake_quant_onto(y, mask, x, scale, zero_point, qmin, qmax, a, codes);
   return {y, mask, codes};

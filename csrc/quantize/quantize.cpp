@@ -55,16 +55,21 @@ Tensor dequantize(const Tensor& codes, const Tensor& scale, const optional<Tenso
 }
 
 Tensor quantize_int4(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin,
-                     int64_t qmax, optional<int64_t> axis, int64_t group, int64_t block_size) {
+                     int64_t qmax, optional<int64_t> axis, int64_t group, int64_t block_size, bool in_memory_order) {
   constexpr const char* kOp = "quantize_int4";
   check_float(kOp, "x", x);
   check_code_range(kOp, qmin, qmax);
   const bool is_signed = check_int4(kOp, qmin, qmax);
   const Axis a = check_grid(kOp, x, scale, zero_point, axis, group, block_size);
-  const Tensor packed = at::empty_symint({(x.sym_numel() + 1) / 2}, x.options().dtype(at::kByte));
+  Tensor packed;
+  if (in_memory_order) packed = empty_codes(x, is_signed, /*packed=*/true);
+  if (!packed.defined() || packed.sym_numel() == 0) {
+    packed = at::empty_symint({(x.sym_numel() + 1) / 2}, x.options().dtype(at::kByte));
+  }
   if (packed.is_meta()) return packed;
   Tensor in = x;
-  const Tensor order = at::empty(x.sizes(), x.options().device(at::kMeta));  // row-major, without memory
+  const Tensor rows = at::empty(x.sizes(), x.options().device(at::kMeta));  // row-major, without memory
+  const Tensor& order = packed.dim() == 4 ? x : rows;
   KernelArgs args;
   args.x = operand_of(in, order);
   args.y_dtype = is_signed ? Dtype::i4 : Dtype::u4;

@@ -42,11 +42,11 @@ void check_kept(const char* op, const char* name, const KeptOperand& o, int64_t 
                     ", or be packed in one dimension, got shape ", o.codes->sym_sizes(), ".");
 }
 
-Tensor kept_values(const KeptOperand& o, at::ScalarType dtype) {
-  if (!o.codes.has_value()) return o.values->to(dtype);
+Tensor values_of(const KeptOperand& o, at::ScalarType dtype) {
+  if (o.values.has_value()) return o.values->to(dtype);
   const Tensor values = o.codes->dim() == 1
                             ? dequantize_int4_op(*o.codes, o.size, *o.scale, o.zero_point, o.is_signed, dtype)
-                            : dequantize_op(*o.codes, *o.scale, o.zero_point, dtype);
+                            : values_of(static_cast<const ProductOperand&>(o), dtype);
   return o.transposed ? values.transpose(-2, -1) : values;
 }
 
@@ -58,11 +58,6 @@ struct Product {
 
 Reader& operator>>(Reader& reader, Product& p) { return reader >> p.x >> p.other; }
 
-void check_product(const char* op, const Product& p) {
-  check_kept(op, "x", p.x, 3);
-  check_kept(op, "other", p.other, 3);
-}
-
 void product(const c10::OperatorHandle& op, Stack* stack) {
   constexpr const char* kOp = "product";
   Product p;
@@ -73,7 +68,8 @@ void product(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, count);
   TORCH_CHECK_VALUE(p.x.values.has_value() && p.other.values.has_value(), kOp,
                     ": x and other must be given, got None.");
-  check_product(kOp, p);
+  check_kept(kOp, "x", p.x, 3);
+  check_kept(kOp, "other", p.other, 3);
   const Tensor &x = *p.x.values, &other = *p.other.values;
   check_same_device(kOp, "other", other, x);
   TORCH_CHECK_TYPE(other.scalar_type() == x.scalar_type(), kOp, ": other must have the dtype of x, ", x.scalar_type(),
@@ -107,8 +103,8 @@ void product_backward(const c10::OperatorHandle& op, Stack* stack) {
   const WithoutAutocast guard;
   const at::ScalarType dtype = grad.scalar_type();
   std::array<Tensor, 2> gradients;
-  if (wanted[0]) gradients[0] = at::bmm(grad, kept_values(p.other, dtype).transpose(1, 2));
-  if (wanted[1]) gradients[1] = at::bmm(kept_values(p.x, dtype).transpose(1, 2), grad);
+  if (wanted[0]) gradients[0] = at::bmm(grad, values_of(p.other, dtype).transpose(1, 2));
+  if (wanted[1]) gradients[1] = at::bmm(values_of(p.x, dtype).transpose(1, 2), grad);
   push_wanted(stack, gradients, wanted, grad.options());
 }
 
@@ -165,7 +161,7 @@ void fused_attention_backward(const c10::OperatorHandle& op, Stack* stack) {
       const optional<Tensor>&, optional<double>)>("aten::_scaled_dot_product_flash_attention_for_cpu_backward");
   const WithoutAutocast guard;
   const at::ScalarType dtype = y.scalar_type();
-  const auto [q, k, v] = fused.call(grad, kept_values(a.q, dtype), kept_values(a.k, dtype), kept_values(a.v, dtype), y,
+  const auto [q, k, v] = fused.call(grad, values_of(a.q, dtype), values_of(a.k, dtype), values_of(a.v, dtype), y,
                                     logsumexp, 0.0, a.is_causal, std::nullopt, a.scale);
   push_wanted(stack, std::array<Tensor, 3>{q, k, v}, wanted, grad.options());
 }

@@ -99,7 +99,8 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   if (process_group.has_value()) totals = batch_norm_totals(undivided, layer.factor, bias, process_group);
   const auto [y, codes, mean, variance] = batch_norm_fake_quant(
       undivided, norm.gamma, norm.beta, layer.factor, f.residual, f.codes, f.scale, f.zero_point, norm.eps, f.low,
-      f.high, f.slope, y_scale, output.zero_point, output.qmin, output.qmax, output.grad_factor, totals, process_group);
+      f.high, f.slope, y_scale, output.zero_point, output.qmin, output.qmax, output.grad_factor, totals, process_group,
+      /*packed=*/true);
   if (running_mean.has_value()) {
     if (batches.has_value()) {
       batches->add_(1);

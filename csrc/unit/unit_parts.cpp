@@ -136,11 +136,10 @@ Tensor centred(const Norm& n, const optional<Tensor>& bias) {
   return bias.has_value() ? at::sub(*bias, *n.frozen_mean) : at::neg(*n.frozen_mean);
 }
 
-// The steps of the sums of products of codes, of which a bias is a multiple; larger ones where its code would not fit.
+// bias_on_grid of unit_scales.h, by the ops of quantizers/bias.py: in types that a launch does not take, they round.
 Tensor on_grid(const Tensor& bias, const Tensor& x_scale, const Tensor& scale) {
-  const Tensor one = x_scale.dim() == 0 ? x_scale : x_scale.reshape({});
   const Tensor least = at::div(at::abs(bias.to(at::kFloat)), static_cast<double>(kLargestBias));
-  const Tensor steps = at::maximum(at::mul(one, scale), least);
+  const Tensor steps = at::maximum(at::mul(x_scale.reshape({}), scale), least);
   const auto axis = steps.sym_numel() > 1 ? optional<int64_t>(0) : std::nullopt;
   return std::get<0>(fake_quant_op(bias, steps, std::nullopt, -kLargestBias, kLargestBias, axis, 1, 0, 1.0, false));
 }

@@ -73,7 +73,8 @@ struct FactorChange {
   void *start = nullptr, *rate = nullptr, *known = nullptr;
 };
 
-// Codes of a bias: half of int32. quantizers/bias.py has the rule and its source.
+// Codes of a bias: half of int32. quantizers/bias.py has the rule and its source, for exporters, which record its ops,
+// and modules that are called one by one.
 constexpr int64_t kLargestBias = int64_t{1} << 30;
 
 // ---- the formulas, rounded as torch's ops round them
@@ -156,7 +157,8 @@ QT_FN A folded_bias(const UnitScales& u, int64_t i) {
   return b.beta == nullptr ? folded : folded + of<A>(b.beta)[i];
 }
 
-// Larger steps where the code would not fit.
+// Larger steps where the code would not fit. unit_parts.cpp has it by torch's ops too, whose roundings those of other
+// types (16-bit floats, mixed ones) are.
 template <class A>
 QT_FN A bias_on_grid(A bias, A step) {
   const A least = std::fabs(A(float(bias))) / A(kLargestBias), largest = A(kLargestBias);

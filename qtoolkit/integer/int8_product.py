@@ -27,11 +27,13 @@ def code_sums(
     They are float32 where that holds them by `bounds`, else float64. `geometry` is None where only torch's own op computes it.
     """
     in_bytes = code_dtype(source.qmin, source.qmax).itemsize == 1 and code_dtype(weight.qmin, weight.qmax) == torch.int8
-    if geometry is None or geometry.transposed or geometry.groups != 1 or not in_bytes or bounds.weights > MOST_WEIGHTS:
+    of_codes = torch.classes.qtoolkit.CodeSums
+    if geometry is None or not in_bytes or bounds.weights > MOST_WEIGHTS:
+        return None
+    if not of_codes.take(codes, geometry.transposed, geometry.groups):
         return None
     dtype = torch.float32 if bounds.exact_in_float32 else torch.float64
-    layout = (geometry.stride, geometry.padding, geometry.dilation)
-    layer = torch.classes.qtoolkit.CodeSums(codes.to(torch.int8), *map(list, layout))
+    layer = of_codes(codes.to(torch.int8), *map(list, (geometry.stride, geometry.padding, geometry.dilation)))
 
     def sums(codes: Tensor, zero_point: Tensor | None) -> Tensor:
         y: Tensor = layer.sums(codes, zero_point, dtype)

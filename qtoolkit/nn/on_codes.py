@@ -298,8 +298,9 @@ def _kernel_of(layer: Any) -> str:
     """Return what computes a layer on codes, in words; csrc/layer/integer_layer.cpp decides it."""
     if not layer.weight.is_cuda:
         return "int8 kernel"
-    is_product = not layer.weight_groups()[0] and getattr(layer, "groups", 1) == 1
-    return "int8 matrix product" if is_product and has_int8_product(layer.weight.device) else "integers in float"
+    weight, transposed = layer.weight, layer.weight_groups()[0]
+    is_product = torch.classes.qtoolkit.CodeSums.take(weight, transposed, getattr(layer, "groups", 1))
+    return "int8 matrix product" if is_product and has_int8_product(weight.device) else "integers in float"
 
 
 def refusal_to_keep(layer: "Layer") -> Refusal | None:

@@ -90,15 +90,15 @@ def is_learned(output: Grid) -> bool:
 
 
 def gives_codes(quantizer: Any) -> bool:
-    """Return whether the codes of a quantizer's output are a byte each."""
-    return quantizer is not None and quantizer.capability.codes and not quantizer.capability.packed
+    """Return whether an op gives the codes of a quantizer's output, a byte or half a byte each."""
+    return quantizer is not None and quantizer.capability.codes
 
 
 def codes_by_op(
     y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor | None, quantizer: TensorQuantizer | None
 ) -> TensorCodes | None:
     """Return what is known of an output on a grid of which an op was told; None without a quantizer that has codes."""
-    if quantizer is None or not quantizer.capability.codes:
+    if quantizer is None or not gives_codes(quantizer):
         return None
     return codes_on(scale.detach().abs(), rounded(zero_point), quantizer, y, codes)
 
@@ -146,7 +146,7 @@ def quantized_in_op(
     keeps_x = learned or function[0] != NO_FUNCTION[0]  # compiled code may have a copy of the tuple
     coded = with_codes and gives_codes(quantizer)
     y, codes, scale, *_ = _function_fake_quant(x, *function, keeps_x, *grid, learned, coded)
-    return y, codes_by_op(y, codes if coded else None, scale, grid[3], quantizer)
+    return y, codes_by_op(y, codes, scale, grid[3], quantizer)
 
 
 def may_be_in_op(quantizer: nn.Module) -> TypeGuard[TensorQuantizer]:

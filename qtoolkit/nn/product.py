@@ -135,17 +135,18 @@ def autocast_type(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if casts else x.dtype
 
 
-def _by_rows(x: Tensor) -> Tensor:
-    """Return a batch of matrices, transposed if that makes it contiguous: codes of 4 bits are packed by rows."""
-    return x.transpose(1, 2) if _is_transposed(x) else x
-
-
 def _codes_by_rows(x: Tensor, grid: TensorCodes | None) -> Codes | None:
-    """Return the codes of a batch of matrices, in the order of `_by_rows`; None where its grid is not known."""
-    if grid is None or grid.codes is None or grid.packed:
-        return None if grid is None else grid.of(_by_rows(x))
+    """Return the codes of a batch of matrices, transposed if that makes it contiguous; None where its grid is not known.
+
+    Codes of 4 bits are packed by rows.
+    """
+    if grid is None:
+        return None
+    transposed = _is_transposed(x)
+    if grid.codes is None or grid.packed:
+        return grid.of(x.transpose(1, 2)) if transposed else grid.of_whole(x)
     codes = grid.codes.flatten(0, -3)
-    return grid.as_codes(codes.transpose(1, 2) if _is_transposed(x) else codes)
+    return grid.as_codes(codes.transpose(1, 2) if transposed else codes)
 
 
 def _is_transposed(x: Tensor) -> bool:

@@ -33,6 +33,7 @@ def batch_norm_fake_quant(
     grad_factor: float = 1.0,
     totals: Tensor | None = None,
     process_group: str | None = None,
+    packs_codes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize x by the statistics of the batch, add a residual, apply an activation and fake-quantize.
 
@@ -70,6 +71,8 @@ def batch_norm_fake_quant(
         process_group: The name of the process group whose ranks share their statistics: backward adds up their gradients of
             weight and bias for that of x, so all of them must call it. The gradients that it returns of other arguments are
             those of this rank.
+        packs_codes: Whether codes that fit in 4 bits are two a byte, as `qtoolkit.ops.layer.Codes` has them. They are empty
+            where their order is not that of the result in memory, and for images in rows with an odd H * W.
 
     Returns:
         The result, with the shape, dtype and memory format of x; its codes (int8 if `qmin` is negative, else uint8; empty if
@@ -92,7 +95,7 @@ def batch_norm_fake_quant(
     of_residual = (residual, residual_codes, residual_scale, residual_zero_point)
     of_grid = (scale, zero_point, qmin, qmax, grad_factor)
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_fake_quant(
-        x, weight, bias, divisor, *of_residual, eps, low, high, slope, *of_grid, totals, process_group
+        x, weight, bias, divisor, *of_residual, eps, low, high, slope, *of_grid, totals, process_group, packs_codes
     )
     return found
 

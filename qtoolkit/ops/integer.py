@@ -183,11 +183,14 @@ def quantize_int4(
     axis: int | None = None,
     group: int = 1,
     block_size: int = 0,
+    in_memory_order: bool = False,
 ) -> Tensor:
     """Return the codes of x as ONNX stores INT4 and UINT4: two per byte, the first in the low half, x in row-major order.
 
     The arguments and the codes are those of `quantize`, in [-8, 7] or [0, 15]; the op reads x once and writes only the packed
-    codes: uint8 of shape ((x.numel() + 1) // 2,). For an odd number of codes, the high half of the last byte is 0.
+    codes: uint8 of shape ((x.numel() + 1) // 2,). For an odd number of codes, the high half of the last byte is 0. With
+    `in_memory_order`, those of an image in channels_last with an even number of channels are (N, C / 2, H, W) instead, in
+    channels_last, with channel 2i in the low half of channel i: both are then read in the order of memory.
 
     Raises:
         ValueError: A shape, axis, range, group, block size or device does not fit.
@@ -198,7 +201,7 @@ def quantize_int4(
         >>> [hex(byte) for byte in packed]
         ['0xe1', '0x7']
     """
-    return _quantize_int4(x, scale, zero_point, qmin, qmax, axis, group, block_size)
+    return _quantize_int4(x, scale, zero_point, qmin, qmax, axis, group, block_size, in_memory_order)
 
 
 def dequantize_int4(

@@ -24,6 +24,7 @@ def on_grid(bias: Tensor, steps: Tensor, fits: bool = False) -> Tensor:
     Unless `fits`, larger steps are taken where codes do not fit in int32; `qtoolkit.convert` enlarges the weight's scales
     there.
     """
+    # `bias_on_grid` of csrc/unit/unit_scales.h is the same in a unit's op. Exporters record these ops, and have no such op.
     if not fits:
         steps = torch.maximum(steps, bias.detach().float().abs() / LARGEST_CODE)
     return ops.fake_quant(bias, steps, None, -LARGEST_CODE, LARGEST_CODE, _axis(steps))

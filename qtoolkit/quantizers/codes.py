@@ -43,23 +43,18 @@ class TensorCodes:
         """Return this with the codes of y, the tensor; those of an image in channels_last, if wanted."""
         codes = self.codes
         if codes is None:
-            codes = self._by_channels(y) if self.packed and _has_channels_last(y) else self.of(y).codes
+            codes = self.of(y, in_memory_order=True).codes
         if channels_last and codes.dim() == 4:
             codes = codes.contiguous(memory_format=torch.channels_last)
         self.codes = codes
         return self
 
-    def of(self, values: Tensor, packs: bool = True) -> Codes:
-        """Return the codes of values on the grid; without `packs` each has a byte."""
+    def of(self, values: Tensor, packs: bool = True, in_memory_order: bool = False) -> Codes:
+        """Return the codes of values on the grid; without `packs` each has a byte. Packed, they are in rows by default."""
         x, grid = values.detach(), (self.scale, self.zero_point, self.qmin, self.qmax)
         if packs and self.packed:
-            return self.as_codes(ops.quantize_int4(x, *grid))
+            return self.as_codes(ops.quantize_int4(x, *grid, in_memory_order=in_memory_order))
         return self.as_codes(ops.quantize(x, *grid, dtype=code_dtype(self.qmin, self.qmax)))
-
-    def _by_channels(self, y: Tensor) -> Tensor:
-        """Return the codes of an image, those of two channels in a byte, so that both are read in the order of memory."""
-        n, c, h, w = y.shape
-        return self.of(y.permute(0, 2, 3, 1)).codes.view(n, h, w, c // 2).permute(0, 3, 1, 2)
 
     def of_whole(self, y: Tensor, packs: bool = True) -> Codes:
         """Return the codes of y, the tensor, as `of` does, or those that are known."""
@@ -83,12 +78,6 @@ class TensorCodes:
         )  # autograd says that it was changed
 
 
-def _has_channels_last(y: Tensor) -> bool:
-    """Return whether an image with an even number of channels is in channels_last, and not in rows."""
-    last = y.dim() == 4 and y.shape[1] % 2 == 0 and y.numel() > 0 and not y.is_contiguous()
-    return last and y.is_contiguous(memory_format=torch.channels_last)
-
-
 def version_of(y: Tensor) -> int:
     """Return the version of a tensor; 0 where it has none, and in compiled code."""
     return 0 if torch.compiler.is_compiling() or y.is_inference() else y._version
@@ -101,12 +90,12 @@ def _reference(y: Tensor) -> ReferenceType[Tensor] | Tensor:
 def codes_on(
     scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer, y: Tensor, codes: Tensor | None = None
 ) -> TensorCodes:
-    """Return what is known of a tensor y on the grid of a quantizer with `Capability.codes`; its codes have a byte each.
+    """Return what is known of a tensor y on the grid of a quantizer with `Capability.codes`.
 
-    Nobody else has the scale, positive, and the zero point, rounded.
+    Nobody else has the scale, positive, and the zero point, rounded. `codes` are what an op returned: empty where it gave none.
     """
-    spec, packed = quantizer.spec, quantizer.capability.packed
-    known = None if packed else codes
+    spec, known = quantizer.spec, None if codes is None or codes.numel() == 0 else codes
+    packed = quantizer.capability.packed
     return TensorCodes(scale, zero_point, spec.qmin, spec.qmax, packed, _reference(y), version_of(y), known)
 
 

@@ -102,7 +102,7 @@ def test_codes_for_backward_change_no_bit(road: str, config: qt.QConfig) -> None
         assert_equal(step(codes), step(plain))
 
 
-@pytest.mark.parametrize("config", [LSQ, FIXED, AFFINE], ids=["lsq", "fixed", "affine"])
+@configs
 def test_a_replaced_layer_gets_values_and_codes_of_its_input_in_one_op(config: qt.QConfig) -> None:
     model = quantized("modules", config, training_arithmetic="float")
     for quantizer in qt.quantizers_of(model).values():
@@ -111,7 +111,20 @@ def test_a_replaced_layer_gets_values_and_codes_of_its_input_in_one_op(config: q
         step(model)
     calls = [event.name for event in profile.events()]
     assert calls.count("qtoolkit::function_fake_quant_backward") == 7  # one for each call of a layer
-    assert "qtoolkit::quantize" not in calls
+    assert not {"qtoolkit::quantize", "qtoolkit::quantize_int4"} & {*calls}
+
+
+def test_a_unit_gives_packed_codes_with_the_values_as_it_does_those_of_a_byte() -> None:
+    passes = []
+    for config in (LSQ, FOUR_BITS):
+        model = quantized("graph", config, training_arithmetic="float")
+        for quantizer in qt.quantizers_of(model).values():
+            quantizer.count_steps(-1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step(model)
+        calls = [event.name for event in profile.events()]
+        passes.append(calls.count("qtoolkit::quantize") + calls.count("qtoolkit::quantize_int4"))
+    assert passes == [2, 2]  # of what a max pool returns, and of what a layer quantizes that is called twice
 
 
 @configs

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from tests.cases import FLOATS, assert_laid_out_as, assert_same, floats, leaf, name_of
+from tests.ops.test_int4 import packed_in_memory
 from tests.reference import Normalized, batch_norm
 
 native = torch.ops.qtoolkit
@@ -158,6 +159,27 @@ def test_codes_are_those_of_the_value_before(shape, last, activation, dtype):
     assert_same(found[0], ops.fake_quant(before, *grid[0], *grid[1:]).to(dtype))
     assert_same(found[1], ops.quantize(before, *grid[0], *grid[1:]))
     assert_laid_out_as(found[1], given["x"])
+
+
+@pytest.mark.parametrize("ends", [(-8, 7), (0, 15)], ids=["signed", "unsigned"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize(("shape", "last"), layouts())
+def test_codes_of_four_bits_are_packed_in_the_order_of_memory(shape, last, dtype, ends):
+    """The same codes; none where planes of an odd size would share bytes. Twelve more channels make images of two a byte."""
+    for channels in (shape[1], 12):
+        given = tensors((shape[0], channels, *shape[2:]), dtype, last=last)
+        given["x"][0, 0] = torch.nan
+        given |= {"scale": given["scale"] * 8, "qmin": ends[0], "qmax": ends[1]}
+        y, codes, *_ = fused("relu", **given)
+        other, found, *_ = fused("relu", **given, packs_codes=True)
+        assert_same(other, y)
+        of_plane = math.prod(shape[2:])
+        is_odd = codes.is_contiguous() and channels > 1 and of_plane > 1 and of_plane % 2 == 1
+        if is_odd:
+            assert found.numel() == 0
+        else:
+            assert_same(found, packed_in_memory(codes))
+            assert found.numel() == 0 or found.stride() == packed_in_memory(codes).stride()
 
 
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])

@@ -4,6 +4,7 @@ Values, masks, codes and dx are compared bit for bit; sums with the bound of the
 """
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from tests.ops.test_cuda_host_fused import WEIGHTS, cases, normalized
 from tests.ops.test_every import run, sample
 from tests.ops.test_fuzz import EVERY
 from tests.ops.test_gradients import assert_sum
+from tests.ops.test_int4 import packed_in_memory
 from tests.ops.test_max_pool import WINDOWS, values
 from tests.ops.test_prelu import GRIDS, slopes
 from tests.ops.test_shaped import KINDS, arguments
@@ -64,6 +66,11 @@ def check_everything(device: Device, x: Tensor, channels: Channels) -> None:
         check(device, lambda x, s, z, c=code: ops.quantize(x, s, z, *bounds(c), *how, dtype=c), x, s, z)
     for signed, ends in ((True, (-8, 7)), (False, (0, 15))):
         check(device, lambda x, s, z, e=ends: ops.quantize_int4(x, s * 9, z, *e, *how), x, s, z)
+        if channels.axis is None:
+            grid = (None, None, None, *ends, 1.0, False, True)
+            no = ("none", [], None, None, 0.0, False)
+            check(device, lambda x, s, n=no, g=grid: native.function_fake_quant(x, *n, s * 9, *g)[:2], x, s)
+            check(device, lambda x, s, e=ends: ops.quantize_int4(x, s * 9, None, *e, in_memory_order=True), x, s)
         packed = ops.quantize_int4(x, s * 9, z, *ends, *how)
         check(
             device,
@@ -390,16 +397,20 @@ def test_batch_norm(device, shape, last, dtype, residual, activation):
     tail, last_arguments = (1e-3, *ACTIVATIONS[activation]), (-20, 30, 1.0, True, True)
     grad = torch.empty_like(given["x"]).copy_(floats(dtype, 3)(*shape))
 
-    def forward(*given: Tensor) -> tuple[Tensor, ...]:
-        return native.batch_norm_fake_quant(*given[:-2], *tail, *given[-2:], -20, 30, 1.0)
+    def forward(qmin: int, qmax: int, packs: bool = False) -> Callable[..., tuple[Tensor, ...]]:
+        last = (qmin, qmax, 1.0, None, None, packs)
+        return lambda *given: native.batch_norm_fake_quant(*given[:-2], *tail, *given[-2:], *last)
 
     def backward(*given: Tensor) -> tuple[Tensor, ...]:
         return native.batch_norm_fake_quant_backward(*given[:-2], *tail, *given[-2:], *last_arguments)
 
-    y, codes_, *statistics = device.results(forward, *head, *grid)
+    y, codes_, *statistics = device.results(forward(-20, 30), *head, *grid)
     oracle = normalized(given, activation, *statistics)
     assert_same(y, oracle.y())
     assert_same(codes_, ops.quantize(oracle.value, *(t.to(statistics[0].dtype) for t in grid), -20, 30))
+    (_, codes_, *_), (_, packed, *_) = (device.results(forward(-8, 7, p), *head, *grid) for p in (False, True))
+    if packed.numel():  # no planes share bytes
+        assert_same(packed, packed_in_memory(codes_))
     found = device.results(backward, grad, *head, *statistics, *grid)
     cpu = backward(grad, *head, *statistics, *grid)
     assert_same(found[4], cpu[4])

@@ -24,7 +24,7 @@ from tests import processes, reference
 from tests.cases import CODES, FLOATS, Channels, assert_same
 from tests.export import litert_kernels
 from tests.ops.test_gradients import assert_sum
-from tests.ops.test_int4 import packed
+from tests.ops.test_int4 import packed, packed_in_memory
 from tests.ops.test_layer import Shape
 from tests.reference import tensor
 from tests.reference_shaped import Shaped
@@ -538,6 +538,11 @@ class Drawn:
     def process_group(self) -> str | None:
         """None: the tests have one process here, and tests/distributed has several."""
         return None
+
+    def packs_codes(self) -> bool:
+        return self.r.random() < 0.5
+
+    in_memory_order = packs_codes
 
     def offset(self) -> Tensor | None:
         if self.op == "requantize":
@@ -1076,7 +1081,7 @@ def check_batch_norm_totals(drawn: Drawn, found: Results, x, divisor, offset, pr
 
 
 def check_batch_norm_fake_quant(
-    drawn: Drawn, found: Results, grad_factor: float, totals, process_group, **given
+    drawn: Drawn, found: Results, grad_factor: float, totals, process_group, packs_codes: bool, **given
 ) -> None:
     x, (y, codes, mean, variance) = given["x"], found
     if x.numel() == 0:
@@ -1090,9 +1095,12 @@ def check_batch_norm_fake_quant(
     assert_same(y, wanted.y())
     qmin, qmax = given["qmin"], given["qmax"]
     if given["scale"] is not None and ((-128 <= qmin < 0 and qmax <= 127) or (qmin >= 0 and qmax <= 255)):
-        assert_same(
-            codes, reference.quantize(wanted.value, **wanted.grid, dtype=torch.int8 if qmin < 0 else torch.uint8)
-        )
+        whole = reference.quantize(wanted.value, **wanted.grid, dtype=torch.int8 if qmin < 0 else torch.uint8)
+        packs = packs_codes and qmin >= (-8 if qmin < 0 else 0) and qmax <= (7 if qmin < 0 else 15)
+        if not packs or codes.numel():  # the order of memory may not be that of packed codes
+            assert_same(
+                codes, packed_in_memory(torch.empty_like(y, dtype=whole.dtype).copy_(whole)) if packs else whole
+            )
     else:
         assert codes.numel() == 0
 
@@ -1222,8 +1230,13 @@ def check_dequantize(drawn: Drawn, found: Results, **given) -> None:
     assert_same(found[0], reference.dequantize(**given))
 
 
-def check_quantize_int4(drawn: Drawn, found: Results, **given) -> None:
-    assert_same(found[0], packed(reference.quantize(**given)))
+def check_quantize_int4(drawn: Drawn, found: Results, in_memory_order: bool, **given) -> None:
+    x, codes = given["x"], reference.quantize(**given)
+    by_channels = (
+        packed_in_memory(torch.empty_like(x, dtype=codes.dtype).copy_(codes)) if in_memory_order else codes[:0]
+    )
+    whole = by_channels.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    assert_same(found[0], by_channels if whole else packed(codes))
 
 
 def check_dequantize_int4(drawn: Drawn, found: Results, packed: Tensor, size: list[int], signed: bool, **given) -> None:

@@ -85,6 +85,9 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
     for signed, ends in ((True, (-8, 7)), (False, (0, 15))):
         yield (packed := ops.quantize_int4(x, scales(count) * 9, z, *ends, *how))
         yield ops.dequantize_int4(packed, x.shape, scales(count), z, signed, *how, dtype=x.dtype)
+        if channels.axis is None:
+            grid = (scales(1) * 9, None, None, z, *ends, 1.0, False, True)
+            yield from native.function_fake_quant(x, "none", [], None, None, 0.0, False, *grid)[:2]
     if x.numel() > 0:
         yield from ops.minmax(x, *how)
     for values in (x, x.abs()):
@@ -119,6 +122,8 @@ def fused_batch_norms(dtype: torch.dtype, first: int, step: int) -> Iterator[Ten
             given = {name: leaf(t) if name in DIFFERENTIABLE else t for name, t in given.items()}
             y, codes, mean, variance = fused(activation, **given)
             yield from (y.detach(), codes, mean, variance)
+            if quantized:
+                yield fused(activation, **given | {"qmin": -8, "qmax": 7}, packs_codes=True)[1]
             inputs = [given[name] for name in DIFFERENTIABLE if name in given]
             yield from torch.autograd.grad(y, inputs, floats(dtype, 7)(*shape))
             running = torch.zeros_like(mean, dtype=dtype), torch.ones_like(mean, dtype=dtype)

@@ -12,11 +12,13 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit.quantizers.codes import TensorCodes
 from tests import reference
 from tests.cases import (
     BLOCKS,
     FLOATS,
     SIZES,
+    SPECIAL,
     Channels,
     any_grid,
     any_tensor,
@@ -29,6 +31,21 @@ from tests.cases import (
 )
 
 ENDS = {True: (-8, 7), False: (0, 15)}
+IN_MEMORY = {
+    "row": lambda make: make(1027),
+    "matrix": lambda make: make(5, 7),
+    "image": lambda make: make(2, 6, 5, 7),
+    "image_last": lambda make: make(2, 6, 5, 7).contiguous(memory_format=torch.channels_last),
+    "two_channels_last": lambda make: make(3, 2, 3, 5).contiguous(memory_format=torch.channels_last),
+    "odd_channels_last": lambda make: make(2, 3, 5, 7).contiguous(memory_format=torch.channels_last),
+    "points_last": lambda make: make(3, 6, 1, 1).contiguous(memory_format=torch.channels_last),
+    "volume_last": lambda make: make(2, 4, 3, 2, 5).contiguous(memory_format=torch.channels_last_3d),
+    "transposed": lambda make: make(6, 4).t(),
+    "sliced": lambda make: make(4, 6, 9)[:, ::2],
+    "scalar": lambda make: make(),
+    "empty": lambda make: make(0, 4),
+    "large": lambda make: make(2, 8, 129, 131),
+}
 
 
 def packed(codes: Tensor) -> Tensor:
@@ -36,6 +53,16 @@ def packed(codes: Tensor) -> Tensor:
     flat = codes.contiguous().reshape(-1).numpy().astype(np.int64) & 15
     flat = np.append(flat, 0) if flat.size % 2 else flat
     return torch.from_numpy((flat[::2] + 16 * flat[1::2]).astype(np.uint8))
+
+
+def packed_in_memory(codes: Tensor) -> Tensor:
+    """Two codes a byte as layers take them, where that is their order in memory; else empty."""
+    if codes.is_contiguous():
+        return packed(codes)
+    if codes.dim() != 4 or codes.shape[1] % 2 or not codes.is_contiguous(memory_format=torch.channels_last):
+        return torch.empty(0, dtype=torch.uint8)
+    n, c, h, w = codes.shape
+    return packed(codes.permute(0, 2, 3, 1)).view(n, h, w, c // 2).permute(0, 3, 1, 2)
 
 
 def check(x: Tensor, scale: Tensor, zero_point: Tensor | None, channels: Channels, signed: bool) -> None:
@@ -167,3 +194,23 @@ def test_onnxruntime_reads_the_codes_and_computes_the_same(op, signed, sizes, ax
     stored = ops.quantize_int4(x, scale, None, *ENDS[signed], axis=axis, block_size=16)
     ours = ops.dequantize_int4(stored, sizes, scale, None, signed, axis=axis, block_size=16)
     assert_same(ours, onnxruntime(op, x, stored.numpy().tobytes(), scale, signed, axis, 16))
+
+
+@pytest.mark.parametrize("signed", ENDS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("layout", IN_MEMORY)
+def test_values_come_with_packed_codes(layout, dtype, signed):
+    """The op of a quantizer writes both in one pass; the codes are those that `TensorCodes` makes of the values."""
+    x = IN_MEMORY[layout](floats(dtype)).clone()
+    flat = x.as_strided((x.untyped_storage().size() // x.element_size(),), (1,), 0)
+    flat[: len(SPECIAL)] = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)[: len(flat)]
+    scale = 10 * scales(1)
+    for zero_point in (None, torch.tensor([3.0])):
+        arguments = (scale, None, None, zero_point, *ENDS[signed], 1.0, False, True)
+        y, codes, *_ = torch.ops.qtoolkit.function_fake_quant(x, "none", [], None, None, 0.0, False, *arguments)
+        assert_same(y, ops.fake_quant(x, scale, zero_point, *ENDS[signed]))
+        wanted = packed_in_memory(ops.quantize(x, scale, zero_point, *ENDS[signed]).to(torch.int8))
+        assert_same(codes, wanted)
+        assert codes.numel() == 0 or codes.stride() == wanted.stride()
+        later = TensorCodes(scale, zero_point, *ENDS[signed], True, y, 0).completed(y, False).codes
+        assert codes.numel() == 0 or (torch.equal(codes, later) and codes.stride() == later.stride())

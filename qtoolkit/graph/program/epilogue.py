@@ -262,6 +262,7 @@ def _compute(
         residual_zero_point=coded[2],
         totals=totals,
         process_group=process_group,
+        packs_codes=True,
         **bounds._asdict(),
         **grid,
     )
@@ -273,10 +274,9 @@ def _compute(
 
 def codes_added(residual: Tensor, known: TensorCodes | None, channels_last: bool) -> tuple[Tensor | None, ...]:
     """Return the codes of a residual, one a byte, with its scale and zero point; `known` is what is known of it."""
-    found = codes_of(residual, None, channels_last, known) if torch.is_grad_enabled() else None
-    if found is None or found.codes is None or found.codes.shape != residual.shape:
-        return NO_CODES
-    return found.codes, found.scale, found.zero_point
+    wanted = known is not None and not known.packed and torch.is_grad_enabled()
+    found = codes_of(residual, None, channels_last, known) if wanted else None
+    return NO_CODES if found is None else (found.codes, found.scale, found.zero_point)
 
 
 def _window(kernel_size: Any) -> int:

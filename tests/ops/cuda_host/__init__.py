@@ -52,6 +52,7 @@ class BatchNormArguments(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("eps", "low", "high", "slope")),
         *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("bounds", ctypes.c_double * 2)),
         *(("gradients", ctypes.c_void_p), ("learned", ctypes.c_bool), ("stream", ctypes.c_bool)),
+        ("packed", ctypes.c_bool),
         *(("pass_low", ctypes.c_double), ("pass_high", ctypes.c_double)),
         *(("stage", ctypes.c_int), ("totals", ctypes.c_void_p), ("own", ctypes.c_void_p)),
     )

@@ -55,13 +55,11 @@ class Plan:
     Attributes:
         quantizer: The output's quantizer in the op, if there is one.
         output: The output's scale and grid.
-        with_codes: Whether the op returns the codes of its output.
         call: The last call.
     """
 
     quantizer: TensorQuantizer | None
     output: GridNow
-    with_codes: bool
     call: Call | None = field(default=None, init=False)
 
 
@@ -190,7 +188,7 @@ class Decided(Generic[P]):
         Args:
             plan: What the op was told.
             y: What it has returned.
-            codes: The codes of y, if it was told to return them.
+            codes: The codes of y; empty where it has none.
             scale: Their scale.
             zero_point: Their zero point, or None for 0.
         """
@@ -199,7 +197,7 @@ class Decided(Generic[P]):
             return quantized_by(quantizer, y)
         if quantizer is None or not quantizer.capability.codes:
             return y, None
-        return y, codes_on(scale, zero_point, quantizer, y, codes if plan.with_codes else None)
+        return y, codes_on(scale, zero_point, quantizer, y, codes)
 
 
 def snapshot_of(root: nn.Module, names: Sequence[str]) -> Snapshot:

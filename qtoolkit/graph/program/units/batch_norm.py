@@ -158,7 +158,6 @@ class BatchNormUnit(Decided[NormPlan]):
         return NormPlan(
             quantizer,
             output_grid(quantizer, like),
-            True,
             of_layer,
             is_folded(bn) and layer.sum_steps() is not None,
             (bn.weight, bn.bias, bn.eps, *_statistics(bn)),

@@ -59,9 +59,11 @@ class FunctionPlan(Plan):
 
     Attributes:
         function: What is computed before the quantizer.
+        with_codes: Whether the op returns the codes of its output.
     """
 
     function: Function
+    with_codes: bool
 
 
 class FunctionUnit(Decided[FunctionPlan]):
@@ -126,7 +128,7 @@ class FunctionUnit(Decided[FunctionPlan]):
             return None
         grid = grid_at_each_call if function[0] == PRELU else output_grid
         output = grid(quantizer, x.detach().to("meta"))
-        return FunctionPlan(quantizer, output, self.with_codes and gives_codes(quantizer), function)
+        return FunctionPlan(quantizer, output, function, self.with_codes and gives_codes(quantizer))
 
     def compute(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op: that of a PReLU is another one, which takes the scale."""

@@ -40,10 +40,12 @@ class LayerPlan(Plan):
     Attributes:
         layer: The layer.
         rounds_bias: Whether its bias is put on the grid of its sums.
+        with_codes: Whether the op returns the codes of its output.
     """
 
     layer: LayerArguments
     rounds_bias: bool
+    with_codes: bool
 
 
 class LayerUnit(Decided[LayerPlan]):
@@ -93,7 +95,7 @@ class LayerUnit(Decided[LayerPlan]):
             return None
         quantizer = self.quantizer_in_op()
         output, with_codes = output_grid(quantizer, of_layer.like), self.with_codes and gives_codes(quantizer)
-        return LayerPlan(quantizer, output, with_codes, of_layer, layer.sum_steps() is not None)
+        return LayerPlan(quantizer, output, of_layer, layer.sum_steps() is not None, with_codes)
 
     def is_one_op(self, layer: Any) -> bool:
         """Return whether the op computes a layer as it is now, for some inputs."""
