@@ -224,10 +224,10 @@ def layer_is_plain(layer: Any) -> bool:
     if layer.integer_kernel is not None or layer.input_quantizer is not None:
         return False
     parameters = (p for p in (layer.weight, layer.bias) if p is not None)
-    return _gives_grid(layer.weight_quantizer) and all(type(p) is nn.Parameter for p in parameters)
+    return gives_grid(layer.weight_quantizer) and all(type(p) is nn.Parameter for p in parameters)
 
 
-def _gives_grid(quantizer: Any) -> bool:
+def gives_grid(quantizer: Any) -> bool:
     """Return whether the quantizer of a weight leaves it to an op to quantize it."""
     if not isinstance(quantizer, TensorQuantizer) or quantizer.stopping or not quantizer.ready:
         return False
@@ -379,7 +379,7 @@ def _followed(layer: Any) -> Grid | None:
 
 def _weight_grid_now(layer: Any, factor: Tensor | None, name: str | None) -> tuple[Grid, Grid]:
     """Return the scale and the grid of a weight whose quantizer makes them anew at each call."""
-    grid = on_codes.weight_grid(layer, factor)
+    grid = layer.weight_grid(factor)
     if grid is None:
         raise RuntimeError(f"the weight quantizer of {name!r} changed while its layer ran.")
     of_codes = (grid.qmin, grid.qmax, grid.axis, grid.group, grid.block_size, grid.grad_factor)

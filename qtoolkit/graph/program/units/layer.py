@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class LayerUnit(Decided[LayerPlan]):
         with_codes: Whether an op takes the codes of the result.
     """
 
-    VARYING = (*OF_LAYER, *OF_OUTPUT)
+    VARYING: ClassVar[tuple[str, ...]] = (*OF_LAYER, *OF_OUTPUT)
 
     def __init__(self, root: nn.Module, layer: str, quantizer: str | None, with_codes: bool) -> None:
         super().__init__(root, (layer, quantizer))
