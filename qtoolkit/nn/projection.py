@@ -1,6 +1,7 @@
 """Linear layers in a module that holds their weights, as training computes them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
@@ -113,7 +114,7 @@ class Projection:
 
     def has_geometry(self) -> bool:
         """Return whether an op can compute the layer."""
-        return True
+        return self.rows is None or self.rows[0].have_scales()
 
     def weight_groups(self) -> tuple[bool, int]:
         """Return that the weight is not transposed, without groups."""
@@ -139,15 +140,41 @@ class Rows:
 
     def __init__(self, whole: Projection, sizes: list[int]) -> None:
         self.whole, self.sizes = whole, sizes
+        quantizer = whole.weight_quantizer
+        self.per_scale = 0 if quantizer is None else quantizer.spec.rows_per_scale(2)
+        self._parts: dict[Tensor, Sequence[Tensor | None]] = {}
         self._grids: Sequence[WeightGrid | None] | None = None
         self._values: Sequence[Tensor] | None = None
+
+    def have_scales(self) -> bool:
+        """Return whether each part has all rows that share its scales, or all parts the same scales."""
+        return not (self.per_scale and any(size % self.per_scale for size in self.sizes))
+
+    def split(self, scale: Tensor | None) -> Sequence[Tensor | None]:
+        """Return the parts of the weight's scale, or of what has an element for each of its scales."""
+        if scale is None or not self.per_scale:
+            return [scale] * len(self.sizes)
+        parts: Sequence[Tensor] = scale.split_with_sizes([size // self.per_scale for size in self.sizes])
+        return parts
+
+    def part(self, scale: Tensor | None, place: int) -> Tensor | None:
+        """Return one of the parts, for code that is not compiled: each tensor is split once in the call."""
+        if scale is None or not self.per_scale:
+            return scale
+        if scale not in self._parts:
+            self._parts[scale] = self.split(scale)
+        return self._parts[scale][place]
 
     def grids(self) -> Sequence[WeightGrid | None]:
         """Return the grid of each part for an op; None where only the quantizer's forward can put the weight there."""
         if self._grids is None:
-            grid = self.whole.weight_grid(None)
-            self._grids = [None] * len(self.sizes) if grid is None else grid.split(self.sizes)
+            grid = self.whole.weight_grid(None) if self.have_scales() else None
+            self._grids = [None] * len(self.sizes) if grid is None else self._split_grid(grid)
         return self._grids
+
+    def _split_grid(self, grid: WeightGrid) -> list[WeightGrid | None]:
+        parts = zip(self.split(grid.scale), self.split(grid.zero_point), strict=True)
+        return [None if scale is None else replace(grid, scale=scale, zero_point=zero) for scale, zero in parts]
 
     def values(self) -> Sequence[Tensor]:
         """Return the quantized weight of each part."""

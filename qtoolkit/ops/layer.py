@@ -1,7 +1,6 @@
 """A layer with a quantized input and weight in one op."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,25 +45,6 @@ class WeightGrid:
     group: int = 1
     block_size: int = 0
     grad_factor: float = 1.0
-
-    def split(self, sizes: Sequence[int]) -> list["WeightGrid | None"]:
-        """Return the grids of parts of the weight of a linear layer, of so many rows each; None where two share a block.
-
-        Example:
-            >>> first, last = WeightGrid(torch.tensor([0.1, 0.2, 0.3]), None, -127, 127, axis=0).split([2, 1])
-            >>> first.scale, last.scale
-            (tensor([0.1000, 0.2000]), tensor([0.3000]))
-        """
-        in_blocks = self.block_size > 0
-        if self.axis is None or not (self.axis % 2 == 0 or in_blocks):  # the rows have the same scales
-            return [self] * len(sizes)
-        block = self.block_size if in_blocks and self.axis % 2 == 0 else 1
-        if any(size % block for size in sizes):
-            return [None] * len(sizes)
-        counts = [size // block for size in sizes]
-        zero_points = [None] * len(sizes) if self.zero_point is None else self.zero_point.split_with_sizes(counts)
-        parts = zip(self.scale.split_with_sizes(counts), zero_points, strict=True)
-        return [replace(self, scale=scale, zero_point=zero_point) for scale, zero_point in parts]
 
 
 @dataclass(frozen=True)

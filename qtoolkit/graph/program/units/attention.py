@@ -1,19 +1,32 @@
 """An attention, whose quantizers and projections are units."""
 
 from collections.abc import Hashable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qtoolkit.graph.program.epilogue import called_with
-from qtoolkit.graph.program.units.base import Result, Varying, gives_grid, kind_of_inputs
+from qtoolkit.graph.program.units.base import (
+    NOT_FOLLOWED,
+    NOT_TRAINED,
+    LayerArguments,
+    Result,
+    Varying,
+    gives_grid,
+    grid_of_weight,
+    kind_of_inputs,
+)
 from qtoolkit.graph.program.units.function import NONE, FunctionUnit
 from qtoolkit.graph.program.units.layer import LayerPlan, LayerUnit
 from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.attention import Known, Parts
 from qtoolkit.nn.projection import Projection
 from qtoolkit.quantizers.codes import TensorCodes
+
+OF_ROWS = ("weight", "bias", "ratio", "rate", "lo", "hi")
+"""The names of the op's tensors that are parts of those of a weight."""
 
 
 class AttentionUnit:
@@ -61,7 +74,7 @@ class ProjectionUnit(LayerUnit):
         attention: The attention.
     """
 
-    VARYING = (*LayerUnit.VARYING, "weight", "bias")
+    VARYING = (*LayerUnit.VARYING, *OF_ROWS)
 
     def __init__(self, attention: QuantMultiheadAttention) -> None:
         super().__init__(attention, "", None, False)
@@ -83,17 +96,28 @@ class ProjectionUnit(LayerUnit):
         return kind_of_inputs(self.modules[0].weight, x)
 
     def planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
-        """Ask the projection for the plan; the grid of a part of a weight is one of its own in each call."""
-        plan = super().planned(x, *others)
-        if plan is not None and self.modules[0].rows is not None:
-            plan.layer = plan.layer._replace(grid=None)
+        """Ask the projection for the plan, which has the grid of the whole weight."""
+        plan, rows = super().planned(x, *others), self.modules[0].rows
+        if plan is not None and rows is not None:
+            plan.layer = plan.layer._replace(grid=grid_of_weight(rows[0].whole))
         return plan
 
     def is_one_op(self, layer: Any) -> bool:
         """Return whether the op computes the projection as it is now, for some inputs."""
         parameters = (p for p in (layer.weight, layer.bias) if p is not None)
         plain = all(type(p) in (Tensor, nn.Parameter) for p in parameters)
-        return layer.training and plain and gives_grid(layer.weight_quantizer)
+        return layer.training and plain and layer.has_geometry() and gives_grid(layer.weight_quantizer)
+
+    def arguments(self, plan: LayerPlan) -> LayerArguments:
+        """Return what the op is told about the projection: of a part of a weight with its part of the weight's grid."""
+        rows = self.modules[0].rows
+        if rows is None or plan.layer.grid is None:
+            return plan.layer
+        grid, followed = plan.layer.grid
+        grid = (*map(rows[0].part, grid[:4], repeat(rows[1])), *grid[4:])
+        if followed is not NOT_FOLLOWED:
+            followed = (*map(rows[0].part, followed[:2], repeat(rows[1])), followed[2])
+        return plan.layer._replace(grid=(grid, followed))
 
     def one_by_one(self, x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Compute the projection as the attention does."""
@@ -102,11 +126,14 @@ class ProjectionUnit(LayerUnit):
     def varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         """Return what the op is told besides what the plan says; None if x has no codes."""
         found, layer = super().varying(plan, x, *others), self.modules[0]
-        return None if found is None else ((*found[0], layer.weight, layer.bias), found[1])
+        if found is None:
+            return None
+        grid, followed = self.arguments(plan).grid or (NOT_TRAINED, NOT_FOLLOWED)
+        return (*found[0], layer.weight, layer.bias, *grid[1:3], *followed[:2]), found[1]
 
     def bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
         """Return the op with all its arguments."""
-        return super().bound(plan, tensors[:-2], constants)
+        return super().bound(plan, tensors[: -len(OF_ROWS)], constants)
 
 
 def _keeps_codes(module: Any) -> bool:

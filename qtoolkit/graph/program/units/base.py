@@ -275,7 +275,7 @@ def layer_arguments(layer: Any, x: Tensor) -> LayerArguments | None:
     dtype = on_codes.computed_type(layer.weight, x)
     computed = dtype, on_codes.computed_format(layer, x, integer)
     takes_raw = dtype == x.dtype and on_codes.reads_image(layer, x, g)
-    return LayerArguments(_grid_of_weight(layer), (*sizes, integer), computed, like, takes_raw)
+    return LayerArguments(grid_of_weight(layer), (*sizes, integer), computed, like, takes_raw)
 
 
 def kind_of_inputs(weight: Tensor | None, x: Tensor) -> tuple[Hashable, ...] | None:
@@ -353,7 +353,7 @@ def output_call(plan: Plan, tensors: Sequence[Tensor | None], constants: Sequenc
 # ---- scales and grids
 
 
-def _grid_of_weight(layer: Any) -> tuple[Grid, Grid] | None:
+def grid_of_weight(layer: Any) -> tuple[Grid, Grid] | None:
     """Return the scale and the grid of a weight, and the range that the op sets."""
     quantizer = layer.weight_quantizer
     start = quantizer.kind.start(quantizer)
