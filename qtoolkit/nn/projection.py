@@ -114,7 +114,7 @@ class Projection:
 
     def has_geometry(self) -> bool:
         """Return whether an op can compute the layer."""
-        return self.rows is None or self.rows[0].have_scales()
+        return True
 
     def weight_groups(self) -> tuple[bool, int]:
         """Return that the weight is not transposed, without groups."""
@@ -146,12 +146,11 @@ class Rows:
         self._grids: Sequence[WeightGrid | None] | None = None
         self._values: Sequence[Tensor] | None = None
 
-    def have_scales(self) -> bool:
-        """Return whether each part has all rows that share its scales, or all parts the same scales."""
-        return not (self.per_scale and any(size % self.per_scale for size in self.sizes))
-
     def split(self, scale: Tensor | None) -> Sequence[Tensor | None]:
-        """Return the parts of the weight's scale, or of what has an element for each of its scales."""
+        """Return the parts of the weight's scale, or of what has an element for each of its scales.
+
+        No two parts share a scale of some rows: blocks divide the rows of the output's projection, which are as many.
+        """
         if scale is None or not self.per_scale:
             return [scale] * len(self.sizes)
         parts: Sequence[Tensor] = scale.split_with_sizes([size // self.per_scale for size in self.sizes])
@@ -168,7 +167,7 @@ class Rows:
     def grids(self) -> Sequence[WeightGrid | None]:
         """Return the grid of each part for an op; None where only the quantizer's forward can put the weight there."""
         if self._grids is None:
-            grid = self.whole.weight_grid(None) if self.have_scales() else None
+            grid = self.whole.weight_grid(None)
             self._grids = [None] * len(self.sizes) if grid is None else self._split_grid(grid)
         return self._grids
 

@@ -361,7 +361,8 @@ def grid_of_weight(layer: Any) -> tuple[Grid, Grid] | None:
     if start is None or followed is None:
         return None
     spec, factor = quantizer.spec, quantizer.kind.grad_factor(quantizer, layer.weight)
-    of_codes = (spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size, factor)
+    axis = None if spec.axis is None else spec.axis % layer.weight.dim()
+    of_codes = (spec.qmin, spec.qmax, axis, quantizer.group, spec.block_size, factor)
     return (*start, quantizer._zero_point, *of_codes), followed
 
 
