@@ -250,7 +250,8 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
         found: list[Tensor] = []
         for projection in self.in_projections([x for x, _ in inputs]):
             x, known = inputs[len(found)]
-            found += by.projected(projection, x, known).chunk(len(projection.name), dim=-1)
+            y, count = by.projected(projection, x, known), len(projection.name)
+            found += [y] if count == 1 else y.chunk(count, dim=-1)
         return found
 
     def _extend(self, k: Tensor, v: Tensor, along: int) -> tuple[Tensor, Tensor, int]:

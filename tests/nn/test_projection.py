@@ -143,16 +143,25 @@ ROADS = pytest.mark.parametrize("road", ["graph", "replace"])
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "length first"])
 @pytest.mark.parametrize("case", CASES)
-def test_projections_keep_codes(case: str, batch_first: bool, quantizer: str, road: str) -> None:
-    """With the bits of torch's layers; a byte is kept for an element of their inputs, and none for the quantized weights."""
+def test_projections_keep_codes(
+    case: str, batch_first: bool, quantizer: str, road: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of torch's layers; a byte is kept for an element of their inputs, and none for the quantized weights.
+
+    The codes come from the op before.
+    """
     model = trained(Attends(case, batch_first), road, quantizer)
+    taken = codes_taken(monkeypatch)
+    step(model)
+    of_slices = 2 if "own" in case and road == "graph" else 0  # behind the quantizers: their codes are made of the values
+    assert len([y for _, y, _ in taken if y.dim() == 3]) == PRODUCTS.get(case, 3) + 2 - of_slices
     assert calls_of_ops(lambda: step(model)) == PRODUCTS.get(case, 3) + 2  # of the output and the last layer
     found, kept = step(model)
     wanted, of_floats = step(trained(Attends(case, batch_first), road, quantizer, save="float"))
     same(found, wanted)
-    taken = {id(x): x.numel() for x in CASES[case][1](*batch(batch_first))}
+    inputs = {id(x): x.numel() for x in CASES[case][1](*batch(batch_first))}
     weights = sum(p.numel() for name, p in model.named_parameters() if "proj_weight" in name and p.dim() == 2)
-    assert of_floats - kept >= 3 * sum(taken.values()) + 4 * weights
+    assert of_floats - kept >= 3 * sum(inputs.values()) + 4 * weights
 
 
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "length first"])
@@ -318,6 +327,20 @@ def test_two_forwards_before_their_backwards(road: str, quantizer: str) -> None:
     same(*results)
 
 
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+@pytest.mark.parametrize("float_input", [0, 1], ids=["query", "key"])
+def test_one_input_in_float(float_input: int, quantizer: str) -> None:
+    """Its projection keeps floats, that of the other input codes, with rows of the same weight."""
+    results = []
+    for save in ("codes", "float"):
+        model = trained(Attends("keys"), "graph", quantizer, save=save)
+        model.get_submodule("attention").source_of(float_input).disable()
+        results.append(step(model)[0])
+        if save == "codes":
+            assert calls_of_ops(lambda m=model: step(m)) == 1 + 2
+    same(*results)
+
+
 @ROADS
 def test_the_range_of_a_split_weight_is_taken_once_a_step(road: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, found = trained(Attends("apart"), road, "fixed"), list[torch.Size]()
@@ -369,6 +392,9 @@ def test_the_report_names_the_projections_of_each_tensor() -> None:
     names = [projection.name for projection in model.get_submodule("attention").projections]
     assert names == ["q", "kv", "out"]
     assert line.training.startswith("projections int8 kernel (float for fewer than ")
+    qt.nn.set_training_arithmetic(model, "float")
+    (line,) = [line for line in qt.quantization_report(model).layers if line.name == "attention"]
+    assert line.training.startswith("projections float (as asked), saves codes; ")
     unknown = trained(Attends("apart"), "replace")
     assert [projection.name for projection in unknown.get_submodule("attention").projections] == ["qkv", "out"]
 
