@@ -153,7 +153,9 @@ def test_projections_keep_codes(
     model = trained(Attends(case, batch_first), road, quantizer)
     taken = codes_taken(monkeypatch)
     step(model)
-    of_slices = 2 if "own" in case and road == "graph" else 0  # behind the quantizers: their codes are made of the values
+    of_slices = (
+        2 if "own" in case and road == "graph" else 0
+    )  # behind the quantizers: their codes are made of the values
     assert len([y for _, y, _ in taken if y.dim() == 3]) == PRODUCTS.get(case, 3) + 2 - of_slices
     assert calls_of_ops(lambda: step(model)) == PRODUCTS.get(case, 3) + 2  # of the output and the last layer
     found, kept = step(model)

@@ -125,10 +125,11 @@ class ProjectionUnit(LayerUnit):
 
     def varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         """Return what the op is told besides what the plan says; None if x has no codes."""
-        found, layer = super().varying(plan, x, *others), self.modules[0]
+        arguments, layer = self.arguments(plan), self.modules[0]
+        found = self.varying_of(arguments, plan, x, *others)
         if found is None:
             return None
-        grid, followed = self.arguments(plan).grid or (NOT_TRAINED, NOT_FOLLOWED)
+        grid, followed = arguments.grid or (NOT_TRAINED, NOT_FOLLOWED)
         return (*found[0], layer.weight, layer.bias, *grid[1:3], *followed[:2]), found[1]
 
     def bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:

@@ -106,8 +106,13 @@ class LayerUnit(Decided[LayerPlan]):
 
     def varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         """Return what the op is told besides what the plan says; None if x has no codes."""
-        (known,) = others
-        found = varying_of_layer(self.modules[0], self.arguments(plan), x, known, lambda: None, self.names[0])
+        return self.varying_of(self.arguments(plan), plan, x, *others)
+
+    def varying_of(
+        self, arguments: LayerArguments, plan: LayerPlan, x: Tensor, known: TensorCodes | None
+    ) -> Varying | None:
+        """Return the same for what the op is told about the layer."""
+        found = varying_of_layer(self.modules[0], arguments, x, known, lambda: None, self.names[0])
         if found is None:
             return None
         (of_layer, constants), (of_output, of_codes) = found, varying_of_output(plan)
