@@ -239,6 +239,19 @@ class QuantSpec:
         shape[self.axis] = size // self.group_size
         return tuple(shape)
 
+    def rows_per_scale(self, dims: int) -> int:
+        """Return how many entries of dimension 0 share scales, of a tensor with so many dimensions; 0 where all do.
+
+        Example:
+            >>> [QuantSpec(axis=axis).rows_per_scale(2) for axis in (None, 0, 1)]
+            [0, 1, 0]
+            >>> QuantSpec(axis=0, group_size=4).rows_per_scale(2)
+            4
+        """
+        if self.axis is None:
+            return 0
+        return self.group_size or 1 if self.axis % dims == 0 else int(self.group_size is not None)
+
     def describe(self) -> str:
         """Return a short name for reports.
 

@@ -165,6 +165,12 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     return [source for source in sources if not (is_mode(source) or is_number(source))]
 
 
+def operands_of(node: fx.Node) -> list[Any]:
+    """Return the arguments of an op in the table that are data, in order; one tensor may be several of them."""
+    form = form_of(node)
+    return [] if form is None else list(_data(node, form))
+
+
 def is_discrete(node: fx.Node) -> bool:
     """Return whether a node returns tensors of integers or booleans: by the example inputs, or by what it calls."""
     while not (facts_of(node).is_discrete or name_called(node) in DISCRETE):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
-from qtoolkit.nn.on_codes import TakesCodes
+from qtoolkit.nn.on_codes import TakesCodes, of_call
 from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.nn.product import product
 from qtoolkit.nn.projection import Projection
@@ -19,6 +20,10 @@ from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.quantizer import Quantizer
 
 IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+Known = tuple[TensorCodes | None, TensorCodes | None, TensorCodes | None]
+"""What is known of query, key and value."""
+Input = tuple[Tensor, TensorCodes | None]
+"""One of them, and what is known of it."""
 ACTIVATION_QUANTIZERS = (
     "query_quantizer",
     "key_quantizer",
@@ -46,9 +51,8 @@ class Parts:
         """Return x quantized by the quantizer of this name, or x itself without one, and what is known of it."""
         return quantized_for(self.attention.training_arithmetic, getattr(self.attention, name), x)
 
-    def projected(self, name: str, x: Tensor, known: TensorCodes | None) -> Tensor:
-        """Return the projection of x of this name, "in_projection" or "out_projection"; `known` is what is known of x."""
-        projection: Projection = getattr(self.attention, name)
+    def projected(self, projection: Projection, x: Tensor, known: TensorCodes | None) -> Tensor:
+        """Return a projection of x; `known` is what is known of x."""
         return projection(x, known)
 
 
@@ -139,21 +143,22 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        known: TensorCodes | None = None,
+        known: Known = (None, None, None),
         parts: Parts | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; arguments and results are those of torch.nn.MultiheadAttention.
 
-        `known` is what the code of a prepared model knows of the query, `parts` what computes inside of the module there.
+        `known` is what the code of a prepared model knows of query, key and value, `parts` what computes inside of the module
+        there.
 
         Raises:
             ValueError: An input is a nested tensor, or the numbers of dimensions do not fit.
         """
         self._check(query, key, value, attn_mask, is_causal)
         batched = query.dim() == 3
-        inputs, known = self._quantize_inputs(query, key, value, batched, known)
+        inputs = self._quantize_inputs((query, key, value), batched, known)
         parts = Parts(self) if parts is None else parts
-        q, k, v = self._project(inputs, known, parts)
+        q, k, v = self._project(inputs, parts)
         along = 1 if self.batch_first and batched else 0
         k, v, added = self._extend(k, v, along)
         target, source, batch = q.size(along), k.size(along), q.size(1 - along)
@@ -168,7 +173,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
         )
         operands, codes = zip(*(parts.quantized(*each) for each in of_heads), strict=True)
         y, weights = self._attend(operands, codes, mask, need_weights)
-        y = parts.projected("out_projection", *parts.quantized("out_proj_input_quantizer", self._joined(y, along)))
+        y = parts.projected(self.out_projection, *parts.quantized("out_proj_input_quantizer", self._joined(y, along)))
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         return (y, weights) if batched else (y.squeeze(1), None if weights is None else weights.squeeze(0))
@@ -195,21 +200,15 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
                 "QuantMultiheadAttention: is_causal=True is a hint about attn_mask; pass the mask as well."
             )
 
-    def _quantize_inputs(
-        self, query: Tensor, key: Tensor, value: Tensor, batched: bool, known: TensorCodes | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], TensorCodes | None]:
-        """Quantize each distinct tensor once, and give one without a batch a batch of 1, behind its length.
+    def _quantize_inputs(self, inputs: tuple[Tensor, Tensor, Tensor], batched: bool, known: Known) -> list[Input]:
+        """Quantize each distinct tensor once, and give one without a batch a batch of 1, behind its length."""
+        query, key, value = inputs
+        q = self._quantize_input(query, batched, known[0])
+        k = q if key is query else self._quantize_input(key, batched, known[1])
+        v = k if value is key else q if value is query else self._quantize_input(value, batched, known[2])
+        return [q, k, v]
 
-        What is known of the query is returned too.
-        """
-        q, known = self._quantize_input(query, batched, known)
-        k = q if key is query else self._quantize_input(key, batched)[0]
-        v = k if value is key else q if value is query else self._quantize_input(value, batched)[0]
-        return (q, k, v), known
-
-    def _quantize_input(
-        self, x: Tensor, batched: bool, known: TensorCodes | None = None
-    ) -> tuple[Tensor, TensorCodes | None]:
+    def _quantize_input(self, x: Tensor, batched: bool, known: TensorCodes | None) -> Input:
         if self.input_quantizer is not None:
             x, known = quantized_for(self.training_arithmetic, self.input_quantizer, x)
         return (x, known) if batched else (x.unsqueeze(1), None)
@@ -220,36 +219,40 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
         inside = [module for quantizer in quantizers if quantizer is not None for module in quantizer.modules()]
         return [self.out_proj, *inside, *super().computes_by()]
 
-    @property
-    def in_projection(self) -> Projection | None:
-        """The projection of a tensor that is query, key and value; None where these have weights of their own."""
+    def in_projections(self, inputs: Sequence[object]) -> list[Projection]:
+        """Return the projections of query, key and value: one of neighbours that are one object, if their weights are one."""
+        sources = [self.source_of(place) for place in range(len(inputs))]
         if self.in_proj_weight is None:
-            return None
-        return Projection(self, self.in_proj_weight, self.in_proj_weight_quantizer, self.in_proj_bias, self.source)
+            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            own = zip("qkv", biases, sources, strict=True)
+            return [self._projection(name, f"{name}_proj_weight", bias, source) for name, bias, source in own]
+        firsts = [place for place in range(3) if place == 0 or inputs[place] is not inputs[place - 1]]
+        names = ["qkv"[first:last] for first, last in pairwise([*firsts, 3])]
+        whole = self._projection("qkv", "in_proj_weight", self.in_proj_bias, sources[0])
+        return whole.split(names, [sources[first] for first in firsts])
+
+    def _projection(self, name: str, weight: str, bias: Tensor | None, source: Quantizer | None) -> Projection:
+        return Projection(self, name, getattr(self, weight), getattr(self, f"{weight}_quantizer"), bias, source)
 
     @property
     def out_projection(self) -> Projection:
         """The projection of the output."""
         weight, bias = self.out_proj.weight, self.out_proj.bias
-        return Projection(self, weight, self.out_proj_weight_quantizer, bias, self.out_proj_input_quantizer)
+        return Projection(self, "out", weight, self.out_proj_weight_quantizer, bias, self.out_proj_input_quantizer)
 
-    def _project(
-        self, inputs: tuple[Tensor, Tensor, Tensor], known: TensorCodes | None, by: Parts
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = inputs
-        if self.in_proj_weight is None:
-            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-            parts = [quantized(getattr(self, f"{name}_quantizer"), getattr(self, name)) for name in names]
-            q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), parts, biases, strict=True))
-            return q, k, v
-        if query is key and key is value:
-            q, k, v = by.projected("in_projection", query, known).chunk(3, dim=-1)
-            return q, k, v
-        weight = quantized(self.in_proj_weight_quantizer, self.in_proj_weight)
-        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases, strict=True))
-        return q, k, v
+    @property
+    def projections(self) -> list[Projection]:
+        """All projections, for reports: of as many tensors as a graph calls it with, or of one."""
+        return [*self.in_projections([of_call(self._sources, place) for place in range(3)]), self.out_projection]
+
+    def _project(self, inputs: list[Input], by: Parts) -> list[Tensor]:
+        """Return the projected query, key and value; `inputs` are their values, and what is known of them."""
+        found: list[Tensor] = []
+        for projection in self.in_projections([x for x, _ in inputs]):
+            x, known = inputs[len(found)]
+            y, count = by.projected(projection, x, known), len(projection.name)
+            found += [y] if count == 1 else y.chunk(count, dim=-1)
+        return found
 
     def _extend(self, k: Tensor, v: Tensor, along: int) -> tuple[Tensor, Tensor, int]:
         """Append bias_k and bias_v, and the zeros of add_zero_attn, to keys and values along a dimension; return how many."""

@@ -146,7 +146,7 @@ class TakesCodes(TrainsOnCodes):
 
     def computes_by(self) -> list[nn.Module]:
         """Return the modules beside it on which it depends how it computes in training."""
-        sources = (source for source in self._sources if source is not None)
+        sources = (source for source in dict.fromkeys(self._sources) if source is not None)
         found = (module for source in sources for module in (source.holder, source.quantizer, *source.dropouts))
         return [module for module in found if module is not None]
 
@@ -183,7 +183,7 @@ def run(
     if found is None or found.codes is None:
         return None
     codes = found.as_codes(found.codes)
-    grid = weight_grid(layer, factor)
+    grid = layer.weight_grid(factor)
     if grid is None:
         return None
     dtype, memory_format = computed_type(layer.weight, x), computed_format(layer, x, integer)
@@ -226,7 +226,7 @@ def quantized_weight(layer: "Layer", factor: Tensor | None) -> Tensor | None:
     """
     if not torch.is_grad_enabled() or is_recorded() or is_transformed():
         return None
-    grid = weight_grid(layer, factor)
+    grid = layer.weight_grid(factor)
     return None if grid is None else quant_weight(layer.weight, grid, factor, *layer.weight_groups())
 
 

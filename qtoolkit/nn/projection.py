@@ -1,5 +1,7 @@
 """Linear layers in a module that holds their weights, as training computes them."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from qtoolkit.nn import on_codes
 from qtoolkit.nn.linear import QuantLinear
 from qtoolkit.nn.module import quantized
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.ops.layer import Geometry
+from qtoolkit.ops.layer import Geometry, WeightGrid
 from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.quantizer import Quantizer
 
@@ -22,28 +24,48 @@ class Projection:
 
     Args:
         attention: The attention.
+        name: The letters of what it projects: some of "qkv", or "out".
         weight: Its weight, (out, in).
         quantizer: The weight's quantizer, or None.
         bias: Its bias, or None.
         source: The quantizer on whose grid its input lies, or None where that is not known.
+        rows: What quantizes the weight, where that is a part of another one, and which part it is; None where it is not.
     """
 
     FLOAT: ClassVar[type[nn.Module]] = nn.Linear
     OP_KIND: ClassVar[OpKind] = QuantLinear.OP_KIND
     OUTPUT_AXIS: ClassVar[int] = QuantLinear.OUTPUT_AXIS
     returns_channels_last: ClassVar[bool] = False
-    batch_norm = integer_kernel = input_quantizer = None
+    batch_norm = None
 
     def __init__(
         self,
         attention: "QuantMultiheadAttention",
+        name: str,
         weight: Tensor,
         quantizer: Quantizer | None,
         bias: Tensor | None,
         source: Quantizer | None,
+        rows: "tuple[Rows, int] | None" = None,
     ) -> None:
+        self.attention, self.name = attention, name
         self.training, self.training_arithmetic = attention.training, attention.training_arithmetic
         self.weight, self.weight_quantizer, self.bias, self.source = weight, quantizer, bias, source
+        self.rows = rows
+
+    def split(self, names: Sequence[str], sources: Sequence[Quantizer | None]) -> list["Projection"]:
+        """Return the projections by parts of the rows, of these names and sources; each letter of a name has as many rows."""
+        if len(names) == 1:
+            return [self]
+        size = self.channels() // len(self.name)
+        rows = Rows(self, [size * len(name) for name in names])
+        weights: Sequence[Tensor] = self.weight.split_with_sizes(rows.sizes)
+        biases = [None] * len(names) if self.bias is None else self.bias.split_with_sizes(rows.sizes)
+        parts = enumerate(zip(names, weights, biases, sources, strict=True))
+        return [
+            Projection(self.attention, name, weight, self.weight_quantizer, bias, source, (rows, place))
+            for place, (name, weight, bias, source) in parts
+        ]
 
     def __call__(self, x: Tensor, known: TensorCodes | None) -> Tensor:
         """Return the layer of x, of which this is known: in training by an op that keeps codes, where it has some."""
@@ -51,7 +73,21 @@ class Projection:
         if y is not None:
             return y
         weight = on_codes.quantized_weight(self, None)
-        return self.compute(x, quantized(self.weight_quantizer, self.weight) if weight is None else weight, self.bias)
+        return self.compute(x, self.quantize_weight() if weight is None else weight, self.bias)
+
+    def quantize_weight(self) -> Tensor:
+        """Return the weight quantized by its quantizer."""
+        if self.rows is None:
+            return quantized(self.weight_quantizer, self.weight)  # type: ignore[no-any-return]  # a Tensor, as its argument
+        rows, place = self.rows
+        return rows.values()[place]
+
+    def weight_grid(self, factor: Tensor | None) -> WeightGrid | None:
+        """Return the grid of the weight for an op that quantizes it; no factor multiplies it."""
+        if self.rows is None:
+            return on_codes.weight_grid(self, None)
+        rows, place = self.rows
+        return rows.grids()[place]
 
     @staticmethod
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,3 +128,55 @@ class Projection:
         """Return whether the weight has one scale, or one per output feature."""
         quantizer = self.weight_quantizer
         return quantizer is not None and on_codes.along_outputs(quantizer.spec, self.weight, self.OUTPUT_AXIS)
+
+
+class Rows:
+    """The rows of a weight, which projections of several tensors share in a call: quantized once, whoever asks first.
+
+    Args:
+        whole: The projection by all rows.
+        sizes: The numbers of rows of the parts.
+    """
+
+    def __init__(self, whole: Projection, sizes: list[int]) -> None:
+        self.whole, self.sizes = whole, sizes
+        quantizer = whole.weight_quantizer
+        self.per_scale = 0 if quantizer is None else quantizer.spec.rows_per_scale(2)
+        self._parts: dict[Tensor, Sequence[Tensor | None]] = {}
+        self._grids: Sequence[WeightGrid | None] | None = None
+        self._values: Sequence[Tensor] | None = None
+
+    def split(self, scale: Tensor | None) -> Sequence[Tensor | None]:
+        """Return the parts of the weight's scale, or of what has an element for each of its scales.
+
+        No two parts share a scale of some rows: blocks divide the rows of the output's projection, which are as many.
+        """
+        if scale is None or not self.per_scale:
+            return [scale] * len(self.sizes)
+        parts: Sequence[Tensor] = scale.split_with_sizes([size // self.per_scale for size in self.sizes])
+        return parts
+
+    def part(self, scale: Tensor | None, place: int) -> Tensor | None:
+        """Return one of the parts, for code that is not compiled: each tensor is split once in the call."""
+        if scale is None or not self.per_scale:
+            return scale
+        if scale not in self._parts:
+            self._parts[scale] = self.split(scale)
+        return self._parts[scale][place]
+
+    def grids(self) -> Sequence[WeightGrid | None]:
+        """Return the grid of each part for an op; None where only the quantizer's forward can put the weight there."""
+        if self._grids is None:
+            grid = self.whole.weight_grid(None)
+            self._grids = [None] * len(self.sizes) if grid is None else self._split_grid(grid)
+        return self._grids
+
+    def _split_grid(self, grid: WeightGrid) -> list[WeightGrid | None]:
+        parts = zip(self.split(grid.scale), self.split(grid.zero_point), strict=True)
+        return [None if scale is None else replace(grid, scale=scale, zero_point=zero) for scale, zero in parts]
+
+    def values(self) -> Sequence[Tensor]:
+        """Return the quantized weight of each part."""
+        if self._values is None:
+            self._values = self.whole.quantize_weight().split_with_sizes(self.sizes)
+        return self._values

@@ -14,7 +14,7 @@ from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.computed_weights import bake, mask
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
 from qtoolkit.nn.output_grid import quantized_for
-from qtoolkit.ops.layer import Geometry
+from qtoolkit.ops.layer import Geometry, WeightGrid
 from qtoolkit.processes import whole
 from qtoolkit.quantizers.bias import bias_scale, enlarged, on_grid
 from qtoolkit.quantizers.codes import TensorCodes
@@ -257,6 +257,10 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         if self.batch_norm is None:
             return self.weight  # type: ignore[no-any-return]  # a Parameter
         return self.scale_output_channels(whole(self.weight), batch_norm.divisor_of(self.batch_norm))
+
+    def weight_grid(self, factor: Tensor | None) -> WeightGrid | None:
+        """Return the grid of the weight, its output channels multiplied by a factor, for an op that quantizes it."""
+        return on_codes.weight_grid(self, factor)
 
     def quantize_weight(self, weight: Tensor) -> Tensor:
         """Return a weight quantized by the weight's quantizer."""

@@ -536,10 +536,10 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if not kind.PLAIN:
             return kind.quantize(self, table)[index]
         scale, zero_point = kind.grid(self)
-        block_size = spec.block_size
-        if spec.axis is not None and (spec.axis % 2 == 0 or spec.group_size is not None):  # scales differ between rows
-            if spec.axis % 2 == 0 and spec.group_size is not None:  # as blocks of rows: here of one row each
-                index, block_size = index // spec.group_size, 1
+        block_size, rows = spec.block_size, spec.rows_per_scale(2)
+        if rows > 1:  # blocks of rows: here of one row each
+            index, block_size = index // rows, 1
+        if rows > 0:
             scale, zero_point = scale[index], None if zero_point is None else zero_point[index]
         return fake_quant(spec, x, scale, zero_point, 1, block_size, kind.grad_factor(self, table))
 

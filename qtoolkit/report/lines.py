@@ -163,8 +163,8 @@ def training_of(layer: nn.Module) -> tuple[str, Cause | None]:
     if isinstance(layer, QuantMatMul):
         return described(layer.sources, layer.training_arithmetic), None
     if isinstance(layer, QuantMultiheadAttention | QuantScaledDotProductAttention):
-        projections = (layer.in_projection, layer.out_projection) if isinstance(layer, QuantMultiheadAttention) else ()
-        of_layers = dict.fromkeys(on_codes.described(each)[0] for each in projections if each is not None)
+        projections = layer.projections if isinstance(layer, QuantMultiheadAttention) else ()
+        of_layers = dict.fromkeys(on_codes.described(each)[0] for each in projections)
         products = dict.fromkeys(described(sources, layer.training_arithmetic) for sources in layer.products)
         return "; ".join([*(f"projections {how}" for how in of_layers if how), *products]), None
     return "", None

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from tests.blocks import codes_taken
-from tests.nets import settled
 
 E, HEADS, B, L, S = 8, 2, 3, 5, 7
 SPEC, ACTIVATION = qt.QuantSpec(bits=4, axis=0), qt.QuantSpec()
@@ -365,79 +363,3 @@ def test_gradients_of_gradients_are_those_of_the_ops_one_by_one() -> None:
     (second,) = torch.autograd.grad(first.square().sum(), x)
     assert second.isfinite().all()
     assert second.any()
-
-
-class Encoder(nn.Module):
-    """A layer norm, an attention of its output to itself, and a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(16), nn.MultiheadAttention(16, 2, batch_first=True)
-        self.last = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return self.last(x + self.attention(y, y, y, need_weights=False)[0])
-
-
-def encoder(road: str, quantizer: str, **arithmetic: str) -> nn.Module:
-    torch.manual_seed(0)
-    x = torch.randn(3, 7, 16)
-    mapping = qt.QConfigMapping().set_global(
-        qt.QConfig(qt.QuantSpec(quantizer=quantizer), qt.QuantSpec(axis=0, quantizer=quantizer))
-    )
-    if road == "graph":
-        model = qt.prepare(Encoder().train(), (x,), backend="onnxruntime", qconfig_mapping=mapping)
-    else:
-        model = qt.quant_modules.replace(Encoder().train(), backend="onnxruntime", qconfig_mapping=mapping)
-    qt.calibrate(model, [x], progress=False)
-    qt.nn.set_training_arithmetic(model, **arithmetic)
-    return settled(model).train()
-
-
-def encoder_step(model: nn.Module) -> tuple[dict[str, Tensor], int]:
-    """Return the output and the gradients of a step, and the bytes that it keeps for backward."""
-    x, kept = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1)).requires_grad_(), dict[int, int]()
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = model(x)
-    y.square().sum().backward()
-    return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in model.named_parameters()}, sum(kept.values())
-
-
-@pytest.mark.parametrize("road", ["graph", "replace"])
-@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
-def test_projections_keep_codes(road: str, quantizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bits of torch's layers; in a graph the codes come from the op before."""
-    taken = codes_taken(monkeypatch)
-    model = encoder(road, quantizer, arithmetic="float")
-    with torch.profiler.profile() as profile:
-        found, kept = encoder_step(model)
-    assert len([known for _, y, known in taken if y.shape == (3, 7, 16)]) >= 2  # of both projections
-    ops = [event.name for event in profile.events()]
-    assert sum(ops.count(f"qtoolkit::{op}") for op in ("quant_layer", "layer_fake_quant")) >= 2
-    wanted, of_floats = encoder_step(encoder(road, quantizer, arithmetic="float", save="float"))
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-    assert torch.equal(found["y"], wanted["y"])
-    assert kept < of_floats
-
-
-@pytest.mark.parametrize("road", ["graph", "replace"])
-def test_projections_compute_on_codes(road: str) -> None:
-    found, _ = encoder_step(encoder(road, "lsq", arithmetic="integer"))
-    wanted, _ = encoder_step(encoder(road, "lsq", arithmetic="float"))
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-2, msg=lambda m, n=name: f"{n}: {m}")
-    assert not torch.equal(found["y"], wanted["y"])
-
-
-def test_the_report_names_the_projections() -> None:
-    lines = qt.quantization_report(encoder("graph", "lsq", arithmetic="float")).layers
-    (line,) = [line for line in lines if line.name == "attention"]
-    assert line.training.startswith("projections float (as asked), saves codes; ")

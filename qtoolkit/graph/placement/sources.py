@@ -7,8 +7,8 @@ from torch import fx
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.module_calls import ModuleCalls, number_of
-from qtoolkit.graph.nodes import is_weight_quantizer, tensor_inputs
-from qtoolkit.graph.placement.traversal import dropouts_behind, quantizer_behind
+from qtoolkit.graph.nodes import is_weight_quantizer, operands_of
+from qtoolkit.graph.placement.traversal import dropouts_behind, quantizer_behind, source_of
 from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.on_codes import Source
 from qtoolkit.op_kinds.rules import module_of
@@ -18,27 +18,29 @@ from qtoolkit.quantizers.quantizer import Quantizer
 def link_sources(graph: fx.Graph, backend: Backend) -> None:
     """Tell each layer that a graph calls the quantizer of its input: of each call's, if the calls are numbered.
 
-    So with each attention of a tensor to itself.
+    An attention is told those of query, key and value, one object for those that are one tensor in each call.
 
     It is None where it is unknown, or where calls without numbers have several. A prepared model does so whenever its graph is
     compiled: the graph may have been changed.
     """
     calls_of = ModuleCalls(graph)
     for attention, nodes in calls_of.of_type(QuantMultiheadAttention).items():
-        of_itself = all(len(node.args) > 2 and len(set(node.args[:3])) == 1 for node in nodes)
-        attention.link_source(_source_of_calls(nodes, backend) if of_itself else None)
+        inputs = list(zip(*map(operands_of, nodes), strict=True))
+        found = {tensors: _common_source(tensors, backend) for tensors in dict.fromkeys(inputs)}
+        attention.link_source(*(found[tensors] for tensors in inputs))
     for layer, nodes in calls_of.of_layers().items():
         numbers = [number_of(node) for node in nodes]
         calls = [[node] for node in nodes] if numbers == list(range(len(nodes))) else [nodes]
-        layer.link_source(*(_source_of_calls(call, backend) for call in calls))
+        layer.link_source(*(_common_source([source_of(node) for node in call], backend) for call in calls))
 
 
-def _source_of_calls(nodes: Sequence[fx.Node], backend: Backend) -> Source | None:
-    sources = [source_of_input(node, backend, in_training=True) for node in nodes]
+def _common_source(tensors: Sequence[fx.Node | None], backend: Backend) -> Source | None:
+    """Return the source of the tensors in training; None where they have several."""
+    sources = [_source_behind(tensor, backend, in_training=True) for tensor in tensors]
     quantizers = {None if source is None else source.quantizer for source in sources}
-    inputs = [source for node in nodes for source in tensor_inputs(node)[:1]]
     first = sources[0] if len(quantizers) == 1 else None
-    return None if first is None else replace(first, dropouts=dropouts_behind(inputs, backend))
+    found = [tensor for tensor in tensors if tensor is not None]
+    return None if first is None else replace(first, dropouts=dropouts_behind(found, backend))
 
 
 def source_in_training(node: fx.Node, backend: Backend) -> Source | None:
@@ -48,10 +50,13 @@ def source_in_training(node: fx.Node, backend: Backend) -> Source | None:
     return None if source is None else replace(source, dropouts=dropouts_behind([node], backend))
 
 
-def source_of_input(node: fx.Node, backend: Backend, in_training: bool = False) -> Source | None:
+def source_of_input(node: fx.Node, backend: Backend) -> Source | None:
     """Return the source of the first tensor that an op takes, or None."""
-    inputs = tensor_inputs(node)
-    behind = quantizer_behind(inputs[0], backend, in_training) if inputs else None
+    return _source_behind(source_of(node), backend)
+
+
+def _source_behind(tensor: fx.Node | None, backend: Backend, in_training: bool = False) -> Source | None:
+    behind = None if tensor is None else quantizer_behind(tensor, backend, in_training)
     return None if behind is None else _source_at(behind)
 
 

@@ -256,9 +256,8 @@ def is_max_pool_call(node: fx.Node) -> bool:
 
 
 def is_attention_call(node: fx.Node) -> bool:
-    """Return whether a node calls a QuantMultiheadAttention, whose query comes first."""
-    has_query = bool(node.args) and isinstance(node.args[0], fx.Node)
-    return node.op == "call_module" and has_query and isinstance(module_of(node), QuantMultiheadAttention)
+    """Return whether a node calls a QuantMultiheadAttention."""
+    return node.op == "call_module" and isinstance(module_of(node), QuantMultiheadAttention)
 
 
 def is_weighted_call(node: fx.Node) -> bool:

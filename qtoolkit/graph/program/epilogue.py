@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from qtoolkit import ops
 from qtoolkit.errors import with_article
 from qtoolkit.nn import QuantMultiheadAttention
+from qtoolkit.nn.attention import Known
 from qtoolkit.nn.batch_norm import (
     LinkedBatchNorm,
     QuantBatchNorm1d,
@@ -101,8 +102,8 @@ def layer_output(layer: Any, bn: Any, input: Any, known: TensorCodes | None = No
     return output
 
 
-def called_with(module: Any, known: TensorCodes | None, *args: Any, **kwargs: Any) -> Any:
-    """Call a layer or an attention, with what is known of its input if it takes that."""
+def called_with(module: Any, known: TensorCodes | Known | None, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer or an attention, with what is known of its input, or inputs, if it takes that."""
     takes = known is not None and type(module).forward in (QuantWeighted.forward, QuantMultiheadAttention.forward)
     return module(*args, **kwargs, known=known) if takes else module(*args, **kwargs)
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
-from qtoolkit.graph.nodes import is_quantizer, kind_of, node_name
+from qtoolkit.graph.nodes import is_quantizer, kind_of, node_name, operands_of
 from qtoolkit.graph.program import products
 from qtoolkit.graph.program.chains import (
     Chain,
@@ -183,7 +183,7 @@ class UnitWriter(Writer):
             function = products.function_of(node, self.products[node.name])
             self.written[node] = self.graph.call_function(function, (known, *args), kwargs)
         elif is_attention_call(node):
-            attention = (self._module(node), known[0], *args)
+            attention = (self._module(node), tuple(map(self._known_of, operands_of(node))), *args)
             run = AttentionUnit().run
             self.written[node] = self.graph.create_node("call_function", run, attention, kwargs, name=node.name)
         elif node.op == "call_module":

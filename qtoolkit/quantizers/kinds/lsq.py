@@ -80,7 +80,7 @@ class LSQ(FromStart):
         """
         spec = quantizer.spec
         count = x.numel()
-        if not quantizer.of_weight and x.dim() > 1 and not _differs_between_rows(spec, x.dim()):
+        if not quantizer.of_weight and x.dim() > 1 and not spec.rows_per_scale(x.dim()):
             count = x.shape[1:].numel()
         sharing = max(count // max(quantizer._scale.numel(), 1), 1)
         factor: float = float(sharing * spec.qmax) ** -0.5
@@ -89,11 +89,6 @@ class LSQ(FromStart):
 
 def _trained(quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor, Tensor]:
     return quantizer._scale, quantizer._relative_scale, quantizer._rate
-
-
-def _differs_between_rows(spec: QuantSpec, dims: int) -> bool:
-    """Return whether the scale of a tensor with this number of dimensions differs along dimension 0."""
-    return spec.axis is not None and (spec.axis % dims == 0 or spec.group_size is not None)
 
 
 class LSQPlus(LSQ):

@@ -1,18 +1,32 @@
 """An attention, whose quantizers and projections are units."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtoolkit.graph.program.epilogue import called_with
-from qtoolkit.graph.program.units.base import Result, kind_of_inputs, layer_is_plain
+from qtoolkit.graph.program.units.base import (
+    NOT_FOLLOWED,
+    NOT_TRAINED,
+    LayerArguments,
+    Result,
+    Varying,
+    gives_grid,
+    grid_of_weight,
+    kind_of_inputs,
+)
 from qtoolkit.graph.program.units.function import NONE, FunctionUnit
-from qtoolkit.graph.program.units.layer import LayerUnit
+from qtoolkit.graph.program.units.layer import LayerPlan, LayerUnit
 from qtoolkit.nn import QuantMultiheadAttention
-from qtoolkit.nn.attention import Parts
+from qtoolkit.nn.attention import Known, Parts
+from qtoolkit.nn.projection import Projection
 from qtoolkit.quantizers.codes import TensorCodes
+
+OF_ROWS = ("weight", "bias", "ratio", "rate", "lo", "hi")
+"""The names of the op's tensors that are parts of those of a weight."""
 
 
 class AttentionUnit:
@@ -21,8 +35,8 @@ class AttentionUnit:
     def __init__(self) -> None:
         self.parts: PartUnits | None = None
 
-    def run(self, module: Any, known: TensorCodes | None, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; `known` is what is known of its query, the first argument."""
+    def run(self, module: Any, known: Known, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; `known` is what is known of its query, key and value."""
         if torch.compiler.is_compiling() or not _keeps_codes(module):
             return called_with(module, known, *args, **kwargs)
         if self.parts is None or self.parts.attention is not module:
@@ -36,7 +50,7 @@ class PartUnits(Parts):
     def __init__(self, attention: QuantMultiheadAttention) -> None:
         super().__init__(attention)
         self.functions: dict[str, FunctionUnit] = {}
-        self.projections = {name: ProjectionUnit(attention, name) for name in ("in_projection", "out_projection")}
+        self.projections: dict[str, ProjectionUnit] = {}
 
     def quantized(self, name: str, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
         """Return x quantized by the quantizer of this name, or x itself without one, and what is known of it."""
@@ -46,38 +60,81 @@ class PartUnits(Parts):
             self.functions[name] = FunctionUnit(self.attention, None, name, None, NONE, True)
         return self.functions[name].run(x)
 
-    def projected(self, name: str, x: Tensor, known: TensorCodes | None) -> Tensor:
-        """Return the projection of x of this name; `known` is what is known of x."""
-        return self.projections[name].run(x, known)[0]
+    def projected(self, projection: Projection, x: Tensor, known: TensorCodes | None) -> Tensor:
+        """Return a projection of x; `known` is what is known of x."""
+        if projection.name not in self.projections:
+            self.projections[projection.name] = ProjectionUnit(self.attention)
+        return self.projections[projection.name].project(projection, x, known)
 
 
 class ProjectionUnit(LayerUnit):
-    """A projection of an attention.
+    """A projection of an attention, which makes it anew in each call: the weight may be a part of another one's rows.
 
     Args:
         attention: The attention.
-        projection: Its attribute.
     """
 
-    def __init__(self, attention: QuantMultiheadAttention, projection: str) -> None:
+    VARYING = (*LayerUnit.VARYING, *OF_ROWS)
+
+    def __init__(self, attention: QuantMultiheadAttention) -> None:
         super().__init__(attention, "", None, False)
-        self.projection = projection
+
+    def project(self, projection: Projection, x: Tensor, known: TensorCodes | None) -> Tensor:
+        """Return the projection of x; `known` is what is known of x."""
+        self.modules = projection, None
+        try:
+            return self.run(x, known)[0]
+        finally:
+            self.modules = None, None  # nothing of a step is kept
 
     def modules_now(self) -> tuple[Any, ...]:
-        """Return the projection as the attention is now."""
-        return getattr(self.model(), self.projection), None
+        """Return the projection of this call."""
+        return self.modules
 
     def kind_of(self, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules."""
         return kind_of_inputs(self.modules[0].weight, x)
 
+    def planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
+        """Ask the projection for the plan, which has the grid of the whole weight."""
+        plan, rows = super().planned(x, *others), self.modules[0].rows
+        if plan is not None and rows is not None:
+            plan.layer = plan.layer._replace(grid=grid_of_weight(rows[0].whole))
+        return plan
+
     def is_one_op(self, layer: Any) -> bool:
         """Return whether the op computes the projection as it is now, for some inputs."""
-        return layer.training and layer_is_plain(layer)
+        parameters = (p for p in (layer.weight, layer.bias) if p is not None)
+        plain = all(type(p) in (Tensor, nn.Parameter) for p in parameters)
+        return layer.training and plain and gives_grid(layer.weight_quantizer)
+
+    def arguments(self, plan: LayerPlan) -> LayerArguments:
+        """Return what the op is told about the projection: of a part of a weight with its part of the weight's grid."""
+        rows = self.modules[0].rows
+        if rows is None or plan.layer.grid is None:
+            return plan.layer
+        grid, followed = plan.layer.grid
+        grid = (*map(rows[0].part, grid[:4], repeat(rows[1])), *grid[4:])
+        if followed is not NOT_FOLLOWED:
+            followed = (*map(rows[0].part, followed[:2], repeat(rows[1])), followed[2])
+        return plan.layer._replace(grid=(grid, followed))
 
     def one_by_one(self, x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Compute the projection as the attention does."""
         return layer(x, known), None
+
+    def varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
+        """Return what the op is told besides what the plan says; None if x has no codes."""
+        arguments, layer = self.arguments(plan), self.modules[0]
+        found = self.varying_of(arguments, plan, x, *others)
+        if found is None:
+            return None
+        grid, followed = arguments.grid or (NOT_TRAINED, NOT_FOLLOWED)
+        return (*found[0], layer.weight, layer.bias, *grid[1:3], *followed[:2]), found[1]
+
+    def bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
+        """Return the op with all its arguments."""
+        return super().bound(plan, tensors[: -len(OF_ROWS)], constants)
 
 
 def _keeps_codes(module: Any) -> bool:

@@ -222,10 +222,10 @@ def layer_is_plain(layer: Any) -> bool:
     if layer.integer_kernel is not None or layer.input_quantizer is not None:
         return False
     parameters = (p for p in (layer.weight, layer.bias) if p is not None)
-    return _gives_grid(layer.weight_quantizer) and all(type(p) is nn.Parameter for p in parameters)
+    return gives_grid(layer.weight_quantizer) and all(type(p) is nn.Parameter for p in parameters)
 
 
-def _gives_grid(quantizer: Any) -> bool:
+def gives_grid(quantizer: Any) -> bool:
     """Return whether the quantizer of a weight leaves it to an op to quantize it."""
     if not isinstance(quantizer, TensorQuantizer) or quantizer.stopping or not quantizer.ready:
         return False
@@ -273,7 +273,7 @@ def layer_arguments(layer: Any, x: Tensor) -> LayerArguments | None:
     dtype = on_codes.computed_type(layer.weight, x)
     computed = dtype, on_codes.computed_format(layer, x, integer)
     takes_raw = dtype == x.dtype and on_codes.reads_image(layer, x, g)
-    return LayerArguments(_grid_of_weight(layer), (*sizes, integer), computed, like, takes_raw)
+    return LayerArguments(grid_of_weight(layer), (*sizes, integer), computed, like, takes_raw)
 
 
 def kind_of_inputs(weight: Tensor | None, x: Tensor) -> tuple[Hashable, ...] | None:
@@ -351,7 +351,7 @@ def output_call(plan: Plan, tensors: Sequence[Tensor | None], constants: Sequenc
 # ---- scales and grids
 
 
-def _grid_of_weight(layer: Any) -> tuple[Grid, Grid] | None:
+def grid_of_weight(layer: Any) -> tuple[Grid, Grid] | None:
     """Return the scale and the grid of a weight, and the range that the op sets."""
     quantizer = layer.weight_quantizer
     start = quantizer.kind.start(quantizer)
@@ -359,7 +359,8 @@ def _grid_of_weight(layer: Any) -> tuple[Grid, Grid] | None:
     if start is None or followed is None:
         return None
     spec, factor = quantizer.spec, quantizer.kind.grad_factor(quantizer, layer.weight)
-    of_codes = (spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size, factor)
+    axis = None if spec.axis is None else spec.axis % layer.weight.dim()
+    of_codes = (spec.qmin, spec.qmax, axis, quantizer.group, spec.block_size, factor)
     return (*start, quantizer._zero_point, *of_codes), followed
 
 
@@ -377,7 +378,7 @@ def _followed(layer: Any) -> Grid | None:
 
 def _weight_grid_now(layer: Any, factor: Tensor | None, name: str | None) -> tuple[Grid, Grid]:
     """Return the scale and the grid of a weight whose quantizer makes them anew at each call."""
-    grid = on_codes.weight_grid(layer, factor)
+    grid = layer.weight_grid(factor)
     if grid is None:
         raise RuntimeError(f"the weight quantizer of {name!r} changed while its layer ran.")
     of_codes = (grid.qmin, grid.qmax, grid.axis, grid.group, grid.block_size, grid.grad_factor)

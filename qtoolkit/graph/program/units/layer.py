@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class LayerUnit(Decided[LayerPlan]):
         with_codes: Whether an op takes the codes of the result.
     """
 
-    VARYING = (*OF_LAYER, *OF_OUTPUT)
+    VARYING: ClassVar[tuple[str, ...]] = (*OF_LAYER, *OF_OUTPUT)
 
     def __init__(self, root: nn.Module, layer: str, quantizer: str | None, with_codes: bool) -> None:
         super().__init__(root, (layer, quantizer))
@@ -102,10 +102,19 @@ class LayerUnit(Decided[LayerPlan]):
         is_called = is_watched(layer) or type(layer).forward is not QuantWeighted.forward
         return not is_called and layer.training and layer.batch_norm is None and layer_is_plain(layer)
 
+    def arguments(self, plan: LayerPlan) -> LayerArguments:
+        """Return what the op is told about the layer."""
+        return plan.layer
+
     def varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         """Return what the op is told besides what the plan says; None if x has no codes."""
-        (known,) = others
-        found = varying_of_layer(self.modules[0], plan.layer, x, known, lambda: None, self.names[0])
+        return self.varying_of(self.arguments(plan), plan, x, *others)
+
+    def varying_of(
+        self, arguments: LayerArguments, plan: LayerPlan, x: Tensor, known: TensorCodes | None
+    ) -> Varying | None:
+        """Return the same for what the op is told about the layer."""
+        found = varying_of_layer(self.modules[0], arguments, x, known, lambda: None, self.names[0])
         if found is None:
             return None
         (of_layer, constants), (of_output, of_codes) = found, varying_of_output(plan)
@@ -113,6 +122,6 @@ class LayerUnit(Decided[LayerPlan]):
 
     def bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
         """Return the op with all its arguments."""
-        first, last = layer_call(self.modules[0], plan.layer, tensors[:-2], constants[:-1])
+        first, last = layer_call(self.modules[0], self.arguments(plan), tensors[:-2], constants[:-1])
         output = output_call(plan, tensors[-2:], constants[-1:])
         return _bind(self.VARYING, *first, plan.rounds_bias, *output, is_learned(output), plan.with_codes, *last)
