@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
 from qtoolkit.processes import own_part
 from qtoolkit.quantizers.clip_range import clip_range
 from qtoolkit.quantizers.observers import RangeObserver
@@ -88,7 +89,7 @@ class Recorder:
     def reset(self) -> None:
         """Forget everything."""
         self.calls = 0
-        self.range = RangeObserver()
+        self.range = RangeObserver(QuantSpec())
         self.grid: Tensor | None = None
         self.codes = _CodeCounts(self.quantizer)
         self.gradient, self.scale_gradient = _MeanNorm(), _MeanNorm()

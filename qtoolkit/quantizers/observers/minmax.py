@@ -1,7 +1,7 @@
 """Observers of the lowest and highest values: of all inputs, or a moving average."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,7 @@ class EndsObserver(Observer):
 
     An input with NaN or infinities in a channel does not change that channel's range; it is counted in `skipped`.
 
-    Args:
-        shape: Shape of the ranges: () per tensor, otherwise one element per channel or block.
-        axis: Channel axis of the inputs.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
-        block_size: Elements along the axis that share a range, or 0.
+    Attributes:
         momentum: Weight of each new range in a moving average; None for the range of all inputs.
     """
 
@@ -29,24 +25,12 @@ class EndsObserver(Observer):
     hi: Tensor
     skipped: Tensor
 
-    def __init__(
-        self,
-        shape: tuple[int, ...] = (),
-        axis: int | None = None,
-        group: int = 1,
-        block_size: int = 0,
-        momentum: float | None = None,
-    ) -> None:
-        super().__init__()
-        self.axis, self.group, self.block_size, self.momentum = axis, group, block_size, momentum
+    def __init__(self, spec: QuantSpec, shape: tuple[int, ...] = (), group: int = 1) -> None:
+        super().__init__(spec, shape, group)
+        self.momentum: float | None = self.options(spec).get("momentum")
         self.register_buffer("lo", torch.full(shape, torch.inf, dtype=scale_dtype()))
         self.register_buffer("hi", torch.full(shape, -torch.inf, dtype=scale_dtype()))
         self.register_buffer("skipped", torch.zeros(shape, dtype=torch.int64), persistent=False)
-
-    @classmethod
-    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
-        """Build the observer of a spec, with ranges of this shape."""
-        return cls(shape, spec.axis, group, spec.block_size, cls.options(spec).get("momentum"))
 
     def forward(self, x: Tensor) -> None:
         """Observe the range of x."""
@@ -117,7 +101,7 @@ class RangeObserver(EndsObserver):
     Its range can follow one tensor, in the same read that quantizes it.
 
     Example:
-        >>> observer = RangeObserver()
+        >>> observer = RangeObserver(qt.QuantSpec())
         >>> observer(torch.tensor([-1.0, 3.0]))
         >>> observer.range()
         (tensor(-1.), tensor(3.))
