@@ -43,12 +43,6 @@ class CalibrationReport:
             moving averages.
         grids: The lowest and highest value that each quantizer represents.
         clipped: The share of the values beyond the grid by more than half a step; None where the observer cannot tell.
-
-    Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
-        >>> report = qt.calibrate(prepared, [torch.ones(8, 4)], progress=False)
-        >>> report.batches, report.ranges["activation_quantizers.input_1"], report.unreached
-        (1, (1.0, 1.0), ())
     """
 
     batches: int

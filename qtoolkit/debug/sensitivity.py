@@ -35,16 +35,6 @@ class Row:
         kind: The kind of op.
         score: The model's score with only this quantized (mode "one"), or with everything else quantized ("all_but_one").
         drop: By how much quantizing this worsens the score; negative if it improves the score.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
-        >>> prepared, x = qt.prepare(model), torch.rand(64, 8)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
-        >>> def score(m):
-        ...     return -float((m(x) - model(x)).detach().square().mean())
-        >>> result = qt.debug.sensitivity(prepared, score, progress=False)
-        >>> result.rows[0].kind, result.rows[0].drop >= result.rows[1].drop
-        ('linear', True)
     """
 
     name: str
@@ -64,16 +54,6 @@ class Sensitivity:
         by: "layer" or "type".
         types: With by="type", the type, function or tensor method of each row by its name.
         mapping: The config that the model was prepared with; None if it was the backend's default.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
-        >>> prepared, x = qt.prepare(model), torch.rand(64, 8)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
-        >>> def score(m):
-        ...     return -float((m(x) - model(x)).detach().square().mean())
-        >>> result = qt.debug.sensitivity(prepared, score, progress=False)
-        >>> result.by, len(result.rows), result.quantized_score < result.float_score
-        ('layer', 2, True)
     """
 
     float_score: float

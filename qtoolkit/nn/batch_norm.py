@@ -113,36 +113,15 @@ class LinkedBatchNorm(nn.Module):
 
 
 class QuantBatchNorm1d(LinkedBatchNorm, nn.BatchNorm1d):
-    """torch.nn.BatchNorm1d behind a QAT layer.
-
-    Example:
-        >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).train())
-        >>> type(prepared.get_submodule("1")).__name__
-        'QuantBatchNorm1d'
-    """
+    """torch.nn.BatchNorm1d behind a QAT layer."""
 
 
 class QuantBatchNorm2d(LinkedBatchNorm, nn.BatchNorm2d):
-    """torch.nn.BatchNorm2d behind a QAT layer.
-
-    Example:
-        >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).train())
-        >>> type(prepared.get_submodule("1")).__name__
-        'QuantBatchNorm2d'
-    """
+    """torch.nn.BatchNorm2d behind a QAT layer."""
 
 
 class QuantBatchNorm3d(LinkedBatchNorm, nn.BatchNorm3d):
-    """torch.nn.BatchNorm3d behind a QAT layer.
-
-    Example:
-        >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8)).train())
-        >>> type(prepared.get_submodule("1")).__name__
-        'QuantBatchNorm3d'
-    """
+    """torch.nn.BatchNorm3d behind a QAT layer."""
 
 
 class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
@@ -150,12 +129,6 @@ class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
 
     In a process group of several ranks its op is the one that may also compute what is around it, on the CPU too. So a rank
     that calls the modules one by one takes part in the same all-reduces as the others. Otherwise it is torch's.
-
-    Example:
-        >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8)).train())
-        >>> type(prepared.get_submodule("1")).__name__
-        'QuantSyncBatchNorm'
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -69,12 +69,7 @@ class _QuantConv(QuantWeighted):
 
 
 class QuantConv1d(_QuantConv, nn.Conv1d):
-    """torch.nn.Conv1d with a quantized weight; `weight_spec`'s axis 0 is the output channel.
-
-    Example:
-        >>> QuantConv1d(3, 8, 3, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(1, 3, 5)).shape
-        torch.Size([1, 8, 3])
-    """
+    """torch.nn.Conv1d with a quantized weight; `weight_spec`'s axis 0 is the output channel."""
 
     FLOAT = nn.Conv1d
     FUNCTION = staticmethod(F.conv1d)
@@ -93,12 +88,7 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
 
 
 class QuantConv3d(_QuantConv, nn.Conv3d):
-    """torch.nn.Conv3d with a quantized weight; `weight_spec`'s axis 0 is the output channel.
-
-    Example:
-        >>> QuantConv3d(3, 8, 3, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(1, 3, 5, 5, 5)).shape
-        torch.Size([1, 8, 3, 3, 3])
-    """
+    """torch.nn.Conv3d with a quantized weight; `weight_spec`'s axis 0 is the output channel."""
 
     FLOAT = nn.Conv3d
     FUNCTION = staticmethod(F.conv3d)

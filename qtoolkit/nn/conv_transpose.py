@@ -98,12 +98,7 @@ class _QuantConvTranspose(QuantWeighted):
 
 
 class QuantConvTranspose1d(_QuantConvTranspose, nn.ConvTranspose1d):
-    """torch.nn.ConvTranspose1d with a quantized weight; axes as in QuantConvTranspose2d.
-
-    Example:
-        >>> QuantConvTranspose1d(4, 6, 2, stride=2, weight_spec=qt.QuantSpec(axis=1))(torch.zeros(1, 4, 5)).shape
-        torch.Size([1, 6, 10])
-    """
+    """torch.nn.ConvTranspose1d with a quantized weight; axes as in QuantConvTranspose2d."""
 
     FLOAT = nn.ConvTranspose1d
     FUNCTION = staticmethod(F.conv_transpose1d)
@@ -128,12 +123,7 @@ class QuantConvTranspose2d(_QuantConvTranspose, nn.ConvTranspose2d):
 
 
 class QuantConvTranspose3d(_QuantConvTranspose, nn.ConvTranspose3d):
-    """torch.nn.ConvTranspose3d with a quantized weight; axes as in QuantConvTranspose2d.
-
-    Example:
-        >>> QuantConvTranspose3d(4, 6, 2, stride=2, weight_spec=qt.QuantSpec(axis=1))(torch.zeros(1, 4, 2, 2, 2)).shape
-        torch.Size([1, 6, 4, 4, 4])
-    """
+    """torch.nn.ConvTranspose3d with a quantized weight; axes as in QuantConvTranspose2d."""
 
     FLOAT = nn.ConvTranspose3d
     FUNCTION = staticmethod(F.conv_transpose3d)

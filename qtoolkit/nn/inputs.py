@@ -57,168 +57,84 @@ class QuantInput(QuantModule):
 
 
 class QuantMaxPool1d(QuantInput, nn.MaxPool1d):
-    """torch.nn.MaxPool1d of a quantized input; the indices are those of the quantized input.
-
-    Example:
-        >>> layer = QuantMaxPool1d(2, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4), 1.4)).unique()
-        tensor([1.])
-    """
+    """torch.nn.MaxPool1d of a quantized input; the indices are those of the quantized input."""
 
     FLOAT = nn.MaxPool1d
     KIND = "max_pool"
 
 
 class QuantMaxPool2d(QuantInput, nn.MaxPool2d):
-    """torch.nn.MaxPool2d of a quantized input; the indices are those of the quantized input.
-
-    Example:
-        >>> layer = QuantMaxPool2d(2, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4, 4), 1.4)).unique()
-        tensor([1.])
-    """
+    """torch.nn.MaxPool2d of a quantized input; the indices are those of the quantized input."""
 
     FLOAT = nn.MaxPool2d
     KIND = "max_pool"
 
 
 class QuantMaxPool3d(QuantInput, nn.MaxPool3d):
-    """torch.nn.MaxPool3d of a quantized input; the indices are those of the quantized input.
-
-    Example:
-        >>> layer = QuantMaxPool3d(2, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4, 4, 4), 1.4)).unique()
-        tensor([1.])
-    """
+    """torch.nn.MaxPool3d of a quantized input; the indices are those of the quantized input."""
 
     FLOAT = nn.MaxPool3d
     KIND = "max_pool"
 
 
 class QuantAvgPool1d(QuantInput, nn.AvgPool1d):
-    """torch.nn.AvgPool1d of a quantized input.
-
-    Example:
-        >>> layer = QuantAvgPool1d(2, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4), 1.4)).unique()
-        tensor([1.])
-    """
+    """torch.nn.AvgPool1d of a quantized input."""
 
     FLOAT = nn.AvgPool1d
     KIND = "avg_pool"
 
 
 class QuantAvgPool2d(QuantInput, nn.AvgPool2d):
-    """torch.nn.AvgPool2d of a quantized input.
-
-    Example:
-        >>> layer = QuantAvgPool2d(2, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4, 4), 1.4)).unique()
-        tensor([1.])
-    """
+    """torch.nn.AvgPool2d of a quantized input."""
 
     FLOAT = nn.AvgPool2d
     KIND = "avg_pool"
 
 
 class QuantAvgPool3d(QuantInput, nn.AvgPool3d):
-    """torch.nn.AvgPool3d of a quantized input.
-
-    Example:
-        >>> layer = QuantAvgPool3d(2, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4, 4, 4), 1.4)).unique()
-        tensor([1.])
-    """
+    """torch.nn.AvgPool3d of a quantized input."""
 
     FLOAT = nn.AvgPool3d
     KIND = "avg_pool"
 
 
 class QuantAdaptiveAvgPool1d(QuantInput, nn.AdaptiveAvgPool1d):
-    """torch.nn.AdaptiveAvgPool1d of a quantized input.
-
-    Example:
-        >>> layer = QuantAdaptiveAvgPool1d(2, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4), 1.4)).unique()
-        tensor([1.])
-    """
+    """torch.nn.AdaptiveAvgPool1d of a quantized input."""
 
     FLOAT = nn.AdaptiveAvgPool1d
     KIND = "avg_pool"
 
 
 class QuantAdaptiveAvgPool2d(QuantInput, nn.AdaptiveAvgPool2d):
-    """torch.nn.AdaptiveAvgPool2d of a quantized input.
-
-    Example:
-        >>> layer = QuantAdaptiveAvgPool2d(2, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4, 4), 1.4)).unique()
-        tensor([1.])
-    """
+    """torch.nn.AdaptiveAvgPool2d of a quantized input."""
 
     FLOAT = nn.AdaptiveAvgPool2d
     KIND = "avg_pool"
 
 
 class QuantAdaptiveAvgPool3d(QuantInput, nn.AdaptiveAvgPool3d):
-    """torch.nn.AdaptiveAvgPool3d of a quantized input.
-
-    Example:
-        >>> layer = QuantAdaptiveAvgPool3d(2, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4, 4, 4), 1.4)).unique()
-        tensor([1.])
-    """
+    """torch.nn.AdaptiveAvgPool3d of a quantized input."""
 
     FLOAT = nn.AdaptiveAvgPool3d
     KIND = "avg_pool"
 
 
 class QuantInstanceNorm1d(QuantInput, nn.InstanceNorm1d):
-    """torch.nn.InstanceNorm1d of a quantized input; scaling and statistics stay float.
-
-    Example:
-        >>> layer = QuantInstanceNorm1d(3, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4), 1.4)).unique()
-        tensor([0.])
-    """
+    """torch.nn.InstanceNorm1d of a quantized input; scaling and statistics stay float."""
 
     FLOAT = nn.InstanceNorm1d
     KIND = "instance_norm"
 
 
 class QuantInstanceNorm2d(QuantInput, nn.InstanceNorm2d):
-    """torch.nn.InstanceNorm2d of a quantized input; scaling and statistics stay float.
-
-    Example:
-        >>> layer = QuantInstanceNorm2d(3, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4, 4), 1.4)).unique()
-        tensor([0.])
-    """
+    """torch.nn.InstanceNorm2d of a quantized input; scaling and statistics stay float."""
 
     FLOAT = nn.InstanceNorm2d
     KIND = "instance_norm"
 
 
 class QuantInstanceNorm3d(QuantInput, nn.InstanceNorm3d):
-    """torch.nn.InstanceNorm3d of a quantized input; scaling and statistics stay float.
-
-    Example:
-        >>> layer = QuantInstanceNorm3d(3, input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax = 7.0
-        >>> layer(torch.full((1, 3, 4, 4, 4), 1.4)).unique()
-        tensor([0.])
-    """
+    """torch.nn.InstanceNorm3d of a quantized input; scaling and statistics stay float."""
 
     FLOAT = nn.InstanceNorm3d
     KIND = "instance_norm"

@@ -24,12 +24,6 @@ class Reestimation:
         batches: Batches that were run.
         batch_norms: The dotted names of the batch norms with new statistics.
         unchanged: Why others have the old ones, by their names.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(1))
-        >>> result = qt.tuning.reestimate_batch_norm(model, [torch.tensor([[1.0], [3.0]])], progress=False)
-        >>> result.batches, result.batch_norms
-        (1, ('0',))
     """
 
     batches: int

@@ -55,15 +55,6 @@ class UnitResult:
         after: The same at the end.
         moved: The share of its codes that are another one than the nearest.
         kept: Whether nothing was better than rounding to nearest, which was kept.
-
-    Example:
-        >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0)))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(32, 8)).eval(), qconfig_mapping=w3)
-        >>> batches = [torch.rand(256, 32)]
-        >>> _ = qt.calibrate(prepared, batches, progress=False)
-        >>> (unit,) = qt.tuning.reconstruct(prepared, batches, steps=20, progress=False).units
-        >>> unit.layers, unit.after <= unit.before
-        (('0',), True)
     """
 
     name: str
@@ -87,15 +78,6 @@ class Reconstruction:
         method: The method.
         units: The layers or blocks, in the order of the model.
         skipped: Why the rounding of a layer was not learned, by its name.
-
-    Example:
-        >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0)))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(32, 8)).eval(), qconfig_mapping=w3)
-        >>> batches = [torch.rand(256, 32)]
-        >>> _ = qt.calibrate(prepared, batches, progress=False)
-        >>> result = qt.tuning.reconstruct(prepared, batches, steps=20, progress=False)
-        >>> result.method, [unit.name for unit in result.units]
-        ('adaround', ['0'])
     """
 
     method: str

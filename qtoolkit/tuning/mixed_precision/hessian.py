@@ -24,15 +24,6 @@ class Trace:
     Attributes:
         value: The mean over probes and batches.
         error: The standard error of the mean; NaN for a single sample.
-
-    Example:
-        >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> batch = torch.tensor([[3.0, 4.0]])
-        >>> traces = qt.tuning.mixed_precision.hessian_traces(
-        ...     model, lambda m, x: 0.5 * m(x).square().mean(), [batch], {"w": model.weight}, probes=64
-        ... )
-        >>> abs(traces["w"].value - 25) < 5 * traces["w"].error  # 3^2 + 4^2
-        True
     """
 
     value: float
