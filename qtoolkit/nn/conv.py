@@ -37,7 +37,6 @@ class _QuantConv(QuantWeighted):
     padding_mode: Any
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Convolve, in any padding mode."""
         padding = self.padding
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self.edges(), mode=self.padding_mode), "valid"

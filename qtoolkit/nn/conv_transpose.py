@@ -75,25 +75,20 @@ class _QuantConvTranspose(QuantWeighted):
         return wanted - smallest
 
     def channels(self) -> int:
-        """Return the number of output channels."""
         return int(self.weight.size(1)) * self.groups
 
     def sum_per_output(self, values: Tensor) -> Tensor:
-        """Return the sum, for each output channel, of the elements of a tensor like the weight, in float64."""
         grouped = values.reshape(self.groups, -1, values.size(1), *values.shape[2:])
         return grouped.flatten(3).sum((1, 3), dtype=torch.float64).flatten()
 
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
-        """Multiply each output channel, of each group, by its factor."""
         grouped = weight.reshape(self.groups, -1, *weight.shape[1:])
         return (grouped * factor.reshape(self.groups, 1, -1, *[1] * (weight.dim() - 2))).flatten(0, 1)
 
     def weight_groups(self) -> tuple[bool, int]:
-        """Return that the weight is transposed, and its groups."""
         return True, self.groups
 
     def scale_groups(self, axis: int | None) -> int:
-        """Return the number of groups for scales along the output channel, otherwise 1."""
         return self.groups if axis is not None and axis % self.weight.dim() == 1 else 1
 
 

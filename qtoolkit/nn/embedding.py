@@ -36,12 +36,10 @@ class _QuantTable(QuantWeighted):
     bias = None
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up quantized rows; other arguments are those of torch's layer."""
         self._renormalize(input)
         return super().forward(input, *args, **kwargs)
 
     def forward_fp32(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up float rows."""
         self._renormalize(input)
         return super().forward_fp32(input, *args, **kwargs)
 
@@ -67,11 +65,9 @@ class QuantEmbedding(_QuantTable, nn.Embedding):
     KIND = "embedding"
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up the rows x."""
         return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up quantized rows."""
         quantizer = self.weight_quantizer
         if self.sparse and self.training and isinstance(quantizer, TensorQuantizer):
             self._renormalize(input)

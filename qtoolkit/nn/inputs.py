@@ -40,101 +40,83 @@ class QuantInput(QuantModule):
         self.input_quantizer = activation_quantizer(input_spec, f"{name}.input_quantizer", self)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Declare the quantizer of the input."""
         self.input_quantizer = None
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the float layer does not have."""
         return ("input_quantizer",)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Apply the float layer to the quantized input; other arguments and results are the float layer's."""
         return super().forward(quantized(self.input_quantizer, input), *args, **kwargs)
 
-    def forward_fp32(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the layer in float, without quantizers."""
-        return super().forward(*args, **kwargs)
-
 
 class QuantMaxPool1d(QuantInput, nn.MaxPool1d):
     """torch.nn.MaxPool1d of a quantized input; the indices are those of the quantized input."""
 
-    FLOAT = nn.MaxPool1d
-    KIND = "max_pool"
+    FLOAT, KIND = nn.MaxPool1d, "max_pool"
 
 
 class QuantMaxPool2d(QuantInput, nn.MaxPool2d):
     """torch.nn.MaxPool2d of a quantized input; the indices are those of the quantized input."""
 
-    FLOAT = nn.MaxPool2d
-    KIND = "max_pool"
+    FLOAT, KIND = nn.MaxPool2d, "max_pool"
 
 
 class QuantMaxPool3d(QuantInput, nn.MaxPool3d):
     """torch.nn.MaxPool3d of a quantized input; the indices are those of the quantized input."""
 
-    FLOAT = nn.MaxPool3d
-    KIND = "max_pool"
+    FLOAT, KIND = nn.MaxPool3d, "max_pool"
 
 
 class QuantAvgPool1d(QuantInput, nn.AvgPool1d):
     """torch.nn.AvgPool1d of a quantized input."""
 
-    FLOAT = nn.AvgPool1d
-    KIND = "avg_pool"
+    FLOAT, KIND = nn.AvgPool1d, "avg_pool"
 
 
 class QuantAvgPool2d(QuantInput, nn.AvgPool2d):
     """torch.nn.AvgPool2d of a quantized input."""
 
-    FLOAT = nn.AvgPool2d
-    KIND = "avg_pool"
+    FLOAT, KIND = nn.AvgPool2d, "avg_pool"
 
 
 class QuantAvgPool3d(QuantInput, nn.AvgPool3d):
     """torch.nn.AvgPool3d of a quantized input."""
 
-    FLOAT = nn.AvgPool3d
-    KIND = "avg_pool"
+    FLOAT, KIND = nn.AvgPool3d, "avg_pool"
 
 
 class QuantAdaptiveAvgPool1d(QuantInput, nn.AdaptiveAvgPool1d):
     """torch.nn.AdaptiveAvgPool1d of a quantized input."""
 
-    FLOAT = nn.AdaptiveAvgPool1d
-    KIND = "avg_pool"
+    FLOAT, KIND = nn.AdaptiveAvgPool1d, "avg_pool"
 
 
 class QuantAdaptiveAvgPool2d(QuantInput, nn.AdaptiveAvgPool2d):
     """torch.nn.AdaptiveAvgPool2d of a quantized input."""
 
-    FLOAT = nn.AdaptiveAvgPool2d
-    KIND = "avg_pool"
+    FLOAT, KIND = nn.AdaptiveAvgPool2d, "avg_pool"
 
 
 class QuantAdaptiveAvgPool3d(QuantInput, nn.AdaptiveAvgPool3d):
     """torch.nn.AdaptiveAvgPool3d of a quantized input."""
 
-    FLOAT = nn.AdaptiveAvgPool3d
-    KIND = "avg_pool"
+    FLOAT, KIND = nn.AdaptiveAvgPool3d, "avg_pool"
 
 
 class QuantInstanceNorm1d(QuantInput, nn.InstanceNorm1d):
     """torch.nn.InstanceNorm1d of a quantized input; scaling and statistics stay float."""
 
-    FLOAT = nn.InstanceNorm1d
-    KIND = "instance_norm"
+    FLOAT, KIND = nn.InstanceNorm1d, "instance_norm"
 
 
 class QuantInstanceNorm2d(QuantInput, nn.InstanceNorm2d):
     """torch.nn.InstanceNorm2d of a quantized input; scaling and statistics stay float."""
 
-    FLOAT = nn.InstanceNorm2d
-    KIND = "instance_norm"
+    FLOAT, KIND = nn.InstanceNorm2d, "instance_norm"
 
 
 class QuantInstanceNorm3d(QuantInput, nn.InstanceNorm3d):
     """torch.nn.InstanceNorm3d of a quantized input; scaling and statistics stay float."""
 
-    FLOAT = nn.InstanceNorm3d
-    KIND = "instance_norm"
+    FLOAT, KIND = nn.InstanceNorm3d, "instance_norm"

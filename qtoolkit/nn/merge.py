@@ -33,7 +33,6 @@ class Merge(nn.Module):
         self.quantized = quantized
 
     def extra_repr(self) -> str:
-        """Return which operands are quantized."""
         return f"quantized={self.quantized!r}"
 
 
@@ -46,7 +45,6 @@ class Add(Merge):
     """
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """Return input + other."""
         return input + other
 
 
@@ -59,7 +57,6 @@ class Mul(Merge):
     """
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """Return input * other."""
         return input * other
 
 
@@ -72,7 +69,6 @@ class MatMul(Merge):
     """
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """Return torch.matmul(input, other)."""
         return torch.matmul(input, other)
 
 
@@ -92,11 +88,9 @@ class Cat(nn.Module):
         self.dim = dim
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return torch.cat(tensors, dim)."""
         return torch.cat(list(tensors), self.dim)
 
     def extra_repr(self) -> str:
-        """Return the dimension."""
         return f"dim={self.dim}"
 
 
@@ -123,14 +117,12 @@ class QuantMerge(QuantModule):
             self.input_quantizer = activation_quantizer(input_spec, f"{name}.input_quantizer", self)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add the quantizer of the second operand, and declare that of the first."""
         if self.quantized != "second":
             self.input_quantizer = None
         spec = None if self.quantized == "first" else activation
         self.other_quantizer = activation_quantizer(spec, f"{name}.other_quantizer", self)
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the float module does not have."""
         return ("input_quantizer", "other_quantizer")
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
@@ -150,11 +142,7 @@ class QuantMerge(QuantModule):
 
     def compute(self, input: Tensor, other: Tensor) -> Tensor:
         """Compute the op on quantized operands."""
-        return self.forward_fp32(input, other)
-
-    def forward_fp32(self, input: Tensor, other: Tensor) -> Tensor:
-        """Compute the op in float."""
-        return super().forward(input, other)  # type: ignore[no-any-return]  # a Tensor
+        return self.forward_fp32(input, other)  # type: ignore[no-any-return]  # a Tensor
 
 
 class QuantAdd(QuantMerge, Add):
@@ -167,8 +155,7 @@ class QuantAdd(QuantMerge, Add):
         tensor(5.)
     """
 
-    FLOAT = Add
-    KIND = "add"
+    FLOAT, KIND = Add, "add"
 
 
 class QuantMul(QuantMerge, Mul):
@@ -181,8 +168,7 @@ class QuantMul(QuantMerge, Mul):
         tensor(3.)
     """
 
-    FLOAT = Mul
-    KIND = "mul"
+    FLOAT, KIND = Mul, "mul"
 
 
 class QuantMatMul(QuantMerge, MatMul, TrainsOnCodes):
@@ -195,11 +181,9 @@ class QuantMatMul(QuantMerge, MatMul, TrainsOnCodes):
         tensor([[5.]])
     """
 
-    FLOAT = MatMul
-    KIND = "matmul"
+    FLOAT, KIND = MatMul, "matmul"
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the float module does not have."""
         return (*super().own_attributes(), "training_arithmetic")
 
     @property
@@ -208,7 +192,6 @@ class QuantMatMul(QuantMerge, MatMul, TrainsOnCodes):
         return getattr(self, "input_quantizer", None), self.other_quantizer
 
     def compute(self, input: Tensor, other: Tensor) -> Tensor:
-        """Return the product of the quantized operands."""
         return product(torch.matmul, input, other, self.sources, self.training_arithmetic)
 
 
@@ -222,9 +205,7 @@ class QuantCat(QuantInput, Cat):
         tensor([1., 7.])
     """
 
-    FLOAT = Cat
-    KIND = "cat"
+    FLOAT, KIND = Cat, "cat"
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:  # type: ignore[override]  # several inputs, as Cat takes them
-        """Return the concatenation of the quantized tensors."""
         return self.forward_fp32([quantized(self.input_quantizer, x) for x in tensors])  # type: ignore[no-any-return]

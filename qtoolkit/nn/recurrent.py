@@ -38,7 +38,6 @@ class QuantRNNBase(QuantRecurrent):
     permute_hidden: Any
 
     def activation_quantizer_names(self) -> tuple[str, ...]:
-        """Return the attributes of the quantizers of state and tensors between layers."""
         kinds = ("hidden", "projection") if self.proj_size else ("hidden",)
         between = [f"input_quantizer_l{layer}" for layer in range(1, self.num_layers)]
         return (*between, *(f"{kind}_quantizer_{key}" for key in self.keys() for kind in kinds))

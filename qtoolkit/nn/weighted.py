@@ -91,7 +91,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         self.input_quantizer = activation_quantizer(input_spec, f"{name}.input_quantizer", self)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add the weight's quantizer, with the weight's range."""
         self._batch_norm, self._holds_batch_norm = (), False
         self._sums_over, self._sources = (), ()
         self.integer_kernel = None
@@ -101,7 +100,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
             self.weight_quantizer = weight_quantizer(self.weight, weight, name, self.scale_groups(weight.axis))
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the float layer does not have."""
         return (
             "weight_quantizer",
             "input_quantizer",
@@ -115,7 +113,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         )
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
-        """Return the weight's quantizer with the tensor that it quantizes."""
         return {name: (quantizer, self.effective_weight()) for name, quantizer in self.weight_quantizers().items()}
 
     def trained_weights(self) -> Mapping[str, Tensor]:
@@ -123,7 +120,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         return {} if self.batch_norm is None else {"weight_quantizer": self.weight}
 
     def weight_quantizers(self) -> Mapping[str, Quantizer]:
-        """Return the weight's quantizer."""
         return {} if self.weight_quantizer is None else {"weight_quantizer": self.weight_quantizer}
 
     # ---- batch norm
@@ -152,7 +148,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         return f"quantizer={quantizer.spec.quantizer!r} gives all weights the size of 1"
 
     def depends_on(self) -> Sequence[nn.Module]:
-        """Return the linked batch norm, if there is one."""
         return self._batch_norm
 
     def link_batch_norm(self, bn: LinkedBatchNorm) -> None:
@@ -209,7 +204,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         self._sums_over = sources  # in a tuple: they are submodules elsewhere
 
     def computes_by(self) -> list[nn.Module]:
-        """Return the modules beside it on which it depends how it computes in training."""
         weight = self.weight_quantizer
         return [*([] if weight is None else weight.modules()), *super().computes_by()]
 

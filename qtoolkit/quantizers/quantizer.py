@@ -94,7 +94,6 @@ class Quantizer(KeepsFloat32):
             raise ValueError(f"quantizer {self.name!r}: {error}") from None
 
     def extra_repr(self) -> str:
-        """Return the spec's short name, and "off" where it is."""
         return self.spec.describe() + ("" if self.active else ", off")
 
     def __getstate__(self) -> dict[str, Any]:

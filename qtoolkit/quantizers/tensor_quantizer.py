@@ -132,7 +132,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     @property
     def active(self) -> bool:
-        """Whether forward does anything with its input."""
         return self.observing or self.quantizing
 
     @property
@@ -682,7 +681,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         return {}
 
     def extra_repr(self) -> str:
-        """Return the spec and the state."""
         facts = {"observing": self.observing, "off": not self.quantizing, "no range yet": not self.ready}
         facts["follows the weight"] = self.follows
         facts["follows the data"] = self.follows_data

@@ -220,5 +220,4 @@ class Shaped(QuantizerKind):
     RULES = (needs_integers, needs_any_scale, needs_no_zero_point)
 
     def shapes(self, spec: QuantSpec) -> bool:
-        """Return True."""
         return True

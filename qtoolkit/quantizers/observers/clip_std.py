@@ -38,7 +38,6 @@ class ClipStdObserver(EndsObserver):
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for a number of deviations that is not positive."""
         deviations = cls.options(spec)["deviations"]
         if not isinstance(deviations, int | float) or not 0 < deviations < float("inf"):
             raise ValueError(f"QuantSpec: deviations must be a positive number, got {deviations!r}.")
@@ -58,7 +57,6 @@ class ClipStdObserver(EndsObserver):
         self.moments.copy_(_sum_of(self.moments, new))
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the range around the mean, at most the observed one."""
         count, mean, squares = self.moments
         reach = self.deviations * (squares / count).sqrt()
         known = count > 0
@@ -67,16 +65,13 @@ class ClipStdObserver(EndsObserver):
         return lo.maximum(self.lo), hi.minimum(self.hi)
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
         self.moments = self.moments.new_zeros(3, *shape)
 
     def sum_of(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return the moments of all inputs."""
         return reduce(_sum_of, sums)
 
     def extra_repr(self) -> str:
-        """Return the option."""
         return f"deviations={self.deviations}"
 
 

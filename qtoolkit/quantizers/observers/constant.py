@@ -33,7 +33,6 @@ class ConstantRangeObserver(EndsObserver):
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for a range without zero or without width."""
         low, high = cls.options(spec).values()
         numbers = all(isinstance(end, int | float) and math.isfinite(end) for end in (low, high))
         if not (numbers and low <= 0 <= high and low < high):
@@ -43,5 +42,4 @@ class ConstantRangeObserver(EndsObserver):
             )
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the given range."""
         return torch.full_like(self.lo, self.low), torch.full_like(self.hi, self.high)

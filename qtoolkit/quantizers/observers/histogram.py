@@ -103,7 +103,6 @@ class HistogramObserver(Observer):
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for groups, for a format that the methods do not know, or for an option out of its range."""
         check_histogram(spec, cls.options(spec))
 
     def forward(self, x: Tensor) -> None:
@@ -144,20 +143,16 @@ class HistogramObserver(Observer):
         return self.lo.unsqueeze(-1) + (self.hi - self.lo).unsqueeze(-1) * steps
 
     def seen(self) -> bool:
-        """Return whether every channel has observed something, finite or not."""
         return not bool((self.hi <= self.lo).any())
 
     def finite(self) -> bool:
-        """Return whether all observed values are finite."""
         return not self.skipped and bool(torch.isfinite(self.hi).all())
 
     def reset(self) -> None:
-        """Discard what was observed."""
         self.skipped = 0
         self.reset_added_up()
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Set the shape of the ranges. Nothing must have been observed yet."""
         self.counts = self.counts.new_zeros(*shape, self.counts.size(-1))
         self.lo, self.hi = self.lo.new_zeros(shape), self.hi.new_zeros(shape)
 
@@ -168,7 +163,6 @@ class HistogramObserver(Observer):
                 buffer.copy_(value)
 
     def extra_repr(self) -> str:
-        """Return the method and the number of bins."""
         return f"method={self.method!r}, bins={self.counts.size(-1)}"
 
 
@@ -197,7 +191,6 @@ class MovingHistogramObserver(EndsObserver):
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError as `HistogramObserver` does, and for a momentum outside (0, 1]."""
         check_momentum(cls.options(spec)["momentum"])
         check_histogram(spec, cls.options(spec))
 
@@ -215,7 +208,6 @@ class MovingHistogramObserver(EndsObserver):
         ops.observe_minmax_(bounds, self.lo, self.hi, self.momentum, axis, skipped=self.skipped)
 
     def extra_repr(self) -> str:
-        """Return the method, the number of bins and the momentum."""
         return f"method={self.method!r}, bins={self.bins}, momentum={self.momentum}"
 
 

@@ -35,7 +35,6 @@ class LSQStartObserver(EndsObserver):
         self.count = torch.zeros(shape, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> None:
-        """Observe the range and the magnitudes of x, where they are finite."""
         super().forward(x)
         self.put_sums_on(x.device)
         rows = rows_of(x.detach().abs(), self.lo.numel(), self.axis, self.group, self.block_size)
@@ -44,7 +43,6 @@ class LSQStartObserver(EndsObserver):
         self.count += sums.isfinite() * rows.size(1)
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the range of the start, at most the observed one."""
         whole = ops.grid_of_range(self.lo, self.hi, self.qmin, self.qmax, self.symmetric)[0]
         start = lsq_start(self.total / self.count, self.qmax).to(self.lo.dtype)
         known = (self.count > 0) & whole.isfinite()  # the scale of a range beyond float32 is not
@@ -52,6 +50,5 @@ class LSQStartObserver(EndsObserver):
         return self.lo * factor, self.hi * factor
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
         self.total, self.count = self.total.new_zeros(shape), self.count.new_zeros(shape)

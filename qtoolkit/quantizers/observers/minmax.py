@@ -33,7 +33,6 @@ class EndsObserver(Observer):
         self.register_buffer("skipped", torch.zeros(shape, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> None:
-        """Observe the range of x."""
         channels = (self.axis, self.group, self.block_size)
         ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, *channels, self.skipped)
 
@@ -42,7 +41,6 @@ class EndsObserver(Observer):
         return self.lo, self.hi
 
     def observed(self) -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest values observed."""
         return self.lo, self.hi
 
     def share_outside(self, lo: Tensor, hi: Tensor) -> float | None:
@@ -50,22 +48,18 @@ class EndsObserver(Observer):
         return None if self.momentum is not None else super().share_outside(lo, hi)
 
     def seen(self) -> bool:
-        """Return whether every channel has observed something."""
         return not bool((self.lo > self.hi).any())
 
     def finite(self) -> bool:
-        """Return whether no range was skipped."""
         return not bool(self.skipped.any())
 
     def reset(self) -> None:
-        """Discard what was observed."""
         self.lo.fill_(torch.inf)
         self.hi.fill_(-torch.inf)
         self.skipped.zero_()
         self.reset_added_up()
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Set the shape of the ranges. Nothing must have been observed yet."""
         for bound in (self.lo, self.hi, self.skipped):
             bound.data = bound.data.new_full(shape, float(bound.detach().flatten()[0]))
 
@@ -91,7 +85,6 @@ class EndsObserver(Observer):
         return torch.stack(list(sums)).sum(0)
 
     def extra_repr(self) -> str:
-        """Return the options that are not the default."""
         return "" if self.momentum is None else f"momentum={self.momentum}"
 
 
@@ -133,7 +126,6 @@ class MovingAverageObserver(RangeObserver):
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for a momentum outside (0, 1]."""
         check_momentum(cls.options(spec)["momentum"])
 
 

@@ -26,7 +26,6 @@ class _PowersOfTwo(Observer):
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for a spec without powers of two, or for an option out of its range."""
         if spec.format != "int" or not (spec.symmetric and spec.pow2_scale):
             raise ValueError(
                 f"QuantSpec: observer={spec.observer!r} chooses powers of two for integer grids without a zero point; it needs "
@@ -59,7 +58,6 @@ class Pow2Observer(_PowersOfTwo, HistogramObserver):
         return torch.where(unseen, torch.inf, low), torch.where(unseen, -torch.inf, high)
 
     def extra_repr(self) -> str:
-        """Return the number of bins."""
         return f"bins={self.counts.size(-1)}"
 
 
@@ -88,7 +86,6 @@ class Pow2ModeObserver(_PowersOfTwo, EndsObserver):
         self.votes = torch.zeros(*shape, 1 - 2 * SMALLEST, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> None:
-        """Count the best power of two of x."""
         super().forward(x)
         self.put_sums_on(x.device)
         counts, lo, hi = histogram_of(x.detach(), self.lo.shape, self.bins, self.axis, self.group)
@@ -106,12 +103,10 @@ class Pow2ModeObserver(_PowersOfTwo, EndsObserver):
         return torch.where(voted, lo, self.lo), torch.where(voted, hi, self.hi)
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
         self.votes = self.votes.new_zeros(*shape, self.votes.size(-1))
 
     def extra_repr(self) -> str:
-        """Return the number of bins."""
         return f"bins={self.bins}"
 
 
