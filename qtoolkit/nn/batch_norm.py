@@ -198,15 +198,9 @@ def is_folded(bn: nn.Module) -> bool:
 
 
 def linked(bn: nn.Module, strategy: str, name: str) -> LinkedBatchNorm:
-    """Return a batch norm as LinkedBatchNorm, with the same parameters and buffers.
+    """Return a batch norm for which `is_batch_norm` is true as LinkedBatchNorm, with the same parameters and buffers.
 
-    Args:
-        bn: A batch norm for which `is_batch_norm` is true.
-        strategy: The computation in training.
-        name: Its dotted name, for errors.
-
-    Raises:
-        ValueError: The strategy is not known, or does not support this type.
+    Raises ValueError, with its dotted name, for a strategy that is not known, or does not support this type.
     """
     check_known("batch norm strategy", strategy, STRATEGIES)
     if isinstance(bn, LinkedBatchNorm):
@@ -329,16 +323,10 @@ def track(
     offset: Tensor | None = None,
     totals: Tensor | None = None,
 ) -> None:
-    """Update the running statistics as torch's batch norms do.
+    """Update the running statistics as torch's batch norms do, by those that `qtoolkit.ops.batch_norm_fake_quant` returns.
 
-    Args:
-        bn: The batch norm.
-        mean: The mean of a batch, as `qtoolkit.ops.batch_norm_fake_quant` returns it.
-        variance: Its biased variance.
-        count: The number of values of a channel.
-        divisor: The statistics are those of the batch norm's input times this; None for 1.
-        offset: What is added to the batch.
-        totals: The totals of all ranks, whose number of values is taken instead of `count`.
+    The variance is the biased one of `count` values of a channel, or of as many as the `totals` of all ranks have. The
+    statistics are those of the batch norm's input times `divisor`, without the `offset` that is added to the batch.
     """
     running_mean, tracked = bn.running_mean, bn.num_batches_tracked
     if not bn.track_running_stats or running_mean is None:

@@ -123,12 +123,7 @@ class QuantLSTMCell(QuantRecurrent, nn.LSTMCell):
 class QuantGRUCell(QuantRecurrent, nn.GRUCell):
     """torch.nn.GRUCell with quantized weights and quantized operands of both matrix products.
 
-    The new state is interpolated from the quantized old state.
-
-    Attributes:
-        weight_ih_quantizer: Quantizer of the weight of the input, or None.
-        weight_hh_quantizer: Quantizer of the weight of the hidden state, or None.
-        hidden_quantizer: Quantizer of the hidden state before the step, or None.
+    The new state is interpolated from the quantized old state. Its quantizers are those of `QuantLSTMCell`.
 
     Example:
         >>> QuantGRUCell(4, 3, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(2, 4)).shape

@@ -43,14 +43,9 @@ class _QuantConvTranspose(QuantWeighted):
         return Geometry(self.stride, self.padding, self.dilation, extra, True, self.groups)
 
     def output_padding_for(self, x: Tensor, output_size: Sequence[int] | None = None) -> list[int]:
-        """Return the output padding that gives an output of the size `output_size`.
+        """Return the output padding that gives this size of the spatial dimensions, or of all; by default the layer's own.
 
-        Args:
-            x: The input.
-            output_size: Sizes of the spatial dimensions, or of all dimensions. By default, the layer's output_padding holds.
-
-        Raises:
-            ValueError: No output padding gives that size.
+        Raises ValueError: no output padding gives that size.
         """
         if output_size is None:
             return list(self.output_padding)

@@ -197,13 +197,8 @@ class QuantLSTM(QuantRNNBase, nn.LSTM):
 class QuantGRU(QuantRNNBase, nn.GRU):
     """torch.nn.GRU with quantized weights and quantized operands of all matrix products.
 
-    If the state is quantized, each new state is interpolated from the quantized old state.
-
-    Attributes:
-        weight_ih_l0_quantizer: Quantizer of that weight, or None; likewise for each weight.
-        input_quantizer_l1: Quantizer of the input of layer 1, or None; likewise for each layer but the first.
-        hidden_quantizer_l0: Quantizer of the state of layer 0, or None; likewise for each layer and direction
-            (`hidden_quantizer_l0_reverse`).
+    If the state is quantized, each new state is interpolated from the quantized old state. Its quantizers are those of
+    `QuantLSTM`, without a projection.
 
     Example:
         >>> layer = QuantGRU(4, 3, bidirectional=True, weight_spec=qt.QuantSpec(axis=0))
