@@ -13,7 +13,7 @@ from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.progress import batches_of
 from qtoolkit.shared_modules import first_names
-from qtoolkit.tuning.running import Batches, Forward, tuning
+from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report.lines import table
 from qtoolkit.shared_modules import first_names
-from qtoolkit.tuning.running import Batches, Forward, tuning
-from qtoolkit.tuning.stepwise import LayerRuns
+from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
+from qtoolkit.tuning.runs.stepwise import LayerRuns
 from qtoolkit.verdicts import Obstacle
 
 SEVERAL_CALLS = "the model calls it several times"

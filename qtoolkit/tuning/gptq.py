@@ -15,10 +15,10 @@ from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.module import quantized
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
-from qtoolkit.tuning.rounding import CodeGrid
-from qtoolkit.tuning.running import Batches, Forward, tuning
-from qtoolkit.tuning.stepwise import LayerRuns
-from qtoolkit.tuning.units import chosen, obstacles
+from qtoolkit.tuning.rounding.grids import CodeGrid
+from qtoolkit.tuning.rounding.units import chosen, obstacles
+from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
+from qtoolkit.tuning.runs.stepwise import LayerRuns
 
 COLUMNS = 128  # whose errors are spread to the later columns at once
 DAMPINGS = (0.01, 0.1, 1.0)  # that of the paper, and those for few inputs

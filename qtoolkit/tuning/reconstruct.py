@@ -17,13 +17,13 @@ from qtoolkit.model_state import deepcopy_model
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.report.lines import table
-from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.learning import Options, distances, learn
-from qtoolkit.tuning.rounding import CodeGrid
-from qtoolkit.tuning.running import Batches, Forward, part_between, tuning
-from qtoolkit.tuning.saved import SavedUnits
-from qtoolkit.tuning.unit_samples import Loss, UnitSamples
-from qtoolkit.tuning.units import Unit, find_units
+from qtoolkit.tuning.rounding.grids import CodeGrid
+from qtoolkit.tuning.rounding.learning import Options, distances, learn
+from qtoolkit.tuning.rounding.saved import SavedUnits
+from qtoolkit.tuning.rounding.unit_samples import Loss, UnitSamples
+from qtoolkit.tuning.rounding.units import Unit, find_units
+from qtoolkit.tuning.runs.batches import Batches, Forward, part_between, tuning
+from qtoolkit.tuning.runs.cache import BatchCache
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def reconstruct(
     Methods: "adaround" (arXiv 2004.10568) learns rounding, by default layer by layer. "brecq" (arXiv 2102.05426) takes blocks,
     and trains the scales of their activations as well; the paper's weights of errors are those of `loss`.
     "qdrop" (arXiv 2203.05740) moreover leaves half of the activations in float at random. Blocks are found by the graph and
-    the hierarchy of modules (`qtoolkit.tuning.units`).
+    the hierarchy of modules (`qtoolkit.tuning.rounding.units`).
 
     Args:
         prepared: A calibrated model from `qtoolkit.prepare`, in training or eval mode.

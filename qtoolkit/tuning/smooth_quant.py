@@ -15,7 +15,7 @@ from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, random_state_kept, removing, values_unchanged_on_error
 from qtoolkit.progress import batches_of
 from qtoolkit.shared_modules import first_names
-from qtoolkit.tuning.running import Batches, Forward
+from qtoolkit.tuning.runs.batches import Batches, Forward
 from qtoolkit.tuning.unchanged import check_float, largest_change
 
 M = TypeVar("M", bound=nn.Module)
