@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from qtoolkit.nn.cells import QuantRecurrent
+from qtoolkit.nn.layers.cells import QuantRecurrent
 from qtoolkit.nn.module import is_active, quantized
 
 State = tuple[Tensor, ...]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtoolkit.nn.conv import trains_strided_pointwise
+from qtoolkit.nn.layers.conv import trains_strided_pointwise
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Geometry, convolution
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
-from qtoolkit.nn.inputs import QuantInput
+from qtoolkit.nn.layers.inputs import QuantInput
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
 from qtoolkit.nn.on_codes import TrainsOnCodes
 from qtoolkit.nn.product import product
