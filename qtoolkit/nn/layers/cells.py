@@ -124,10 +124,6 @@ class QuantGRUCell(QuantRecurrent, nn.GRUCell):
     """torch.nn.GRUCell with quantized weights and quantized operands of both matrix products.
 
     The new state is interpolated from the quantized old state. Its quantizers are those of `QuantLSTMCell`.
-
-    Example:
-        >>> QuantGRUCell(4, 3, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(2, 4)).shape
-        torch.Size([2, 3])
     """
 
     FLOAT = nn.GRUCell

@@ -25,6 +25,10 @@ class Merge(nn.Module):
 
     Raises:
         ValueError: `quantized` is another value.
+
+    Example:
+        >>> Add()(torch.tensor(1.0), torch.tensor(2.0)), MatMul()(torch.ones(2, 3), torch.ones(3))
+        (tensor(3.), tensor([3., 3.]))
     """
 
     def __init__(self, quantized: str = "both") -> None:
@@ -37,36 +41,21 @@ class Merge(nn.Module):
 
 
 class Add(Merge):
-    """The sum of two tensors.
-
-    Example:
-        >>> Add()(torch.tensor(1.0), torch.tensor(2.0))
-        tensor(3.)
-    """
+    """The sum of two tensors."""
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         return input + other
 
 
 class Mul(Merge):
-    """The product of two tensors, element by element.
-
-    Example:
-        >>> Mul()(torch.tensor(3.0), torch.tensor(2.0))
-        tensor(6.)
-    """
+    """The product of two tensors, element by element."""
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         return input * other
 
 
 class MatMul(Merge):
-    """The matrix product of two tensors, as torch.matmul defines it.
-
-    Example:
-        >>> MatMul()(torch.ones(2, 3), torch.ones(3))
-        tensor([3., 3.])
-    """
+    """The matrix product of two tensors, as torch.matmul defines it."""
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         return torch.matmul(input, other)
@@ -104,6 +93,12 @@ class QuantMerge(QuantModule):
     Attributes:
         input_quantizer: Quantizer of the first operand, or None. With quantized="second" there is no such attribute.
         other_quantizer: Quantizer of the second, or None.
+
+    Example:
+        >>> layer = qt.nn.QuantMul(input_spec=qt.QuantSpec(bits=4))
+        >>> layer.input_quantizer.amax, layer.other_quantizer.amax = 7.0, 7.0
+        >>> layer(torch.tensor(1.4), torch.tensor(3.1))
+        tensor(3.)
     """
 
     quantized: str
@@ -146,40 +141,19 @@ class QuantMerge(QuantModule):
 
 
 class QuantAdd(QuantMerge, Add):
-    """The sum of two quantized tensors.
-
-    Example:
-        >>> layer = QuantAdd(input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax, layer.other_quantizer.amax = 7.0, 14.0
-        >>> layer(torch.tensor(1.4), torch.tensor(3.1))
-        tensor(5.)
-    """
+    """The sum of two quantized tensors."""
 
     FLOAT, KIND = Add, "add"
 
 
 class QuantMul(QuantMerge, Mul):
-    """The product of two quantized tensors, element by element.
-
-    Example:
-        >>> layer = QuantMul(input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax, layer.other_quantizer.amax = 7.0, 7.0
-        >>> layer(torch.tensor(1.4), torch.tensor(3.1))
-        tensor(3.)
-    """
+    """The product of two quantized tensors, element by element."""
 
     FLOAT, KIND = Mul, "mul"
 
 
 class QuantMatMul(QuantMerge, MatMul, TrainsOnCodes):
-    """The matrix product of two quantized tensors. In training it keeps codes for backward (see `qtoolkit.prepare`).
-
-    Example:
-        >>> layer = QuantMatMul(input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax, layer.other_quantizer.amax = 7.0, 7.0
-        >>> layer(torch.tensor([[1.4, 2.0]]), torch.tensor([[3.1], [1.0]]))
-        tensor([[5.]])
-    """
+    """The matrix product of two quantized tensors. In training it keeps codes for backward (see `qtoolkit.prepare`)."""
 
     FLOAT, KIND = MatMul, "matmul"
 

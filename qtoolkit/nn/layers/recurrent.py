@@ -199,12 +199,6 @@ class QuantGRU(QuantRNNBase, nn.GRU):
 
     If the state is quantized, each new state is interpolated from the quantized old state. Its quantizers are those of
     `QuantLSTM`, without a projection.
-
-    Example:
-        >>> layer = QuantGRU(4, 3, bidirectional=True, weight_spec=qt.QuantSpec(axis=0))
-        >>> y, h = layer(torch.zeros(7, 2, 4))
-        >>> y.shape, h.shape
-        (torch.Size([7, 2, 6]), torch.Size([2, 2, 3]))
     """
 
     FLOAT = nn.GRU

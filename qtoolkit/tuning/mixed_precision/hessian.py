@@ -130,12 +130,7 @@ def _probe(gradients: tuple[Tensor, ...], tensors: list[Tensor], signs: torch.Ge
 
 
 def scalar_loss(what: str, loss: Loss, model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of a batch.
-
-    Raises:
-        TypeError: It is not a scalar tensor.
-        ValueError: It is not finite.
-    """
+    """Return the loss of a batch; TypeError if it is not a scalar tensor, ValueError if it is not finite."""
     value = loss(model, batch)
     if not isinstance(value, Tensor) or value.numel() != 1:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
