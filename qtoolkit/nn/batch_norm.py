@@ -146,19 +146,7 @@ class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
 
 
 class QuantFrozenBatchNorm(LinkedBatchNorm):
-    """A FrozenBatchNorm2d (of torchvision or detectron2) linked to a QAT layer, which folds it in both modes.
-
-    Example:
-        >>> class FrozenBatchNorm2d(torch.nn.Module):  # what both packages have
-        ...     def __init__(self, channels):
-        ...         super().__init__()
-        ...         self.eps = 1e-5
-        ...         for name in ("weight", "bias", "running_mean", "running_var"):
-        ...             self.register_buffer(name, torch.ones(channels))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), FrozenBatchNorm2d(8)).train())
-        >>> type(prepared.get_submodule("1")).__name__
-        'QuantFrozenBatchNorm'
-    """
+    """A FrozenBatchNorm2d (of torchvision or detectron2) linked to a QAT layer, which folds it in both modes."""
 
     @property
     def folded(self) -> bool:
@@ -281,10 +269,8 @@ def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     """Let the batch norms that are in training mode normalize by each batch's statistics, also in a model put in eval mode.
 
     Their running statistics are the same afterwards. Batch norms in eval mode, frozen ones too, keep the running ones; so does
-    a SyncBatchNorm, which would wait for ranks with fewer batches.
-
-    Yields:
-        A function that says whether the next forwards do so; False takes the running statistics.
+    a SyncBatchNorm, which would wait for ranks with fewer batches. The function that the block gets says whether the next
+    forwards do so; False takes the running statistics.
     """
     kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # without SyncBatchNorm
     trained = [bn for bn in model.modules() if isinstance(bn, kinds) and bn.training]
@@ -354,11 +340,7 @@ _steps = OptimizerSteps()
 
 
 class Changing:
-    """Parameters whose changes end a training step.
-
-    Args:
-        parameters: The parameters. Those of inference mode count no changes.
-    """
+    """Parameters whose changes end a training step. Those of inference mode count no changes."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters, self._steps, self._looks = parameters, list[Steps](), -1

@@ -121,11 +121,7 @@ class QuantMerge(QuantModule):
         return ("input_quantizer", "other_quantizer")
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """Apply the op to the quantized operands.
-
-        Raises:
-            TypeError: An operand is not a tensor.
-        """
+        """Apply the op to the quantized operands; TypeError for an operand that is not a tensor."""
         for name, operand in (("input", input), ("other", other)):
             if not isinstance(operand, Tensor):
                 raise TypeError(
