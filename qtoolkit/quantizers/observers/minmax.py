@@ -92,12 +92,6 @@ class RangeObserver(EndsObserver):
     """Running minimum and maximum, per tensor, per channel or per block.
 
     Its range can follow one tensor, in the same read that quantizes it.
-
-    Example:
-        >>> observer = RangeObserver(qt.QuantSpec())
-        >>> observer(torch.tensor([-1.0, 3.0]))
-        >>> observer.range()
-        (tensor(-1.), tensor(3.))
     """
 
     def follow(self, x: Tensor) -> None:

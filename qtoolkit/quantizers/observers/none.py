@@ -9,14 +9,7 @@ from qtoolkit.quantizers.observers.base import Observer
 
 
 class NoObserver(Observer):
-    """Observes nothing.
-
-    Example:
-        >>> observer = NoObserver(qt.QuantSpec(dynamic=True))
-        >>> observer(torch.ones(3))
-        >>> observer.range()
-        (tensor(inf), tensor(-inf))
-    """
+    """Observes nothing."""
 
     def forward(self, x: Tensor) -> None:
         """Do nothing."""
