@@ -131,7 +131,9 @@ def calibrate(
     check_module(prepared, "calibrate", "prepared")
     quantizers = quantizers_of(prepared)
     _check_any(prepared, quantizers, "calibrate")
-    _check(batches, max_batches, forward)
+    check_batches("calibrate", batches, forward)
+    if max_batches is not None:
+        check_whole("calibrate", "max_batches", max_batches, 1, " or None")
     check_links(prepared)
     run = forward or Caller("calibrate")
     model = without_ddp(prepared)  # DistributedDataParallel replaces ranges by those of rank 0
@@ -246,12 +248,6 @@ def _warn_of_unreached(names: Sequence[str]) -> None:
             f"range; run data through the model that reaches them.",
             stacklevel=3,
         )
-
-
-def _check(batches: object, max_batches: object, forward: object) -> None:
-    check_batches("calibrate", batches, forward)
-    if max_batches is not None:
-        check_whole("calibrate", "max_batches", max_batches, 1, " or None")
 
 
 def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:

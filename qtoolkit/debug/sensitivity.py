@@ -201,8 +201,8 @@ def sensitivity(
             worst = max(rows, key=lambda row: row.drop)
             note(bar, f"worst {worst.name}: {worst.drop:.4g}")
     rows.sort(key=lambda row: (-row.drop, row.name))
-    types = {unit.name: unit.type for unit in units} if by == "type" else {}
-    return Sensitivity(in_float, quantized, tuple(rows), by, types, _mapping_of(model))
+    types, plan = {unit.name: unit.type for unit in units} if by == "type" else {}, plan_of(model)
+    return Sensitivity(in_float, quantized, tuple(rows), by, types, None if plan is None else plan.mapping)
 
 
 @dataclass(frozen=True)
@@ -238,11 +238,6 @@ def _units(model: nn.Module, by: By) -> list[_Unit]:
         _Unit(name, of[0].kind, types[of[0].name], frozenset(quantizer for line in of for quantizer in line.quantizers))
         for name, of in lines.items()
     ]
-
-
-def _mapping_of(model: nn.Module) -> QConfigMapping | None:
-    plan = plan_of(model)
-    return None if plan is None else plan.mapping
 
 
 def _types_of(model: nn.Module) -> dict[str, Kind]:
