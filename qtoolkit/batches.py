@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qtoolkit.model_inputs import bind, naming_misfits, split
+from qtoolkit.model_inputs import bind, given_arguments, naming_misfits, split
 from qtoolkit.model_state import removing
 from qtoolkit.op_kinds.recorded import check_none
 
@@ -104,22 +104,13 @@ def _without_labels(model: nn.Module, inputs: Any) -> Any:
 
 def _takes(model: nn.Module, inputs: Any) -> bool:
     """Return whether the forward of a model takes these inputs, by its signature and by what was fixed at tracing."""
-    given, named = _given(model, inputs), taken_arguments(model)
+    given, named = given_arguments(model, inputs), taken_arguments(model)
     return given is not None and all(name in named or value is None for name, value in given.items())
-
-
-def _given(model: nn.Module, inputs: Any) -> Mapping[str, Any] | None:
-    """Return the value of each argument of a model's forward; None where its signature does not take the inputs."""
-    args, kwargs = split(inputs)
-    try:
-        return _signature(model).bind(*args, **kwargs).arguments
-    except TypeError:
-        return None
 
 
 def _if_fixed(model: nn.Module, inputs: Any) -> str:
     """Return what to do, if what is left out of a batch is an argument that the model's graph has fixed at None."""
-    named, given = taken_arguments(model), _given(model, inputs) or {}
+    named, given = taken_arguments(model), given_arguments(model, inputs) or {}
     fixed = [name for name in given if name not in named and not LABELS.search(name)]
     remedy = "pass it in the example_inputs of qtoolkit.prepare, which fixed it at None"
     return f" If it is no label but the argument {fixed[0]!r}, {remedy}." if fixed else ""
@@ -129,11 +120,7 @@ def taken_arguments(model: nn.Module) -> list[str]:
     """Return the names of the arguments of a model's forward, without those that its graph has fixed at None."""
     nodes = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
     fixed = {str(node.target) for node in nodes if any(user.target is check_none for user in node.users)}
-    return [name for name in _signature(model).parameters if name not in fixed]
-
-
-def _signature(model: nn.Module) -> inspect.Signature:
-    return inspect.signature(model.forward)
+    return [name for name in inspect.signature(model.forward).parameters if name not in fixed]
 
 
 def _difference(inputs: Any, taken: Any) -> str:

@@ -43,12 +43,6 @@ class CalibrationReport:
             moving averages.
         grids: The lowest and highest value that each quantizer represents.
         clipped: The share of the values beyond the grid by more than half a step; None where the observer cannot tell.
-
-    Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
-        >>> report = qt.calibrate(prepared, [torch.ones(8, 4)], progress=False)
-        >>> report.batches, report.ranges["activation_quantizers.input_1"], report.unreached
-        (1, (1.0, 1.0), ())
     """
 
     batches: int
@@ -137,7 +131,9 @@ def calibrate(
     check_module(prepared, "calibrate", "prepared")
     quantizers = quantizers_of(prepared)
     _check_any(prepared, quantizers, "calibrate")
-    _check(batches, max_batches, forward)
+    check_batches("calibrate", batches, forward)
+    if max_batches is not None:
+        check_whole("calibrate", "max_batches", max_batches, 1, " or None")
     check_links(prepared)
     run = forward or Caller("calibrate")
     model = without_ddp(prepared)  # DistributedDataParallel replaces ranges by those of rank 0
@@ -252,12 +248,6 @@ def _warn_of_unreached(names: Sequence[str]) -> None:
             f"range; run data through the model that reaches them.",
             stacklevel=3,
         )
-
-
-def _check(batches: object, max_batches: object, forward: object) -> None:
-    check_batches("calibrate", batches, forward)
-    if max_batches is not None:
-        check_whole("calibrate", "max_batches", max_batches, 1, " or None")
 
 
 def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:

@@ -31,19 +31,12 @@ def _without_range(module: nn.Module) -> Verdict | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """The config that holds for a layer or an op.
+    """The config that holds for a layer or an op."""
 
-    Attributes:
-        qconfig: How to quantize it; None leaves it in float.
-        source: The kind of rule; "default" is the backend's default.
-        depth: 0 for a rule for the layer or op itself, more for a module around it.
-        left: What the report says where the config is None.
-    """
-
-    qconfig: QConfig | None
-    source: Source | Literal["default"] = "default"
-    depth: int = 0
-    left: Verdict = BY_CONFIG
+    qconfig: QConfig | None  # None leaves it in float
+    source: Source | Literal["default"] = "default"  # the kind of rule, or the backend's default
+    depth: int = 0  # 0 for a rule for the layer or op itself, more for a module around it
+    left: Verdict = BY_CONFIG  # what the report says where the config is None
 
     @property
     def is_general(self) -> bool:
@@ -72,25 +65,18 @@ class LayerRules:
     rule by name, regular expression or type for a module applies to all layers and ops in it. The nearest module comes first,
     and the layer or op itself comes before the modules around it. A module with several names takes the most exact of their
     rules.
-
-    Attributes:
-        backend: The target.
-        mapping: The user's rules.
-        table: Float type -> QAT type.
-        custom: The float types that the user added to the table. Their layers are quantized even if the backend's table
-            leaves their kind in float.
-        names: All dotted names of each module of the float model; empty before there is a model.
-        types: The type of each module of the float model, by name.
-        without_range: Why modules whose weight has no range stay in float, by their names.
     """
 
     backend: Backend
-    mapping: QConfigMapping | None = None
-    table: QatModules = field(default_factory=dict)
+    mapping: QConfigMapping | None = None  # the user's rules
+    table: QatModules = field(default_factory=dict)  # float type -> QAT type
+    # the float types that the user added to the table: quantized even if the backend's table leaves their kind in float
     custom: frozenset[type[nn.Module]] = frozenset()
-    names: Mapping[nn.Module, Sequence[str]] = field(default_factory=dict)
-    types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
-    without_range: Mapping[str, Verdict] = field(default_factory=dict)
+    names: Mapping[nn.Module, Sequence[str]] = field(
+        default_factory=dict
+    )  # all names of each module of the float model
+    types: Mapping[str, type[nn.Module]] = field(default_factory=dict)  # the type of each, by name
+    without_range: Mapping[str, Verdict] = field(default_factory=dict)  # why some stay in float, by name
 
     @classmethod
     def of(

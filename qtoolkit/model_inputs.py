@@ -75,11 +75,8 @@ def _is_raised_here(error: BaseException) -> bool:
 
 def _misfit(model: nn.Module, inputs: Any, in_lookup: bool) -> str | None:
     """Return what is wrong with inputs that a model, or its embedding, failed on, and the remedy; None if nothing is seen."""
-    args, kwargs = split(inputs)
-    signature = inspect.signature(model.forward)
-    try:
-        arguments = signature.bind(*args, **kwargs).arguments
-    except TypeError:
+    arguments = given_arguments(model, inputs)
+    if arguments is None:
         return None
     if isinstance(inputs, list):
         return f"a list is one argument, {next(iter(arguments))!r}; write a tuple for the arguments of forward"
@@ -97,8 +94,7 @@ def _wrong_shape(model: nn.Module, inputs: Any, error: Exception) -> str | None:
         return None
     if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
         return None
-    args, kwargs = split(inputs)
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    given = given_arguments(model, inputs) or {}
     shapes = [f"{name!r} has the shape {_shape(leaf)}" for name, value in given.items() for leaf in tensors_of(value)]
     taken = _failing_layer(model, error.__traceback__)
     return f"{', '.join(shapes)}, {taken}; pass inputs of the shapes that the model takes in use"
@@ -155,6 +151,15 @@ def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
             yield from leaves(part, (*path, key))
     else:
         yield path, value
+
+
+def given_arguments(model: nn.Module, inputs: Any) -> dict[str, Any] | None:
+    """Return the value of each argument of a model's forward; None where its signature does not take the inputs."""
+    args, kwargs = split(inputs)
+    try:
+        return inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError:
+        return None
 
 
 def bind(

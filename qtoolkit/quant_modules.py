@@ -149,6 +149,29 @@ def replace(
     return own
 
 
+class Active(AbstractContextManager["Active"]):
+    """The context manager that `initialize` returns: constructors build quantized layers. It can be entered again."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._replaced = [CONSTRUCTION.settings]  # restored after the first block
+        self._before: list[Settings | None] = []
+        CONSTRUCTION.switch(settings)
+
+    def __enter__(self) -> Self:
+        now = CONSTRUCTION.settings
+        replaced = self._replaced if now == self._settings else []
+        self._before.append(replaced.pop() if replaced else now)
+        self._replaced = []
+        CONSTRUCTION.switch(self._settings)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        CONSTRUCTION.switch(self._before.pop())
+
+
 def initialize(
     qconfig_mapping: QConfigMapping | None = None,
     ignore: Ignore | None = None,
@@ -156,7 +179,7 @@ def initialize(
     *,
     exclude: Exclude | None = None,
     backend: str | Backend = "tensorrt",
-) -> "Active":
+) -> Active:
     """Make the constructors of torch's layers build layers that quantize their inputs and weights, from now on.
 
     `torch.nn.Linear(...)` then builds a `qtoolkit.nn.QuantLinear`, under any imported name of the class. The same holds
@@ -214,36 +237,6 @@ def deactivate() -> None:
         'Linear'
     """
     CONSTRUCTION.switch(None)
-
-
-class Active(AbstractContextManager["Active"]):
-    """The context manager that `initialize` returns: constructors build quantized layers. It can be entered again.
-
-    Example:
-        >>> with qt.quant_modules.initialize():
-        ...     layer = torch.nn.Linear(4, 2)
-        >>> type(layer).__name__, type(torch.nn.Linear(4, 2)).__name__
-        ('QuantLinear', 'Linear')
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._replaced = [CONSTRUCTION.settings]  # restored after the first block
-        self._before: list[Settings | None] = []
-        CONSTRUCTION.switch(settings)
-
-    def __enter__(self) -> Self:
-        now = CONSTRUCTION.settings
-        replaced = self._replaced if now == self._settings else []
-        self._before.append(replaced.pop() if replaced else now)
-        self._replaced = []
-        CONSTRUCTION.switch(self._settings)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        CONSTRUCTION.switch(self._before.pop())
 
 
 def _replace(model: nn.Module, rules: LayerRules, quantize: str) -> None:

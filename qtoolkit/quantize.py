@@ -41,13 +41,6 @@ class QuantizeResult:
         export: The file, and the comparison of its codes layer by layer.
         verification: The comparison of all codes end to end, in the runtime of the backend; None where there is none.
         notes: Sentences on what was done differently from most models, and on what was left out.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], path=folder + "/model.onnx")
-        >>> print(result.verdict, *result.notes)  # TensorRT is not here
-        None Codes were compared layer by layer, not end to end: no runtime of the backend 'tensorrt' runs ONNX files here.
     """
 
     prepared: nn.Module

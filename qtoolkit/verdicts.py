@@ -7,13 +7,7 @@ from qtoolkit.errors import with_article
 
 
 class Status(StrEnum):
-    """What becomes of an op or a layer.
-
-    Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
-        >>> prepared.plan.status["_0"].status is qt.graph.Status.QUANTIZED
-        True
-    """
+    """What becomes of an op or a layer."""
 
     QUANTIZED = "quantized"
     FUSED = "fused"  # computed as one op with the op before it
@@ -22,13 +16,7 @@ class Status(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why an op or a layer has its status, or does not compute on the codes of its inputs.
-
-    Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
-        >>> prepared.plan.status["_1"].cause is qt.graph.Cause.TARGET
-        True
-    """
+    """Why an op or a layer has its status, or does not compute on the codes of its inputs."""
 
     COMPUTED = "computed on quantized tensors"
     REPLACED = "replaced by a QAT layer, without a graph"

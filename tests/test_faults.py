@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import qtoolkit as qt
 from qtoolkit.compat.checkpoints import load_amax
-from qtoolkit.tuning.saved import SavedUnits
+from qtoolkit.tuning.rounding.saved import SavedUnits
 from tests import processes
 from tests.fuzzing import changed, changes, examples
 

@@ -1,11 +1,15 @@
 """Rules of the house that no single module can show: what a module may import, at run time and for its types."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 
 import qtoolkit
 
@@ -82,6 +86,25 @@ def test_what_is_shown_is_what_is_public() -> None:
     packages = [path for path in FILES.values() if path.name == "__init__.py"]
     imports = [path for path in packages if any(line.startswith(("from", "import")) for line in path.open())]
     assert [path for path in imports if "__all__ = [" not in path.read_text()] == []
+
+
+def test_each_public_method_is_documented_by_itself_or_by_the_one_that_it_overrides() -> None:
+    for name in FILES:
+        with suppress(ImportError):  # of packages that are not installed
+            import_module(name)
+    modules = [sys.modules[name] for name in FILES if name in sys.modules]
+    values = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    methods = {
+        f"{kind.__name__}.{name}": getattr(kind, name)
+        for kind in values
+        if kind.__module__.startswith("qtoolkit") and kind.__name__[0] != "_"
+        for name, member in vars(kind).items()
+        if name[0] != "_"
+        and name not in inspect.get_annotations(kind)  # a field whose default is a function
+        and isinstance(member, FunctionType | classmethod | staticmethod | property)
+    }
+    assert len(methods) > 500
+    assert [name for name, method in methods.items() if not inspect.getdoc(method)] == []
 
 
 AN_IMPORT = """

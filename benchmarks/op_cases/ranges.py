@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.ao.quantization import observer as torch_ao
 
 from op_cases.subjects import QMAX, QMIN, Subject, observed
-from qtoolkit import ops
+from qtoolkit import QuantSpec, ops
 from qtoolkit.quantizers.observers import HistogramObserver
 
 BINS = 2048
 METHODS = ("percentile", "mse", "l2", "entropy")
+SPEC = QuantSpec(observer="histogram", observer_args={"bins": BINS})
 
 
 def _torch_ao_minmax(t: Subject) -> nn.Module:
@@ -47,7 +48,7 @@ def histogram_cases(device: str) -> Iterator[Case]:
 
 
 def _ours(x: Tensor) -> dict[str, Callable[[], object]]:
-    observer = HistogramObserver(QMIN, QMAX, bins=BINS).to(x.device)
+    observer = HistogramObserver(SPEC).to(x.device)
 
     def observe_and_search() -> object:
         observer(x)
@@ -58,7 +59,7 @@ def _ours(x: Tensor) -> dict[str, Callable[[], object]]:
 
 def search_case() -> Case:
     x = torch.randn(1 << 20)
-    ours, rival = HistogramObserver(bins=BINS), torch_ao.HistogramObserver(bins=BINS)
+    ours, rival = HistogramObserver(SPEC), torch_ao.HistogramObserver(bins=BINS)
     ours(x)
     rival(x)
     state = (ours.counts, ours.lo, ours.hi, QMIN, QMAX)

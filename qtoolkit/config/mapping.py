@@ -4,8 +4,8 @@ import json
 import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch import nn
 
@@ -75,14 +75,6 @@ class QConfig:
 Source = Literal["module_name", "module_name_regex", "object_type", "global"]
 Exclude = str | Kind | Iterable[str | Kind]
 PLAIN_NAME = re.compile(r"[\w.]*")  # any other text of `exclude` is a regular expression
-
-
-class _Found(NamedTuple):
-    """A rule that names a layer or a module around it: its kind, its name, regular expression or type, and how far out."""
-
-    source: Source
-    key: Any
-    depth: int
 
 
 @dataclass(frozen=True)
@@ -236,23 +228,24 @@ class QConfigMapping:
         path = [(name, object_type), *around]
         excluded = None if self.excluded is None else self.excluded._find(path)
         if excluded is not None:
-            return Match(None, excluded.source, excluded.depth, getattr(excluded.key, "__name__", repr(excluded.key)))
-        found = self._find(path)
-        if found is not None:
-            return Match(self.rules[found.source][found.key], found.source, found.depth)
+            found, key = excluded
+            return replace(found, excluded_by=getattr(key, "__name__", repr(key)))
+        named = self._find(path)
+        if named is not None:
+            return named[0]
         return Match(self.rules["global"][""], "global") if "" in self.rules["global"] else None
 
     def has_type(self, kind: Kind) -> bool:
         """Return whether a rule or an exclusion is for a type or a function."""
         return any(kind in kinds for kinds in types_by_option(self).values())
 
-    def _find(self, path: Iterable[tuple[str, Kind | None]]) -> _Found | None:
-        """Return the first rule that names a module of a path, by precedence."""
+    def _find(self, path: Iterable[tuple[str, Kind | None]]) -> tuple[Match, Any] | None:
+        """Return the first rule that names a module of a path, by precedence, with its name, regular expression or type."""
         for source in self.SOURCES[:-1]:
             for depth, (part, kind) in enumerate(path):
                 key = self._key(source, part, kind)
                 if key is not None:
-                    return _Found(source, key, depth)
+                    return Match(self.rules[source][key], source, depth), key
         return None
 
     def _key(self, source: Source, name: str, object_type: Kind | None) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
 from qtoolkit.processes import own_part
 from qtoolkit.quantizers.clip_range import clip_range
 from qtoolkit.quantizers.observers import RangeObserver
@@ -36,16 +37,6 @@ class Activity:
         gradient: The mean norm of the gradient of its output.
         scale_gradient: The mean norm of the gradient of its learned scale and zero point, as the optimizer got it.
         nonfinite: How many of the sampled calls got NaN or infinities.
-
-    Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(8, 2)).train())
-        >>> _ = qt.calibrate(prepared, [torch.rand(16, 8)], progress=False)
-        >>> optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
-        >>> with qt.debug.watch(prepared, every=1) as watched:
-        ...     prepared(torch.rand(16, 8)).sum().backward()
-        ...     optimizer.step()
-        >>> [(row.name, row.calls, row.nonfinite) for row in watched.rows()]
-        [('activation_quantizers.input_1', 1, 0), ('0.weight_quantizer', 1, 0)]
     """
 
     name: str
@@ -88,7 +79,7 @@ class Recorder:
     def reset(self) -> None:
         """Forget everything."""
         self.calls = 0
-        self.range = RangeObserver()
+        self.range = RangeObserver(QuantSpec())
         self.grid: Tensor | None = None
         self.codes = _CodeCounts(self.quantizer)
         self.gradient, self.scale_gradient = _MeanNorm(), _MeanNorm()

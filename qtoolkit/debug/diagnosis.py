@@ -65,11 +65,7 @@ class Diagnosis:
             )
 
     def check_step(self, optimizer: Optimizer, step: int) -> None:
-        """Raise RuntimeError if a gradient is not finite or a learned scale is lost, before an optimizer's step.
-
-        Warns:
-            UserWarning: A learned scale is far from its start (see `qtoolkit.quantizers.first_steps`), once for each.
-        """
+        """Raise RuntimeError if a gradient is not finite or a learned scale is lost; warn once of each far from its start."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if getattr(optimizer, "found_inf", None) is not None:
             parameters = []  # under a GradScaler, which lets a fused optimizer skip the step itself

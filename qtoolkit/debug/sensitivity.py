@@ -35,16 +35,6 @@ class Row:
         kind: The kind of op.
         score: The model's score with only this quantized (mode "one"), or with everything else quantized ("all_but_one").
         drop: By how much quantizing this worsens the score; negative if it improves the score.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
-        >>> prepared, x = qt.prepare(model), torch.rand(64, 8)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
-        >>> def score(m):
-        ...     return -float((m(x) - model(x)).detach().square().mean())
-        >>> result = qt.debug.sensitivity(prepared, score, progress=False)
-        >>> result.rows[0].kind, result.rows[0].drop >= result.rows[1].drop
-        ('linear', True)
     """
 
     name: str
@@ -64,16 +54,6 @@ class Sensitivity:
         by: "layer" or "type".
         types: With by="type", the type, function or tensor method of each row by its name.
         mapping: The config that the model was prepared with; None if it was the backend's default.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
-        >>> prepared, x = qt.prepare(model), torch.rand(64, 8)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
-        >>> def score(m):
-        ...     return -float((m(x) - model(x)).detach().square().mean())
-        >>> result = qt.debug.sensitivity(prepared, score, progress=False)
-        >>> result.by, len(result.rows), result.quantized_score < result.float_score
-        ('layer', 2, True)
     """
 
     float_score: float
@@ -221,8 +201,8 @@ def sensitivity(
             worst = max(rows, key=lambda row: row.drop)
             note(bar, f"worst {worst.name}: {worst.drop:.4g}")
     rows.sort(key=lambda row: (-row.drop, row.name))
-    types = {unit.name: unit.type for unit in units} if by == "type" else {}
-    return Sensitivity(in_float, quantized, tuple(rows), by, types, _mapping_of(model))
+    types, plan = {unit.name: unit.type for unit in units} if by == "type" else {}, plan_of(model)
+    return Sensitivity(in_float, quantized, tuple(rows), by, types, None if plan is None else plan.mapping)
 
 
 @dataclass(frozen=True)
@@ -258,11 +238,6 @@ def _units(model: nn.Module, by: By) -> list[_Unit]:
         _Unit(name, of[0].kind, types[of[0].name], frozenset(quantizer for line in of for quantizer in line.quantizers))
         for name, of in lines.items()
     ]
-
-
-def _mapping_of(model: nn.Module) -> QConfigMapping | None:
-    plan = plan_of(model)
-    return None if plan is None else plan.mapping
 
 
 def _types_of(model: nn.Module) -> dict[str, Kind]:

@@ -26,14 +26,6 @@ class Similarity:
     Attributes:
         cosine: Cosine similarity; 1 for the same direction.
         sqnr: Signal-to-quantization-noise ratio in dB, 10 log10(|float|^2 / |float - quantized|^2); inf for equal tensors.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
-        >>> prepared, x = qt.prepare(model), torch.rand(64, 8)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
-        >>> output = qt.debug.compare(model, prepared, x).output
-        >>> output.cosine > 0.999, output.sqnr > 30  # dB
-        (True, True)
     """
 
     cosine: float
@@ -69,14 +61,6 @@ class LayerComparison:
         own: Similarity of its output if its inputs come from the float model: the error of this layer alone.
         accumulated: Similarity of its output in the quantized model, with the error of all layers before it.
         weight: Similarity of its fake-quantized weight and the float weight; None without a quantized weight.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)).eval()
-        >>> prepared, x = qt.prepare(model), torch.rand(64, 8)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
-        >>> layer = qt.debug.compare(model, prepared, x).layers[0]
-        >>> layer.kind, layer.own.sqnr > 20, layer.weight.cosine > 0.999
-        ('linear', True, True)
     """
 
     name: str
@@ -93,14 +77,6 @@ class Comparison:
     Attributes:
         layers: The quantized layers, in ascending order of their own SQNR.
         output: Similarity of the models' outputs.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)).eval()
-        >>> prepared, x = qt.prepare(model), torch.rand(64, 8)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
-        >>> comparison = qt.debug.compare(model, prepared, x)
-        >>> sorted(layer.name for layer in comparison.layers)
-        ['0', '2']
     """
 
     layers: tuple[LayerComparison, ...]

@@ -32,16 +32,6 @@ class Watch:
         every: The number of steps from one sampled step to the next.
         steps: The number of steps that the optimizers of the model have taken.
         sampled: The number of sampled steps.
-
-    Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(8, 2)).train())
-        >>> _ = qt.calibrate(prepared, [torch.rand(16, 8)], progress=False)
-        >>> optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
-        >>> with qt.debug.watch(prepared, every=1) as watched:
-        ...     prepared(torch.rand(16, 8)).sum().backward()
-        ...     optimizer.step()
-        >>> watched.steps, watched.sampled
-        (1, 1)
     """
 
     def __init__(self, model: nn.Module, every: int, writer: SummaryWriter | None = None) -> None:

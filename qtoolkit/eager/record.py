@@ -19,15 +19,10 @@ ATTRIBUTE = "_qtoolkit_record"  # an attribute of the model: its copies and pick
 
 @dataclasses.dataclass(frozen=True)
 class EagerRecord:
-    """What was stored on a model; names are dotted names in that model.
+    """What was stored on a model; names are dotted names in that model."""
 
-    Attributes:
-        plan: What `quant_modules.replace` decided; None if it was not called.
-        chains: The chains of modules that `fuse_modules` was given.
-    """
-
-    plan: Plan | None = None
-    chains: tuple[tuple[str, ...], ...] = ()
+    plan: Plan | None = None  # what `quant_modules.replace` decided; None if it was not called
+    chains: tuple[tuple[str, ...], ...] = ()  # those of modules that `fuse_modules` was given
 
 
 def record_of(model: nn.Module) -> EagerRecord:

@@ -7,8 +7,9 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import is_weight_quantizer, kind_of, parameters_in, tensor_inputs
-from qtoolkit.nn import QuantWeighted, conv, conv_transpose, linear
+from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.function_bias import FunctionBias
+from qtoolkit.nn.layers import conv, conv_transpose, linear
 from qtoolkit.op_kinds.rules import argument, module_of
 
 # By kind of op and dimensions of the weight.

@@ -11,12 +11,12 @@ from qtoolkit.nn.batch_norm import (
     freeze_batch_norm,
     unfreeze_batch_norm,
 )
-from qtoolkit.nn.cells import QuantGRUCell, QuantLSTMCell, QuantRecurrent
-from qtoolkit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
-from qtoolkit.nn.conv_transpose import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
 from qtoolkit.nn.dot_product_attention import QuantScaledDotProductAttention, ScaledDotProductAttention
-from qtoolkit.nn.embedding import QuantEmbedding, QuantEmbeddingBag
-from qtoolkit.nn.inputs import (
+from qtoolkit.nn.layers.cells import QuantGRUCell, QuantLSTMCell, QuantRecurrent
+from qtoolkit.nn.layers.conv import QuantConv1d, QuantConv2d, QuantConv3d
+from qtoolkit.nn.layers.conv_transpose import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
+from qtoolkit.nn.layers.embedding import QuantEmbedding, QuantEmbeddingBag
+from qtoolkit.nn.layers.inputs import (
     QuantAdaptiveAvgPool1d,
     QuantAdaptiveAvgPool2d,
     QuantAdaptiveAvgPool3d,
@@ -31,8 +31,8 @@ from qtoolkit.nn.inputs import (
     QuantMaxPool2d,
     QuantMaxPool3d,
 )
-from qtoolkit.nn.linear import QuantLinear
-from qtoolkit.nn.merge import (
+from qtoolkit.nn.layers.linear import QuantLinear
+from qtoolkit.nn.layers.merge import (
     Add,
     Cat,
     MatMul,
@@ -42,10 +42,10 @@ from qtoolkit.nn.merge import (
     QuantMatMul,
     QuantMul,
 )
+from qtoolkit.nn.layers.recurrent import QuantGRU, QuantLSTM
 from qtoolkit.nn.module import QuantModule, quantize_output, reset_after_loading
 from qtoolkit.nn.on_codes import Source, TrainingArithmetic  # noqa: F401 (pickles of layers name Source)
 from qtoolkit.nn.product import Product  # noqa: F401 (pickles of graphs name it)
-from qtoolkit.nn.recurrent import QuantGRU, QuantLSTM
 from qtoolkit.nn.registry import imported_types
 from qtoolkit.nn.weighted import QuantWeighted, set_training_arithmetic
 from qtoolkit.public import publish
@@ -55,45 +55,20 @@ from qtoolkit.quantizers.weights import Versions  # noqa: F401 (pickles of layer
 QAT_MODULES: dict[type, type[QuantModule]] = {
     qat_type.FLOAT: qat_type
     for qat_type in (
-        QuantConv1d,
-        QuantConv2d,
-        QuantConv3d,
-        QuantConvTranspose1d,
-        QuantConvTranspose2d,
-        QuantConvTranspose3d,
-        QuantLinear,
-        QuantEmbedding,
-        QuantEmbeddingBag,
-        QuantMultiheadAttention,
+        QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d, QuantLinear,
+        QuantEmbedding, QuantEmbeddingBag, QuantMultiheadAttention,
     )
-}
+}  # fmt: skip
 # Float type -> QAT type: the layers that module replacement, which sees no graph, gives input quantizers of their own.
 REPLACED_MODULES: dict[type, type[QuantModule]] = QAT_MODULES | {
     qat_type.FLOAT: qat_type
     for qat_type in (
-        QuantLSTM,
-        QuantGRU,
-        QuantLSTMCell,
-        QuantGRUCell,
-        QuantMaxPool1d,
-        QuantMaxPool2d,
-        QuantMaxPool3d,
-        QuantAvgPool1d,
-        QuantAvgPool2d,
-        QuantAvgPool3d,
-        QuantAdaptiveAvgPool1d,
-        QuantAdaptiveAvgPool2d,
-        QuantAdaptiveAvgPool3d,
-        QuantInstanceNorm1d,
-        QuantInstanceNorm2d,
-        QuantInstanceNorm3d,
-        QuantAdd,
-        QuantMul,
-        QuantMatMul,
-        QuantCat,
+        QuantLSTM, QuantGRU, QuantLSTMCell, QuantGRUCell, QuantMaxPool1d, QuantMaxPool2d, QuantMaxPool3d, QuantAvgPool1d,
+        QuantAvgPool2d, QuantAvgPool3d, QuantAdaptiveAvgPool1d, QuantAdaptiveAvgPool2d, QuantAdaptiveAvgPool3d,
+        QuantInstanceNorm1d, QuantInstanceNorm2d, QuantInstanceNorm3d, QuantAdd, QuantMul, QuantMatMul, QuantCat,
         QuantScaledDotProductAttention,
     )
-}
+}  # fmt: skip
 
 
 def replaced_modules() -> dict[type, type[QuantModule]]:

@@ -113,36 +113,15 @@ class LinkedBatchNorm(nn.Module):
 
 
 class QuantBatchNorm1d(LinkedBatchNorm, nn.BatchNorm1d):
-    """torch.nn.BatchNorm1d behind a QAT layer.
-
-    Example:
-        >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).train())
-        >>> type(prepared.get_submodule("1")).__name__
-        'QuantBatchNorm1d'
-    """
+    """torch.nn.BatchNorm1d behind a QAT layer."""
 
 
 class QuantBatchNorm2d(LinkedBatchNorm, nn.BatchNorm2d):
-    """torch.nn.BatchNorm2d behind a QAT layer.
-
-    Example:
-        >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).train())
-        >>> type(prepared.get_submodule("1")).__name__
-        'QuantBatchNorm2d'
-    """
+    """torch.nn.BatchNorm2d behind a QAT layer."""
 
 
 class QuantBatchNorm3d(LinkedBatchNorm, nn.BatchNorm3d):
-    """torch.nn.BatchNorm3d behind a QAT layer.
-
-    Example:
-        >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8)).train())
-        >>> type(prepared.get_submodule("1")).__name__
-        'QuantBatchNorm3d'
-    """
+    """torch.nn.BatchNorm3d behind a QAT layer."""
 
 
 class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
@@ -150,12 +129,6 @@ class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
 
     In a process group of several ranks its op is the one that may also compute what is around it, on the CPU too. So a rank
     that calls the modules one by one takes part in the same all-reduces as the others. Otherwise it is torch's.
-
-    Example:
-        >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8)).train())
-        >>> type(prepared.get_submodule("1")).__name__
-        'QuantSyncBatchNorm'
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -173,19 +146,7 @@ class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
 
 
 class QuantFrozenBatchNorm(LinkedBatchNorm):
-    """A FrozenBatchNorm2d (of torchvision or detectron2) linked to a QAT layer, which folds it in both modes.
-
-    Example:
-        >>> class FrozenBatchNorm2d(torch.nn.Module):  # what both packages have
-        ...     def __init__(self, channels):
-        ...         super().__init__()
-        ...         self.eps = 1e-5
-        ...         for name in ("weight", "bias", "running_mean", "running_var"):
-        ...             self.register_buffer(name, torch.ones(channels))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), FrozenBatchNorm2d(8)).train())
-        >>> type(prepared.get_submodule("1")).__name__
-        'QuantFrozenBatchNorm'
-    """
+    """A FrozenBatchNorm2d (of torchvision or detectron2) linked to a QAT layer, which folds it in both modes."""
 
     @property
     def folded(self) -> bool:
@@ -225,15 +186,9 @@ def is_folded(bn: nn.Module) -> bool:
 
 
 def linked(bn: nn.Module, strategy: str, name: str) -> LinkedBatchNorm:
-    """Return a batch norm as LinkedBatchNorm, with the same parameters and buffers.
+    """Return a batch norm for which `is_batch_norm` is true as LinkedBatchNorm, with the same parameters and buffers.
 
-    Args:
-        bn: A batch norm for which `is_batch_norm` is true.
-        strategy: The computation in training.
-        name: Its dotted name, for errors.
-
-    Raises:
-        ValueError: The strategy is not known, or does not support this type.
+    Raises ValueError, with its dotted name, for a strategy that is not known, or does not support this type.
     """
     check_known("batch norm strategy", strategy, STRATEGIES)
     if isinstance(bn, LinkedBatchNorm):
@@ -314,10 +269,8 @@ def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     """Let the batch norms that are in training mode normalize by each batch's statistics, also in a model put in eval mode.
 
     Their running statistics are the same afterwards. Batch norms in eval mode, frozen ones too, keep the running ones; so does
-    a SyncBatchNorm, which would wait for ranks with fewer batches.
-
-    Yields:
-        A function that says whether the next forwards do so; False takes the running statistics.
+    a SyncBatchNorm, which would wait for ranks with fewer batches. The function that the block gets says whether the next
+    forwards do so; False takes the running statistics.
     """
     kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # without SyncBatchNorm
     trained = [bn for bn in model.modules() if isinstance(bn, kinds) and bn.training]
@@ -356,16 +309,10 @@ def track(
     offset: Tensor | None = None,
     totals: Tensor | None = None,
 ) -> None:
-    """Update the running statistics as torch's batch norms do.
+    """Update the running statistics as torch's batch norms do, by those that `qtoolkit.ops.batch_norm_fake_quant` returns.
 
-    Args:
-        bn: The batch norm.
-        mean: The mean of a batch, as `qtoolkit.ops.batch_norm_fake_quant` returns it.
-        variance: Its biased variance.
-        count: The number of values of a channel.
-        divisor: The statistics are those of the batch norm's input times this; None for 1.
-        offset: What is added to the batch.
-        totals: The totals of all ranks, whose number of values is taken instead of `count`.
+    The variance is the biased one of `count` values of a channel, or of as many as the `totals` of all ranks have. The
+    statistics are those of the batch norm's input times `divisor`, without the `offset` that is added to the batch.
     """
     running_mean, tracked = bn.running_mean, bn.num_batches_tracked
     if not bn.track_running_stats or running_mean is None:
@@ -393,11 +340,7 @@ _steps = OptimizerSteps()
 
 
 class Changing:
-    """Parameters whose changes end a training step.
-
-    Args:
-        parameters: The parameters. Those of inference mode count no changes.
-    """
+    """Parameters whose changes end a training step. Those of inference mode count no changes."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters, self._steps, self._looks = parameters, list[Steps](), -1

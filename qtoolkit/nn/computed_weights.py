@@ -68,19 +68,12 @@ def mask(module: nn.Module, masks: Mapping[str, Tensor]) -> None:
 
 
 class Parametrization(NamedTuple):
-    """A parametrization that was taken off a layer.
+    """A parametrization that was taken off a layer."""
 
-    Attributes:
-        layer: The dotted name of the layer.
-        tensor: The name of the weight that it computes.
-        computes: The module that computes the weight.
-        parameter: The plain weight that the layer has instead.
-    """
-
-    layer: str
-    tensor: str
-    computes: nn.Module
-    parameter: nn.Parameter
+    layer: str  # the dotted name of the layer
+    tensor: str  # the name of the weight that it computes
+    computes: nn.Module  # what computes the weight
+    parameter: nn.Parameter  # the plain weight that the layer has instead
 
 
 def take_parametrizations(model: nn.Module, types: Collection[type[nn.Module]]) -> list[Parametrization]:

@@ -62,7 +62,6 @@ class ScaledDotProductAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return the options."""
         names = ("dropout_p", "is_causal", "scale", "enable_gqa")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
@@ -105,12 +104,10 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Tra
         self.add_quantizers(None, type(self).__name__, activation_spec)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add the quantizers."""
         for quantizer in QUANTIZERS:
             setattr(self, quantizer, activation_quantizer(activation, f"{name}.{quantizer}", self))
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the float module does not have."""
         return (*QUANTIZERS, "training_arithmetic")
 
     @property
@@ -134,7 +131,7 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Tra
                 "combine both into one attn_mask."
             )
         if not any(is_active(getattr(self, name)) for name in QUANTIZERS):
-            return self.forward_fp32(query, key, value, attn_mask)
+            return self.forward_fp32(query, key, value, attn_mask)  # type: ignore[no-any-return]  # a Tensor
         scale = query.size(-1) ** -0.5 if self.scale is None else self.scale
         q, of_q = quantized_for(self.training_arithmetic, self.query_quantizer, query * scale)
         k, of_k = self._heads_of(query, *quantized_for(self.training_arithmetic, self.key_quantizer, key))
@@ -150,10 +147,6 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Tra
         weights = quantized(self.softmax_quantizer, self._weights(scores, attn_mask))
         dropped = F.dropout(weights, self.dropout_p, self.training)
         return product(torch.matmul, dropped, v, of_values, self.training_arithmetic)
-
-    def forward_fp32(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the module in float with torch's own function."""
-        return super().forward(*args, **kwargs)
 
     def _heads_of(self, query: Tensor, x: Tensor, known: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
         """Repeat the heads of a key or a value for those of a query that share them."""

@@ -8,8 +8,7 @@ from qtoolkit.nn.weighted import QuantWeighted
 class FunctionBias(nn.Module):
     """Rounds the bias of a function to the grid of its integer sums: the module of a node that a graph pass inserts.
 
-    Args:
-        layer: The layer that computes what the function does, with the weight's quantizer, linked to that of the input.
+    The layer computes what the function does, with the weight's quantizer, and is linked to that of the input.
     """
 
     def __init__(self, layer: QuantWeighted) -> None:

@@ -100,6 +100,10 @@ class QuantModule(nn.Module):
                 del hooks[key]
         return layer
 
+    def forward_fp32(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module in float, without quantizers, as its float type does."""
+        return super().forward(*args, **kwargs)
+
     # ---- for subclasses to implement
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:

@@ -27,31 +27,24 @@ class QuantTransformersConv1D(QuantWeighted, Conv1D):  # type: ignore[misc]  # i
     __repr__ = nn.Module.__repr__  # with the quantizers
 
     def extra_repr(self) -> str:
-        """Return the sizes."""
         return f"nf={self.nf}, nx={self.nx}"
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Multiply by the weight and add the bias."""
         rows = x.reshape(-1, x.size(-1))
         y = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
         return y.reshape(*x.shape[:-1], self.nf)
 
     def channels(self) -> int:
-        """Return the number of output features."""
         return int(self.weight.size(1))
 
     def sum_per_output(self, values: Tensor) -> Tensor:
-        """Return the sum, for each output feature, of the elements of a tensor like the weight, in float64."""
         return values.sum(0, dtype=torch.float64)
 
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
-        """Multiply each output feature of a weight by its factor."""
         return weight * factor
 
     def along_channels(self, values: Tensor) -> Tensor:
-        """Shape one value per output feature to broadcast over an output."""
         return values
 
     def weight_groups(self) -> tuple[bool, int]:
-        """Return that the weight is transposed, without groups."""
         return True, 1

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.nn import on_codes
-from qtoolkit.nn.linear import QuantLinear
+from qtoolkit.nn.layers.linear import QuantLinear
 from qtoolkit.nn.module import quantized
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.ops.layer import Geometry, WeightGrid

@@ -28,16 +28,7 @@ def imported_types() -> dict[type[nn.Module], type[Any]]:
 
 
 def check_table(qat_modules: object, what: str = "prepare", argument: str = "qat_modules") -> None:
-    """Check the user's mapping of float types to QAT types.
-
-    Args:
-        qat_modules: The mapping.
-        what: Who was called with it, for errors.
-        argument: By which argument.
-
-    Raises:
-        TypeError: It is no mapping, or names something that is no module type, or one without `from_float`.
-    """
+    """Raise TypeError unless an argument of the function `what` is a mapping of float types to types with `from_float`."""
     if not isinstance(qat_modules, Mapping):
         raise TypeError(
             f"{what}: {argument} must map float module types to QAT types, got {with_article(type(qat_modules))}."
@@ -66,11 +57,7 @@ def from_float(
     name: str,
     what: str = "prepare",
 ) -> nn.Module:
-    """Return the QAT module of a float one; `what` is who needs it, for the error.
-
-    Raises:
-        TypeError: The type's `from_float` returns no module.
-    """
+    """Return the QAT module of a float one; TypeError, which begins with `what`, if the type's `from_float` returns none."""
     new = qat_type.from_float(module, weight, name, activation)
     if not isinstance(new, nn.Module):
         raise TypeError(

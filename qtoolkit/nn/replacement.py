@@ -27,14 +27,8 @@ def replace_in_place(module: nn.Module, new: nn.Module) -> None:
     """Give a module the type and the state of another one; the object stays, and so does every reference to it.
 
     The dicts of hooks stay the same objects too, with the new module's hooks in them, so that handles of hooks remain valid.
-    If the new module contains the old one, as a wrapper does, the old one moves into a new object there, with its hooks.
-
-    Args:
-        module: The module, which is changed.
-        new: The module that replaces it, which must not be used afterwards.
-
-    Raises:
-        TypeError: The memory layouts of the two types differ, as `__slots__` makes them; the module is unchanged.
+    If the new module contains the old one, as a wrapper does, the old one moves into a new object there, with its hooks. The
+    new one must not be used afterwards. Raises TypeError for types of different memory layouts, as `__slots__` makes them.
     """
     if new is module:
         return
@@ -83,20 +77,10 @@ def replace_layers(
     quantize_inputs: bool = True,
     what: str = "prepare",
 ) -> list[str]:
-    """Replace the float layers in some submodules by QAT layers that quantize their own inputs, in place.
+    """Replace the float layers in some submodules by QAT layers, in place; return the first name of each that was replaced.
 
-    A layer with several names is replaced once and stays shared.
-
-    Args:
-        root: The model, which is changed.
-        prefixes: Dotted names of the submodules; "" is the model itself.
-        choose: Returns the config of a layer.
-        table: Float type -> QAT type.
-        quantize_inputs: Whether layers get quantizers of their inputs.
-        what: The public function that replaces, for errors.
-
-    Returns:
-        The first name of each layer that was replaced.
+    The submodules are given by their dotted names; "" is the model itself. A layer with several names is replaced once and
+    stays shared. With `quantize_inputs` layers get quantizers of their inputs. `what` is the public function, for errors.
     """
     device = device_of(root)
     names, replaced = [], set()
@@ -142,20 +126,10 @@ def quantized_layer(
     quantize_inputs: bool = True,
     what: str = "prepare",
 ) -> nn.Module:
-    """Return the QAT layer of a float layer, with a quantizer of its input.
+    """Return the QAT layer of a float layer, as `replace_layers` puts it into a model.
 
-    Args:
-        module: The float layer.
-        qat_type: Its QAT type.
-        qconfig: How it is quantized; the axis of the weight's spec is the weight's own.
-        name: The layer's name, for errors.
-        device: The device of its quantizers if the layer has no parameters.
-        quantize_inputs: Whether it gets a quantizer of its input.
-        what: The public function that replaces, for errors.
-
-    Raises:
-        ValueError: A spec does not fit the weight.
-        TypeError: The type's `from_float` returns no module.
+    The axis of the weight's spec is the weight's own; `device` is that of its quantizers if the layer has no parameters. Raises
+    ValueError for a spec that does not fit the weight, TypeError where the type's `from_float` returns no module.
     """
     layer: Any = from_float(module, qat_type, qconfig.weight, qconfig.activation, name, what)
     takes_indices = kind_of_type(qat_type).takes_indices

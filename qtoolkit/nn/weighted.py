@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,6 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
 
-class IntegerKernel(Protocol):
-    """What computes a layer on codes: a module of `qtoolkit.integer`, whose kernels know such layers."""
-
-    @property
-    def active(self) -> bool:
-        """Whether the layer computes on codes."""
-
-    def __call__(self, input: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the output, as the layer does."""
-
-
 class QuantWeighted(QuantModule, on_codes.TakesCodes):
     """A layer whose forward fake-quantizes its weight; to be mixed into torch's class.
 
@@ -53,8 +42,8 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
     Attributes:
         weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
-        integer_kernel: What computes the layer on codes (see `qtoolkit.convert`), or None. Of a layer that a graph calls
-            several times, a ModuleDict with that of each call.
+        integer_kernel: The `qtoolkit.integer.kernels.LayerKernel` that computes the layer on codes (see `qtoolkit.convert`), or
+            None. Of a layer that a graph calls several times, a ModuleDict with that of each call.
         returns_channels_last: Whether a 2-d convolution returns images in channels_last where it computes on codes in training;
             otherwise in the memory format of its input.
 
@@ -70,7 +59,7 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
     bias: Any
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
-    integer_kernel: IntegerKernel | nn.ModuleDict | None
+    integer_kernel: nn.Module | None
     returns_channels_last: bool = False
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _sums_over: tuple[on_codes.Source | None, ...] = ()
@@ -91,7 +80,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         self.input_quantizer = activation_quantizer(input_spec, f"{name}.input_quantizer", self)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add the weight's quantizer, with the weight's range."""
         self._batch_norm, self._holds_batch_norm = (), False
         self._sums_over, self._sources = (), ()
         self.integer_kernel = None
@@ -101,7 +89,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
             self.weight_quantizer = weight_quantizer(self.weight, weight, name, self.scale_groups(weight.axis))
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the float layer does not have."""
         return (
             "weight_quantizer",
             "input_quantizer",
@@ -115,7 +102,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         )
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
-        """Return the weight's quantizer with the tensor that it quantizes."""
         return {name: (quantizer, self.effective_weight()) for name, quantizer in self.weight_quantizers().items()}
 
     def trained_weights(self) -> Mapping[str, Tensor]:
@@ -123,7 +109,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         return {} if self.batch_norm is None else {"weight_quantizer": self.weight}
 
     def weight_quantizers(self) -> Mapping[str, Quantizer]:
-        """Return the weight's quantizer."""
         return {} if self.weight_quantizer is None else {"weight_quantizer": self.weight_quantizer}
 
     # ---- batch norm
@@ -152,7 +137,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         return f"quantizer={quantizer.spec.quantizer!r} gives all weights the size of 1"
 
     def depends_on(self) -> Sequence[nn.Module]:
-        """Return the linked batch norm, if there is one."""
         return self._batch_norm
 
     def link_batch_norm(self, bn: LinkedBatchNorm) -> None:
@@ -209,7 +193,6 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         self._sums_over = sources  # in a tuple: they are submodules elsewhere
 
     def computes_by(self) -> list[nn.Module]:
-        """Return the modules beside it on which it depends how it computes in training."""
         weight = self.weight_quantizer
         return [*([] if weight is None else weight.modules()), *super().computes_by()]
 
@@ -277,7 +260,7 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         self.check_input(input)
         kernel = self._kernel_of(call)
         if kernel is not None and kernel.active:
-            return kernel(input, *args, **kwargs)
+            return kernel(input, *args, **kwargs)  # type: ignore[no-any-return]  # a Tensor
         x, known = self._quantized(input, known)
         bn = self.batch_norm
         if bn is None:
@@ -290,28 +273,27 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
             return x, known
         return quantized_for(self.training_arithmetic, self.input_quantizer, x)
 
-    def compute_by(self, kernel: IntegerKernel, call: int | None = None) -> None:
+    def compute_by(self, kernel: nn.Module, call: int | None = None) -> None:
         """Compute the layer on codes by a kernel; of a layer that a graph calls several times, the call of this number."""
         if call is None:
             self.integer_kernel = kernel
             return
-        kernels: Any = self.integer_kernel if isinstance(self.integer_kernel, nn.ModuleDict) else nn.ModuleDict()
+        kernels = self.integer_kernel if isinstance(self.integer_kernel, nn.ModuleDict) else nn.ModuleDict()
         kernels[str(call)] = kernel
         self.integer_kernel = kernels
 
-    def kernels_of_calls(self) -> tuple[IntegerKernel, ...]:
+    def kernels_of_calls(self) -> tuple[Any, ...]:
         """Return what computes the calls of the layer on codes."""
         kernels = self.integer_kernel
         if isinstance(kernels, nn.ModuleDict):
-            return cast("tuple[IntegerKernel, ...]", tuple(kernels.values()))
+            return tuple(kernels.values())
         return () if kernels is None else (kernels,)
 
-    def _kernel_of(self, call: int) -> IntegerKernel | None:
+    def _kernel_of(self, call: int) -> Any:
         kernels = self.integer_kernel
         if not isinstance(kernels, nn.ModuleDict):
             return kernels
-        found = next((kernel for number, kernel in kernels.items() if number == str(call)), None)
-        return cast("IntegerKernel | None", found)
+        return next((kernel for number, kernel in kernels.items() if number == str(call)), None)
 
     def run(
         self,

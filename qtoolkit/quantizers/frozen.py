@@ -160,7 +160,6 @@ class DynamicActivation(Quantizer):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x quantized by its own range."""
         if not self.quantizing:
             return x
         if self.spec.format in BLOCKS:

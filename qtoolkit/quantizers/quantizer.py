@@ -28,15 +28,7 @@ class OptionOfSpec:
 
 
 class Quantizer(KeepsFloat32):
-    """A module that quantizes one tensor.
-
-    Args:
-        spec: How to quantize.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
-        name: The quantizer's name in error messages.
-        of_weight: Whether it quantizes a weight.
-        inserted: Whether a graph pass inserted it as a node of its own.
-    """
+    """A module that quantizes one tensor. The arguments are those of `TensorQuantizer`."""
 
     # the attributes that a state dict keeps in its metadata, and loading restores
     MODES: ClassVar[tuple[str, ...]] = ("quantizing",)
@@ -94,7 +86,6 @@ class Quantizer(KeepsFloat32):
             raise ValueError(f"quantizer {self.name!r}: {error}") from None
 
     def extra_repr(self) -> str:
-        """Return the spec's short name, and "off" where it is."""
         return self.spec.describe() + ("" if self.active else ", off")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -186,17 +186,9 @@ def trained_by_ratio(unit: Tensor, ratio: Tensor, rate: Tensor) -> Tensor:
 
 
 def grid_of_range(lo: Tensor, hi: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
-    """Return the scale, and for an affine spec the zero point, whose grid covers the range [lo, hi].
+    """Return the scale, and for an affine spec the zero point, whose grid covers the range [lo, hi], float32, of any shape.
 
-    See `qtoolkit.ops.grid_of_range`.
-
-    Args:
-        lo: Lowest values, float32, any shape.
-        hi: Highest values, the same shape.
-        spec: Range of codes, symmetry, powers of two.
-
-    Returns:
-        Scale and zero point, of the shape of lo. NaN or infinite ranges give scales that are not finite.
+    See `qtoolkit.ops.grid_of_range`. NaN or infinite ranges give scales that are not finite.
 
     Example:
         >>> grid_of_range(torch.tensor(-1.0), torch.tensor(3.0), qt.QuantSpec(signed=False, symmetric=False, bits=2))

@@ -81,21 +81,15 @@ class _Load:
             self.missing.clear()
 
 
-class _LatestLoad(threading.local):
-    """The latest call of `load_state_dict` in this thread."""
-
-    load = _Load([])
-
-    def of(self, missing_keys: list[str]) -> _Load:
-        """Return the load that a list of missing keys belongs to: a new list begins a new one."""
-        if self.load.missing_keys is not missing_keys:
-            self.load = _Load(missing_keys)
-        return self.load
+class _Latest(threading.local):
+    load = _Load([])  # of the latest call in this thread
 
 
-_LATEST_LOAD = _LatestLoad()
+_LATEST = _Latest()
 
 
 def latest_load(missing_keys: list[str]) -> _Load:
-    """Return what the call of `load_state_dict` with this list of missing keys has found so far."""
-    return _LATEST_LOAD.of(missing_keys)
+    """Return what the call of `load_state_dict` with this list of missing keys has found so far: a new list is a new call."""
+    if _LATEST.load.missing_keys is not missing_keys:
+        _LATEST.load = _Load(missing_keys)
+    return _LATEST.load

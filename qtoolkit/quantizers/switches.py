@@ -1,8 +1,9 @@
 """Switch all quantizers of a model on, off, or to observing."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 from torch import nn
 
@@ -13,13 +14,14 @@ from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 Which = Literal["all", "weights", "activations"]
-_State = dict[str, bool]  # attributes of a quantizer
+_State = Mapping[str, bool]  # attributes of a quantizer
 
 
 class Switch(AbstractContextManager["Switch"]):
     """Set the state of a model's quantizers, when it is called. As a context manager it restores the state after the block.
 
-    A subclass says what it sets. The rest of the state is not changed, neither at once nor after the block.
+    A subclass says what it sets: `SETS` are attributes of quantizers, with their values. The rest of the state is not changed,
+    neither at once nor after the block.
 
     Args:
         model: A prepared, replaced or converted model, a submodule, or a quantizer.
@@ -29,17 +31,14 @@ class Switch(AbstractContextManager["Switch"]):
         ValueError: `which` is unknown, or the model is converted and cannot observe.
     """
 
-    observing: bool | None = None
-    quantizing: bool | None = None
-    following: bool | None = None
-    stopping: bool | None = None
+    SETS: ClassVar[_State] = {}
 
     def __init__(self, model: nn.Module, which: Which = "all") -> None:
         check_module(model, type(self).__name__)
         check_known(f"which of {type(self).__name__}:", which, get_args(Which))
         found = named_quantizers(model)
         self.quantizers = {n: q for n, q in found.items() if which == "all" or q.of_weight == (which == "weights")}
-        if self.observing and any(isinstance(quantizer, Grid) for quantizer in self.quantizers.values()):
+        if self.SETS.get("observing") and any(isinstance(quantizer, Grid) for quantizer in self.quantizers.values()):
             raise ValueError(
                 f"{type(self).__name__}: a converted model has fixed scales and observes no ranges; pass the prepared one."
             )
@@ -69,16 +68,10 @@ class Switch(AbstractContextManager["Switch"]):
 
     def _set(self) -> None:
         for quantizer in self.quantizers.values():
-            _update(quantizer, self._wanted())
-
-    def _wanted(self) -> _State:
-        """Return the attributes that this switch sets, with their values."""
-        values = {name: getattr(self, name) for name in ("observing", "quantizing", "following", "stopping")}
-        return {name: value for name, value in values.items() if value is not None}
+            _update(quantizer, self.SETS)
 
     def _state(self) -> list[_State]:
-        wanted = self._wanted()
-        return [{name: getattr(quantizer, name, False) for name in wanted} for quantizer in self.quantizers.values()]
+        return [{name: getattr(quantizer, name, False) for name in self.SETS} for quantizer in self.quantizers.values()]
 
 
 def _update(quantizer: Quantizer, state: _State) -> None:
@@ -102,7 +95,7 @@ class disable_quantization(Switch):  # noqa: N801 (used like torch.no_grad)
         False
     """
 
-    quantizing = False
+    SETS = {"quantizing": False}
 
 
 class enable_quantization(Switch):  # noqa: N801
@@ -118,14 +111,13 @@ class enable_quantization(Switch):  # noqa: N801
         False
     """
 
-    quantizing = True
+    SETS = {"quantizing": True}
 
 
 class observe_ranges(Switch):  # noqa: N801
     """Observe ranges without quantizing, and load none of them (`qtoolkit.calibrating` does)."""
 
-    observing = True
-    quantizing = False
+    SETS = {"observing": True, "quantizing": False}
 
 
 class freeze_ranges(Switch):  # noqa: N801
@@ -146,8 +138,7 @@ class freeze_ranges(Switch):  # noqa: N801
         tensor(127.)
     """
 
-    observing = False
-    following = False
+    SETS = {"observing": False, "following": False}
 
 
 class stop_on_nonfinite(Switch):  # noqa: N801
@@ -167,4 +158,4 @@ class stop_on_nonfinite(Switch):  # noqa: N801
         ValueError: quantizer 'activation_quantizers.input_1' got NaN or infinities: the layer before it returns them, ...
     """
 
-    stopping = True
+    SETS = {"stopping": True}

@@ -132,7 +132,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     @property
     def active(self) -> bool:
-        """Whether forward does anything with its input."""
         return self.observing or self.quantizing
 
     @property
@@ -309,9 +308,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     def set_weight_rate(self, quantized: Tensor, trained: Tensor) -> None:
         """Train the scale of a weight at the rate that its paper means for the parameter.
 
-        Args:
-            quantized: What is quantized.
-            trained: The parameter, of the same shape, which a batch norm may multiply before it is quantized.
+        `trained` is the parameter, of the shape of what is quantized, which a batch norm may multiply before.
         """
         self.stale_rate = False
         if not self.kind.LEARNED or not self.ready:
@@ -401,13 +398,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     def take_factor(self, variance: Tensor, gamma: Tensor | None, eps: float, frozen: bool = False) -> Tensor:
         """Multiply the scales by the change of a batch norm's factor since the last call; return a copy of the variance.
 
-        So the grid is the same in units of the weight, what is trained keeps its values, and its steps are the same.
-
-        Args:
-            variance: The running variance, (C).
-            gamma: The batch norm's weight, (C), or None.
-            eps: The batch norm's.
-            frozen: Multiply fixed scales whose range is frozen too (see `following`).
+        So the grid is the same in units of the weight, what is trained keeps its values, and its steps are the same. The
+        running variance and gamma, the batch norm's weight, are (C). With `frozen`, those with a frozen range move too.
         """
         if not self.knows_factor:
             self.knows_factor = True
@@ -428,11 +420,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             self._factor.zero_()
 
     def begin_steps(self, following: bool) -> None:
-        """Count the steps of the training that follows a calibration.
-
-        Args:
-            following: Whether the range of an activation follows the data in the first of them.
-        """
+        """Count the steps of the training that follows a calibration; in the first ones a range may follow the data."""
         if self.of_weight and not self.kind.LEARNED:
             return
         self.warned = False
@@ -479,13 +467,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     def weight_grid(self, like: Tensor, values: Callable[[], Tensor]) -> WeightGrid | None:
         """Return the grid on which forward would put a weight, for an op that does it; None where only forward can.
 
-        Args:
-            like: A tensor of the weight's shape.
-            values: Returns the weight; called only where the grid depends on it.
-
-        Raises:
-            RuntimeError: There is no range.
-            ValueError: `stopping` is set, and the weight has NaN or infinities.
+        `like` has the weight's shape. `values` returns the weight, and is called only where the grid depends on it. Raises
+        RuntimeError without a range, ValueError if `stopping` is set, and the weight has NaN or infinities.
         """
         kind, spec = self.kind, self.spec
         if not self.gives_grid():
@@ -682,7 +665,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         return {}
 
     def extra_repr(self) -> str:
-        """Return the spec and the state."""
         facts = {"observing": self.observing, "off": not self.quantizing, "no range yet": not self.ready}
         facts["follows the weight"] = self.follows
         facts["follows the data"] = self.follows_data

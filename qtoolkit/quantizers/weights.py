@@ -17,16 +17,8 @@ def weight_quantizer(
 ) -> TensorQuantizer:
     """Return a new quantizer of a weight, on the weight's device and with the weight's range.
 
-    Args:
-        weight: The weight. On the meta device it has no range; the quantizer then has none either.
-        spec: How to quantize it.
-        layer: The layer's name in error messages.
-        group: Groups of dimension 0 (see `qtoolkit.ops`). A spec with a group_size has none.
-        name: The quantizer's name in error messages; `layer` + ".weight_quantizer" by default.
-        inserted: Whether a graph pass inserts it as a node of its own.
-
-    Raises:
-        ValueError: The spec's axis or group_size does not fit the weight.
+    A weight on the meta device has no range, nor has its quantizer then. Errors name the layer, and those of the quantizer its
+    own name, by default `layer` + ".weight_quantizer". Raises ValueError if the axis or the group_size does not fit the weight.
 
     Example:
         >>> weight_quantizer(torch.ones(6, 64), QuantSpec(axis=1, group_size=32), "fc").scale.shape

@@ -109,12 +109,6 @@ class QuantizationReport:
         tensors: Every quantized activation: those of the graph, then those that layers quantize themselves.
         following: Whether the range of each weight follows the weight in training (`TensorQuantizer.follows`), by the name of
             its quantizer; a converted model has none.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1))
-        >>> report = qt.quantization_report(qt.prepare(model))
-        >>> [line.name for line in report.quantized], [line.name for line in report.left_float]
-        (['0'], ['1'])
     """
 
     layers: tuple[LayerLine, ...]

@@ -4,11 +4,11 @@ from qtoolkit.public import publish
 from qtoolkit.tuning import mixed_precision
 from qtoolkit.tuning.batch_norm import Reestimation, reestimate_batch_norm
 from qtoolkit.tuning.bias_correction import BiasCorrection, bias_correction
-from qtoolkit.tuning.code_tracks import LayerOscillation, Oscillations
 from qtoolkit.tuning.distillation import Distillation
 from qtoolkit.tuning.equalize import Equalization, Pair, equalize
 from qtoolkit.tuning.gptq import GPTQ, LayerError, gptq
 from qtoolkit.tuning.oscillation import OscillationDampening, OscillationFreezing
+from qtoolkit.tuning.oscillations.code_tracks import LayerOscillation, Oscillations
 from qtoolkit.tuning.reconstruct import Reconstruction, UnitResult, reconstruct
 from qtoolkit.tuning.schedule import QuantizationSchedule
 from qtoolkit.tuning.smooth_quant import Smoothed, SmoothQuant, smooth_quant

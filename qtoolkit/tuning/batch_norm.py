@@ -13,7 +13,7 @@ from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.progress import batches_of
 from qtoolkit.shared_modules import first_names
-from qtoolkit.tuning.running import Batches, Forward, tuning
+from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,6 @@ class Reestimation:
         batches: Batches that were run.
         batch_norms: The dotted names of the batch norms with new statistics.
         unchanged: Why others have the old ones, by their names.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(1))
-        >>> result = qt.tuning.reestimate_batch_norm(model, [torch.tensor([[1.0], [3.0]])], progress=False)
-        >>> result.batches, result.batch_norms
-        (1, ('0',))
     """
 
     batches: int

@@ -21,8 +21,8 @@ from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report.lines import table
 from qtoolkit.shared_modules import first_names
-from qtoolkit.tuning.running import Batches, Forward, tuning
-from qtoolkit.tuning.stepwise import LayerRuns
+from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
+from qtoolkit.tuning.runs.stepwise import LayerRuns
 from qtoolkit.verdicts import Obstacle
 
 SEVERAL_CALLS = "the model calls it several times"
@@ -36,15 +36,6 @@ class BiasCorrection:
         method: "empirical" or "analytic".
         shifts: The largest shift of a channel's mean that was removed, by layer.
         skipped: Why the bias of other layers stays, by layer.
-
-    Example:
-        >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0)))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(32, 8)).eval(), qconfig_mapping=w3)
-        >>> batches = [torch.rand(256, 32)]
-        >>> _ = qt.calibrate(prepared, batches, progress=False)
-        >>> result = qt.tuning.bias_correction(prepared, batches, progress=False)
-        >>> result.method, list(result.shifts)
-        ('empirical', ['0'])
     """
 
     method: str

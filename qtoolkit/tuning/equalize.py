@@ -42,13 +42,6 @@ class Pair:
         before: How much wider the widest channel is than the median one, before: of the weights of both layers, or of the
             tensors between them, whichever is most uneven.
         after: The same at the end.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> result = qt.tuning.equalize(model, torch.randn(16, 4))
-        >>> pair = result.pairs[0]
-        >>> pair.first, pair.second, pair.after <= pair.before
-        ('0', '2', True)
     """
 
     first: str
@@ -67,12 +60,6 @@ class Equalization(Generic[M]):
         pairs: The pairs of layers.
         skipped: Why the output channels of other layers stay, by the layer's name.
         change: The largest change of an output, as a share of the largest output.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> result = qt.tuning.equalize(model, torch.randn(16, 4))
-        >>> len(result.pairs), type(result.model) is type(model), result.change < 1e-5
-        (1, True, True)
     """
 
     model: M

@@ -15,10 +15,10 @@ from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.module import quantized
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
-from qtoolkit.tuning.rounding import CodeGrid
-from qtoolkit.tuning.running import Batches, Forward, tuning
-from qtoolkit.tuning.stepwise import LayerRuns
-from qtoolkit.tuning.units import chosen, obstacles
+from qtoolkit.tuning.rounding.grids import CodeGrid
+from qtoolkit.tuning.rounding.units import chosen, obstacles
+from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
+from qtoolkit.tuning.runs.stepwise import LayerRuns
 
 COLUMNS = 128  # whose errors are spread to the later columns at once
 DAMPINGS = (0.01, 0.1, 1.0)  # that of the paper, and those for few inputs
@@ -36,15 +36,6 @@ class LayerError:
             quantized model.
         after: The same with the codes that the other half gives; `before` where rounding to nearest was kept.
         damping: The damping of its codes; None where rounding to nearest was better, and was kept.
-
-    Example:
-        >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0)))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(32, 8)).eval(), qconfig_mapping=w3)
-        >>> batches = [torch.rand(256, 32)]
-        >>> _ = qt.calibrate(prepared, batches, progress=False)
-        >>> (layer,) = qt.tuning.gptq(prepared, batches, progress=False).layers
-        >>> layer.name, layer.after <= layer.before
-        ('0', True)
     """
 
     name: str
@@ -69,15 +60,6 @@ class GPTQ:
     Attributes:
         layers: The errors of the layers, in the order in which they run.
         skipped: Why other layers are rounded to nearest, by name.
-
-    Example:
-        >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0)))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(32, 8)).eval(), qconfig_mapping=w3)
-        >>> batches = [torch.rand(256, 32)]
-        >>> _ = qt.calibrate(prepared, batches, progress=False)
-        >>> result = qt.tuning.gptq(prepared, batches, progress=False)
-        >>> [layer.name for layer in result.layers], result.skipped
-        (['0'], {})
     """
 
     layers: tuple[LayerError, ...]

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import check_known, check_whole
 from qtoolkit.model_state import check_module
-from qtoolkit.tuning.code_tracks import LayerOscillation, Oscillations, Track
-from qtoolkit.tuning.grid_weights import GridWeight, shared_variances, weights_on_grids
-from qtoolkit.tuning.rounding import codes_on_grid
+from qtoolkit.tuning.oscillations.code_tracks import LayerOscillation, Oscillations, Track
+from qtoolkit.tuning.oscillations.grid_weights import GridWeight, shared_variances, weights_on_grids
+from qtoolkit.tuning.rounding.grids import codes_on_grid
 
 MOST_BITS = 16
 

@@ -17,13 +17,13 @@ from qtoolkit.model_state import deepcopy_model
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.report.lines import table
-from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.learning import Options, distances, learn
-from qtoolkit.tuning.rounding import CodeGrid
-from qtoolkit.tuning.running import Batches, Forward, part_between, tuning
-from qtoolkit.tuning.saved import SavedUnits
-from qtoolkit.tuning.unit_samples import Loss, UnitSamples
-from qtoolkit.tuning.units import Unit, find_units
+from qtoolkit.tuning.rounding.grids import CodeGrid
+from qtoolkit.tuning.rounding.learning import Options, distances, learn
+from qtoolkit.tuning.rounding.saved import SavedUnits
+from qtoolkit.tuning.rounding.unit_samples import Loss, UnitSamples
+from qtoolkit.tuning.rounding.units import Unit, find_units
+from qtoolkit.tuning.runs.batches import Batches, Forward, part_between, tuning
+from qtoolkit.tuning.runs.cache import BatchCache
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,6 @@ class UnitResult:
         after: The same at the end.
         moved: The share of its codes that are another one than the nearest.
         kept: Whether nothing was better than rounding to nearest, which was kept.
-
-    Example:
-        >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0)))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(32, 8)).eval(), qconfig_mapping=w3)
-        >>> batches = [torch.rand(256, 32)]
-        >>> _ = qt.calibrate(prepared, batches, progress=False)
-        >>> (unit,) = qt.tuning.reconstruct(prepared, batches, steps=20, progress=False).units
-        >>> unit.layers, unit.after <= unit.before
-        (('0',), True)
     """
 
     name: str
@@ -87,15 +78,6 @@ class Reconstruction:
         method: The method.
         units: The layers or blocks, in the order of the model.
         skipped: Why the rounding of a layer was not learned, by its name.
-
-    Example:
-        >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0)))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(32, 8)).eval(), qconfig_mapping=w3)
-        >>> batches = [torch.rand(256, 32)]
-        >>> _ = qt.calibrate(prepared, batches, progress=False)
-        >>> result = qt.tuning.reconstruct(prepared, batches, steps=20, progress=False)
-        >>> result.method, [unit.name for unit in result.units]
-        ('adaround', ['0'])
     """
 
     method: str
@@ -138,7 +120,7 @@ def reconstruct(
     Methods: "adaround" (arXiv 2004.10568) learns rounding, by default layer by layer. "brecq" (arXiv 2102.05426) takes blocks,
     and trains the scales of their activations as well; the paper's weights of errors are those of `loss`.
     "qdrop" (arXiv 2203.05740) moreover leaves half of the activations in float at random. Blocks are found by the graph and
-    the hierarchy of modules (`qtoolkit.tuning.units`).
+    the hierarchy of modules (`qtoolkit.tuning.rounding.units`).
 
     Args:
         prepared: A calibrated model from `qtoolkit.prepare`, in training or eval mode.

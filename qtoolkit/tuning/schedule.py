@@ -63,12 +63,10 @@ class QuantizationSchedule:
         freeze_batch_norm: int | None = None,
         averages: Sequence[nn.Module] = (),
     ) -> None:
-        for name, value in {
-            "observe": observe,
-            "freeze_ranges": freeze_ranges,
-            "freeze_batch_norm": freeze_batch_norm,
-        }.items():
-            _check_step(name, value)
+        check_whole("QuantizationSchedule", "observe", observe, 0)
+        for name, value in (("freeze_ranges", freeze_ranges), ("freeze_batch_norm", freeze_batch_norm)):
+            if value is not None:
+                check_whole("QuantizationSchedule", name, value, 0)
         if freeze_ranges is not None and freeze_ranges < observe:
             raise ValueError(
                 f"QuantizationSchedule: freeze_ranges={freeze_ranges} must not come before the ranges exist; the first "
@@ -193,11 +191,6 @@ class QuantizationSchedule:
 
 def _begun(begin: int | None, steps: int) -> bool:
     return begin is not None and begin <= steps
-
-
-def _check_step(name: str, value: object) -> None:
-    if value is not None or name == "observe":
-        check_whole("QuantizationSchedule", name, value, 0)
 
 
 def _copy_ranges(of: Iterable[TensorQuantizer], to: Iterable[TensorQuantizer]) -> None:

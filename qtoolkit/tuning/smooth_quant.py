@@ -15,7 +15,7 @@ from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, random_state_kept, removing, values_unchanged_on_error
 from qtoolkit.progress import batches_of
 from qtoolkit.shared_modules import first_names
-from qtoolkit.tuning.running import Batches, Forward
+from qtoolkit.tuning.runs.batches import Batches, Forward
 from qtoolkit.tuning.unchanged import check_float, largest_change
 
 M = TypeVar("M", bound=nn.Module)
@@ -30,13 +30,6 @@ class Smoothed:
         layers: The linear layers that take its output.
         before: The largest magnitude of its outputs, as a multiple of the median channel's, before.
         after: The same at the end.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)).eval()
-        >>> _ = torch.nn.init.constant_(model[0].weight[3:4], 50.0)  # an outlier
-        >>> result = qt.tuning.smooth_quant(model, [torch.randn(16, 8)], progress=False)
-        >>> result.groups[0].norm, result.groups[0].layers, result.groups[0].after < result.groups[0].before
-        ('0', ('1',), True)
     """
 
     norm: str
@@ -54,13 +47,6 @@ class SmoothQuant(Generic[M]):
         groups: The norms, with their layers.
         skipped: Why other norms stay as they were, by name.
         change: The largest change of an output, as a share of the largest output.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)).eval()
-        >>> _ = torch.nn.init.constant_(model[0].weight[3:4], 50.0)  # an outlier
-        >>> result = qt.tuning.smooth_quant(model, [torch.randn(16, 8)], progress=False)
-        >>> len(result.groups), result.change < 1e-4
-        (1, True)
     """
 
     model: M

@@ -435,7 +435,7 @@ def test_versions_of_what_is_updated() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_observer_updates_its_buffers(backend: str) -> None:
     torch._dynamo.reset()
-    mine, theirs = HistogramObserver(), HistogramObserver()
+    mine, theirs = HistogramObserver(qt.QuantSpec()), HistogramObserver(qt.QuantSpec())
     compiled = torch.compile(mine, fullgraph=True, backend=backend, dynamic=True)
     for seed in range(3):
         x = floats(torch.float32, seed)(4 + seed, 50)
@@ -615,7 +615,7 @@ def test_observing_while_quantizing_follows_the_histogram() -> None:
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "double", "float"])
 def test_casts_and_copies_keep_the_histogram(cast: str) -> None:
-    observer = HistogramObserver(bins=64)
+    observer = HistogramObserver(spec(observer_args={"bins": 64}))
     observer(torch.randn(99))
     same = getattr(copy.deepcopy(nn.Sequential(observer)), cast)()[0]
     assert_equal((same.counts, same.lo, same.hi), (observer.counts, observer.lo, observer.hi))

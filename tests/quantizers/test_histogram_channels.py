@@ -23,8 +23,9 @@ def data(channels: int = 4, axis: int = 1) -> Tensor:
     return x.transpose(1, axis)
 
 
-def observer_of(x: Tensor, axis: int, group: int = 1, **options: object) -> HistogramObserver:
-    return HistogramObserver(bins=BINS, shape=(x.size(axis) * group,), axis=axis, group=group, **options)
+def observer_of(x: Tensor, axis: int, group: int = 1, how: dict | None = None, **options: object) -> HistogramObserver:
+    of = qt.QuantSpec(axis=axis, observer="histogram", observer_args={"bins": BINS, **options}, **(how or {}))
+    return HistogramObserver(of, (x.size(axis) * group,), group)
 
 
 def parts_of(x: Tensor, axis: int, group: int) -> list[Tensor]:
@@ -50,17 +51,17 @@ def test_each_channel_counts_what_it_would_alone(axis: int, group: int, sizes: l
     assert observer.finite()
 
 
-@pytest.mark.parametrize("how", [{}, {"qmin": 0, "qmax": 255, "symmetric": False}], ids=["symmetric", "affine"])
+@pytest.mark.parametrize("how", [{}, {"signed": False, "symmetric": False}], ids=["symmetric", "affine"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_range_of_each_channel_is_the_best_for_it(method: str, how: dict) -> None:
     x = data()
-    options = {"method": method, "percentile": 99.0, **how}
-    observer = observer_of(x, 1, **options)
+    options = {"method": method, "percentile": 99.0}
+    observer = observer_of(x, 1, how=how, **options)
     observer(x)
     lo, hi = observer.range()
     assert lo.shape == hi.shape == (4,)
     for i in range(4):
-        alone = HistogramObserver(bins=BINS, **options)
+        alone = HistogramObserver(qt.QuantSpec(observer="histogram", observer_args={"bins": BINS, **options}, **how))
         alone(x[:, i])
         assert alone.range() == (lo[i], hi[i])
 
@@ -69,7 +70,7 @@ def test_the_range_of_each_channel_is_the_best_for_it(method: str, how: dict) ->
 def test_no_other_range_of_a_channel_is_better(method: str) -> None:
     """The oracle's error of every other candidate range is at least as large."""
     x = data()
-    observer = observer_of(x, 1, qmin=-8, qmax=7, method=method)
+    observer = observer_of(x, 1, how={"bits": 4}, method=method)
     observer(x)
     _, hi = observer.range()
     for i in (0, 1, 3):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.tuning.gptq import rounded
-from qtoolkit.tuning.rounding import CodeGrid
+from qtoolkit.tuning.rounding.grids import CodeGrid
 from tests.tuning.nets import W3, prepared_on
 
 

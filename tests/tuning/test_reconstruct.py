@@ -12,8 +12,8 @@ from torch.nn.utils import prune
 
 import qtoolkit as qt
 from qtoolkit.nn import QuantWeighted
-from qtoolkit.tuning.learning import _beta
-from qtoolkit.tuning.rounding import CodeGrid, SoftRounding
+from qtoolkit.tuning.rounding.grids import CodeGrid, SoftRounding
+from qtoolkit.tuning.rounding.learning import _beta
 from tests import nets
 from tests.tuning.nets import LAYERS, W3, W3A4, Residual, correlated, prepared_on
 
@@ -529,8 +529,8 @@ def test_a_unit_without_influence_on_the_loss_stays_rounded_to_nearest() -> None
 
 
 def test_without_labels_the_importance_is_that_of_the_kl_divergence() -> None:
-    from qtoolkit.tuning.running import Batches
-    from qtoolkit.tuning.unit_samples import Importance
+    from qtoolkit.tuning.rounding.unit_samples import Importance
+    from qtoolkit.tuning.runs.batches import Batches
 
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
     x = torch.randn(1, 4).expand(40_000, 4)

@@ -12,11 +12,12 @@ from torch import Tensor, fx, nn
 
 import qtoolkit as qt
 from qtoolkit.model_inputs import tensors_of
-from qtoolkit.tuning import stepwise, unit_samples
-from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.running import Batches
-from qtoolkit.tuning.stepwise import Stepwise
-from qtoolkit.tuning.unit_samples import Importance
+from qtoolkit.tuning.rounding import unit_samples
+from qtoolkit.tuning.rounding.unit_samples import Importance
+from qtoolkit.tuning.runs import stepwise
+from qtoolkit.tuning.runs.batches import Batches
+from qtoolkit.tuning.runs.cache import BatchCache
+from qtoolkit.tuning.runs.stepwise import Stepwise
 from tests.tuning.nets import W3, W3A4, Residual, prepared_on
 
 

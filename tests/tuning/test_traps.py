@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from benchmarks.post_training.hits import accuracy, difference, hits_of
-from qtoolkit.tuning import running
+from qtoolkit.tuning.runs import batches
 
 DEPTH = 3
 
@@ -208,7 +208,7 @@ def tune(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["bias_correction", "gptq", "reconstruct", "reestimate_batch_norm", "smooth_quant"])
 def test_several_processes_are_told_that_nothing_is_merged(method: str, monkeypatch) -> None:
-    monkeypatch.setattr(running, "ranks", lambda: 4)
+    monkeypatch.setattr(batches, "ranks", lambda: 4)
     words = (
         rf"^{method}: this process tunes its model by its own batches, and merges nothing with the other 3 of its group"
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.config import QConfig
+from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.debug.sensitivity import Row, Sensitivity
 from qtoolkit.debug.similarity import Comparison, LayerComparison
 from qtoolkit.eager.record import plan_of
@@ -127,10 +127,11 @@ class _Listener:
 
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer, spec = quantizer, quantizer.spec
-        self.all = HistogramObserver()
+        self.all = HistogramObserver(QuantSpec())
         by_channel = spec.axis is not None and spec.group_size is None and known_range(quantizer) is not None
         shape = tuple(quantizer.scale.shape) if by_channel else ()
-        self.by_channel = HistogramObserver(shape=shape, axis=spec.axis, group=quantizer.group) if shape else self.all
+        by_axis = QuantSpec(axis=spec.axis)
+        self.by_channel = HistogramObserver(by_axis, shape, quantizer.group) if shape else self.all
 
     @torch.no_grad()
     def hear(self, _: nn.Module, args: tuple[Any, ...]) -> None:

@@ -14,7 +14,7 @@ from qtoolkit.model_state import check_numbers
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
 from qtoolkit.nn.computed_weights import bake
-from qtoolkit.nn.embedding import renormalize_table
+from qtoolkit.nn.layers.embedding import renormalize_table
 from qtoolkit.nn.replacement import replace_in_place
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of, take_names
 

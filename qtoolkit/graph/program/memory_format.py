@@ -16,7 +16,7 @@ from qtoolkit.graph.block_calls import map_leaves
 from qtoolkit.graph.nodes import kind_of
 from qtoolkit.graph.program.units import snapshot_of
 from qtoolkit.nn import QuantConv2d, QuantConvTranspose2d, QuantWeighted, on_codes
-from qtoolkit.nn.conv import is_strided_pointwise
+from qtoolkit.nn.layers.conv import is_strided_pointwise
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 

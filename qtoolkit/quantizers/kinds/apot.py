@@ -51,7 +51,6 @@ class APoT(FromStart, Shaped):
     RATIOS = ("_relative_bound",)
 
     def check(self, spec: QuantSpec) -> None:
-        """Raise ValueError for a number of bits without levels."""
         super().check(spec)
         if spec.bits > self.most_bits(spec):
             raise ValueError(
@@ -73,15 +72,12 @@ class APoT(FromStart, Shaped):
         return replace(spec, bits=max(bits, 2), narrow=spec.signed, quantizer="fixed", quantizer_args={})
 
     def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
-        """Return the range up to alpha."""
         return ends_of(trained_bound(quantizer).detach(), quantizer.spec.signed)
 
     def shape(self, quantizer: "TensorQuantizer") -> Shape:
-        """Return the rounding to the levels."""
         return Levels(quantizer.spec, quantizer.group, quantizer.scale.clone())
 
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
-        """Return the level nearest to x, times alpha."""
         return nearest_level(x, quantizer.spec, self.grid(quantizer)[0], quantizer.group)
 
 
@@ -108,5 +104,4 @@ class Levels(Shape):
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the nearest levels."""
         return nearest_level(x, self.spec, self.get_buffer("scale"), self.group)

@@ -96,11 +96,8 @@ class QuantizerKind:
     def set_weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> None:
         """Set how fast a weight's scale is trained; called under torch.no_grad. By default there is nothing to set.
 
-        Args:
-            quantizer: The weight's quantizer, which has a range.
-            quantized: Mean magnitudes of what is quantized, of the scale's shape.
-            trained: The same of the parameter, which a batch norm may multiply before it is quantized.
-            sharing: The number of elements that share a scale.
+        The mean magnitudes, of the scale's shape, are those of what is quantized and of the parameter, which a batch norm may
+        multiply before. `sharing` is the number of elements that share a scale.
         """
 
     def load_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
@@ -220,5 +217,4 @@ class Shaped(QuantizerKind):
     RULES = (needs_integers, needs_any_scale, needs_no_zero_point)
 
     def shapes(self, spec: QuantSpec) -> bool:
-        """Return True."""
         return True

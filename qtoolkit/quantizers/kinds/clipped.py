@@ -30,7 +30,6 @@ class Clipped(FromStart):
     RULES = (needs_integers, needs_any_scale)
 
     def ratios(self, spec: QuantSpec) -> tuple[str, ...]:
-        """Return that of each bound."""
         return ("_relative_bound",) if spec.symmetric else ("_relative_low", "_relative_high")
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
@@ -97,7 +96,6 @@ class PACT(Clipped):
     label = "pact"
 
     def check(self, spec: QuantSpec) -> None:
-        """Raise ValueError for an affine spec."""
         super().check(spec)
         if not spec.symmetric:
             raise ValueError(
@@ -116,7 +114,6 @@ class LearnedRange(Clipped):
     label = "learned range"
 
     def check(self, spec: QuantSpec) -> None:
-        """Raise ValueError for a symmetric spec."""
         super().check(spec)
         if spec.symmetric:
             raise ValueError(
@@ -138,7 +135,6 @@ class DSQ(Clipped):
     OPTIONS = {"alpha": 0.2}
 
     def check(self, spec: QuantSpec) -> None:
-        """Raise ValueError for an alpha out of its range."""
         super().check(spec)
         alpha = self.options(spec)["alpha"]
         if not isinstance(alpha, int | float) or not LEAST_ALPHA <= alpha <= LARGEST_ALPHA:
@@ -151,6 +147,5 @@ class DSQ(Clipped):
         return {**super().parameters(spec), "_alpha": float(self.options(spec)["alpha"])}
 
     def steepness(self, quantizer: "TensorQuantizer") -> Tensor:
-        """Return k."""
         alpha = quantizer._alpha.clamp(LEAST_ALPHA, LARGEST_ALPHA)
         return torch.log(2 / straight_through(alpha, quantizer._alpha) - 1)

@@ -29,7 +29,6 @@ class DoReFa(Shaped):
     KEEPS_SIZE = False
 
     def check(self, spec: QuantSpec) -> None:
-        """Raise ValueError for a spec whose odd codes do not fit in a byte."""
         super().check(spec)
         if spec.bits > self.most_bits(spec):
             raise ValueError(
@@ -57,7 +56,6 @@ class DoReFa(Shaped):
         super().set_grid(quantizer, fixed, zero_point)
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
-        """Return the scale 1 / N."""
         return quantizer._scale, None
 
     def grid_spec(self, spec: QuantSpec) -> QuantSpec:
@@ -74,15 +72,12 @@ class DoReFa(Shaped):
         return ends_of(torch.full_like(quantizer.scale, torch.inf if signed else 1.0), signed)
 
     def shapes(self, spec: QuantSpec) -> bool:
-        """Return whether it is the spec of a weight."""
         return spec.signed
 
     def shape(self, quantizer: "TensorQuantizer") -> Shape:
-        """Return the shape of a weight."""
         return OddCodes(quantizer.spec, quantizer.group)
 
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
-        """Return x on the grid."""
         spec = quantizer.spec
         if not spec.signed:
             return fake_quant(spec, clip(x, 0.0, 1.0), quantizer._scale, None, quantizer.group, spec.block_size)

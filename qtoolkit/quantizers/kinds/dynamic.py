@@ -26,7 +26,6 @@ class Dynamic(QuantizerKind):
     LEARNED = False
 
     def observer_type(self, spec: QuantSpec, of_weight: bool = False) -> type[NoObserver]:
-        """Return an observer that observes nothing."""
         return NoObserver
 
     def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
@@ -34,7 +33,6 @@ class Dynamic(QuantizerKind):
         return {**super().tensors(spec, shape), "_scale": torch.ones(()), "_zero_point": None}
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
-        """Keep the scale of 1."""
         quantizer._scale.fill_(1)
 
     def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:

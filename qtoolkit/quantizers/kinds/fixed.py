@@ -23,16 +23,13 @@ class FixedScale(QuantizerKind):
         return isinstance(quantizer.observer, RangeObserver)
 
     def start(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-        """Return the scale."""
         return quantizer._scale, None, None
 
     def observe(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
-        """Observe x, and set the scale from the range so far."""
         quantizer.observer(x)
         self.take_observed(quantizer)
 
     def follow(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
-        """Set the range and the scale to those of x alone."""
         if isinstance(quantizer.observer, RangeObserver):
             quantizer.observer.follow(x)
         self.take_observed(quantizer)
@@ -53,7 +50,6 @@ class FixedScale(QuantizerKind):
         return super().follow_and_quantize(quantizer, x) if fused is None else fused
 
     def take_observed(self, quantizer: "TensorQuantizer") -> None:
-        """Set the scale from the range observed so far."""
         quantizer.ready = True
         quantizer.write_grid(*grid_of_range(*quantizer.observer.range(), quantizer.spec))
 

@@ -40,7 +40,6 @@ class FromStart(QuantizerKind):
         return self.RATIOS
 
     def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
-        """Return the ratios."""
         return dict.fromkeys(self.ratios(spec), 1.0)
 
     def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:

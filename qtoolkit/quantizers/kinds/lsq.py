@@ -57,11 +57,9 @@ class LSQ(FromStart):
         return (quantizer._scale / base).square()
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
-        """Return the trained scale, and the zero point."""
         return ops.positive_scale(*_trained(quantizer)), quantizer._zero_point
 
     def start(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-        """Return the start, the ratio to it and its rate."""
         return _trained(quantizer)
 
     def upgrade(self, quantizer: "TensorQuantizer", state: dict[str, Any], prefix: str) -> None:
@@ -102,7 +100,6 @@ class LSQPlus(LSQ):
     label = "lsq+"
 
     def check(self, spec: QuantSpec) -> None:
-        """Raise ValueError for a spec without a zero point."""
         super().check(spec)
         if spec.symmetric:
             raise ValueError(
@@ -115,7 +112,6 @@ class LSQPlus(LSQ):
         return {**super().parameters(spec), "_relative_offset": 0.0}
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
-        """Store the scale as the start, and the offset."""
         super().set_grid(quantizer, scale, zero_point)
         if quantizer._zero_point is not None:
             quantizer._relative_offset.copy_(-quantizer._zero_point.reshape(quantizer._relative_offset.shape))

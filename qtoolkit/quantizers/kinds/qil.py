@@ -33,7 +33,6 @@ class QIL(FromStart, Shaped):
     RATIOS = ("_relative_center", "_relative_distance")  # to half the range at the start
 
     def check(self, spec: QuantSpec) -> None:
-        """Raise ValueError for a gamma out of its range, or one of an activation."""
         super().check(spec)
         options = self.options(spec)
         gamma, learn = options["gamma"], options["learn_gamma"]
@@ -75,11 +74,9 @@ class QIL(FromStart, Shaped):
         return ends_of((center + distance).detach(), quantizer.spec.signed)
 
     def shape(self, quantizer: "TensorQuantizer") -> Shape:
-        """Return the transform."""
         return Interval(quantizer.spec, quantizer.group, self.interval(quantizer))
 
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
-        """Return x transformed and rounded."""
         spec = quantizer.spec
         center, distance, gamma = self.interval(quantizer)
         wide = x if gamma is None else x.to(torch.promote_types(x.dtype, torch.float32))

@@ -31,7 +31,6 @@ class TQT(QuantizerKind):
     RULES = (needs_integers, needs_no_zero_point)
 
     def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
-        """Return the logarithm of the threshold."""
         return {"_log2_threshold": 0.0}
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
@@ -50,7 +49,6 @@ class TQT(QuantizerKind):
         quantizer._scale.copy_(self.grid(quantizer)[0])
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
-        """Return the trained scale."""
         threshold = quantizer._log2_threshold.reshape(quantizer._scale.shape)
         scale = torch.exp2(threshold.detach().ceil().clamp(LEAST, MOST)) / (quantizer.spec.qmax + 1)
         return straight_through(scale, scale * LN2 * threshold), None

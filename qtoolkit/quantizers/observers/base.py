@@ -13,6 +13,11 @@ from qtoolkit.quantizers.state import KeepsFloat32, LoadsFloatCheckpoints, lates
 class Observer(KeepsFloat32, LoadsFloatCheckpoints):
     """The base class of observers.
 
+    Args:
+        spec: The spec, with the options of the observer.
+        shape: Shape of the ranges: () per tensor, otherwise one element per channel or block.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+
     Attributes:
         OPTIONS: The options that `QuantSpec.observer_args` may hold, with their defaults.
         ADDED_UP: The attributes that hold sums over all inputs. They serve calibration alone and are no buffers: state dicts do
@@ -27,6 +32,10 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
     ADDED_UP: ClassVar[tuple[str, ...]] = ()
 
+    def __init__(self, spec: QuantSpec, shape: tuple[int, ...] = (), group: int = 1) -> None:
+        super().__init__()
+        self.axis, self.group, self.block_size = spec.axis, group, spec.block_size
+
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
         """Raise ValueError for a spec that this observer does not support, or for an option out of its range."""
@@ -39,7 +48,7 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
     @classmethod
     def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
-        raise NotImplementedError
+        return cls(spec, shape, group)
 
     def forward(self, x: Tensor) -> None:
         """Observe x."""

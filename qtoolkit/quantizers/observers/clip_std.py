@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,15 +19,8 @@ class ClipStdObserver(EndsObserver):
     Golub and LeVeque (1979), in float64. What the mean needs is not part of the state dict; after loading one, the range is
     that of all inputs.
 
-    Args:
-        deviations: Standard deviations on each side of the mean.
-        shape: Shape of the ranges: () per tensor, otherwise one element per channel or block.
-        axis: Channel axis of the inputs.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
-        block_size: Elements along the axis that share a range, or 0.
-
     Example:
-        >>> observer = ClipStdObserver(deviations=2)
+        >>> observer = ClipStdObserver(qt.QuantSpec(observer="clip_std", observer_args={"deviations": 2}))
         >>> observer(torch.tensor([0.0] * 96 + [10.0] * 4))
         >>> observer.range()
         (tensor(0.), tensor(4.3192))
@@ -38,29 +31,16 @@ class ClipStdObserver(EndsObserver):
 
     moments: Tensor  # count, mean, and sum of squared differences from it
 
-    def __init__(
-        self,
-        deviations: float = OPTIONS["deviations"],
-        shape: tuple[int, ...] = (),
-        axis: int | None = None,
-        group: int = 1,
-        block_size: int = 0,
-    ) -> None:
-        super().__init__(shape, axis, group, block_size)
-        self.deviations = deviations
+    def __init__(self, spec: QuantSpec, shape: tuple[int, ...] = (), group: int = 1) -> None:
+        super().__init__(spec, shape, group)
+        self.deviations: float = self.options(spec)["deviations"]
         self.moments = torch.zeros(3, *shape, dtype=torch.float64)
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for a number of deviations that is not positive."""
         deviations = cls.options(spec)["deviations"]
         if not isinstance(deviations, int | float) or not 0 < deviations < float("inf"):
             raise ValueError(f"QuantSpec: deviations must be a positive number, got {deviations!r}.")
-
-    @classmethod
-    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
-        """Build the observer of a spec, with ranges of this shape."""
-        return cls(cls.options(spec)["deviations"], shape, spec.axis, group, spec.block_size)
 
     def forward(self, x: Tensor) -> None:
         """Observe x, where it is finite."""
@@ -77,7 +57,6 @@ class ClipStdObserver(EndsObserver):
         self.moments.copy_(_sum_of(self.moments, new))
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the range around the mean, at most the observed one."""
         count, mean, squares = self.moments
         reach = self.deviations * (squares / count).sqrt()
         known = count > 0
@@ -86,16 +65,13 @@ class ClipStdObserver(EndsObserver):
         return lo.maximum(self.lo), hi.minimum(self.hi)
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
         self.moments = self.moments.new_zeros(3, *shape)
 
     def sum_of(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return the moments of all inputs."""
         return reduce(_sum_of, sums)
 
     def extra_repr(self) -> str:
-        """Return the option."""
         return f"deviations={self.deviations}"
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,6 @@ class ConstantRangeObserver(EndsObserver):
 
     Targets fix the grid of some ops' outputs, such as 1/256 with the zero point -128 of LiteRT's softmax.
 
-    Args:
-        low: The lowest value.
-        high: The highest value.
-        ends: The arguments of `EndsObserver`.
-
     Example:
         >>> spec = qt.QuantSpec(symmetric=False, observer="constant", observer_args={"low": 0.0, "high": 255 / 256})
         >>> quantizer = qt.TensorQuantizer(spec)
@@ -32,13 +27,12 @@ class ConstantRangeObserver(EndsObserver):
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"low": -1.0, "high": 1.0}
 
-    def __init__(self, low: float = OPTIONS["low"], high: float = OPTIONS["high"], *ends: Any) -> None:
-        super().__init__(*ends)
-        self.low, self.high = low, high
+    def __init__(self, spec: QuantSpec, shape: tuple[int, ...] = (), group: int = 1) -> None:
+        super().__init__(spec, shape, group)
+        self.low, self.high = self.options(spec).values()
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for a range without zero or without width."""
         low, high = cls.options(spec).values()
         numbers = all(isinstance(end, int | float) and math.isfinite(end) for end in (low, high))
         if not (numbers and low <= 0 <= high and low < high):
@@ -47,12 +41,5 @@ class ConstantRangeObserver(EndsObserver):
                 f"high={high!r}."
             )
 
-    @classmethod
-    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
-        """Build the observer of a spec, with ranges of this shape."""
-        low, high = cls.options(spec).values()
-        return cls(low, high, shape, spec.axis, group, spec.block_size)
-
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the given range."""
         return torch.full_like(self.lo, self.low), torch.full_like(self.hi, self.high)

@@ -1,7 +1,7 @@
 """Observers that choose a range from a histogram by a method: that of all inputs, or a moving average of each input's."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from torch import Tensor
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
-from qtoolkit.ops.observe import RangeMethod
 from qtoolkit.quantizers.observers.base import Observer
 from qtoolkit.quantizers.observers.minmax import EndsObserver, check_momentum
 
@@ -72,23 +71,20 @@ class HistogramObserver(Observer):
 
     The counts do not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`).
 
-    Args:
-        qmin: Lowest code of the grid that the range is for.
+    Attributes:
+        qmin: Lowest code of the grid that the range is for, which has 0.
         qmax: Highest code.
-        symmetric: Whether the grid has no zero point.
-        bins: Number of bins, even.
         method: "percentile", "mse", "l2" or "entropy" (see `qtoolkit.ops.search_range`).
         percentile: Percentage of the values inside the range; for method "percentile".
-        shape: Shape of the ranges: () per tensor, (channels,) per channel.
-        axis: Channel axis of the inputs.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
 
     Example:
-        >>> observer = HistogramObserver(method="percentile", percentile=50)
+        >>> options = {"method": "percentile", "percentile": 50}
+        >>> observer = HistogramObserver(qt.QuantSpec(observer="histogram", observer_args=options))
         >>> observer(torch.arange(1000) / 1000)
         >>> observer.range()
         (tensor(-0.4990), tensor(0.4990))
-        >>> observer = HistogramObserver(method="percentile", percentile=100, shape=(2,), axis=0)
+        >>> options["percentile"] = 100
+        >>> observer = HistogramObserver(qt.QuantSpec(axis=0, observer="histogram", observer_args=options), (2,))
         >>> observer(torch.tensor([[0.0, 1.0], [0.0, -4.0]]))
         >>> observer.range()[1]
         tensor([1.0010, 4.0078])
@@ -97,35 +93,17 @@ class HistogramObserver(Observer):
     OPTIONS: ClassVar[Mapping[str, Any]] = {"bins": 2048, "method": "mse", "percentile": 99.99}
     ADDED_UP = ("counts", "lo", "hi")
 
-    def __init__(
-        self,
-        qmin: int = -128,
-        qmax: int = 127,
-        symmetric: bool = True,
-        bins: int = OPTIONS["bins"],
-        method: RangeMethod = OPTIONS["method"],
-        percentile: float = OPTIONS["percentile"],
-        shape: tuple[int, ...] = (),
-        axis: int | None = None,
-        group: int = 1,
-    ) -> None:
-        super().__init__()
-        self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
-        self.method, self.percentile = method, percentile
-        self.axis, self.group = axis, group
-        self.counts, self.lo, self.hi = empty_histogram(shape, bins)
+    def __init__(self, spec: QuantSpec, shape: tuple[int, ...] = (), group: int = 1) -> None:
+        super().__init__(spec, shape, group)
+        options = {**HistogramObserver.OPTIONS, **self.options(spec)}  # a subclass may have another method than these
+        self.qmin, self.qmax, self.symmetric = *searched_codes(spec), spec.symmetric
+        self.method, self.percentile = options["method"], options["percentile"]
+        self.counts, self.lo, self.hi = empty_histogram(shape, options["bins"])
         self.skipped = 0
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for groups, for a format that the methods do not know, or for an option out of its range."""
         check_histogram(spec, cls.options(spec))
-
-    @classmethod
-    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
-        """Build the observer of a spec, with ranges of this shape."""
-        options = cls.options(spec)
-        return cls(*searched_codes(spec), spec.symmetric, shape=shape, axis=spec.axis, group=group, **options)
 
     def forward(self, x: Tensor) -> None:
         """Count the values of x. In training, an input with NaN or infinities is counted in `skipped` alone.
@@ -165,20 +143,16 @@ class HistogramObserver(Observer):
         return self.lo.unsqueeze(-1) + (self.hi - self.lo).unsqueeze(-1) * steps
 
     def seen(self) -> bool:
-        """Return whether every channel has observed something, finite or not."""
         return not bool((self.hi <= self.lo).any())
 
     def finite(self) -> bool:
-        """Return whether all observed values are finite."""
         return not self.skipped and bool(torch.isfinite(self.hi).all())
 
     def reset(self) -> None:
-        """Discard what was observed."""
         self.skipped = 0
         self.reset_added_up()
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Set the shape of the ranges. Nothing must have been observed yet."""
         self.counts = self.counts.new_zeros(*shape, self.counts.size(-1))
         self.lo, self.hi = self.lo.new_zeros(shape), self.hi.new_zeros(shape)
 
@@ -189,7 +163,6 @@ class HistogramObserver(Observer):
                 buffer.copy_(value)
 
     def extra_repr(self) -> str:
-        """Return the method and the number of bins."""
         return f"method={self.method!r}, bins={self.counts.size(-1)}"
 
 
@@ -199,20 +172,9 @@ class MovingHistogramObserver(EndsObserver):
     The first input gives the first range. Each input is searched, which waits for a GPU; see `HistogramObserver` for the
     range of all inputs. Processes have the mean of their averages.
 
-    Args:
-        momentum: Weight of each new range.
-        qmin: Lowest code of the grid that the range is for.
-        qmax: Highest code.
-        symmetric: Whether the grid has no zero point.
-        bins: Number of bins, even.
-        method: "percentile", "mse", "l2" or "entropy" (see `qtoolkit.ops.search_range`).
-        percentile: Percentage of the values inside the range; for method "percentile".
-        shape: Shape of the ranges: () per tensor, (channels,) per channel.
-        axis: Channel axis of the inputs.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
-
     Example:
-        >>> observer = MovingHistogramObserver(momentum=0.5, method="percentile", percentile=100)
+        >>> options = {"momentum": 0.5, "method": "percentile", "percentile": 100}
+        >>> observer = MovingHistogramObserver(qt.QuantSpec(observer="moving_histogram", observer_args=options))
         >>> observer(torch.tensor([0.0, 4.0]))
         >>> observer(torch.tensor([0.0, 8.0]))
         >>> observer.range()
@@ -221,35 +183,16 @@ class MovingHistogramObserver(EndsObserver):
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"momentum": 0.1, **HistogramObserver.OPTIONS}
 
-    def __init__(
-        self,
-        momentum: float = OPTIONS["momentum"],
-        qmin: int = -128,
-        qmax: int = 127,
-        symmetric: bool = True,
-        bins: int = OPTIONS["bins"],
-        method: RangeMethod = OPTIONS["method"],
-        percentile: float = OPTIONS["percentile"],
-        shape: tuple[int, ...] = (),
-        axis: int | None = None,
-        group: int = 1,
-    ) -> None:
-        super().__init__(shape, axis, group, momentum=momentum)
-        self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
-        self.bins, self.method, self.percentile = bins, method, percentile
+    def __init__(self, spec: QuantSpec, shape: tuple[int, ...] = (), group: int = 1) -> None:
+        super().__init__(spec, shape, group)
+        options = self.options(spec)
+        self.qmin, self.qmax, self.symmetric = *searched_codes(spec), spec.symmetric
+        self.bins, self.method, self.percentile = options["bins"], options["method"], options["percentile"]
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError as `HistogramObserver` does, and for a momentum outside (0, 1]."""
         check_momentum(cls.options(spec)["momentum"])
         check_histogram(spec, cls.options(spec))
-
-    @classmethod
-    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
-        """Build the observer of a spec, with ranges of this shape."""
-        options = cls.options(spec)
-        grid = (options.pop("momentum"), *searched_codes(spec), spec.symmetric)
-        return cls(*grid, shape=shape, axis=spec.axis, group=group, **options)
 
     def forward(self, x: Tensor) -> None:
         """Choose the range of x, and take it into the average."""
@@ -265,7 +208,6 @@ class MovingHistogramObserver(EndsObserver):
         ops.observe_minmax_(bounds, self.lo, self.hi, self.momentum, axis, skipped=self.skipped)
 
     def extra_repr(self) -> str:
-        """Return the method, the number of bins and the momentum."""
         return f"method={self.method!r}, bins={self.bins}, momentum={self.momentum}"
 
 

@@ -1,7 +1,5 @@
 """The range from which a learned scale starts."""
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -18,17 +16,8 @@ class LSQStartObserver(EndsObserver):
     whole range. It never exceeds the observed range: with many bits, the paper's scale would leave codes unused. What the
     mean needs is not part of the state dict; after loading one, the range is that of all inputs.
 
-    Args:
-        qmin: Lowest code of the grid that the range is for.
-        qmax: Highest code.
-        symmetric: Whether the grid has no zero point.
-        shape: Shape of the ranges: () per tensor, otherwise one element per channel or block.
-        axis: Channel axis of the inputs.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
-        block_size: Elements along the axis that share a range, or 0.
-
     Example:
-        >>> observer = LSQStartObserver(qmin=-2, qmax=1)
+        >>> observer = LSQStartObserver(qt.QuantSpec(bits=2, observer="lsq"))
         >>> observer(torch.tensor([-1.0, -1.0, 1.0, 9.0]))
         >>> observer.range()
         (tensor(-0.6667), tensor(6.))
@@ -39,28 +28,13 @@ class LSQStartObserver(EndsObserver):
     total: Tensor
     count: Tensor
 
-    def __init__(
-        self,
-        qmin: int = -128,
-        qmax: int = 127,
-        symmetric: bool = True,
-        shape: tuple[int, ...] = (),
-        axis: int | None = None,
-        group: int = 1,
-        block_size: int = 0,
-    ) -> None:
-        super().__init__(shape, axis, group, block_size)
-        self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
+    def __init__(self, spec: QuantSpec, shape: tuple[int, ...] = (), group: int = 1) -> None:
+        super().__init__(spec, shape, group)
+        self.qmin, self.qmax, self.symmetric = spec.qmin, spec.qmax, spec.symmetric
         self.total = torch.zeros(shape, dtype=torch.float64)
         self.count = torch.zeros(shape, dtype=torch.int64)
 
-    @classmethod
-    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
-        """Build the observer of a spec, with ranges of this shape."""
-        return cls(spec.qmin, spec.qmax, spec.symmetric, shape, spec.axis, group, spec.block_size)
-
     def forward(self, x: Tensor) -> None:
-        """Observe the range and the magnitudes of x, where they are finite."""
         super().forward(x)
         self.put_sums_on(x.device)
         rows = rows_of(x.detach().abs(), self.lo.numel(), self.axis, self.group, self.block_size)
@@ -69,7 +43,6 @@ class LSQStartObserver(EndsObserver):
         self.count += sums.isfinite() * rows.size(1)
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the range of the start, at most the observed one."""
         whole = ops.grid_of_range(self.lo, self.hi, self.qmin, self.qmax, self.symmetric)[0]
         start = lsq_start(self.total / self.count, self.qmax).to(self.lo.dtype)
         known = (self.count > 0) & whole.isfinite()  # the scale of a range beyond float32 is not
@@ -77,6 +50,5 @@ class LSQStartObserver(EndsObserver):
         return self.lo * factor, self.hi * factor
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
         self.total, self.count = self.total.new_zeros(shape), self.count.new_zeros(shape)

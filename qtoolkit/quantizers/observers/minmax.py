@@ -1,7 +1,7 @@
 """Observers of the lowest and highest values: of all inputs, or a moving average."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,7 @@ class EndsObserver(Observer):
 
     An input with NaN or infinities in a channel does not change that channel's range; it is counted in `skipped`.
 
-    Args:
-        shape: Shape of the ranges: () per tensor, otherwise one element per channel or block.
-        axis: Channel axis of the inputs.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
-        block_size: Elements along the axis that share a range, or 0.
+    Attributes:
         momentum: Weight of each new range in a moving average; None for the range of all inputs.
     """
 
@@ -29,27 +25,14 @@ class EndsObserver(Observer):
     hi: Tensor
     skipped: Tensor
 
-    def __init__(
-        self,
-        shape: tuple[int, ...] = (),
-        axis: int | None = None,
-        group: int = 1,
-        block_size: int = 0,
-        momentum: float | None = None,
-    ) -> None:
-        super().__init__()
-        self.axis, self.group, self.block_size, self.momentum = axis, group, block_size, momentum
+    def __init__(self, spec: QuantSpec, shape: tuple[int, ...] = (), group: int = 1) -> None:
+        super().__init__(spec, shape, group)
+        self.momentum: float | None = self.options(spec).get("momentum")
         self.register_buffer("lo", torch.full(shape, torch.inf, dtype=scale_dtype()))
         self.register_buffer("hi", torch.full(shape, -torch.inf, dtype=scale_dtype()))
         self.register_buffer("skipped", torch.zeros(shape, dtype=torch.int64), persistent=False)
 
-    @classmethod
-    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
-        """Build the observer of a spec, with ranges of this shape."""
-        return cls(shape, spec.axis, group, spec.block_size, cls.options(spec).get("momentum"))
-
     def forward(self, x: Tensor) -> None:
-        """Observe the range of x."""
         channels = (self.axis, self.group, self.block_size)
         ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, *channels, self.skipped)
 
@@ -58,7 +41,6 @@ class EndsObserver(Observer):
         return self.lo, self.hi
 
     def observed(self) -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest values observed."""
         return self.lo, self.hi
 
     def share_outside(self, lo: Tensor, hi: Tensor) -> float | None:
@@ -66,22 +48,18 @@ class EndsObserver(Observer):
         return None if self.momentum is not None else super().share_outside(lo, hi)
 
     def seen(self) -> bool:
-        """Return whether every channel has observed something."""
         return not bool((self.lo > self.hi).any())
 
     def finite(self) -> bool:
-        """Return whether no range was skipped."""
         return not bool(self.skipped.any())
 
     def reset(self) -> None:
-        """Discard what was observed."""
         self.lo.fill_(torch.inf)
         self.hi.fill_(-torch.inf)
         self.skipped.zero_()
         self.reset_added_up()
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Set the shape of the ranges. Nothing must have been observed yet."""
         for bound in (self.lo, self.hi, self.skipped):
             bound.data = bound.data.new_full(shape, float(bound.detach().flatten()[0]))
 
@@ -107,7 +85,6 @@ class EndsObserver(Observer):
         return torch.stack(list(sums)).sum(0)
 
     def extra_repr(self) -> str:
-        """Return the options that are not the default."""
         return "" if self.momentum is None else f"momentum={self.momentum}"
 
 
@@ -115,12 +92,6 @@ class RangeObserver(EndsObserver):
     """Running minimum and maximum, per tensor, per channel or per block.
 
     Its range can follow one tensor, in the same read that quantizes it.
-
-    Example:
-        >>> observer = RangeObserver()
-        >>> observer(torch.tensor([-1.0, 3.0]))
-        >>> observer.range()
-        (tensor(-1.), tensor(3.))
     """
 
     def follow(self, x: Tensor) -> None:
@@ -149,7 +120,6 @@ class MovingAverageObserver(RangeObserver):
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for a momentum outside (0, 1]."""
         check_momentum(cls.options(spec)["momentum"])
 
 

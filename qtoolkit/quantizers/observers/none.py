@@ -1,29 +1,15 @@
 """The observer of quantizers that compute their scales from each input."""
 
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.observers.base import Observer
 
 
 class NoObserver(Observer):
-    """Observes nothing.
-
-    Example:
-        >>> observer = NoObserver()
-        >>> observer(torch.ones(3))
-        >>> observer.range()
-        (tensor(inf), tensor(-inf))
-    """
-
-    @classmethod
-    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
-        """Build one."""
-        return cls()
+    """Observes nothing."""
 
     def forward(self, x: Tensor) -> None:
         """Do nothing."""

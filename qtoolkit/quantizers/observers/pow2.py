@@ -1,7 +1,7 @@
 """Observers that choose a power of two as the scale."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ class _PowersOfTwo(Observer):
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raise ValueError for a spec without powers of two, or for an option out of its range."""
         if spec.format != "int" or not (spec.symmetric and spec.pow2_scale):
             raise ValueError(
                 f"QuantSpec: observer={spec.observer!r} chooses powers of two for integer grids without a zero point; it needs "
@@ -36,12 +35,6 @@ class _PowersOfTwo(Observer):
         check_no_groups(spec)
         check_bins(cls.options(spec)["bins"])
 
-    @classmethod
-    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
-        """Build the observer of a spec, with ranges of this shape."""
-        given: Any = (spec.qmin, spec.qmax, cls.options(spec)["bins"], shape, spec.axis, group)
-        return cls(*given)
-
 
 class Pow2Observer(_PowersOfTwo, HistogramObserver):
     """The power of two with the least squared error on the values of all inputs, as the scale.
@@ -50,31 +43,12 @@ class Pow2Observer(_PowersOfTwo, HistogramObserver):
     "minmax", and goes down, so that few large values may be clipped. The error is that of a histogram, whose counts do not
     depend on batches and processes.
 
-    Args:
-        qmin: Lowest code of the grid that the range is for.
-        qmax: Highest code.
-        bins: Number of bins, even.
-        shape: Shape of the ranges: () per tensor, (channels,) per channel.
-        axis: Channel axis of the inputs.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
-
     Example:
-        >>> observer = Pow2Observer(qmin=-8, qmax=7)
+        >>> observer = Pow2Observer(qt.QuantSpec(bits=4, pow2_scale=True, observer="pow2"))
         >>> observer(torch.linspace(-1, 1, 1000))
         >>> observer.range()  # 7/8 of 1: a range of 14/8 would clip nothing, and round the others twice as far
         (tensor(-0.8750), tensor(0.8750))
     """
-
-    def __init__(
-        self,
-        qmin: int = -128,
-        qmax: int = 127,
-        bins: int = BINS,
-        shape: tuple[int, ...] = (),
-        axis: int | None = None,
-        group: int = 1,
-    ) -> None:
-        super().__init__(qmin, qmax, symmetric=True, bins=bins, shape=shape, axis=axis, group=group)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the range of the best scale. Synchronizes with the device."""
@@ -84,7 +58,6 @@ class Pow2Observer(_PowersOfTwo, HistogramObserver):
         return torch.where(unseen, torch.inf, low), torch.where(unseen, -torch.inf, high)
 
     def extra_repr(self) -> str:
-        """Return the number of bins."""
         return f"bins={self.counts.size(-1)}"
 
 
@@ -95,16 +68,8 @@ class Pow2ModeObserver(_PowersOfTwo, EndsObserver):
     input has one vote; the votes of processes add up. They are not part of the state dict; after loading one, the range is that
     of all inputs.
 
-    Args:
-        qmin: Lowest code of the grid that the range is for.
-        qmax: Highest code.
-        bins: Number of bins, even.
-        shape: Shape of the ranges: () per tensor, (channels,) per channel.
-        axis: Channel axis of the inputs.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
-
     Example:
-        >>> observer = Pow2ModeObserver(qmin=-8, qmax=7)
+        >>> observer = Pow2ModeObserver(qt.QuantSpec(bits=4, pow2_scale=True, observer="pow2_mode"))
         >>> for largest in (1.0, 50.0, 1.0):
         ...     observer(torch.linspace(-largest, largest, 1000))
         >>> observer.range()
@@ -115,21 +80,12 @@ class Pow2ModeObserver(_PowersOfTwo, EndsObserver):
 
     votes: Tensor  # for each power of two from 2^SMALLEST on
 
-    def __init__(
-        self,
-        qmin: int = -128,
-        qmax: int = 127,
-        bins: int = BINS,
-        shape: tuple[int, ...] = (),
-        axis: int | None = None,
-        group: int = 1,
-    ) -> None:
-        super().__init__(shape, axis, group)
-        self.qmin, self.qmax, self.bins = qmin, qmax, bins
+    def __init__(self, spec: QuantSpec, shape: tuple[int, ...] = (), group: int = 1) -> None:
+        super().__init__(spec, shape, group)
+        self.qmin, self.qmax, self.bins = spec.qmin, spec.qmax, self.options(spec)["bins"]
         self.votes = torch.zeros(*shape, 1 - 2 * SMALLEST, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> None:
-        """Count the best power of two of x."""
         super().forward(x)
         self.put_sums_on(x.device)
         counts, lo, hi = histogram_of(x.detach(), self.lo.shape, self.bins, self.axis, self.group)
@@ -147,12 +103,10 @@ class Pow2ModeObserver(_PowersOfTwo, EndsObserver):
         return torch.where(voted, lo, self.lo), torch.where(voted, hi, self.hi)
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
         self.votes = self.votes.new_zeros(*shape, self.votes.size(-1))
 
     def extra_repr(self) -> str:
-        """Return the number of bins."""
         return f"bins={self.bins}"
 
 

@@ -24,15 +24,6 @@ class Assignment:
         configs: The config of each layer, with the axis that its weight has; None leaves it in float.
         error: The sum of the layers' errors.
         costs: The sum of the layers' costs, by name: "size" in bytes, "bit_operations", and "latency" where there is a table.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
-        >>> bits = {f"w{n}": qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=n, axis=0)) for n in (4, 8)}
-        >>> search = qt.tuning.mixed_precision.MixedPrecision(model, torch.zeros(1, 8), bits)
-        >>> errors = {"0": {"w4": 0.1, "w8": 0.0}, "2": {"w4": 0.3, "w8": 0.0}}
-        >>> best = search.solve(errors, size=220)
-        >>> best.choices, best.error
-        ({'0': 'w4', '2': 'w8'}, 0.1)
     """
 
     choices: Mapping[str, str]
@@ -69,15 +60,6 @@ class Front:
         cost: "size", "bit_operations" or "latency".
         points: The assignments.
         scores: What `measured` found for each, such as an accuracy; empty before.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
-        >>> bits = {f"w{n}": qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=n, axis=0)) for n in (4, 8)}
-        >>> search = qt.tuning.mixed_precision.MixedPrecision(model, torch.zeros(1, 8), bits)
-        >>> errors = {"0": {"w4": 0.1, "w8": 0.0}, "2": {"w4": 0.3, "w8": 0.0}}
-        >>> front = search.front(errors, "size")
-        >>> [(point.costs["size"], round(point.error, 3)) for point in front.points]
-        [(176.0, 0.4), (208.0, 0.1), (272.0, 0.0)]
     """
 
     cost: str

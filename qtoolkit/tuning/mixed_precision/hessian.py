@@ -24,15 +24,6 @@ class Trace:
     Attributes:
         value: The mean over probes and batches.
         error: The standard error of the mean; NaN for a single sample.
-
-    Example:
-        >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> batch = torch.tensor([[3.0, 4.0]])
-        >>> traces = qt.tuning.mixed_precision.hessian_traces(
-        ...     model, lambda m, x: 0.5 * m(x).square().mean(), [batch], {"w": model.weight}, probes=64
-        ... )
-        >>> abs(traces["w"].value - 25) < 5 * traces["w"].error  # 3^2 + 4^2
-        True
     """
 
     value: float
@@ -139,12 +130,7 @@ def _probe(gradients: tuple[Tensor, ...], tensors: list[Tensor], signs: torch.Ge
 
 
 def scalar_loss(what: str, loss: Loss, model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of a batch.
-
-    Raises:
-        TypeError: It is not a scalar tensor.
-        ValueError: It is not finite.
-    """
+    """Return the loss of a batch; TypeError if it is not a scalar tensor, ValueError if it is not finite."""
     value = loss(model, batch)
     if not isinstance(value, Tensor) or value.numel() != 1:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

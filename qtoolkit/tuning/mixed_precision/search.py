@@ -66,6 +66,8 @@ class MixedPrecision:
         >>> best = search.solve(errors, size=220)
         >>> best.choices, best.costs["size"]
         ({'0': 'w4', '2': 'w8'}, 208.0)
+        >>> [(point.costs["size"], round(point.error, 3)) for point in search.front(errors, "size").points]
+        [(176.0, 0.4), (208.0, 0.1), (272.0, 0.0)]
         >>> prepared = qt.prepare(model, qconfig_mapping=best.to_qconfig_mapping())
         >>> prepared.get_submodule("0.weight_quantizer").spec.bits
         4

@@ -11,7 +11,7 @@ from qtoolkit.compat.pytorch_quantization.descriptor import QUANT_DESC_8BIT_LINE
 from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import fx_leaf
 from qtoolkit.compat.pytorch_quantization.nn.modules.layers import QuantLayer
 from qtoolkit.compat.pytorch_quantization.nn.modules.mixins import QuantMixin, take_quant_desc
-from qtoolkit.nn.recurrent import State, Step
+from qtoolkit.nn.layers.recurrent import State, Step
 
 
 def _split(quantizer: nn.Module, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,6 @@ class _QuantConv(QuantWeighted):
     padding_mode: Any
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Convolve, in any padding mode."""
         padding = self.padding
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self.edges(), mode=self.padding_mode), "valid"
@@ -69,12 +68,7 @@ class _QuantConv(QuantWeighted):
 
 
 class QuantConv1d(_QuantConv, nn.Conv1d):
-    """torch.nn.Conv1d with a quantized weight; `weight_spec`'s axis 0 is the output channel.
-
-    Example:
-        >>> QuantConv1d(3, 8, 3, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(1, 3, 5)).shape
-        torch.Size([1, 8, 3])
-    """
+    """torch.nn.Conv1d with a quantized weight; `weight_spec`'s axis 0 is the output channel."""
 
     FLOAT = nn.Conv1d
     FUNCTION = staticmethod(F.conv1d)
@@ -93,12 +87,7 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
 
 
 class QuantConv3d(_QuantConv, nn.Conv3d):
-    """torch.nn.Conv3d with a quantized weight; `weight_spec`'s axis 0 is the output channel.
-
-    Example:
-        >>> QuantConv3d(3, 8, 3, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(1, 3, 5, 5, 5)).shape
-        torch.Size([1, 8, 3, 3, 3])
-    """
+    """torch.nn.Conv3d with a quantized weight; `weight_spec`'s axis 0 is the output channel."""
 
     FLOAT = nn.Conv3d
     FUNCTION = staticmethod(F.conv3d)

@@ -22,8 +22,9 @@ def renormalize_table(module: nn.Module) -> None:
 
 
 def _renormalize(module: Any, rows: Tensor) -> None:
-    with torch.no_grad():  # F.embedding renormalizes the rows in place
-        F.embedding(rows, module.weight, None, module.max_norm, module.norm_type)
+    if module.max_norm is not None:
+        with torch.no_grad():  # F.embedding renormalizes the rows in place
+            F.embedding(rows, module.weight, None, module.max_norm, module.norm_type)
 
 
 class _QuantTable(QuantWeighted):
@@ -36,18 +37,12 @@ class _QuantTable(QuantWeighted):
     bias = None
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up quantized rows; other arguments are those of torch's layer."""
-        self._renormalize(input)
+        _renormalize(self, input)
         return super().forward(input, *args, **kwargs)
 
     def forward_fp32(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up float rows."""
-        self._renormalize(input)
+        _renormalize(self, input)
         return super().forward_fp32(input, *args, **kwargs)
-
-    def _renormalize(self, input: Tensor) -> None:
-        if self.max_norm is not None:
-            _renormalize(self, input)
 
 
 class QuantEmbedding(_QuantTable, nn.Embedding):
@@ -67,14 +62,12 @@ class QuantEmbedding(_QuantTable, nn.Embedding):
     KIND = "embedding"
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up the rows x."""
         return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up quantized rows."""
         quantizer = self.weight_quantizer
         if self.sparse and self.training and isinstance(quantizer, TensorQuantizer):
-            self._renormalize(input)
+            _renormalize(self, input)
             index = input.flatten()
             rows = quantizer.quantize_rows(self.compute(index, self.weight, None), index, self.weight)
             return rows.reshape(*input.shape, self.embedding_dim)

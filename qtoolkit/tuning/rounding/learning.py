@@ -12,8 +12,8 @@ from qtoolkit.model_inputs import clone_tensors, tensors_of, with_tensors
 from qtoolkit.model_state import removing
 from qtoolkit.quantizers.spec_ops import fake_quant
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.rounding import CodeGrid, SoftRounding
+from qtoolkit.tuning.rounding.grids import CodeGrid, SoftRounding
+from qtoolkit.tuning.runs.cache import BatchCache
 
 # AdaRound, section 4: the regularizer is off in the first fifth, then its exponent falls from 20 to 2.
 WARM_UP, FIRST_BETA, LAST_BETA = 0.2, 20.0, 2.0

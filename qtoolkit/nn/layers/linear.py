@@ -21,7 +21,6 @@ class QuantLinear(QuantWeighted, nn.Linear):
     KIND = "linear"
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Multiply by the weight and add the bias."""
         return F.linear(x, weight, bias)
 
     def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:

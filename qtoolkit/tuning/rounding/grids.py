@@ -97,7 +97,6 @@ class SoftRounding(nn.Module):
         return clip(torch.sigmoid(self.variable) * (HIGH - LOW) + LOW, 0.0, 1.0)
 
     def forward(self) -> Tensor:
-        """Return the soft weights."""
         return self.grid.values(self.grid.clamp(self.down + self.up()))
 
     def codes(self) -> Tensor:

@@ -12,11 +12,11 @@ from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import device_of
-from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.learning import Options
-from qtoolkit.tuning.running import Batches
-from qtoolkit.tuning.stepwise import Stepwise
-from qtoolkit.tuning.units import Unit
+from qtoolkit.tuning.rounding.learning import Options
+from qtoolkit.tuning.rounding.units import Unit
+from qtoolkit.tuning.runs.batches import Batches
+from qtoolkit.tuning.runs.cache import BatchCache
+from qtoolkit.tuning.runs.stepwise import Stepwise
 
 Loss = Callable[[Any, Any], Tensor] | Literal["kl"]
 

@@ -16,8 +16,8 @@ from qtoolkit.graph.program import runs_its_graph
 from qtoolkit.graph.program.division import free_nodes
 from qtoolkit.model_state import device_of, removing
 from qtoolkit.op_kinds.rules import module_of
-from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.running import Batches, ReachedError, arguments_part, part_between
+from qtoolkit.tuning.runs.batches import Batches, ReachedError, arguments_part, part_between
+from qtoolkit.tuning.runs.cache import BatchCache
 
 MEMORY = 2 * 2**30  # bytes of values that LayerRuns keeps in memory; the others are in temporary files
 

@@ -61,18 +61,6 @@ class LayerOscillation:
         weights: The number of its elements.
         oscillating: The share that is not frozen and turns in more than 0.5 % of the steps, by its moving average.
         frozen: The share that is frozen.
-
-    Example:
-        >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=0)))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)).train(), qconfig_mapping=w3)
-        >>> optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
-        >>> freezing = qt.tuning.OscillationFreezing(prepared, total_steps=20)
-        >>> prepared(torch.randn(16, 8)).square().mean().backward()
-        >>> optimizer.step()
-        >>> freezing.step()
-        >>> layer = freezing.report().layers[0]
-        >>> layer.name, layer.weights, layer.frozen
-        ('0.weight', 32, 0.0)
     """
 
     name: str
@@ -101,18 +89,6 @@ class Oscillations:
         steps: The number of steps so far.
         layers: The shares of each parameter.
         skipped: Why others are left out, by name.
-
-    Example:
-        >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=0)))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)).train(), qconfig_mapping=w3)
-        >>> optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
-        >>> freezing = qt.tuning.OscillationFreezing(prepared, total_steps=20)
-        >>> prepared(torch.randn(16, 8)).square().mean().backward()
-        >>> optimizer.step()
-        >>> freezing.step()
-        >>> report = freezing.report()
-        >>> report.steps, [layer.name for layer in report.layers]
-        (1, ['0.weight'])
     """
 
     steps: int

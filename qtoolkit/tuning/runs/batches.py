@@ -90,14 +90,7 @@ class Batches:
         return inside.results[0]
 
     def run(self, model: nn.Module, batch: Any, up_to: str = "") -> Any:
-        """Run a model, or its part up to some layer, on a batch.
-
-        Raises:
-            ReachedError: A hook of the model says that it has run far enough.
-            TypeError: The batch does not match the signature of the model's forward.
-            ValueError: The model cannot run on the batch.
-            RuntimeError: A quantizer has no range yet.
-        """
+        """Run a model, or its part up to some layer, on a batch; errors are those of `Caller` and of `explaining`."""
         with self.explaining(model, up_to):
             return self._call(model, batch)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
-from qtoolkit.nn.inputs import QuantInput
+from qtoolkit.nn.layers.inputs import QuantInput
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
 from qtoolkit.nn.on_codes import TrainsOnCodes
 from qtoolkit.nn.product import product
@@ -25,6 +25,10 @@ class Merge(nn.Module):
 
     Raises:
         ValueError: `quantized` is another value.
+
+    Example:
+        >>> Add()(torch.tensor(1.0), torch.tensor(2.0)), MatMul()(torch.ones(2, 3), torch.ones(3))
+        (tensor(3.), tensor([3., 3.]))
     """
 
     def __init__(self, quantized: str = "both") -> None:
@@ -33,46 +37,27 @@ class Merge(nn.Module):
         self.quantized = quantized
 
     def extra_repr(self) -> str:
-        """Return which operands are quantized."""
         return f"quantized={self.quantized!r}"
 
 
 class Add(Merge):
-    """The sum of two tensors.
-
-    Example:
-        >>> Add()(torch.tensor(1.0), torch.tensor(2.0))
-        tensor(3.)
-    """
+    """The sum of two tensors."""
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """Return input + other."""
         return input + other
 
 
 class Mul(Merge):
-    """The product of two tensors, element by element.
-
-    Example:
-        >>> Mul()(torch.tensor(3.0), torch.tensor(2.0))
-        tensor(6.)
-    """
+    """The product of two tensors, element by element."""
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """Return input * other."""
         return input * other
 
 
 class MatMul(Merge):
-    """The matrix product of two tensors, as torch.matmul defines it.
-
-    Example:
-        >>> MatMul()(torch.ones(2, 3), torch.ones(3))
-        tensor([3., 3.])
-    """
+    """The matrix product of two tensors, as torch.matmul defines it."""
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """Return torch.matmul(input, other)."""
         return torch.matmul(input, other)
 
 
@@ -92,11 +77,9 @@ class Cat(nn.Module):
         self.dim = dim
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return torch.cat(tensors, dim)."""
         return torch.cat(list(tensors), self.dim)
 
     def extra_repr(self) -> str:
-        """Return the dimension."""
         return f"dim={self.dim}"
 
 
@@ -110,6 +93,12 @@ class QuantMerge(QuantModule):
     Attributes:
         input_quantizer: Quantizer of the first operand, or None. With quantized="second" there is no such attribute.
         other_quantizer: Quantizer of the second, or None.
+
+    Example:
+        >>> layer = qt.nn.QuantMul(input_spec=qt.QuantSpec(bits=4))
+        >>> layer.input_quantizer.amax, layer.other_quantizer.amax = 7.0, 7.0
+        >>> layer(torch.tensor(1.4), torch.tensor(3.1))
+        tensor(3.)
     """
 
     quantized: str
@@ -123,22 +112,16 @@ class QuantMerge(QuantModule):
             self.input_quantizer = activation_quantizer(input_spec, f"{name}.input_quantizer", self)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add the quantizer of the second operand, and declare that of the first."""
         if self.quantized != "second":
             self.input_quantizer = None
         spec = None if self.quantized == "first" else activation
         self.other_quantizer = activation_quantizer(spec, f"{name}.other_quantizer", self)
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the float module does not have."""
         return ("input_quantizer", "other_quantizer")
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """Apply the op to the quantized operands.
-
-        Raises:
-            TypeError: An operand is not a tensor.
-        """
+        """Apply the op to the quantized operands; TypeError for an operand that is not a tensor."""
         for name, operand in (("input", input), ("other", other)):
             if not isinstance(operand, Tensor):
                 raise TypeError(
@@ -150,56 +133,27 @@ class QuantMerge(QuantModule):
 
     def compute(self, input: Tensor, other: Tensor) -> Tensor:
         """Compute the op on quantized operands."""
-        return self.forward_fp32(input, other)
-
-    def forward_fp32(self, input: Tensor, other: Tensor) -> Tensor:
-        """Compute the op in float."""
-        return super().forward(input, other)  # type: ignore[no-any-return]  # a Tensor
+        return self.forward_fp32(input, other)  # type: ignore[no-any-return]  # a Tensor
 
 
 class QuantAdd(QuantMerge, Add):
-    """The sum of two quantized tensors.
+    """The sum of two quantized tensors."""
 
-    Example:
-        >>> layer = QuantAdd(input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax, layer.other_quantizer.amax = 7.0, 14.0
-        >>> layer(torch.tensor(1.4), torch.tensor(3.1))
-        tensor(5.)
-    """
-
-    FLOAT = Add
-    KIND = "add"
+    FLOAT, KIND = Add, "add"
 
 
 class QuantMul(QuantMerge, Mul):
-    """The product of two quantized tensors, element by element.
+    """The product of two quantized tensors, element by element."""
 
-    Example:
-        >>> layer = QuantMul(input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax, layer.other_quantizer.amax = 7.0, 7.0
-        >>> layer(torch.tensor(1.4), torch.tensor(3.1))
-        tensor(3.)
-    """
-
-    FLOAT = Mul
-    KIND = "mul"
+    FLOAT, KIND = Mul, "mul"
 
 
 class QuantMatMul(QuantMerge, MatMul, TrainsOnCodes):
-    """The matrix product of two quantized tensors. In training it keeps codes for backward (see `qtoolkit.prepare`).
+    """The matrix product of two quantized tensors. In training it keeps codes for backward (see `qtoolkit.prepare`)."""
 
-    Example:
-        >>> layer = QuantMatMul(input_spec=qt.QuantSpec(bits=4))
-        >>> layer.input_quantizer.amax, layer.other_quantizer.amax = 7.0, 7.0
-        >>> layer(torch.tensor([[1.4, 2.0]]), torch.tensor([[3.1], [1.0]]))
-        tensor([[5.]])
-    """
-
-    FLOAT = MatMul
-    KIND = "matmul"
+    FLOAT, KIND = MatMul, "matmul"
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the float module does not have."""
         return (*super().own_attributes(), "training_arithmetic")
 
     @property
@@ -208,7 +162,6 @@ class QuantMatMul(QuantMerge, MatMul, TrainsOnCodes):
         return getattr(self, "input_quantizer", None), self.other_quantizer
 
     def compute(self, input: Tensor, other: Tensor) -> Tensor:
-        """Return the product of the quantized operands."""
         return product(torch.matmul, input, other, self.sources, self.training_arithmetic)
 
 
@@ -222,9 +175,7 @@ class QuantCat(QuantInput, Cat):
         tensor([1., 7.])
     """
 
-    FLOAT = Cat
-    KIND = "cat"
+    FLOAT, KIND = Cat, "cat"
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:  # type: ignore[override]  # several inputs, as Cat takes them
-        """Return the concatenation of the quantized tensors."""
         return self.forward_fp32([quantized(self.input_quantizer, x) for x in tensors])  # type: ignore[no-any-return]

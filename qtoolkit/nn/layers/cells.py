@@ -50,7 +50,6 @@ class QuantRecurrent(QuantModule):
         self.input_quantizer = activation_quantizer(input_spec, f"{name}.input_quantizer", self)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add the quantizers; those of weights take the weights' ranges."""
         _copy_lists(self)
         self.input_quantizer = None
         spec = activation if self.QUANTIZE_HIDDEN else None
@@ -59,27 +58,20 @@ class QuantRecurrent(QuantModule):
         self.add_weight_quantizers(weight, name)
 
     def to_float(self) -> nn.Module:
-        """Return the float module with the same parameters."""
         layer = super().to_float()
         _copy_lists(layer)
         return layer
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the float module does not have."""
         return ("input_quantizer", *self.activation_quantizer_names(), *self.weights_to_quantize())
 
     def weights_to_quantize(self) -> Mapping[str, Tensor]:
-        """Return each weight by the name of its quantizer attribute."""
         parameters = self.named_parameters(recurse=False)
         return {f"{name}_quantizer": tensor for name, tensor in parameters if name.startswith("weight_")}
 
     def activation_quantizer_names(self) -> tuple[str, ...]:
         """Return the attributes of the quantizers of the state, and of tensors between layers: a cell has one state."""
         return ("hidden_quantizer",)
-
-    def forward_fp32(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module in float, as torch's class does."""
-        return super().forward(*args, **kwargs)
 
     def quantized_weight(self, parameter: str) -> Tensor:
         """Return a weight quantized, given its parameter's name."""
@@ -131,16 +123,7 @@ class QuantLSTMCell(QuantRecurrent, nn.LSTMCell):
 class QuantGRUCell(QuantRecurrent, nn.GRUCell):
     """torch.nn.GRUCell with quantized weights and quantized operands of both matrix products.
 
-    The new state is interpolated from the quantized old state.
-
-    Attributes:
-        weight_ih_quantizer: Quantizer of the weight of the input, or None.
-        weight_hh_quantizer: Quantizer of the weight of the hidden state, or None.
-        hidden_quantizer: Quantizer of the hidden state before the step, or None.
-
-    Example:
-        >>> QuantGRUCell(4, 3, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(2, 4)).shape
-        torch.Size([2, 3])
+    The new state is interpolated from the quantized old state. Its quantizers are those of `QuantLSTMCell`.
     """
 
     FLOAT = nn.GRUCell

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtoolkit.nn.conv import trains_strided_pointwise
+from qtoolkit.nn.layers.conv import trains_strided_pointwise
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Geometry, convolution
 
@@ -43,14 +43,9 @@ class _QuantConvTranspose(QuantWeighted):
         return Geometry(self.stride, self.padding, self.dilation, extra, True, self.groups)
 
     def output_padding_for(self, x: Tensor, output_size: Sequence[int] | None = None) -> list[int]:
-        """Return the output padding that gives an output of the size `output_size`.
+        """Return the output padding that gives this size of the spatial dimensions, or of all; by default the layer's own.
 
-        Args:
-            x: The input.
-            output_size: Sizes of the spatial dimensions, or of all dimensions. By default, the layer's output_padding holds.
-
-        Raises:
-            ValueError: No output padding gives that size.
+        Raises ValueError: no output padding gives that size.
         """
         if output_size is None:
             return list(self.output_padding)
@@ -75,35 +70,25 @@ class _QuantConvTranspose(QuantWeighted):
         return wanted - smallest
 
     def channels(self) -> int:
-        """Return the number of output channels."""
         return int(self.weight.size(1)) * self.groups
 
     def sum_per_output(self, values: Tensor) -> Tensor:
-        """Return the sum, for each output channel, of the elements of a tensor like the weight, in float64."""
         grouped = values.reshape(self.groups, -1, values.size(1), *values.shape[2:])
         return grouped.flatten(3).sum((1, 3), dtype=torch.float64).flatten()
 
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
-        """Multiply each output channel, of each group, by its factor."""
         grouped = weight.reshape(self.groups, -1, *weight.shape[1:])
         return (grouped * factor.reshape(self.groups, 1, -1, *[1] * (weight.dim() - 2))).flatten(0, 1)
 
     def weight_groups(self) -> tuple[bool, int]:
-        """Return that the weight is transposed, and its groups."""
         return True, self.groups
 
     def scale_groups(self, axis: int | None) -> int:
-        """Return the number of groups for scales along the output channel, otherwise 1."""
         return self.groups if axis is not None and axis % self.weight.dim() == 1 else 1
 
 
 class QuantConvTranspose1d(_QuantConvTranspose, nn.ConvTranspose1d):
-    """torch.nn.ConvTranspose1d with a quantized weight; axes as in QuantConvTranspose2d.
-
-    Example:
-        >>> QuantConvTranspose1d(4, 6, 2, stride=2, weight_spec=qt.QuantSpec(axis=1))(torch.zeros(1, 4, 5)).shape
-        torch.Size([1, 6, 10])
-    """
+    """torch.nn.ConvTranspose1d with a quantized weight; axes as in QuantConvTranspose2d."""
 
     FLOAT = nn.ConvTranspose1d
     FUNCTION = staticmethod(F.conv_transpose1d)
@@ -128,12 +113,7 @@ class QuantConvTranspose2d(_QuantConvTranspose, nn.ConvTranspose2d):
 
 
 class QuantConvTranspose3d(_QuantConvTranspose, nn.ConvTranspose3d):
-    """torch.nn.ConvTranspose3d with a quantized weight; axes as in QuantConvTranspose2d.
-
-    Example:
-        >>> QuantConvTranspose3d(4, 6, 2, stride=2, weight_spec=qt.QuantSpec(axis=1))(torch.zeros(1, 4, 2, 2, 2)).shape
-        torch.Size([1, 6, 4, 4, 4])
-    """
+    """torch.nn.ConvTranspose3d with a quantized weight; axes as in QuantConvTranspose2d."""
 
     FLOAT = nn.ConvTranspose3d
     FUNCTION = staticmethod(F.conv_transpose3d)

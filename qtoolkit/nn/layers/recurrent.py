@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from qtoolkit.nn.cells import QuantRecurrent
+from qtoolkit.nn.layers.cells import QuantRecurrent
 from qtoolkit.nn.module import is_active, quantized
 
 State = tuple[Tensor, ...]
@@ -38,7 +38,6 @@ class QuantRNNBase(QuantRecurrent):
     permute_hidden: Any
 
     def activation_quantizer_names(self) -> tuple[str, ...]:
-        """Return the attributes of the quantizers of state and tensors between layers."""
         kinds = ("hidden", "projection") if self.proj_size else ("hidden",)
         between = [f"input_quantizer_l{layer}" for layer in range(1, self.num_layers)]
         return (*between, *(f"{kind}_quantizer_{key}" for key in self.keys() for kind in kinds))
@@ -198,19 +197,8 @@ class QuantLSTM(QuantRNNBase, nn.LSTM):
 class QuantGRU(QuantRNNBase, nn.GRU):
     """torch.nn.GRU with quantized weights and quantized operands of all matrix products.
 
-    If the state is quantized, each new state is interpolated from the quantized old state.
-
-    Attributes:
-        weight_ih_l0_quantizer: Quantizer of that weight, or None; likewise for each weight.
-        input_quantizer_l1: Quantizer of the input of layer 1, or None; likewise for each layer but the first.
-        hidden_quantizer_l0: Quantizer of the state of layer 0, or None; likewise for each layer and direction
-            (`hidden_quantizer_l0_reverse`).
-
-    Example:
-        >>> layer = QuantGRU(4, 3, bidirectional=True, weight_spec=qt.QuantSpec(axis=0))
-        >>> y, h = layer(torch.zeros(7, 2, 4))
-        >>> y.shape, h.shape
-        (torch.Size([7, 2, 6]), torch.Size([2, 2, 3]))
+    If the state is quantized, each new state is interpolated from the quantized old state. Its quantizers are those of
+    `QuantLSTM`, without a projection.
     """
 
     FLOAT = nn.GRU

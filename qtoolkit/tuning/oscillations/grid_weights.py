@@ -23,7 +23,7 @@ from qtoolkit.processes import is_sharded, ranks, unwrapped
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import clip, per_element, range_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
-from qtoolkit.tuning.rounding import codes_on_grid
+from qtoolkit.tuning.rounding.grids import codes_on_grid
 
 OTHER_UNITS = (
     "a batch norm multiplies its channels before they are quantized, and its scale cannot take the factor of each: give its "
@@ -35,14 +35,14 @@ OTHER_UNITS = (
 class GridWeight:
     """A parameter that a layer quantizes on a grid of integers, by itself or times the factor of a linked batch norm."""
 
-    layer: QuantModule  # the layer
+    layer: Any  # the QuantModule
     attribute: str  # the name of the layer's attribute that is the quantizer
     quantizer: TensorQuantizer  # the quantizer
 
     @property
     def parameter(self) -> nn.Parameter:
         """The parameter that is trained. A wrapper or a cast may have replaced it since the last call."""
-        layer: Any = self.layer
+        layer = self.layer
         weight: nn.Parameter = (
             layer.weight if isinstance(layer, QuantWeighted) else layer.weights_to_quantize()[self.attribute]
         )
@@ -70,28 +70,25 @@ class GridWeight:
         bn = self.batch_norm
         if bn is None:
             return None
-        layer: Any = self.layer
-        return divisor_of(bn, step_variance(layer, bn) if variance is None else variance).detach()
+        return divisor_of(bn, step_variance(self.layer, bn) if variance is None else variance).detach()
 
     def take_factor(self, variance: Tensor | None) -> Tensor | None:
         """Return the factor of the next step, by its variance. The scales take it, as they do in that step's forward."""
-        layer: Any = self.layer
-        if variance is not None and layer.takes_factor:
-            take_factor(layer, layer.batch_norm, variance, frozen=True)
+        if variance is not None and self.layer.takes_factor:
+            take_factor(self.layer, self.layer.batch_norm, variance, frozen=True)
         return self.factor(variance)
 
     @property
     def keeps_units(self) -> bool:
         """Whether the grid is the same in units of the parameter in each step."""
-        layer: Any = self.layer
         if self.batch_norm is None or isinstance(self.batch_norm, QuantFrozenBatchNorm):
             return True
-        return layer.takes_factor and self.quantizer.scale.numel() == layer.channels()  # type: ignore[no-any-return]
+        takes_factor: bool = self.layer.takes_factor
+        return takes_factor and self.quantizer.scale.numel() == self.layer.channels()
 
     def scaled(self, weight: Tensor, factor: Tensor | None) -> Tensor:
         """Multiply each output channel of a tensor like the parameter by its factor."""
-        layer: Any = self.layer
-        scaled: Tensor = weight if factor is None else layer.scale_output_channels(weight, factor)
+        scaled: Tensor = weight if factor is None else self.layer.scale_output_channels(weight, factor)
         return scaled
 
     def take_range(self, quantized: Tensor) -> None:

@@ -1,0 +1,1 @@
+"""QAT layers, by the layers of torch that they replace."""

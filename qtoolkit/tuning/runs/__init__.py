@@ -1,0 +1,1 @@
+"""Running a model on the batches of the user: as a whole, or stretch by stretch."""
