@@ -14,19 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """A node of the graph that a runtime executes.
+    """A node of the graph that a runtime executes."""
 
-    Attributes:
-        name: The layer of the model whose quantized weight it takes; otherwise the node's name in the file.
-        kernel: The runtime's name of the op.
-        integer: Whether it computes on integer codes.
-        left: Whether a delegate leaves it to kernels of the runtime itself.
-    """
-
-    name: str
-    kernel: str
-    integer: bool
-    left: bool = False
+    name: str  # the layer of the model whose quantized weight it takes; otherwise the node's name in the file
+    kernel: str  # the runtime's name of the op
+    integer: bool  # whether it computes on integer codes
+    left: bool = False  # whether a delegate leaves it to kernels of the runtime itself
 
 
 @dataclass(frozen=True)

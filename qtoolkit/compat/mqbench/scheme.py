@@ -51,16 +51,11 @@ class QuantizeScheme:
 
 @dataclass(frozen=True)
 class _Name:
-    """What a name of MQBench stands for.
+    """What a name of MQBench stands for."""
 
-    Attributes:
-        name: The observer or quantizer of a QuantSpec.
-        fixed: Options that the name sets.
-        options: Each option in MQBench, with the one here and its value for MQBench's.
-    """
-
-    name: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # the observer or quantizer of a QuantSpec
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # options that the name sets
+    # each option in MQBench, with the one here and its value for MQBench's
     options: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
 
     def given(self, what: str, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,15 +50,10 @@ class BranchesOnModeError(Exception):
 
 
 class Mode(int):
-    """The flag `training` of a submodule while it is traced, with a reference to the submodule.
+    """The flag `training` of a submodule while it is traced, with a reference to the submodule."""
 
-    Attributes:
-        module: The submodule.
-        on_branch: Called with the submodule where Python branches on the flag.
-    """
-
-    module: nn.Module
-    on_branch: Callable[[nn.Module], None]
+    module: nn.Module  # the submodule
+    on_branch: Callable[[nn.Module], None]  # called with the submodule where Python branches on the flag
 
     @classmethod
     def of(cls, module: nn.Module, on_branch: Callable[[nn.Module], None]) -> Self:

@@ -18,15 +18,11 @@ FIXED_TYPES = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a model's forward by named arguments, without `*args` and `**kwargs`.
+    """A call of a model's forward by named arguments, without `*args` and `**kwargs`."""
 
-    Attributes:
-        signature: The named parameters; each becomes an input of the graph.
-        passed: The names of the arguments that the call passes, each with whether it is passed by keyword. The others are left
-            at their defaults, as a decorator may tell them from arguments that are passed.
-    """
-
-    signature: inspect.Signature
+    signature: inspect.Signature  # the named parameters; each becomes an input of the graph
+    # the names of the arguments that the call passes, each with whether it is passed by keyword. The others are left at their
+    # defaults, as a decorator may tell them from arguments that are passed
     passed: Mapping[str, bool]
 
     @classmethod
@@ -78,18 +74,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a forward that is traced.
+    """The arguments of a forward that is traced."""
 
-    Attributes:
-        given: The example value of each argument; None without example inputs.
-        fixed: The values of those that are fixed: the user's choices, and arguments whose example value or default is a flag,
-            a string or None; a default that is a number is fixed too.
-        call: How forward is called; None if its `*args` or `**kwargs` have values, or may have some.
-    """
-
-    given: dict[str, Any] | None
+    given: dict[str, Any] | None  # the example value of each argument; None without example inputs
+    # the values of those that are fixed: the user's choices, and arguments whose example value or default is a flag, a string
+    # or None; a default that is a number is fixed too
     fixed: dict[str, Any]
-    call: Call | None
+    call: Call | None  # how forward is called; None if its `*args` or `**kwargs` have values, or may have some
 
     @classmethod
     def of(cls, model: nn.Module, chosen: Mapping[str, Any] | None, example_inputs: Any) -> "Arguments":

@@ -39,19 +39,12 @@ WRAPPERS: Mapping[str, str] = {
 
 
 class Captured(NamedTuple):
-    """A model as a graph, and what its forward did while it was traced.
-
-    Attributes:
-        gm: The graph module.
-        calls: The calls of its blocks.
-        branches: The submodules of which the graph has the branch of one mode in both modes.
-        output_types: The classes of mappings that it returns.
-    """
+    """A model as a graph, and what its forward did while it was traced."""
 
     gm: QuantizedGraphModule
-    calls: tuple[BlockCall, ...]
-    branches: tuple[str, ...]
-    output_types: OutputTypes
+    calls: tuple[BlockCall, ...]  # the calls of its blocks
+    branches: tuple[str, ...]  # the submodules of which the graph has the branch of one mode in both modes
+    output_types: OutputTypes  # the classes of mappings that it returns
 
 
 def run(

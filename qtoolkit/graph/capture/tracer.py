@@ -60,19 +60,12 @@ TO_PASS_ANOTHER = (
 
 
 class Checkpoint(NamedTuple):
-    """The state of a trace, to which `ModelTracer` can roll back.
-
-    Attributes:
-        last: The last node.
-        module_stack: The stack of modules of torch.fx, which does not restore it after an error.
-        rebound: The number of proxies that were rebound.
-        calls: The number of calls of blocks.
-    """
+    """The state of a trace, to which `ModelTracer` can roll back."""
 
     last: fx.Node
-    module_stack: Any
-    rebound: int
-    calls: int
+    module_stack: Any  # the stack of modules of torch.fx, which does not restore it after an error
+    rebound: int  # the number of proxies that were rebound
+    calls: int  # the number of calls of blocks
 
 
 class ModelTracer(fx.Tracer):
@@ -84,19 +77,6 @@ class ModelTracer(fx.Tracer):
         shapes: Values of nodes for the example inputs, or None.
         scripted: Module and name of each function compiled by torch.jit.script.
         call: How forward is called; None passes its arguments as torch.fx does.
-
-    Attributes:
-        path: Names and modules of the submodules that are being traced, outermost first; after an error, those of the error.
-        modes: The node that reads the training mode of each submodule.
-        branching: The submodules whose Python branches on their mode; the graph has the branch of this mode only.
-        rebound: Proxies that an assignment to an item has bound to a new node, each with its former node.
-        inlined: Nodes that return the result of an inlined function.
-        tensors: Parameters and buffers of the model.
-        checkpointed: Whether the forward calls torch.utils.checkpoint.
-        without_grad: Nodes made under torch.no_grad.
-        blocks: The calls of submodules that are traced.
-        output_types: The classes of mappings that forward returned.
-        finite_checks: Nodes that test whether values are finite, each with the submodule whose Python branches on it.
     """
 
     proxy_buffer_attributes = True  # otherwise values computed from buffers alone would be constants of the graph
@@ -115,17 +95,21 @@ class ModelTracer(fx.Tracer):
         super().__init__(autowrap_functions=self.leaf_functions)
         self.leaf_modules, self.leaf_submodules, self.shapes = tuple(leaf_modules), set(leaf_submodules), shapes
         self.call = call
+        # names and modules of the submodules that are being traced, outermost first; after an error, those of the error
         self.path: list[tuple[str, nn.Module]] = []
-        self.tensors: set[Tensor] = set()
-        self.checkpointed = False
+        self.tensors: set[Tensor] = set()  # parameters and buffers of the model
+        self.checkpointed = False  # whether the forward calls torch.utils.checkpoint
         self.propagating = False
-        self.modes: dict[nn.Module, fx.Node] = {}
+        self.modes: dict[nn.Module, fx.Node] = {}  # the node that reads the training mode of each submodule
+        # the submodules whose Python branches on their mode; the graph has the branch of this mode only
         self.branching: dict[nn.Module, None] = {}
+        # proxies that an assignment to an item has bound to a new node, each with its former node
         self.rebound: list[tuple[SizedProxy, fx.Node]] = []
-        self.inlined: list[fx.Node] = []
-        self.blocks = CallRecorder()
-        self.without_grad: list[fx.Node] = []
-        self.output_types: OutputTypes = ()
+        self.inlined: list[fx.Node] = []  # nodes that return the result of an inlined function
+        self.blocks = CallRecorder()  # the calls of submodules that are traced
+        self.without_grad: list[fx.Node] = []  # nodes made under torch.no_grad
+        self.output_types: OutputTypes = ()  # the classes of mappings that forward returned
+        # nodes that test whether values are finite, each with the submodule whose Python branches on it
         self.finite_checks: dict[fx.Node, str] = {}
         self.torch_modes = TorchModes(shapes is not None)
         self.patches = [*recorded_functions(), *self.torch_modes.patches()]

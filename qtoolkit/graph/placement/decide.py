@@ -33,53 +33,34 @@ from qtoolkit.verdicts import Verdict
 
 @dataclass(frozen=True)
 class Request:
-    """An op's request for a quantized tensor.
+    """An op's request for a quantized tensor."""
 
-    Attributes:
-        producer: The op that computes the tensor, which the quantizer follows; or a concat, whose inputs are quantized.
-        through: The ops that only move values between the producer and the consumer.
-        consumer: The op that asks.
-        spec: How the consumer's config quantizes it.
-        why: The rule.
-    """
-
+    # the op that computes the tensor, which the quantizer follows; or a concat, whose inputs are quantized
     producer: fx.Node
-    through: tuple[fx.Node, ...]
-    consumer: fx.Node
-    spec: QuantSpec
-    why: str
+    through: tuple[fx.Node, ...]  # the ops that only move values between the producer and the consumer
+    consumer: fx.Node  # the op that asks
+    spec: QuantSpec  # how the consumer's config quantizes it
+    why: str  # the rule
 
 
 @dataclass(frozen=True)
 class PlannedQuantizer:
-    """One quantizer, and the tensors that it quantizes.
+    """One quantizer, and the tensors that it quantizes."""
 
-    Attributes:
-        name: The name of the tensor's node, or of the concat whose inputs share the quantizer.
-        producers: The ops that compute the tensors.
-        spec: The spec with most bits that a consumer asks for; unsigned where no tensor is ever negative and the target
-            allows it.
-        requests: The requests that it serves.
-    """
-
-    name: str
-    producers: tuple[fx.Node, ...]
+    name: str  # the name of the tensor's node, or of the concat whose inputs share the quantizer
+    producers: tuple[fx.Node, ...]  # the ops that compute the tensors
+    # the spec with most bits that a consumer asks for; unsigned where no tensor is ever negative and the target allows it
     spec: QuantSpec
-    requests: tuple[Request, ...]
+    requests: tuple[Request, ...]  # the requests that it serves
 
 
 @dataclass
 class Decisions:
-    """What is quantized, and why an op that could be is not.
+    """What is quantized, and why an op that could be is not."""
 
-    Attributes:
-        quantizers: The activation quantizers.
-        weights: The weights of functions.
-        left: The verdict on each op that a rule of the target leaves in float, by the op's name.
-    """
-
-    quantizers: list[PlannedQuantizer] = field(default_factory=list)
-    weights: list[Request] = field(default_factory=list)
+    quantizers: list[PlannedQuantizer] = field(default_factory=list)  # the activation quantizers
+    weights: list[Request] = field(default_factory=list)  # the weights of functions
+    # the verdict on each op that a rule of the target leaves in float, by the op's name
     left: dict[str, Verdict] = field(default_factory=dict)
 
 

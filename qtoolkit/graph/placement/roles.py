@@ -21,15 +21,14 @@ class Roles:
 
     Attributes:
         rules: The config of each op.
-        parameters: Nodes computed from parameters alone.
-        unit: The first op of the unit of each batch norm and activation that is in one.
     """
 
     def __init__(self, graph: fx.Graph, rules: LayerRules) -> None:
         self.rules, self.backend = rules, rules.backend
-        self.parameters = parameters_in(graph)
+        self.parameters = parameters_in(graph)  # nodes computed from parameters alone
         self._rule_of = {node: rule_of_node(node, rules) for node in graph.nodes if node.op not in NO_OPS}
         self._role_of = {node: self._by_rule(node) for node in graph.nodes}
+        # the first op of the unit of each batch norm and activation that is in one
         self.unit: dict[fx.Node, fx.Node] = {}
         self._last: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:

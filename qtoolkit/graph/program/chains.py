@@ -39,27 +39,16 @@ SIZES = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")  
 
 @dataclass
 class Chain:
-    """Nodes that run as one op, each with one user, but the last.
-
-    Attributes:
-        batch_norm: The batch norm.
-        layer: The QAT layer before it that is linked to it.
-        add: An add of its output and another tensor.
-        residual: That tensor.
-        activation: A piecewise linear activation.
-        bounds: What it computes, if it is a function.
-        quantizer: The inserted quantizer.
-        end: Why nothing more is in it.
-    """
+    """Nodes that run as one op, each with one user, but the last."""
 
     batch_norm: fx.Node
-    layer: fx.Node | None = None
-    add: fx.Node | None = None
-    residual: fx.Node | None = None
-    activation: fx.Node | None = None
-    bounds: Bounds | None = None
+    layer: fx.Node | None = None  # the QAT layer before it that is linked to it
+    add: fx.Node | None = None  # an add of its output and another tensor
+    residual: fx.Node | None = None  # that tensor
+    activation: fx.Node | None = None  # a piecewise linear activation
+    bounds: Bounds | None = None  # what it computes, if it is a function
     quantizer: fx.Node | None = None
-    end: str = ""
+    end: str = ""  # why nothing more is in it
 
     @property
     def following(self) -> list[fx.Node]:
@@ -107,14 +96,9 @@ class Chain:
 
 @dataclass(frozen=True)
 class Pair:
-    """Nodes that run as one op.
+    """Nodes that run as one op."""
 
-    Attributes:
-        function: An activation or a layer norm, whose only user is the other.
-        quantizer: The inserted quantizer.
-    """
-
-    function: fx.Node
+    function: fx.Node  # an activation or a layer norm, whose only user is the other
     quantizer: fx.Node
 
     @property

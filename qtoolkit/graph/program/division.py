@@ -26,21 +26,13 @@ class NoPartError(Exception):
 
 @dataclass
 class Part:
-    """A block's part of the graph.
-
-    Attributes:
-        block: The block.
-        call: Its call.
-        args: Its positional arguments, with nodes of the graph.
-        kwargs: Its keyword arguments.
-        result: What it returns.
-    """
+    """A block's part of the graph."""
 
     block: TracedBlock
     call: BlockCall
-    args: tuple[Any, ...] = ()
+    args: tuple[Any, ...] = ()  # its positional arguments, with nodes of the graph
     kwargs: dict[str, Any] = field(default_factory=dict)
-    result: Any = None
+    result: Any = None  # what it returns
 
 
 def free_nodes(gm: fx.GraphModule) -> set[fx.Node]:
@@ -54,17 +46,12 @@ class Division:
     Args:
         gm: The model.
         calls: The calls of its blocks.
-
-    Attributes:
-        free: What `free_nodes` returns.
-        parts: The parts of the blocks that can run them, by the indices of their calls.
-        reasons: Why other blocks that are called cannot.
     """
 
     def __init__(self, gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> None:
         self.gm, self.calls = gm, calls
         self.paths = [ancestors(calls, call) for call in range(len(calls))]
-        self.free = free_nodes(gm)
+        self.free = free_nodes(gm)  # what `free_nodes` returns
         self.nodes = [node for node in gm.graph.nodes if node not in self.free]
         self.order = {node: place for place, node in enumerate(self.nodes)}
         self.path_of = self._paths_of_nodes()
@@ -73,8 +60,8 @@ class Division:
             for call in self.path_of[node]:
                 self.members[call].append(node)
         self.current = {name: node for node in gm.graph.nodes for name in (*facts_of(node).replaces, node.name)}
-        self.parts: dict[int, Part] = {}
-        self.reasons: dict[TracedBlock, str] = {}
+        self.parts: dict[int, Part] = {}  # the parts of the blocks that can run them, by the indices of their calls
+        self.reasons: dict[TracedBlock, str] = {}  # why other blocks that are called cannot
         counts = Counter(call.block for call in calls)
         for index in range(ROOT + 1, len(calls)):
             block = find_module(gm, calls[index].block)

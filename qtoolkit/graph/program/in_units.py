@@ -44,12 +44,7 @@ class UnitWriter(Writer):
         found: What computes the products of two activations, by the names of their nodes.
 
     Attributes:
-        chains: The chains of ops in the part that are one call.
-        units: The units that are no chains, by their last nodes: the node of the layer or of the function before the
-            quantizer, if there is one.
         known: The nodes of what is known of results, which units return, by the nodes of the results.
-        takers: The nodes whose ops take what is known of their inputs.
-        changed: Whether the written code differs from the nodes of the model's graph.
     """
 
     def __init__(self, division: Division, index: int, found: Products) -> None:
@@ -59,19 +54,22 @@ class UnitWriter(Writer):
         self.owner: nn.Module = division.gm if part is None else part.block
         self.order = {item: place for place, item in enumerate(self.items) if isinstance(item, fx.Node)}
         self.results = {leaf for _, leaf in leaves(() if part is None else part.result) if isinstance(leaf, fx.Node)}
-        self.chains = find_chains(list(self.order), self.results)
+        self.chains = find_chains(list(self.order), self.results)  # the chains of ops in the part that are one call
         self.inner = {node for chain in self.chains for node in chain.nodes}
         for chain in self.chains:
             if chain.layer is not None and not self._runs_at_the_end(chain.layer, chain):
                 self.inner.remove(chain.layer)
                 chain.layer = None
         self.ends = {chain.last: chain for chain in self.chains}
+        # the units that are no chains, by their last nodes: the node of the layer or of the function before the quantizer, if
+        # there is one
         self.units = self._found(self.inner)
         self.inner |= {before for last, before in self.units.items() if before not in (None, last)}
         layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))
         joined = (node for chain in self.chains for node in (chain.layer, chain.add) if node is not None)
         others = list(filter(self._is_other, self.order))
-        self.takers = {*layers, *joined, *others}
+        self.takers = {*layers, *joined, *others}  # the nodes whose ops take what is known of their inputs
+        # whether the written code differs from the nodes of the model's graph
         self.changed = bool(self.chains or self.units or others)
 
     def _runs_at_the_end(self, layer: fx.Node, chain: Chain) -> bool:

@@ -25,7 +25,6 @@ class Writer:
         index: The index of the part's call.
 
     Attributes:
-        items: What the part runs, in order: nodes, and the indices of the calls of blocks.
         graph: The graph of the part.
         written: The node in it for each node of the model's graph.
     """
@@ -34,6 +33,7 @@ class Writer:
         self.division, self.index = division, index
         self.name = division.calls[index].block
         self.graph, self.written = fx.Graph(), dict[fx.Node, Any]()
+        # what the part runs, in order: nodes, and the indices of the calls of blocks
         self.items = list(division.items(index))
 
     def write(self) -> fx.Graph:

@@ -41,19 +41,12 @@ class UnlikeError(Exception):
 
 
 class Traced(NamedTuple):
-    """A model with its graph, traced in one mode.
-
-    Attributes:
-        model: The model.
-        graph: Its graph.
-        modes: The node of the graph that reads the training mode of each submodule.
-        calls: The calls of blocks that its nodes belong to.
-    """
+    """A model with its graph, traced in one mode."""
 
     model: nn.Module
     graph: fx.Graph
-    modes: Mapping[nn.Module, fx.Node]
-    calls: Sequence[BlockCall]
+    modes: Mapping[nn.Module, fx.Node]  # the node of the graph that reads the training mode of each submodule
+    calls: Sequence[BlockCall]  # the calls of blocks that its nodes belong to
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,36 +33,23 @@ NOT_TRAINED = (None, None, None)
 
 @dataclass(slots=True)
 class Call:
-    """A call of an op, for those after it.
+    """A call of an op, for those after it."""
 
-    Attributes:
-        shape: The shape of the unit's first input.
-        dtype: Its dtype.
-        constants: What may differ from call to call besides tensors.
-        repeat: Computes the op from the tensors that may differ. It returns nothing where its other arguments might too.
-    """
-
-    shape: torch.Size
+    shape: torch.Size  # the shape of the unit's first input
     dtype: torch.dtype
-    constants: tuple[Any, ...]
+    constants: tuple[Any, ...]  # what may differ from call to call besides tensors
+    # computes the op from the tensors that may differ. It returns nothing where its other arguments might too
     repeat: Callable[[Sequence[Tensor | None]], list[Tensor]]
 
 
 @dataclass(slots=True)
 class Plan:
-    """How one op computes a unit for inputs of a kind.
+    """How one op computes a unit for inputs of a kind."""
 
-    Attributes:
-        quantizer: The output's quantizer in the op, if there is one.
-        output: The output's scale and grid.
-        with_codes: Whether the op returns the codes of its output.
-        call: The last call.
-    """
-
-    quantizer: TensorQuantizer | None
-    output: GridNow
-    with_codes: bool
-    call: Call | None = field(default=None, init=False)
+    quantizer: TensorQuantizer | None  # the output's quantizer in the op, if there is one
+    output: GridNow  # the output's scale and grid
+    with_codes: bool  # whether the op returns the codes of its output
+    call: Call | None = field(default=None, init=False)  # the last call
 
 
 Varying = tuple[tuple[Tensor | None, ...], tuple[Any, ...]]
@@ -80,11 +67,6 @@ class Decided(Generic[P]):
     Args:
         root: The model, or the block of it in which the unit runs.
         names: The names of its modules there, that of its quantizer last; None stands for those that there are not.
-
-    Attributes:
-        modules: The modules, as they were when it was last decided.
-        plans: The plans for kinds of inputs; None where one op may not compute the unit.
-        last: The plan of the last call of the op.
     """
 
     VARYING: ClassVar[tuple[str, ...]]
@@ -93,9 +75,10 @@ class Decided(Generic[P]):
     def __init__(self, root: nn.Module, names: Sequence[str | None]) -> None:
         self.root, self.names = ref(root), tuple(names)
         self.snapshot: Snapshot | None = None
-        self.modules: tuple[Any, ...] = ()
+        self.modules: tuple[Any, ...] = ()  # the modules, as they were when it was last decided
+        # the plans for kinds of inputs; None where one op may not compute the unit
         self.plans: dict[Hashable, P | None] = {}
-        self.last: P | None = None
+        self.last: P | None = None  # the plan of the last call of the op
 
     def look(self) -> None:
         """Take the modules as they are now, if that may be other ones than before."""
@@ -235,20 +218,14 @@ def _gives_grid(quantizer: Any) -> bool:
 
 
 class LayerArguments(NamedTuple):
-    """What an op is told about a layer, for inputs of a kind, in its order.
+    """What an op is told about a layer, for inputs of a kind, in its order."""
 
-    Attributes:
-        grid: The weight's scale and grid, and the range that it follows; None where they are computed at each call.
-        geometry: What the layer computes, and whether on codes.
-        computed: The type and the memory format of its output.
-        like: A tensor of the output's shape, without memory.
-        takes_raw: Whether the scale of the input is trained by what the input was before it was quantized, if that is known.
-    """
-
+    # the weight's scale and grid, and the range that it follows; None where they are computed at each call
     grid: tuple[Grid, Grid] | None
-    geometry: tuple[Any, ...]
-    computed: tuple[Any, ...]
-    like: Tensor
+    geometry: tuple[Any, ...]  # what the layer computes, and whether on codes
+    computed: tuple[Any, ...]  # the type and the memory format of its output
+    like: Tensor  # a tensor of the output's shape, without memory
+    # whether the scale of the input is trained by what the input was before it was quantized, if that is known
     takes_raw: bool
 
     @property

@@ -66,23 +66,16 @@ class Names(NamedTuple):
 
 @dataclass(slots=True)
 class NormPlan(Plan):
-    """The arguments of the op for some inputs.
-
-    Attributes:
-        layer: The layer.
-        rounds_bias: Whether the bias that a frozen batch norm gives it is put on the grid of its sums.
-        norm: The batch norm, without the variance with which the weight is folded: with its mean if it is frozen, else with
-            the running statistics, and the process group with which they are shared.
-        activation: Its bounds.
-        last: Whether the layer's output is in channels_last.
-        changing: The parameters whose changes end a step; None if nothing depends on the factor of a step.
-    """
+    """The arguments of the op for some inputs."""
 
     layer: LayerArguments
-    rounds_bias: bool
+    rounds_bias: bool  # whether the bias that a frozen batch norm gives it is put on the grid of its sums
+    # the batch norm, without the variance with which the weight is folded: with its mean if it is frozen, else with the
+    # running statistics, and the process group with which they are shared
     norm: tuple[Any, ...]
     activation: tuple[float, float, float]
-    last: bool
+    last: bool  # whether the layer's output is in channels_last
+    # the parameters whose changes end a step; None if nothing depends on the factor of a step
     changing: Changing | None
 
 

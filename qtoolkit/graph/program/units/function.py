@@ -55,13 +55,9 @@ OF_FUNCTION: Mapping[Any, Function] = {F.gelu: _gelu("none"), torch.relu: _named
 
 @dataclass(slots=True)
 class FunctionPlan(Plan):
-    """The arguments of the op for some inputs.
+    """The arguments of the op for some inputs."""
 
-    Attributes:
-        function: What is computed before the quantizer.
-    """
-
-    function: Function
+    function: Function  # what is computed before the quantizer
 
 
 class FunctionUnit(Decided[FunctionPlan]):

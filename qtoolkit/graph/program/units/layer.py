@@ -35,15 +35,10 @@ _bind = library.bind_layer_fake_quant.default
 
 @dataclass(slots=True)
 class LayerPlan(Plan):
-    """The arguments of the op for some inputs.
-
-    Attributes:
-        layer: The layer.
-        rounds_bias: Whether its bias is put on the grid of its sums.
-    """
+    """The arguments of the op for some inputs."""
 
     layer: LayerArguments
-    rounds_bias: bool
+    rounds_bias: bool  # whether its bias is put on the grid of its sums
 
 
 class LayerUnit(Decided[LayerPlan]):
