@@ -44,11 +44,8 @@ from qtoolkit.shared_modules import names_by_module
 class Method:
     """A method bound to a module. Copies and pickles drop the module, and `QuantizedGraphModule` binds them to the new one.
 
-    Args:
-        function: The function in the model's class; None in a pickle that was loaded where its code is not there: the model
-            then has no such attribute.
-        owner: The module that the function gets as `self`.
-        needed: Whether a pickle cannot be written or loaded without the function.
+    `function` is that of the model's class; None in a pickle that was loaded where its code is not there: the model then has
+    no such attribute. `needed` is whether a pickle cannot be written or loaded without it.
     """
 
     def __init__(self, function: Any, owner: nn.Module | None = None, needed: bool = True) -> None:
@@ -117,8 +114,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     ) -> Self:
         """Return one for a module and a graph that uses its submodules, parameters and buffers.
 
-        Raises:
-            ValueError: The module has a submodule, parameter or buffer of the name of an attribute of this class.
+        Raises ValueError: the module has a submodule, parameter or buffer of the name of an attribute of this class.
         """
         _check_names(root)
         result = cls(root, graph, name)

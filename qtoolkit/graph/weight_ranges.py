@@ -17,10 +17,7 @@ def refresh(
 ) -> None:
     """Set each range that follows a weight to that of the weight, if it may have changed since it was taken.
 
-    Args:
-        gm: The model.
-        changed: Whether a weight is known to have changed.
-        values_of: Computes nodes that depend on parameters alone.
+    `changed` is whether a weight is known to have; `values_of` computes nodes that depend on parameters alone.
     """
     stale = [(quantizer, weight) for quantizer, weight in _weights(gm) if is_stale(quantizer, changed)]
     values = values_of([weight for _, weight in stale])

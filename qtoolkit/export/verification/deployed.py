@@ -101,14 +101,9 @@ class RuntimeCodes:
         names: Iterable[str],
         **model: Any,
     ) -> "RuntimeCodes":
-        """Return the comparison of one execution.
+        """Return the comparison of one execution: its counts, and its outputs with others.
 
-        Args:
-            executed: The execution.
-            counts: The comparison at each quantizer.
-            outputs: What its outputs are compared with.
-            names: The quantizers that should be compared.
-            model: The fields that a model gives.
+        `names` are the quantizers that should be compared, `model` has the fields that a model gives.
         """
         return cls(
             executed.runtime,

@@ -35,11 +35,8 @@ class Call:
     ) -> "Call | None":
         """Return the call of a forward; None if its `*args` or `**kwargs` have values, or may have some.
 
-        Args:
-            parameters: The parameters of forward.
-            given: The example value of each argument; None if there are none.
-            fixed: The arguments that are left at their defaults, unless they are given.
-            by_name: Those that the example inputs pass by keyword.
+        `given` has the example value of each argument, or is None; the arguments `fixed` are left at their defaults unless they
+        are given; the example inputs pass those `by_name` by keyword.
         """
         variadic = [name for name, parameter in parameters.items() if parameter.kind in VARIADIC]
         if variadic and (given is None or any(name in given for name in variadic)):
@@ -84,16 +81,9 @@ class Arguments:
 
     @classmethod
     def of(cls, model: nn.Module, chosen: Mapping[str, Any] | None, example_inputs: Any) -> "Arguments":
-        """Return the arguments of a model's forward.
+        """Return the arguments of a model's forward; `chosen` are the values that the user has fixed.
 
-        Args:
-            model: The model.
-            chosen: The values that the user has fixed.
-            example_inputs: As for `qtoolkit.model_inputs.split`; None if there are none.
-
-        Raises:
-            ValueError: A key of `chosen` is not an argument of forward.
-            TypeError: The example inputs do not match the signature of forward.
+        Raises ValueError: a key of `chosen` is not an argument of forward; TypeError: the example inputs do not match it.
         """
         parameters = inspect.signature(model.forward).parameters
         if not isinstance(chosen, Mapping | None):

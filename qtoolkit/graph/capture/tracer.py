@@ -71,12 +71,8 @@ class Checkpoint(NamedTuple):
 class ModelTracer(fx.Tracer):
     """fx.Tracer with more leaf modules, shape propagation, and a record of the submodule that is being traced.
 
-    Args:
-        leaf_modules: Types of leaf modules.
-        leaf_submodules: Submodules that are leaf modules.
-        shapes: Values of nodes for the example inputs, or None.
-        scripted: Module and name of each function compiled by torch.jit.script.
-        call: How forward is called; None passes its arguments as torch.fx does.
+    `scripted` has the module and the name of each function compiled by torch.jit.script; `call` says how forward is called, or
+    is None where its arguments are passed as torch.fx does.
     """
 
     proxy_buffer_attributes = True  # otherwise values computed from buffers alone would be constants of the graph
@@ -192,8 +188,7 @@ class ModelTracer(fx.Tracer):
     def _is_built_in_forward(self, m: nn.Module) -> bool:
         """Return whether a module is none of the model's, as a loss that forward builds: its operations are traced.
 
-        Raises:
-            RuntimeError: It has parameters, buffers or submodules.
+        Raises RuntimeError: it has parameters, buffers or submodules.
         """
         if m in (self.submodule_paths or ()):
             return False
@@ -287,10 +282,8 @@ class ModelTracer(fx.Tracer):
         """Return a value as the argument of a node.
 
         torch.fx would take a proxy that is an instance of Tensor for a constant, an OrderedDict for a dict and a mode for an
-        int, and write a number of NumPy as code that names NumPy.
-
-        Raises:
-            RuntimeError: A tensor was computed from a traced value without a node, or no graph can hold a value of this type.
+        int, and write a number of NumPy as code that names NumPy. Raises RuntimeError: a tensor was computed from a traced
+        value without a node, or no graph can hold a value of this type.
         """
         if isinstance(a, fx.Proxy):
             return a.node
@@ -313,11 +306,7 @@ class ModelTracer(fx.Tracer):
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
     ) -> fx.Node:
-        """Make a node, and propagate shapes through it if there are example inputs.
-
-        Raises:
-            RuntimeError: The code is in a mode of torch that a graph does not record.
-        """
+        """Make a node, and propagate shapes through it; RuntimeError in a mode of torch that a graph does not record."""
         is_op = kind not in ("placeholder", "output")
         if is_op:
             self.torch_modes.check()
@@ -372,11 +361,7 @@ class ModelTracer(fx.Tracer):
         return mode
 
     def branch_on_mode(self, module: nn.Module) -> None:
-        """Make the submodule that is traced a leaf module if it has no state; otherwise note that it branches on its mode.
-
-        Raises:
-            BranchesOnModeError: The submodule becomes a leaf module.
-        """
+        """Note that a submodule branches on its mode; BranchesOnModeError for one without state, to become a leaf module."""
         if self.path and self.path[-1][1] is module and has_no_state(module):
             raise BranchesOnModeError
         if not type(module).__module__.startswith("torch."):  # torch's modules compute the same in all branches
@@ -389,11 +374,7 @@ class ModelTracer(fx.Tracer):
         return UNKNOWN if self.shapes is None else self.shapes[proxy.node]
 
     def guard(self, proxy: fx.Proxy, kind: type = object) -> Any:
-        """Return the example value of a proxy, and add a check to the graph that the value stays the same.
-
-        Raises:
-            TraceError: The value depends on data.
-        """
+        """Return the example value of a proxy, and let the graph check that it stays the same; TraceError if data decides."""
         value = self.value_of(proxy)
         if not is_plain(value):
             return super().to_bool(proxy)  # raises

@@ -74,11 +74,7 @@ def untraceable(
 ) -> UntraceableError:
     """Return the error that reports an exception at tracing.
 
-    Args:
-        error: The exception.
-        model: The model.
-        path: Names and modules of the submodules that were being traced, outermost first.
-        has_example_inputs: Whether shapes were known.
+    `path` has the names and modules of the submodules that were being traced, outermost first.
     """
     name, module = path[-1] if path else ("", model)
     kind = type(module).__name__

@@ -18,9 +18,6 @@ class Roles:
     A user's rule with config None makes an op float. One that names an op itself, with a config, makes a float op "compute" (a
     regular expression only ops of a known kind). A unit is an op with the batch norm and the activation that follow it and
     have no other input: one op on the target.
-
-    Attributes:
-        rules: The config of each op.
     """
 
     def __init__(self, graph: fx.Graph, rules: LayerRules) -> None:

@@ -18,12 +18,9 @@ def source_of(node: fx.Node) -> fx.Node | None:
 
 
 def computed_by(node: fx.Node, quantizers: bool = True, sole_user: bool = False) -> fx.Node | None:
-    """Return the op that computes a tensor, back through ops that return their input in eval mode.
+    """Return the op that computes a tensor, back through ops that return their input in eval mode, and through `quantizers`.
 
-    Args:
-        node: The node whose output the tensor is.
-        quantizers: Whether to go back through quantizers too.
-        sole_user: Return None where a tensor on the way has other users.
+    With `sole_user` None where a tensor on the way has other users.
     """
     while not sole_user or len(users_of(node)) == 1:
         if not ((quantizers and is_quantizer(node)) or kind_of(node).returns_input):
@@ -35,13 +32,8 @@ def computed_by(node: fx.Node, quantizers: bool = True, sole_user: bool = False)
 def quantizer_behind(node: fx.Node, backend: Backend, in_training: bool = False) -> fx.Node | None:
     """Return the quantizer node that a tensor comes from, through ops that only move values; None where it is float.
 
-    For a concat whose inputs share a scale, it is the first input's.
-
-    Args:
-        node: The tensor.
-        backend: The target, whose roles say which ops only move values.
-        in_training: Whether values must be on the quantizer's grid in training mode too: behind a dropout they are not, unless
-            its probability is 0 (see `dropouts_behind`).
+    For a concat whose inputs share a scale, it is the first input's. `in_training` asks that values are on the quantizer's grid
+    in training mode too: behind a dropout they are not, unless its probability is 0 (see `dropouts_behind`).
     """
     while not is_quantizer(node):
         role = backend.role(kind_of(node))

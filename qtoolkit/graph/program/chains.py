@@ -115,12 +115,7 @@ class Pair:
 
 
 def find_chains(nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> list[Chain]:
-    """Return the chains among nodes of a GraphModule.
-
-    Args:
-        nodes: The nodes that one function runs, in order.
-        results: Those that it returns, which must be computed.
-    """
+    """Return the chains among the nodes that one function runs, in order; `results` are those that it returns."""
     return _Finder(nodes, results).run()
 
 

@@ -41,17 +41,12 @@ def free_nodes(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 class Division:
-    """The parts of a graph.
-
-    Args:
-        gm: The model.
-        calls: The calls of its blocks.
-    """
+    """The parts of a model's graph, by the calls of its blocks."""
 
     def __init__(self, gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> None:
         self.gm, self.calls = gm, calls
         self.paths = [ancestors(calls, call) for call in range(len(calls))]
-        self.free = free_nodes(gm)  # what `free_nodes` returns
+        self.free = free_nodes(gm)
         self.nodes = [node for node in gm.graph.nodes if node not in self.free]
         self.order = {node: place for place, node in enumerate(self.nodes)}
         self.path_of = self._paths_of_nodes()
@@ -161,8 +156,7 @@ class Division:
 def _stand_ins(used: set[fx.Node], tree: Any, why: str) -> dict[fx.Node, fx.Node]:
     """Return for each node in arguments or a result the node that takes its place: that node, or its only quantizer.
 
-    Raises:
-        NoPartError: A node that is used is neither.
+    Raises NoPartError: a node that is used is neither.
     """
     known = {leaf for _, leaf in leaves(tree) if isinstance(leaf, fx.Node)}
     places = {node: node for node in used & known}

@@ -57,9 +57,7 @@ Output = tuple[Tensor, Tensor | None]  # of a layer: undivided, with the factor 
 def why_batch_norm_not_fused(bn: nn.Module, folded: bool = False) -> str | None:
     """Return why the op does not compute a batch norm in training mode.
 
-    Args:
-        bn: The batch norm.
-        folded: Whether it normalizes by its running statistics, so that its layer computes it.
+    A `folded` one normalizes by its running statistics, so that its layer computes it.
     """
     if isinstance(bn, nn.SyncBatchNorm) and not folded:
         # torch's exchanges statistics in another way: where one rank has hooks on it, all would wait.
@@ -114,15 +112,10 @@ def epilogue_of(
 ) -> Callable[..., tuple[Tensor, TensorCodes | None]]:
     """Return the function that computes a batch norm with what follows it.
 
-    Args:
-        add: The function that adds the residual to the batch norm's output; None where none is added.
-        activate: The function of the activation; None where it is a module, or there is none.
-        bounds: What that function computes.
-
-    Returns:
-        A function of the batch norm's input (what `layer_output` returned, if there is a layer), the residual, what is known of
-        it, the layer, the batch norm, the module of the activation and the quantizer. None stands for those that there are not.
-        It returns the output, and what is known of it.
+    `add` adds the residual to the batch norm's output; `activate` is the activation where that is a function, `bounds` what it
+    computes. The result is a function of the batch norm's input (what `layer_output` returned, if there is a layer), the
+    residual, what is known of it, the layer, the batch norm, the module of the activation and the quantizer. None stands for
+    those that there are not. It returns the output, and what is known of it.
     """
 
     def epilogue(

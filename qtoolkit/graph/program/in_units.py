@@ -36,15 +36,7 @@ class UnitWriter(Writer):
     """Writes a part of a graph with one call for each unit, and for each other op that training computes its own way.
 
     A layer with its chain is a unit; a layer without a batch norm, with a quantizer right behind it; and any other quantizer,
-    with an activation or a layer norm right before it.
-
-    Args:
-        division: The parts of the graph.
-        index: The index of the part's call.
-        found: What computes the products of two activations, by the names of their nodes.
-
-    Attributes:
-        known: The nodes of what is known of results, which units return, by the nodes of the results.
+    with an activation or a layer norm right before it. `known` has the nodes of what is known of results, which units return.
     """
 
     def __init__(self, division: Division, index: int, found: Products) -> None:
@@ -61,8 +53,7 @@ class UnitWriter(Writer):
                 self.inner.remove(chain.layer)
                 chain.layer = None
         self.ends = {chain.last: chain for chain in self.chains}
-        # the units that are no chains, by their last nodes: the node of the layer or of the function before the quantizer, if
-        # there is one
+        # the units that are no chains, by their last nodes: the node of the layer or function before the quantizer, if any
         self.units = self._found(self.inner)
         self.inner |= {before for last, before in self.units.items() if before not in (None, last)}
         layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))

@@ -34,9 +34,7 @@ OF_STRIDES = ("view", "view_as", "as_strided")
 def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that computes what another one does, in channels_last in training where that is faster.
 
-    Args:
-        gm: The model. Its 2-d convolutions are told in which memory format to return images.
-        forward: The function of its code.
+    The 2-d convolutions of the model are told in which memory format to return images.
     """
     names = [name for name, module in gm.named_modules() if isinstance(module, QuantConv2d)]
     converts = bool(names) and _takes_any_strides(gm) and not _has_unsafe_gradient(gm)
@@ -63,12 +61,7 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
 
 
 class _Choice:
-    """Whether a layer of a model computes on codes, for images of each number of pixels.
-
-    Args:
-        gm: The model.
-        names: The names of its layers.
-    """
+    """Whether one of the layers of a model with these names computes on codes, for images of each number of pixels."""
 
     def __init__(self, gm: fx.GraphModule, names: Sequence[str]) -> None:
         self.owner, self.names = ref(gm), names

@@ -88,17 +88,11 @@ def in_other_mode(modules: Collection[nn.Module]) -> Iterator[None]:
 def merge(
     own: Traced, other: Traced, branching: Collection[nn.Module], mode_of: Callable[[nn.Module], fx.Node]
 ) -> bool:
-    """Let a graph compute what the graph of the other mode does, where the model is in that mode.
+    """Let a graph compute what the graph of the other mode does, where the model is in that mode; return whether it does.
 
-    Args:
-        own: The model with its graph, which is changed, in the mode of the model.
-        other: The same in the other mode.
-        branching: The submodules that have another mode in the other graph.
-        mode_of: Returns the node of the first graph that reads the mode of a submodule, before all ops.
-
-    Returns:
-        Whether it does. If not, the graph is unchanged: the other mode has ops of its own, or those that only training mode
-        has change a tensor in place that the other ops read.
+    `branching` are the submodules that have another mode in the other graph; `mode_of` returns the node that reads the mode of
+    a submodule, before all ops. Where it does not, the graph is unchanged: the other mode has ops of its own, or those that
+    only training mode has change a tensor in place that the other ops read.
     """
     try:
         chosen = list(_Merge(own, other, branching).choices())

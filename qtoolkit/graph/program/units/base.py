@@ -64,9 +64,8 @@ P = TypeVar("P", bound=Plan)
 class Decided(Generic[P]):
     """A unit of a prepared model, and how one op computes it for each kind of input.
 
-    Args:
-        root: The model, or the block of it in which the unit runs.
-        names: The names of its modules there, that of its quantizer last; None stands for those that there are not.
+    `root` is the model, or the block of it in which the unit runs; `names` has the names of its modules there, that of its
+    quantizer last. None stands for those that there are not.
     """
 
     VARYING: ClassVar[tuple[str, ...]]
@@ -101,12 +100,7 @@ class Decided(Generic[P]):
         return tuple(None if name is None else model.get_submodule(name) for name in self.names)
 
     def by_op(self, x: Tensor, *others: Any) -> Result | None:
-        """Return the unit's output with its codes, computed by one op; None where it may not be.
-
-        Args:
-            x: The unit's first input.
-            others: The others.
-        """
+        """Return the unit's output with its codes, computed by one op of its inputs; None where it may not be."""
         plan = self.last
         if plan is not None and (result := self._again(plan, x, *others)) is not None:
             return result
@@ -168,15 +162,7 @@ class Decided(Generic[P]):
         return quantizer if quantizer is not None and why_quantizer_not_fused(quantizer) is None else None
 
     def output(self, plan: P, y: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Result:
-        """Return the output of the unit with its codes.
-
-        Args:
-            plan: What the op was told.
-            y: What it has returned.
-            codes: The codes of y, if it was told to return them.
-            scale: Their scale.
-            zero_point: Their zero point, or None for 0.
-        """
+        """Return the output of the unit, y, with its codes if the op was told to return them."""
         quantizer = self.modules[-1]
         if quantizer is not plan.quantizer:
             return quantized_by(quantizer, y)
@@ -277,13 +263,7 @@ def varying_of_layer(
 ) -> Varying | None:
     """Return what an op that computes a layer is told besides its plan, in the order of OF_LAYER; None if x has no codes.
 
-    Args:
-        layer: The layer.
-        arguments: What the op is told about it.
-        x: Its input.
-        known: What is known of x.
-        factor: Returns what multiplies the output channels of the weight before it is quantized, or None.
-        name: The name of the layer.
+    `factor` returns what multiplies the output channels of the weight before it is quantized, or None.
     """
     codes = codes_of(x, layer.source, arguments.integer, known)
     if codes is None:

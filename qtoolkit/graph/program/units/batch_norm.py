@@ -82,11 +82,8 @@ class NormPlan(Plan):
 class BatchNormUnit(Decided[NormPlan]):
     """A layer with its batch norm, a residual add, an activation and a quantizer; the code of a prepared model calls `run`.
 
-    Args:
-        root: The model, or the block of it in which the unit runs.
-        names: The names of its modules.
-        one_by_one: What computes the batch norm and what follows it, of `qtoolkit.graph.program.epilogue.epilogue_of`.
-        bounds: What the function of the activation computes; None where it is a module, or there is none.
+    `one_by_one` computes the batch norm and what follows it, and `bounds` is what the function of the activation computes, as
+    in `qtoolkit.graph.program.epilogue.epilogue_of`.
     """
 
     VARYING = (*OF_LAYER, "variance", "residual", "residual_codes", "residual_scale", "residual_zero_point", *OF_OUTPUT)
@@ -102,14 +99,7 @@ class BatchNormUnit(Decided[NormPlan]):
         residual: Tensor | None = None,
         of_residual: TensorCodes | None = None,
     ) -> Result:
-        """Return the unit's output, with its codes.
-
-        Args:
-            x: The input of the layer.
-            known: What is known of it.
-            residual: What is added after the batch norm.
-            of_residual: What is known of it.
-        """
+        """Return the unit's output, with its codes; `known` and `of_residual` are what is known of x and of the residual."""
         if torch.compiler.is_compiling():
             return self._one_by_one(self.modules_now(), x, known, residual, of_residual)
         self.look()

@@ -63,13 +63,8 @@ class FunctionPlan(Plan):
 class FunctionUnit(Decided[FunctionPlan]):
     """A function of one tensor and the quantizer of its result; the code of a prepared model calls `run`.
 
-    Args:
-        root: The model, or the block of it in which the unit runs.
-        module: The name of the module that is the function; None where it is none, or there is no function.
-        quantizer: The name of the quantizer.
-        called: The function of the graph, which is not a module; None without one.
-        function: What it computes.
-        with_codes: Whether an op takes the codes of the result.
+    The function is the `module` of this name, or the one that is `called` in the graph and computes `function`; or there is
+    none. `with_codes` is whether an op takes the codes of the result.
     """
 
     VARYING = ("x", *OF_OUTPUT)

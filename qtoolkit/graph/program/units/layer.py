@@ -42,13 +42,9 @@ class LayerPlan(Plan):
 
 
 class LayerUnit(Decided[LayerPlan]):
-    """A layer and a quantizer; the code of a prepared model calls `run`.
+    """A layer and the quantizer that alone takes its output, or none; the code of a prepared model calls `run`.
 
-    Args:
-        root: The model, or the block of it in which the unit runs.
-        layer: The name of the layer.
-        quantizer: The name of the quantizer that takes the layer's output, and nobody else does; None without one.
-        with_codes: Whether an op takes the codes of the result.
+    `with_codes` is whether an op takes the codes of the result.
     """
 
     VARYING = (*OF_LAYER, *OF_OUTPUT)
@@ -58,12 +54,7 @@ class LayerUnit(Decided[LayerPlan]):
         self.with_codes = with_codes
 
     def run(self, x: Tensor, known: TensorCodes | None = None) -> Result:
-        """Return the unit's output, with its codes.
-
-        Args:
-            x: The input of the layer.
-            known: What is known of it.
-        """
+        """Return the unit's output, with its codes; `known` is what is known of x."""
         if torch.compiler.is_compiling():
             return self.one_by_one(x, known, *self.modules_now())
         self.look()
