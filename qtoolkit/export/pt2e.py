@@ -69,7 +69,6 @@ class _Decomposition:
         self.stored: dict[str, Tensor] = {}
 
     def run(self) -> None:
-        """Rewrite the graph in place."""
         for node in list(self.graph.nodes):
             if node.target is MEAN and _is_over_image(node):
                 self._keep_dimensions(node)
@@ -85,7 +84,6 @@ class _Decomposition:
         self.gm.recompile()
 
     def quantizers(self) -> Quantizers:
-        """Return the quantizers of the graph."""
         quantize = (self.ops.quantize_per_tensor, self.ops.quantize_per_channel)
         names = [self.pairs[node].quantizer for node in self.graph.nodes if node.target in quantize]
         return Quantizers(names, self.stored)

@@ -36,6 +36,7 @@ from qtoolkit.nn.module import reset_after_loading
 from qtoolkit.nn.on_codes import DEFAULT, PLAIN, TrainingArithmetic, TrainsOnCodes
 from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.recorded import TrainingMode
 from qtoolkit.quantizers.weights import Versions
 from qtoolkit.shared_modules import names_by_module
@@ -244,11 +245,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     def values_of(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
         """Compute nodes that depend on parameters alone."""
         interpreter = fx.Interpreter(self, garbage_collect_values=False)
-        waiting, needed = list(nodes), set()
-        while waiting:
-            node = waiting.pop()
-            needed.add(node)
-            waiting += [source for source in node.all_input_nodes if source not in needed]
+        needed = set(reached(nodes, lambda node: node.all_input_nodes))
         with torch.no_grad():
             for node in self.graph.nodes:
                 if node in needed:

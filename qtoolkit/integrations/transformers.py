@@ -334,7 +334,6 @@ def _ignore(cls: Any, **kwargs: Any) -> None:
 
 def _refusal(name: str, why: str) -> Callable[..., NoReturn]:
     def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError."""
         raise NotImplementedError(f"{name}: this model was prepared, and {why}.")
 
     return refuse

@@ -7,11 +7,10 @@ import numpy as np
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
-from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
+from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.lint.findings import MODEL_OPTIMIZER, ONNX, Broken, Rule
 from qtoolkit.lint.masked_attention import MASKED_SCORES
-from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
-from qtoolkit.lint.units import end_of_unit
+from qtoolkit.lint.ops import Op, codes_of, end_of_unit, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.runtimes.table import ONNXRUNTIME, TENSORRT
 

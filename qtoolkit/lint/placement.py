@@ -10,8 +10,7 @@ from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.lint import residual
 from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, Rule
-from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
-from qtoolkit.lint.units import end_of_unit, takes_into_unit
+from qtoolkit.lint.ops import Op, end_of_unit, is_taken_by_codes, origin, serves_others, takes_into_unit, users_behind
 from qtoolkit.op_kinds.kind import returns_input
 from qtoolkit.op_kinds.table import KINDS
 from qtoolkit.runtimes.table import TENSORRT

@@ -39,7 +39,6 @@ def bounded(low: End = -math.inf, high: End = math.inf, slope: End = 0.0) -> Cal
     ends = {"low": low, "high": high, "slope": slope}
 
     def of_arguments(read: Read) -> Bounds:
-        """Return the bounds of one op."""
         found = {name: read(*end) if isinstance(end, tuple) else end for name, end in ends.items()}
         return Bounds(**{name: _number(value) for name, value in found.items() if value is not None})
 

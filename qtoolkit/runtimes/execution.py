@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from qtoolkit.quantizers.frozen import Grid
+
 if TYPE_CHECKING:
     from qtoolkit.export.files.quantizer_nodes import QuantizerNode
-    from qtoolkit.quantizers.frozen import Grid
 
 
 @dataclass(frozen=True)
@@ -42,4 +43,4 @@ class Executed:
 
 
 # A runtime: (file, inputs, quantizers of the file, the model's grids by name, whether to optimize) -> what it computes.
-Execute = Callable[[Path, Sequence[Tensor], Sequence["QuantizerNode"], Mapping[str, "Grid"], bool], Executed]
+Execute = Callable[[Path, Sequence[Tensor], Sequence["QuantizerNode"], Mapping[str, Grid], bool], Executed]

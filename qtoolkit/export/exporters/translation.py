@@ -114,7 +114,6 @@ def _fake_quant(
 def _fake_quant_float(
     x: Any, scale: Any, format: str, axis: int | None = None, group: int = 1, block_size: int = 0, mask: bool = False
 ) -> Any:
-    """Write one call."""
     return _write(x, scale, None, format, (0, 0), axis, group, block_size)
 
 

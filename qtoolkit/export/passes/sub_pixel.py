@@ -38,7 +38,6 @@ class _Rewriting:
         self.joined: list[onnx_ir.Value] = []  # outputs of activations in front of the QuantizeLinear
 
     def run(self) -> None:
-        """Rewrite the node."""
         node, quantize = self.node, self._quantize()
         x, weight, *biases = (value for value in node.inputs if value is not None)
         of_biases: list[Any] = [maker_of(value, "DequantizeLinear") for value in biases]
@@ -61,7 +60,6 @@ class _Rewriting:
 
     @property
     def groups(self) -> int:
-        """The groups of the convolution."""
         return self.node.attributes.get_int("group", 1) or 1
 
     @property

@@ -34,6 +34,13 @@ class NodeCodes:
 Nodes = Mapping[str, Sequence[NodeCodes]]
 
 
+class Drawn(NamedTuple):
+    """What depends on random numbers, of which each run draws others: quantizers by name, and outputs by their places."""
+
+    quantizers: tuple[str, ...] = ()
+    outputs: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True)
 class Followed:
     """How the codes of a model compare with a runtime's."""
@@ -43,10 +50,7 @@ class Followed:
     # the comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes
     stored: CodeCount
     outputs: Any  # what the model returns
-    # quantizers whose codes depend on random numbers, of which each run draws others: they are not in `counts`
-    drawn: tuple[str, ...] = ()
-    # the places of the outputs that depend on random numbers, among all tensors that the model returns
-    drawn_outputs: frozenset[int] = frozenset()
+    drawn: Drawn  # what depends on random numbers: these quantizers are not in `counts`
 
 
 @dataclass(frozen=True)
@@ -88,16 +92,6 @@ def _nearest(call: Call, nodes: Iterable[NodeCodes]) -> tuple[CodeCount, NodeCod
     return min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
 
 
-class Drawn(NamedTuple):
-    """What depends on random numbers: quantizers by name, and outputs by their places."""
-
-    quantizers: tuple[str, ...] = ()
-    outputs: frozenset[int] = frozenset()
-
-
-NOT_DRAWN = Drawn()
-
-
 class _Comparison:
     """Collects what a comparison finds, call by call."""
 
@@ -119,12 +113,12 @@ class _Comparison:
         else:  # runtimes may differ by rounding ties in a computed constant, as in a layer
             self.counts[name] = self.counts.get(name, CodeCount()) + count
 
-    def result(self, nodes: Nodes, outputs: Any, drawn: Drawn = NOT_DRAWN) -> Followed:
+    def result(self, nodes: Nodes, outputs: Any, drawn: Drawn) -> Followed:
         """Return what was found. The counts of a quantizer are those of all its calls."""
         names = [name for name in dict.fromkeys((*nodes, *self.counts)) if name in self.counts]
         counts = {name: self.counts[name] for name in names if name not in {*self.missing, *drawn.quantizers}}
         missing = tuple(name for name in self.missing if name not in drawn.quantizers)
-        return Followed(counts, missing, self.stored, outputs, drawn.quantizers, drawn.outputs)
+        return Followed(counts, missing, self.stored, outputs, drawn)
 
 
 class Follower:
@@ -166,7 +160,7 @@ class Follower:
         compute.
         """
         if not self.draws:
-            return NOT_DRAWN
+            return Drawn()
         found: dict[str, None] = {}
         numbers = Counter[str]()
 
@@ -220,7 +214,7 @@ class Follower:
             for number, codes in enumerate(calls if name not in self.drawn.quantizers else ()):
                 call = Call(grids[name], codes)
                 comparison.add(name, call, pairing.node_of(call, number))
-        return self._without_unused(comparison.result(nodes, self.outputs), nodes)
+        return self._without_unused(comparison.result(nodes, self.outputs, Drawn()), nodes)
 
     def layer_by_layer(self, nodes: Nodes, complete: bool = False, progress: bool = False) -> Followed:
         """Compare the codes as the model computes them from the runtime's at the quantizers before: no difference spreads.

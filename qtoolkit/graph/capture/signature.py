@@ -53,7 +53,6 @@ class Call:
         """Return a function that calls a forward with the model and the values of the named parameters, in their order."""
 
         def call(model: nn.Module, *values: Any) -> Any:
-            """Call forward with values in the signature's order, each by position or by name as in the example inputs."""
             arguments = dict(zip(self.signature.parameters, values, strict=True))
             by_place = [arguments[name] for name, by_keyword in self.passed.items() if not by_keyword]
             by_name = {name: arguments[name] for name, by_keyword in self.passed.items() if by_keyword}

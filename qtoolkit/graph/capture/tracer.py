@@ -144,7 +144,6 @@ class ModelTracer(fx.Tracer):
 
         @functools.wraps(called)  # the code of the graph has its annotations
         def call(*args: Any) -> Any:
-            """Call forward, and note the classes of what it returns."""
             result = called(*args)
             self.output_types = tuple(types_in(result))
             return result

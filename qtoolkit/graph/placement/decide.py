@@ -1,7 +1,7 @@
 """Decide which edges are quantized, by roles alone, once for the whole graph. Nothing is changed here."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -54,18 +54,12 @@ class PlannedQuantizer:
     requests: tuple[Request, ...]  # the requests that it serves
 
 
-@dataclass
-class Decisions:
-    """What is quantized, and why an op that could be is not."""
+def run(roles: Roles, graph: fx.Graph) -> tuple[list[PlannedQuantizer], list[Request], dict[str, Verdict]]:
+    """Decide on every edge, from the outputs back: then it is known of each op whether its output will be quantized.
 
-    quantizers: list[PlannedQuantizer] = field(default_factory=list)  # the activation quantizers
-    weights: list[Request] = field(default_factory=list)  # the weights of functions
-    # the verdict on each op that a rule of the target leaves in float, by the op's name
-    left: dict[str, Verdict] = field(default_factory=dict)
-
-
-def run(roles: Roles, graph: fx.Graph) -> Decisions:
-    """Decide on every edge, from the outputs back: then it is known of each op whether its output will be quantized."""
+    Returns the quantizers of activations, the weights of functions, and the verdict on each op that a rule of the target leaves
+    in float, by its name.
+    """
     collector = _Collector(roles, graph)
     for node in reversed(graph.nodes):
         if is_output(node):
@@ -77,7 +71,7 @@ def run(roles: Roles, graph: fx.Graph) -> Decisions:
     unsigned = _never_negative(graph) if roles.backend.unsigned_after_relu else set()
     order = {node: i for i, node in enumerate(graph.nodes)}
     quantizers = sorted(collector.quantizers(unsigned), key=lambda quantizer: order[quantizer.producers[0]])
-    return Decisions(quantizers, collector.weights, collector.left)
+    return quantizers, collector.weights, collector.left
 
 
 class _Collector:
@@ -100,7 +94,6 @@ class _Collector:
                 self.request(source, output, qconfig.activation, "a graph output, which the target returns as integers")
 
     def take(self, node: fx.Node) -> None:
-        """Collect the requests of one op."""
         qconfig = self._quantized_by(node)
         if qconfig is None or qconfig.activation is None:
             return

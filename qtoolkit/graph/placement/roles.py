@@ -7,7 +7,7 @@ from qtoolkit.graph.nodes import is_discrete, kind_of, parameters_in, returns_tu
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import computed_by, source_of
 from qtoolkit.layer_rules import LayerRules, Rule
-from qtoolkit.lint.units import takes_into_unit
+from qtoolkit.lint.ops import takes_into_unit
 from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 

@@ -6,6 +6,7 @@ from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.nodes import is_quantizer, kind_of, tensor_inputs, users_of
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.rules import module_of
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -59,16 +60,13 @@ def _drops_nothing(module: nn.Module) -> bool:
 
 def dropouts_behind(tensors: Iterable[fx.Node], backend: Backend) -> tuple[nn.Module, ...]:
     """Return the dropouts, of probability 0, between some tensors and the quantizers that `quantizer_behind` finds."""
-    waiting, found = list(tensors), dict[nn.Module, None]()
-    while waiting:
-        node = waiting.pop()
+
+    def sources(node: fx.Node) -> list[fx.Node]:
         role = "" if is_quantizer(node) else backend.role(kind_of(node))
-        if node.op == "call_module" and _drops_nothing(module_of(node)):
-            found[module_of(node)] = None
-        waiting += (
-            tensor_inputs(node)[: 1 if role == "transparent" else None] if role in ("transparent", "concat") else []
-        )
-    return tuple(found)
+        return tensor_inputs(node)[: {"transparent": 1, "concat": None}.get(role, 0)]
+
+    modules = [module_of(node) for node in reached(tensors, sources) if node.op == "call_module"]
+    return tuple(dict.fromkeys(filter(_drops_nothing, modules)))
 
 
 def _behind_concat(node: fx.Node, backend: Backend, in_training: bool) -> fx.Node | None:

@@ -12,18 +12,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.graph.capture.rewrites.in_place import changes_first
-from qtoolkit.graph.nodes import (
-    bounds_of,
-    form_of,
-    is_quantizer,
-    is_weight_quantizer,
-    name_of,
-)
-from qtoolkit.graph.program.epilogue import (
-    why_activation_not_fused,
-    why_batch_norm_not_fused,
-    why_layer_not_fused,
-)
+from qtoolkit.graph.nodes import bounds_of, form_of, is_quantizer, is_weight_quantizer, name_of
+from qtoolkit.graph.program.epilogue import why_activation_not_fused, why_batch_norm_not_fused, why_layer_not_fused
 from qtoolkit.graph.program.units.function import why_not_fused
 from qtoolkit.nn import QuantMultiheadAttention, QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm, is_folded
@@ -126,7 +116,6 @@ class _Finder:
         self.taken = set[fx.Node]()
 
     def run(self) -> list[Chain]:
-        """Return the chain of each call of a batch norm."""
         return [self._chain(node) for node in self.order if is_batch_norm_call(node)]
 
     def _chain(self, node: fx.Node) -> Chain:

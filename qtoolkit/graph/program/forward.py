@@ -60,7 +60,6 @@ def _with_units(owner: nn.Module, division: Division, index: int, products: Prod
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the units or the nodes of the graph."""
         trains = self.training and _is_its_own(self, known)
         as_units = trains and not (is_recorded() or is_transformed() or all_watched())
         return (units if as_units else plain)(self, *args, **kwargs)
@@ -74,7 +73,6 @@ def _by_block(gm: nn.Module, whole: Forward, divided: Forward, blocks: "_Blocks"
 
     @functools.wraps(whole)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph as a whole or by block."""
         watched = blocks.are_watched()
         if watched:
             blocks.check()

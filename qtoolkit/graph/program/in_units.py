@@ -78,7 +78,6 @@ class UnitWriter(Writer):
         return kind_of(node) is not OTHER and changed_by(node, self.division.gm) is None
 
     def _found(self, taken: Collection[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-        """Return the units that are no chains."""
         found: dict[fx.Node, fx.Node | None] = {}
         for node in self.order:
             if node in taken or not (is_weighted_call(node) or is_activation_quantizer(node)):

@@ -6,7 +6,7 @@ conversions at each layer, the convolutions return it, and the model converts it
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -19,9 +19,6 @@ from qtoolkit.nn import QuantConv2d, QuantConvTranspose2d, QuantWeighted, on_cod
 from qtoolkit.nn.conv import is_strided_pointwise
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-
-if TYPE_CHECKING:
-    from qtoolkit._snapshot import Snapshot
 
 FLOAT_LAYERS = (nn.Conv2d, nn.ConvTranspose2d)
 STRIDE = 3  # its position among the arguments of a function that is a convolution
@@ -47,7 +44,6 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
 
     @functools.wraps(forward)
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute with images in channels_last, if a layer computes on codes in this call; return outputs in rows."""
         trains = self.training and torch.is_grad_enabled()
         images = [x for x in (*args, *kwargs.values()) if _may_be_in_rows(x)] if trains else []
         pixels = max([x.numel() // x.size(1) for x in images]) if images else 0
@@ -65,7 +61,7 @@ class _Choice:
 
     def __init__(self, gm: fx.GraphModule, names: Sequence[str]) -> None:
         self.owner, self.names = ref(gm), names
-        self.snapshot: Snapshot | None = None
+        self.snapshot: Any = None
         self.known: dict[int, bool] = {}
 
     def of(self, model: nn.Module, pixels: int) -> bool:

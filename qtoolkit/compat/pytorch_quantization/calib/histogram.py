@@ -240,18 +240,10 @@ def calibrate_weights(
     percentile: float = 99.99,
     num_bins: int = 2048,
 ) -> None:
-    """Set the ranges of all weight quantizers from the weights.
+    """Set the ranges of all weight quantizers from the weights, by the method "percentile", "mse" or "max".
 
-    Args:
-        model: A model whose layers have `weight` and `weight_quantizer`.
-        method: "percentile", "mse" or "max".
-        perchannel: One range for each output channel: axis 1 of a transposed convolution, axis 0 of other layers.
-        percentile: For "percentile": the share of the values to keep, in [0, 100].
-        num_bins: Number of bins of the histograms.
-
-    Raises:
-        TypeError: The method is unknown.
-        ValueError: The percentile is out of range.
+    `perchannel` gives one range for each output channel: axis 1 of a transposed convolution, axis 0 of other layers. The other
+    arguments, and errors, are those of `HistogramCalibrator` and `compute_amax`.
     """
     if method not in ("percentile", "mse", "max"):
         raise TypeError(f"Unsupported calibration method {method!r} of weights; it must be percentile, mse or max.")

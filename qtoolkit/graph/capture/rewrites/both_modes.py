@@ -233,7 +233,6 @@ def _put_choices(
     node: fx.Node, owner: nn.Module, args: Any, kwargs: Any, mode_of: Callable[[nn.Module], fx.Node]
 ) -> None:
     def written(value: Any) -> Any:
-        """Return the node that stands for a choice by the mode; any other value as it is."""
         if not isinstance(value, Choice):
             return value
         if value.drops:
