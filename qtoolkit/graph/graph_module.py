@@ -353,11 +353,8 @@ def _bare(state: Mapping[str, Any]) -> nn.Module:
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    shared = (
-        tuple(name_in_graph(model, name) for name in names)
-        for names in names_by_module(model).values()
-        if len(names) > 1
-    )
+    several = (names for names in names_by_module(model).values() if len(names) > 1)
+    shared = (tuple(name_in_graph(model, name) for name in names) for names in several)
     return {name: names for names in shared for name in names}
 
 

@@ -169,15 +169,7 @@ class QtoolkitQuantizer(HfQuantizer):
         """Return True."""
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """True: Trainer takes the model."""
-        return True
+    is_trainable = is_qat_trainable = True  # Trainer takes the model
 
 
 def _record_in(files: Any) -> Mapping[str, Any]:

@@ -127,21 +127,14 @@ def _is_relu(op: Op) -> bool:
 def _unsaturated(activation: Op, quantizer: Op) -> str:
     """Return why the range of the codes does not replace an activation; "" if they do."""
     codes, facts = codes_of(quantizer), activation.node
-    if (
-        codes is None
-        or codes.scale is None
-        or codes.zero_point is None
-        or codes.scale.size != 1
-        or codes.code_range == (0, 0)
-    ):
+    if codes is None or codes.scale is None or codes.zero_point is None:
+        return ""
+    if codes.scale.size != 1 or codes.code_range == (0, 0):
         return ""
     scale, zero = np.float32(codes.scale.item()), int(codes.zero_point.item())
     if _is_relu(activation):
-        return (
-            ""
-            if zero == codes.code_range[0]
-            else f"its lowest code stands for {scale * (codes.code_range[0] - zero):.4g}, not 0:"
-        )
+        below = codes.code_range[0] - zero
+        return f"its lowest code stands for {scale * below:.4g}, not 0:" if below else ""
     if not isinstance(facts, FileNode) or facts.bounds is None:
         return "the bounds of the Clip are computed:"
     low, high = (scale * (code - zero) for code in codes.code_range)

@@ -135,11 +135,6 @@ class OpKind:
         return self.name
 
 
-def returns_input(kind: OpKind) -> bool:
-    """Return whether ops of a kind return their input in eval mode."""
-    return kind.returns_input
-
-
 def belongs_to_layer(kind: OpKind) -> bool:
     """Return whether targets compute an op behind a layer as part of it, or drop it."""
     return kind.normalizes_batches or kind.returns_input

@@ -104,9 +104,7 @@ def _spec(platform: Platform, base: QuantSpec, side: int, extra: Mapping[str, An
         scheme = given["qscheme"]
         scheme = scheme if isinstance(scheme, QuantizeScheme) else QuantizeScheme(**scheme)
         grid, options = scheme.spec(base, is_weight=side == 0), {**scheme.kwargs, **options}
-        if (
-            side == 0 and platform.backend == "openvino" and base.bits == 7
-        ):  # sums of 8-bit weights overflow on its CPUs
+        if side == 0 and platform.backend == "openvino" and base.bits == 7:  # sums of more overflow on its CPUs
             grid = replace(grid, bits=min(grid.bits, 7))
     fake_quantize = given["fakequantize"] or platform.fake_quantize[side]
     if (base.format == "nnie") != (fake_quantize == "NNIEFakeQuantize"):

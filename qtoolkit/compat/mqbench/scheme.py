@@ -9,15 +9,9 @@ from qtoolkit.errors import check_known
 
 
 class QuantizeScheme:
-    """The grid of a tensor in MQBench's words.
+    """The grid of a tensor in MQBench's words, with options of the observer such as ema_ratio.
 
-    Args:
-        symmetry: Signed codes without a zero point; otherwise unsigned codes with one.
-        per_channel: A scale for each channel.
-        pot_scale: Scales are powers of two.
-        bit: Width of a code.
-        symmetric_range: Leave out the lowest code.
-        **kwargs: Options of the observer, such as ema_ratio.
+    With `symmetry` codes are signed, without a zero point; otherwise they are unsigned with one.
 
     Example:
         >>> QuantizeScheme(bit=4, symmetry=False).spec(QuantSpec(), is_weight=True).describe()

@@ -53,16 +53,6 @@ def install() -> None:
 
 
 __all__ = [
-    "__version__",
-    "calib",
-    "cuda_ext",
-    "deactivate",
-    "enable_onnx_export",
-    "initialize",
-    "install",
-    "nn",
-    "optim",
-    "quant_modules",
-    "tensor_quant",
-    "utils",
-]
+    "__version__", "calib", "cuda_ext", "deactivate", "enable_onnx_export", "initialize", "install", "nn", "optim",
+    "quant_modules", "tensor_quant", "utils",
+]  # fmt: skip

@@ -36,6 +36,8 @@ class _Rewriting:
         self.model, self.node, self.constants = model, node, Constants(model.graph)
         self.nodes: list[onnx_ir.Node] = []
         self.joined: list[onnx_ir.Value] = []  # outputs of activations in front of the QuantizeLinear
+        self.groups = node.attributes.get_int("group", 1) or 1
+        self.stride = self._ints("strides", [1, 1])[0]  # that of both dimensions
 
     def run(self) -> None:
         node, quantize = self.node, self._quantize()
@@ -57,15 +59,6 @@ class _Rewriting:
             value.shape = None  # it has more channels now
         y.shape = None
         self._shuffle(quantize, forms)
-
-    @property
-    def groups(self) -> int:
-        return self.node.attributes.get_int("group", 1) or 1
-
-    @property
-    def stride(self) -> int:
-        """The stride, which is that of both dimensions."""
-        return self._ints("strides", [1, 1])[0]
 
     def _quantize(self) -> Any:
         """Return the QuantizeLinear of 8 bits that alone takes the output, behind activations that it saturates; or None."""
@@ -140,7 +133,6 @@ class _Rewriting:
         quantize.replace_input_with(0, pixels)
 
     def _constant(self, values: list[int]) -> Any:
-
         return self.constants.integers(values, f"{self.node.name}/sizes")
 
     def _add(

@@ -72,8 +72,10 @@ class Op:
     """
 
     def __init__(self, lowering: "Lowering", node: fx.Node, scales: Scales | None, activation: str, name: str) -> None:
-        self.lowering, self.node, self.scales, self.activation, self.name = lowering, node, scales, activation, name
+        self.lowering, self.node, self.scales, self.name = lowering, node, scales, name
         self.args = arguments(node)
+        self.joined = self.option("ActivationFunctionType", activation)
+        self.first = "self" if "self" in self.args else "input"  # the first tensor, as the schemas of aten call it
         value = node.meta["val"]
         self.shape: tuple[int, ...] = tuple(value.shape) if isinstance(value, Tensor) else ()
 
@@ -81,17 +83,7 @@ class Op:
         """Return the number of an option by the schema's names."""
         return self.lowering.file.option(kind, name)
 
-    @property
-    def joined(self) -> int:
-        """The activation that the op computes too."""
-        return self.option("ActivationFunctionType", self.activation)
-
     # ---- inputs
-
-    @property
-    def first(self) -> str:
-        """The name of the first tensor: schemas of aten call it self or input."""
-        return "self" if "self" in self.args else "input"
 
     def value(self, argument: "str | fx.Node") -> Value:
         """Return an input: its codes, where the op computes in integers, or floats."""

@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -137,11 +136,12 @@ class Follower:
         before = RandomState.now()
         self.outputs = self._run(self.names, partial(self._record, found))  # as the model computes by itself
         self.nan = tuple(found)  # the quantizers that get NaN, in the order of their calls: its codes are no values
+        self.unreached = tuple(name for grid, name in self.names.items() if not self.calls[grid])  # for these inputs
         self.draws = before != RandomState.now()  # whether the model draws random numbers
         self.drawn = self._drawn(self.codes, self.outputs)  # what depends on them
 
     def _run(self, grids: Iterable[Grid], hook: Callable[[Any, Any, Any], Any]) -> Any:
-        with forward_hooks(grids, hook), torch.no_grad():
+        with removing([grid.register_forward_hook(hook) for grid in grids]), torch.no_grad():
             return self.model(*self.args, **self.kwargs)
 
     def _record(self, nan: dict[str, None], grid: Grid, args: tuple[Tensor], output: Tensor) -> None:
@@ -178,11 +178,6 @@ class Follower:
         again = tensors_of(self._run(self.names, compare))
         pairs = enumerate(zip(tensors_of(outputs), again, strict=True))
         return Drawn(tuple(found), frozenset(place for place, pair in pairs if not _are_equal(*pair)))
-
-    @property
-    def unreached(self) -> tuple[str, ...]:
-        """The quantizers that are not called for the inputs."""
-        return tuple(name for grid, name in self.names.items() if not self.calls[grid])
 
     def unused(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return those of these quantizers on which nothing that the model returns depends, for these inputs."""
@@ -337,11 +332,3 @@ def in_shapes_of_calls(codes: Iterable[tuple[str, Any]], follower: Follower) -> 
     return by_quantizer(
         (name, NodeCodes(array.reshape(shapes.get(name, {}).get(array.size, array.shape)))) for name, array in codes
     )
-
-
-@contextmanager
-def forward_hooks(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """Register a forward hook on modules for the duration of a `with` block."""
-    handles = [module.register_forward_hook(hook) for module in modules]
-    with removing(handles):
-        yield

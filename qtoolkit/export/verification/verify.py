@@ -371,16 +371,8 @@ class OnnxFile:
         self.grids = {node.quantizer: grid_named(model, node.quantizer) for node in self.nodes}
         self.file.check_inputs(tensors, "verify")
         self.constant = [node for node in self.nodes if node.is_constant]
-
-    @property
-    def quantizers(self) -> list[str]:
-        """The names of the quantizers, in the order of the file."""
-        return list(self.grids)
-
-    @property
-    def constants(self) -> set[str]:
-        """The names of those whose codes do not depend on the inputs."""
-        return {node.quantizer for node in self.constant}
+        self.quantizers = list(self.grids)  # their names, in the order of the file
+        self.constants = {node.quantizer for node in self.constant}  # of codes that do not depend on the inputs
 
     def compare_weights(self, follower: Follower) -> dict[str, CodeCount]:
         """Compare the codes of the layers' weights with the model's, by the names of their quantizers."""

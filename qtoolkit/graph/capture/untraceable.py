@@ -56,9 +56,7 @@ def user_line(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummar
 
 
 def _is_standard(filename: str) -> bool:
-    return (
-        filename.startswith(STANDARD_LIBRARY) and "-packages" not in filename
-    )  # installed packages are inside the folder
+    return filename.startswith(STANDARD_LIBRARY) and "-packages" not in filename  # those are inside the folder too
 
 
 def describe_line(frame: traceback.FrameSummary | None) -> str:

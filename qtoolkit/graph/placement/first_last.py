@@ -36,9 +36,6 @@ def _widen(spec: QuantSpec | None, bits: int) -> QuantSpec | None:
     if spec is None or spec.bits >= bits:
         return spec
     wide: Any = {"e2m1": "e4m3", "mxfp4": "mxfp8", "nvfp4": "mxfp8"}.get(spec.format, spec.format)
-    spec = (
-        spec
-        if bits <= QUANTIZERS[spec.quantizer].most_bits(spec)
-        else replace(spec, quantizer="lsq", quantizer_args={})
-    )
+    if bits > QUANTIZERS[spec.quantizer].most_bits(spec):
+        spec = replace(spec, quantizer="lsq", quantizer_args={})
     return replace(spec, bits=bits, format=wide, group_size=None if wide == "mxfp8" else spec.group_size)

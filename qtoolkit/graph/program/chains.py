@@ -104,18 +104,16 @@ class Pair:
         return "fused with its quantizer" if why is None else f"computed by torch: {why}"
 
 
-def find_chains(nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> list[Chain]:
-    """Return the chains among the nodes that one function runs, in order; `results` are those that it returns."""
-    return _Finder(nodes, results).run()
+class ChainFinder:
+    """Finds the chains among the nodes that one function runs, in order; `results` are those that it returns."""
 
-
-class _Finder:
     def __init__(self, nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> None:
         self.order = {node: place for place, node in enumerate(nodes)}
         self.results = results
         self.taken = set[fx.Node]()
 
     def run(self) -> list[Chain]:
+        """Return the chain of each call of a batch norm."""
         return [self._chain(node) for node in self.order if is_batch_norm_call(node)]
 
     def _chain(self, node: fx.Node) -> Chain:
@@ -168,17 +166,12 @@ class _Finder:
         operands = [node.args[0], node.args[1]] if len(node.args) == 2 else []
         if node.op == "call_module" or node.target not in ADDS or not operands or node.kwargs.get("alpha", 1) != 1:
             return False
-        others = [operand for operand in operands if operand is not chain.last]
-        if (
-            set(node.kwargs) - {"alpha"}
-            or len(others) != 1
-            or not isinstance(others[0], fx.Node)
-            or is_number(others[0])
-        ):
+        other, *more = [operand for operand in operands if operand is not chain.last] or [None]
+        if set(node.kwargs) - {"alpha"} or more or not isinstance(other, fx.Node) or is_number(other):
             return False
         if changes_first(node) and operands[0] is not chain.last:
             return False  # it changes the other tensor, which somebody may read
-        chain.add, chain.residual = node, others[0]
+        chain.add, chain.residual = node, other
         return True
 
     def _activates(self, chain: Chain, node: fx.Node) -> bool:
@@ -207,16 +200,22 @@ def _joined(chain: Chain) -> tuple[list[fx.Node], str]:
     return joined, chain.end
 
 
+def _called_alone(node: fx.Node) -> nn.Module | None:
+    """Return the module that a node calls with its input alone; None of other nodes."""
+    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+    return module_of(node) if node.op == "call_module" and one_input else None
+
+
 def is_batch_norm_call(node: fx.Node) -> bool:
     """Return whether a node calls a batch norm that is a module, with its input alone."""
-    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
-    return node.op == "call_module" and one_input and is_batch_norm(module_of(node))
+    module = _called_alone(node)
+    return module is not None and is_batch_norm(module)
 
 
 def is_max_pool_call(node: fx.Node) -> bool:
     """Return whether a node calls an nn.MaxPool2d with its input alone, or its function without indices."""
     if node.op == "call_module":
-        return type(module_of(node)) is nn.MaxPool2d and len(node.args) == 1 and not node.kwargs
+        return type(_called_alone(node)) is nn.MaxPool2d
     if node.op != "call_function" or node.target not in (F.max_pool2d, torch.max_pool2d):
         return False
     gives_indices = node.kwargs.get("return_indices", False) is not False
@@ -231,8 +230,7 @@ def is_attention_call(node: fx.Node) -> bool:
 
 def is_weighted_call(node: fx.Node) -> bool:
     """Return whether a node calls a QAT layer with its input alone."""
-    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
-    return node.op == "call_module" and one_input and isinstance(module_of(node), QuantWeighted)
+    return isinstance(_called_alone(node), QuantWeighted)
 
 
 def is_activation_quantizer(node: fx.Node) -> bool:

@@ -35,12 +35,9 @@ from qtoolkit.quantizers.codes import TensorCodes, codes_of
 
 # Numbers of dimensions of the inputs of each type of batch norm that the op computes.
 DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
-    nn.BatchNorm1d: (2, 3),
-    nn.BatchNorm2d: (4,),
-    nn.BatchNorm3d: (5,),
-    QuantBatchNorm1d: (2, 3),
-    QuantBatchNorm2d: (4,),
-    QuantBatchNorm3d: (5,),
+    **dict.fromkeys((nn.BatchNorm1d, QuantBatchNorm1d), (2, 3)),
+    **dict.fromkeys((nn.BatchNorm2d, QuantBatchNorm2d), (4,)),
+    **dict.fromkeys((nn.BatchNorm3d, QuantBatchNorm3d), (5,)),
     QuantSyncBatchNorm: (2, 3, 4, 5),
     QuantFrozenBatchNorm: (4, 5),
 }
@@ -175,11 +172,8 @@ def max_pool2d(
     """
     sizes = (kernel_size, stride, padding, dilation, ceil_mode)
     compiles = torch.compiler.is_compiling()
-    y = (
-        F.max_pool2d(input, *sizes)
-        if compiles or not _keeps_places(input, kernel_size)
-        else ops.max_pool(input, *sizes)
-    )
+    by_torch = compiles or not _keeps_places(input, kernel_size)
+    y = F.max_pool2d(input, *sizes) if by_torch else ops.max_pool(input, *sizes)
     return y, None if compiles or known is None else known.without_codes(y)
 
 

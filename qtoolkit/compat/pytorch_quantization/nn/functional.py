@@ -32,20 +32,10 @@ class _Clip(torch.autograd.Function):
 
 
 def clip(inputs: Tensor, clip_value_min: Tensor | float, clip_value_max: Tensor | float) -> Tensor:
-    """Clamp to bounds that may require gradients.
+    """Clamp to bounds, numbers or tensors that broadcast to the input, which may require gradients.
 
     The gradient passes to the input strictly between the bounds. Each bound gets the sum of the gradients at or beyond it.
-
-    Args:
-        inputs: Any tensor.
-        clip_value_min: Lower bound, a number or a tensor that broadcasts to the input.
-        clip_value_max: Upper bound, likewise.
-
-    Returns:
-        A tensor of the input's shape and dtype.
-
-    Raises:
-        ValueError: In backward: a bound of several elements requires a gradient.
+    Raises ValueError in backward: a bound of several elements requires a gradient.
 
     Example:
         >>> high = torch.tensor(2.0, requires_grad=True)

@@ -20,6 +20,7 @@ from qtoolkit.graph.capture.rewrites.in_place import base_of, changed_by
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.graph.nodes import kind_of, kind_of_module
 from qtoolkit.model_inputs import leaves
+from qtoolkit.model_state import attribute_kept
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size
 from qtoolkit.op_kinds.rules import name_called
@@ -57,14 +58,10 @@ class Choice:
     other: Any
 
     @property
-    def of_numbers(self) -> bool:
-        """Whether both are numbers, strings or None."""
-        return is_plain(self.own) and is_plain(self.other)
-
-    @property
-    def of_nodes(self) -> bool:
-        """Whether both are values that the graph computes."""
-        return isinstance(self.own, fx.Node) and isinstance(self.other, fx.Node)
+    def is_possible(self) -> bool:
+        """Whether both are numbers, strings or None, or both values that the graph computes."""
+        sides = (self.own, self.other)
+        return all(map(is_plain, sides)) or all(isinstance(side, fx.Node) for side in sides)
 
     @property
     def drops(self) -> bool:
@@ -76,13 +73,10 @@ class Choice:
 @contextmanager
 def in_other_mode(modules: Collection[nn.Module]) -> Iterator[None]:
     """Give some modules the other mode in a block; their submodules keep theirs."""
-    for module in modules:
-        module.training = not module.training
-    try:
-        yield
-    finally:
+    with attribute_kept(modules, "training"):
         for module in modules:
             module.training = not module.training
+        yield
 
 
 def merge(
@@ -156,7 +150,7 @@ class _Merge:
     def _may_choose(self, mine: fx.Node, theirs: fx.Node) -> bool:
         """Return whether a node can take the arguments of the node like it in the other mode."""
         found = _choices_in(*self._arguments(mine, theirs))
-        return mine.op == "output" or all(choice.of_numbers or choice.of_nodes for choice in found)
+        return mine.op == "output" or all(choice.is_possible for choice in found)
 
     def _constants(self, *nodes: fx.Node) -> bool:
         """Return whether nodes read equal tensors that Python computes anew in each trace: neither parameters nor buffers."""

@@ -42,6 +42,13 @@ class Call:
     repeat: Callable[[Sequence[Tensor | None]], list[Tensor]]
 
 
+Varying = tuple[tuple[Tensor | None, ...], tuple[Any, ...]]
+"""What may differ from call to call: tensors, and `Call.constants`."""
+
+Result = tuple[Tensor, TensorCodes | None]
+"""The output of a unit, with its codes."""
+
+
 @dataclass(slots=True)
 class Plan:
     """How one op computes a unit for inputs of a kind."""
@@ -51,12 +58,17 @@ class Plan:
     with_codes: bool  # whether the op returns the codes of its output
     call: Call | None = field(default=None, init=False)  # the last call
 
+    def varying_output(self) -> Varying:
+        """Return what the op is told about its output's grid besides the plan, in the order of OF_OUTPUT."""
+        grid = grid_of(self.output)
+        return (grid[0], grid[3]), (grid[4:],)
 
-Varying = tuple[tuple[Tensor | None, ...], tuple[Any, ...]]
-"""What may differ from call to call: tensors, and `Call.constants`."""
+    def output_call(self, tensors: Sequence[Tensor | None], constants: Sequence[Any]) -> Grid:
+        """Return the arguments of the op for its output's grid, of those that `varying_output` returns."""
+        (start, zero_point), (of_codes,) = tensors, constants
+        trained = self.output[1:3] if isinstance(self.output, tuple) else (None, None)
+        return start, *trained, zero_point, *of_codes
 
-Result = tuple[Tensor, TensorCodes | None]
-"""The output of a unit, with its codes."""
 
 P = TypeVar("P", bound=Plan)
 
@@ -112,7 +124,7 @@ class Decided(Generic[P]):
         call = plan.call
         if call is None or call.dtype is not x.dtype or call.shape != x.shape:
             return None
-        varying = self.varying(plan, x, *others)
+        varying = self._varying(plan, x, *others)
         if varying is None or varying[1] != call.constants:
             return None
         results = call.repeat(varying[0])
@@ -126,17 +138,17 @@ class Decided(Generic[P]):
         if kind not in self.plans:
             if len(self.plans) == MOST_PLANS:
                 self.plans.clear()
-            self.plans[kind] = self.planned(x, *others)
+            self.plans[kind] = self._planned(x, *others)
         return self.plans[kind]
 
     def compute(self, plan: P, x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op, and keep the call; None if x has no codes."""
         self.last = plan
         result = self._again(plan, x, *others)
-        varying = None if result is not None else self.varying(plan, x, *others)
+        varying = None if result is not None else self._varying(plan, x, *others)
         if varying is None:
             return result
-        call: Any = self.bound(plan, *varying)
+        call: Any = self._bound(plan, *varying)
         plan.call = Call(x.shape, x.dtype, varying[1], call.call)
         return self.output(plan, *call.call(varying[0]))
 
@@ -144,15 +156,15 @@ class Decided(Generic[P]):
         """Return on what a plan depends besides the modules; None where there is none."""
         raise NotImplementedError
 
-    def planned(self, x: Tensor, *others: Any) -> P | None:
+    def _planned(self, x: Tensor, *others: Any) -> P | None:
         """Ask the modules for the plan."""
         raise NotImplementedError
 
-    def varying(self, plan: P, x: Tensor, *others: Any) -> Varying | None:
+    def _varying(self, plan: P, x: Tensor, *others: Any) -> Varying | None:
         """Return what the op is told besides what the plan says; None if x has no codes."""
         raise NotImplementedError
 
-    def bound(self, plan: P, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
+    def _bound(self, plan: P, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
         """Return the op with all its arguments."""
         raise NotImplementedError
 
@@ -206,6 +218,7 @@ def _gives_grid(quantizer: Any) -> bool:
 class LayerArguments(NamedTuple):
     """What an op is told about a layer, for inputs of a kind, in its order."""
 
+    layer: Any
     # the weight's scale and grid, and the range that it follows; None where they are computed at each call
     grid: tuple[Grid, Grid] | None
     geometry: tuple[Any, ...]  # what the layer computes, and whether on codes
@@ -214,10 +227,36 @@ class LayerArguments(NamedTuple):
     # whether the scale of the input is trained by what the input was before it was quantized, if that is known
     takes_raw: bool
 
-    @property
-    def integer(self) -> bool:
-        """Whether the layer computes on codes."""
-        return bool(self.geometry[-1])
+    def varying(
+        self, x: Tensor, known: TensorCodes | None, factor: Callable[[], Tensor | None], name: str | None
+    ) -> Varying | None:
+        """Return what the op is told besides the plan, in the order of OF_LAYER; None if x has no codes.
+
+        `factor` returns what multiplies the output channels of the weight before it is quantized, or None.
+        """
+        codes = codes_of(x, self.layer.source, bool(self.geometry[-1]), known)
+        if codes is None:
+            return None
+        grid, followed = self.grid or _weight_grid_now(self.layer, factor(), name)
+        if followed is not NOT_FOLLOWED:
+            vars(self.layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
+        of_input = codes.codes, codes.scale, codes.zero_point, grid[0], grid[3]
+        raw = codes.raw_of(x) if self.takes_raw else None
+        if raw is None:
+            return (x, *of_input, None, None), (codes.qmin, codes.qmax, grid[4:], 1.0)
+        return (x.detach(), *of_input, raw.values, raw.scale), (codes.qmin, codes.qmax, grid[4:], raw.grad_factor)
+
+    def call(
+        self, tensors: Sequence[Tensor | None], constants: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the first arguments of the op, up to the bias, and the last ones, of those that `varying` returns."""
+        x, codes, scale, zero_of_input, start, zero_point, *raw = tensors
+        qmin, qmax, of_codes, raw_factor = constants
+        grid, followed = self.grid or (NOT_TRAINED, NOT_FOLLOWED)
+        of_x = x, codes, scale, zero_of_input, qmin, qmax
+        of_weight = self.layer.weight, start, *grid[1:3], zero_point, *of_codes
+        first = (*of_x, *of_weight, *self.geometry, *followed, *self.computed, self.layer.bias)
+        return first, (*raw, raw_factor)
 
 
 def layer_arguments(layer: Any, x: Tensor) -> LayerArguments | None:
@@ -238,7 +277,7 @@ def layer_arguments(layer: Any, x: Tensor) -> LayerArguments | None:
     dtype = on_codes.computed_type(layer.weight, x)
     computed = dtype, on_codes.computed_format(layer, x, integer)
     takes_raw = dtype == x.dtype and on_codes.reads_image(layer, x, g)
-    return LayerArguments(_grid_of_weight(layer), (*sizes, integer), computed, like, takes_raw)
+    return LayerArguments(layer, _grid_of_weight(layer), (*sizes, integer), computed, like, takes_raw)
 
 
 def kind_of_inputs(weight: Tensor | None, x: Tensor) -> tuple[Hashable, ...] | None:
@@ -251,60 +290,6 @@ def kind_of_inputs(weight: Tensor | None, x: Tensor) -> tuple[Hashable, ...] | N
 OF_LAYER = ("x", "codes", "x_scale", "x_zero_point", "start", "zero_point", "raw", "raw_scale")
 OF_OUTPUT = ("y_start", "y_zero_point")
 """The names of tensors that may differ from call to call."""
-
-
-def varying_of_layer(
-    layer: Any,
-    arguments: LayerArguments,
-    x: Tensor,
-    known: TensorCodes | None,
-    factor: Callable[[], Tensor | None],
-    name: str | None,
-) -> Varying | None:
-    """Return what an op that computes a layer is told besides its plan, in the order of OF_LAYER; None if x has no codes.
-
-    `factor` returns what multiplies the output channels of the weight before it is quantized, or None.
-    """
-    codes = codes_of(x, layer.source, arguments.integer, known)
-    if codes is None:
-        return None
-    grid, followed = arguments.grid or _weight_grid_now(layer, factor(), name)
-    if followed is not NOT_FOLLOWED:
-        vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
-    of_input = codes.codes, codes.scale, codes.zero_point, grid[0], grid[3]
-    raw = codes.raw_of(x) if arguments.takes_raw else None
-    if raw is None:
-        return (x, *of_input, None, None), (codes.qmin, codes.qmax, grid[4:], 1.0)
-    return (x.detach(), *of_input, raw.values, raw.scale), (codes.qmin, codes.qmax, grid[4:], raw.grad_factor)
-
-
-def layer_call(
-    layer: Any, arguments: LayerArguments, tensors: Sequence[Tensor | None], constants: Sequence[Any]
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the first arguments of an op that computes a layer, up to its bias, and the last ones.
-
-    The tensors and the constants are those of `varying_of_layer`.
-    """
-    x, codes, scale, zero_of_input, start, zero_point, *raw = tensors
-    qmin, qmax, of_codes, raw_factor = constants
-    grid, followed = arguments.grid or (NOT_TRAINED, NOT_FOLLOWED)
-    of_x = x, codes, scale, zero_of_input, qmin, qmax
-    of_weight = layer.weight, start, *grid[1:3], zero_point, *of_codes
-    first = (*of_x, *of_weight, *arguments.geometry, *followed, *arguments.computed, layer.bias)
-    return first, (*raw, raw_factor)
-
-
-def varying_of_output(plan: Plan) -> Varying:
-    """Return what an op is told about its output's grid besides the plan, in the order of OF_OUTPUT."""
-    grid = grid_of(plan.output)
-    return (grid[0], grid[3]), (grid[4:],)
-
-
-def output_call(plan: Plan, tensors: Sequence[Tensor | None], constants: Sequence[Any]) -> Grid:
-    """Return the arguments of an op for its output's grid, of those that `varying_of_output` returns."""
-    (start, zero_point), (of_codes,) = tensors, constants
-    trained = plan.output[1:3] if isinstance(plan.output, tuple) else (None, None)
-    return start, *trained, zero_point, *of_codes
 
 
 # ---- scales and grids

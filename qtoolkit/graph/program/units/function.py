@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qtoolkit import ops
 from qtoolkit._native import library
-from qtoolkit.graph.program.units.base import OF_OUTPUT, Decided, Plan, Result, Varying, output_call, varying_of_output
+from qtoolkit.graph.program.units.base import OF_OUTPUT, Decided, Plan, Result, Varying
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.output_grid import (
     NO_FUNCTION,
@@ -107,8 +107,7 @@ class FunctionUnit(Decided[FunctionPlan]):
         """Return on what a plan depends besides the modules."""
         return x.shape, x.dtype, x.device, torch.is_autocast_enabled(x.device.type)
 
-    def planned(self, x: Tensor, *others: Any) -> FunctionPlan | None:
-        """Ask the modules for the plan."""
+    def _planned(self, x: Tensor, *others: Any) -> FunctionPlan | None:
         module, quantizer = self.modules
         if all_watched() or not is_ordinary(x) or not x.is_floating_point() or why_not_fused(module, quantizer):
             return None
@@ -128,15 +127,13 @@ class FunctionUnit(Decided[FunctionPlan]):
         y = ops.prelu_fake_quant(x, module.weight, scale, zero_point, *grid)
         return y, codes_by_op(y, None, scale, zero_point, quantizer)
 
-    def varying(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Varying:
-        """Return what the op is told besides what the plan says."""
-        (start, zero_point), constants = varying_of_output(plan)
+    def _varying(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Varying:
+        (start, zero_point), constants = plan.varying_output()
         return (x, start, zero_point), constants
 
-    def bound(self, plan: FunctionPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        """Return the op with all its arguments."""
+    def _bound(self, plan: FunctionPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
         x, *of_output = tensors
-        output = output_call(plan, of_output, constants)
+        output = plan.output_call(of_output, constants)
         learned = is_learned(output)
         keeps_x = learned or plan.function is not NONE
         return _bind(self.VARYING, x, *plan.function, keeps_x, *output, learned, plan.with_codes)

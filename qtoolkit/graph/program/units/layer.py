@@ -19,11 +19,7 @@ from qtoolkit.graph.program.units.base import (
     Varying,
     kind_of_inputs,
     layer_arguments,
-    layer_call,
     layer_is_plain,
-    output_call,
-    varying_of_layer,
-    varying_of_output,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.output_grid import gives_codes, is_learned, output_grid, quantized_by
@@ -69,8 +65,7 @@ class LayerUnit(Decided[LayerPlan]):
         """Return on what a plan depends besides the modules; None where there is none."""
         return kind_of_inputs(self.modules[0]._parameters.get("weight"), x)
 
-    def planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
-        """Ask the modules for the plan."""
+    def _planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
         layer = self.modules[0]
         if all_watched() or not (is_ordinary(x) and self.is_one_op(layer)):
             return None
@@ -86,17 +81,15 @@ class LayerUnit(Decided[LayerPlan]):
         is_called = is_watched(layer) or type(layer).forward is not QuantWeighted.forward
         return not is_called and layer.training and layer.batch_norm is None and layer_is_plain(layer)
 
-    def varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
-        """Return what the op is told besides what the plan says; None if x has no codes."""
+    def _varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         (known,) = others
-        found = varying_of_layer(self.modules[0], plan.layer, x, known, lambda: None, self.names[0])
+        found = plan.layer.varying(x, known, lambda: None, self.names[0])
         if found is None:
             return None
-        (of_layer, constants), (of_output, of_codes) = found, varying_of_output(plan)
+        (of_layer, constants), (of_output, of_codes) = found, plan.varying_output()
         return (*of_layer, *of_output), (*constants, *of_codes)
 
-    def bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        """Return the op with all its arguments."""
-        first, last = layer_call(self.modules[0], plan.layer, tensors[:-2], constants[:-1])
-        output = output_call(plan, tensors[-2:], constants[-1:])
+    def _bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
+        first, last = plan.layer.call(tensors[:-2], constants[:-1])
+        output = plan.output_call(tensors[-2:], constants[-1:])
         return _bind(self.VARYING, *first, plan.rounds_bias, *output, is_learned(output), plan.with_codes, *last)
