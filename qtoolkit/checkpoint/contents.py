@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -41,10 +42,8 @@ class Contents:
 
     def keep(self, name: str, tensor: Tensor) -> str:
         """Add a tensor that is not of the model's state dict, and return its key."""
-        key, number = f"{OWN}{name}", 0
-        while key in self.tensors:
-            number += 1
-            key = f"{OWN}{name}/{number}"
+        keys = chain([f"{OWN}{name}"], (f"{OWN}{name}/{number}" for number in count(1)))
+        key = next(key for key in keys if key not in self.tensors)
         self.tensors[key] = tensor.detach()
         return key
 

@@ -42,9 +42,8 @@ def _distributed_like(tensor: Tensor, like: Tensor) -> Tensor:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(
-        tensor.to(like.device), mesh, placements, src_data_rank=None
-    )  # every process has all of it
+    # Every process has all of it.
+    return distribute_tensor(tensor.to(like.device), mesh, placements, src_data_rank=None)
 
 
 def write_file(tensors: Mapping[str, Tensor], record: Record, path: Path) -> None:

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qtoolkit.checkpoint.contents import is_object, random_name, restore_random
-from qtoolkit.checkpoint.file import read_file, read_pickle
+from qtoolkit.checkpoint.file import InMemory, read_file, read_pickle
 from qtoolkit.checkpoint.fitting import check_config, check_names, check_ranges, check_shapes, differences
 from qtoolkit.checkpoint.optimizers import check_optimizer, optimizer_state, shaped_like
 from qtoolkit.checkpoint.record import INDEX, OWN, Record
@@ -24,23 +24,13 @@ from qtoolkit.finite import check_finite
 from qtoolkit.model_state import unchanged_on_error, values_unchanged_on_error
 from qtoolkit.processes import rank, ranks
 
+if TYPE_CHECKING:
+    from qtoolkit.checkpoint.folder import Folder
+
 SUFFIX = ".safetensors"
 
 
-class Source(Protocol):
-    """A checkpoint to read: `InMemory` or `Folder`."""
-
-    record: Record
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor by its key."""
-
-    def read(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors by their keys, distributed over processes as others are."""
-
-
-def opened(path: Path) -> Source:
+def opened(path: Path) -> "InMemory | Folder":
     """Open a checkpoint or a state dict of any kind; ValueError if it is damaged, or a pickle of more than tensors."""
     if not path.exists():
         raise FileNotFoundError(f"load_checkpoint: there is no file or folder {str(path)!r}.")
@@ -63,7 +53,7 @@ def opened(path: Path) -> Source:
 class Loading:
     """One call of `load_checkpoint`, in its steps: `check`, `read`, `load`."""
 
-    source: Source
+    source: "InMemory | Folder"
     model: nn.Module
     optimizer: Optimizer | None
     state: Mapping[str, Any]

@@ -17,31 +17,21 @@ OWN = "qtoolkit:"  # begins the names of tensors that are not entries of the mod
 
 @dataclass(frozen=True)
 class Record:
-    """The record of a checkpoint; by its defaults, that of a state dict, which has none.
+    """The record of a checkpoint; by its defaults, that of a state dict, which has none."""
 
-    Attributes:
-        modules: The metadata of the model's state dict, by the names of its modules: versions, specs and modes.
-        aliases: Entries of the state dict that are the same tensor as another one.
-        backend: The backend that the model was prepared for; None if it was not.
-        mapping: The user's QConfigMapping as JSON; None without one.
-        optimizer: What the state dict of the optimizer has beside tensors; None without an optimizer.
-        state: What the caller gave, by name.
-        ranks: The number of processes that saved it.
-        qtoolkit: The version of the package that wrote it.
-        torch: The version of torch.
-        version: The version of this record; None of a state dict.
-    """
-
+    # the metadata of the model's state dict, by the names of its modules: versions, specs and modes
     modules: Any = field(default_factory=dict)
+    # entries of the state dict that are the same tensor as another one
     aliases: dict[str, str] = field(default_factory=dict)
-    backend: str | None = None
-    mapping: str | None = None
+    backend: str | None = None  # the backend that the model was prepared for; None if it was not
+    mapping: str | None = None  # the user's QConfigMapping as JSON; None without one
+    # what the state dict of the optimizer has beside tensors; None without an optimizer
     optimizer: dict[str, Any] | None = None
-    state: dict[str, Any] = field(default_factory=dict)
-    ranks: int = 0
-    qtoolkit: str = ""
-    torch: str = str(torch.__version__)
-    version: int | None = None
+    state: dict[str, Any] = field(default_factory=dict)  # what the caller gave, by name
+    ranks: int = 0  # the number of processes that saved it
+    qtoolkit: str = ""  # the version of the package that wrote it
+    torch: str = str(torch.__version__)  # the version of torch
+    version: int | None = None  # the version of this record; None of a state dict
 
     def to_json(self, **more: Any) -> str:
         """Return the record as JSON, with more entries for the caller."""

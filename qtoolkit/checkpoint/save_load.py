@@ -170,17 +170,10 @@ def load_checkpoint(
         loading.read()
     with raising_on_all_ranks("load_checkpoint"), _about(place):
         values = loading.load()
-    return Checkpoint(
-        place,
-        values,
-        tuple(loading.missing),
-        tuple(loading.unexpected),
-        tuple(loading.unused()),
-        loading.random_key is not None,
-        loading.record.backend,
-        loading.record.mapping,
-        loading.record.version,
-    )
+    record, random = loading.record, loading.random_key is not None
+    lacking, more, unused = (tuple(each) for each in (loading.missing, loading.unexpected, loading.unused()))
+    of_record = record.backend, record.mapping, record.version
+    return Checkpoint(place, values, lacking, more, unused, random, *of_record)
 
 
 def _place_to_save(path: object) -> Path:

@@ -5,7 +5,7 @@ import json
 import platform
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -114,26 +114,9 @@ def _codes(found: RuntimeComparison) -> list[dict[str, Any]]:
 
 
 def _description(found: FileDescription) -> dict[str, Any]:
-    tensors = {
-        side: [{"name": t.name, "dtype": t.dtype, "shape": None if t.shape is None else list(t.shape)} for t in given]
-        for side, given in (("inputs", found.inputs), ("outputs", found.outputs))
-    }
-    layers = [
-        {"layer": each.name, "op": each.op, "quantized": each.quantized, "reason": each.reason, "weight": each.weight}
-        for each in found.layers
-    ]
-    return {
-        "file": found.path,
-        "bytes": found.bytes,
-        "producer": found.producer,
-        "opsets": dict(found.opsets),
-        **tensors,
-        "quantize_nodes": found.quantize_nodes,
-        "dequantize_nodes": found.dequantize_nodes,
-        "activations": dict(found.activations),
-        "weights": dict(found.weights),
-        "layers": layers,
-    }
+    facts = asdict(found)
+    layers = [{"layer": each.pop("name"), **each} for each in facts["layers"]]
+    return {"file": facts.pop("path"), **facts, "layers": layers}
 
 
 def _arrays(path: str | None) -> dict[str, Any] | None:

@@ -15,31 +15,11 @@ from qtoolkit.export.verification.verify import Verification, verify, verify_onn
 from qtoolkit.instead import say_when_called
 
 __all__ = [
-    "BackendFiles",
-    "DeployedVerification",
-    "Encoding",
-    "ExecutorchResult",
-    "ExportResult",
-    "FileDescription",
-    "LitertResult",
-    "RuntimeCodes",
-    "RuntimeComparison",
-    "StoredWeights",
-    "UnreadableFileError",
-    "Verdict",
-    "Verification",
-    "compare_runtimes",
-    "describe",
-    "encodings",
-    "export_executorch",
-    "export_litert",
-    "export_onnx",
-    "export_program",
-    "lint",
-    "read_encodings",
-    "verify",
-    "verify_onnx",
-]
+    "BackendFiles", "DeployedVerification", "Encoding", "ExecutorchResult", "ExportResult", "FileDescription",
+    "LitertResult", "RuntimeCodes", "RuntimeComparison", "StoredWeights", "UnreadableFileError", "Verdict",
+    "Verification", "compare_runtimes", "describe", "encodings", "export_executorch", "export_litert",
+    "export_onnx", "export_program", "lint", "read_encodings", "verify", "verify_onnx",
+]  # fmt: skip
 say_when_called(
     __name__,
     "qtoolkit.export_onnx(model, example_inputs, path) for an ONNX file, or a function of qtoolkit.export for another one",

@@ -60,11 +60,8 @@ class FileDescription:
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        ...     _ = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
         ...     description = qt.export.describe(folder + "/model.onnx")
         >>> description.opsets["ai.onnx"], description.activations
         (18, {'UINT8': 1})
@@ -99,11 +96,8 @@ def describe(path: str | os.PathLike[str]) -> FileDescription:
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> x = torch.rand(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        ...     _ = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
         ...     description = qt.export.describe(folder + "/model.onnx")
         >>> description.quantize_nodes, [layer.name for layer in description.layers]
         (1, ['node_linear'])

@@ -1,7 +1,7 @@
 """What a file takes and returns: the tensors of the example inputs, their names, and the checks of both."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -13,6 +13,7 @@ from qtoolkit.convert import check_quantized, in_reference_form
 from qtoolkit.errors import check_sequence, shown
 from qtoolkit.export.pairs.shaped_weights import check_shapes
 from qtoolkit.finite import check_finite
+from qtoolkit.graph.block_calls import map_leaves
 from qtoolkit.model_inputs import bind, call_arguments, leaves, tensors_of, with_tensors
 from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.quantizers.frozen import Grid
@@ -154,9 +155,7 @@ class Inputs:
                 f"{self.what}: dynamic_batch=True needs example inputs whose dimension 0 is the batch, of one size in all, got "
                 f"{found}; use dynamic_shapes to say which dimensions vary."
             )
-        shapes = {
-            name: _mapped(value, lambda x: {0: "batch"} if x.dim() else None) for name, value in self.arguments.items()
-        }
+        shapes = map_leaves(self.arguments, lambda x: {0: "batch"} if isinstance(x, Tensor) and x.dim() else None)
         if set(sizes.values()) != {1}:
             return self, shapes
         doubled = [torch.cat([tensor, tensor]) if tensor.dim() > 0 else tensor for tensor in self.tensors]
@@ -264,13 +263,3 @@ def _of_other_size(tensor: Tensor, entry: Any) -> Tensor:
 def _entry(entries: Any, path: Iterable[Any]) -> Any:
     """Return the entry for a tensor, by the keys and positions that lead to both; None where one on the way is None."""
     return reduce(lambda entry, key: None if entry is None else entry[key], path, entries)
-
-
-def _mapped(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
-    """Return the containers of a value, with another value for each tensor in them and None for all else."""
-    if isinstance(value, Tensor):
-        return of_tensor(value)
-    if isinstance(value, Mapping):
-        return {key: _mapped(part, of_tensor) for key, part in value.items()}
-    parts = [_mapped(part, of_tensor) for part in (value if isinstance(value, tuple | list) else ())]
-    return type(value)(parts) if type(value) in (tuple, list) else (parts or None)

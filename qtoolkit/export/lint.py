@@ -34,12 +34,10 @@ def lint(path: str | os.PathLike[str], backend: str | Backend, advice: bool = Fa
 
     Example:
         >>> import tempfile
-        >>> x = torch.rand(8, 3, 8, 8)
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval(), backend="tensorrt")
-        >>> report = qt.calibrate(prepared, [x], progress=False)
+        >>> model, images = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()), [torch.rand(8, 3, 8, 8)]
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx")
-        ...     found = qt.export.lint(result.path, "tensorrt")
+        ...     result = qt.quantize(model, images, "tensorrt", folder + "/model.onnx")
+        ...     found = qt.export.lint(result.export.path, "tensorrt")
         >>> found
         ()
     """

@@ -11,7 +11,7 @@ from torch import nn
 
 from qtoolkit.errors import check_flags, check_known
 from qtoolkit.export.program import decomposed
-from qtoolkit.export.tflite.lowering import lower
+from qtoolkit.export.tflite.lowering import Lowering
 from qtoolkit.export.verification.deployed import RuntimeCodes
 from qtoolkit.export.verification.verify import verify as verify_file
 from qtoolkit.files import checked_path, write_atomically
@@ -127,22 +127,13 @@ def export_litert(
     check_known("io_type of export_litert:", io_type, ("float32", "int8", "int16"))
     path = checked_path(path, "export_litert", "model.tflite")
     found = decomposed(model, example_inputs, None, "export_litert")
-    lowered = lower(found, io_type, f"torch-qtoolkit {__version__}")
+    file, facts = Lowering(found, io_type).run(f"torch-qtoolkit {__version__}")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "model.tflite"
-        place.write_bytes(lowered.file)
+        place.write_bytes(file)
         codes = _verified(found.converted, (found.args, found.kwargs), place) if verify else None
-    write_atomically(lowered.file, path)
-    return LitertResult(
-        Path(path),
-        len(lowered.file),
-        lowered.layers,
-        lowered.conversions,
-        lowered.inputs,
-        lowered.outputs,
-        lowered.reasons,
-        codes,
-    )
+    write_atomically(file, path)
+    return LitertResult(Path(path), len(file), verification=codes, **facts)
 
 
 def _verified(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], file: Path) -> RuntimeCodes:

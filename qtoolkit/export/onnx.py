@@ -52,10 +52,9 @@ class ExportResult:
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> report = qt.calibrate(prepared, [torch.rand(8, 4)], progress=False)
+        >>> model, rows = torch.nn.Linear(4, 2), [torch.rand(8, 4)]
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(prepared, torch.rand(8, 4), folder + "/model.onnx")
+        ...     result = qt.quantize(model, rows, "onnxruntime", folder + "/model.onnx").export
         >>> result.opset, result.quantize_nodes, result.weights[0].dtype
         (18, 1, 'INT8')
     """

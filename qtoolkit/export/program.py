@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Source, by_name
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
-from qtoolkit.export.pt2e import Quantizers, decompose
+from qtoolkit.export.pt2e import Decomposition, Quantizers
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import call_arguments, naming_misfits
 from qtoolkit.model_state import evaluating
@@ -77,7 +77,7 @@ def decomposed(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, what:
     with misfits, ONE_AT_A_TIME, evaluating(converted), in_float(converted), torch.no_grad():
         with shaped_weights(converted, partial(converted, *args, **kwargs), what):
             captured: Any = capture(converted).module()
-        quantizers = decompose(captured, names_of_weights(converted))
+        quantizers = Decomposition(captured, names_of_weights(converted)).run()
         return Decomposed(capture(captured), converted, args, kwargs, quantizers)
 
 

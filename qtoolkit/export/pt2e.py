@@ -10,6 +10,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import chain, count
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -44,23 +45,17 @@ class Pair:
     """The arguments of a quantize op and its dequantize ops."""
 
     quantizer: str  # the dotted name of the quantizer; "" where the pair is repeated behind an op that moves values
-    args: tuple[
-        Any, ...
-    ]  # scale, zero point, the axis of channels where each has its own, lowest and highest code, dtype
+    # scale, zero point, the axis of channels where each has its own, lowest and highest code, dtype
+    args: tuple[Any, ...]
     per_channel: bool = False  # whether scales and zero points are tensors, the names of constants
 
 
-def decompose(gm: fx.GraphModule, weights: Mapping[str, str]) -> Quantizers:
-    """Replace each fake-quantization of a graph that `torch.export` captured from a converted model.
+class Decomposition:
+    """Replaces each fake-quantization of a graph that `torch.export` captured from a converted model.
 
     `weights` has the dotted name of each layer's weight, by that of its quantizer. Raises ValueError: the form cannot hold one.
     """
-    decomposition = _Decomposition(gm, weights)
-    decomposition.run()
-    return decomposition.quantizers()
 
-
-class _Decomposition:
     def __init__(self, gm: fx.GraphModule, weights: Mapping[str, str]) -> None:
         self.gm, self.graph, self.ops = gm, gm.graph, decomposed_ops()
         self.weights = weights
@@ -68,8 +63,8 @@ class _Decomposition:
         self.pairs: dict[fx.Node, Pair] = {}  # of codes, and of values on a grid
         self.stored: dict[str, Tensor] = {}
 
-    def run(self) -> None:
-        """Rewrite the graph in place."""
+    def run(self) -> Quantizers:
+        """Rewrite the graph in place; return its quantizers."""
         for node in list(self.graph.nodes):
             if node.target is MEAN and _is_over_image(node):
                 self._keep_dimensions(node)
@@ -83,9 +78,6 @@ class _Decomposition:
         self._drop_unused()
         self.graph.lint()
         self.gm.recompile()
-
-    def quantizers(self) -> Quantizers:
-        """Return the quantizers of the graph."""
         quantize = (self.ops.quantize_per_tensor, self.ops.quantize_per_channel)
         names = [self.pairs[node].quantizer for node in self.graph.nodes if node.target in quantize]
         return Quantizers(names, self.stored)
@@ -154,10 +146,8 @@ class _Decomposition:
         """Drop the dimensions behind the mean, or behind the quantizer that alone takes it."""
         mean.args = (*mean.args[:2], True)
         (taker, *others) = mean.users
-        ends = (
-            [user for user in taker.users if user.args[1] == 0] if taker.target is FAKE_QUANT and not others else [mean]
-        )
-        for end in ends:
+        quantized = taker.target is FAKE_QUANT and not others
+        for end in [user for user in taker.users if user.args[1] == 0] if quantized else [mean]:
             users = list(end.users)
             with self.graph.inserting_after(end):
                 flat = self.graph.call_function(torch.ops.aten.flatten.using_ints, (end, 1))
@@ -212,11 +202,9 @@ class _Decomposition:
 
     def _add(self, place: str, value: Tensor) -> fx.Node:
         """Return a node that reads a constant, which gets a new name unless it is there."""
-        name = free = place.replace(".", "_")
-        count = 0
-        while hasattr(self.gm, free) and not _equal(getattr(self.gm, free), value):
-            count += 1
-            free = f"{name}_{count}"
+        name = place.replace(".", "_")
+        names = chain([name], (f"{name}_{number}" for number in count(1)))
+        free = next(each for each in names if not hasattr(self.gm, each) or _equal(getattr(self.gm, each), value))
         self.gm.register_buffer(free, value.detach().clone())
         return self.graph.get_attr(free)
 

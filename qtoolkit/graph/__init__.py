@@ -32,38 +32,12 @@ from qtoolkit.public import publish
 from qtoolkit.verdicts import Cause, Status, Verdict
 
 __all__ = [
-    "BlockCall",
-    "Cause",
-    "ClassReference",
-    "Edge",
-    "Foreign",
-    "Method",
-    "ModelTracer",
-    "NodeFacts",
-    "Plan",
-    "QuantizedGraphModule",
-    "QuantizedSequential",
-    "QuantizerHolder",
-    "Status",
-    "TracedBlock",
-    "TracedModuleDict",
-    "TracedModuleList",
-    "TracedSequential",
-    "Tracing",
-    "TrainingMode",
-    "Value",
-    "Verdict",
-    "by_mode",
-    "call_scripted",
-    "check_given",
-    "check_none",
-    "check_size",
-    "items_of",
-    "length_of",
-    "restore_block",
-    "restore_graph_module",
-    "set_item",
-]
+    "BlockCall", "Cause", "ClassReference", "Edge", "Foreign", "Method", "ModelTracer", "NodeFacts", "Plan",
+    "QuantizedGraphModule", "QuantizedSequential", "QuantizerHolder", "Status", "TracedBlock", "TracedModuleDict",
+    "TracedModuleList", "TracedSequential", "Tracing", "TrainingMode", "Value", "Verdict", "by_mode",
+    "call_scripted", "check_given", "check_none", "check_size", "items_of", "length_of", "restore_block",
+    "restore_graph_module", "set_item",
+]  # fmt: skip
 publish(__name__, Cause, Edge, Method, ModelTracer, NodeFacts, Plan, QuantizedGraphModule, Status, Tracing, Verdict)
 publish(__name__, QuantizedSequential, QuantizerHolder, restore_graph_module, update_ranges)
 publish(__name__, BlockCall, Foreign, Value)

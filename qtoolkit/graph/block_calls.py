@@ -10,45 +10,28 @@ ROOT = 0
 
 @dataclass(frozen=True)
 class Value:
-    """The value of a graph node, among the arguments or results of a call.
+    """The value of a graph node, among the arguments or results of a call."""
 
-    Attributes:
-        node: The name of the node at tracing.
-    """
-
-    node: str
+    node: str  # the name of the node at tracing
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A value of a type that a graph cannot pass to a block, or get from it.
+    """A value of a type that a graph cannot pass to a block, or get from it."""
 
-    Attributes:
-        type_name: The name of the type.
-    """
-
-    type_name: str
+    type_name: str  # the name of the type
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """A call of a block. Arguments and results are tuples, lists and dicts of `Value`, plain values and `Foreign`.
+    """A call of a block. Arguments and results are tuples, lists and dicts of `Value`, plain values and `Foreign`."""
 
-    Attributes:
-        block: The dotted name of the block; "" for the model.
-        parent: The index of the call that calls the block.
-        names: Names of the positional arguments.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        result: What the block returns.
-    """
-
-    block: str
-    parent: int = ROOT
-    names: tuple[str, ...] = ()
+    block: str  # the dotted name of the block; "" for the model
+    parent: int = ROOT  # the index of the call that calls the block
+    names: tuple[str, ...] = ()  # names of the positional arguments
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    result: Any = None
+    result: Any = None  # what the block returns
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:

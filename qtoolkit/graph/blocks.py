@@ -47,11 +47,7 @@ class TracedBlock(nn.Module):
         """Do nothing: what the block's class does with its subclasses is not meant for this one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's part of the graph.
-
-        Raises:
-            RuntimeError: It has none.
-        """
+        """Run the block's part of the graph; RuntimeError if it has none."""
         if self._block_code is None:
             self.refuse("called on its own", self._block_reason)
         return self._block_code(self, *args, **kwargs)
@@ -63,9 +59,7 @@ class TracedBlock(nn.Module):
     def check_watched(self, held: nn.Module | None) -> None:
         """Raise RuntimeError if hooks or a wrapper of the block would have no effect.
 
-        Args:
-            held: What the model has in place of the block: the block or a wrapper, which passes on the layers as its
-                attributes, as those of torch do.
+        `held` is what the model has in its place: the block or a wrapper, which passes on the layers as its attributes.
         """
         if self._block_code is None:
             self.refuse("hooked, compiled, wrapped or replaced, as sharding and checkpointing do", self._block_reason)
@@ -114,12 +108,7 @@ OF_EACH_CLASS = {"__annotations__", "__class__", "__dict__", "__weakref__"}
 
 
 class Hidden:
-    """A property or a tensor of a block's class, which an attribute or a buffer of the block hides.
-
-    Args:
-        name: Its name.
-        value: The property or the tensor.
-    """
+    """A property or a tensor of a block's class, which an attribute or a buffer of the block hides."""
 
     def __init__(self, name: str, value: property | Tensor) -> None:
         self.name, self.value = name, value
@@ -175,11 +164,7 @@ def object_of_name(module: str, name: str) -> Any:
 
 
 class ClassReference:
-    """A class of the user's, which pickles name, and load as None where its code is not there.
-
-    Args:
-        kind: The class, or None.
-    """
+    """A class of the user's, which pickles name, and load as None where its code is not there."""
 
     def __init__(self, kind: type[nn.Module] | None) -> None:
         self.kind = kind

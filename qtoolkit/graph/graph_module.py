@@ -36,6 +36,7 @@ from qtoolkit.nn.module import reset_after_loading
 from qtoolkit.nn.on_codes import DEFAULT, PLAIN, TrainingArithmetic, TrainsOnCodes
 from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.recorded import TrainingMode
 from qtoolkit.quantizers.weights import Versions
 from qtoolkit.shared_modules import names_by_module
@@ -44,11 +45,8 @@ from qtoolkit.shared_modules import names_by_module
 class Method:
     """A method bound to a module. Copies and pickles drop the module, and `QuantizedGraphModule` binds them to the new one.
 
-    Args:
-        function: The function in the model's class; None in a pickle that was loaded where its code is not there: the model
-            then has no such attribute.
-        owner: The module that the function gets as `self`.
-        needed: Whether a pickle cannot be written or loaded without the function.
+    `function` is that of the model's class; None in a pickle that was loaded where its code is not there: the model then has
+    no such attribute. `needed` is whether a pickle cannot be written or loaded without it.
     """
 
     def __init__(self, function: Any, owner: nn.Module | None = None, needed: bool = True) -> None:
@@ -117,8 +115,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     ) -> Self:
         """Return one for a module and a graph that uses its submodules, parameters and buffers.
 
-        Raises:
-            ValueError: The module has a submodule, parameter or buffer of the name of an attribute of this class.
+        Raises ValueError: the module has a submodule, parameter or buffer of the name of an attribute of this class.
         """
         _check_names(root)
         result = cls(root, graph, name)
@@ -248,11 +245,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     def values_of(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
         """Compute nodes that depend on parameters alone."""
         interpreter = fx.Interpreter(self, garbage_collect_values=False)
-        waiting, needed = list(nodes), set()
-        while waiting:
-            node = waiting.pop()
-            needed.add(node)
-            waiting += [source for source in node.all_input_nodes if source not in needed]
+        needed = set(reached(nodes, lambda node: node.all_input_nodes))
         with torch.no_grad():
             for node in self.graph.nodes:
                 if node in needed:
@@ -360,11 +353,8 @@ def _bare(state: Mapping[str, Any]) -> nn.Module:
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    shared = (
-        tuple(name_in_graph(model, name) for name in names)
-        for names in names_by_module(model).values()
-        if len(names) > 1
-    )
+    several = (names for names in names_by_module(model).values() if len(names) > 1)
+    shared = (tuple(name_in_graph(model, name) for name in names) for names in several)
     return {name: names for names in shared for name in names}
 
 

@@ -18,23 +18,14 @@ ITSELF = ""  # a quantizer that the model's own forward calls
 
 @dataclass(frozen=True)
 class LayerQuantizer:
-    """A quantizer that a layer holds.
+    """A quantizer that a layer holds."""
 
-    Attributes:
-        node: The node that calls the layer, or the leaf module around it.
-        layer: The layer's dotted name, as the node has it.
-        module: The layer.
-        attribute: The quantizer's name in the layer; "" where the layer is a quantizer of the model's own.
-        quantizer: The quantizer.
-        name: Its first dotted name in the model.
-    """
-
-    node: fx.Node
-    layer: str
+    node: fx.Node  # the node that calls the layer, or the leaf module around it
+    layer: str  # the layer's dotted name, as the node has it
     module: nn.Module
-    attribute: str
+    attribute: str  # the quantizer's name in the layer; "" where the layer is a quantizer of the model's own
     quantizer: Quantizer
-    name: str
+    name: str  # its first dotted name in the model
 
     @property
     def is_inside(self) -> bool:

@@ -51,7 +51,6 @@ def _put_in(plan: Plan) -> Rule:
     """Return the rule that no quantized op was replaced after the model was prepared."""
 
     def check(op: Op, backend: Backend) -> Iterator[Broken]:
-        """Find an op that the plan quantizes, and that was exchanged for another."""
         node = op.node
         if op.is_quantizer or node.op not in ("call_module", "call_function", "call_method"):
             return

@@ -28,7 +28,6 @@ def returning(forward: Callable[..., Any], types: OutputTypes) -> Callable[..., 
 
     @functools.wraps(forward)
     def typed(*args: Any, **kwargs: Any) -> Any:
-        """Compute what the graph does, and return it as the model does."""
         result = forward(*args, **kwargs)
         for path, kind in types:
             result = _typed(result, path, kind)

@@ -14,18 +14,12 @@ from qtoolkit.verdicts import Cause, Refusal, Verdict
 
 @dataclass(frozen=True)
 class Computed:
-    """How a runtime computes an op between quantizers.
+    """How a runtime computes an op between quantizers."""
 
-    Attributes:
-        kernel: The name of its integer kernel; None for float.
-        why: Why it is float.
-        last: The node of the last op that the kernel computes: the op itself, or an activation after it.
-        cause: The cause of that; None with a kernel, and in models that were pickled before it was recorded.
-    """
-
-    kernel: str | None
-    why: str = ""
-    last: str = ""
+    kernel: str | None  # the name of its integer kernel; None for float
+    why: str = ""  # why it is float
+    last: str = ""  # the node of the last op that the kernel computes: the op itself, or an activation after it
+    # the cause of that; None with a kernel, and in models that were pickled before it was recorded
     cause: Cause | None = None
 
     @classmethod

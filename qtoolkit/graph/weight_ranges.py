@@ -6,6 +6,7 @@ from operator import attrgetter
 from torch import Tensor, fx
 
 from qtoolkit.graph.nodes import is_weight_quantizer
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -17,10 +18,7 @@ def refresh(
 ) -> None:
     """Set each range that follows a weight to that of the weight, if it may have changed since it was taken.
 
-    Args:
-        gm: The model.
-        changed: Whether a weight is known to have changed.
-        values_of: Computes nodes that depend on parameters alone.
+    `changed` is whether a weight is known to have; `values_of` computes nodes that depend on parameters alone.
     """
     stale = [(quantizer, weight) for quantizer, weight in _weights(gm) if is_stale(quantizer, changed)]
     values = values_of([weight for _, weight in stale])
@@ -38,13 +36,8 @@ def refresh_rates(gm: fx.GraphModule, values_of: Callable[[Sequence[fx.Node]], M
 
 def sources(gm: fx.GraphModule) -> list[Tensor]:
     """Return the parameters and buffers on which the weights depend."""
-    waiting, seen = [weight for _, weight in _weights(gm)], set[fx.Node]()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += node.all_input_nodes
-    tensors = [attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node in seen and node.op == "get_attr"]
+    needed = set(reached((weight for _, weight in _weights(gm)), lambda node: node.all_input_nodes))
+    tensors = [attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node in needed and node.op == "get_attr"]
     return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 

@@ -169,15 +169,7 @@ class QtoolkitQuantizer(HfQuantizer):
         """Return True."""
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """True: Trainer takes the model."""
-        return True
+    is_trainable = is_qat_trainable = True  # Trainer takes the model
 
 
 def _record_in(files: Any) -> Mapping[str, Any]:
@@ -334,7 +326,6 @@ def _ignore(cls: Any, **kwargs: Any) -> None:
 
 def _refusal(name: str, why: str) -> Callable[..., NoReturn]:
     def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError."""
         raise NotImplementedError(f"{name}: this model was prepared, and {why}.")
 
     return refuse

@@ -284,9 +284,8 @@ def deployed(model: nn.Module) -> QuantizedGraphModule:
     gm = copy.deepcopy(layers.graph).eval()
     head: Head = gm.get_submodule(layers.head_name)
     head.export = True
-    head.dynamic = not isinstance(
-        head, RTDETRDecoder
-    )  # others take anchors of the images before for those of another batch
+    # Others take anchors of the images before for those of another batch.
+    head.dynamic = not isinstance(head, RTDETRDecoder)
     leaf = layers.head_name.removesuffix(".head")
     (call,) = (node for node in gm.graph.nodes if node.op == "call_module" and node.target == leaf)
     used = [node for node in gm.graph.nodes if node.users]

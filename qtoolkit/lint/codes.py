@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.file_facts import Array, Codes, FileNode, codes_of, first_opset
+from qtoolkit.lint.file_facts import Array, Codes, FileNode, first_opset
 from qtoolkit.lint.findings import IMPORTER, ONNX, Broken, Rule
-from qtoolkit.lint.ops import Op, users_behind
+from qtoolkit.lint.ops import Op, codes_of, users_behind
 from qtoolkit.runtimes.table import ONNXRUNTIME, OPENVINO, TENSORRT
 
 # The types of activations that TensorRT computes with, and those that it takes of weights too.

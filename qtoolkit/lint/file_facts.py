@@ -3,12 +3,9 @@
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from qtoolkit.lint.ops import Op
 
 Array = np.ndarray[Any, Any]
 
@@ -75,8 +72,3 @@ class FileNode:
     bias: Codes | None = None  # of a layer, the codes of its bias; None where it stays float or has none
     # of a clip, its bounds, infinite where it has none; None of other nodes, and where they are computed
     bounds: tuple[float, float] | None = None
-
-
-def codes_of(op: "Op | None") -> Codes | None:
-    """Return the codes of a quantizer of a file; None of no quantizer, and of one of a model's graph."""
-    return op.node.codes if op is not None and isinstance(op.node, FileNode) else None

@@ -7,11 +7,10 @@ import numpy as np
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
-from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
+from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.lint.findings import MODEL_OPTIMIZER, ONNX, Broken, Rule
 from qtoolkit.lint.masked_attention import MASKED_SCORES
-from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
-from qtoolkit.lint.units import end_of_unit
+from qtoolkit.lint.ops import Op, codes_of, end_of_unit, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.runtimes.table import ONNXRUNTIME, TENSORRT
 
@@ -128,21 +127,14 @@ def _is_relu(op: Op) -> bool:
 def _unsaturated(activation: Op, quantizer: Op) -> str:
     """Return why the range of the codes does not replace an activation; "" if they do."""
     codes, facts = codes_of(quantizer), activation.node
-    if (
-        codes is None
-        or codes.scale is None
-        or codes.zero_point is None
-        or codes.scale.size != 1
-        or codes.code_range == (0, 0)
-    ):
+    if codes is None or codes.scale is None or codes.zero_point is None:
+        return ""
+    if codes.scale.size != 1 or codes.code_range == (0, 0):
         return ""
     scale, zero = np.float32(codes.scale.item()), int(codes.zero_point.item())
     if _is_relu(activation):
-        return (
-            ""
-            if zero == codes.code_range[0]
-            else f"its lowest code stands for {scale * (codes.code_range[0] - zero):.4g}, not 0:"
-        )
+        below = codes.code_range[0] - zero
+        return f"its lowest code stands for {scale * below:.4g}, not 0:" if below else ""
     if not isinstance(facts, FileNode) or facts.bounds is None:
         return "the bounds of the Clip are computed:"
     low, high = (scale * (code - zero) for code in codes.code_range)

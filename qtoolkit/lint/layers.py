@@ -24,13 +24,8 @@ def _grouped_conv_transpose(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _conv_transpose_axis(op: Op, backend: Backend) -> Iterator[Broken]:
-    weight = op.weight
-    if (
-        op.kind.transposed
-        and weight is not None
-        and not weight.blocks
-        and weight.axis == 1 - backend.conv_transpose_axis
-    ):
+    weight = op.weight if op.kind.transposed else None
+    if weight is not None and not weight.blocks and weight.axis == 1 - backend.conv_transpose_axis:
         yield (
             f"its weight has a scale along axis {weight.axis}; {backend.name} takes them along axis "
             f"{backend.conv_transpose_axis}.",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from qtoolkit.backends import Backend
 from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, Rule
 from qtoolkit.lint.ops import Op
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.verdicts import Cause, Verdict
 
 MASKED = Verdict.left_float(
@@ -19,15 +20,11 @@ def are_masked_scores(op: Op, is_float: Callable[[Op], bool]) -> bool:
 
 
 def _is_score(op: Op) -> bool:
-    waiting, seen = [op], set[Op]()
-    while waiting:  # graphs are deeper than Python's stack
-        op = waiting.pop()
-        if _keeps_scores(op):
-            waiting += [] if op in seen else op.inputs if op.kind.sums else op.inputs[:1]
-            seen.add(op)
-        elif op.kind.of_two_matrices and op.layer is None:
-            return True
-    return False
+    def before(op: Op) -> list[Op]:
+        return [] if not _keeps_scores(op) else op.inputs if op.kind.sums else op.inputs[:1]
+
+    makers = (op for op in reached([op], before) if not _keeps_scores(op))
+    return any(op.kind.of_two_matrices and op.layer is None for op in makers)
 
 
 def _only_softmax_takes(op: Op, is_float: Callable[[Op], bool]) -> bool:

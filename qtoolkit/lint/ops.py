@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qtoolkit.backends import Backend
+from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.op_kinds.kind import OpKind, belongs_to_layer
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.table import NO_OPS
 
 
@@ -74,6 +76,11 @@ class Op:
         return self.kind.multiplies and self.layer is not None and self.weight is None
 
 
+def codes_of(op: Op | None) -> Codes | None:
+    """Return the codes of a quantizer of a file; None of no quantizer, and of one of a model's graph."""
+    return op.node.codes if op is not None and isinstance(op.node, FileNode) else None
+
+
 def origin(op: Op, through: Callable[[OpKind], bool] = belongs_to_layer, sole_user: bool = False) -> Op | None:
     """Return the op that computes a tensor, back through quantizers and ops of some kinds.
 
@@ -102,19 +109,29 @@ def find_quantizers(ops: Iterable[Op], backend: Backend) -> None:
             op.quantizer = None
 
 
+def takes_into_unit(first: OpKind, follower: OpKind, backend: Backend) -> bool:
+    """Return whether the target computes a batch norm, or an activation, as one with the op that begins a unit."""
+    return first.layer if follower.normalizes_batches else follower.activation and backend.joins(first, follower)
+
+
+def end_of_unit(op: Op, backend: Backend) -> Op:
+    """Return the last op of the unit that an op begins: the op itself where nothing joins it."""
+    last = op
+    while len(last.users) == 1 and not last.returned and not last.kind.activation:
+        if not takes_into_unit(op.kind, last.users[0].kind, backend):
+            break
+        last = last.users[0]
+    return last
+
+
 def users_behind(op: Op, backend: Backend) -> list[Op]:
     """Return the ops that take a tensor's values, moved or not: quantizers too."""
-    found, waiting, seen = [], list(op.users), set[Op]()
-    while waiting:
-        user = waiting.pop()
-        if user in seen:
-            continue
-        seen.add(user)
-        if not user.is_quantizer and backend.role(user.kind) in ("transparent", "concat"):
-            waiting += user.users
-        else:
-            found.append(user)
-    return found
+
+    def moves(user: Op) -> bool:
+        return not user.is_quantizer and backend.role(user.kind) in ("transparent", "concat")
+
+    users = reached(op.users, lambda user: user.users if moves(user) else ())
+    return [user for user in users if not moves(user)]
 
 
 def is_taken_by_codes(op: Op, backend: Backend) -> bool:

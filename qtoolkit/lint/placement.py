@@ -10,9 +10,7 @@ from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.lint import residual
 from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, Rule
-from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
-from qtoolkit.lint.units import end_of_unit, takes_into_unit
-from qtoolkit.op_kinds.kind import returns_input
+from qtoolkit.lint.ops import Op, end_of_unit, is_taken_by_codes, origin, serves_others, takes_into_unit, users_behind
 from qtoolkit.op_kinds.table import KINDS
 from qtoolkit.runtimes.table import TENSORRT
 
@@ -57,7 +55,7 @@ def _inside_attention(source: Op, backend: Backend) -> bool:
 
     Of the targets with kernels for the other product, such as OpenVINO: see `qtoolkit.backends`.
     """
-    probabilities = origin(source, returns_input)
+    probabilities = origin(source, lambda kind: kind.returns_input)
     is_softmax = probabilities is not None and probabilities.kind.normalizes_scores
     return is_softmax and any(backend.quantizes(kind) for kind in KINDS.values() if kind.holds_softmax)
 

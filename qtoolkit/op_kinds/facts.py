@@ -10,28 +10,20 @@ KEY = "qtoolkit"
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What tracing knows about a node beyond its target and arguments.
+    """What tracing knows about a node beyond its target and arguments."""
 
-    Attributes:
-        is_number: The node returned a number, or several, and no tensor.
-        is_discrete: The node returned a tensor of integers or booleans, or several, and nothing else.
-        is_sequence: The node returned a list or a tuple with tensors.
-        returns_input: The node calls a module that returns its input in eval mode, and has another value in training mode.
-        in_training: Training mode alone takes what the node computes, before an op of both modes.
-        assigns_in_place: The node comes from an augmented assignment such as `+=`, which torch.fx records as `+`.
-        call: The index of the call of a block, among those that tracing saw, that made the node. None for a node that was put
-            in later.
-        replaces: Names of nodes that this one has replaced.
-    """
-
-    is_number: bool = False
-    is_discrete: bool = False
-    is_sequence: bool = False
+    is_number: bool = False  # the node returned a number, or several, and no tensor
+    is_discrete: bool = False  # the node returned a tensor of integers or booleans, or several, and nothing else
+    is_sequence: bool = False  # the node returned a list or a tuple with tensors
+    # the node calls a module that returns its input in eval mode, and has another value in training mode
     returns_input: bool = False
-    in_training: bool = False
+    in_training: bool = False  # training mode alone takes what the node computes, before an op of both modes
+    # the node comes from an augmented assignment such as `+=`, which torch.fx records as `+`
     assigns_in_place: bool = False
+    # the index of the call of a block, among those that tracing saw, that made the node. None for a node that was put in
+    # later
     call: int | None = None
-    replaces: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()  # names of nodes that this one has replaced
 
 
 def facts_of(node: fx.Node) -> NodeFacts:

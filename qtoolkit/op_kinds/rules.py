@@ -22,11 +22,8 @@ DISCRETE = frozenset((
 ))  # fmt: skip
 CASTS = ("float", "double", "half", "bfloat16", "to", "type_as", "cpu", "cuda")  # methods
 UPSAMPLE_KINDS = {
-    "nearest": "upsample_nearest",
-    "nearest-exact": "upsample_nearest",
-    "linear": "upsample_linear",
-    "bilinear": "upsample_linear",
-    "trilinear": "upsample_linear",
+    **dict.fromkeys(("nearest", "nearest-exact"), "upsample_nearest"),
+    **dict.fromkeys(("linear", "bilinear", "trilinear"), "upsample_linear"),
     "bicubic": "upsample_cubic",
     "area": "avg_pool",
 }

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from qtoolkit.errors import check_known
 from qtoolkit.op_kinds import rules
-from qtoolkit.op_kinds.kind import ATTENTION, TWO, WEIGHTED, Bounds, Form, OpKind, bounded
+from qtoolkit.op_kinds.kind import ATTENTION, TWO, WEIGHTED, Bounds, Form, OpKind, Read, bounded
 from qtoolkit.op_kinds.recorded import by_mode
 
 
@@ -241,6 +241,13 @@ def _by_name(names_of: Callable[[OpKind], tuple[str, ...]]) -> Mapping[str, tupl
 # The kinds that each op of another vocabulary may be of.
 OF_ONNX = _by_name(lambda kind: kind.onnx)
 OF_ATEN = _by_name(lambda kind: kind.aten)
+# What finds the bounds of each op of aten that clips, in its arguments: torch names its functions, and their arguments, alike.
+CLIPS_OF_ATEN: Mapping[str, Callable[[Read], Bounds]] = {
+    function.__name__: form.bounds
+    for kind, form in _ENTRIES
+    for function in form.functions
+    if kind.clips and form.bounds is not None and function.__name__ in kind.aten
+}
 
 
 def calls_where(holds: Callable[[OpKind], bool]) -> frozenset[Any]:

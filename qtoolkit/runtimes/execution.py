@@ -7,26 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from qtoolkit.quantizers.frozen import Grid
+
 if TYPE_CHECKING:
     from qtoolkit.export.files.quantizer_nodes import QuantizerNode
-    from qtoolkit.quantizers.frozen import Grid
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A node of the graph that a runtime executes.
+    """A node of the graph that a runtime executes."""
 
-    Attributes:
-        name: The layer of the model whose quantized weight it takes; otherwise the node's name in the file.
-        kernel: The runtime's name of the op.
-        integer: Whether it computes on integer codes.
-        left: Whether a delegate leaves it to kernels of the runtime itself.
-    """
-
-    name: str
-    kernel: str
-    integer: bool
-    left: bool = False
+    name: str  # the layer of the model whose quantized weight it takes; otherwise the node's name in the file
+    kernel: str  # the runtime's name of the op
+    integer: bool  # whether it computes on integer codes
+    left: bool = False  # whether a delegate leaves it to kernels of the runtime itself
 
 
 @dataclass(frozen=True)
@@ -49,4 +43,4 @@ class Executed:
 
 
 # A runtime: (file, inputs, quantizers of the file, the model's grids by name, whether to optimize) -> what it computes.
-Execute = Callable[[Path, Sequence[Tensor], Sequence["QuantizerNode"], Mapping[str, "Grid"], bool], Executed]
+Execute = Callable[[Path, Sequence[Tensor], Sequence["QuantizerNode"], Mapping[str, Grid], bool], Executed]

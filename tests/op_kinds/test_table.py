@@ -31,8 +31,6 @@ OTHER_WORDS = {
     "graph/capture/rewrites/in_place.py: VIEWS",  # a kind has views and copies among its ops
     "graph/program/memory_format.py: OF_STRIDES",  # a kind has ops that take any strides too
     "graph/program/units/function.py: COMPILED",  # functions of an op, which has two of GELU's forms
-    "export/tflite/ops.py: CLIPS",  # clips with two numbers as bounds; a kind has relu6 among them
-    "export/tflite/kernels.py: op.args['approximate'] == 'tanh'",  # GELU's argument
 }
 
 

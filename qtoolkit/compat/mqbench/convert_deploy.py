@@ -33,21 +33,10 @@ def convert_deploy(
     """Write a calibrated or trained model for a backend. The model does not change.
 
     All but NNIE get `<model_name>.onnx` with Q/DQ nodes, verified in onnxruntime. Backends with a compiler of their own get its
-    files too (`qtoolkit.export.encodings`), under MQBench's names.
+    files too (`qtoolkit.export.encodings`), under MQBench's names. It returns the paths.
 
-    Args:
-        model: What `prepare_by_platform` returned.
-        backend_type: The backend that it was prepared for.
-        input_shape_dict: The shape of each input.
-        dummy_input: Example inputs instead: a tensor, a tuple, a mapping of keyword inputs, or the mapping that the model
-            takes.
-        output_path: The folder.
-        model_name: The start of the files' names.
-        deploy_to_qlinear: False.
-        **extra_kwargs: `input_names`, `output_names`, `dynamic_axes` (axis 0 of all inputs) and `opset_version`.
-
-    Returns:
-        The paths of the files.
+    Arguments are MQBench's. `dummy_input` may also be a mapping of keyword inputs; `deploy_to_qlinear` is False; `extra_kwargs`
+    may be `input_names`, `output_names`, `dynamic_axes` (axis 0 of all inputs) and `opset_version`.
 
     Raises:
         ValueError: An option is not known or has no equivalent, the model was prepared for another backend, or a file cannot

@@ -25,25 +25,17 @@ BackendType = Enum(  # type: ignore[misc]  # mypy asks for a literal; the class 
 
 @dataclass(frozen=True)
 class Platform:
-    """A backend of MQBench.
+    """A backend of MQBench."""
 
-    Attributes:
-        backend: The name of qtoolkit's.
-        fake_quantize: The fake quantizers of weights and activations.
-        observer: Their observers.
-        narrow: Whether codes are symmetric around zero.
-        defaults: Whether there are defaults; without, the config must name everything.
-        qdq: Whether convert_deploy writes a file with Q/DQ nodes, which the logarithmic grids of NNIE do not have.
-        own_files: Whether it writes the files of the target's own compiler.
-    """
-
-    backend: str
+    backend: str  # the name of qtoolkit's
+    # the fake quantizers of weights and activations
     fake_quantize: tuple[str, str] = ("LearnableFakeQuantize", "LearnableFakeQuantize")
-    observer: tuple[str, str] = ("MinMaxObserver", "EMAMinMaxObserver")
-    narrow: bool = False
-    defaults: bool = True
+    observer: tuple[str, str] = ("MinMaxObserver", "EMAMinMaxObserver")  # their observers
+    narrow: bool = False  # whether codes are symmetric around zero
+    defaults: bool = True  # whether there are defaults; without, the config must name everything
+    # whether convert_deploy writes a file with Q/DQ nodes, which the logarithmic grids of NNIE do not have
     qdq: bool = True
-    own_files: bool = True
+    own_files: bool = True  # whether it writes the files of the target's own compiler
 
 
 _MINMAX = ("MinMaxObserver", "MinMaxObserver")
@@ -112,9 +104,7 @@ def _spec(platform: Platform, base: QuantSpec, side: int, extra: Mapping[str, An
         scheme = given["qscheme"]
         scheme = scheme if isinstance(scheme, QuantizeScheme) else QuantizeScheme(**scheme)
         grid, options = scheme.spec(base, is_weight=side == 0), {**scheme.kwargs, **options}
-        if (
-            side == 0 and platform.backend == "openvino" and base.bits == 7
-        ):  # sums of 8-bit weights overflow on its CPUs
+        if side == 0 and platform.backend == "openvino" and base.bits == 7:  # sums of more overflow on its CPUs
             grid = replace(grid, bits=min(grid.bits, 7))
     fake_quantize = given["fakequantize"] or platform.fake_quantize[side]
     if (base.format == "nnie") != (fake_quantize == "NNIEFakeQuantize"):

@@ -19,13 +19,10 @@ _QUANTIZER_KEYS = (
     *("exclude_module_name", "exclude_function_type", "exclude_node_name", "academic_mode"),
 )
 _FUSE_KEYS = ("additional_fuser_method_mapping", "additional_fusion_pattern", "additional_qat_module_mapping")
+
 _KEYS = (
-    "extra_qconfig_dict",
-    "extra_quantizer_dict",
-    "extra_fuse_dict",
-    "preserve_attr",
-    "concrete_args",
-    "leaf_module",
+    *("extra_qconfig_dict", "extra_quantizer_dict", "extra_fuse_dict"),
+    *("preserve_attr", "concrete_args", "leaf_module"),
 )
 
 
@@ -37,19 +34,11 @@ def prepare_by_platform(
     is_qat: bool = True,
     freeze_bn: bool = True,
 ) -> QuantizedGraphModule:
-    """Turn a float model into a prepared one, by MQBench's options. The model itself does not change.
+    """Turn a float model into what `qtoolkit.prepare` returns, by MQBench's options. The model itself does not change.
 
-    Args:
-        model: The float model; in training mode for QAT.
-        deploy_backend: A BackendType, or its name.
-        prepare_custom_config_dict: `extra_qconfig_dict`, `extra_quantizer_dict`, `extra_fuse_dict`, `preserve_attr`,
-            `concrete_args` and `leaf_module`, as in MQBench.
-        custom_tracer: None.
-        is_qat: False folds batch norms at once, as for a model in eval mode.
-        freeze_bn: Freeze the statistics of batch norms in training.
-
-    Returns:
-        What `qtoolkit.prepare` returns.
+    Arguments are MQBench's, with a `prepare_custom_config_dict` of `extra_qconfig_dict`, `extra_quantizer_dict`,
+    `extra_fuse_dict`, `preserve_attr`, `concrete_args` and `leaf_module`; `custom_tracer` is None. For QAT the model is in
+    training mode; `is_qat=False` folds batch norms at once, as in eval mode.
 
     Raises:
         ValueError: A key, a name or an option is not known, does not fit the backend, or has no equivalent.

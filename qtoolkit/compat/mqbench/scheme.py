@@ -9,15 +9,9 @@ from qtoolkit.errors import check_known
 
 
 class QuantizeScheme:
-    """The grid of a tensor in MQBench's words.
+    """The grid of a tensor in MQBench's words, with options of the observer such as ema_ratio.
 
-    Args:
-        symmetry: Signed codes without a zero point; otherwise unsigned codes with one.
-        per_channel: A scale for each channel.
-        pot_scale: Scales are powers of two.
-        bit: Width of a code.
-        symmetric_range: Leave out the lowest code.
-        **kwargs: Options of the observer, such as ema_ratio.
+    With `symmetry` codes are signed, without a zero point; otherwise they are unsigned with one.
 
     Example:
         >>> QuantizeScheme(bit=4, symmetry=False).spec(QuantSpec(), is_weight=True).describe()
@@ -51,16 +45,11 @@ class QuantizeScheme:
 
 @dataclass(frozen=True)
 class _Name:
-    """What a name of MQBench stands for.
+    """What a name of MQBench stands for."""
 
-    Attributes:
-        name: The observer or quantizer of a QuantSpec.
-        fixed: Options that the name sets.
-        options: Each option in MQBench, with the one here and its value for MQBench's.
-    """
-
-    name: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # the observer or quantizer of a QuantSpec
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # options that the name sets
+    # each option in MQBench, with the one here and its value for MQBench's
     options: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
 
     def given(self, what: str, params: Mapping[str, Any]) -> dict[str, Any]:

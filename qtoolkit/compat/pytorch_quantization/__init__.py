@@ -7,15 +7,7 @@ Scripts change one line: `import qtoolkit.compat.pytorch_quantization as pytorch
 import sys
 
 from qtoolkit.compat.installing import install_as
-from qtoolkit.compat.pytorch_quantization import (
-    calib,
-    cuda_ext,
-    nn,
-    optim,
-    quant_modules,
-    reduction,
-    tensor_quant,
-)
+from qtoolkit.compat.pytorch_quantization import calib, cuda_ext, nn, optim, quant_modules, reduction, tensor_quant
 from qtoolkit.compat.pytorch_quantization.nn import functional
 from qtoolkit.compat.pytorch_quantization.nn.modules import layers, mixins
 from qtoolkit.compat.pytorch_quantization.quant_modules import deactivate, enable_onnx_export, initialize
@@ -61,16 +53,6 @@ def install() -> None:
 
 
 __all__ = [
-    "__version__",
-    "calib",
-    "cuda_ext",
-    "deactivate",
-    "enable_onnx_export",
-    "initialize",
-    "install",
-    "nn",
-    "optim",
-    "quant_modules",
-    "tensor_quant",
-    "utils",
-]
+    "__version__", "calib", "cuda_ext", "deactivate", "enable_onnx_export", "initialize", "install", "nn", "optim",
+    "quant_modules", "tensor_quant", "utils",
+]  # fmt: skip

@@ -7,20 +7,20 @@ from qtoolkit import ops
 from qtoolkit.compat.pytorch_quantization import tensor_quant
 
 
+@torch.no_grad()
 def fake_tensor_quant(
     inputs: Tensor, amax: Tensor, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
 ) -> Tensor:
     """Return `tensor_quant.fake_tensor_quant` of the arguments, without a gradient."""
-    with torch.no_grad():
-        return tensor_quant.fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
+    return tensor_quant.fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
 
 
+@torch.no_grad()
 def fake_tensor_quant_(
     inputs: Tensor, amax: Tensor, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
 ) -> None:
     """Write `fake_tensor_quant` of the arguments to the input."""
-    with torch.no_grad():
-        inputs.copy_(fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range))
+    inputs.copy_(fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range))
 
 
 def fake_tensor_quant_with_axis(
@@ -36,7 +36,7 @@ def fake_tensor_quant_with_axis(
     return fake_tensor_quant(inputs, amax.reshape(shape), num_bits, unsigned, narrow_range)
 
 
+@torch.no_grad()
 def fake_e4m3fy(inputs: Tensor) -> Tensor:
     """Return the inputs rounded to the float format E4M3; larger values saturate at 448."""
-    with torch.no_grad():
-        return ops.fake_quant_float(inputs, inputs.new_ones(()), "e4m3")
+    return ops.fake_quant_float(inputs, inputs.new_ones(()), "e4m3")

@@ -26,17 +26,10 @@ def group_parameters(
     momentums: Sequence[float] | None = None,
     weight_decays: Sequence[float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer.
+    """Return parameter groups for an optimizer, with the options of each.
 
-    Args:
-        model: Any model.
-        patterns_list: For each group the regular expressions of its parameters' names.
-        lrs: Learning rate of each group.
-        momentums: Momentum of each group.
-        weight_decays: Weight decay of each group.
-
-    Raises:
-        TypeError: patterns_list is not a list of lists, an option is not a list, or its length differs from patterns_list's.
+    `patterns_list` has for each group the regular expressions of its parameters' names. Raises TypeError: it is not a list of
+    lists, an option is not a list, or its length is another one.
     """
     if not _is_list(patterns_list) or not all(_is_list(patterns) for patterns in patterns_list):
         raise TypeError(f"patterns_list must be list of list of patterns, got {patterns_list!r}.")

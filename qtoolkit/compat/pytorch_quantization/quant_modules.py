@@ -15,6 +15,7 @@ import torch
 from qtoolkit.compat.pytorch_quantization import nn as quant_nn
 from qtoolkit.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
 from qtoolkit.errors import unknown
+from qtoolkit.graph.capture.functions import patched
 
 _Custom = Sequence[tuple[Any, str, type[torch.nn.Module]]]
 
@@ -111,9 +112,5 @@ def enable_onnx_export() -> Iterator[None]:
         >>> "fake_quantize_per_tensor_affine" in str(program.graph)
         True
     """
-    before = TensorQuantizer._enable_onnx_export
-    TensorQuantizer._enable_onnx_export = True
-    try:
+    with patched([(TensorQuantizer, "_enable_onnx_export", True)]):
         yield
-    finally:
-        TensorQuantizer._enable_onnx_export = before

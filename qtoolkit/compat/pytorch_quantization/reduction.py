@@ -11,18 +11,9 @@ Axis = int | Sequence[int] | None
 
 @torch.no_grad()
 def reduce_amax(input: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = True) -> Tensor:
-    """Return the largest magnitude along some axes.
+    """Return the largest magnitude along some axes, or all for None; 0-d if there is one element.
 
-    Args:
-        input: Any tensor with elements.
-        axis: Axes to reduce; None for all of them.
-        keepdims: Keep the reduced axes, with size 1.
-
-    Returns:
-        The magnitudes; 0-d if there is one element.
-
-    Raises:
-        ValueError: There are more axes than the tensor has.
+    `keepdims` keeps these axes, with size 1. Raises ValueError: there are more axes than the tensor has.
 
     Example:
         >>> reduce_amax(torch.tensor([[1.0, -5.0], [2.0, 3.0]]), axis=1)

@@ -1,6 +1,5 @@
 """The files of each backend."""
 
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +48,7 @@ class FloatModel(Target):
                 format.check(encoding)
         model_path = with_ending(path, self.suffix)
         with replacing_model(exported, model_path, opset, "encodings") as files:
-            model = _graph_of(files[0])
+            model = onnx.load(str(files[0]), load_external_data=False)
             _warn_of_derived(self.formats[0], found, exported)
             texts = {with_ending(path, f.suffix): _checked_text(f, found, model) for f in self.formats}
         for name, text in texts.items():
@@ -69,10 +68,6 @@ def _text_of(path: Path) -> str:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"read_encodings: {str(path)!r} must be text in UTF-8: {error.reason}.") from None
-
-
-def _graph_of(path: str | os.PathLike[str]) -> onnx.ModelProto:
-    return onnx.load(str(path), load_external_data=False)
 
 
 def _checked_text(format: Format, encodings: Sequence[Encoding], model: onnx.ModelProto) -> str:

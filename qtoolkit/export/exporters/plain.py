@@ -42,7 +42,6 @@ class _Plain(PairForm[V]):
         """Return the zero points of a symmetric grid."""
 
     def write(self, x: V, dtype: DataType, scale: V, zero_point: V | None) -> V:
-        """Write the nodes; return the values."""
         if dtype == DataType.DOUBLE:
             raise ValueError("torch.onnx.export: QuantizeLinear takes no float64; export model.float().")
         wide = x if dtype == DataType.FLOAT else self.node_of("Cast", x, to=DataType.FLOAT)
@@ -79,7 +78,6 @@ class _Symbolic(_Plain[Tensor]):
     """Writes the nodes into the graph that torch.export records."""
 
     def node_of(self, op_type: str, *inputs: Tensor, role: str = "", **attributes: Any) -> Tensor:
-        """Record a node; return its output."""
         types = {"QuantizeLinear": self.storage.dtype, "DequantizeLinear": DataType.FLOAT}
         dtype = attributes.get("to", types.get(op_type, inputs[0].dtype))
         values = {key: int(value) if isinstance(value, DataType) else value for key, value in attributes.items()}
@@ -88,19 +86,15 @@ class _Symbolic(_Plain[Tensor]):
         return y
 
     def constant(self, array: Array, dtype: DataType, name: str) -> Tensor:
-        """Return a constant of one element."""
         return torch.full((), array.item(), dtype=to_torch_dtype(dtype))
 
     def zeros(self, scale: Tensor) -> Tensor:
-        """Return the zero points of a symmetric grid."""
         return torch.zeros(scale.shape, dtype=to_torch_dtype(self.storage.dtype))
 
     def reshaped(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return x in another shape."""
         return x.reshape(*sizes)
 
     def swapped(self, x: Tensor) -> Tensor:
-        """Return x of four dimensions with the middle ones swapped."""
         return x.transpose(1, 2)
 
 
@@ -130,16 +124,13 @@ class _Graph(_Plain[Any]):
         self.g = g
 
     def node_of(self, op_type: str, *inputs: Any, role: str = "", **attributes: Any) -> Any:
-        """Write a node; return its output."""
         values = {f"{key}_i": int(v) if isinstance(v, DataType) else v for key, v in attributes.items()}
         return self.g.op(op_type, *inputs, **values)
 
     def constant(self, array: Array, dtype: DataType, name: str) -> Any:
-        """Return a small constant."""
         return self.g.op("Constant", value_t=torch.tensor(array).to(to_torch_dtype(dtype)))
 
     def zeros(self, scale: Any) -> Any:
-        """Return the zero points of a symmetric grid."""
         return self.g.op(
             "Constant", value_t=torch.zeros(scale.type().sizes(), dtype=to_torch_dtype(self.storage.dtype))
         )

@@ -128,7 +128,6 @@ class _Quantizing:
     name: str
 
     def call(self, x: Tensor, *args: int) -> Any:
-        """Call the method of the module's class."""
         return getattr(type(self.module), self.name)(self.module, x, *args)
 
 

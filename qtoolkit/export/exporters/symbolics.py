@@ -45,7 +45,6 @@ def _symbolics(opset: int) -> Sequence[Callable[..., Any]]:
     def fake_quant_float(
         g: Any, x: Any, scale: Any, format: str, axis: int | None, group: int, block_size: int, mask: bool
     ) -> Any:
-        """Write one call."""
         return _write(g, opset, (x, scale), format, (0, 0), axis, group, block_size)
 
     return fake_quant, fake_quant_float

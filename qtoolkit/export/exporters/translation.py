@@ -17,6 +17,7 @@ from qtoolkit.errors import present
 from qtoolkit.export.exporters.plain import dtype_in_torchscript
 
 DOMAIN, PLACEHOLDER = "qtoolkit", "FakeQuant"
+CHANNELS = ("axis", "group", "block_size")
 QUANTIZER = "quantizer"  # a note in the metadata, then an attribute: the name of the quantizer
 _OPSET = onnxscript.opset18  # the first of the translations in torchlib
 
@@ -38,15 +39,8 @@ def _attributes(
 ) -> dict[str, Any]:
     """Return the placeholder's attributes; sizes that vary are -1, and absent values are left out."""
     sizes = [size if isinstance(size, int) else -1 for size in shape]
-    named = dict(zip(("axis", "group", "block_size"), channels, strict=True))
-    given = {
-        "dtype": int(dtype),
-        "shape": sizes,
-        "format": format,
-        "qmin": code_range[0],
-        "qmax": code_range[1],
-        **named,
-    }
+    values = (int(dtype), sizes, format, *code_range, *channels)
+    given = dict(zip(("dtype", "shape", "format", "qmin", "qmax", *CHANNELS), values, strict=True))
     return {name: value for name, value in given.items() if value is not None and value != []}
 
 
@@ -54,7 +48,7 @@ def _attributes(
 def _schema() -> defs.OpSchema:
     """Return the placeholder's schema, which onnxscript needs to write a node."""
     kinds = {"dtype": "INT", "shape": "INTS", "format": "STRING", "qmin": "INT", "qmax": "INT"}
-    kinds |= dict.fromkeys(("axis", "group", "block_size"), "INT")
+    kinds |= dict.fromkeys(CHANNELS, "INT")
     optional = defs.OpSchema.FormalParameterOption.Optional
     return defs.OpSchema(
         PLACEHOLDER,
@@ -86,7 +80,7 @@ def _write(x: Any, scale: Any, zero_point: Any, format: str, code_range: tuple[i
 
 def placeholder(inputs: Sequence[onnx_ir.Value], settings: Mapping[str, Any]) -> onnx_ir.Node:
     """Return the placeholder of a call; `settings` are the op's other arguments by name."""
-    channels = (settings[name] for name in ("axis", "group", "block_size"))
+    channels = (settings[name] for name in CHANNELS)
     code_range = settings.get("qmin", 0), settings.get("qmax", 0)
     x, shape = inputs[0], inputs[0].shape or ()
     attributes = _attributes(
@@ -114,7 +108,6 @@ def _fake_quant(
 def _fake_quant_float(
     x: Any, scale: Any, format: str, axis: int | None = None, group: int = 1, block_size: int = 0, mask: bool = False
 ) -> Any:
-    """Write one call."""
     return _write(x, scale, None, format, (0, 0), axis, group, block_size)
 
 

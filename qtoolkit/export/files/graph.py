@@ -1,6 +1,7 @@
 """Graphs of onnx_ir: what makes a value, which values are constants, and what passes put in."""
 
 from collections.abc import Sequence
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,8 @@ def replace_node(node: onnx_ir.Node, new: Sequence[onnx_ir.Node], value: onnx_ir
 
 def unused_name(graph: onnx_ir.Graph, name: str) -> str:
     """Return this name, with a number if a constant of the graph has it."""
-    unique, number = name, 1
-    while unique in graph.initializers:
-        number += 1
-        unique = f"{name}_{number}"
-    return unique
+    names = chain([name], (f"{name}_{number}" for number in count(2)))
+    return next(unique for unique in names if unique not in graph.initializers)
 
 
 class Constants:

@@ -1,6 +1,5 @@
 """The ops of an ONNX file with Q/DQ nodes, in the form that the rules of `qtoolkit.lint` read."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +40,7 @@ class _Reader:
         self.opset = model.graph.opset_imports.get("", 0)
         self.ops: list[Op] = []
         self.made: dict[Any, Op] = {}  # the op that computes each tensor that depends on the inputs
-        self.gates = set(_gates(model.graph))
+        self.gates = {gate for node in model.graph if (gate := _gate(node)) is not None}
         for value in model.graph.inputs:
             if not value.is_initializer():
                 self._add(Op(value.name or "", NO_OPS["placeholder"]), [value])
@@ -160,13 +159,6 @@ def _gate(product: onnx_ir.Node) -> Any:
         if len(gate.outputs[0].uses()) == 1 and not gate.outputs[0].is_graph_output():
             return gate
     return None
-
-
-def _gates(graph: Any) -> Iterator[Any]:
-    for node in graph:
-        gate = _gate(node)
-        if gate is not None:
-            yield gate
 
 
 def _codes(node: onnx_ir.Node) -> Codes:

@@ -44,7 +44,6 @@ class _Lowering(PairForm[onnx_ir.Value]):
         self.nodes: list[onnx_ir.Node] = []
 
     def replace(self, integer_weights: bool) -> None:
-        """Replace the placeholder by the nodes."""
         self.check_blocks(self.opset, _sizes(self.scale))
         stored = self._is_constant_grid() and (integer_weights or self.code_range == SUMS)
         constant = _constant(self.x) if stored else None
@@ -114,11 +113,9 @@ class _Lowering(PairForm[onnx_ir.Value]):
         return self.constants.add(codes, self.storage.dtype, f"{self.x.name}.codes")
 
     def constant(self, array: Array, dtype: DataType, name: str) -> onnx_ir.Value:
-        """Return a small constant of the graph."""
         return self.constants.shared(array, dtype, name)
 
     def node_of(self, op_type: str, *inputs: onnx_ir.Value, role: str = "", **attributes: Any) -> onnx_ir.Value:
-        """Write a node; return its output."""
         values = {key: int(value) if isinstance(value, DataType) else value for key, value in attributes.items()}
         name = node_name(self.name, role) if self.name is not None and role else None
         output = f"{self.node.outputs[0].name}.{len(self.nodes)}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.model_state import removing
+from qtoolkit.model_state import attribute_kept, removing
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation
 
 
@@ -29,15 +29,11 @@ def shaped_weights(converted: nn.Module, run: Callable[[], Any], what: str) -> I
     `run` runs the model once, which shows the weights. Raises ValueError, which begins with `what`: a quantizer has several.
     """
     weights = _weights_to_shape(converted, run, what)
-    shapes = {grid: grid.shape for grid in weights if grid.shape is not None}
-    for grid, shape in shapes.items():
-        with torch.no_grad():
-            grid.shape = _Constant(shape(weights[grid]))
-    try:
+    with attribute_kept(weights, "shape"):
+        for grid, weight in weights.items():
+            with torch.no_grad():
+                grid.shape = _Constant(grid.shape(weight))  # type: ignore[misc]  # that of a grid with a weight to shape
         yield
-    finally:
-        for grid, shape in shapes.items():
-            grid.shape = shape
 
 
 def _weights_to_shape(converted: nn.Module, run: Callable[[], Any], what: str) -> dict[Grid, Tensor]:

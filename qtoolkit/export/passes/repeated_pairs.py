@@ -10,6 +10,7 @@ from qtoolkit.errors import present
 from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, maker_of
 from qtoolkit.export.files.kinds import CAST, kind_by_op
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.table import OTHER
 
 OPSET = 21  # the first in which onnxruntime inserts pairs with `output_dtype`
@@ -39,18 +40,12 @@ def moved_inputs(node: onnx_ir.Node) -> Sequence[onnx_ir.Value | None]:
 
 def is_on_codes(value: onnx_ir.Value) -> bool:
     """Return whether a tensor has the values of codes: of a DequantizeLinear, or moved from there."""
-    waiting: list[onnx_ir.Value | None] = [value]
-    seen: set[onnx_ir.Value] = set()
-    while waiting:
-        maker = None if (last := waiting.pop()) is None else last.producer()
-        if last is None or last in seen or (maker is not None and maker.op_type == "DequantizeLinear"):
-            continue
-        seen.add(last)
-        moved = () if maker is None else moved_inputs(maker)
-        if not moved:
-            return False
-        waiting += moved
-    return True
+
+    def moved(value: onnx_ir.Value) -> list[onnx_ir.Value]:
+        maker = value.producer()
+        return [] if maker is None else [source for source in moved_inputs(maker) if source is not None]
+
+    return all(maker_of(each, "DequantizeLinear") or moved(each) for each in reached([value], moved))
 
 
 def _moved_outputs(node: onnx_ir.Node) -> Sequence[onnx_ir.Value]:

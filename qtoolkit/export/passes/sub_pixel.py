@@ -36,9 +36,10 @@ class _Rewriting:
         self.model, self.node, self.constants = model, node, Constants(model.graph)
         self.nodes: list[onnx_ir.Node] = []
         self.joined: list[onnx_ir.Value] = []  # outputs of activations in front of the QuantizeLinear
+        self.groups = node.attributes.get_int("group", 1) or 1
+        self.stride = self._ints("strides", [1, 1])[0]  # that of both dimensions
 
     def run(self) -> None:
-        """Rewrite the node."""
         node, quantize = self.node, self._quantize()
         x, weight, *biases = (value for value in node.inputs if value is not None)
         of_biases: list[Any] = [maker_of(value, "DequantizeLinear") for value in biases]
@@ -58,16 +59,6 @@ class _Rewriting:
             value.shape = None  # it has more channels now
         y.shape = None
         self._shuffle(quantize, forms)
-
-    @property
-    def groups(self) -> int:
-        """The groups of the convolution."""
-        return self.node.attributes.get_int("group", 1) or 1
-
-    @property
-    def stride(self) -> int:
-        """The stride, which is that of both dimensions."""
-        return self._ints("strides", [1, 1])[0]
 
     def _quantize(self) -> Any:
         """Return the QuantizeLinear of 8 bits that alone takes the output, behind activations that it saturates; or None."""
@@ -142,7 +133,6 @@ class _Rewriting:
         quantize.replace_input_with(0, pixels)
 
     def _constant(self, values: list[int]) -> Any:
-
         return self.constants.integers(values, f"{self.node.name}/sizes")
 
     def _add(

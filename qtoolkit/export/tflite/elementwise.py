@@ -24,13 +24,12 @@ def binary(kernel: str, operands: Sequence[str] = ("self", "other")) -> Callable
     """Return the kernel of an op on two tensors, or on a tensor and a number: these arguments, in the kernel's order."""
 
     def emit(op: Op) -> Value:
-        """Add the op on its two operands."""
         if op.args.get("alpha", 1) != 1:
             raise ValueError(f"export_litert: {op.node.name!r} adds with alpha; multiply by it before the sum.")
         given = (op.args[name] for name in operands)
         a, b = _aligned(op, [op.value(each) if isinstance(each, fx.Node) else _number(op, each) for each in given])
-        power = {"potScaleInt16": False} if kernel in ("ADD", "SUB") else {}
-        return op.emit(kernel, [a, b], a, fusedActivationFunction=op.joined, **power)
+        options = {} if kernel == "POW" else {"fusedActivationFunction": op.joined}
+        return op.emit(kernel, [a, b], a, **options, **({"potScaleInt16": False} if kernel in ("ADD", "SUB") else {}))
 
     return emit
 
@@ -82,10 +81,8 @@ def softmax(op: Op) -> Value:
 def relu(op: Op) -> Value:
     """Add a ReLU, a ReLU6 or a clip to other bounds."""
     x, kind = op.value("self"), activation_of(op.node)
-    return op.emit(kind, [x], x) if kind else _clip(op, x)
-
-
-def _clip(op: Op, x: Value) -> Value:
+    if kind:
+        return op.emit(kind, [x], x)
     low, high = (op.args.get(name, op.args.get(f"{name}_val")) for name in ("min", "max"))
     for kernel, bound in (("MAXIMUM", low), ("MINIMUM", high)):
         if bound is not None:

@@ -72,28 +72,25 @@ class FileBuilder:
         self, name: str, shape: Sequence[int], dtype: Any, scales: Scales | None = None, data: Any = None
     ) -> int:
         """Add a tensor, constant if it has data, and return its index. Its name gets a number if it is there already."""
-        tensor = self.schema.TensorT()
         count = self.names[name] = self.names.get(name, 0) + 1
-        tensor.name = (name if count == 1 else f"{name}:{count}").encode()
-        tensor.shape, tensor.hasRank = np.array(shape, np.int32), True
-        tensor.type = getattr(self.schema.TensorType, TYPES[np.dtype(dtype)])
-        if scales is not None:
-            tensor.quantization = self._quantization(scales)
-        if data is not None:
-            tensor.buffer = self._buffer(np.ascontiguousarray(data, dtype).tobytes())
+        tensor = self.schema.TensorT(
+            name=(name if count == 1 else f"{name}:{count}").encode(),
+            shape=np.array(shape, np.int32),
+            hasRank=True,
+            type=self.option("TensorType", TYPES[np.dtype(dtype)]),
+            quantization=None if scales is None else self._quantization(scales),
+            buffer=0 if data is None else self._buffer(np.ascontiguousarray(data, dtype).tobytes()),
+        )
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
     def operator(self, op: str, inputs: Sequence[int], outputs: Sequence[int], **values: Any) -> None:
         """Add an op: its name, its tensors, and its options by the schema's names."""
-        operator = self.schema.OperatorT()
-        operator.opcodeIndex = self.codes.setdefault(op, len(self.codes))
-        operator.inputs, operator.outputs = np.array(inputs, np.int32), np.array(outputs, np.int32)
+        number = self.codes.setdefault(op, len(self.codes))
+        operator = self.schema.OperatorT(number, np.array(inputs, np.int32), np.array(outputs, np.int32))
         if options := OPTIONS.get(op):
-            operator.builtinOptionsType = getattr(self.schema.BuiltinOptions, options)
-            operator.builtinOptions = getattr(self.schema, f"{options}T")()
-            for name, value in values.items():
-                setattr(operator.builtinOptions, name, value)
+            operator.builtinOptionsType = self.option("BuiltinOptions", options)
+            operator.builtinOptions = getattr(self.schema, f"{options}T")(**values)
         self.operators.append(operator)
 
     def option(self, kind: str, name: str) -> int:
@@ -105,54 +102,38 @@ class FileBuilder:
         import flatbuffers
 
         schema = self.schema
-        graph = schema.SubGraphT()
-        graph.name, graph.tensors, graph.operators = b"main", self.tensors, self.operators
-        graph.inputs, graph.outputs = (np.array([*ends.values()], np.int32) for ends in (inputs, outputs))
-        model = schema.ModelT()
-        model.version, model.description, model.subgraphs = SCHEMA_VERSION, description.encode(), [graph]
-        model.operatorCodes = [self._operator_code(op) for op in self.codes]
-        model.signatureDefs = [self._signature(inputs, outputs)]
-        metadata = schema.MetadataT()
-        metadata.name, metadata.buffer = METADATA.encode(), self._buffer(json.dumps(self.facts).encode())
-        model.metadata, model.buffers = [metadata], self.buffers
+        places = (np.array([*ends.values()], np.int32) for ends in (inputs, outputs))
+        ends = ([schema.TensorMapT(n.encode(), t) for n, t in each.items()] for each in (inputs, outputs))
+        model = schema.ModelT(
+            version=SCHEMA_VERSION,
+            description=description.encode(),
+            subgraphs=[schema.SubGraphT(self.tensors, *places, self.operators, b"main")],
+            operatorCodes=[self._operator_code(op) for op in self.codes],
+            signatureDefs=[schema.SignatureDefT(*ends, b"serving_default")],
+            metadata=[schema.MetadataT(METADATA.encode(), self._buffer(json.dumps(self.facts).encode()))],
+            buffers=self.buffers,
+        )
         builder = flatbuffers.Builder(sum(0 if b.data is None else len(b.data) for b in self.buffers) + 1024)
         builder.Finish(model.Pack(builder), IDENTIFIER)
         return bytes(builder.Output())
 
     def _quantization(self, scales: Scales) -> Any:
-        found = self.schema.QuantizationParametersT()
-        found.scale = np.array(scales.scale, np.float32)
-        found.zeroPoint = np.full(len(scales.scale), scales.zero_point, np.int64)
-        found.quantizedDimension = scales.axis
-        return found
+        return self.schema.QuantizationParametersT(
+            scale=np.array(scales.scale, np.float32),
+            zeroPoint=np.full(len(scales.scale), scales.zero_point, np.int64),
+            quantizedDimension=scales.axis,
+        )
 
     def _buffer(self, data: bytes) -> int:
         if data not in self.shared:
-            buffer = self.schema.BufferT()
-            buffer.data = np.frombuffer(data, np.uint8)
-            self.buffers.append(buffer)
+            self.buffers.append(self.schema.BufferT(np.frombuffer(data, np.uint8)))
             self.shared[data] = len(self.buffers) - 1
         return self.shared[data]
 
     def _operator_code(self, op: str) -> Any:
-        code = self.schema.OperatorCodeT()
-        code.builtinCode = getattr(self.schema.BuiltinOperator, op)
-        code.deprecatedBuiltinCode = min(code.builtinCode, self.schema.BuiltinOperator.PLACEHOLDER_FOR_GREATER_OP_CODES)
-        code.version = VERSIONS.get(op, 1)
-        return code
-
-    def _signature(self, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> Any:
-        signature = self.schema.SignatureDefT()
-        signature.signatureKey = b"serving_default"
-        signature.inputs, signature.outputs = (
-            [self._end(name, tensor) for name, tensor in ends.items()] for ends in (inputs, outputs)
-        )
-        return signature
-
-    def _end(self, name: str, tensor: int) -> Any:
-        end = self.schema.TensorMapT()
-        end.name, end.tensorIndex = name.encode(), tensor
-        return end
+        code = self.option("BuiltinOperator", op)
+        in_a_byte = min(code, self.schema.BuiltinOperator.PLACEHOLDER_FOR_GREATER_OP_CODES)
+        return self.schema.OperatorCodeT(in_a_byte, version=VERSIONS.get(op, 1), builtinCode=code)
 
 
 # The options of ops, by the schema's names: most are named as their op.

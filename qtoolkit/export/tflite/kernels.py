@@ -40,7 +40,7 @@ class Kernel:
 
 
 LEAKY_RELU = elementwise.unary("LEAKY_RELU", alpha=lambda op: float(op.args["negative_slope"]))
-GELU = elementwise.unary("GELU", approximate=lambda op: op.args["approximate"] == "tanh")
+GELU = elementwise.unary("GELU", approximate=lambda op: op.args["approximate"] != "none")
 
 _layer = partial(Kernel, inputs=("input", "weight"), joins=True, check=layers.check_weight)
 _of_two = partial(Kernel, inputs=("self", "other"), joins=True, check=elementwise.check_binary)

@@ -7,7 +7,6 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,28 +27,12 @@ FILLS = (
 )  # fmt: skip
 
 
-@dataclass
-class Lowered:
-    """A program as a LiteRT file."""
-
-    file: bytes  # the content of the file
-    layers: tuple[Layer, ...]  # the ops that compute, and which of them do in integers
-    conversions: int  # how many ops convert between floats and codes, or between codes
-    # the layout of each input of the file, by its name: "NHWC" of an image, "as in the model" of others
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, str]  # the same of each output
-    reasons: Mapping[str, str] = field(default_factory=dict)  # why an op computes in float, by its layer's name
-
-
-def lower(found: Decomposed, io_type: str, description: str) -> Lowered:
-    """Return the file of a program. Raises ValueError: LiteRT has no op for one of the program's.
+class Lowering:
+    """Makes the file of a program. Raises ValueError: LiteRT has no op for one of the program's.
 
     `io_type` is the type of inputs and outputs: "float32", or that of the codes at those with such a quantizer.
     """
-    return _Lowering(found, io_type).run(description)
 
-
-class _Lowering:
     def __init__(self, found: Decomposed, io_type: str) -> None:
         self.program = found.program
         self.io_type = io_type
@@ -69,8 +52,8 @@ class _Lowering:
         self.inputs: dict[str, Value] = {}
         self.conversions = 0
 
-    def run(self, description: str) -> Lowered:
-        """Lower the graph, and return the file."""
+    def run(self, description: str) -> tuple[bytes, dict[str, Any]]:
+        """Lower the graph; return the content of the file, and the facts of a LitertResult."""
         self._read_constants()
         for node in self.program.graph.nodes:
             if node.op == "placeholder" and node not in self.constants:
@@ -87,9 +70,12 @@ class _Lowering:
             "conversions": self.conversions,
             "layers": [(layer.name, layer.kernel, layer.integer) for layer in self.layers],
         }
+        ends = {"inputs": self.inputs, "outputs": outputs}
         file = self.file.pack(_tensors(self.inputs), _tensors(outputs), description)
-        layouts = _layouts(self.inputs), _layouts(outputs)
-        return Lowered(file, tuple(self.layers), self.conversions, *layouts, self.reasons)
+        layouts = {side: _layouts(values) for side, values in ends.items()}
+        return file, {
+            "layers": tuple(self.layers), "conversions": self.conversions, "reasons": self.reasons, **layouts,
+        }  # fmt: skip
 
     # ---- nodes
 
@@ -210,8 +196,8 @@ class _Lowering:
             return False
         scales = self._scales(quantize)
         lowest, highest = (int(code) for code in quantize.args[3:5])  # type: ignore[arg-type]
-        low, high = (None if end is None else round(end / scales.scale[0]) + scales.zero_point for end in bounds)
-        return (low is None or low <= lowest) and (high is None or high >= highest)
+        low, high = (np.rint(end / scales.scale[0]) + scales.zero_point for end in (bounds.low, bounds.high))
+        return bool(low <= lowest and high >= highest)
 
     def _why_float(self, node: fx.Node, kernel: Kernel, quantize: fx.Node | None) -> str:
         if kernel.refusal:

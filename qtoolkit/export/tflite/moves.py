@@ -16,9 +16,8 @@ def cut(op: Op, x: Value, begin: Sequence[int]) -> Value:
 
 def check_same_grid(op: Op) -> str:
     """Return why an op has no integer kernel: its input and its output have two grids."""
-    return (
-        "" if op.value(op.first).scales == op.scales else "LiteRT's kernel has one scale for its input and its output"
-    )
+    same = op.value(op.first).scales == op.scales
+    return "" if same else "LiteRT's kernel has one scale for its input and its output"
 
 
 def cat(op: Op) -> Value:

@@ -1,5 +1,6 @@
 """What a kernel reads of an op of the program, and what it adds to the file."""
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,15 @@ from torch import Tensor, fx
 
 from qtoolkit.export import pt2e
 from qtoolkit.export.tflite.flatbuffer import Scales, Value, in_order
+from qtoolkit.op_kinds.kind import Bounds
+from qtoolkit.op_kinds.table import CLIPS_OF_ATEN
 
 if TYPE_CHECKING:
-    from qtoolkit.export.tflite.lowering import _Lowering
+    from qtoolkit.export.tflite.lowering import Lowering
 
 IMAGE = (0, 2, 3, 1)  # the model's dimension of each axis of an image in the file
-# In place, their names end with "_".
-ACTIVATIONS = {"relu": "RELU", "relu6": "RELU6"}
-CLIPS = ("hardtanh", "clamp")
-
-
+# The activations that kernels join, by the ends of their ranges.
+ACTIVATIONS: Mapping[Any, str] = {(0, 6): "RELU6", (0, math.inf): "RELU", (-1, 1): "RELU_N1_TO_1"}
 # Ops that return several tensors, and what takes one of them: all of its places along a dimension, or one place.
 SPLITS = {"chunk": "slice", "split": "slice", "split_with_sizes": "slice", "tensor_split": "slice", "unbind": "select"}
 
@@ -53,18 +53,16 @@ def _of_part(split: Any, part: Any) -> dict[str, Any]:
 def activation_of(node: fx.Node) -> str:
     """Return the activation of LiteRT that a node computes; "" if it is none that kernels join."""
     bounds = bounds_of(node)
-    if bounds is not None:
-        known: Mapping[Any, str] = {(0, 6): "RELU6", (0, None): "RELU", (-1, 1): "RELU_N1_TO_1"}
-        return known.get(bounds, "")
-    return ACTIVATIONS.get(name_of_op(node).removesuffix("_"), "")
+    return "" if bounds is None else ACTIVATIONS.get((bounds.low, bounds.high), "")
 
 
-def bounds_of(node: fx.Node) -> tuple[float | None, float | None] | None:
-    """Return the bounds of a clip; None of another op."""
-    if name_of_op(node).removesuffix("_") not in CLIPS:
+def bounds_of(node: fx.Node) -> Bounds | None:
+    """Return the bounds of a ReLU or a clip; None of another op, and where they are computed."""
+    of_arguments = CLIPS_OF_ATEN.get(name_of_op(node).removesuffix("_"))
+    if of_arguments is None:
         return None
-    found = arguments(node)
-    return found.get("min_val", found.get("min")), found.get("max_val", found.get("max"))
+    bounds = of_arguments(lambda _, name, default: arguments(node).get(name, default))
+    return bounds if bounds.known else None
 
 
 class Op:
@@ -73,9 +71,11 @@ class Op:
     `scales` and `name` are those of its output: no scales where it computes in float. `activation` is one that it computes too.
     """
 
-    def __init__(self, lowering: "_Lowering", node: fx.Node, scales: Scales | None, activation: str, name: str) -> None:
-        self.lowering, self.node, self.scales, self.activation, self.name = lowering, node, scales, activation, name
+    def __init__(self, lowering: "Lowering", node: fx.Node, scales: Scales | None, activation: str, name: str) -> None:
+        self.lowering, self.node, self.scales, self.name = lowering, node, scales, name
         self.args = arguments(node)
+        self.joined = self.option("ActivationFunctionType", activation)
+        self.first = "self" if "self" in self.args else "input"  # the first tensor, as the schemas of aten call it
         value = node.meta["val"]
         self.shape: tuple[int, ...] = tuple(value.shape) if isinstance(value, Tensor) else ()
 
@@ -83,17 +83,7 @@ class Op:
         """Return the number of an option by the schema's names."""
         return self.lowering.file.option(kind, name)
 
-    @property
-    def joined(self) -> int:
-        """The activation that the op computes too."""
-        return self.option("ActivationFunctionType", self.activation)
-
     # ---- inputs
-
-    @property
-    def first(self) -> str:
-        """The name of the first tensor: schemas of aten call it self or input."""
-        return "self" if "self" in self.args else "input"
 
     def value(self, argument: "str | fx.Node") -> Value:
         """Return an input: its codes, where the op computes in integers, or floats."""

@@ -56,7 +56,6 @@ def cell(step: Step) -> Callable[[Op], Value | State]:
     """Return the kernel of a cell, which takes one step."""
 
     def emit(op: Op) -> Value | State:
-        """Add the step, and return the next state."""
         given = [op.args[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh")]
         weights = _Weights(*(op.lowering.constant(node) for node in given if node is not None))
         state = tuple(op.plain(op.value(node)) for node in _nodes(op.args["hx"]))
@@ -70,7 +69,6 @@ def layer(step: Step) -> Callable[[Op], tuple[Value, ...]]:
     """Return the kernel of a layer, which takes all steps of all its layers and directions."""
 
     def emit(op: Op) -> tuple[Value, ...]:
-        """Add the steps, and return the output and the last states."""
         x, firsts = op.plain(op.value("input")), [op.plain(op.value(node)) for node in _nodes(op.args["hx"])]
         x = _swapped(op, x) if op.args["batch_first"] else x
         directions = 2 if op.args["bidirectional"] else 1

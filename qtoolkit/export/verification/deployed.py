@@ -26,12 +26,8 @@ class Verdict(Enum):
         DIFFERENT: The runtime computes something else than the model.
 
     Example:
-        >>> import tempfile
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     found = qt.quantize(model, [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx").verification
-        >>> found.runtimes["onnxruntime"].verdict is qt.export.Verdict.EQUAL
-        True
+        >>> print(qt.export.Verdict.EQUAL)
+        equal
     """
 
     EQUAL = "equal"
@@ -101,14 +97,9 @@ class RuntimeCodes:
         names: Iterable[str],
         **model: Any,
     ) -> "RuntimeCodes":
-        """Return the comparison of one execution.
+        """Return the comparison of one execution: its counts, and its outputs with others.
 
-        Args:
-            executed: The execution.
-            counts: The comparison at each quantizer.
-            outputs: What its outputs are compared with.
-            names: The quantizers that should be compared.
-            model: The fields that a model gives.
+        `names` are the quantizers that should be compared, `model` has the fields that a model gives.
         """
         return cls(
             executed.runtime,

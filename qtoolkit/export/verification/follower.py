@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +33,13 @@ class NodeCodes:
 Nodes = Mapping[str, Sequence[NodeCodes]]
 
 
+class Drawn(NamedTuple):
+    """What depends on random numbers, of which each run draws others: quantizers by name, and outputs by their places."""
+
+    quantizers: tuple[str, ...] = ()
+    outputs: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True)
 class Followed:
     """How the codes of a model compare with a runtime's."""
@@ -43,10 +49,7 @@ class Followed:
     # the comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes
     stored: CodeCount
     outputs: Any  # what the model returns
-    # quantizers whose codes depend on random numbers, of which each run draws others: they are not in `counts`
-    drawn: tuple[str, ...] = ()
-    # the places of the outputs that depend on random numbers, among all tensors that the model returns
-    drawn_outputs: frozenset[int] = frozenset()
+    drawn: Drawn  # what depends on random numbers: these quantizers are not in `counts`
 
 
 @dataclass(frozen=True)
@@ -88,16 +91,6 @@ def _nearest(call: Call, nodes: Iterable[NodeCodes]) -> tuple[CodeCount, NodeCod
     return min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
 
 
-class Drawn(NamedTuple):
-    """What depends on random numbers: quantizers by name, and outputs by their places."""
-
-    quantizers: tuple[str, ...] = ()
-    outputs: frozenset[int] = frozenset()
-
-
-NOT_DRAWN = Drawn()
-
-
 class _Comparison:
     """Collects what a comparison finds, call by call."""
 
@@ -119,12 +112,12 @@ class _Comparison:
         else:  # runtimes may differ by rounding ties in a computed constant, as in a layer
             self.counts[name] = self.counts.get(name, CodeCount()) + count
 
-    def result(self, nodes: Nodes, outputs: Any, drawn: Drawn = NOT_DRAWN) -> Followed:
+    def result(self, nodes: Nodes, outputs: Any, drawn: Drawn) -> Followed:
         """Return what was found. The counts of a quantizer are those of all its calls."""
         names = [name for name in dict.fromkeys((*nodes, *self.counts)) if name in self.counts]
         counts = {name: self.counts[name] for name in names if name not in {*self.missing, *drawn.quantizers}}
         missing = tuple(name for name in self.missing if name not in drawn.quantizers)
-        return Followed(counts, missing, self.stored, outputs, drawn.quantizers, drawn.outputs)
+        return Followed(counts, missing, self.stored, outputs, drawn)
 
 
 class Follower:
@@ -143,11 +136,12 @@ class Follower:
         before = RandomState.now()
         self.outputs = self._run(self.names, partial(self._record, found))  # as the model computes by itself
         self.nan = tuple(found)  # the quantizers that get NaN, in the order of their calls: its codes are no values
+        self.unreached = tuple(name for grid, name in self.names.items() if not self.calls[grid])  # for these inputs
         self.draws = before != RandomState.now()  # whether the model draws random numbers
         self.drawn = self._drawn(self.codes, self.outputs)  # what depends on them
 
     def _run(self, grids: Iterable[Grid], hook: Callable[[Any, Any, Any], Any]) -> Any:
-        with forward_hooks(grids, hook), torch.no_grad():
+        with removing([grid.register_forward_hook(hook) for grid in grids]), torch.no_grad():
             return self.model(*self.args, **self.kwargs)
 
     def _record(self, nan: dict[str, None], grid: Grid, args: tuple[Tensor], output: Tensor) -> None:
@@ -166,7 +160,7 @@ class Follower:
         compute.
         """
         if not self.draws:
-            return NOT_DRAWN
+            return Drawn()
         found: dict[str, None] = {}
         numbers = Counter[str]()
 
@@ -184,11 +178,6 @@ class Follower:
         again = tensors_of(self._run(self.names, compare))
         pairs = enumerate(zip(tensors_of(outputs), again, strict=True))
         return Drawn(tuple(found), frozenset(place for place, pair in pairs if not _are_equal(*pair)))
-
-    @property
-    def unreached(self) -> tuple[str, ...]:
-        """The quantizers that are not called for the inputs."""
-        return tuple(name for grid, name in self.names.items() if not self.calls[grid])
 
     def unused(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return those of these quantizers on which nothing that the model returns depends, for these inputs."""
@@ -220,7 +209,7 @@ class Follower:
             for number, codes in enumerate(calls if name not in self.drawn.quantizers else ()):
                 call = Call(grids[name], codes)
                 comparison.add(name, call, pairing.node_of(call, number))
-        return self._without_unused(comparison.result(nodes, self.outputs), nodes)
+        return self._without_unused(comparison.result(nodes, self.outputs, Drawn()), nodes)
 
     def layer_by_layer(self, nodes: Nodes, complete: bool = False, progress: bool = False) -> Followed:
         """Compare the codes as the model computes them from the runtime's at the quantizers before: no difference spreads.
@@ -343,11 +332,3 @@ def in_shapes_of_calls(codes: Iterable[tuple[str, Any]], follower: Follower) -> 
     return by_quantizer(
         (name, NodeCodes(array.reshape(shapes.get(name, {}).get(array.size, array.shape)))) for name, array in codes
     )
-
-
-@contextmanager
-def forward_hooks(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """Register a forward hook on modules for the duration of a `with` block."""
-    handles = [module.register_forward_hook(hook) for module in modules]
-    with removing(handles):
-        yield

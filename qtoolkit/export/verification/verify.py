@@ -1,8 +1,8 @@
 """Verification: an exported file's integer codes, as onnxruntime computes them, compared with the model's own."""
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from os import PathLike
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,17 +36,15 @@ from qtoolkit.export.verification.follower import (
 from qtoolkit.export.verification.runtimes.litert_interpreter import LitertFile
 from qtoolkit.instead import in_any_order
 from qtoolkit.model_inputs import call_arguments, naming_misfits, tensors_of
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.runtimes.execution import Executed
 from qtoolkit.runtimes.table import EXECUTES, LITERT_RUNTIMES, RUNTIMES, ExecutingRuntime, LitertRuntime
 
 if TYPE_CHECKING:
-    import os
-
     import onnx
 
     from qtoolkit.export.files.files import OpenedFile
-
 
 # Largest share of an output's largest value by which it may differ where all codes are the same: bfloat16 has 8 bits.
 OUTPUT_ERROR = 0.02
@@ -87,11 +85,11 @@ class Verification:
     layer_codes: CodeCount
     by_quantizer: dict[str, CodeCount]
     output_difference: float
-    missing: tuple[str, ...] = field(default=())
-    unreached: tuple[str, ...] = field(default=())
+    missing: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
     output_error: float = 0.0
-    drawn: tuple[str, ...] = field(default=())
-    nan: tuple[str, ...] = field(default=())
+    drawn: tuple[str, ...] = ()
+    nan: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, follower: Follower, followed: Followed, outputs: Sequence[Any], **facts: Any) -> "Verification":
@@ -105,7 +103,7 @@ class Verification:
             output_difference=largest_difference(tensors_of(follower.outputs), outputs),
             missing=tuple(name for name in followed.missing if name not in unused),
             unreached=(*follower.unreached, *unused),
-            drawn=followed.drawn,
+            drawn=followed.drawn.quantizers,
             nan=follower.nan,
             **facts,
         )
@@ -220,7 +218,7 @@ def compare_layers(
     errors = [
         relative_difference(ours, values[output.name])
         for place, (output, ours) in results
-        if output.name in compared and place not in followed.drawn_outputs
+        if output.name in compared and place not in followed.drawn.outputs
     ]
     return Verification.of(
         follower,
@@ -255,19 +253,14 @@ def _smooth_outputs(graph: Any, quantized: set[str]) -> set[str]:
     smooth = ops_where(lambda kind: kind.smooth) | {"DequantizeLinear"}
     made_by = {output: node for node in graph.node for output in node.output}
 
+    for tensor in quantized:
+        made_by.pop(tensor, None)
+
+    def sources(tensor: str) -> Sequence[str]:
+        return made_by[tensor].input if tensor in made_by else ()
+
     def is_smooth(output: str) -> bool:
-        """Return whether all ops from the quantized tensors to an output are smooth."""
-        seen, behind = set(quantized), [output]
-        while behind:
-            tensor = behind.pop()
-            node = made_by.get(tensor)
-            if tensor in seen or node is None:
-                continue
-            if node.op_type not in smooth:
-                return False
-            seen.add(tensor)
-            behind += node.input
-        return True
+        return all(made_by[tensor].op_type in smooth for tensor in reached([output], sources) if tensor in made_by)
 
     return {value.name for value in graph.output if is_smooth(value.name)}
 
@@ -283,7 +276,7 @@ def _positions_of_maxima(graph: Any) -> list[str]:
 def verify(
     model: nn.Module,
     inputs: Any,
-    path: "str | os.PathLike[str]",
+    path: str | os.PathLike[str],
     runtimes: Sequence[ExecutingRuntime | LitertRuntime] = ("onnxruntime",),
     optimized: bool = True,
     progress: bool = True,
@@ -324,13 +317,9 @@ def verify(
 
     Example:
         >>> import tempfile
-        >>> x = torch.rand(8, 4)
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
-        >>> report = qt.calibrate(prepared, [x], progress=False)
-        >>> converted = qt.convert(prepared)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_onnx(converted, x, folder + "/model.onnx")
-        ...     found = qt.export.verify(converted, x, result.path)
+        ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
+        ...     found = qt.export.verify(result.converted, torch.rand(8, 4), result.export.path)
         >>> found.runtimes["onnxruntime"].codes.differing
         0
     """
@@ -340,7 +329,7 @@ def verify(
     model, inputs = on_cpu(model, inputs, "verify")
     args, kwargs = call_arguments(model, inputs, "verify: inputs do")
     tensors = tensors_of((args, kwargs))
-    if not isinstance(path, str | PathLike):
+    if not isinstance(path, str | os.PathLike):
         raise _no_path(path, "verify")
     file = LitertFile(Path(path), model, tensors) if of_litert else OnnxFile(Path(path), model, tensors, optimized)
     with naming_misfits(model, inputs, "verify: inputs do"):
@@ -382,16 +371,8 @@ class OnnxFile:
         self.grids = {node.quantizer: grid_named(model, node.quantizer) for node in self.nodes}
         self.file.check_inputs(tensors, "verify")
         self.constant = [node for node in self.nodes if node.is_constant]
-
-    @property
-    def quantizers(self) -> list[str]:
-        """The names of the quantizers, in the order of the file."""
-        return list(self.grids)
-
-    @property
-    def constants(self) -> set[str]:
-        """The names of those whose codes do not depend on the inputs."""
-        return {node.quantizer for node in self.constant}
+        self.quantizers = list(self.grids)  # their names, in the order of the file
+        self.constants = {node.quantizer for node in self.constant}  # of codes that do not depend on the inputs
 
     def compare_weights(self, follower: Follower) -> dict[str, CodeCount]:
         """Compare the codes of the layers' weights with the model's, by the names of their quantizers."""
@@ -407,7 +388,7 @@ class OnnxFile:
 
 def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str) -> "OpenedFile":
     """Open a model, or a file, which anybody may have written."""
-    if isinstance(model, str | PathLike):
+    if isinstance(model, str | os.PathLike):
         open_model(model)
     elif model is None or type(model).__name__ != "ModelProto":
         raise _no_path(model, what)

@@ -25,12 +25,8 @@ CAPTURING = "transformers.utils.output_capturing"
 def traced_attributes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> Iterator[None]:
     """Trace the forward of a model in a block: `training` of each submodule is a Mode, and assignments are undone at its end.
 
-    Args:
-        model: The model.
-        on_branch: Called with a submodule where Python branches on its mode.
-
-    Raises:
-        RuntimeError: The model has forward hooks, or a traced value was assigned to a tensor that the next forward would read.
+    `on_branch` is called with a submodule where Python branches on its mode. Raises RuntimeError: the model has forward hooks,
+    or a traced value was assigned to a tensor that the next forward would read.
     """
     assignments = _Assignments(model)
     try:
@@ -50,15 +46,10 @@ class BranchesOnModeError(Exception):
 
 
 class Mode(int):
-    """The flag `training` of a submodule while it is traced, with a reference to the submodule.
+    """The flag `training` of a submodule while it is traced, with a reference to the submodule."""
 
-    Attributes:
-        module: The submodule.
-        on_branch: Called with the submodule where Python branches on the flag.
-    """
-
-    module: nn.Module
-    on_branch: Callable[[nn.Module], None]
+    module: nn.Module  # the submodule
+    on_branch: Callable[[nn.Module], None]  # called with the submodule where Python branches on the flag
 
     @classmethod
     def of(cls, module: nn.Module, on_branch: Callable[[nn.Module], None]) -> Self:
@@ -109,13 +100,7 @@ def name_in(module: nn.Module) -> str:
 
 
 def add_modes(model: nn.Module, graph: fx.Graph, modes: Mapping[nn.Module, fx.Node]) -> None:
-    """Add a TrainingMode to each submodule whose mode a graph reads.
-
-    Args:
-        model: The model, which is changed.
-        graph: Its graph.
-        modes: The node that reads the mode of each submodule.
-    """
+    """Add a TrainingMode to each submodule of a model whose mode its graph reads, by one of the nodes `modes`."""
     nodes = set(graph.nodes)
     for node in modes.values():
         if node in nodes:
@@ -138,11 +123,7 @@ def check_hooks(module: nn.Module) -> None:
 
 
 class _Assignments:
-    """The attributes of a model's submodules before a trace, whose forward may assign traced values to them.
-
-    Args:
-        model: The model.
-    """
+    """The attributes of a model's submodules before a trace, whose forward may assign traced values to them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.before = [

@@ -45,15 +45,8 @@ def run(model: nn.Module, example_inputs: Any, leaf_modules: Sequence[type[nn.Mo
     """Return a graph module with the parameters, buffers and layers of a model, under their names, in the model's mode.
 
     The graph has the branches of eval mode, and of the example inputs. Batch sizes above 1 may change, if the model allows it.
-
-    Args:
-        model: The model, whose layers become those of the result.
-        example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor.
-        leaf_modules: Types of modules that are called as torch's layers are.
-
-    Raises:
-        UntraceableError: torch.export cannot capture the model.
-        ValueError: There are no example inputs.
+    Modules of the types `leaf_modules` are called as torch's layers are. Raises UntraceableError: torch.export cannot capture
+    the model; ValueError: there are no example inputs.
     """
     if example_inputs is None:
         raise ValueError('prepare: capture="export" runs the model on example_inputs; pass them.')

@@ -103,7 +103,6 @@ def _checks() -> list[Patch]:
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Record a node if an argument is a proxy; otherwise call the function."""
         sizes = [part for arg in args if isinstance(arg, tuple | list) for part in arg]
         proxy = next((arg for arg in (*args, *sizes, *kwargs.values()) if isinstance(arg, fx.Proxy)), None)
         if proxy is None:

@@ -18,13 +18,7 @@ TOLERANCE = 1e-3  # of the norm of an output, or of the number of its elements
 
 
 class Expected:
-    """What a model returns for example inputs in eval mode, before its graph is made; its state does not change.
-
-    Args:
-        model: The model.
-        example_inputs: As for `qtoolkit.model_inputs.split`.
-        concrete_args: Values of arguments that are fixed at tracing.
-    """
+    """What a model returns for example inputs in eval mode, before its graph is made; its state does not change."""
 
     def __init__(self, model: nn.Module, example_inputs: Any, concrete_args: Mapping[str, Any]) -> None:
         self.name, self.random = type(model).__name__, RandomState.now()

@@ -37,9 +37,7 @@ def is_sequence_of_tensors(value: Any) -> bool:
 class ShapePropagation:
     """Values of a graph's nodes, computed as the nodes are made, without data and without touching the model.
 
-    Args:
-        model: The model that is traced.
-        inputs: Example values of the arguments of its forward, by name.
+    `inputs` are example values of the arguments of its forward, by name.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:

@@ -18,15 +18,11 @@ FIXED_TYPES = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a model's forward by named arguments, without `*args` and `**kwargs`.
+    """A call of a model's forward by named arguments, without `*args` and `**kwargs`."""
 
-    Attributes:
-        signature: The named parameters; each becomes an input of the graph.
-        passed: The names of the arguments that the call passes, each with whether it is passed by keyword. The others are left
-            at their defaults, as a decorator may tell them from arguments that are passed.
-    """
-
-    signature: inspect.Signature
+    signature: inspect.Signature  # the named parameters; each becomes an input of the graph
+    # the names of the arguments that the call passes, each with whether it is passed by keyword. The others are left at their
+    # defaults, as a decorator may tell them from arguments that are passed
     passed: Mapping[str, bool]
 
     @classmethod
@@ -39,11 +35,8 @@ class Call:
     ) -> "Call | None":
         """Return the call of a forward; None if its `*args` or `**kwargs` have values, or may have some.
 
-        Args:
-            parameters: The parameters of forward.
-            given: The example value of each argument; None if there are none.
-            fixed: The arguments that are left at their defaults, unless they are given.
-            by_name: Those that the example inputs pass by keyword.
+        `given` has the example value of each argument, or is None; the arguments `fixed` are left at their defaults unless they
+        are given; the example inputs pass those `by_name` by keyword.
         """
         variadic = [name for name, parameter in parameters.items() if parameter.kind in VARIADIC]
         if variadic and (given is None or any(name in given for name in variadic)):
@@ -60,7 +53,6 @@ class Call:
         """Return a function that calls a forward with the model and the values of the named parameters, in their order."""
 
         def call(model: nn.Module, *values: Any) -> Any:
-            """Call forward with values in the signature's order, each by position or by name as in the example inputs."""
             arguments = dict(zip(self.signature.parameters, values, strict=True))
             by_place = [arguments[name] for name, by_keyword in self.passed.items() if not by_keyword]
             by_name = {name: arguments[name] for name, by_keyword in self.passed.items() if by_keyword}
@@ -78,31 +70,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a forward that is traced.
+    """The arguments of a forward that is traced."""
 
-    Attributes:
-        given: The example value of each argument; None without example inputs.
-        fixed: The values of those that are fixed: the user's choices, and arguments whose example value or default is a flag,
-            a string or None; a default that is a number is fixed too.
-        call: How forward is called; None if its `*args` or `**kwargs` have values, or may have some.
-    """
-
-    given: dict[str, Any] | None
+    given: dict[str, Any] | None  # the example value of each argument; None without example inputs
+    # the values of those that are fixed: the user's choices, and arguments whose example value or default is a flag, a string
+    # or None; a default that is a number is fixed too
     fixed: dict[str, Any]
-    call: Call | None
+    call: Call | None  # how forward is called; None if its `*args` or `**kwargs` have values, or may have some
 
     @classmethod
     def of(cls, model: nn.Module, chosen: Mapping[str, Any] | None, example_inputs: Any) -> "Arguments":
-        """Return the arguments of a model's forward.
+        """Return the arguments of a model's forward; `chosen` are the values that the user has fixed.
 
-        Args:
-            model: The model.
-            chosen: The values that the user has fixed.
-            example_inputs: As for `qtoolkit.model_inputs.split`; None if there are none.
-
-        Raises:
-            ValueError: A key of `chosen` is not an argument of forward.
-            TypeError: The example inputs do not match the signature of forward.
+        Raises ValueError: a key of `chosen` is not an argument of forward; TypeError: the example inputs do not match it.
         """
         parameters = inspect.signature(model.forward).parameters
         if not isinstance(chosen, Mapping | None):

@@ -39,19 +39,12 @@ WRAPPERS: Mapping[str, str] = {
 
 
 class Captured(NamedTuple):
-    """A model as a graph, and what its forward did while it was traced.
-
-    Attributes:
-        gm: The graph module.
-        calls: The calls of its blocks.
-        branches: The submodules of which the graph has the branch of one mode in both modes.
-        output_types: The classes of mappings that it returns.
-    """
+    """A model as a graph, and what its forward did while it was traced."""
 
     gm: QuantizedGraphModule
-    calls: tuple[BlockCall, ...]
-    branches: tuple[str, ...]
-    output_types: OutputTypes
+    calls: tuple[BlockCall, ...]  # the calls of its blocks
+    branches: tuple[str, ...]  # the submodules of which the graph has the branch of one mode in both modes
+    output_types: OutputTypes  # the classes of mappings that it returns
 
 
 def run(
@@ -68,17 +61,9 @@ def run(
     Arguments of forward that have a default and are not in `example_inputs` are fixed at the default; `*args` and `**kwargs`
     for which the example inputs give nothing are empty. With example inputs, Python may branch on sizes (or dtypes, devices,
     numbers of items): the graph has the branch that these sizes select, and checks at each run that the sizes select the same
-    one.
+    one. The values of example inputs do not change the graph, which is compared with the model on them.
 
-    Args:
-        model: The model; its submodules become those of the result.
-        leaf_modules: Types of leaf modules, which are not traced.
-        untraced: Dotted names of submodules that are leaf modules.
-        concrete_args: Values of arguments of forward that are fixed at tracing.
-        preserve_attributes: Dotted names of attributes and methods that the result keeps.
-        example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. Their values do not change the graph,
-            which is compared with the model on them.
-        original: The model of which `model` is a graph already, by torch.export; None if it is none.
+    The arguments are those of `qtoolkit.prepare`; `original` is the model of which `model` is a graph already, by torch.export.
 
     Raises:
         UntraceableError: The model's Python cannot be traced, or its graph computes something else.
@@ -127,11 +112,7 @@ class _Trace(NamedTuple):
 
 
 def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any]) -> fx.Graph:
-    """Trace a model in its mode.
-
-    Raises:
-        UntraceableError, ValueError: As for `run`.
-    """
+    """Trace a model in its mode; errors as for `run`."""
     random = RandomState.now()
     try:
         with traced_attributes(model, tracer.branch_on_mode):
@@ -164,10 +145,8 @@ def _in_both_modes(model: nn.Module, trace_once: Callable[[], _Trace]) -> tuple[
     """Trace a model so that its graph follows the mode, where it can.
 
     A forward may set what its next call reads, as models of transformers note in their config which loss they compute. So
-    where the other mode has other ops, this mode is traced once more.
-
-    Returns:
-        The trace; what `norms.run` returns; and the submodules of which the graph has the branch of this mode in both modes.
+    where the other mode has other ops, this mode is traced once more. Returns the trace; what `norms.run` returns; and the
+    submodules of which the graph has the branch of this mode in both modes.
     """
     own = trace_once()
     branching = [m for m in model.modules() if m in own.tracer.branching]
@@ -237,9 +216,7 @@ def _warn_of_modes(branches: Sequence[str]) -> None:
 def check_model(model: nn.Module, what: str = "prepare") -> None:
     """Raise UntraceableError for a model that is wrapped, compiled or not initialized, or whose forward was replaced.
 
-    Args:
-        model: The model.
-        what: Name of the calling function, for errors. Only "prepare" traces forward and checks that it was not replaced.
+    Errors begin with `what`, the calling function: only "prepare" traces forward and checks that it was not replaced.
     """
     verb = what if what == "prepare" else f"call {what} on"
     for name, module in model.named_modules():

@@ -60,43 +60,19 @@ TO_PASS_ANOTHER = (
 
 
 class Checkpoint(NamedTuple):
-    """The state of a trace, to which `ModelTracer` can roll back.
-
-    Attributes:
-        last: The last node.
-        module_stack: The stack of modules of torch.fx, which does not restore it after an error.
-        rebound: The number of proxies that were rebound.
-        calls: The number of calls of blocks.
-    """
+    """The state of a trace, to which `ModelTracer` can roll back."""
 
     last: fx.Node
-    module_stack: Any
-    rebound: int
-    calls: int
+    module_stack: Any  # the stack of modules of torch.fx, which does not restore it after an error
+    rebound: int  # the number of proxies that were rebound
+    calls: int  # the number of calls of blocks
 
 
 class ModelTracer(fx.Tracer):
     """fx.Tracer with more leaf modules, shape propagation, and a record of the submodule that is being traced.
 
-    Args:
-        leaf_modules: Types of leaf modules.
-        leaf_submodules: Submodules that are leaf modules.
-        shapes: Values of nodes for the example inputs, or None.
-        scripted: Module and name of each function compiled by torch.jit.script.
-        call: How forward is called; None passes its arguments as torch.fx does.
-
-    Attributes:
-        path: Names and modules of the submodules that are being traced, outermost first; after an error, those of the error.
-        modes: The node that reads the training mode of each submodule.
-        branching: The submodules whose Python branches on their mode; the graph has the branch of this mode only.
-        rebound: Proxies that an assignment to an item has bound to a new node, each with its former node.
-        inlined: Nodes that return the result of an inlined function.
-        tensors: Parameters and buffers of the model.
-        checkpointed: Whether the forward calls torch.utils.checkpoint.
-        without_grad: Nodes made under torch.no_grad.
-        blocks: The calls of submodules that are traced.
-        output_types: The classes of mappings that forward returned.
-        finite_checks: Nodes that test whether values are finite, each with the submodule whose Python branches on it.
+    `scripted` has the module and the name of each function compiled by torch.jit.script; `call` says how forward is called, or
+    is None where its arguments are passed as torch.fx does.
     """
 
     proxy_buffer_attributes = True  # otherwise values computed from buffers alone would be constants of the graph
@@ -115,17 +91,21 @@ class ModelTracer(fx.Tracer):
         super().__init__(autowrap_functions=self.leaf_functions)
         self.leaf_modules, self.leaf_submodules, self.shapes = tuple(leaf_modules), set(leaf_submodules), shapes
         self.call = call
+        # names and modules of the submodules that are being traced, outermost first; after an error, those of the error
         self.path: list[tuple[str, nn.Module]] = []
-        self.tensors: set[Tensor] = set()
-        self.checkpointed = False
+        self.tensors: set[Tensor] = set()  # parameters and buffers of the model
+        self.checkpointed = False  # whether the forward calls torch.utils.checkpoint
         self.propagating = False
-        self.modes: dict[nn.Module, fx.Node] = {}
+        self.modes: dict[nn.Module, fx.Node] = {}  # the node that reads the training mode of each submodule
+        # the submodules whose Python branches on their mode; the graph has the branch of this mode only
         self.branching: dict[nn.Module, None] = {}
+        # proxies that an assignment to an item has bound to a new node, each with its former node
         self.rebound: list[tuple[SizedProxy, fx.Node]] = []
-        self.inlined: list[fx.Node] = []
-        self.blocks = CallRecorder()
-        self.without_grad: list[fx.Node] = []
-        self.output_types: OutputTypes = ()
+        self.inlined: list[fx.Node] = []  # nodes that return the result of an inlined function
+        self.blocks = CallRecorder()  # the calls of submodules that are traced
+        self.without_grad: list[fx.Node] = []  # nodes made under torch.no_grad
+        self.output_types: OutputTypes = ()  # the classes of mappings that forward returned
+        # nodes that test whether values are finite, each with the submodule whose Python branches on it
         self.finite_checks: dict[fx.Node, str] = {}
         self.torch_modes = TorchModes(shapes is not None)
         self.patches = [*recorded_functions(), *self.torch_modes.patches()]
@@ -164,7 +144,6 @@ class ModelTracer(fx.Tracer):
 
         @functools.wraps(called)  # the code of the graph has its annotations
         def call(*args: Any) -> Any:
-            """Call forward, and note the classes of what it returns."""
             result = called(*args)
             self.output_types = tuple(types_in(result))
             return result
@@ -208,8 +187,7 @@ class ModelTracer(fx.Tracer):
     def _is_built_in_forward(self, m: nn.Module) -> bool:
         """Return whether a module is none of the model's, as a loss that forward builds: its operations are traced.
 
-        Raises:
-            RuntimeError: It has parameters, buffers or submodules.
+        Raises RuntimeError: it has parameters, buffers or submodules.
         """
         if m in (self.submodule_paths or ()):
             return False
@@ -303,10 +281,8 @@ class ModelTracer(fx.Tracer):
         """Return a value as the argument of a node.
 
         torch.fx would take a proxy that is an instance of Tensor for a constant, an OrderedDict for a dict and a mode for an
-        int, and write a number of NumPy as code that names NumPy.
-
-        Raises:
-            RuntimeError: A tensor was computed from a traced value without a node, or no graph can hold a value of this type.
+        int, and write a number of NumPy as code that names NumPy. Raises RuntimeError: a tensor was computed from a traced
+        value without a node, or no graph can hold a value of this type.
         """
         if isinstance(a, fx.Proxy):
             return a.node
@@ -329,11 +305,7 @@ class ModelTracer(fx.Tracer):
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
     ) -> fx.Node:
-        """Make a node, and propagate shapes through it if there are example inputs.
-
-        Raises:
-            RuntimeError: The code is in a mode of torch that a graph does not record.
-        """
+        """Make a node, and propagate shapes through it; RuntimeError in a mode of torch that a graph does not record."""
         is_op = kind not in ("placeholder", "output")
         if is_op:
             self.torch_modes.check()
@@ -388,11 +360,7 @@ class ModelTracer(fx.Tracer):
         return mode
 
     def branch_on_mode(self, module: nn.Module) -> None:
-        """Make the submodule that is traced a leaf module if it has no state; otherwise note that it branches on its mode.
-
-        Raises:
-            BranchesOnModeError: The submodule becomes a leaf module.
-        """
+        """Note that a submodule branches on its mode; BranchesOnModeError for one without state, to become a leaf module."""
         if self.path and self.path[-1][1] is module and has_no_state(module):
             raise BranchesOnModeError
         if not type(module).__module__.startswith("torch."):  # torch's modules compute the same in all branches
@@ -405,11 +373,7 @@ class ModelTracer(fx.Tracer):
         return UNKNOWN if self.shapes is None else self.shapes[proxy.node]
 
     def guard(self, proxy: fx.Proxy, kind: type = object) -> Any:
-        """Return the example value of a proxy, and add a check to the graph that the value stays the same.
-
-        Raises:
-            TraceError: The value depends on data.
-        """
+        """Return the example value of a proxy, and let the graph check that it stays the same; TraceError if data decides."""
         value = self.value_of(proxy)
         if not is_plain(value):
             return super().to_bool(proxy)  # raises

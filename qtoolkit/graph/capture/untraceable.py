@@ -56,9 +56,7 @@ def user_line(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummar
 
 
 def _is_standard(filename: str) -> bool:
-    return (
-        filename.startswith(STANDARD_LIBRARY) and "-packages" not in filename
-    )  # installed packages are inside the folder
+    return filename.startswith(STANDARD_LIBRARY) and "-packages" not in filename  # those are inside the folder too
 
 
 def describe_line(frame: traceback.FrameSummary | None) -> str:
@@ -74,11 +72,7 @@ def untraceable(
 ) -> UntraceableError:
     """Return the error that reports an exception at tracing.
 
-    Args:
-        error: The exception.
-        model: The model.
-        path: Names and modules of the submodules that were being traced, outermost first.
-        has_example_inputs: Whether shapes were known.
+    `path` has the names and modules of the submodules that were being traced, outermost first.
     """
     name, module = path[-1] if path else ("", model)
     kind = type(module).__name__

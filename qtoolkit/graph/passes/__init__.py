@@ -14,14 +14,6 @@ from qtoolkit.graph.passes import (
 )
 
 __all__ = [
-    "freeze",
-    "fuse_patterns",
-    "insert",
-    "integers",
-    "leaf_modules",
-    "link_batch_norms",
-    "link_inputs",
-    "record",
-    "split_silu",
-    "swap",
-]
+    "freeze", "fuse_patterns", "insert", "integers", "leaf_modules", "link_batch_norms", "link_inputs", "record",
+    "split_silu", "swap",
+]  # fmt: skip

@@ -27,11 +27,8 @@ def run(model: M) -> M:
     Weights that masks or parametrizations compute become plain parameters, and tables with `max_norm` are renormalized.
 
     In a model without a graph every module stays the same object, and a folded batch norm becomes an Identity. Parts that were
-    prepared are folded by their graphs.
-
-    Raises:
-        RuntimeError: A quantizer saw no data.
-        ValueError: A scale is not positive and finite.
+    prepared are folded by their graphs. Raises RuntimeError: a quantizer saw no data; ValueError: a scale is not positive and
+    finite.
     """
     model.eval()
     for module in list(model.modules()):
@@ -49,10 +46,8 @@ def run(model: M) -> M:
 def restore(model: M, state: Mapping[str, Tensor]) -> M:
     """Convert a model, with the weights and scales of a state dict of its converted form.
 
-    Raises:
-        RuntimeError: The entries of the state dict are not those of the converted model.
-        ValueError: A scale is not positive and finite, or a quantizer's spec differs.
-        TypeError: A scale or a zero point is no tensor of numbers.
+    Raises RuntimeError: the entries of the state dict are not those of the converted model; ValueError: a scale is not positive
+    and finite, or a quantizer's spec differs; TypeError: a scale or a zero point is no tensor of numbers.
     """
     quantizers = quantizers_of(model)
     take_names(quantizers)

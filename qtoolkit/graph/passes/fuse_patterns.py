@@ -17,12 +17,7 @@ FusePatterns = Mapping[tuple[Element, ...], Callable[..., nn.Module]]
 
 
 def check(fuse_patterns: object) -> None:
-    """Check the user's patterns.
-
-    Raises:
-        TypeError: `fuse_patterns` is not a mapping, or a fuser is not callable.
-        ValueError: A pattern is not a tuple of two or more module types or functions.
-    """
+    """Raise TypeError or ValueError unless patterns are tuples of two or more module types or functions, fusers callable."""
     if not isinstance(fuse_patterns, Mapping):
         raise TypeError(f"prepare: fuse_patterns must map patterns to fusers, got {with_article(type(fuse_patterns))}.")
     for pattern, fuser in fuse_patterns.items():
@@ -50,11 +45,8 @@ def run(gm: QuantizedGraphModule, fuse_patterns: FusePatterns) -> QuantizedGraph
     """Replace every chain that matches a pattern by the module that the pattern's fuser returns.
 
     A chain is not replaced if the output of an op before the last has a second user, if an op takes an input from outside the
-    chain, or if a module is called more than once.
-
-    Raises:
-        ValueError: A pattern matches no chain, or its fuser raises. The error names the chain.
-        TypeError: A fuser does not return a module.
+    chain, or if a module is called more than once. Raises ValueError: a pattern matches no chain, or its fuser raises;
+    TypeError: a fuser does not return a module.
     """
     for pattern, fuser in fuse_patterns.items():
         chains = _chains(gm, pattern)

@@ -43,11 +43,11 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
 
 
 def _insert(gm: QuantizedGraphModule, rules: LayerRules) -> None:
-    decisions = decide.run(Roles(gm.graph, rules), gm.graph)
-    weights = list(_insert_weights(gm, decisions.weights))  # first: their values are computed by the graph as it is
-    edges = [*_insert_activations(gm, decisions.quantizers), *weights, *layer_edges(gm)]
+    quantizers, of_functions, left = decide.run(Roles(gm.graph, rules), gm.graph)
+    weights = list(_insert_weights(gm, of_functions))  # first: their values are computed by the graph as it is
+    edges = [*_insert_activations(gm, quantizers), *weights, *layer_edges(gm)]
     plan = gm.plan or Plan(rules.backend)
-    gm.plan = replace(plan, status={**decisions.left, **plan.status}, edges=tuple(edges))
+    gm.plan = replace(plan, status={**left, **plan.status}, edges=tuple(edges))
     gm.graph.lint()
     gm.recompile()
 

@@ -19,9 +19,8 @@ from qtoolkit.op_kinds.rules import called_module, module_of
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Let each QAT layer take over the batch norm after it, or fold it into the layer where the model is in eval mode.
 
-    Raises:
-        ValueError: The backend's strategy for batch norms is not known, or does not fit one of them; or a hook takes the
-            values between a layer and its batch norm.
+    Raises ValueError: the backend's strategy for batch norms is not known, or does not fit one of them; or a hook takes the
+    values between a layer and its batch norm.
     """
     calls = ModuleCalls(gm.graph)
     for node, follower in list(batch_norms(gm)):
@@ -100,13 +99,9 @@ def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> QuantWei
     layer.fold_batch_norm(bn)
     replace_node(follower, node)
     if bn._modules:  # an activation inside the batch norm stays
-        gm.set_submodule(name, _holder_of(bn))
+        gm.set_submodule(name, nn.Sequential(OrderedDict(bn.named_children())).train(bn.training))
     elif isinstance(gm.get_submodule(name.rpartition(".")[0]), nn.Sequential | nn.ModuleList):
         gm.set_submodule(name, nn.Identity())  # the modules behind it keep their places
     else:
         gm.delete_submodule(name)
     return layer
-
-
-def _holder_of(bn: nn.Module) -> nn.Module:
-    return nn.Sequential(OrderedDict(bn.named_children())).train(bn.training)

@@ -10,14 +10,7 @@ from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
-from qtoolkit.graph.nodes import (
-    is_discrete,
-    is_quantizer,
-    is_weight_quantizer,
-    kind_of,
-    name_of,
-    tensor_inputs,
-)
+from qtoolkit.graph.nodes import is_discrete, is_quantizer, is_weight_quantizer, kind_of, name_of, tensor_inputs
 from qtoolkit.graph.passes.link_batch_norms import why_not_linked
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.placement.rule_of_node import rule_of_node

@@ -10,9 +10,7 @@ from qtoolkit.op_kinds.rules import called_module
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Replace each float layer whose weight the rules quantize. A shared layer stays shared.
 
-    Raises:
-        ValueError: A spec does not fit a layer's weight.
-        TypeError: A `from_float` returns no module.
+    Raises ValueError: a spec does not fit a layer's weight; TypeError: a `from_float` returns no module.
     """
     for node in gm.graph.nodes:
         module = called_module(node)

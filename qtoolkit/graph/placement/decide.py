@@ -1,7 +1,7 @@
 """Decide which edges are quantized, by roles alone, once for the whole graph. Nothing is changed here."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -33,58 +33,33 @@ from qtoolkit.verdicts import Verdict
 
 @dataclass(frozen=True)
 class Request:
-    """An op's request for a quantized tensor.
+    """An op's request for a quantized tensor."""
 
-    Attributes:
-        producer: The op that computes the tensor, which the quantizer follows; or a concat, whose inputs are quantized.
-        through: The ops that only move values between the producer and the consumer.
-        consumer: The op that asks.
-        spec: How the consumer's config quantizes it.
-        why: The rule.
-    """
-
+    # the op that computes the tensor, which the quantizer follows; or a concat, whose inputs are quantized
     producer: fx.Node
-    through: tuple[fx.Node, ...]
-    consumer: fx.Node
-    spec: QuantSpec
-    why: str
+    through: tuple[fx.Node, ...]  # the ops that only move values between the producer and the consumer
+    consumer: fx.Node  # the op that asks
+    spec: QuantSpec  # how the consumer's config quantizes it
+    why: str  # the rule
 
 
 @dataclass(frozen=True)
 class PlannedQuantizer:
-    """One quantizer, and the tensors that it quantizes.
+    """One quantizer, and the tensors that it quantizes."""
 
-    Attributes:
-        name: The name of the tensor's node, or of the concat whose inputs share the quantizer.
-        producers: The ops that compute the tensors.
-        spec: The spec with most bits that a consumer asks for; unsigned where no tensor is ever negative and the target
-            allows it.
-        requests: The requests that it serves.
-    """
-
-    name: str
-    producers: tuple[fx.Node, ...]
+    name: str  # the name of the tensor's node, or of the concat whose inputs share the quantizer
+    producers: tuple[fx.Node, ...]  # the ops that compute the tensors
+    # the spec with most bits that a consumer asks for; unsigned where no tensor is ever negative and the target allows it
     spec: QuantSpec
-    requests: tuple[Request, ...]
+    requests: tuple[Request, ...]  # the requests that it serves
 
 
-@dataclass
-class Decisions:
-    """What is quantized, and why an op that could be is not.
+def run(roles: Roles, graph: fx.Graph) -> tuple[list[PlannedQuantizer], list[Request], dict[str, Verdict]]:
+    """Decide on every edge, from the outputs back: then it is known of each op whether its output will be quantized.
 
-    Attributes:
-        quantizers: The activation quantizers.
-        weights: The weights of functions.
-        left: The verdict on each op that a rule of the target leaves in float, by the op's name.
+    Returns the quantizers of activations, the weights of functions, and the verdict on each op that a rule of the target leaves
+    in float, by its name.
     """
-
-    quantizers: list[PlannedQuantizer] = field(default_factory=list)
-    weights: list[Request] = field(default_factory=list)
-    left: dict[str, Verdict] = field(default_factory=dict)
-
-
-def run(roles: Roles, graph: fx.Graph) -> Decisions:
-    """Decide on every edge, from the outputs back: then it is known of each op whether its output will be quantized."""
     collector = _Collector(roles, graph)
     for node in reversed(graph.nodes):
         if is_output(node):
@@ -96,7 +71,7 @@ def run(roles: Roles, graph: fx.Graph) -> Decisions:
     unsigned = _never_negative(graph) if roles.backend.unsigned_after_relu else set()
     order = {node: i for i, node in enumerate(graph.nodes)}
     quantizers = sorted(collector.quantizers(unsigned), key=lambda quantizer: order[quantizer.producers[0]])
-    return Decisions(quantizers, collector.weights, collector.left)
+    return quantizers, collector.weights, collector.left
 
 
 class _Collector:
@@ -119,7 +94,6 @@ class _Collector:
                 self.request(source, output, qconfig.activation, "a graph output, which the target returns as integers")
 
     def take(self, node: fx.Node) -> None:
-        """Collect the requests of one op."""
         qconfig = self._quantized_by(node)
         if qconfig is None or qconfig.activation is None:
             return

@@ -8,6 +8,7 @@ from torch import fx
 
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.graph.nodes import kind_of, tensor_inputs
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.quantizers.table import QUANTIZERS
 
 
@@ -26,15 +27,8 @@ def _is_first_or_last(node: fx.Node) -> bool:
 
 
 def _reaches(start: fx.Node, op: str, step: Callable[[fx.Node], Iterable[fx.Node]]) -> bool:
-    waiting, seen = list(step(start)), set()
-    while waiting:
-        node = waiting.pop()
-        if node.op == op:
-            return True
-        if node not in seen and not kind_of(node).weight_argument:
-            seen.add(node)
-            waiting += step(node)
-    return False
+    on_the_way = reached(step(start), lambda node: () if kind_of(node).weight_argument else step(node))
+    return any(node.op == op for node in on_the_way)
 
 
 def _widen(spec: QuantSpec | None, bits: int) -> QuantSpec | None:
@@ -42,9 +36,6 @@ def _widen(spec: QuantSpec | None, bits: int) -> QuantSpec | None:
     if spec is None or spec.bits >= bits:
         return spec
     wide: Any = {"e2m1": "e4m3", "mxfp4": "mxfp8", "nvfp4": "mxfp8"}.get(spec.format, spec.format)
-    spec = (
-        spec
-        if bits <= QUANTIZERS[spec.quantizer].most_bits(spec)
-        else replace(spec, quantizer="lsq", quantizer_args={})
-    )
+    if bits > QUANTIZERS[spec.quantizer].most_bits(spec):
+        spec = replace(spec, quantizer="lsq", quantizer_args={})
     return replace(spec, bits=bits, format=wide, group_size=None if wide == "mxfp8" else spec.group_size)

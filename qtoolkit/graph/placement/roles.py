@@ -7,7 +7,7 @@ from qtoolkit.graph.nodes import is_discrete, kind_of, parameters_in, returns_tu
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import computed_by, source_of
 from qtoolkit.layer_rules import LayerRules, Rule
-from qtoolkit.lint.units import takes_into_unit
+from qtoolkit.lint.ops import takes_into_unit
 from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 
@@ -18,18 +18,14 @@ class Roles:
     A user's rule with config None makes an op float. One that names an op itself, with a config, makes a float op "compute" (a
     regular expression only ops of a known kind). A unit is an op with the batch norm and the activation that follow it and
     have no other input: one op on the target.
-
-    Attributes:
-        rules: The config of each op.
-        parameters: Nodes computed from parameters alone.
-        unit: The first op of the unit of each batch norm and activation that is in one.
     """
 
     def __init__(self, graph: fx.Graph, rules: LayerRules) -> None:
         self.rules, self.backend = rules, rules.backend
-        self.parameters = parameters_in(graph)
+        self.parameters = parameters_in(graph)  # nodes computed from parameters alone
         self._rule_of = {node: rule_of_node(node, rules) for node in graph.nodes if node.op not in NO_OPS}
         self._role_of = {node: self._by_rule(node) for node in graph.nodes}
+        # the first op of the unit of each batch norm and activation that is in one
         self.unit: dict[fx.Node, fx.Node] = {}
         self._last: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:

@@ -13,8 +13,7 @@ from qtoolkit.layer_rules import LayerRules, Rule
 def rule_of_node(node: fx.Node, rules: LayerRules) -> Rule:
     """Return the rule for a node. A rule of the target may leave a layer in float that no explicit rule names.
 
-    Raises:
-        ValueError: Its module has several names, and the mapping has different configs for them.
+    Raises ValueError: its module has several names, and the mapping has different configs for them.
     """
     is_module, backend = node.op == "call_module", rules.backend
     names = rules.names_of(name_of(node)) if is_module else (node.name,)

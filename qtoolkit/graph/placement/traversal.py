@@ -6,6 +6,7 @@ from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.nodes import is_quantizer, kind_of, tensor_inputs, users_of
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.rules import module_of
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -18,12 +19,9 @@ def source_of(node: fx.Node) -> fx.Node | None:
 
 
 def computed_by(node: fx.Node, quantizers: bool = True, sole_user: bool = False) -> fx.Node | None:
-    """Return the op that computes a tensor, back through ops that return their input in eval mode.
+    """Return the op that computes a tensor, back through ops that return their input in eval mode, and through `quantizers`.
 
-    Args:
-        node: The node whose output the tensor is.
-        quantizers: Whether to go back through quantizers too.
-        sole_user: Return None where a tensor on the way has other users.
+    With `sole_user` None where a tensor on the way has other users.
     """
     while not sole_user or len(users_of(node)) == 1:
         if not ((quantizers and is_quantizer(node)) or kind_of(node).returns_input):
@@ -35,13 +33,8 @@ def computed_by(node: fx.Node, quantizers: bool = True, sole_user: bool = False)
 def quantizer_behind(node: fx.Node, backend: Backend, in_training: bool = False) -> fx.Node | None:
     """Return the quantizer node that a tensor comes from, through ops that only move values; None where it is float.
 
-    For a concat whose inputs share a scale, it is the first input's.
-
-    Args:
-        node: The tensor.
-        backend: The target, whose roles say which ops only move values.
-        in_training: Whether values must be on the quantizer's grid in training mode too: behind a dropout they are not, unless
-            its probability is 0 (see `dropouts_behind`).
+    For a concat whose inputs share a scale, it is the first input's. `in_training` asks that values are on the quantizer's grid
+    in training mode too: behind a dropout they are not, unless its probability is 0 (see `dropouts_behind`).
     """
     while not is_quantizer(node):
         role = backend.role(kind_of(node))
@@ -67,16 +60,13 @@ def _drops_nothing(module: nn.Module) -> bool:
 
 def dropouts_behind(tensors: Iterable[fx.Node], backend: Backend) -> tuple[nn.Module, ...]:
     """Return the dropouts, of probability 0, between some tensors and the quantizers that `quantizer_behind` finds."""
-    waiting, found = list(tensors), dict[nn.Module, None]()
-    while waiting:
-        node = waiting.pop()
+
+    def sources(node: fx.Node) -> list[fx.Node]:
         role = "" if is_quantizer(node) else backend.role(kind_of(node))
-        if node.op == "call_module" and _drops_nothing(module_of(node)):
-            found[module_of(node)] = None
-        waiting += (
-            tensor_inputs(node)[: 1 if role == "transparent" else None] if role in ("transparent", "concat") else []
-        )
-    return tuple(found)
+        return tensor_inputs(node)[: {"transparent": 1, "concat": None}.get(role, 0)]
+
+    modules = [module_of(node) for node in reached(tensors, sources) if node.op == "call_module"]
+    return tuple(dict.fromkeys(filter(_drops_nothing, modules)))
 
 
 def _behind_concat(node: fx.Node, backend: Backend, in_training: bool) -> fx.Node | None:

@@ -24,9 +24,7 @@ from qtoolkit.quantizers.quantizer import Quantizer
 def ops_of(graph: fx.Graph, weight_of: Callable[[fx.Node], WeightGrid | None] = lambda node: None) -> list[Op]:
     """Return the ops of a graph in order.
 
-    Args:
-        graph: The graph, with quantizers or without.
-        weight_of: Returns how the weight of a function will be quantized; asked where no quantizer stands before it.
+    `weight_of` returns how the weight of a function will be quantized; it is asked where no quantizer stands before it.
     """
     ops: dict[fx.Node, Op] = {}
     parameters = parameters_in(graph)

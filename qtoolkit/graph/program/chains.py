@@ -12,18 +12,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.graph.capture.rewrites.in_place import changes_first
-from qtoolkit.graph.nodes import (
-    bounds_of,
-    form_of,
-    is_quantizer,
-    is_weight_quantizer,
-    name_of,
-)
-from qtoolkit.graph.program.epilogue import (
-    why_activation_not_fused,
-    why_batch_norm_not_fused,
-    why_layer_not_fused,
-)
+from qtoolkit.graph.nodes import bounds_of, form_of, is_quantizer, is_weight_quantizer, name_of
+from qtoolkit.graph.program.epilogue import why_activation_not_fused, why_batch_norm_not_fused, why_layer_not_fused
 from qtoolkit.graph.program.units.function import why_not_fused
 from qtoolkit.nn import QuantMultiheadAttention, QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm, is_folded
@@ -39,27 +29,16 @@ SIZES = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")  
 
 @dataclass
 class Chain:
-    """Nodes that run as one op, each with one user, but the last.
-
-    Attributes:
-        batch_norm: The batch norm.
-        layer: The QAT layer before it that is linked to it.
-        add: An add of its output and another tensor.
-        residual: That tensor.
-        activation: A piecewise linear activation.
-        bounds: What it computes, if it is a function.
-        quantizer: The inserted quantizer.
-        end: Why nothing more is in it.
-    """
+    """Nodes that run as one op, each with one user, but the last."""
 
     batch_norm: fx.Node
-    layer: fx.Node | None = None
-    add: fx.Node | None = None
-    residual: fx.Node | None = None
-    activation: fx.Node | None = None
-    bounds: Bounds | None = None
+    layer: fx.Node | None = None  # the QAT layer before it that is linked to it
+    add: fx.Node | None = None  # an add of its output and another tensor
+    residual: fx.Node | None = None  # that tensor
+    activation: fx.Node | None = None  # a piecewise linear activation
+    bounds: Bounds | None = None  # what it computes, if it is a function
     quantizer: fx.Node | None = None
-    end: str = ""
+    end: str = ""  # why nothing more is in it
 
     @property
     def following(self) -> list[fx.Node]:
@@ -107,14 +86,9 @@ class Chain:
 
 @dataclass(frozen=True)
 class Pair:
-    """Nodes that run as one op.
+    """Nodes that run as one op."""
 
-    Attributes:
-        function: An activation or a layer norm, whose only user is the other.
-        quantizer: The inserted quantizer.
-    """
-
-    function: fx.Node
+    function: fx.Node  # an activation or a layer norm, whose only user is the other
     quantizer: fx.Node
 
     @property
@@ -130,17 +104,9 @@ class Pair:
         return "fused with its quantizer" if why is None else f"computed by torch: {why}"
 
 
-def find_chains(nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> list[Chain]:
-    """Return the chains among nodes of a GraphModule.
+class ChainFinder:
+    """Finds the chains among the nodes that one function runs, in order; `results` are those that it returns."""
 
-    Args:
-        nodes: The nodes that one function runs, in order.
-        results: Those that it returns, which must be computed.
-    """
-    return _Finder(nodes, results).run()
-
-
-class _Finder:
     def __init__(self, nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> None:
         self.order = {node: place for place, node in enumerate(nodes)}
         self.results = results
@@ -200,17 +166,12 @@ class _Finder:
         operands = [node.args[0], node.args[1]] if len(node.args) == 2 else []
         if node.op == "call_module" or node.target not in ADDS or not operands or node.kwargs.get("alpha", 1) != 1:
             return False
-        others = [operand for operand in operands if operand is not chain.last]
-        if (
-            set(node.kwargs) - {"alpha"}
-            or len(others) != 1
-            or not isinstance(others[0], fx.Node)
-            or is_number(others[0])
-        ):
+        other, *more = [operand for operand in operands if operand is not chain.last] or [None]
+        if set(node.kwargs) - {"alpha"} or more or not isinstance(other, fx.Node) or is_number(other):
             return False
         if changes_first(node) and operands[0] is not chain.last:
             return False  # it changes the other tensor, which somebody may read
-        chain.add, chain.residual = node, others[0]
+        chain.add, chain.residual = node, other
         return True
 
     def _activates(self, chain: Chain, node: fx.Node) -> bool:
@@ -239,16 +200,22 @@ def _joined(chain: Chain) -> tuple[list[fx.Node], str]:
     return joined, chain.end
 
 
+def _called_alone(node: fx.Node) -> nn.Module | None:
+    """Return the module that a node calls with its input alone; None of other nodes."""
+    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+    return module_of(node) if node.op == "call_module" and one_input else None
+
+
 def is_batch_norm_call(node: fx.Node) -> bool:
     """Return whether a node calls a batch norm that is a module, with its input alone."""
-    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
-    return node.op == "call_module" and one_input and is_batch_norm(module_of(node))
+    module = _called_alone(node)
+    return module is not None and is_batch_norm(module)
 
 
 def is_max_pool_call(node: fx.Node) -> bool:
     """Return whether a node calls an nn.MaxPool2d with its input alone, or its function without indices."""
     if node.op == "call_module":
-        return type(module_of(node)) is nn.MaxPool2d and len(node.args) == 1 and not node.kwargs
+        return type(_called_alone(node)) is nn.MaxPool2d
     if node.op != "call_function" or node.target not in (F.max_pool2d, torch.max_pool2d):
         return False
     gives_indices = node.kwargs.get("return_indices", False) is not False
@@ -262,8 +229,7 @@ def is_attention_call(node: fx.Node) -> bool:
 
 def is_weighted_call(node: fx.Node) -> bool:
     """Return whether a node calls a QAT layer with its input alone."""
-    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
-    return node.op == "call_module" and one_input and isinstance(module_of(node), QuantWeighted)
+    return isinstance(_called_alone(node), QuantWeighted)
 
 
 def is_activation_quantizer(node: fx.Node) -> bool:

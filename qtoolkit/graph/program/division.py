@@ -26,21 +26,13 @@ class NoPartError(Exception):
 
 @dataclass
 class Part:
-    """A block's part of the graph.
-
-    Attributes:
-        block: The block.
-        call: Its call.
-        args: Its positional arguments, with nodes of the graph.
-        kwargs: Its keyword arguments.
-        result: What it returns.
-    """
+    """A block's part of the graph."""
 
     block: TracedBlock
     call: BlockCall
-    args: tuple[Any, ...] = ()
+    args: tuple[Any, ...] = ()  # its positional arguments, with nodes of the graph
     kwargs: dict[str, Any] = field(default_factory=dict)
-    result: Any = None
+    result: Any = None  # what it returns
 
 
 def free_nodes(gm: fx.GraphModule) -> set[fx.Node]:
@@ -49,17 +41,7 @@ def free_nodes(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 class Division:
-    """The parts of a graph.
-
-    Args:
-        gm: The model.
-        calls: The calls of its blocks.
-
-    Attributes:
-        free: What `free_nodes` returns.
-        parts: The parts of the blocks that can run them, by the indices of their calls.
-        reasons: Why other blocks that are called cannot.
-    """
+    """The parts of a model's graph, by the calls of its blocks."""
 
     def __init__(self, gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> None:
         self.gm, self.calls = gm, calls
@@ -73,8 +55,8 @@ class Division:
             for call in self.path_of[node]:
                 self.members[call].append(node)
         self.current = {name: node for node in gm.graph.nodes for name in (*facts_of(node).replaces, node.name)}
-        self.parts: dict[int, Part] = {}
-        self.reasons: dict[TracedBlock, str] = {}
+        self.parts: dict[int, Part] = {}  # the parts of the blocks that can run them, by the indices of their calls
+        self.reasons: dict[TracedBlock, str] = {}  # why other blocks that are called cannot
         counts = Counter(call.block for call in calls)
         for index in range(ROOT + 1, len(calls)):
             block = find_module(gm, calls[index].block)
@@ -174,8 +156,7 @@ class Division:
 def _stand_ins(used: set[fx.Node], tree: Any, why: str) -> dict[fx.Node, fx.Node]:
     """Return for each node in arguments or a result the node that takes its place: that node, or its only quantizer.
 
-    Raises:
-        NoPartError: A node that is used is neither.
+    Raises NoPartError: a node that is used is neither.
     """
     known = {leaf for _, leaf in leaves(tree) if isinstance(leaf, fx.Node)}
     places = {node: node for node in used & known}

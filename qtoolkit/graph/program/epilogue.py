@@ -36,12 +36,9 @@ from qtoolkit.quantizers.codes import TensorCodes, codes_of
 
 # Numbers of dimensions of the inputs of each type of batch norm that the op computes.
 DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
-    nn.BatchNorm1d: (2, 3),
-    nn.BatchNorm2d: (4,),
-    nn.BatchNorm3d: (5,),
-    QuantBatchNorm1d: (2, 3),
-    QuantBatchNorm2d: (4,),
-    QuantBatchNorm3d: (5,),
+    **dict.fromkeys((nn.BatchNorm1d, QuantBatchNorm1d), (2, 3)),
+    **dict.fromkeys((nn.BatchNorm2d, QuantBatchNorm2d), (4,)),
+    **dict.fromkeys((nn.BatchNorm3d, QuantBatchNorm3d), (5,)),
     QuantSyncBatchNorm: (2, 3, 4, 5),
     QuantFrozenBatchNorm: (4, 5),
 }
@@ -58,9 +55,7 @@ Output = tuple[Tensor, Tensor | None]  # of a layer: undivided, with the factor 
 def why_batch_norm_not_fused(bn: nn.Module, folded: bool = False) -> str | None:
     """Return why the op does not compute a batch norm in training mode.
 
-    Args:
-        bn: The batch norm.
-        folded: Whether it normalizes by its running statistics, so that its layer computes it.
+    A `folded` one normalizes by its running statistics, so that its layer computes it.
     """
     if isinstance(bn, nn.SyncBatchNorm) and not folded:
         # torch's exchanges statistics in another way: where one rank has hooks on it, all would wait.
@@ -115,15 +110,10 @@ def epilogue_of(
 ) -> Callable[..., tuple[Tensor, TensorCodes | None]]:
     """Return the function that computes a batch norm with what follows it.
 
-    Args:
-        add: The function that adds the residual to the batch norm's output; None where none is added.
-        activate: The function of the activation; None where it is a module, or there is none.
-        bounds: What that function computes.
-
-    Returns:
-        A function of the batch norm's input (what `layer_output` returned, if there is a layer), the residual, what is known of
-        it, the layer, the batch norm, the module of the activation and the quantizer. None stands for those that there are not.
-        It returns the output, and what is known of it.
+    `add` adds the residual to the batch norm's output; `activate` is the activation where that is a function, `bounds` what it
+    computes. The result is a function of the batch norm's input (what `layer_output` returned, if there is a layer), the
+    residual, what is known of it, the layer, the batch norm, the module of the activation and the quantizer. None stands for
+    those that there are not. It returns the output, and what is known of it.
     """
 
     def epilogue(
@@ -183,11 +173,8 @@ def max_pool2d(
     """
     sizes = (kernel_size, stride, padding, dilation, ceil_mode)
     compiles = torch.compiler.is_compiling()
-    y = (
-        F.max_pool2d(input, *sizes)
-        if compiles or not _keeps_places(input, kernel_size)
-        else ops.max_pool(input, *sizes)
-    )
+    by_torch = compiles or not _keeps_places(input, kernel_size)
+    y = F.max_pool2d(input, *sizes) if by_torch else ops.max_pool(input, *sizes)
     return y, None if compiles or known is None else known.without_codes(y)
 
 

@@ -26,18 +26,11 @@ def compile_forward(
 ) -> Forward:
     """Compile the program of a model and of each block that can run its own part of the graph.
 
-    The other blocks are told why they cannot.
+    The other blocks are told why they cannot. `calls` are those of the model and its blocks: none while it is made, which
+    compiles nothing. Without `products` the code calls no other ops than the graph has. `plain` is the code of torch.fx.
 
-    Args:
-        gm: The model.
-        calls: The calls of the model and its blocks; none while it is made, which compiles nothing.
-        products: What computes the products of two activations, by the names of their nodes. None: the code calls no other
-            ops than the graph has.
-        plain: The code that torch.fx generates from the graph.
-
-    Returns:
-        The forward of the model. In training it runs the units of the whole graph in one piece; in eval mode, in exports and
-        while a block is watched (it has a hook, for example), it calls the blocks.
+    The forward of the model runs, in training, the units of the whole graph in one piece; in eval mode, in exports and while a
+    block is watched (it has a hook, for example), it calls the blocks.
     """
     if not calls:
         return plain
@@ -67,7 +60,6 @@ def _with_units(owner: nn.Module, division: Division, index: int, products: Prod
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the units or the nodes of the graph."""
         trains = self.training and _is_its_own(self, known)
         as_units = trains and not (is_recorded() or is_transformed() or all_watched())
         return (units if as_units else plain)(self, *args, **kwargs)
@@ -81,7 +73,6 @@ def _by_block(gm: nn.Module, whole: Forward, divided: Forward, blocks: "_Blocks"
 
     @functools.wraps(whole)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph as a whole or by block."""
         watched = blocks.are_watched()
         if watched:
             blocks.check()

@@ -11,8 +11,8 @@ from qtoolkit.graph.nodes import is_quantizer, kind_of, node_name, operands_of
 from qtoolkit.graph.program import products
 from qtoolkit.graph.program.chains import (
     Chain,
+    ChainFinder,
     Pair,
-    find_chains,
     is_activation_quantizer,
     is_attention_call,
     is_max_pool_call,
@@ -20,7 +20,7 @@ from qtoolkit.graph.program.chains import (
 )
 from qtoolkit.graph.program.division import Division
 from qtoolkit.graph.program.epilogue import epilogue_of, max_pool, max_pool2d
-from qtoolkit.graph.program.units import AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit, Names
+from qtoolkit.graph.program.units import AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit
 from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, function_of_module
 from qtoolkit.graph.program.writer import Writer, function_of
 from qtoolkit.model_inputs import leaves
@@ -36,20 +36,7 @@ class UnitWriter(Writer):
     """Writes a part of a graph with one call for each unit, and for each other op that training computes its own way.
 
     A layer with its chain is a unit; a layer without a batch norm, with a quantizer right behind it; and any other quantizer,
-    with an activation or a layer norm right before it.
-
-    Args:
-        division: The parts of the graph.
-        index: The index of the part's call.
-        found: What computes the products of two activations, by the names of their nodes.
-
-    Attributes:
-        chains: The chains of ops in the part that are one call.
-        units: The units that are no chains, by their last nodes: the node of the layer or of the function before the
-            quantizer, if there is one.
-        known: The nodes of what is known of results, which units return, by the nodes of the results.
-        takers: The nodes whose ops take what is known of their inputs.
-        changed: Whether the written code differs from the nodes of the model's graph.
+    with an activation or a layer norm right before it. `known` has the nodes of what is known of results, which units return.
     """
 
     def __init__(self, division: Division, index: int, found: Products) -> None:
@@ -59,19 +46,21 @@ class UnitWriter(Writer):
         self.owner: nn.Module = division.gm if part is None else part.block
         self.order = {item: place for place, item in enumerate(self.items) if isinstance(item, fx.Node)}
         self.results = {leaf for _, leaf in leaves(() if part is None else part.result) if isinstance(leaf, fx.Node)}
-        self.chains = find_chains(list(self.order), self.results)
+        self.chains = ChainFinder(list(self.order), self.results).run()  # the chains of ops that are one call
         self.inner = {node for chain in self.chains for node in chain.nodes}
         for chain in self.chains:
             if chain.layer is not None and not self._runs_at_the_end(chain.layer, chain):
                 self.inner.remove(chain.layer)
                 chain.layer = None
         self.ends = {chain.last: chain for chain in self.chains}
+        # the units that are no chains, by their last nodes: the node of the layer or function before the quantizer, if any
         self.units = self._found(self.inner)
         self.inner |= {before for last, before in self.units.items() if before not in (None, last)}
         layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))
         joined = (node for chain in self.chains for node in (chain.layer, chain.add) if node is not None)
         others = list(filter(self._is_other, self.order))
-        self.takers = {*layers, *joined, *others}
+        self.takers = {*layers, *joined, *others}  # the nodes whose ops take what is known of their inputs
+        # whether the written code differs from the nodes of the model's graph
         self.changed = bool(self.chains or self.units or others)
 
     def _runs_at_the_end(self, layer: fx.Node, chain: Chain) -> bool:
@@ -89,7 +78,6 @@ class UnitWriter(Writer):
         return kind_of(node) is not OTHER and changed_by(node, self.division.gm) is None
 
     def _found(self, taken: Collection[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-        """Return the units that are no chains."""
         found: dict[fx.Node, fx.Node | None] = {}
         for node in self.order:
             if node in taken or not (is_weighted_call(node) or is_activation_quantizer(node)):
@@ -132,19 +120,17 @@ class UnitWriter(Writer):
     def _write_chain(self, chain: Chain) -> None:
         """Write one call that replaces the nodes of a chain, where its last node was."""
         function = chain.bounds is not None
-        add, activate = (
-            None if node is None else function_of(node, node.all_input_nodes)
-            for node in (chain.add, chain.activation if function else None)
-        )
+        called = (chain.add, chain.activation if function else None)
+        add, activate = (None if node is None else function_of(node, node.all_input_nodes) for node in called)
         epilogue = epilogue_of(add, activate, chain.bounds)
         modules = (chain.batch_norm, None if function else chain.activation, chain.quantizer)
         if chain.layer is None:
             residual = (None, None) if chain.residual is None else tuple(self._with_codes([chain.residual]))
-            called = [node and self._module(node) for node in modules]
+            read = [node and self._module(node) for node in modules]
             value = self._value(chain.batch_norm.all_input_nodes[0])
-            self._write_unit(epilogue, (value, *residual, None, *called), chain.batch_norm.name, chain.last)
+            self._write_unit(epilogue, (value, *residual, None, *read), chain.batch_norm.name, chain.last)
             return
-        names = Names(*(node and self._target(str(node.target)) for node in (chain.layer, *modules)))  # type: ignore[arg-type]
+        names = [None if node is None else self._target(str(node.target)) for node in (chain.layer, *modules)]
         unit = BatchNormUnit(self.owner, names, epilogue, chain.bounds)
         sources = [chain.layer.args[0], *([] if chain.residual is None else [chain.residual])]
         self._write_unit(unit.run, self._with_codes(sources), chain.layer.name, chain.last)

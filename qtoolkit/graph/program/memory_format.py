@@ -6,7 +6,7 @@ conversions at each layer, the convolutions return it, and the model converts it
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -20,9 +20,6 @@ from qtoolkit.nn.layers.conv import is_strided_pointwise
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
-if TYPE_CHECKING:
-    from qtoolkit._snapshot import Snapshot
-
 FLOAT_LAYERS = (nn.Conv2d, nn.ConvTranspose2d)
 STRIDE = 3  # its position among the arguments of a function that is a convolution
 ONES = (1, (1,), [1], (1, 1), [1, 1])
@@ -34,9 +31,7 @@ OF_STRIDES = ("view", "view_as", "as_strided")
 def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that computes what another one does, in channels_last in training where that is faster.
 
-    Args:
-        gm: The model. Its 2-d convolutions are told in which memory format to return images.
-        forward: The function of its code.
+    The 2-d convolutions of the model are told in which memory format to return images.
     """
     names = [name for name, module in gm.named_modules() if isinstance(module, QuantConv2d)]
     converts = bool(names) and _takes_any_strides(gm) and not _has_unsafe_gradient(gm)
@@ -49,7 +44,6 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
 
     @functools.wraps(forward)
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute with images in channels_last, if a layer computes on codes in this call; return outputs in rows."""
         trains = self.training and torch.is_grad_enabled()
         images = [x for x in (*args, *kwargs.values()) if _may_be_in_rows(x)] if trains else []
         pixels = max([x.numel() // x.size(1) for x in images]) if images else 0
@@ -63,16 +57,11 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
 
 
 class _Choice:
-    """Whether a layer of a model computes on codes, for images of each number of pixels.
-
-    Args:
-        gm: The model.
-        names: The names of its layers.
-    """
+    """Whether one of the layers of a model with these names computes on codes, for images of each number of pixels."""
 
     def __init__(self, gm: fx.GraphModule, names: Sequence[str]) -> None:
         self.owner, self.names = ref(gm), names
-        self.snapshot: Snapshot | None = None
+        self.snapshot: Any = None
         self.known: dict[int, bool] = {}
 
     def of(self, model: nn.Module, pixels: int) -> bool:

@@ -22,18 +22,14 @@ OPS: Mapping[Any, Callable[..., Tensor]] = {
     "bmm": torch.bmm,
 }
 ATTENTION = F.scaled_dot_product_attention
-NO_OTHERS = {
-    "attn_mask": None,
-    "dropout_p": 0.0,
-    "enable_gqa": False,
-}  # its arguments that the op with codes does not take
+# Its arguments that the op with codes does not take.
+NO_OTHERS = {"attn_mask": None, "dropout_p": 0.0, "enable_gqa": False}
 
 
 def is_product_call(node: fx.Node) -> bool:
     """Return whether a node calls a matrix product of two tensors or a plain attention of three, which may keep codes."""
-    if node.op not in ("call_function", "call_method") or not all(
-        isinstance(operand, fx.Node) for operand in node.args
-    ):
+    is_op = node.op in ("call_function", "call_method")
+    if not is_op or not all(isinstance(operand, fx.Node) for operand in node.args):
         return False
     if node.target is ATTENTION:
         return len(node.args) == 3 and all(node.kwargs.get(name, none) == none for name, none in NO_OTHERS.items())

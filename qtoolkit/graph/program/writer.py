@@ -18,22 +18,13 @@ from qtoolkit.op_kinds.recorded import check_argument
 
 
 class Writer:
-    """Writes a part of a graph as it is.
-
-    Args:
-        division: The parts of the graph.
-        index: The index of the part's call.
-
-    Attributes:
-        items: What the part runs, in order: nodes, and the indices of the calls of blocks.
-        graph: The graph of the part.
-        written: The node in it for each node of the model's graph.
-    """
+    """Writes a part of a graph as it is: that of the call of this index. `written` has its node for each one of the model."""
 
     def __init__(self, division: Division, index: int) -> None:
         self.division, self.index = division, index
         self.name = division.calls[index].block
         self.graph, self.written = fx.Graph(), dict[fx.Node, Any]()
+        # what the part runs, in order: nodes, and the indices of the calls of blocks
         self.items = list(division.items(index))
 
     def write(self) -> fx.Graph:

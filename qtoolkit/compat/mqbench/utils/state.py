@@ -26,12 +26,8 @@ def enable_calibration(model: nn.Module) -> None:
 def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = "fake_quant") -> None:
     """Observe with the quantizers of a type, quantize with none.
 
-    Args:
-        model: A prepared model.
-        quantizer_type: A part of MQBench's names: "weight_fake_quant", "act_fake_quant", or "fake_quant" for all.
-
-    Raises:
-        ValueError: No quantizer has such a name.
+    The type is a part of MQBench's names: "weight_fake_quant", "act_fake_quant", or "fake_quant" for all. Raises ValueError: no
+    quantizer has such a name.
     """
     _take_ranges(model)
     for quantizer, chosen in _chosen(model, quantizer_type).items():
@@ -39,16 +35,9 @@ def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = "f
 
 
 def enable_calibration_quantization(model: nn.Module, quantizer_type: str = "fake_quant") -> None:
-    """Observe and quantize with the quantizers of a type; the others do neither.
+    """Observe and quantize with the quantizers of a type, as for `enable_calibration_woquantization`; the others do neither.
 
     A learned quantizer without a range observes only, until the next switch.
-
-    Args:
-        model: A prepared model.
-        quantizer_type: As for `enable_calibration_woquantization`.
-
-    Raises:
-        ValueError: No quantizer has such a name.
     """
     _take_ranges(model)
     for quantizer, chosen in _chosen(model, quantizer_type).items():
@@ -59,13 +48,8 @@ def enable_calibration_quantization(model: nn.Module, quantizer_type: str = "fak
 def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali_on: bool = False) -> None:
     """Quantize, with the ranges that were observed; in a process group with those of all ranks.
 
-    Args:
-        model: A prepared, converted or loaded model.
-        weight_cali_on: Go on to observe weights.
-        act_cali_on: Go on to observe activations.
-
-    Raises:
-        ValueError: A quantizer has observed NaN or infinities.
+    `weight_cali_on` goes on to observe weights, `act_cali_on` activations. Raises ValueError: a quantizer has observed NaN or
+    infinities.
     """
     _take_ranges(model)
     for quantizer in named_quantizers(model).values():

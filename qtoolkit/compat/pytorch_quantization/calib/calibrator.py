@@ -47,13 +47,7 @@ def check_shape(old: Sequence[int], new: Sequence[int]) -> None:
 
 
 class MaxCalibrator(_Calibrator):
-    """The running maximum of magnitudes.
-
-    Args:
-        num_bits: Not used: the largest magnitude does not depend on it.
-        axis: Axes along which each index has its own range; None for one range.
-        unsigned: Not used, likewise.
-        track_amax: Keep the largest magnitudes of every tensor in `amaxs`.
+    """The running maximum of magnitudes, of each index of the axes; `track_amax` keeps those of every tensor in `amaxs`.
 
     Example:
         >>> calibrator = MaxCalibrator(8, 0, False)

@@ -36,17 +36,8 @@ class HistogramCalibrator(_Calibrator):
     """A running histogram of magnitudes, or one for each channel.
 
     The first tensor's histogram has `num_bins` bins from 0 to its largest magnitude. For larger magnitudes in later tensors,
-    bins of the same width are appended.
-
-    Args:
-        num_bits: Bits of a code, or (4, 3) for the float format E4M3.
-        axis: Axes along which each index has its own range; None for one range. (pytorch-quantization takes None only.)
-        unsigned: Whether the lowest code is 0.
-        num_bins: Number of bins of the first histogram.
-        grow_method: Deprecated; has no effect.
-        skip_zeros: Do not count zeros.
-        torch_hist: False has no effect besides a warning. (pytorch-quantization then counts with NumPy, from the smallest
-            magnitude of the first tensor on.)
+    bins of the same width are appended. (pytorch-quantization takes no axis, and with `torch_hist=False` it counts with NumPy,
+    from the smallest magnitude of the first tensor on; here that has no effect but a warning, as `grow_method` has none.)
 
     Example:
         >>> calibrator = HistogramCalibrator(8, None, False, num_bins=4)
@@ -129,20 +120,11 @@ class HistogramCalibrator(_Calibrator):
     def compute_amax(
         self, method: str = "percentile", *, stride: int = 1, start_bin: int = 128, percentile: float = 99.99
     ) -> Tensor | None:
-        """Return the largest magnitude to quantize, as a method chooses it.
+        """Return the largest magnitude to quantize, 0-d or one a channel with x's dimensions; None if nothing was collected.
 
-        Args:
-            method: "entropy", "mse" or "percentile".
-            stride: For "entropy" and "mse": bins from one candidate to the next.
-            start_bin: For "entropy" and "mse": the first candidate.
-            percentile: For "percentile": the share of the values to keep, in [0, 100].
-
-        Returns:
-            The magnitude, 0-d, or one a channel, with x's dimensions; None if nothing was collected.
-
-        Raises:
-            TypeError: The method is unknown.
-            ValueError: The percentile is out of range, or there are fewer bins than start_bin.
+        The method is "percentile", which keeps this share of the values; or "entropy" or "mse", whose candidates are every
+        `stride` bins from `start_bin` on. Raises TypeError: the method is unknown; ValueError: the percentile is out of range,
+        or there are fewer bins than start_bin.
         """
         if method not in _SEARCHES:
             raise TypeError(f"Unknown calibration method {method!r}; it must be one of {', '.join(_SEARCHES)}.")
@@ -240,18 +222,10 @@ def calibrate_weights(
     percentile: float = 99.99,
     num_bins: int = 2048,
 ) -> None:
-    """Set the ranges of all weight quantizers from the weights.
+    """Set the ranges of all weight quantizers from the weights, by the method "percentile", "mse" or "max".
 
-    Args:
-        model: A model whose layers have `weight` and `weight_quantizer`.
-        method: "percentile", "mse" or "max".
-        perchannel: One range for each output channel: axis 1 of a transposed convolution, axis 0 of other layers.
-        percentile: For "percentile": the share of the values to keep, in [0, 100].
-        num_bins: Number of bins of the histograms.
-
-    Raises:
-        TypeError: The method is unknown.
-        ValueError: The percentile is out of range.
+    `perchannel` gives one range for each output channel: axis 1 of a transposed convolution, axis 0 of other layers. The other
+    arguments, and errors, are those of `HistogramCalibrator` and `compute_amax`.
     """
     if method not in ("percentile", "mse", "max"):
         raise TypeError(f"Unsupported calibration method {method!r} of weights; it must be percentile, mse or max.")

@@ -19,7 +19,6 @@ class _Clip(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of the input and of the bounds."""
         x, low, high = ctx.saved_tensors
         _, wants_low, wants_high = ctx.needs_input_grad
         for name, bound, wanted in (("clip_value_min", low, wants_low), ("clip_value_max", high, wants_high)):
@@ -33,20 +32,10 @@ class _Clip(torch.autograd.Function):
 
 
 def clip(inputs: Tensor, clip_value_min: Tensor | float, clip_value_max: Tensor | float) -> Tensor:
-    """Clamp to bounds that may require gradients.
+    """Clamp to bounds, numbers or tensors that broadcast to the input, which may require gradients.
 
     The gradient passes to the input strictly between the bounds. Each bound gets the sum of the gradients at or beyond it.
-
-    Args:
-        inputs: Any tensor.
-        clip_value_min: Lower bound, a number or a tensor that broadcasts to the input.
-        clip_value_max: Upper bound, likewise.
-
-    Returns:
-        A tensor of the input's shape and dtype.
-
-    Raises:
-        ValueError: In backward: a bound of several elements requires a gradient.
+    Raises ValueError in backward: a bound of several elements requires a gradient.
 
     Example:
         >>> high = torch.tensor(2.0, requires_grad=True)
@@ -64,16 +53,10 @@ ClipFunction = function_class("ClipFunction", clip)
 
 
 class Clip(nn.Module):
-    """Clamp to [clip_value_min, clip_value_max].
+    """Clamp to [clip_value_min, clip_value_max], as `clip` does.
 
-    Args:
-        clip_value_min: Lower bound, a number or a tensor that broadcasts to the input.
-        clip_value_max: Upper bound, likewise.
-        learn_min: Make the lower bound a Parameter; it must be a number, or an array of one.
-        learn_max: Make the upper bound a Parameter, likewise.
-
-    Raises:
-        ValueError: A bound to be trained is a tensor, or has several elements.
+    `learn_min` and `learn_max` make a bound a Parameter; it must then be a number, or an array of one. Raises ValueError: a
+    bound to be trained is a tensor, or has several elements.
 
     Example:
         >>> Clip(-1.0, 2.0, learn_max=True)(torch.tensor([-3.0, 1.0, 3.0])).tolist()

@@ -70,9 +70,8 @@ def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Any]]:
     if method is None:
         raise RuntimeError("export_executorch: ExecuTorch does not find forward in the file that it wrote.")
 
-    def execute(
-        tensors: Sequence[Tensor], owner: Any = program
-    ) -> list[Any]:  # a method does not keep its program alive
+    # A method does not keep its program alive.
+    def execute(tensors: Sequence[Tensor], owner: Any = program) -> list[Any]:
         return [output.numpy().copy() for output in method.execute([x.detach().contiguous() for x in tensors])]
 
     return execute

@@ -43,18 +43,11 @@ class LitertFile:
         self.plain.allocate_tensors()
         self.facts = self._facts()
         self.tensors = tensors
+        # the names of the quantizers of activations, in the order of the file, and of codes that do not depend on the inputs
+        self.quantizers = list(dict.fromkeys(name for name, *_ in self.facts["quantizers"]))
+        self.constants = {*self.facts["constants"]}
         check_names(self.quantizers, model, "verify")
         self.batches = self._batches()
-
-    @property
-    def quantizers(self) -> list[str]:
-        """The names of the activation quantizers, in the order of the file."""
-        return list(dict.fromkeys(name for name, *_ in self.facts["quantizers"]))
-
-    @property
-    def constants(self) -> set[str]:
-        """The names of the quantizers whose codes do not depend on the inputs."""
-        return {*self.facts["constants"]}
 
     def compare_weights(self, follower: Follower) -> dict[str, CodeCount]:
         """Compare the codes of the layers' weights with the model's."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -27,11 +27,9 @@ from qtoolkit.export.files.kinds import CAST, ops_where
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, layer_names
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.runtimes.saturating_sums import has_wide_weights, processor_saturates
+from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Executed, Layer
 from qtoolkit.runtimes.table import ONNXRUNTIME
-
-if TYPE_CHECKING:
-    from qtoolkit.quantizers.frozen import Grid
 
 TO_NHWC, FUSE = "NhwcTransformer", "QDQSelectorActionTransformer"
 ALIKE = {"QuantizeLinear": 2, "DequantizeLinear": 1}  # the input that has the type of the output
@@ -57,7 +55,7 @@ def execute(
     path: Path,
     inputs: Sequence[Tensor],
     nodes: Sequence[QuantizerNode],
-    grids: Mapping[str, "Grid"],
+    grids: Mapping[str, Grid],
     optimized: bool = True,
 ) -> Executed:
     """Run a file at the default optimization level, or without optimizations, and read the codes at its quantizers.
@@ -78,7 +76,7 @@ def _execute(
     path: Path,
     inputs: Sequence[Tensor],
     nodes: Sequence[QuantizerNode],
-    grids: Mapping[str, "Grid"],
+    grids: Mapping[str, Grid],
     optimized: bool,
     *entries: tuple[str, str],
 ) -> Executed:
@@ -151,7 +149,7 @@ def _tensors_with_codes(
     return tensors
 
 
-def _as_in_file(codes: Any, grid: "Grid") -> Any:
+def _as_in_file(codes: Any, grid: Grid) -> Any:
     return codes.astype(np.int16) - 128 if grid.spec.qmin < 0 and codes.dtype == np.uint8 else codes
 
 

@@ -8,7 +8,7 @@ keep some ops from being fused, so codes deep in a network may differ from those
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,9 @@ from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, layer_names
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.runtimes.saturating_sums import has_wide_weights, processor_saturates
+from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Executed, Layer
 from qtoolkit.runtimes.table import OPENVINO
-
-if TYPE_CHECKING:
-    from qtoolkit.quantizers.frozen import Grid
 
 # Nodes that do not compute.
 PLUMBING = ("Const", "Input", "Output", "Reorder", "Reshape", "Transpose", "Split", "Convert")
@@ -50,7 +48,7 @@ def core() -> Any:
 
 
 def execute(
-    path: Path, inputs: Sequence[Tensor], nodes: Sequence[QuantizerNode], grids: Mapping[str, "Grid"], _: bool = True
+    path: Path, inputs: Sequence[Tensor], nodes: Sequence[QuantizerNode], grids: Mapping[str, Grid], _: bool = True
 ) -> Executed:
     """Run a file, and read the codes at its quantizers. It has no public setting that leaves optimizations out.
 

@@ -20,6 +20,7 @@ from qtoolkit.graph.capture.rewrites.in_place import base_of, changed_by
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.graph.nodes import kind_of, kind_of_module
 from qtoolkit.model_inputs import leaves
+from qtoolkit.model_state import attribute_kept
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size
 from qtoolkit.op_kinds.rules import name_called
@@ -41,19 +42,12 @@ class UnlikeError(Exception):
 
 
 class Traced(NamedTuple):
-    """A model with its graph, traced in one mode.
-
-    Attributes:
-        model: The model.
-        graph: Its graph.
-        modes: The node of the graph that reads the training mode of each submodule.
-        calls: The calls of blocks that its nodes belong to.
-    """
+    """A model with its graph, traced in one mode."""
 
     model: nn.Module
     graph: fx.Graph
-    modes: Mapping[nn.Module, fx.Node]
-    calls: Sequence[BlockCall]
+    modes: Mapping[nn.Module, fx.Node]  # the node of the graph that reads the training mode of each submodule
+    calls: Sequence[BlockCall]  # the calls of blocks that its nodes belong to
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +58,10 @@ class Choice:
     other: Any
 
     @property
-    def of_numbers(self) -> bool:
-        """Whether both are numbers, strings or None."""
-        return is_plain(self.own) and is_plain(self.other)
-
-    @property
-    def of_nodes(self) -> bool:
-        """Whether both are values that the graph computes."""
-        return isinstance(self.own, fx.Node) and isinstance(self.other, fx.Node)
+    def is_possible(self) -> bool:
+        """Whether both are numbers, strings or None, or both values that the graph computes."""
+        sides = (self.own, self.other)
+        return all(map(is_plain, sides)) or all(isinstance(side, fx.Node) for side in sides)
 
     @property
     def drops(self) -> bool:
@@ -83,29 +73,20 @@ class Choice:
 @contextmanager
 def in_other_mode(modules: Collection[nn.Module]) -> Iterator[None]:
     """Give some modules the other mode in a block; their submodules keep theirs."""
-    for module in modules:
-        module.training = not module.training
-    try:
-        yield
-    finally:
+    with attribute_kept(modules, "training"):
         for module in modules:
             module.training = not module.training
+        yield
 
 
 def merge(
     own: Traced, other: Traced, branching: Collection[nn.Module], mode_of: Callable[[nn.Module], fx.Node]
 ) -> bool:
-    """Let a graph compute what the graph of the other mode does, where the model is in that mode.
+    """Let a graph compute what the graph of the other mode does, where the model is in that mode; return whether it does.
 
-    Args:
-        own: The model with its graph, which is changed, in the mode of the model.
-        other: The same in the other mode.
-        branching: The submodules that have another mode in the other graph.
-        mode_of: Returns the node of the first graph that reads the mode of a submodule, before all ops.
-
-    Returns:
-        Whether it does. If not, the graph is unchanged: the other mode has ops of its own, or those that only training mode
-        has change a tensor in place that the other ops read.
+    `branching` are the submodules that have another mode in the other graph; `mode_of` returns the node that reads the mode of
+    a submodule, before all ops. Where it does not, the graph is unchanged: the other mode has ops of its own, or those that
+    only training mode has change a tensor in place that the other ops read.
     """
     try:
         chosen = list(_Merge(own, other, branching).choices())
@@ -169,7 +150,7 @@ class _Merge:
     def _may_choose(self, mine: fx.Node, theirs: fx.Node) -> bool:
         """Return whether a node can take the arguments of the node like it in the other mode."""
         found = _choices_in(*self._arguments(mine, theirs))
-        return mine.op == "output" or all(choice.of_numbers or choice.of_nodes for choice in found)
+        return mine.op == "output" or all(choice.is_possible for choice in found)
 
     def _constants(self, *nodes: fx.Node) -> bool:
         """Return whether nodes read equal tensors that Python computes anew in each trace: neither parameters nor buffers."""
@@ -246,7 +227,6 @@ def _put_choices(
     node: fx.Node, owner: nn.Module, args: Any, kwargs: Any, mode_of: Callable[[nn.Module], fx.Node]
 ) -> None:
     def written(value: Any) -> Any:
-        """Return the node that stands for a choice by the mode; any other value as it is."""
         if not isinstance(value, Choice):
             return value
         if value.drops:

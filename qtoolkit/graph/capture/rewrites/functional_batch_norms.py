@@ -24,8 +24,7 @@ TENSORS = ("running_mean", "running_var", "weight", "bias")
 def run(traced: Traced) -> list[str]:
     """Replace calls of F.batch_norm in a graph by calls of the module that owns all their arguments.
 
-    Returns:
-        The names of these modules, whose types `use_torch_types` must replace.
+    Returns the names of these modules, whose types `use_torch_types` must replace.
     """
     names = []
     for node in list(traced.graph.nodes):

@@ -41,12 +41,8 @@ def _torch_layer(name: str, module: nn.Module, calls: Sequence[fx.Node]) -> nn.M
     """Return torch's layer that computes what calls of a function with a module's weight do; None where there is none."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     has_more = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules
-    if (
-        not calls
-        or has_more
-        or weight is None
-        or not all(_takes_parameters(call, name, bias is not None) for call in calls)
-    ):
+    own = all(_takes_parameters(call, name, bias is not None) for call in calls)
+    if not calls or has_more or weight is None or not own:
         return None
     (kind, *other_kinds), (geometry, *others) = _distinct(map(kind_of, calls)), _distinct(map(geometry_of, calls))
     cls = LAYERS.get((kind.name, weight.dim()))

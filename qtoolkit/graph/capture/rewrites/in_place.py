@@ -74,9 +74,8 @@ def changes_first(node: fx.Node) -> bool:
     name = str(node.target) if is_method else getattr(node.target, "__name__", "")
     if name.endswith("_") and not name.startswith("_"):
         return name != "requires_grad_"
-    return (
-        getattr(operator, name, None) if is_method else node.target
-    ) in OPERATORS  # operator.__iadd__ is operator.iadd
+    called = getattr(operator, name, None) if is_method else node.target  # operator.__iadd__ is operator.iadd
+    return called in OPERATORS
 
 
 def _inplace_argument(node: fx.Node) -> bool:

@@ -19,12 +19,8 @@ FUNCTION = f"a torch.autograd.Function is called here, {LOST}."
 class TorchModes:
     """The modes of torch while a forward is traced.
 
-    Args:
-        has_example_inputs: Whether torch.no_grad can be recorded: values tell which nodes are tensors.
-
-    Attributes:
-        no_grad: Whether a torch.no_grad block is entered. A torch.autograd.Function turns gradients off without a call of
-            Python's, and returns values with gradients.
+    With example inputs torch.no_grad can be recorded: values tell which nodes are tensors. `no_grad` is whether such a block is
+    entered. A torch.autograd.Function turns gradients off without a call of Python's, and returns values with gradients.
     """
 
     def __init__(self, has_example_inputs: bool) -> None:
@@ -57,17 +53,10 @@ class TorchModes:
 
 
 def run(graph: fx.Graph, model: nn.Module, values: Mapping[fx.Node, Any], without_grad: Collection[fx.Node]) -> None:
-    """Detach the tensors that code under torch.no_grad computes, where other code takes them.
+    """Detach the tensors that the nodes `without_grad`, made under torch.no_grad, compute, where other code takes them.
 
-    Args:
-        graph: The graph, which is changed.
-        model: The model that was traced.
-        values: Values of its nodes for the example inputs.
-        without_grad: Its nodes that were made under torch.no_grad.
-
-    Raises:
-        ValueError: The code changes a tensor in place that other code computes, or returns a value that is not known to be a
-            tensor or a number.
+    `values` are those of the nodes for the example inputs. Raises ValueError: the code changes a tensor in place that other
+    code computes, or returns a value that is not known to be a tensor or a number.
     """
     inside = set(without_grad)
     for node in graph.nodes:

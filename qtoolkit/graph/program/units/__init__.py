@@ -2,8 +2,8 @@
 
 from qtoolkit.graph.program.units.attention import AttentionUnit
 from qtoolkit.graph.program.units.base import snapshot_of
-from qtoolkit.graph.program.units.batch_norm import BatchNormUnit, Names
+from qtoolkit.graph.program.units.batch_norm import BatchNormUnit
 from qtoolkit.graph.program.units.function import FunctionUnit
 from qtoolkit.graph.program.units.layer import LayerUnit
 
-__all__ = ["AttentionUnit", "BatchNormUnit", "FunctionUnit", "LayerUnit", "Names", "snapshot_of"]
+__all__ = ["AttentionUnit", "BatchNormUnit", "FunctionUnit", "LayerUnit", "snapshot_of"]

@@ -95,9 +95,8 @@ class ProjectionUnit(LayerUnit):
         """Return on what a plan depends besides the modules."""
         return kind_of_inputs(self.modules[0].weight, x)
 
-    def planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
-        """Ask the projection for the plan, which has the grid of the whole weight."""
-        plan, rows = super().planned(x, *others), self.modules[0].rows
+    def _planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
+        plan, rows = super()._planned(x, *others), self.modules[0].rows  # the plan has the grid of the whole weight
         if plan is not None and rows is not None:
             plan.layer = plan.layer._replace(grid=grid_of_weight(rows[0].whole))
         return plan
@@ -123,8 +122,7 @@ class ProjectionUnit(LayerUnit):
         """Compute the projection as the attention does."""
         return layer(x, known), None
 
-    def varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
-        """Return what the op is told besides what the plan says; None if x has no codes."""
+    def _varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         arguments, layer = self.arguments(plan), self.modules[0]
         found = self.varying_of(arguments, plan, x, *others)
         if found is None:
@@ -132,9 +130,8 @@ class ProjectionUnit(LayerUnit):
         grid, followed = arguments.grid or (NOT_TRAINED, NOT_FOLLOWED)
         return (*found[0], layer.weight, layer.bias, *grid[1:3], *followed[:2]), found[1]
 
-    def bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        """Return the op with all its arguments."""
-        return super().bound(plan, tensors[: -len(OF_ROWS)], constants)
+    def _bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
+        return super()._bound(plan, tensors[: -len(OF_ROWS)], constants)
 
 
 def _keeps_codes(module: Any) -> bool:

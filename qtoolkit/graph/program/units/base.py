@@ -33,34 +33,13 @@ NOT_TRAINED = (None, None, None)
 
 @dataclass(slots=True)
 class Call:
-    """A call of an op, for those after it.
+    """A call of an op, for those after it."""
 
-    Attributes:
-        shape: The shape of the unit's first input.
-        dtype: Its dtype.
-        constants: What may differ from call to call besides tensors.
-        repeat: Computes the op from the tensors that may differ. It returns nothing where its other arguments might too.
-    """
-
-    shape: torch.Size
+    shape: torch.Size  # the shape of the unit's first input
     dtype: torch.dtype
-    constants: tuple[Any, ...]
+    constants: tuple[Any, ...]  # what may differ from call to call besides tensors
+    # computes the op from the tensors that may differ. It returns nothing where its other arguments might too
     repeat: Callable[[Sequence[Tensor | None]], list[Tensor]]
-
-
-@dataclass(slots=True)
-class Plan:
-    """How one op computes a unit for inputs of a kind.
-
-    Attributes:
-        quantizer: The output's quantizer in the op, if there is one.
-        output: The output's scale and grid.
-        call: The last call.
-    """
-
-    quantizer: TensorQuantizer | None
-    output: GridNow
-    call: Call | None = field(default=None, init=False)
 
 
 Varying = tuple[tuple[Tensor | None, ...], tuple[Any, ...]]
@@ -69,20 +48,35 @@ Varying = tuple[tuple[Tensor | None, ...], tuple[Any, ...]]
 Result = tuple[Tensor, TensorCodes | None]
 """The output of a unit, with its codes."""
 
+
+@dataclass(slots=True)
+class Plan:
+    """How one op computes a unit for inputs of a kind."""
+
+    quantizer: TensorQuantizer | None  # the output's quantizer in the op, if there is one
+    output: GridNow  # the output's scale and grid
+    call: Call | None = field(default=None, init=False)  # the last call
+
+    def varying_output(self) -> Varying:
+        """Return what the op is told about its output's grid besides the plan, in the order of OF_OUTPUT."""
+        grid = grid_of(self.output)
+        return (grid[0], grid[3]), (grid[4:],)
+
+    def output_call(self, tensors: Sequence[Tensor | None], constants: Sequence[Any]) -> Grid:
+        """Return the arguments of the op for its output's grid, of those that `varying_output` returns."""
+        (start, zero_point), (of_codes,) = tensors, constants
+        trained = self.output[1:3] if isinstance(self.output, tuple) else (None, None)
+        return start, *trained, zero_point, *of_codes
+
+
 P = TypeVar("P", bound=Plan)
 
 
 class Decided(Generic[P]):
     """A unit of a prepared model, and how one op computes it for each kind of input.
 
-    Args:
-        root: The model, or the block of it in which the unit runs.
-        names: The names of its modules there, that of its quantizer last; None stands for those that there are not.
-
-    Attributes:
-        modules: The modules, as they were when it was last decided.
-        plans: The plans for kinds of inputs; None where one op may not compute the unit.
-        last: The plan of the last call of the op.
+    `root` is the model, or the block of it in which the unit runs; `names` has the names of its modules there, that of its
+    quantizer last. None stands for those that there are not.
     """
 
     VARYING: ClassVar[tuple[str, ...]]
@@ -91,9 +85,10 @@ class Decided(Generic[P]):
     def __init__(self, root: nn.Module, names: Sequence[str | None]) -> None:
         self.root, self.names = ref(root), tuple(names)
         self.snapshot: Snapshot | None = None
-        self.modules: tuple[Any, ...] = ()
+        self.modules: tuple[Any, ...] = ()  # the modules, as they were when it was last decided
+        # the plans for kinds of inputs; None where one op may not compute the unit
         self.plans: dict[Hashable, P | None] = {}
-        self.last: P | None = None
+        self.last: P | None = None  # the plan of the last call of the op
 
     def look(self) -> None:
         """Take the modules as they are now, if that may be other ones than before."""
@@ -116,12 +111,7 @@ class Decided(Generic[P]):
         return tuple(None if name is None else model.get_submodule(name) for name in self.names)
 
     def by_op(self, x: Tensor, *others: Any) -> Result | None:
-        """Return the unit's output with its codes, computed by one op; None where it may not be.
-
-        Args:
-            x: The unit's first input.
-            others: The others.
-        """
+        """Return the unit's output with its codes, computed by one op of its inputs; None where it may not be."""
         plan = self.last
         if plan is not None and (result := self._again(plan, x, *others)) is not None:
             return result
@@ -133,7 +123,7 @@ class Decided(Generic[P]):
         call = plan.call
         if call is None or call.dtype is not x.dtype or call.shape != x.shape:
             return None
-        varying = self.varying(plan, x, *others)
+        varying = self._varying(plan, x, *others)
         if varying is None or varying[1] != call.constants:
             return None
         results = call.repeat(varying[0])
@@ -147,17 +137,17 @@ class Decided(Generic[P]):
         if kind not in self.plans:
             if len(self.plans) == MOST_PLANS:
                 self.plans.clear()
-            self.plans[kind] = self.planned(x, *others)
+            self.plans[kind] = self._planned(x, *others)
         return self.plans[kind]
 
     def compute(self, plan: P, x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op, and keep the call; None if x has no codes."""
         self.last = plan
         result = self._again(plan, x, *others)
-        varying = None if result is not None else self.varying(plan, x, *others)
+        varying = None if result is not None else self._varying(plan, x, *others)
         if varying is None:
             return result
-        call: Any = self.bound(plan, *varying)
+        call: Any = self._bound(plan, *varying)
         plan.call = Call(x.shape, x.dtype, varying[1], call.call)
         return self.output(plan, *call.call(varying[0]))
 
@@ -165,15 +155,15 @@ class Decided(Generic[P]):
         """Return on what a plan depends besides the modules; None where there is none."""
         raise NotImplementedError
 
-    def planned(self, x: Tensor, *others: Any) -> P | None:
+    def _planned(self, x: Tensor, *others: Any) -> P | None:
         """Ask the modules for the plan."""
         raise NotImplementedError
 
-    def varying(self, plan: P, x: Tensor, *others: Any) -> Varying | None:
+    def _varying(self, plan: P, x: Tensor, *others: Any) -> Varying | None:
         """Return what the op is told besides what the plan says; None if x has no codes."""
         raise NotImplementedError
 
-    def bound(self, plan: P, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
+    def _bound(self, plan: P, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
         """Return the op with all its arguments."""
         raise NotImplementedError
 
@@ -183,15 +173,7 @@ class Decided(Generic[P]):
         return quantizer if quantizer is not None and why_quantizer_not_fused(quantizer) is None else None
 
     def output(self, plan: P, y: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Result:
-        """Return the output of the unit with its codes.
-
-        Args:
-            plan: What the op was told.
-            y: What it has returned.
-            codes: The codes of y; empty where it has none.
-            scale: Their scale.
-            zero_point: Their zero point, or None for 0.
-        """
+        """Return the output of the unit, y, with its codes, which are empty where it has none."""
         quantizer = self.modules[-1]
         if quantizer is not plan.quantizer:
             return quantized_by(quantizer, y)
@@ -233,26 +215,46 @@ def gives_grid(quantizer: Any) -> bool:
 
 
 class LayerArguments(NamedTuple):
-    """What an op is told about a layer, for inputs of a kind, in its order.
+    """What an op is told about a layer, for inputs of a kind, in its order."""
 
-    Attributes:
-        grid: The weight's scale and grid, and the range that it follows; None where they are computed at each call.
-        geometry: What the layer computes, and whether on codes.
-        computed: The type and the memory format of its output.
-        like: A tensor of the output's shape, without memory.
-        takes_raw: Whether the scale of the input is trained by what the input was before it was quantized, if that is known.
-    """
-
+    # the weight's scale and grid, and the range that it follows; None where they are computed at each call
     grid: tuple[Grid, Grid] | None
-    geometry: tuple[Any, ...]
-    computed: tuple[Any, ...]
-    like: Tensor
+    geometry: tuple[Any, ...]  # what the layer computes, and whether on codes
+    computed: tuple[Any, ...]  # the type and the memory format of its output
+    like: Tensor  # a tensor of the output's shape, without memory
+    # whether the scale of the input is trained by what the input was before it was quantized, if that is known
     takes_raw: bool
 
-    @property
-    def integer(self) -> bool:
-        """Whether the layer computes on codes."""
-        return bool(self.geometry[-1])
+    def varying(
+        self, layer: Any, x: Tensor, known: TensorCodes | None, factor: Callable[[], Tensor | None], name: str | None
+    ) -> Varying | None:
+        """Return what the op is told besides the plan, in the order of OF_LAYER; None if x has no codes.
+
+        `factor` returns what multiplies the output channels of the weight before it is quantized, or None.
+        """
+        codes = codes_of(x, layer.source, bool(self.geometry[-1]), known)
+        if codes is None:
+            return None
+        grid, followed = self.grid or _weight_grid_now(layer, factor(), name)
+        if followed is not NOT_FOLLOWED:
+            vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
+        of_input = codes.codes, codes.scale, codes.zero_point, grid[0], grid[3]
+        raw = codes.raw_of(x) if self.takes_raw else None
+        if raw is None:
+            return (x, *of_input, None, None), (codes.qmin, codes.qmax, grid[4:], 1.0)
+        return (x.detach(), *of_input, raw.values, raw.scale), (codes.qmin, codes.qmax, grid[4:], raw.grad_factor)
+
+    def call(
+        self, layer: Any, tensors: Sequence[Tensor | None], constants: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the first arguments of the op, up to the bias, and the last ones, of those that `varying` returns."""
+        x, codes, scale, zero_of_input, start, zero_point, *raw = tensors
+        qmin, qmax, of_codes, raw_factor = constants
+        grid, followed = self.grid or (NOT_TRAINED, NOT_FOLLOWED)
+        of_x = x, codes, scale, zero_of_input, qmin, qmax
+        of_weight = layer.weight, start, *grid[1:3], zero_point, *of_codes
+        first = (*of_x, *of_weight, *self.geometry, *followed, *self.computed, layer.bias)
+        return first, (*raw, raw_factor)
 
 
 def layer_arguments(layer: Any, x: Tensor) -> LayerArguments | None:
@@ -286,66 +288,6 @@ def kind_of_inputs(weight: Tensor | None, x: Tensor) -> tuple[Hashable, ...] | N
 OF_LAYER = ("x", "codes", "x_scale", "x_zero_point", "start", "zero_point", "raw", "raw_scale")
 OF_OUTPUT = ("y_start", "y_zero_point")
 """The names of tensors that may differ from call to call."""
-
-
-def varying_of_layer(
-    layer: Any,
-    arguments: LayerArguments,
-    x: Tensor,
-    known: TensorCodes | None,
-    factor: Callable[[], Tensor | None],
-    name: str | None,
-) -> Varying | None:
-    """Return what an op that computes a layer is told besides its plan, in the order of OF_LAYER; None if x has no codes.
-
-    Args:
-        layer: The layer.
-        arguments: What the op is told about it.
-        x: Its input.
-        known: What is known of x.
-        factor: Returns what multiplies the output channels of the weight before it is quantized, or None.
-        name: The name of the layer.
-    """
-    codes = codes_of(x, layer.source, arguments.integer, known)
-    if codes is None:
-        return None
-    grid, followed = arguments.grid or _weight_grid_now(layer, factor(), name)
-    if followed is not NOT_FOLLOWED:
-        vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
-    of_input = codes.codes, codes.scale, codes.zero_point, grid[0], grid[3]
-    raw = codes.raw_of(x) if arguments.takes_raw else None
-    if raw is None:
-        return (x, *of_input, None, None), (codes.qmin, codes.qmax, grid[4:], 1.0)
-    return (x.detach(), *of_input, raw.values, raw.scale), (codes.qmin, codes.qmax, grid[4:], raw.grad_factor)
-
-
-def layer_call(
-    layer: Any, arguments: LayerArguments, tensors: Sequence[Tensor | None], constants: Sequence[Any]
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the first arguments of an op that computes a layer, up to its bias, and the last ones.
-
-    The tensors and the constants are those of `varying_of_layer`.
-    """
-    x, codes, scale, zero_of_input, start, zero_point, *raw = tensors
-    qmin, qmax, of_codes, raw_factor = constants
-    grid, followed = arguments.grid or (NOT_TRAINED, NOT_FOLLOWED)
-    of_x = x, codes, scale, zero_of_input, qmin, qmax
-    of_weight = layer.weight, start, *grid[1:3], zero_point, *of_codes
-    first = (*of_x, *of_weight, *arguments.geometry, *followed, *arguments.computed, layer.bias)
-    return first, (*raw, raw_factor)
-
-
-def varying_of_output(plan: Plan) -> Varying:
-    """Return what an op is told about its output's grid besides the plan, in the order of OF_OUTPUT."""
-    grid = grid_of(plan.output)
-    return (grid[0], grid[3]), (grid[4:],)
-
-
-def output_call(plan: Plan, tensors: Sequence[Tensor | None], constants: Sequence[Any]) -> Grid:
-    """Return the arguments of an op for its output's grid, of those that `varying_of_output` returns."""
-    (start, zero_point), (of_codes,) = tensors, constants
-    trained = plan.output[1:3] if isinstance(plan.output, tuple) else (None, None)
-    return start, *trained, zero_point, *of_codes
 
 
 # ---- scales and grids

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,13 @@ from qtoolkit.graph.program.units.base import (
     OF_LAYER,
     OF_OUTPUT,
     Decided,
-    LayerArguments,
-    Plan,
     Result,
     Varying,
     kind_of_inputs,
     layer_arguments,
-    layer_call,
     layer_is_plain,
-    output_call,
-    varying_of_layer,
-    varying_of_output,
 )
+from qtoolkit.graph.program.units.layer import LayerPlan
 from qtoolkit.nn.batch_norm import (
     Changing,
     QuantFrozenBatchNorm,
@@ -55,50 +50,31 @@ _bind = library.bind_unit.default
 NOT_TRACKED = (None, None, None, 0.0)
 
 
-class Names(NamedTuple):
-    """The names of the modules of a unit."""
-
-    layer: str
-    batch_norm: str
-    activation: str | None
-    quantizer: str | None
-
-
 @dataclass(slots=True)
-class NormPlan(Plan):
-    """The arguments of the op for some inputs.
+class NormPlan(LayerPlan):
+    """The same, with what follows the layer; the bias is that which a frozen batch norm gives it."""
 
-    Attributes:
-        layer: The layer.
-        rounds_bias: Whether the bias that a frozen batch norm gives it is put on the grid of its sums.
-        norm: The batch norm, without the variance with which the weight is folded: with its mean if it is frozen, else with
-            the running statistics, and the process group with which they are shared.
-        activation: Its bounds.
-        last: Whether the layer's output is in channels_last.
-        changing: The parameters whose changes end a step; None if nothing depends on the factor of a step.
-    """
-
-    layer: LayerArguments
-    rounds_bias: bool
+    # the batch norm, without the variance with which the weight is folded: with its mean if it is frozen, else with the
+    # running statistics, and the process group with which they are shared
     norm: tuple[Any, ...]
     activation: tuple[float, float, float]
-    last: bool
+    last: bool  # whether the layer's output is in channels_last
+    # the parameters whose changes end a step; None if nothing depends on the factor of a step
     changing: Changing | None
 
 
 class BatchNormUnit(Decided[NormPlan]):
     """A layer with its batch norm, a residual add, an activation and a quantizer; the code of a prepared model calls `run`.
 
-    Args:
-        root: The model, or the block of it in which the unit runs.
-        names: The names of its modules.
-        one_by_one: What computes the batch norm and what follows it, of `qtoolkit.graph.program.epilogue.epilogue_of`.
-        bounds: What the function of the activation computes; None where it is a module, or there is none.
+    `names` are those of its modules, in this order without the add. `one_by_one` computes the batch norm and what follows it,
+    and `bounds` is what the function of the activation computes, as in `qtoolkit.graph.program.epilogue.epilogue_of`.
     """
 
     VARYING = (*OF_LAYER, "variance", "residual", "residual_codes", "residual_scale", "residual_zero_point", *OF_OUTPUT)
 
-    def __init__(self, root: nn.Module, names: Names, one_by_one: Callable[..., Any], bounds: Bounds | None) -> None:
+    def __init__(
+        self, root: nn.Module, names: Sequence[str | None], one_by_one: Callable[..., Any], bounds: Bounds | None
+    ) -> None:
         super().__init__(root, names)
         self.one_by_one, self.bounds = one_by_one, bounds
 
@@ -109,14 +85,7 @@ class BatchNormUnit(Decided[NormPlan]):
         residual: Tensor | None = None,
         of_residual: TensorCodes | None = None,
     ) -> Result:
-        """Return the unit's output, with its codes.
-
-        Args:
-            x: The input of the layer.
-            known: What is known of it.
-            residual: What is added after the batch norm.
-            of_residual: What is known of it.
-        """
+        """Return the unit's output, with its codes; `known` and `of_residual` are what is known of x and of the residual."""
         if torch.compiler.is_compiling():
             return self._one_by_one(self.modules_now(), x, known, residual, of_residual)
         self.look()
@@ -140,8 +109,7 @@ class BatchNormUnit(Decided[NormPlan]):
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
         return None if kind is None else (*kind, added, process_group_of(bn))
 
-    def planned(self, x: Tensor, *others: Any) -> NormPlan | None:
-        """Ask the modules for the plan."""
+    def _planned(self, x: Tensor, *others: Any) -> NormPlan | None:
         _, residual, _ = others
         layer, bn, activation, _ = self.modules
         bounds = bounds_now(activation, self.bounds)
@@ -160,31 +128,30 @@ class BatchNormUnit(Decided[NormPlan]):
             output_grid(quantizer, like),
             of_layer,
             is_folded(bn) and layer.sum_steps() is not None,
+            True,
             (bn.weight, bn.bias, bn.eps, *_statistics(bn)),
             bounds,
             memory_format is not None or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
             None if is_folded(bn) and not layer.takes_factor else Changing(parameters),
         )
 
-    def varying(self, plan: NormPlan, x: Tensor, *others: Any) -> Varying | None:
-        """Return what the op is told besides what the plan says; None if x has no codes."""
+    def _varying(self, plan: NormPlan, x: Tensor, *others: Any) -> Varying | None:
         known, residual, of_residual = others
         layer, bn, *_ = self.modules
         changing = plan.changing
         variance = bn.running_var if changing is None else variance_of_step(layer, bn, bn.running_var, changing)
-        found = varying_of_layer(layer, plan.layer, x, known, partial(_factor, bn, variance), self.names[0])
+        found = plan.layer.varying(layer, x, known, partial(_factor, bn, variance), self.names[0])
         if found is None:
             return None
-        (of_layer, constants), (of_output, of_codes) = found, varying_of_output(plan)
+        (of_layer, constants), (of_output, of_codes) = found, plan.varying_output()
         added = NO_CODES if residual is None else codes_added(residual, of_residual, plan.last)
         return (*of_layer, variance, residual, *added, *of_output), (process_group_of(bn), *constants, *of_codes)
 
-    def bound(self, plan: NormPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        """Return the op with all its arguments."""
+    def _bound(self, plan: NormPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
         count = len(OF_LAYER)
         variance, *residual = tensors[count:-2]
-        first, last = layer_call(self.modules[0], plan.layer, tensors[:count], constants[1:-1])
-        output = output_call(plan, tensors[-2:], constants[-1:])
+        first, last = plan.layer.call(self.modules[0], tensors[:count], constants[1:-1])
+        output = plan.output_call(tensors[-2:], constants[-1:])
         following = *residual, *plan.activation, *output, is_learned(output)
         return _bind(self.VARYING, *first, plan.rounds_bias, variance, *plan.norm, *following, *last)
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qtoolkit import ops
 from qtoolkit._native import library
-from qtoolkit.graph.program.units.base import OF_OUTPUT, Decided, Plan, Result, Varying, output_call, varying_of_output
+from qtoolkit.graph.program.units.base import OF_OUTPUT, Decided, Plan, Result, Varying
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.output_grid import (
     NO_FUNCTION,
@@ -55,27 +55,17 @@ OF_FUNCTION: Mapping[Any, Function] = {F.gelu: _gelu("none"), torch.relu: _named
 
 @dataclass(slots=True)
 class FunctionPlan(Plan):
-    """The arguments of the op for some inputs.
+    """The arguments of the op for some inputs."""
 
-    Attributes:
-        function: What is computed before the quantizer.
-        with_codes: Whether the op returns the codes of its output.
-    """
-
-    function: Function
-    with_codes: bool
+    function: Function  # what is computed before the quantizer
+    with_codes: bool  # whether the op returns the codes of its output
 
 
 class FunctionUnit(Decided[FunctionPlan]):
     """A function of one tensor and the quantizer of its result; the code of a prepared model calls `run`.
 
-    Args:
-        root: The model, or the block of it in which the unit runs.
-        module: The name of the module that is the function; None where it is none, or there is no function.
-        quantizer: The name of the quantizer.
-        called: The function of the graph, which is not a module; None without one.
-        function: What it computes.
-        with_codes: Whether an op takes the codes of the result.
+    The function is the `module` of this name, or the one that is `called` in the graph and computes `function`; or there is
+    none. `with_codes` is whether an op takes the codes of the result.
     """
 
     VARYING = ("x", *OF_OUTPUT)
@@ -118,8 +108,7 @@ class FunctionUnit(Decided[FunctionPlan]):
         """Return on what a plan depends besides the modules."""
         return x.shape, x.dtype, x.device, torch.is_autocast_enabled(x.device.type)
 
-    def planned(self, x: Tensor, *others: Any) -> FunctionPlan | None:
-        """Ask the modules for the plan."""
+    def _planned(self, x: Tensor, *others: Any) -> FunctionPlan | None:
         module, quantizer = self.modules
         if all_watched() or not is_ordinary(x) or not x.is_floating_point() or why_not_fused(module, quantizer):
             return None
@@ -139,15 +128,13 @@ class FunctionUnit(Decided[FunctionPlan]):
         y = ops.prelu_fake_quant(x, module.weight, scale, zero_point, *grid)
         return y, codes_by_op(y, None, scale, zero_point, quantizer)
 
-    def varying(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Varying:
-        """Return what the op is told besides what the plan says."""
-        (start, zero_point), constants = varying_of_output(plan)
+    def _varying(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Varying:
+        (start, zero_point), constants = plan.varying_output()
         return (x, start, zero_point), constants
 
-    def bound(self, plan: FunctionPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        """Return the op with all its arguments."""
+    def _bound(self, plan: FunctionPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
         x, *of_output = tensors
-        output = output_call(plan, of_output, constants)
+        output = plan.output_call(of_output, constants)
         learned = is_learned(output)
         keeps_x = learned or plan.function is not NONE
         return _bind(self.VARYING, x, *plan.function, keeps_x, *output, learned, plan.with_codes)

@@ -19,11 +19,7 @@ from qtoolkit.graph.program.units.base import (
     Varying,
     kind_of_inputs,
     layer_arguments,
-    layer_call,
     layer_is_plain,
-    output_call,
-    varying_of_layer,
-    varying_of_output,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.output_grid import gives_codes, is_learned, output_grid, quantized_by
@@ -35,27 +31,17 @@ _bind = library.bind_layer_fake_quant.default
 
 @dataclass(slots=True)
 class LayerPlan(Plan):
-    """The arguments of the op for some inputs.
-
-    Attributes:
-        layer: The layer.
-        rounds_bias: Whether its bias is put on the grid of its sums.
-        with_codes: Whether the op returns the codes of its output.
-    """
+    """The arguments of the op for some inputs."""
 
     layer: LayerArguments
-    rounds_bias: bool
-    with_codes: bool
+    rounds_bias: bool  # whether its bias is put on the grid of its sums
+    with_codes: bool  # whether the op returns the codes of its output
 
 
 class LayerUnit(Decided[LayerPlan]):
-    """A layer and a quantizer; the code of a prepared model calls `run`.
+    """A layer and the quantizer that alone takes its output, or none; the code of a prepared model calls `run`.
 
-    Args:
-        root: The model, or the block of it in which the unit runs.
-        layer: The name of the layer.
-        quantizer: The name of the quantizer that takes the layer's output, and nobody else does; None without one.
-        with_codes: Whether an op takes the codes of the result.
+    `with_codes` is whether an op takes the codes of the result.
     """
 
     VARYING: ClassVar[tuple[str, ...]] = (*OF_LAYER, *OF_OUTPUT)
@@ -65,12 +51,7 @@ class LayerUnit(Decided[LayerPlan]):
         self.with_codes = with_codes
 
     def run(self, x: Tensor, known: TensorCodes | None = None) -> Result:
-        """Return the unit's output, with its codes.
-
-        Args:
-            x: The input of the layer.
-            known: What is known of it.
-        """
+        """Return the unit's output, with its codes; `known` is what is known of x."""
         if torch.compiler.is_compiling():
             return self.one_by_one(x, known, *self.modules_now())
         self.look()
@@ -85,8 +66,7 @@ class LayerUnit(Decided[LayerPlan]):
         """Return on what a plan depends besides the modules; None where there is none."""
         return kind_of_inputs(self.modules[0]._parameters.get("weight"), x)
 
-    def planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
-        """Ask the modules for the plan."""
+    def _planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
         layer = self.modules[0]
         if all_watched() or not (is_ordinary(x) and self.is_one_op(layer)):
             return None
@@ -106,22 +86,20 @@ class LayerUnit(Decided[LayerPlan]):
         """Return what the op is told about the layer."""
         return plan.layer
 
-    def varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
-        """Return what the op is told besides what the plan says; None if x has no codes."""
+    def _varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         return self.varying_of(self.arguments(plan), plan, x, *others)
 
     def varying_of(
         self, arguments: LayerArguments, plan: LayerPlan, x: Tensor, known: TensorCodes | None
     ) -> Varying | None:
-        """Return the same for what the op is told about the layer."""
-        found = varying_of_layer(self.modules[0], arguments, x, known, lambda: None, self.names[0])
+        """Return what varies, for what the op is told about the layer."""
+        found = arguments.varying(self.modules[0], x, known, lambda: None, self.names[0])
         if found is None:
             return None
-        (of_layer, constants), (of_output, of_codes) = found, varying_of_output(plan)
+        (of_layer, constants), (of_output, of_codes) = found, plan.varying_output()
         return (*of_layer, *of_output), (*constants, *of_codes)
 
-    def bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        """Return the op with all its arguments."""
-        first, last = layer_call(self.modules[0], self.arguments(plan), tensors[:-2], constants[:-1])
-        output = output_call(plan, tensors[-2:], constants[-1:])
+    def _bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
+        first, last = self.arguments(plan).call(self.modules[0], tensors[:-2], constants[:-1])
+        output = plan.output_call(tensors[-2:], constants[-1:])
         return _bind(self.VARYING, *first, plan.rounds_bias, *output, is_learned(output), plan.with_codes, *last)

@@ -107,7 +107,6 @@ def fx_leaf(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record a call of the module if another tracer than its own traces it; otherwise compute it."""
         for value in (*args, *kwargs.values()):
             tracer = value.tracer if isinstance(value, fx.Proxy) else None
             if isinstance(tracer, fx.Tracer) and tracer.root is not self:

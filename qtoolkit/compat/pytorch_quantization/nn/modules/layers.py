@@ -71,7 +71,6 @@ class _QuantInputLayer(QuantInputMixin):
 
     @fx_leaf
     def forward(self, input: Tensor) -> Any:
-        """Compute the layer with its quantized input."""
         return super().forward(self._input_quantizer(input))  # type: ignore[misc]  # of torch's class
 
 

@@ -71,16 +71,9 @@ class QuantMixin(_QuantizesInput):
     def init_quantizer(
         self, quant_desc_input: QuantDescriptor, quant_desc_weight: QuantDescriptor, num_layers: int | None = None
     ) -> None:
-        """Create the quantizers.
+        """Create the quantizers: one each, or lists of `num_layers`, `_input_quantizers` and `_weight_quantizers`.
 
-        Args:
-            quant_desc_input: How to quantize inputs.
-            quant_desc_weight: How to quantize weights.
-            num_layers: None for one quantizer each, or the length of the lists `_input_quantizers`, `_weight_quantizers`.
-
-        Raises:
-            TypeError: The caller is not an `__init__`.
-            ValueError: A descriptor has fake_quant=False.
+        Raises TypeError: the caller is not an `__init__`; ValueError: a descriptor has fake_quant=False.
         """
         _check_caller()
         if num_layers is None:
@@ -91,11 +84,7 @@ class QuantMixin(_QuantizesInput):
 
 
 def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs: Any) -> Any:
-    """Return the descriptor of inputs, or those of inputs and weights: the arguments, or the defaults of a class.
-
-    Raises:
-        TypeError: There are other arguments.
-    """
+    """Return the descriptor of inputs, or those of inputs and weights: the arguments, or a class's; TypeError for others."""
     names = ["quant_desc_input"] if input_only else ["quant_desc_input", "quant_desc_weight"]
     unused = kwargs.keys() - names
     if unused:

@@ -26,14 +26,8 @@ class QuantLSTM(QuantLayer, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers 
     They are `_input_quantizers` and `_weight_quantizers`, in the order of torch's states. Each step is computed separately,
     unless all quantizers are disabled; `qtoolkit.nn.QuantLSTM` can use the fused kernel for all steps.
 
-    Args:
-        *args: Arguments of torch.nn.LSTM.
-        quant_desc_input: How to quantize inputs and hidden states.
-        quant_desc_weight: How to quantize weights; by default each row has a range.
-        **kwargs: Arguments of torch.nn.LSTM.
-
-    Raises:
-        ValueError: proj_size is not 0.
+    Arguments are those of torch.nn.LSTM, `quant_desc_input` of inputs and hidden states, and `quant_desc_weight`, by default
+    with a range for each row. Raises ValueError: proj_size is not 0.
 
     Example:
         >>> y, (h, c) = QuantLSTM(4, 3, bidirectional=True)(torch.zeros(7, 2, 4))

@@ -29,6 +29,16 @@ def _setting(name: str, doc: str, writable: bool = False) -> Any:
     return property(attrgetter(name), (lambda self, value: setattr(self, name, value)) if writable else None, doc=doc)
 
 
+def _switch(name: str, value: bool, doc: str) -> Any:
+    """Return a method that sets a switch."""
+
+    def switch(self: Any) -> None:
+        setattr(self, name, value)
+
+    switch.__doc__ = doc
+    return switch
+
+
 class TensorQuantizer(ForeignQuantizer):
     """Multiply by `pre_quant_scale`, calibrate, clip and quantize; the last three have switches.
 
@@ -90,31 +100,17 @@ class TensorQuantizer(ForeignQuantizer):
 
     # ---- switches
 
-    def enable(self) -> None:
-        """Apply the steps that are switched on."""
-        self._disabled = False
-
-    def disable(self) -> None:
-        """Return inputs unchanged."""
-        self._disabled = True
-
-    def enable_quant(self) -> None:
-        """Quantize."""
-        self._if_quant = True
-
-    def disable_quant(self) -> None:
-        """Do not quantize."""
-        self._if_quant = False
+    enable = _switch("_disabled", False, "Apply the steps that are switched on.")
+    disable = _switch("_disabled", True, "Return inputs unchanged.")
+    enable_quant = _switch("_if_quant", True, "Quantize.")
+    disable_quant = _switch("_if_quant", False, "Do not quantize.")
+    disable_calib = _switch("_if_calib", False, "Do not let the calibrator collect.")
 
     def enable_calib(self) -> None:
         """Let the calibrator collect; ValueError without a calibrator."""
         if self._calibrator is None:
             raise ValueError("Calibrator was not created, cannot enable calibration.")
         self._if_calib = True
-
-    def disable_calib(self) -> None:
-        """Do not let the calibrator collect."""
-        self._if_calib = False
 
     def enable_clip(self) -> None:
         """Clip to the trained bounds, and train them; ValueError without learn_amax."""
@@ -315,5 +311,4 @@ class TensorQuantizer(ForeignQuantizer):
 
 
 def _float32(value: Any) -> Tensor:
-    """Return a new float32 tensor."""
     return torch.as_tensor(value, dtype=torch.float32).detach().clone()
