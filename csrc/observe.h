@@ -35,11 +35,13 @@ QT_FN Range<A> unite(Range<A> a, Range<A> b) {
 }
 
 // Exponential moving average, in the convention of batch norm: momentum is the weight of the new range. The first range
-// replaces the initial one ([+inf, -inf]); with momentum 1, exactly, each one does.
+// replaces the initial one ([+inf, -inf]), and the first that is not all zeros replaces that of zeros, which no grid
+// follows; with momentum 1, exactly, each one does.
 template <class A>
 QT_FN Range<A> blend(Range<A> old, Range<A> batch, A momentum) {
   if (batch.lo > batch.hi) return old;  // an empty batch
-  if (old.lo > old.hi || momentum == A(1)) return batch;
+  const bool unset = old.lo > old.hi || (old.lo == 0 && old.hi == 0);
+  if (unset || momentum == A(1)) return batch;
   return {old.lo + momentum * (batch.lo - old.lo), old.hi + momentum * (batch.hi - old.hi)};
 }
 

@@ -126,7 +126,7 @@ def minmax(x: Tensor, axis: int | None = None, group: int = 1, block_size: int =
 def moved(
     old: tuple[Tensor, Tensor], x: Tensor, momentum: float | None, skipped: Tensor | None = None, **channels
 ) -> tuple[Tensor, ...]:
-    """Running ranges after x, in float64, and the new count; the first range that is seen is taken as it is."""
+    """Running ranges after x, in float64, and the new count; the first range that is not [0, 0] is taken as it is."""
     new = [array(t, np.float64).reshape(-1) for t in minmax(x.double(), **channels)]
     was = [array(t, np.float64).reshape(-1) for t in old]
     if momentum is None:
@@ -134,7 +134,8 @@ def moved(
     else:
         with np.errstate(all="ignore"):
             now = [w * (1 - momentum) + n * momentum for w, n in zip(was, new, strict=True)]
-        unseen, nothing = was[0] > was[1], new[0] > new[1]
+        unseen = (was[0] > was[1]) | ((was[0] == 0) & (was[1] == 0))
+        nothing = new[0] > new[1]
         now = [np.where(nothing, w, np.where(unseen, n, m)) for w, n, m in zip(was, new, now, strict=True)]
     if skipped is None:
         return tuple(tensor(n.reshape(t.shape), torch.float64) for n, t in zip(now, old, strict=True))

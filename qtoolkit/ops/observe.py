@@ -58,7 +58,8 @@ def observe_minmax_(
         x: Input; an empty one changes nothing.
         lo: Lowest values so far, float32 or float64, one per channel (or block, row-major); start with +inf.
         hi: Highest values so far; start with -inf.
-        momentum: Weight of x's range in a moving average (the convention of batch norm), or None for the overall range.
+        momentum: Weight of x's range in a moving average (the convention of batch norm), which begins with the first range
+            that is not [0, 0]; or None for the overall range.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
         block_size: Elements along the axis that share a range, or 0 for no blocks.

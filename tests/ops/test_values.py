@@ -378,6 +378,15 @@ def test_moving_range(dtype, kept, momentum, how):
                 assert_same(got, want.to(kept))  # the first range is taken as it is
 
 
+def test_the_first_range_that_is_not_of_zeros_alone_is_taken_whole():
+    """Of a dead ReLU, or of a padded batch: an average with zeros would take 20 steps to cover what follows."""
+    lo, hi = new_ranges(3, torch.float32)
+    for x in ([[0, 0, 0], [0, 0, 1]], [[2, 0, -3], [4, 0, -1]], [[0, 0, 0], [0, 0, 0]]):
+        ops.observe_minmax_(torch.tensor(x, dtype=torch.float32), lo, hi, 0.25, axis=1)
+    assert_same(lo, torch.tensor([1.5, 0, -0.5625]))
+    assert_same(hi, torch.tensor([3.0, 0, 0.375]))
+
+
 def test_nan_poisons_only_its_running_range():
     lo, hi = new_ranges(3, torch.float32)
     x = floats(torch.float32)(2, 3, 40)
