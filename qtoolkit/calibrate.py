@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.batches import Caller, check_batches, no_batch
-from qtoolkit.eager.record import check_links
+from qtoolkit.eager.record import check_links, plan_of
 from qtoolkit.errors import check_flags, check_known, check_whole, some
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
@@ -229,9 +229,10 @@ def _check_any(model: nn.Module, quantizers: Collection[object], what: str) -> N
             raise ValueError(
                 f"{what}: a converted model has fixed scales; calibrate the prepared one, and convert it again."
             )
-        raise ValueError(
-            f"{what}: the model has no quantizers; call qtoolkit.prepare or qtoolkit.quant_modules.replace first."
-        )
+        cause = "; call qtoolkit.prepare or qtoolkit.quant_modules.replace first"
+        if plan_of(model) is not None:
+            cause = ": everything in it stays in float, and qtoolkit.quantization_report(model) says why"
+        raise ValueError(f"{what}: the model has no quantizers{cause}.")
 
 
 def _check_reached(quantizers: Mapping[str, TensorQuantizer], what: str, where: str) -> None:

@@ -94,7 +94,10 @@ def in_reference_form(prepared: M) -> M:
     check_finite(prepared, "convert")
     _warn_of_skipped(prepared)
     _warn_of_those_off(prepared)
-    return freeze.run(deepcopy_model(prepared, what="convert"))
+    copied = deepcopy_model(prepared, what="convert")
+    for quantizer in quantizers_of(copied).values():
+        quantizer.stale = True  # whatever has changed the weight: writes through `weight.data` are seen nowhere
+    return freeze.run(copied)
 
 
 def _restored(prepared: M, state_dict: Mapping[str, Tensor]) -> M:

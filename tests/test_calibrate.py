@@ -281,3 +281,11 @@ def test_a_block_names_what_saw_no_data() -> None:
     assert model.get_submodule("activation_quantizers.x").ready
     with pytest.raises(ValueError, match="calibrating: the model has no quantizers; call qtoolkit.prepare"):
         qt.calibrating(nets.LinearNet())
+
+
+def test_a_replaced_model_without_quantizers_is_not_sent_to_replace_again() -> None:
+    replaced = qt.quant_modules.replace(nn.Sequential(nn.ReLU()))
+    with pytest.raises(
+        ValueError, match=r"no quantizers: everything in it stays in float, and qtoolkit\.quantization_"
+    ):
+        qt.calibrate(replaced, [torch.ones(2)])

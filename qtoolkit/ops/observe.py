@@ -51,6 +51,7 @@ def observe_minmax_(
     group: int = 1,
     block_size: int = 0,
     skipped: Tensor | None = None,
+    growth: float | None = None,
 ) -> None:
     """Update running ranges in place with those of x, without waiting for the device.
 
@@ -58,15 +59,18 @@ def observe_minmax_(
         x: Input; an empty one changes nothing.
         lo: Lowest values so far, float32 or float64, one per channel (or block, row-major); start with +inf.
         hi: Highest values so far; start with -inf.
-        momentum: Weight of x's range in a moving average (the convention of batch norm), or None for the overall range.
+        momentum: Weight of x's range in a moving average (the convention of batch norm), which begins with the first range
+            that is not [0, 0]; or None for the overall range.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
         block_size: Elements along the axis that share a range, or 0 for no blocks.
         skipped: int64, as many elements as lo: counts the ranges of x with NaN or infinities, which are not taken in. None
             takes them in.
+        growth: Weight of an end of x's range outside of the average, so that it grows faster than it shrinks; momentum by
+            default.
 
     Raises:
-        ValueError: A shape, axis, group, block size, device or the momentum does not fit.
+        ValueError: A shape, axis, group, block size, device, the momentum or growth does not fit.
         TypeError: A dtype does not fit.
 
     Example:
@@ -76,7 +80,7 @@ def observe_minmax_(
         >>> lo, hi
         (tensor(-3.), tensor(5.))
     """
-    _observe_minmax_(x, lo, hi, momentum, axis, group, block_size, skipped)
+    _observe_minmax_(x, lo, hi, momentum, axis, group, block_size, skipped, growth)
 
 
 def grid_of_range(

@@ -5,6 +5,7 @@ those that gradient checkpointing runs again in backward, have the same scale, a
 steps in `LOOKED_AT`.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 FOLLOWED_STEPS = 200  # after a wrong start, 0.9^200 of it is left
 MOMENTUM = 0.1  # the weight of each forward's range
+GROWTH = 0.5  # where it is wider: what a range clips has no gradient, so that activations that grow would train slowly
+GROWTH_BITS = 8  # from which on; fewer codes need a narrow range more (1.5 points of a ResNet-20 with four bits)
 LOOKED_AT = (2, 10, 100, 250)  # the steps whose forwards say how much is clipped
 COUNTED_STEPS = max(LOOKED_AT) + 1
 GROWTH_AT = (1, 2, 5, 10, 20, 50, 100)  # the steps after which learned scales are compared with their start
@@ -73,7 +76,11 @@ def warn_of_growth(quantizers: Sequence["TensorQuantizer"]) -> None:
     known = [(quantizer, growth) for quantizer, growth in own if growth.numel()]
     farthest = (growth[growth.log2().abs().argmax()].reshape(1) for _, growth in known)
     for (quantizer, _), (times,) in zip(known, _values(farthest), strict=True):
-        if not 1 / FAR <= times <= FAR:
+        if math.isnan(times):
+            _warn(
+                quantizer, "has a learned scale that is NaN", "qtoolkit.stop_on_nonfinite finds where the first one is"
+            )
+        elif not 1 / FAR <= times <= FAR:
             found = f"has a learned scale that is {times:.3g} times its start"
             _warn(quantizer, found, "Train the scales at a lower rate (scale_lr of qtoolkit.parameter_groups)")
 

@@ -58,14 +58,15 @@ def is_stale(quantizer: Quantizer, changed: bool = False) -> TypeGuard[TensorQua
 class Versions:
     """Which versions of some tensors are known, to find out later whether the tensors have changed.
 
-    Copies and pickles know the same of their own tensors.
+    Changes in place count, and new storage (`weight.data = ...`); what writes through `weight.data` leaves no trace. Copies and
+    pickles know the same of their own tensors.
     """
 
     def __init__(self, tensors: Iterable[Tensor], changed: Iterable[bool] | None = None) -> None:
         listed = list(tensors)
         changes = [False] * len(listed) if changed is None else changed
         self._known = [
-            (ref(tensor), -1 if change else _version(tensor)) for tensor, change in zip(listed, changes, strict=True)
+            (ref(tensor), None if change else _version(tensor)) for tensor, change in zip(listed, changes, strict=True)
         ]
 
     def changed(self, now: Iterable[Tensor]) -> bool:
@@ -88,5 +89,5 @@ class Versions:
         return Versions, ([tensor for tensor, _ in changes], [change for _, change in changes])
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return 0 if tensor.is_inference() else tensor._version, tensor.untyped_storage()._cdata

@@ -138,3 +138,34 @@ def test_values_that_are_on_no_grid_have_no_pair_to_repeat(tmp_path, compute, jo
     computed = [node.output[0] for node in proto.node if node.op_type in ("Resize", "Pad")]
     assert computed
     assert taken.isdisjoint(computed)
+
+
+class Latents(nn.Module):
+    """Learned queries of an attention whose keys have another width, one set for each image of the batch."""
+
+    def __init__(self, spread: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.queries, self.spread = nn.Parameter(torch.randn(5, 32)), spread
+        self.attend, self.last = nn.MultiheadAttention(32, 4, kdim=24, vdim=24, batch_first=True), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.attend(self.spread(self.queries, len(x)), x, x, need_weights=False)
+        return self.last(y)
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [lambda q, n: q.unsqueeze(0).expand(n, -1, -1), lambda q, n: q.repeat(n, 1, 1), lambda q, n: torch.stack([q] * n)],
+    ids=["expand", "repeat", "stack"],
+)
+def test_no_code_differs_behind_a_parameter_that_ops_move(tmp_path, spread: Callable[[Tensor, int], Tensor]) -> None:
+    """onnxruntime would round its products again, by MatMulNBits: they are of constants, which are not between pairs."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 24)
+    prepared = qt.prepare(Latents(spread).eval(), x, "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    path = qt.export_onnx(qt.convert(prepared), x, tmp_path / "m.onnx").path
+    found = verify(path, qt.convert(prepared, arithmetic="integer"), x).runtimes["onnxruntime"]
+    found.check()
+    assert found.codes.differing == 0, found
+    assert "MatMulNBits" not in {layer.kernel for layer in found.layers}

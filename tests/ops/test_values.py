@@ -362,20 +362,31 @@ def test_codes_stay_within_qmin_and_qmax(qmax):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("kept", [torch.float32, torch.float64], ids=name_of)
-@pytest.mark.parametrize("momentum", [0.1, 0.01, 1.0, 1e-6])
+@pytest.mark.parametrize(
+    ("momentum", "growth"), [(0.1, None), (0.01, None), (1.0, None), (1e-6, None), (0.1, 0.5), (0.01, 1.0), (0.5, 0.1)]
+)
 @pytest.mark.parametrize("how", ["per_tensor", "axis1", "grouped"])
-def test_moving_range(dtype, kept, momentum, how):
+def test_moving_range(dtype, kept, momentum, growth, how):
     channels, make = CHANNELS[how], LAYOUTS["channels_last"]
     ranges = new_ranges(channels.count(make(torch.empty)), kept)
     for seed in range(4):
         x = make(floats(dtype, seed))
-        wanted = reference.moved(ranges, x, momentum, **channels.named)
-        ops.observe_minmax_(x, *ranges, momentum, **channels.named)
+        wanted = reference.moved(ranges, x, momentum, growth=growth, **channels.named)
+        ops.observe_minmax_(x, *ranges, momentum, **channels.named, growth=growth)
         for got, want in zip(ranges, wanted, strict=True):
             # one difference, one product, one sum: three roundings of numbers below 2 * 40
             assert (got.double() - want).abs().max() <= 3 * 80 * torch.finfo(kept).eps
             if seed == 0:
                 assert_same(got, want.to(kept))  # the first range is taken as it is
+
+
+def test_the_first_range_that_is_not_of_zeros_alone_is_taken_whole():
+    """Of a dead ReLU, or of a padded batch: an average with zeros would take 20 steps to cover what follows."""
+    lo, hi = new_ranges(3, torch.float32)
+    for x in ([[0, 0, 0], [0, 0, 1]], [[2, 0, -3], [4, 0, -1]], [[0, 0, 0], [0, 0, 0]]):
+        ops.observe_minmax_(torch.tensor(x, dtype=torch.float32), lo, hi, 0.25, axis=1)
+    assert_same(lo, torch.tensor([1.5, 0, -0.5625]))
+    assert_same(hi, torch.tensor([3.0, 0, 0.375]))
 
 
 def test_nan_poisons_only_its_running_range():

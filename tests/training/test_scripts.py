@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 
@@ -106,6 +107,32 @@ def test_an_average_is_evaluated_at_any_time(road: str, quantizer: str, buffers:
                 torch.testing.assert_close(*scales, rtol=1e-6, atol=0)
     update_bn(batches(2), ema)
     assert torch.equal(ema.eval()(x), qt.convert(ema.module)(x))
+
+
+def scaled_in_place(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(4)
+
+
+def given_new_storage(weight: Tensor) -> None:
+    weight.data = weight.data * 4
+
+
+def scaled_unseen(weight: Tensor) -> None:
+    weight.data.mul_(4)
+
+
+@pytest.mark.parametrize("change", [scaled_in_place, given_new_storage, scaled_unseen])
+@each_road
+def test_a_weight_that_other_code_changes_is_converted_with_its_own_range(road: str, change) -> None:
+    model = learned(road, "fixed").eval()
+    names = ("stem", "fc") if road == "graph" else ("conv", "fc")
+    before = {name: model.get_submodule(f"{name}.weight_quantizer").scale.clone() for name in names}
+    for name in names:
+        change(model.get_submodule(name).weight)
+    forms = [qt.convert(model)] if change is scaled_unseen else [qt.convert(model), model.eval()]
+    for name, form in itertools.product(names, forms):
+        torch.testing.assert_close(form.get_submodule(f"{name}.weight_quantizer").scale, 4 * before[name])
 
 
 class Functions(nn.Module):

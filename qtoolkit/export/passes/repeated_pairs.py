@@ -84,12 +84,23 @@ def _constants_of_pair(value: onnx_ir.Value | None) -> Any:
     if maker is None or len(maker.inputs) != 3:
         return None
     codes = maker.inputs[0]
-    if codes is None or codes.producer() is None:  # of a weight
+    if codes is None or (codes.producer() is None and value is not None and _is_weight(value)):
         return None
     scale, zero_point = constant_input(maker, 1), constant_input(maker, 2)
     if scale is None or zero_point is None or scale.size != 1 or zero_point.size != 1:
         return None
     return maker.inputs[1:], scale.item(), zero_point.item(), zero_point.dtype
+
+
+def _is_weight(value: onnx_ir.Value) -> bool:
+    """Return whether a layer or a product takes a tensor, or what an op moves it to, other than as its first input."""
+    for user, index in value.uses():
+        kind = kind_by_op(user)
+        if (kind.multiplies or kind.has_weight) and index > 0:
+            return True
+        if moved_inputs(user) and any(map(_is_weight, user.outputs)):
+            return True
+    return False
 
 
 # ---- int8 values, behind which onnxruntime would insert pairs itself, and wrongly

@@ -169,8 +169,8 @@ class HistogramObserver(Observer):
 class MovingHistogramObserver(EndsObserver):
     """Moving average of the range that a method chooses from the histogram of each input, at most the input's own range.
 
-    The first input gives the first range. Each input is searched, which waits for a GPU; see `HistogramObserver` for the
-    range of all inputs. Processes have the mean of their averages.
+    The first input that is not all zeros gives the first range. Each input is searched, which waits for a GPU; see
+    `HistogramObserver` for the range of all inputs. Processes have the mean of their averages.
 
     Example:
         >>> options = {"momentum": 0.5, "method": "percentile", "percentile": 100}
