@@ -221,18 +221,18 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
 
     def in_projections(self, inputs: Sequence[object]) -> list[Projection]:
         """Return the projections of query, key and value: one of neighbours that are one object, if their weights are one."""
-        sources = [self.source_of(place) for place in range(len(inputs))]
         if self.in_proj_weight is None:
             biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            own = zip("qkv", biases, sources, strict=True)
-            return [self._projection(name, f"{name}_proj_weight", bias, source) for name, bias, source in own]
+            own = enumerate(zip("qkv", biases, strict=True))
+            return [self._projection(name, f"{name}_proj_weight", bias, place) for place, (name, bias) in own]
         firsts = [place for place in range(3) if place == 0 or inputs[place] is not inputs[place - 1]]
         names = ["qkv"[first:last] for first, last in pairwise([*firsts, 3])]
-        whole = self._projection("qkv", "in_proj_weight", self.in_proj_bias, sources[0])
-        return whole.split(names, [sources[first] for first in firsts])
+        whole = self._projection("qkv", "in_proj_weight", self.in_proj_bias, 0)
+        return whole.split(names, firsts)
 
-    def _projection(self, name: str, weight: str, bias: Tensor | None, source: Quantizer | None) -> Projection:
-        return Projection(self, name, getattr(self, weight), getattr(self, f"{weight}_quantizer"), bias, source)
+    def _projection(self, name: str, weight: str, bias: Tensor | None, place: int) -> Projection:
+        source, quantizer = self.source_of(place), getattr(self, f"{weight}_quantizer")
+        return Projection(self, name, getattr(self, weight), quantizer, bias, source)
 
     @property
     def out_projection(self) -> Projection:

@@ -53,18 +53,22 @@ class Projection:
         self.weight, self.weight_quantizer, self.bias, self.source = weight, quantizer, bias, source
         self.rows = rows
 
-    def split(self, names: Sequence[str], sources: Sequence[Quantizer | None]) -> list["Projection"]:
-        """Return the projections by parts of the rows, of these names and sources; each letter of a name has as many rows."""
+    def split(self, names: Sequence[str], places: Sequence[int]) -> list["Projection"]:
+        """Return the projections by parts of the rows, of these names; each letter of a name has as many rows.
+
+        The places are those of their inputs among query, key and value.
+        """
         if len(names) == 1:
             return [self]
         size = self.channels() // len(self.name)
         rows = Rows(self, [size * len(name) for name in names])
         weights: Sequence[Tensor] = self.weight.split_with_sizes(rows.sizes)
         biases = [None] * len(names) if self.bias is None else self.bias.split_with_sizes(rows.sizes)
+        sources = map(self.attention.source_of, places)
         parts = enumerate(zip(names, weights, biases, sources, strict=True))
         return [
-            Projection(self.attention, name, weight, self.weight_quantizer, bias, source, (rows, place))
-            for place, (name, weight, bias, source) in parts
+            Projection(self.attention, name, weight, self.weight_quantizer, bias, source, (rows, part))
+            for part, (name, weight, bias, source) in parts
         ]
 
     def __call__(self, x: Tensor, known: TensorCodes | None) -> Tensor:
