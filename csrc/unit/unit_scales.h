@@ -157,8 +157,8 @@ QT_FN A folded_bias(const UnitScales& u, int64_t i) {
   return b.beta == nullptr ? folded : folded + of<A>(b.beta)[i];
 }
 
-// Larger steps where the code would not fit. unit_parts.cpp has it by torch's ops too, whose roundings those of other
-// types (16-bit floats, mixed ones) are.
+// Larger steps where the code would not fit. unit_parts.cpp computes it by torch's ops for types that a launch does not
+// take (16-bit floats, mixed ones): each op rounds to them.
 template <class A>
 QT_FN A bias_on_grid(A bias, A step) {
   const A least = std::fabs(A(float(bias))) / A(kLargestBias), largest = A(kLargestBias);

@@ -34,7 +34,7 @@ class Recorder:
         return Counter(str(target).split(".")[1] for target in targets if str(target).startswith("qtoolkit."))
 
 
-@pytest.mark.parametrize(("name", "forward"), [("fixed", "float"), ("lsq", "integer")])
+@pytest.mark.parametrize(("name", "forward"), [("fixed", "float"), ("lsq", "integer"), ("lsq, 4 bits", "float")])
 def test_units_are_ops_that_return_codes(name: str, forward: str) -> None:
     model, recorder = prepared(name, forward), Recorder()
     twin = copy.deepcopy(model)
@@ -43,7 +43,7 @@ def test_units_are_ops_that_return_codes(name: str, forward: str) -> None:
     ops = recorder.ops()
     assert ops["function_fake_quant"] == 5  # before each layer
     # No second read for codes, but behind the dropout of probability 0, which older compilers make a copy.
-    assert ops["quantize"] == (torch.__version__ < "2.14")
+    assert ops["quantize"] + ops["quantize_int4"] == (torch.__version__ < "2.14")
     for key, wanted in step(model).items():
         # In compiled code the gradient factor and the rate of a scale multiply rounded gradients.
         rtol = 1e-5 if "scale" in key else 0
