@@ -27,6 +27,15 @@ class Pools(nn.Module):
         return self.pool(self.last(self.pool(self.first(x))))
 
 
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
 POOLS = {
     "module": (IMAGE, nn.AvgPool2d(2, divisor_override=3)),
     "function": (IMAGE, lambda x: F.avg_pool2d(x, (2, 1), divisor_override=1)),
@@ -52,6 +61,27 @@ def test_the_file_divides_by_the_models_divisor(name: str, exporter: str, tmp_pa
     result = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter=exporter)
     assert result.verification.output_error < 1e-5
     assert verify(converted, x, result.path, optimized=False).check()
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.AvgPool2d(2, 2, 1, ceil_mode=True),
+        nn.AvgPool2d(3, 3, 1, ceil_mode=True, count_include_pad=False),
+        nn.MaxPool2d(2, 2, 1, ceil_mode=True),
+        lambda x: F.max_pool2d(x, 2, 2, 1, 1, True),
+    ],
+    ids=["average", "average of what is there", "maximum", "function"],
+)
+def test_a_window_that_begins_in_the_padding_is_not_in_the_file(pool, tmp_path) -> None:
+    x = torch.rand(2, 3, 9, 9) if getattr(pool, "stride", 2) == 2 else IMAGE
+    model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), Apply(pool)).eval(), x, "onnxruntime")
+    qt.calibrate(model, [x], progress=False)
+    converted = qt.convert(model)
+    result = qt.export_onnx(converted, x, tmp_path / "model.onnx")
+    session = ort.InferenceSession(str(result.path), providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), converted(x), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["module", "volume"])

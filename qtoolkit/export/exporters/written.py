@@ -16,6 +16,12 @@ ADAPTIVE: Mapping[Callable[..., Any], int] = {
     F.adaptive_max_pool1d_with_indices: 1, F.adaptive_max_pool2d_with_indices: 2, F.adaptive_max_pool3d_with_indices: 3,
 }  # fmt: skip
 
+# Of the pools with windows: their dimensions, and the position of `ceil_mode`.
+WINDOWED: Mapping[Callable[..., Any], tuple[int, int]] = {
+    F.avg_pool1d: (1, 4), F.avg_pool2d: (2, 4), F.avg_pool3d: (3, 4),
+    F.max_pool1d: (1, 5), F.max_pool2d: (2, 5), F.max_pool3d: (3, 5),
+}  # fmt: skip
+
 USUAL_THRESHOLD = 20  # of a softplus, beyond which it is its input: the difference is below the steps of float32
 
 
@@ -23,7 +29,8 @@ class OpsWritten(TorchFunctionMode):
     """Write ops by what ONNX has while exporters record a model, and note those for which it has nothing.
 
     Pools with `divisor_override` become pools that divide by their window, times a factor; with `ceil_mode` too,
-    ValueError: the windows beyond the edge would need factors of their own. The windows of an adaptive pool follow the size
+    ValueError: the windows beyond the edge would need factors of their own. A `ceil_mode` that adds no window is left out:
+    ONNX would add one in the padding, where torch has none. The windows of an adaptive pool follow the size
     of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area". A softplus with
     a threshold of its own becomes a choice of two tensors ("torchscript" drops it). An attention without heads gets one
     ("dynamo" takes no others). Errors begin with `what`.
@@ -37,6 +44,8 @@ class OpsWritten(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         named = kwargs or {}
+        if function in WINDOWED:
+            args, named = _with_needed_ceil_mode(function, args, named)
         if function in DIMENSIONS:
             return self._pool(function, *args, **named)
         if function in ADAPTIVE:
@@ -111,3 +120,18 @@ class OpsWritten(TorchFunctionMode):
         window = kernel_size if isinstance(kernel_size, tuple | list) else [kernel_size]
         factor: float = math.prod(window) ** (DIMENSIONS[pool] // len(window)) / divisor_override
         return pool(input, kernel_size, stride, padding) * factor
+
+
+def _with_needed_ceil_mode(
+    pool: Callable[..., Tensor], args: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the arguments of a pool, without `ceil_mode` where the sizes are known and the result is as large without it."""
+    dimensions, position = WINDOWED[pool]
+    if len(args) > position:
+        floor: tuple[Any, ...] = (*args[:position], False, *args[position + 1 :]), named
+    else:
+        floor = args, {**named, "ceil_mode": False}
+    with torch.no_grad():
+        sizes, without = (pool(*given, **more).shape[-dimensions:] for given, more in ((args, named), floor))
+    known = all(isinstance(size, int) for size in sizes)
+    return floor if known and sizes == without else (args, named)
