@@ -176,9 +176,7 @@ def _deconvolution_zero_point(op: Op, backend: Backend) -> Iterator[Broken]:
 
 CODES = (
     Rule("symmetric", _zero_point, f"{TENSORRT.rules}; {IMPORTER}", TENSORRT.runs),
-    Rule("code-type", _code_type, TENSORRT.rules, TENSORRT.runs),
-    Rule("code-type", _code_type, ONNXRUNTIME.rules, ONNXRUNTIME.runs),
-    Rule("code-type", _code_type, OPENVINO.rules, OPENVINO.runs),
+    *(Rule("code-type", _code_type, each.rules, each.runs) for each in (TENSORRT, ONNXRUNTIME, OPENVINO)),
     Rule("constant-scale", _scale, f"{TENSORRT.rules}; {ONNXRUNTIME.rules}"),
     Rule("activation-axis", _activation_axis, f"{TENSORRT.rules}; {ONNXRUNTIME.rules}; {OPENVINO.rules}"),
     Rule("weight-axis", _weight_axis, f"{TENSORRT.rules}; {IMPORTER}"),

@@ -42,17 +42,8 @@ def _switch(name: str, value: bool, doc: str) -> Any:
 class TensorQuantizer(ForeignQuantizer):
     """Multiply by `pre_quant_scale`, calibrate, clip and quantize; the last three have switches.
 
-    Without a range, each input is quantized by its own largest magnitude. For new work use `qtoolkit.TensorQuantizer`.
-
-    Args:
-        quant_desc: How to quantize.
-        disabled: Return inputs unchanged.
-        if_quant: Quantize.
-        if_clip: Clip to the trained bounds.
-        if_calib: Let the calibrator collect.
-
-    Raises:
-        ValueError: if_clip is given without learn_amax.
+    Without a range, each input is quantized by its own largest magnitude. For new work use `qtoolkit.TensorQuantizer`. Raises
+    ValueError: if_clip is given without learn_amax.
 
     Example:
         >>> quantizer = TensorQuantizer(QuantDescriptor(num_bits=4))
