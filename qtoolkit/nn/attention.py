@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +23,13 @@ Known = tuple[TensorCodes | None, TensorCodes | None, TensorCodes | None]
 """What is known of query, key and value."""
 Input = tuple[Tensor, TensorCodes | None]
 """One of them, and what is known of it."""
+SHARED = {
+    (True, True): ("qkv",),
+    (True, False): ("qk", "v"),
+    (False, True): ("q", "kv"),
+    (False, False): ("q", "k", "v"),
+}
+"""The projections where query and key, and key and value, are one tensor or not."""
 ACTIVATION_QUANTIZERS = (
     "query_quantizer",
     "key_quantizer",
@@ -225,10 +231,9 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
             biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             own = enumerate(zip("qkv", biases, strict=True))
             return [self._projection(name, f"{name}_proj_weight", bias, place) for place, (name, bias) in own]
-        firsts = [place for place in range(3) if place == 0 or inputs[place] is not inputs[place - 1]]
-        names = ["qkv"[first:last] for first, last in pairwise([*firsts, 3])]
+        query, key, value = inputs
         whole = self._projection("qkv", "in_proj_weight", self.in_proj_bias, 0)
-        return whole.split(names, firsts)
+        return whole.split(SHARED[query is key, key is value])
 
     def _projection(self, name: str, weight: str, bias: Tensor | None, place: int) -> Projection:
         source, quantizer = self.source_of(place), getattr(self, f"{weight}_quantizer")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,18 +53,15 @@ class Projection:
         self.weight, self.weight_quantizer, self.bias, self.source = weight, quantizer, bias, source
         self.rows = rows
 
-    def split(self, names: Sequence[str], places: Sequence[int]) -> list["Projection"]:
-        """Return the projections by parts of the rows, of these names; each letter of a name has as many rows.
-
-        The places are those of their inputs among query, key and value.
-        """
+    def split(self, names: Sequence[str]) -> list["Projection"]:
+        """Return the projections of these names by parts of the rows; each letter of the names has as many."""
         if len(names) == 1:
             return [self]
         size = self.channels() // len(self.name)
         rows = Rows(self, [size * len(name) for name in names])
         weights: Sequence[Tensor] = self.weight.split_with_sizes(rows.sizes)
         biases = [None] * len(names) if self.bias is None else self.bias.split_with_sizes(rows.sizes)
-        sources = map(self.attention.source_of, places)
+        sources = [self.attention.source_of(self.name.index(name[0])) for name in names]
         parts = enumerate(zip(names, weights, biases, sources, strict=True))
         return [
             Projection(self.attention, name, weight, self.weight_quantizer, bias, source, (rows, part))
@@ -146,7 +143,7 @@ class Rows:
         self.whole, self.sizes = whole, sizes
         quantizer = whole.weight_quantizer
         self.per_scale = 0 if quantizer is None else quantizer.spec.rows_per_scale(2)
-        self._parts: dict[Tensor, Sequence[Tensor | None]] = {}
+        self.decided: list[Any] | None = None  # the parts of what a unit has decided about the weight
         self._grids: Sequence[WeightGrid | None] | None = None
         self._values: Sequence[Tensor] | None = None
 
@@ -159,14 +156,6 @@ class Rows:
             return [scale] * len(self.sizes)
         parts: Sequence[Tensor] = scale.split_with_sizes([size // self.per_scale for size in self.sizes])
         return parts
-
-    def part(self, scale: Tensor | None, place: int) -> Tensor | None:
-        """Return one of the parts, for code that is not compiled: each tensor is split once in the call."""
-        if scale is None or not self.per_scale:
-            return scale
-        if scale not in self._parts:
-            self._parts[scale] = self.split(scale)
-        return self._parts[scale][place]
 
     def grids(self) -> Sequence[WeightGrid | None]:
         """Return the grid of each part for an op; None where only the quantizer's forward can put the weight there."""

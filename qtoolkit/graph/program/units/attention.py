@@ -1,7 +1,6 @@
 """An attention, whose quantizers and projections are units."""
 
 from collections.abc import Hashable, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from qtoolkit.graph.program.units.function import NONE, FunctionUnit
 from qtoolkit.graph.program.units.layer import LayerPlan, LayerUnit
 from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.attention import Known, Parts
-from qtoolkit.nn.projection import Projection
+from qtoolkit.nn.output_grid import Grid
+from qtoolkit.nn.projection import Projection, Rows
 from qtoolkit.quantizers.codes import TensorCodes
 
 OF_ROWS = ("weight", "bias", "ratio", "rate", "lo", "hi")
@@ -109,14 +109,12 @@ class ProjectionUnit(LayerUnit):
 
     def arguments(self, plan: LayerPlan) -> LayerArguments:
         """Return what the op is told about the projection: of a part of a weight with its part of the weight's grid."""
-        rows = self.modules[0].rows
-        if rows is None or plan.layer.grid is None:
+        if self.modules[0].rows is None or plan.layer.grid is None:
             return plan.layer
-        grid, followed = plan.layer.grid
-        grid = (*map(rows[0].part, grid[:4], repeat(rows[1])), *grid[4:])
-        if followed is not NOT_FOLLOWED:
-            followed = (*map(rows[0].part, followed[:2], repeat(rows[1])), followed[2])
-        return plan.layer._replace(grid=(grid, followed))
+        rows, part = self.modules[0].rows
+        if rows.decided is None:
+            rows.decided = _split(rows, *plan.layer.grid)
+        return plan.layer._replace(grid=rows.decided[part])
 
     def one_by_one(self, x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Compute the projection as the attention does."""
@@ -132,6 +130,15 @@ class ProjectionUnit(LayerUnit):
 
     def _bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
         return super()._bound(plan, tensors[: -len(OF_ROWS)], constants)
+
+
+def _split(rows: Rows, grid: Grid, followed: Grid) -> list[tuple[Grid, Grid]]:
+    """Return the parts of the scale and the grid of a weight, and of the range that the op sets."""
+    grids = [(*scales, *grid[4:]) for scales in zip(*map(rows.split, grid[:4]), strict=True)]
+    if followed is NOT_FOLLOWED:
+        return [(part, followed) for part in grids]
+    ranges = [(*ends, followed[2]) for ends in zip(*map(rows.split, followed[:2]), strict=True)]
+    return list(zip(grids, ranges, strict=True))
 
 
 def _keeps_codes(module: Any) -> bool:
