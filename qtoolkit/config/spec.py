@@ -64,10 +64,10 @@ class QuantSpec:
             "moving_histogram"; `deviations` (2.6) for "clip_std"; `bins` (2048) for all with a histogram; `method` ("mse"; or
             "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram" and "moving_histogram"; `low` (-1.0) and
             `high` (1.0) for "constant".
-        quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153; with the observer
-            "minmax" it starts at the least squared error, with "lsq" as in the paper), or another name of
+        quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153), or another name of
             `qtoolkit.quantizers.table`, which says how to add one: "lsq_plus", "pact", "learned_range", "dsq", "tqt", "dorefa",
-            "apot", "qil". docs/quantizers.md compares them.
+            "apot", "qil". What is trained starts at the least squared error with the observer "minmax", and from the range
+            of any other one. docs/quantizers.md compares them.
         quantizer_args: Options of the quantizer, with their defaults: `alpha` (0.2) for "dsq"; `gamma` (1.0) and `learn_gamma`
             (False) for "qil". The others have none.
         dynamic: Compute the scale of an activation from each input, one for each token (each row of the last dimension), not

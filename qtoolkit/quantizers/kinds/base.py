@@ -58,10 +58,18 @@ class QuantizerKind:
         """Raise ValueError where it cannot quantize a weight, or an activation, of this spec."""
 
     def observer_type(self, spec: QuantSpec, of_weight: bool = False) -> type[Observer]:
-        """Return the type of the observer of a spec, of a weight or an activation."""
+        """Return the type of the observer of a spec, of a weight or an activation.
+
+        What is trained starts at the least squared error where the spec has the default, "minmax"; with groups, as in LSQ's
+        paper. Nothing lies beyond the largest value, so a bound that starts there has no gradient and hardly moves.
+        """
         from qtoolkit.quantizers.table import OBSERVERS  # beside the table of the subclasses of this class
 
-        return OBSERVERS[spec.observer]
+        if not self.LEARNED or spec.observer != "minmax" or spec.format != "int":
+            return OBSERVERS[spec.observer]
+        if spec.group_size is not None:
+            return OBSERVERS["lsq"]
+        return OBSERVERS["moving_histogram" if of_weight else "histogram"]  # a weight is one tensor: no sum is kept
 
     def options(self, spec: QuantSpec) -> dict[str, Any]:
         """Return the value of each option."""

@@ -89,8 +89,8 @@ class PACT(Clipped):
     """The bound of the range is trained (PACT, arXiv 1805.06085): y = round(clamp(x, 0, alpha) / s) s, s = alpha / qmax.
 
     The gradient of alpha is the sum of the incoming gradients where x is above alpha. On a signed grid the elements below
-    -alpha count too. Alpha starts at the bound of the observed range. The paper decays alpha like a weight: pass
-    `scale_weight_decay` to `qtoolkit.parameter_groups`.
+    -alpha count too. The paper starts at a large alpha and decays it like a weight: pass `scale_weight_decay` to
+    `qtoolkit.parameter_groups`.
     """
 
     label = "pact"

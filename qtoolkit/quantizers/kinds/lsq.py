@@ -10,7 +10,6 @@ from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.base import needs_any_scale, needs_integers
 from qtoolkit.quantizers.kinds.from_start import FromStart
-from qtoolkit.quantizers.observers import HistogramObserver, LSQStartObserver, MovingHistogramObserver, Observer
 from qtoolkit.quantizers.spec_ops import lsq_start, straight_through, trained_by_ratio
 
 if TYPE_CHECKING:
@@ -30,16 +29,6 @@ class LSQ(FromStart):
     label = "lsq"
     RULES = (needs_integers, needs_any_scale)
     RATIOS = ("_relative_scale",)
-
-    def observer_type(self, spec: QuantSpec, of_weight: bool = False) -> type[Observer]:
-        """Return the observer of the start: for "minmax" that of the least squared error, with groups that of the paper."""
-        if spec.observer != "minmax":
-            return super().observer_type(spec, of_weight)
-        if spec.group_size is not None:
-            return LSQStartObserver
-        return (
-            MovingHistogramObserver if of_weight else HistogramObserver
-        )  # a weight is one tensor, without a sum to keep
 
     def kept_rate(self, quantizer: "TensorQuantizer", before: Tensor) -> Tensor:
         """Return the rate with the same base."""

@@ -23,7 +23,8 @@ class TQT(QuantizerKind):
     """The logarithm of the threshold t is trained, and the scale is a power of two (TQT, arXiv 1903.08066).
 
     s = 2^ceil(log2 t) / 2^(bits-1), or / 2^bits for unsigned codes. The gradient passes straight through the ceiling:
-    ds / dlog2 t = s ln 2. The threshold starts at the largest magnitude of the observed range. The paper trains it with Adam.
+    ds / dlog2 t = s ln 2. The threshold starts at the largest magnitude of the observed range, which is that of the
+    least squared error by default. The paper trains it with Adam.
     """
 
     POWERS = True
