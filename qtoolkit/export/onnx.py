@@ -265,6 +265,7 @@ def written(
         inputs, shapes = inputs.with_dynamic_batch()
         request = replace(request, inputs=inputs, dynamic_shapes=shapes)
     with (
+        torch.set_grad_enabled(torch.is_grad_enabled()),  # torch restores it through `OpsWritten`, where a Ctrl-C ends that
         evaluating(model),
         in_float(model),
         without_noise(),

@@ -383,8 +383,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     @property
     def takes_any_scale(self) -> bool:
-        """Whether its scale may be any number, not only a power of two."""
-        return not (self.dynamic or self.spec.pow2_scale or self.kind.POWERS)
+        """Whether the scale that it stores may be any number: no power of two, and no parameter that a kind makes it from."""
+        return "_scale" in self._buffers and not (self.dynamic or self.spec.pow2_scale or self.kind.POWERS)
 
     @property
     def follows_factor(self) -> bool:

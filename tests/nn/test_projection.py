@@ -228,13 +228,13 @@ def test_units_have_the_bits_of_their_ops(
     model = trained(Attends(case), "graph", quantizer, arithmetic=forward)
     step(model)  # the first one after a calibration
     other, planned = copy.deepcopy(model), list[str]()
-    plan = ProjectionUnit.planned
+    plan = ProjectionUnit._planned
 
     def counted(self: ProjectionUnit, *inputs: Any) -> Any:
         planned.append(self.modules[0].name)
         return plan(self, *inputs)
 
-    monkeypatch.setattr(ProjectionUnit, "planned", counted)
+    monkeypatch.setattr(ProjectionUnit, "_planned", counted)
     first = step(model)[0]
     assert len(planned) == PRODUCTS.get(case, 3) + 1
     second = step(model)[0]
@@ -268,6 +268,7 @@ def test_one_attention_of_one_and_of_several_tensors() -> None:
 @pytest.mark.parametrize("case", ["keys", "values", "apart", "own weights"])
 @ROADS
 def test_copies_checkpoints_and_compiled_code(road: str, case: str, quantizer: str) -> None:
+    torch.compiler.reset()
     model = trained(Attends(case), road, quantizer)
     copies = [copy.deepcopy(model) for _ in range(3)]
     wanted, _ = step(model)

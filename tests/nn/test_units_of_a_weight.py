@@ -19,7 +19,8 @@ LEARNED = {
     "affine": qt.QuantSpec(bits=4, axis=0, symmetric=False, quantizer="lsq_plus"),
     "pact": qt.QuantSpec(bits=4, axis=0, quantizer="pact"),
     "range": qt.QuantSpec(bits=4, axis=0, symmetric=False, quantizer="learned_range"),
-    "dsq": qt.QuantSpec(bits=4, axis=0, quantizer="dsq"),
+    # From the range: a start in another bin of a histogram would show in the slope of its staircase.
+    "dsq": qt.QuantSpec(bits=4, axis=0, quantizer="dsq", observer="moving_average"),
     "apot": qt.QuantSpec(bits=4, axis=0, quantizer="apot"),
 }
 OF_CHANNELS = {**LEARNED, "histogram": qt.QuantSpec(bits=4, axis=0, observer="histogram")}

@@ -57,11 +57,11 @@ X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize("axis", [None, 0], ids=["per_tensor", "per_channel"])
 def test_a_user_defined_quantizer_goes_from_prepare_to_a_checkpoint(axis: int | None) -> None:
-    prepared, fixed = prepared_net(axis, quantizer="log"), prepared_net(axis)
-    for model in (prepared, fixed):
+    prepared, learned = prepared_net(axis, quantizer="log"), prepared_net(axis, quantizer="lsq")
+    for model in (prepared, learned):
         qt.calibrate(model, [X], progress=False)
     for name, quantizer in qt.quantizers_of(prepared).items():
-        torch.testing.assert_close(quantizer.scale, fixed.get_submodule(name).scale, rtol=1e-6, atol=0)
+        torch.testing.assert_close(quantizer.scale, learned.get_submodule(name).scale, rtol=1e-6, atol=0)
     weight_quantizer = prepared.get_submodule("0.weight_quantizer")
     assert weight_quantizer.scale.shape == (() if axis is None else (4,))
     before = {name: q.scale.clone() for name, q in qt.quantizers_of(prepared).items()}
@@ -76,6 +76,19 @@ def test_a_user_defined_quantizer_goes_from_prepare_to_a_checkpoint(axis: int | 
     loaded = prepared_net(axis, quantizer="log")
     loaded.load_state_dict(prepared.state_dict())
     assert torch.equal(loaded.eval()(X), y)
+
+
+def test_the_factor_of_a_batch_norm_leaves_its_parameter_alone() -> None:
+    """What is stored is a logarithm: times the change of the factor it would be another scale."""
+    weight = qt.QConfig(None, qt.QuantSpec(bits=4, axis=0, quantizer="log"))
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)).train()
+    prepared = qt.prepare(model, torch.randn(2, 1, 5, 5), qconfig_mapping=qt.QConfigMapping().set_global(weight))
+    before = prepared.get_submodule("0.weight_quantizer").scale.clone()
+    for seed in range(3):
+        prepared(9 * torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(seed)))
+        with torch.no_grad():
+            prepared.get_parameter("0.weight").mul_(1.0)  # a step ends
+    assert torch.equal(prepared.get_submodule("0.weight_quantizer").scale, before)
 
 
 def test_its_options_reach_it_and_are_checked() -> None:
