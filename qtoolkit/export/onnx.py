@@ -265,7 +265,8 @@ def written(
         inputs, shapes = inputs.with_dynamic_batch()
         request = replace(request, inputs=inputs, dynamic_shapes=shapes)
     with (
-        torch.set_grad_enabled(torch.is_grad_enabled()),  # torch restores it through `OpsWritten`, where a Ctrl-C ends that
+        # Torch restores the mode through `OpsWritten`, where a Ctrl-C ends that.
+        torch.set_grad_enabled(torch.is_grad_enabled()),
         evaluating(model),
         in_float(model),
         without_noise(),

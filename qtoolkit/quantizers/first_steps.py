@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 FOLLOWED_STEPS = 200  # after a wrong start, 0.9^200 of it is left
 MOMENTUM = 0.1  # the weight of each forward's range
-GROWTH = 0.5  # where it is wider: what a range clips has no gradient, so that activations that grow would train slowly
-GROWTH_BITS = 8  # from which on; fewer codes need a narrow range more (1.5 points of a ResNet-20 with four bits)
 LOOKED_AT = (2, 10, 100, 250)  # the steps whose forwards say how much is clipped
 COUNTED_STEPS = max(LOOKED_AT) + 1
 GROWTH_AT = (1, 2, 5, 10, 20, 50, 100)  # the steps after which learned scales are compared with their start

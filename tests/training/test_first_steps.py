@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.quantizers import first_steps
-from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS, GROWTH, MOMENTUM
+from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS, MOMENTUM
 from qtoolkit.quantizers.weights import weight_quantizer
 
 
@@ -65,24 +65,6 @@ def pooled() -> nn.Sequential:
     return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).train()
 
 
-def test_activations_that_grow_train_as_in_float() -> None:
-    """With ranges that grew by a tenth of the difference, the largest values were clipped, and had no gradient."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)]
-    model, x, labels = nn.Sequential(*layers).train(), torch.randn(16, 12), torch.arange(16) % 10
-    losses = []
-    for trained in (calibrated(model, x), model):
-        optimizer = torch.optim.SGD(trained.parameters(), 0.1, momentum=0.9)
-        for _ in range(25):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(trained(x), labels)
-            loss.backward()
-            optimizer.step()
-        losses.append(float(loss.detach()))
-    quantized, wanted = losses
-    assert quantized < 1.2 * wanted
-
-
 def test_the_first_layer_behind_an_average_pool_gets_a_gradient() -> None:
     x = torch.randn(16, 3, 16, 16)
     prepared = calibrated(pooled(), x)
@@ -111,8 +93,8 @@ def test_a_batch_with_one_value_for_a_channel_takes_the_running_statistics() -> 
 # ---- ranges that follow the data
 
 
-def linear_net(**spec: object) -> tuple[nn.Module, qt.TensorQuantizer]:
-    prepared = calibrated(nn.Sequential(nn.Linear(4, 2)).train(), torch.full((2, 4), 4.0), **spec)
+def linear_net() -> tuple[nn.Module, qt.TensorQuantizer]:
+    prepared = calibrated(nn.Sequential(nn.Linear(4, 2)).train(), torch.full((2, 4), 4.0))
     return prepared, prepared.get_submodule("activation_quantizers.input_1")
 
 
@@ -125,15 +107,14 @@ def steps(model: nn.Module, count: int, value: float = 8.0, accumulate: int = 1)
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("bits", "growth"), [(8, GROWTH), (4, MOMENTUM)])
-def test_a_range_is_the_moving_average_of_the_data_for_a_number_of_steps(bits: int, growth: float) -> None:
-    model, quantizer = linear_net(bits=bits)
+def test_a_range_is_the_moving_average_of_the_data_for_a_number_of_steps() -> None:
+    model, quantizer = linear_net()
     wanted = 4.0
-    for value, weight in ((8.0, growth), (8.0, growth), (2.0, MOMENTUM), (2.0, MOMENTUM)):
+    for _ in range(3):
         assert float(quantizer.amax) == pytest.approx(wanted, rel=1e-5)
-        steps(model, 1, value)
-        wanted += weight * (value - wanted)
-    steps(model, FOLLOWED_STEPS - 4)
+        steps(model, 1)
+        wanted += MOMENTUM * (8.0 - wanted)
+    steps(model, FOLLOWED_STEPS - 3)
     end = float(quantizer.amax)
     assert end == pytest.approx(8.0, rel=1e-3)
     assert not quantizer.follows_data
@@ -147,7 +128,7 @@ def test_the_scale_is_the_same_in_all_forwards_of_a_step() -> None:
     model(torch.full((2, 4), 8.0)).sum().backward()
     assert torch.equal(quantizer.scale, before)
     steps(model, 1, accumulate=3)
-    assert float(quantizer.amax) == pytest.approx(8 - 4 * (1 - GROWTH) ** 4, rel=1e-5)
+    assert float(quantizer.amax) == pytest.approx(8 - 4 * (1 - MOMENTUM) ** 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("how", ["freeze_ranges", "amax", "eval", "calibrated in eval mode", "histogram"])
@@ -204,7 +185,7 @@ def test_compiled_code_follows_without_a_graph_break() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step == 2:
-            assert float(quantizer.amax) == pytest.approx(8 - 4 * (1 - GROWTH) ** 3, rel=1e-5)
+            assert float(quantizer.amax) == pytest.approx(8 - 4 * (1 - MOMENTUM) ** 3, rel=1e-5)
     assert quantizer.steps == FOLLOWED_STEPS + 20
 
 
@@ -366,5 +347,4 @@ def test_a_weight_quantizer_built_for_a_function_has_the_papers_rate() -> None:
 
 
 def test_constants_are_those_of_the_documentation() -> None:
-    assert (FOLLOWED_STEPS, MOMENTUM, GROWTH, first_steps.FAR) == (200, 0.1, 0.5, 8.0)
-    assert max(first_steps.GROWTH_AT) == 100
+    assert (FOLLOWED_STEPS, MOMENTUM, first_steps.FAR, max(first_steps.GROWTH_AT)) == (200, 0.1, 8.0, 100)

@@ -37,9 +37,7 @@ class FixedScale(QuantizerKind):
     def average(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
         """Take x into the moving average; the scale stays until `take_observed`."""
         if isinstance(quantizer.observer, RangeObserver):
-            grows = quantizer.spec.bits >= first_steps.GROWTH_BITS
-            growth = first_steps.GROWTH if grows else first_steps.MOMENTUM
-            quantizer.observer.average(x, first_steps.MOMENTUM, growth)
+            quantizer.observer.average(x, first_steps.MOMENTUM)
 
     def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Do both in one op where there is one."""

@@ -98,11 +98,10 @@ class RangeObserver(EndsObserver):
         """Set the range to that of x alone; NaN and infinities propagate."""
         ops.observe_minmax_(x.detach(), self.lo, self.hi, 1.0, self.axis, self.group, self.block_size)
 
-    def average(self, x: Tensor, momentum: float, growth: float) -> None:
-        """Take the range of x into a moving average with the present range, with these weights or more."""
+    def average(self, x: Tensor, momentum: float) -> None:
+        """Take the range of x into a moving average with the present range, with this weight or the observer's own."""
         channels, momentum = (self.axis, self.group, self.block_size), self.momentum or momentum
-        growth = max(momentum, growth)
-        ops.observe_minmax_(x.detach(), self.lo, self.hi, momentum, *channels, self.skipped, growth)
+        ops.observe_minmax_(x.detach(), self.lo, self.hi, momentum, *channels, self.skipped)
 
     def observe_and_quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec, alone: bool
