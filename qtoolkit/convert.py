@@ -96,7 +96,7 @@ def in_reference_form(prepared: M) -> M:
     _warn_of_those_off(prepared)
     copied = deepcopy_model(prepared, what="convert")
     for quantizer in quantizers_of(copied).values():
-        quantizer.stale = True  # whatever has changed the weight: writes through `weight.data` are seen nowhere
+        quantizer.stale = True  # `weight.data.mul_()` leaves no trace: each range that follows a weight is taken anew
     return freeze.run(copied)
 
 

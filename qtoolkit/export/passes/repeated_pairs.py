@@ -93,14 +93,18 @@ def _constants_of_pair(value: onnx_ir.Value | None) -> Any:
 
 
 def _is_weight(value: onnx_ir.Value) -> bool:
-    """Return whether a layer or a product takes a tensor, or what an op moves it to, other than as its first input."""
-    for user, index in value.uses():
-        kind = kind_by_op(user)
-        if (kind.multiplies or kind.has_weight) and index > 0:
-            return True
-        if moved_inputs(user) and any(map(_is_weight, user.outputs)):
-            return True
-    return False
+    """Return whether a layer or a product takes a tensor, or what ops move it to, other than as its first input."""
+
+    def moved(value: onnx_ir.Value) -> list[onnx_ir.Value]:
+        return [output for user, _ in value.uses() if moved_inputs(user) for output in user.outputs]
+
+    uses = (use for each in reached([value], moved) for use in each.uses())
+    return any(index > 0 and _has_weight(user) for user, index in uses)
+
+
+def _has_weight(node: onnx_ir.Node) -> bool:
+    kind = kind_by_op(node)
+    return kind.multiplies or kind.has_weight
 
 
 # ---- int8 values, behind which onnxruntime would insert pairs itself, and wrongly
