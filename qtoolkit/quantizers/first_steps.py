@@ -90,7 +90,10 @@ def warn_of_capture(quantizer: "TensorQuantizer") -> None:
     _warn(quantizer, found, remedy)
 
 
-RANGES = "Calibrate again on data like that of training (qtoolkit.calibrate), with the model in training mode"
+RANGES = (
+    "Calibrate again on data like that of training (qtoolkit.calibrate), with the model in training mode, and take a signed "
+    "spec for values of both signs"
+)
 
 
 def _values(of: Iterable[Tensor | None]) -> list[list[float]]:
