@@ -49,6 +49,10 @@ std::vector<int64_t> memory_order(const at::Tensor& dense) {
   return order;
 }
 
+at::Tensor empty_as(const at::Tensor& dense, const at::TensorOptions& options) {
+  return at::empty_strided_symint(dense.sym_sizes(), dense.sym_strides(), options);
+}
+
 at::Tensor empty_in_order(const at::Tensor& like, at::IntArrayRef order) {
   if (order.empty()) return at::empty_symint(like.sym_sizes(), like.options());
   std::vector<c10::SymInt> strides(like.dim());
@@ -162,13 +166,13 @@ static bool has_separate_groups(const at::Tensor& dense, int64_t group) {
 }
 
 at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, int64_t group) {
-  at::Tensor y = at::empty_like(x, options);
+  const at::Tensor y = x.is_non_overlapping_and_dense() ? empty_as(x, options) : at::empty_like(x, options);
   return has_separate_groups(y, group) ? y : at::empty_symint(x.sym_sizes(), options);
 }
 
 at::Tensor empty_codes(const at::Tensor& y, bool is_signed, bool packed) {
   const at::TensorOptions bytes = y.options().dtype(is_signed && !packed ? at::kChar : at::kByte);
-  if (!packed) return at::empty_like(y, bytes);
+  if (!packed) return empty_as(y, bytes);
   if (y.is_contiguous()) return at::empty_symint({(y.sym_numel() + 1) / 2}, bytes);
   const bool is_image = y.dim() == 4 && y.is_contiguous(at::MemoryFormat::ChannelsLast);
   if (!is_image || y.sym_size(1) % 2 != 0) return at::empty({0}, bytes);

@@ -24,6 +24,10 @@ CodeBounds representable(int64_t qmin, int64_t qmax, const at::Tensor& x);
 // Dimensions of a dense tensor from the slowest to the fastest in memory; empty for row-major.
 std::vector<int64_t> memory_order(const at::Tensor& dense);
 
+// A tensor of the sizes and strides of a dense one. at::empty_like asks the dispatcher twice.
+at::Tensor empty_as(const at::Tensor& dense, const at::TensorOptions& options);
+inline at::Tensor empty_as(const at::Tensor& dense) { return empty_as(dense, dense.options()); }
+
 // A dense tensor of the sizes (and dtype, device) of `like`, with its dimensions in that order.
 at::Tensor empty_in_order(const at::Tensor& like, at::IntArrayRef order);
 

@@ -2,7 +2,6 @@
 
 #include <ATen/WrapDimUtils.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
 
@@ -137,7 +136,7 @@ class Rows {
     args_.y = y.mutable_data_ptr();
     args_.y_dtype = dtype_of(y);
     on(y.device()).weight_forward(args_, y.device());
-    return y.to(type);
+    return as_type(y, type);
   }
 
   WeightCodes codes(at::ScalarType type) {
@@ -161,7 +160,7 @@ class Rows {
     // Large buffers are new pages each time, and a new page costs more than the kernel's work on it. CUDA's kernels
     // read grad through a cache that does not see writes.
     const bool takes_over = memory == OfGrad::taken && in.is_cpu() && in.strides() == w_.weight.strides();
-    result[0] = takes_over ? in : at::empty_like(w_.weight);
+    result[0] = takes_over ? in : empty_as(w_.weight);
     args_.other_format = turned;
     args_.grad = in.const_data_ptr();
     args_.grad_dtype = dtype_of(in);

@@ -27,7 +27,7 @@ using std::optional;
 using torch::jit::Stack;
 
 optional<Tensor> cast(const optional<Tensor>& t, at::ScalarType dtype) {
-  return t.has_value() ? optional<Tensor>(t->to(dtype)) : std::nullopt;
+  return t.has_value() ? optional<Tensor>(as_type(*t, dtype)) : std::nullopt;
 }
 
 }  // namespace
@@ -44,10 +44,10 @@ Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l
   check_raw(kOp, raw, x.sym_sizes(), x);
   const WithoutAutocast guard;
   const at::MemoryFormat of_output = format.value_or(output_format(x, l));
-  if (l.integer && !x.is_meta()) return integer_layer(x, bias, l).contiguous(of_output).to(type);
+  if (l.integer && !x.is_meta()) return as_type(integer_layer(x, bias, l).contiguous(of_output), type);
   const Tensor weight = fake_quant_weight(l, l.geometry, l.weight.suggest_memory_format(), type, Lifetime::call);
   const auto compute = l.geometry.is_linear() ? &apply : &strided_pointwise::convolution;
-  return compute(x.to(type), weight, cast(bias, type), l.geometry).contiguous(of_output);
+  return compute(as_type(x, type), weight, cast(bias, type), l.geometry).contiguous(of_output);
 }
 
 // ---- backward
@@ -110,7 +110,7 @@ Tensor rebuilt(const Layer& l, c10::SymIntArrayRef size, at::ScalarType x_dtype,
   if (!values) return at::empty_symint(size, grad.options().memory_format(format));
   // The values were rounded to x_dtype. From float32, one rounding gives the type of the gradient.
   const auto first = x_dtype == at::kFloat && type != at::kDouble ? type : x_dtype;
-  const Tensor x = dequantize_input(l, size, first).to(type);
+  const Tensor x = as_type(dequantize_input(l, size, first), type);
   return is_image ? x.contiguous(format) : x;
 }
 
@@ -158,7 +158,7 @@ GradientsOfLayer quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef si
   if (in_weight) {
     w = weight_backward(dweight, l, l.geometry, {wanted[1], wanted[2], wanted[3], wanted[4]}, OfGrad::taken);
   }
-  if (wanted[0]) dx = dx.to(x_dtype).contiguous(x.suggest_memory_format());
+  if (wanted[0]) dx = as_type(dx, x_dtype).contiguous(x.suggest_memory_format());
   GradientsOfLayer gradients = {dx, w[0], w[1], w[2], w[3], dbias};
   if (wanted[6] && raw.x.has_value()) {
     gradients[6] = raw_scale_gradient(dy, weight, l, raw, x.suggest_memory_format());

@@ -51,8 +51,8 @@ static Tensor batch_norm_rescale_(Tensor& start, const optional<Tensor>& rate, T
   check_rescale(start, rate, known, variance, gamma, eps);
   const Tensor copy = variance.clone(at::MemoryFormat::Contiguous);
   if (start.is_meta() || variance.numel() == 0) return copy;
-  const Tensor of_start = copy.to(start.scalar_type());
-  const Tensor factor = gamma.has_value() ? gamma->to(start.scalar_type()).contiguous() : Tensor();
+  const Tensor of_start = as_type(copy, start.scalar_type());
+  const Tensor factor = gamma.has_value() ? as_type(*gamma, start.scalar_type()).contiguous() : Tensor();
   FactorChange u;
   u.f64 = start.scalar_type() == at::kDouble;
   u.scales = start.numel();

@@ -4,7 +4,6 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/eq.h>
 #include <ATen/ops/masked_fill.h>
 #include <ATen/ops/maximum.h>
@@ -166,7 +165,7 @@ bool add_bias(UnitScales& u, const UnitParts& p, const GivenBias& given, const S
   const int64_t channels = output_channels(l.weight, l.geometry).expect_int(), scales = s.weight.start->numel();
   if (given.on_grid && scales != 1 && scales != channels) return false;
   if (!is_one_launch({&s.variance, &s.weight.start, &given.bias, &mean, &beta, &x_scale})) return false;
-  result.bias = at::empty_like(folds ? *mean : *given.bias);
+  result.bias = empty_as(folds ? *mean : *given.bias);
   u.channels = channels;
   u.bias = {data(given.bias), data(mean), data(beta), data(x_scale), result.bias->mutable_data_ptr()};
   return true;
@@ -206,7 +205,7 @@ Scales make_scales(const UnitParts& p, const Followed& followed, const GivenBias
   Scales result;
   UnitScales u;
   const auto set = [&](TrainedScale& scale, const Trained& from) {
-    const Tensor to = at::empty_like(*from.start);
+    const Tensor to = empty_as(*from.start);
     scale = {to.numel(), from.start->const_data_ptr(), data(from.ratio), to.mutable_data_ptr()};
     u.f64 = to.scalar_type() == at::kDouble;
     return to;
@@ -214,7 +213,7 @@ Scales make_scales(const UnitParts& p, const Followed& followed, const GivenBias
   if (s.weight.start.has_value()) result.scale = set(u.weight, s.weight);
   if (s.output.start.has_value()) result.y_scale = set(u.output, s.output);
   if (s.variance.has_value()) {
-    result.factor = at::empty_like(*s.variance);
+    result.factor = empty_as(*s.variance);
     u.f64 = s.variance->scalar_type() == at::kDouble;
     u.channels = s.variance->numel();
     u.eps = p.norm->eps;
@@ -280,7 +279,7 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
   }
   UnitGradients u;
   const auto set = [&](RatioGradient& r, const Tensor& grad, const Trained& from, Tensor& to) {
-    to = at::empty_like(*from.ratio);
+    to = empty_as(*from.ratio);
     u.f64 = to.scalar_type() == at::kDouble;
     r = {to.numel(),      grad.const_data_ptr(), from.start->const_data_ptr(), from.ratio->const_data_ptr(),
          data(from.rate), to.mutable_data_ptr()};
@@ -302,11 +301,11 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
     u.of_bias = data(tensors[5]);
   }
   if (in.of_factor.defined()) {
-    result.gamma = at::empty_like(*s.gamma);
+    result.gamma = empty_as(*s.gamma);
     u.result = result.gamma.mutable_data_ptr();
   }
   if (of_bias) {
-    result.bias = at::empty_like(*bias);
+    result.bias = empty_as(*bias);
     u.bias_result = result.bias.mutable_data_ptr();
   }
   if (largest_count(u) == 0) return result;
