@@ -75,18 +75,12 @@ class MatMul(OpKernel):
     """A product of two activations: factor as bs / ys. Source: batch_matmul.cc."""
 
     NAME = "BATCH_MATMUL"
-    factor: Tensor
-
-    def refresh(self) -> None:
-        """Compute the factor."""
-        super().refresh()
-        a, b = self.inputs
-        self.constant("factor", a.scale.double() * b.scale.double() / output_of(self).scale.double())
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the values of the output's codes."""
-        a, b = self.inputs
-        return requantized(exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends), self.factor, output_of(self))
+        (a, b), output = self.inputs, output_of(self)
+        factor = a.scale.double() * b.scale.double() / output.scale.double()
+        return requantized(exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends), factor, output)
 
 
 class Multiply(QLinearMul):
@@ -94,10 +88,8 @@ class Multiply(QLinearMul):
 
     NAME = "MUL"
 
-    def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the codes of x * other."""
-        a, b = self.inputs
-        return requantized(a.centred(x) * b.centred(other), self.factor, output_of(self))
+    def rounded(self, products: Tensor, factor: Tensor, output: Side) -> Tensor:
+        return requantized(products, factor, output)
 
 
 class Add(SumKernel):
@@ -131,16 +123,11 @@ class Absolute(OpKernel):
     """|x - xz| times xs / ys. Source: elementwise.cc."""
 
     NAME = "ABS"
-    factor: Tensor
-
-    def refresh(self) -> None:
-        """Compute the factor."""
-        super().refresh()
-        self.constant("factor", self.inputs[0].scale / output_of(self).scale)
 
     def compute(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return the values of the output's codes."""
-        return requantized(self.inputs[0].centred(x).abs(), self.factor, output_of(self))
+        (source,), output = self.inputs, output_of(self)
+        return requantized(source.centred(x).abs(), source.scale / output.scale, output)
 
 
 class AveragePool(OpKernel):
