@@ -61,15 +61,6 @@ class RuntimeCodes:
         on_codes: The layers that the model itself computes in integers.
         steps: By how many steps a code may differ where the runtime rounds in another order.
         nan: The quantizers of the model that get NaN, for which there is nothing to compare.
-
-    Example:
-        >>> import tempfile
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     found = qt.quantize(model, [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx").verification
-        >>> codes = found.runtimes["onnxruntime"]
-        >>> codes.verdict.name, codes.output_difference
-        ('EQUAL', 0.0)
     """
 
     runtime: str
@@ -267,16 +258,7 @@ class RuntimeCodes:
 
 @dataclass(frozen=True)
 class DeployedVerification:
-    """What `verify` returns: the comparison with each runtime, by the runtime's name.
-
-    Example:
-        >>> import tempfile
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     found = qt.quantize(model, [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx").verification
-        >>> list(found.runtimes), found.check()["onnxruntime"].name
-        (['onnxruntime'], 'EQUAL')
-    """
+    """What `verify` returns: the comparison with each runtime, by the runtime's name."""
 
     runtimes: Mapping[str, RuntimeCodes]
 
