@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qtoolkit.checkpoint.optimizers import Keep, optimizer_tree
-from qtoolkit.checkpoint.record import OWN, VERSION, Record
-from qtoolkit.checkpoint.tree import decode, encode
+from qtoolkit.checkpoint.record import OWN, VERSION, Record, decode, encode
 from qtoolkit.eager.record import plan_of
 from qtoolkit.model_state import RandomState
 from qtoolkit.processes import is_sharded, rank, ranks

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qtoolkit.checkpoint.tree import decode, encode
+from qtoolkit.checkpoint.record import decode, encode
 from qtoolkit.errors import some
 
 Keep = Callable[[str, Tensor], str]  # stores a tensor by a name like this one, and returns its key
