@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.integer import int8_product
-from qtoolkit.integer.onednn import Int8Sums, int8_sums
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Geometry
 from qtoolkit.ops.recording import is_recorded_for_onnx
@@ -143,10 +142,9 @@ class LayerKernel(Kernel):
     # without a bias
     bias: Tensor | None
     bounds: Bounds
-    _int8: dict[torch.Size, Int8Sums | None]  # torch's kernel, with the weight packed for the last shape of the input
-    _products: dict[
-        tuple[torch.device, Geometry | None], int8_product.CodeSums | None
-    ]  # the same on a GPU, of the last call
+    # torch's kernel, with the weight packed for the last shape of the input; the same on a GPU, of the last call
+    _int8: dict[torch.Size, int8_product.Int8Sums | None]
+    _products: dict[tuple[torch.device, Geometry | None], int8_product.CodeSums | None]
 
     def __init__(self, layer: QuantWeighted, source: Grid, output: Grid | None, call: int = 0) -> None:
         super().__init__([source], None if self.TO_FLOAT else output)
@@ -205,12 +203,12 @@ class LayerKernel(Kernel):
         transforms = may_transform(x, self.layer.OP_KIND.convolves)
         return exact_sums(product, source.centred(x), self.codes, self.bounds, transforms)
 
-    def _int8_sums(self, x: Tensor) -> Int8Sums | None:
+    def _int8_sums(self, x: Tensor) -> int8_product.Int8Sums | None:
         """Return torch's int8 kernel of the layer; None where there is none, and for graphs, which do not hold its weights."""
         if torch.compiler.is_compiling() or not x.is_cpu or not x.numel() or x.dim() < self.codes.dim():
             return None
         if x.shape not in self._int8:
-            self._int8 = {x.shape: int8_sums(self.layer, self.codes, list(x.shape))}
+            self._int8 = {x.shape: int8_product.int8_sums(self.layer, self.codes, list(x.shape))}
         return self._int8[x.shape]
 
     def _sums_by_product(self, x: Tensor, *args: Any, **kwargs: Any) -> int8_product.CodeSums | None:
