@@ -12,6 +12,7 @@ from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER, placeholders_in
 from qtoolkit.export.files.graph import constant_input
 from qtoolkit.export.pairs.storage import SUMS
+from qtoolkit.lint.ops import Array
 
 
 def encoding_of(node: onnx_ir.Node) -> Encoding | None:
@@ -114,7 +115,7 @@ def clip(source: onnx_ir.Value, encoding: Encoding, slack: float) -> None:
     source.const_value = onnx_ir.Tensor(clipped, tensor.dtype, name=source.name)
 
 
-def along_axis(values: "np.ndarray[Any, Any]", encoding: Encoding, shape: Any) -> "np.ndarray[Any, Any]":
+def along_axis(values: Array, encoding: Encoding, shape: Any) -> Array:
     """Return values, one or one for each channel, in a shape that broadcasts to a tensor of this shape."""
     sizes = [1] * len(shape)
     if encoding.axis is None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from qtoolkit.export.pairs.opsets import NATIVE
 from qtoolkit.export.pairs.pair_form import PairForm
-from qtoolkit.export.pairs.storage import FLOATS, SUMS, Array, smallest_opset, storage_of
-from qtoolkit.lint.file_facts import BLOCKS_OPSET
+from qtoolkit.export.pairs.storage import FLOATS, SUMS, smallest_opset, storage_of
+from qtoolkit.lint.ops import BLOCKS_OPSET, Array
 
 V = TypeVar("V")
 

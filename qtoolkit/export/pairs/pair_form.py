@@ -13,8 +13,8 @@ import numpy as np
 from onnx_ir import DataType
 
 from qtoolkit.export.files.quantizer_nodes import DEQUANTIZE, QUANTIZE
-from qtoolkit.export.pairs.storage import SUMS, Array, Storage
-from qtoolkit.lint.file_facts import BLOCKS_OPSET
+from qtoolkit.export.pairs.storage import SUMS, Storage
+from qtoolkit.lint.ops import BLOCKS_OPSET, Array
 
 V = TypeVar("V")
 

@@ -1,7 +1,6 @@
 """The types in which a file stores codes, the opsets that have them, and the codes of constants."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,11 +9,9 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from qtoolkit import ops
 from qtoolkit.config.formats import LARGEST
-from qtoolkit.lint.file_facts import BLOCKS_OPSET, first_opset
+from qtoolkit.lint.ops import BLOCKS_OPSET, Array, first_opset
 from qtoolkit.quantizers.bias import LARGEST_CODE
 from qtoolkit.quantizers.frozen import code_dtype
-
-Array = np.ndarray[Any, Any]
 
 # The types of small floats.
 FLOATS = {"e4m3": DataType.FLOAT8E4M3FN, "e5m2": DataType.FLOAT8E5M2, "e2m1": DataType.FLOAT4E2M1}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qtoolkit.export.files.quantizer_nodes import quantizer_of
-from qtoolkit.lint.file_facts import BLOCKS_OPSET
+from qtoolkit.lint.ops import BLOCKS_OPSET
 from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
