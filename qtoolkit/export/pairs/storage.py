@@ -23,6 +23,17 @@ POWERS_OPSET = 24  # the first whose scales may be powers of two in 8 bits, as i
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """How a quantizing op rounds: its arguments that are no tensors."""
+
+    format: str  # "int", or the float format
+    code_range: tuple[int, int]  # lowest and highest integer code
+    axis: int | None  # of the channels; None for one scale
+    group: int = 1  # the parts of dimension 0 that have scales of their own
+    block_size: int = 0  # the elements along the axis that share a scale; 0 without blocks
+
+
+@dataclass(frozen=True)
 class Storage:
     """How a file stores codes."""
 
