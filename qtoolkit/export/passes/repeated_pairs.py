@@ -63,9 +63,7 @@ def _insert_pair(model: onnx_ir.Model, node: onnx_ir.Node, output: onnx_ir.Value
     inputs = [quantize.outputs[0], *pair]
     dequantize = onnx_ir.node("DequantizeLinear", inputs, attributes, name=f"{output.name}_dequantize")
     for new, like in ((quantize, pair[1]), (dequantize, output)):
-        new.outputs[0].shape = output.shape
-        if like.dtype is not None:  # the TorchScript exporter writes few types
-            new.outputs[0].dtype = like.dtype
+        new.outputs[0].shape, new.outputs[0].type = output.shape, like.type
     model.graph.insert_after(node, [quantize, dequantize])
     return dequantize.outputs[0]
 
