@@ -288,7 +288,6 @@ class SumKernel(OpKernel):
     AS_UNSIGNED: ClassVar[bool] = False  # whether signed codes are taken as unsigned ones
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the codes of the sum, or of the difference."""
         sides = (*self.inputs, output_of(self))
         a, b, y = ((s.scale, s.unsigned_zero_point if self.AS_UNSIGNED else s.zero_point) for s in sides)
         return add_codes(x, *a, other, *b, *y, *output_of(self).ends, **self.HOW)

@@ -52,7 +52,6 @@ class Layer(LayerKernel):
     factor: Tensor
 
     def refresh(self) -> None:
-        """Compute the factors."""
         super().refresh()
         weight = self.layer.weight_quantizer
         if weight is not None:
@@ -77,7 +76,6 @@ class MatMul(OpKernel):
     NAME = "BATCH_MATMUL"
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the output's codes."""
         (a, b), output = self.inputs, output_of(self)
         factor = a.scale.double() * b.scale.double() / output.scale.double()
         return requantized(exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends), factor, output)
@@ -110,7 +108,6 @@ class LeakyReLU(OpKernel):
     NAME = "LEAKY_RELU"
 
     def compute(self, x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-        """Return the values of the output's codes."""
         (source,), output = self.inputs, output_of(self)
         slope = getattr(self._op[0], "negative_slope", negative_slope)
         of_sign = (source.scale * source.scale.new_tensor(factor) / output.scale for factor in (1.0, slope))
@@ -125,7 +122,6 @@ class Absolute(OpKernel):
     NAME = "ABS"
 
     def compute(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the values of the output's codes."""
         (source,), output = self.inputs, output_of(self)
         return requantized(source.centred(x).abs(), source.scale / output.scale, output)
 
@@ -136,7 +132,6 @@ class AveragePool(OpKernel):
     NAME = "AVERAGE_POOL_2D"
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
         sums, counts = self._sums_and_counts(source.centred(x).double(), *args, **kwargs)
         return output.clamped(average_codes(sums + counts * source.zero_point, counts))
@@ -176,7 +171,6 @@ class Mean(OpKernel):
     NAME = "MEAN"
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
         means = self._op[0](source.centred(x).double(), *args, **kwargs)
         count = x.numel() // means.numel()
@@ -189,7 +183,6 @@ class Table(OpKernel):
     NAME = "table of 256 codes"
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the values of the output's codes."""
         output = output_of(self)
         return output.rounded(self._op[0](x, *args, **kwargs), 1 / output.scale)
 
@@ -201,12 +194,10 @@ class Softmax(OpKernel):
     input_step: float
 
     def refresh(self) -> None:
-        """Read the scale."""
         super().refresh()
         self.input_step = float(self.inputs[0].scale)
 
     def compute(self, x: Tensor, dim: int = -1, *_: Any, **__: Any) -> Tensor:
-        """Return the values of the output's codes."""
         along = getattr(self._op[0], "dim", dim)
         return softmax_codes(self.inputs[0].centred(x), self.input_step, along) * output_of(self).scale
 
@@ -219,12 +210,10 @@ class HardSwish(OpKernel):
     output_step: float
 
     def refresh(self) -> None:
-        """Read the scales."""
         super().refresh()
         self.input_step, self.output_step = float(self.inputs[0].scale), float(output_of(self).scale)
 
     def compute(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the values of the output's codes."""
         codes, output = self.inputs[0].centred(x), output_of(self)
         return hard_swish_codes(codes, self.input_step, self.output_step, *output.ends) * output.scale
 
@@ -244,7 +233,6 @@ class ResizeLinear(OpKernel):
         *_: Any,
         **__: Any,
     ) -> Tensor:
-        """Return the values of the output's codes."""
         (source,), output, op = self.inputs, output_of(self), self._op[0]
         aligned = bool(getattr(op, "align_corners", align_corners))
         given = () if isinstance(op, nn.Module) else (size, scale_factor, mode, align_corners)

@@ -37,7 +37,6 @@ class QLinearConv(LayerKernel):
     factor: Tensor
 
     def refresh(self) -> None:
-        """Compute the factors."""
         super().refresh()
         self.constant("factor", self.steps / output_of(self).scale)
 
@@ -81,7 +80,6 @@ class QLinearMul(OpKernel):
     NAME = "QLinearMul"
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the codes of x * other."""
         (a, b), output = self.inputs, output_of(self)
         return self.rounded(a.centred(x) * b.centred(other), a.scale * b.scale / output.scale, output)
 
@@ -111,7 +109,6 @@ class QLinearGlobalAveragePool(OpKernel):
     NAME = "QLinearGlobalAveragePool"
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
         count = x.shape[2:].numel()
         sums = source.centred(x).double().sum(tuple(range(2, x.dim())), keepdim=self._keeps_dimensions(*args, **kwargs))
@@ -131,7 +128,6 @@ class QLinearAveragePool(OpKernel):
     NAME = "QLinearAveragePool"
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the values of the means' codes."""
         output = output_of(self)
         return output.rounded(self._op[0](x, *args, **kwargs), None, zero_code=output.unsigned_zero_point)
 

@@ -47,7 +47,6 @@ class FakeQuantizeIR(Target):
         return BackendFiles(xml, (weights,), tuple(found))
 
     def read(self, path: Path) -> list[Encoding]:
-        """Read the encodings of an IR."""
         return _read_operations(with_ending(path, ".xml"))
 
 

@@ -24,10 +24,6 @@ class Verdict(Enum):
         ROUNDING: Codes differ end to end, but each quantizer's, computed from the runtime's own codes before it, differ by no
             more than the runtime's order of rounding explains.
         DIFFERENT: The runtime computes something else than the model.
-
-    Example:
-        >>> print(qt.export.Verdict.EQUAL)
-        equal
     """
 
     EQUAL = "equal"
