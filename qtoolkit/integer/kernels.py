@@ -3,7 +3,7 @@
 A value on a grid determines its code, so tensors keep the values, which every other op, hook and report can read.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,13 +13,14 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.integer import int8_product
+from qtoolkit.model_state import attribute_kept
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Geometry
 from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.ops.requantize import add_codes, centred_codes, requantize
 from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
 from qtoolkit.quantizers.bias import bias_scale, codes_of
-from qtoolkit.quantizers.frozen import Grid, QuantizesAs
+from qtoolkit.quantizers.frozen import Grid
 
 
 @dataclass(frozen=True)
@@ -114,20 +115,14 @@ def takes_two(node: fx.Node, inputs: Sequence[Grid]) -> bool:
 @contextmanager
 def in_float(model: nn.Module) -> Iterator[None]:
     """Let a model compute as its float form does, for the duration of a `with` block."""
-    kernels = [module for module in model.modules() if isinstance(module, Kernel) and module.enabled]
-    grids = {each: each.quantizes_as for each in model.modules() if isinstance(each, Grid) and each.quantizes_as}
-    _set(kernels, dict.fromkeys(grids), False)
-    try:
+    kernels = [module for module in model.modules() if isinstance(module, Kernel)]
+    grids = [module for module in model.modules() if isinstance(module, Grid) and module.quantizes_as]
+    with attribute_kept(kernels, "enabled"), attribute_kept(grids, "quantizes_as"):
+        for kernel in kernels:
+            kernel.enabled = False
+        for grid in grids:
+            grid.quantizes_as = None
         yield
-    finally:
-        _set(kernels, grids, True)
-
-
-def _set(kernels: Iterable[Kernel], grids: Mapping[Grid, QuantizesAs | None], on: bool) -> None:
-    for kernel in kernels:
-        kernel.enabled = on
-    for grid, quantizes_as in grids.items():
-        grid.quantizes_as = quantizes_as
 
 
 class LayerKernel(Kernel):
