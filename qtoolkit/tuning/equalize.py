@@ -293,7 +293,6 @@ def _obstacles(
     names, owners = names_by_module(model), owners_of_parameters(model)
 
     def obstacle(node: fx.Node) -> str:
-        """Return why the weight of a layer cannot be scaled; "" if it can."""
         module, name = module_of(node), str(node.target)
         if name in skip:
             return "skip names it"
