@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
@@ -10,42 +10,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qtoolkit.checkpoint.optimizers import optimizer_tree
-from qtoolkit.checkpoint.record import OWN, VERSION, Record
-from qtoolkit.checkpoint.tree import decode, encode
+from qtoolkit.checkpoint.optimizers import Keep, optimizer_tree
+from qtoolkit.checkpoint.record import OWN, VERSION, Record, decode, encode
 from qtoolkit.eager.record import plan_of
 from qtoolkit.model_state import RandomState
 from qtoolkit.processes import is_sharded, rank, ranks
 
 
-@dataclass
-class Contents:
-    """The tensors of this process, by their keys, and the record, which is that of all processes."""
+def _keep_state_dict(tensors: dict[str, Tensor], saved: Mapping[str, Any]) -> dict[str, str]:
+    """Add the entries of a model's state dict; return those that are the same tensor as another one, with its name."""
+    aliases, seen = dict[str, str](), dict[tuple[Any, ...], str]()
+    for name, value in saved.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"save_checkpoint: the entry {name!r} of the state dict is a {type(value).__name__}, and a checkpoint "
+                f"holds tensors; let get_extra_state return a tensor."
+            )
+        first = seen.setdefault(_identity(name, value), name)
+        if first == name:
+            tensors[name] = value.detach()
+        else:
+            aliases[name] = first
+    return aliases
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def keep_state_dict(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        """Add the entries of a model's state dict; return those that are the same tensor as another one, with its name."""
-        aliases, seen = dict[str, str](), dict[tuple[Any, ...], str]()
-        for name, value in saved.items():
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"save_checkpoint: the entry {name!r} of the state dict is a {type(value).__name__}, and a checkpoint "
-                    f"holds tensors; let get_extra_state return a tensor."
-                )
-            first = seen.setdefault(_identity(name, value), name)
-            if first == name:
-                self.tensors[name] = value.detach()
-            else:
-                aliases[name] = first
-        return aliases
-
-    def keep(self, name: str, tensor: Tensor) -> str:
-        """Add a tensor that is not of the model's state dict, and return its key."""
-        keys = chain([f"{OWN}{name}"], (f"{OWN}{name}/{number}" for number in count(1)))
-        key = next(key for key in keys if key not in self.tensors)
-        self.tensors[key] = tensor.detach()
-        return key
+def _keep(tensors: dict[str, Tensor], name: str, tensor: Tensor) -> str:
+    """Add a tensor that is not of the model's state dict, and return its key."""
+    keys = chain([f"{OWN}{name}"], (f"{OWN}{name}/{number}" for number in count(1)))
+    key = next(key for key in keys if key not in tensors)
+    tensors[key] = tensor.detach()
+    return key
 
 
 def contents_of(
@@ -55,12 +49,12 @@ def contents_of(
 
     Raises TypeError for a state that no checkpoint can hold, ValueError for the optimizer of another model.
     """
-    contents, saved = Contents(), model.state_dict()
-    aliases = contents.keep_state_dict(saved)
-    trees = {name: _tree(name, value, contents) for name, value in state.items()}
-    of_optimizer = None if optimizer is None else optimizer_tree(model, optimizer, contents.keep)
+    tensors, saved = dict[str, Tensor](), model.state_dict()
+    aliases, keep = _keep_state_dict(tensors, saved), partial(_keep, tensors)
+    trees = {name: _tree(name, value, keep) for name, value in state.items()}
+    of_optimizer = None if optimizer is None else optimizer_tree(model, optimizer, keep)
     if optimizer is not None:
-        contents.keep(random_name(rank()), random_bytes())
+        keep(random_name(rank()), random_bytes())
     plan = plan_of(model)
     record = Record(
         modules=getattr(saved, "_metadata", {}),
@@ -74,7 +68,7 @@ def contents_of(
         version=VERSION,
     )
     memory: set[int] = set()
-    return {name: _alone(tensor, memory) for name, tensor in contents.tensors.items()}, record
+    return {name: _alone(tensor, memory) for name, tensor in tensors.items()}, record
 
 
 def random_name(rank: int) -> str:
@@ -87,9 +81,9 @@ def is_object(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _tree(name: str, value: Any, contents: Contents) -> dict[str, Any]:
+def _tree(name: str, value: Any, keep: Keep) -> dict[str, Any]:
     kind, content = ("object", value.state_dict()) if is_object(value) else ("value", value)
-    return {kind: encode(content, f"state[{name!r}]", lambda tensor: contents.keep(f"state/{name}", tensor))}
+    return {kind: encode(content, f"state[{name!r}]", partial(keep, f"state/{name}"))}
 
 
 def _identity(name: str, tensor: Tensor) -> tuple[Any, ...]:

@@ -17,8 +17,7 @@ from qtoolkit.checkpoint.contents import is_object, random_name, restore_random
 from qtoolkit.checkpoint.file import InMemory, read_file, read_pickle
 from qtoolkit.checkpoint.fitting import check_config, check_names, check_ranges, check_shapes, differences
 from qtoolkit.checkpoint.optimizers import check_optimizer, optimizer_state, shaped_like
-from qtoolkit.checkpoint.record import INDEX, OWN, Record
-from qtoolkit.checkpoint.tree import decode
+from qtoolkit.checkpoint.record import INDEX, OWN, Record, decode
 from qtoolkit.errors import check_known
 from qtoolkit.finite import check_finite
 from qtoolkit.model_state import unchanged_on_error, values_unchanged_on_error

@@ -1,12 +1,13 @@
 """The state of an optimizer, by the names of the model's parameters."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qtoolkit.checkpoint.tree import decode, encode
+from qtoolkit.checkpoint.record import decode, encode
 from qtoolkit.errors import some
 
 Keep = Callable[[str, Tensor], str]  # stores a tensor by a name like this one, and returns its key
@@ -22,13 +23,13 @@ def optimizer_tree(model: nn.Module, optimizer: Optimizer, keep: Keep) -> dict[s
     }
     states = {
         name_of[number]: {
-            name: encode(value, f"the optimizer's {name!r}", _keeping(f"optimizer/{name_of[number]}/{name}", keep))
+            name: encode(value, f"the optimizer's {name!r}", partial(keep, f"optimizer/{name_of[number]}/{name}"))
             for name, value in state.items()
         }
         for number, state in saved["state"].items()
     }
     options = [{name: value for name, value in group.items() if name != "params"} for group in saved["param_groups"]]
-    encoded = [encode(each, "a group of the optimizer", _keeping("optimizer", keep)) for each in options]
+    encoded = [encode(each, "a group of the optimizer", partial(keep, "optimizer")) for each in options]
     return {"type": type(optimizer).__name__, "groups": groups, "options": encoded, "states": states}
 
 
@@ -82,10 +83,6 @@ def _names_in_groups(model: nn.Module, optimizer: Optimizer, what: str) -> list[
             f"{tuple(lost[0].shape)}; pass the optimizer of this model."
         )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _keeping(name: str, keep: Keep) -> Callable[[Tensor], str]:
-    return lambda tensor: keep(name, tensor)
 
 
 def _noting(found: dict[str, Tensor], tensor: Tensor) -> Callable[[str], Tensor]:

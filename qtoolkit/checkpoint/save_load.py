@@ -37,15 +37,6 @@ class Checkpoint:
         backend: The name of the backend that the saved model was prepared for, if any.
         mapping: The QConfigMapping of the saved model as JSON, if it had one.
         version: The version of the checkpoint; None for a state dict.
-
-    Example:
-        >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     qt.save_checkpoint(prepared, folder + "/model.safetensors")
-        ...     found = qt.load_checkpoint(folder + "/model.safetensors", prepared)
-        >>> found.backend, found.missing
-        ('tensorrt', ())
     """
 
     path: Path

@@ -10,17 +10,7 @@ from qtoolkit.debug.watch import Watch, watch
 from qtoolkit.public import publish
 
 __all__ = [
-    "Activity",
-    "Comparison",
-    "LayerComparison",
-    "Row",
-    "Sensitivity",
-    "Similarity",
-    "Watch",
-    "compare",
-    "draw",
-    "report",
-    "sensitivity",
-    "watch",
-]
+    "Activity", "Comparison", "LayerComparison", "Row", "Sensitivity", "Similarity", "Watch", "compare", "draw",
+    "report", "sensitivity", "watch",
+]  # fmt: skip
 publish(__name__, Hook)

@@ -135,8 +135,7 @@ class _MeanNorm:
     """The mean over calls of the norm of some tensors, without those that are not finite, as under a GradScaler."""
 
     def __init__(self) -> None:
-        self.total: Tensor | None = None
-        self.count: Tensor | None = None
+        self.total, self.count = torch.zeros(()), torch.zeros((), dtype=torch.int32)
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor], factor: Tensor | None = None) -> None:
@@ -145,15 +144,13 @@ class _MeanNorm:
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         norm = norm if factor is None else norm / factor
         finite = torch.isfinite(norm)
-        norm = torch.where(finite, norm, 0)
-        self.total = norm if self.total is None else self.total.to(norm.device) + norm
-        self.count = finite.int() if self.count is None else self.count.to(norm.device) + finite
+        self.total = self.total.to(norm.device) + torch.where(finite, norm, 0)
+        self.count = self.count.to(norm.device) + finite
 
     def read(self) -> float | None:
         """Return the mean of the norms; None where there was none."""
-        if self.total is None or self.count is None or not bool(self.count):
-            return None
-        return float(self.total) / int(self.count)
+        count = int(self.count)
+        return float(self.total) / count if count else None
 
 
 def _norm(x: Tensor) -> Tensor:

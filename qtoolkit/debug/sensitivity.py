@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -186,7 +187,7 @@ def sensitivity(
         check_known(by, name, [unit.name for unit in every])
     units = [unit for unit in every if names is None or unit.name in names]
     with progress_bar("sensitivity", "scores", progress, total=len(units) + 2) as bar:
-        score = _Score(model, evaluate, bar)
+        score = partial(_score, model, evaluate, bar)
         quantized = score(named_quantizers(model), "all layers quantized")
         in_float = score((), "no layer quantized")
         rows = []
@@ -205,21 +206,14 @@ def sensitivity(
     return Sensitivity(in_float, quantized, tuple(rows), by, types, None if plan is None else plan.mapping)
 
 
-@dataclass(frozen=True)
-class _Score:
-    """Scores the model with some quantizers enabled and all others disabled, with observers disabled."""
-
-    model: nn.Module
-    evaluate: Callable[[nn.Module], float]
-    bar: Any
-
-    def __call__(self, on: Collection[str], what: str) -> float:
-        with disable_quantization(self.model), freeze_ranges(self.model), evaluating(self.model):
-            for name, quantizer in named_quantizers(self.model).items():
-                quantizer.quantizing = name in on
-            score = self.evaluate(self.model)
-        self.bar.update()
-        return _number(score, what)
+def _score(model: nn.Module, evaluate: Callable[[nn.Module], float], bar: Any, on: Collection[str], what: str) -> float:
+    """Score the model with some quantizers enabled and all others disabled, with observers disabled."""
+    with disable_quantization(model), freeze_ranges(model), evaluating(model):
+        for name, quantizer in named_quantizers(model).items():
+            quantizer.quantizing = name in on
+        score = evaluate(model)
+    bar.update()
+    return _number(score, what)
 
 
 def _units(model: nn.Module, by: By) -> list[_Unit]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from itertools import count
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from qtoolkit.report.lines import table
 COLUMNS = ("quantizer", "spec", "calls", "values", "grid", "clipped", "levels", "gradient", "of scale", "not finite")
 
 
-class Watch:
+class Watch(AbstractContextManager["Watch"]):
     """The result of `watch`. It prints as a table. `close`, or the end of a `with` block, removes it from the model.
 
     Attributes:
@@ -116,9 +116,6 @@ class Watch:
         """Remove all hooks from the model and the optimizers. The statistics can still be read."""
         self._hooks.close()
         self._diagnosis.forget()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

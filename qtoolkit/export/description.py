@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from qtoolkit.backends import backends
 from qtoolkit.export.files.reading import open_graph
-from qtoolkit.lint.file_facts import FileNode
 from qtoolkit.lint.ops import Op, find_quantizers
 
 if TYPE_CHECKING:
@@ -57,14 +56,6 @@ class FileDescription:
         activations: How many quantizers of activations have codes of each type.
         weights: How many layers have weights with codes of each type.
         layers: Its layers and matrix products, in order.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
-        ...     description = qt.export.describe(folder + "/model.onnx")
-        >>> description.opsets["ai.onnx"], description.activations
-        (18, {'UINT8': 1})
     """
 
     path: str
@@ -107,7 +98,6 @@ def describe(path: str | os.PathLike[str]) -> FileDescription:
 
     ops = ops_of(model)
     find_quantizers(ops, _MOVES)
-    facts = [(op, op.node) for op in ops if isinstance(op.node, FileNode)]
     kinds = Counter(node.op_type for node in model.graph)
     return FileDescription(
         str(path),
@@ -118,18 +108,18 @@ def describe(path: str | os.PathLike[str]) -> FileDescription:
         tuple(_tensor(value) for value in model.graph.outputs),
         kinds["QuantizeLinear"],
         kinds["DequantizeLinear"],
-        dict(Counter(node.codes.dtype for _, node in facts if node.codes is not None)),
-        dict(Counter(node.weight.dtype for _, node in facts if node.weight is not None)),
-        tuple(_described(op, node) for op, node in facts if op.kind.multiplies),
+        dict(Counter(op.node.codes.dtype for op in ops if op.node.codes is not None)),
+        dict(Counter(op.node.weight.dtype for op in ops if op.node.weight is not None)),
+        tuple(map(_described, (op for op in ops if op.kind.multiplies))),
     )
 
 
-def _described(op: Op, node: FileNode) -> FileLayer:
+def _described(op: Op) -> FileLayer:
     reasons = [f"{source.name!r} is not quantized" for source in op.inputs if source.quantizer is None]
     if op.has_float_weight:
         reasons.append("its weight is not quantized")
-    weight = "" if node.weight is None else node.weight.dtype
-    return FileLayer(op.name, node.op_type, not reasons, "; ".join(reasons), weight)
+    weight = "" if op.node.weight is None else op.node.weight.dtype
+    return FileLayer(op.name, op.node.op_type, not reasons, "; ".join(reasons), weight)
 
 
 def _tensor(value: "onnx_ir.Value") -> FileTensor:

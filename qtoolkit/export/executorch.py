@@ -36,15 +36,6 @@ class ExecutorchResult:
         delegates: How many parts of the program XNNPACK computes; one, where it takes all.
         verification: Comparison of the codes layer by layer, or None with `verify=False`.
         end_to_end: Comparison of the codes and outputs as users run the file, or None with `verify=False`.
-
-    Example:
-        >>> import tempfile
-        >>> prepared, x = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="xnnpack"), torch.randn(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export.export_executorch(qt.convert(prepared), x, f"{folder}/model.pte")
-        >>> result.delegates, result.left
-        (1, ())
     """
 
     path: Path

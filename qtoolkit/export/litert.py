@@ -38,15 +38,6 @@ class LitertResult:
         outputs: The same of each output.
         reasons: Why a layer computes in float, by its name.
         verification: The comparison with LiteRT's reference kernels, or None with `verify=False`.
-
-    Example:
-        >>> import tempfile
-        >>> prepared, x = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="litert"), torch.randn(8, 4)
-        >>> _ = qt.calibrate(prepared, [x], progress=False)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.export_litert(qt.convert(prepared), x, f"{folder}/model.tflite")
-        >>> [layer.kernel for layer in result.layers], result.float_layers, result.verification.codes.differing
-        (['FULLY_CONNECTED'], (), 0)
     """
 
     path: Path

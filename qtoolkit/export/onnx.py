@@ -49,14 +49,6 @@ class ExportResult:
         bytes: Size of the file, and of its weights where they are in a file of their own.
         verification: Comparison with onnxruntime's codes, or None with `verify=False`.
         weights: How the file stores the quantized weights, and which arguments would store fewer bytes.
-
-    Example:
-        >>> import tempfile
-        >>> model, rows = torch.nn.Linear(4, 2), [torch.rand(8, 4)]
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.quantize(model, rows, "onnxruntime", folder + "/model.onnx").export
-        >>> result.opset, result.quantize_nodes, result.weights[0].dtype
-        (18, 1, 'INT8')
     """
 
     path: Path

@@ -1,21 +1,54 @@
-"""Sums of codes on a GPU as products of int8 matrices, for layers of converted models. csrc/layer/code_sums.h has them."""
+"""Sums of codes by torch's own int8 products, for layers of converted models: oneDNN's on the CPU, of matrices on a GPU.
+
+csrc/layer/onednn.h and csrc/layer/code_sums.h have them.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.ops.layer import Geometry
-from qtoolkit.ops.sums import Bounds, has_int8_product
+from qtoolkit.ops.sums import Bounds, has_int8_product, is_exact
 from qtoolkit.quantizers.frozen import code_dtype
 
+# (unsigned codes, their zero point) -> sums of products of codes minus the zero point, rounded to float32
+Int8Sums = Callable[[Tensor, int], Tensor]
 CodeSums = Callable[[Tensor, Tensor | None], Tensor]  # (codes, their zero point) -> sums, float32 or float64
 MOST_WEIGHTS = (2**31 - 1) // 128  # the largest sum of an output's magnitudes with which all sums fit in int32
 
 
+def int8_sums(layer: Any, weight: Tensor, shape: list[int]) -> Int8Sums | None:
+    """Return a function that computes the sums of a convolution or a linear layer, or None where torch has none.
+
+    None too where a trial shows that torch's sums are not exact, as on processors without VNNI, whose int8 products saturate;
+    sums are then computed in float32 and float64. The codes of the weight, minus the zero point and on the CPU, are laid out
+    for the shape of the input.
+    """
+    by_numbers = not isinstance(getattr(layer, "padding", 0), str)
+    zero_padding = by_numbers and getattr(layer, "padding_mode", "zeros") == "zeros"
+    if not layer.OP_KIND.is_plain_layer or not zero_padding or not _fits(weight) or not is_exact():
+        return None
+    geometry: tuple[Any, ...] = ([], [], [], 1)
+    if layer.OP_KIND.convolves:
+        geometry = (list(layer.stride), list(layer.padding), list(layer.dilation), int(layer.groups))
+    packed = torch.classes.qtoolkit.Int8Layer(weight.to(torch.int8).contiguous(), *geometry, shape)
+
+    def sums(codes: Tensor, zero_point: int) -> Tensor:
+        y: Tensor = packed.sums(codes, zero_point)
+        return y if layer.returns_channels_last else y.contiguous()  # torch returns images in channels_last
+
+    return sums
+
+
+def _fits(weight: Tensor) -> bool:
+    return weight.is_cpu and float(weight.min()) >= -128 and float(weight.max()) <= 127
+
+
 def computes_on(device: torch.device) -> bool:
-    """Return whether layers on a device compute so: on a GPU, where torch has the product."""
+    """Return whether layers on a device compute by `code_sums`: on a GPU, where torch has the product."""
     return device.type == "cuda" and has_int8_product(device)
 
 

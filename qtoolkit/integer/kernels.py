@@ -3,7 +3,7 @@
 A value on a grid determines its code, so tensors keep the values, which every other op, hook and report can read.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,14 +13,14 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.integer import int8_product
-from qtoolkit.integer.onednn import Int8Sums, int8_sums
+from qtoolkit.model_state import attribute_kept
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Geometry
 from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.ops.requantize import add_codes, centred_codes, requantize
 from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
 from qtoolkit.quantizers.bias import bias_scale, codes_of
-from qtoolkit.quantizers.frozen import Grid, QuantizesAs
+from qtoolkit.quantizers.frozen import Grid
 
 
 @dataclass(frozen=True)
@@ -115,20 +115,14 @@ def takes_two(node: fx.Node, inputs: Sequence[Grid]) -> bool:
 @contextmanager
 def in_float(model: nn.Module) -> Iterator[None]:
     """Let a model compute as its float form does, for the duration of a `with` block."""
-    kernels = [module for module in model.modules() if isinstance(module, Kernel) and module.enabled]
-    grids = {each: each.quantizes_as for each in model.modules() if isinstance(each, Grid) and each.quantizes_as}
-    _set(kernels, dict.fromkeys(grids), False)
-    try:
+    kernels = [module for module in model.modules() if isinstance(module, Kernel)]
+    grids = [module for module in model.modules() if isinstance(module, Grid) and module.quantizes_as]
+    with attribute_kept(kernels, "enabled"), attribute_kept(grids, "quantizes_as"):
+        for kernel in kernels:
+            kernel.enabled = False
+        for grid in grids:
+            grid.quantizes_as = None
         yield
-    finally:
-        _set(kernels, grids, True)
-
-
-def _set(kernels: Iterable[Kernel], grids: Mapping[Grid, QuantizesAs | None], on: bool) -> None:
-    for kernel in kernels:
-        kernel.enabled = on
-    for grid, quantizes_as in grids.items():
-        grid.quantizes_as = quantizes_as
 
 
 class LayerKernel(Kernel):
@@ -143,10 +137,9 @@ class LayerKernel(Kernel):
     # without a bias
     bias: Tensor | None
     bounds: Bounds
-    _int8: dict[torch.Size, Int8Sums | None]  # torch's kernel, with the weight packed for the last shape of the input
-    _products: dict[
-        tuple[torch.device, Geometry | None], int8_product.CodeSums | None
-    ]  # the same on a GPU, of the last call
+    # torch's kernel, with the weight packed for the last shape of the input; the same on a GPU, of the last call
+    _int8: dict[torch.Size, int8_product.Int8Sums | None]
+    _products: dict[tuple[torch.device, Geometry | None], int8_product.CodeSums | None]
 
     def __init__(self, layer: QuantWeighted, source: Grid, output: Grid | None, call: int = 0) -> None:
         super().__init__([source], None if self.TO_FLOAT else output)
@@ -205,12 +198,12 @@ class LayerKernel(Kernel):
         transforms = may_transform(x, self.layer.OP_KIND.convolves)
         return exact_sums(product, source.centred(x), self.codes, self.bounds, transforms)
 
-    def _int8_sums(self, x: Tensor) -> Int8Sums | None:
+    def _int8_sums(self, x: Tensor) -> int8_product.Int8Sums | None:
         """Return torch's int8 kernel of the layer; None where there is none, and for graphs, which do not hold its weights."""
         if torch.compiler.is_compiling() or not x.is_cpu or not x.numel() or x.dim() < self.codes.dim():
             return None
         if x.shape not in self._int8:
-            self._int8 = {x.shape: int8_sums(self.layer, self.codes, list(x.shape))}
+            self._int8 = {x.shape: int8_product.int8_sums(self.layer, self.codes, list(x.shape))}
         return self._int8[x.shape]
 
     def _sums_by_product(self, x: Tensor, *args: Any, **kwargs: Any) -> int8_product.CodeSums | None:
@@ -290,7 +283,6 @@ class SumKernel(OpKernel):
     AS_UNSIGNED: ClassVar[bool] = False  # whether signed codes are taken as unsigned ones
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the codes of the sum, or of the difference."""
         sides = (*self.inputs, output_of(self))
         a, b, y = ((s.scale, s.unsigned_zero_point if self.AS_UNSIGNED else s.zero_point) for s in sides)
         return add_codes(x, *a, other, *b, *y, *output_of(self).ends, **self.HOW)

@@ -52,7 +52,6 @@ class Layer(LayerKernel):
     factor: Tensor
 
     def refresh(self) -> None:
-        """Compute the factors."""
         super().refresh()
         weight = self.layer.weight_quantizer
         if weight is not None:
@@ -75,18 +74,11 @@ class MatMul(OpKernel):
     """A product of two activations: factor as bs / ys. Source: batch_matmul.cc."""
 
     NAME = "BATCH_MATMUL"
-    factor: Tensor
-
-    def refresh(self) -> None:
-        """Compute the factor."""
-        super().refresh()
-        a, b = self.inputs
-        self.constant("factor", a.scale.double() * b.scale.double() / output_of(self).scale.double())
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the output's codes."""
-        a, b = self.inputs
-        return requantized(exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends), self.factor, output_of(self))
+        (a, b), output = self.inputs, output_of(self)
+        factor = a.scale.double() * b.scale.double() / output.scale.double()
+        return requantized(exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends), factor, output)
 
 
 class Multiply(QLinearMul):
@@ -94,10 +86,8 @@ class Multiply(QLinearMul):
 
     NAME = "MUL"
 
-    def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the codes of x * other."""
-        a, b = self.inputs
-        return requantized(a.centred(x) * b.centred(other), self.factor, output_of(self))
+    def rounded(self, products: Tensor, factor: Tensor, output: Side) -> Tensor:
+        return requantized(products, factor, output)
 
 
 class Add(SumKernel):
@@ -118,7 +108,6 @@ class LeakyReLU(OpKernel):
     NAME = "LEAKY_RELU"
 
     def compute(self, x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-        """Return the values of the output's codes."""
         (source,), output = self.inputs, output_of(self)
         slope = getattr(self._op[0], "negative_slope", negative_slope)
         of_sign = (source.scale * source.scale.new_tensor(factor) / output.scale for factor in (1.0, slope))
@@ -131,16 +120,10 @@ class Absolute(OpKernel):
     """|x - xz| times xs / ys. Source: elementwise.cc."""
 
     NAME = "ABS"
-    factor: Tensor
-
-    def refresh(self) -> None:
-        """Compute the factor."""
-        super().refresh()
-        self.constant("factor", self.inputs[0].scale / output_of(self).scale)
 
     def compute(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the values of the output's codes."""
-        return requantized(self.inputs[0].centred(x).abs(), self.factor, output_of(self))
+        (source,), output = self.inputs, output_of(self)
+        return requantized(source.centred(x).abs(), source.scale / output.scale, output)
 
 
 class AveragePool(OpKernel):
@@ -149,7 +132,6 @@ class AveragePool(OpKernel):
     NAME = "AVERAGE_POOL_2D"
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
         sums, counts = self._sums_and_counts(source.centred(x).double(), *args, **kwargs)
         return output.clamped(average_codes(sums + counts * source.zero_point, counts))
@@ -189,7 +171,6 @@ class Mean(OpKernel):
     NAME = "MEAN"
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
         means = self._op[0](source.centred(x).double(), *args, **kwargs)
         count = x.numel() // means.numel()
@@ -202,7 +183,6 @@ class Table(OpKernel):
     NAME = "table of 256 codes"
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the values of the output's codes."""
         output = output_of(self)
         return output.rounded(self._op[0](x, *args, **kwargs), 1 / output.scale)
 
@@ -214,12 +194,10 @@ class Softmax(OpKernel):
     input_step: float
 
     def refresh(self) -> None:
-        """Read the scale."""
         super().refresh()
         self.input_step = float(self.inputs[0].scale)
 
     def compute(self, x: Tensor, dim: int = -1, *_: Any, **__: Any) -> Tensor:
-        """Return the values of the output's codes."""
         along = getattr(self._op[0], "dim", dim)
         return softmax_codes(self.inputs[0].centred(x), self.input_step, along) * output_of(self).scale
 
@@ -232,12 +210,10 @@ class HardSwish(OpKernel):
     output_step: float
 
     def refresh(self) -> None:
-        """Read the scales."""
         super().refresh()
         self.input_step, self.output_step = float(self.inputs[0].scale), float(output_of(self).scale)
 
     def compute(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the values of the output's codes."""
         codes, output = self.inputs[0].centred(x), output_of(self)
         return hard_swish_codes(codes, self.input_step, self.output_step, *output.ends) * output.scale
 
@@ -257,7 +233,6 @@ class ResizeLinear(OpKernel):
         *_: Any,
         **__: Any,
     ) -> Tensor:
-        """Return the values of the output's codes."""
         (source,), output, op = self.inputs, output_of(self), self._op[0]
         aligned = bool(getattr(op, "align_corners", align_corners))
         given = () if isinstance(op, nn.Module) else (size, scale_factor, mode, align_corners)

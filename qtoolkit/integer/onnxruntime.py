@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, SumKernel, output_of, takes_two
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, SumKernel, output_of, takes_two
 from qtoolkit.integer.sub_pixel import sub_pixels_of_image
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
@@ -37,7 +37,6 @@ class QLinearConv(LayerKernel):
     factor: Tensor
 
     def refresh(self) -> None:
-        """Compute the factors."""
         super().refresh()
         self.constant("factor", self.steps / output_of(self).scale)
 
@@ -79,38 +78,26 @@ class QLinearMul(OpKernel):
     """QLinearMul: rint(f32(f32((a - az)(b - bz) * r) + yz)) with r = f32(f32(as * bs) / ys). Source: mlas/lib/qlmul.cpp."""
 
     NAME = "QLinearMul"
-    factor: Tensor
-
-    def refresh(self) -> None:
-        """Compute the factor."""
-        super().refresh()
-        (a, b), y = self.inputs, output_of(self)
-        self.constant("factor", a.scale * b.scale / y.scale)
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the codes of x * other."""
-        a, b = self.inputs
-        output = output_of(self)
-        return output.rounded(a.centred(x) * b.centred(other), self.factor, zero_code=output.unsigned_zero_point)
+        (a, b), output = self.inputs, output_of(self)
+        return self.rounded(a.centred(x) * b.centred(other), a.scale * b.scale / output.scale, output)
+
+    def rounded(self, products: Tensor, factor: Tensor, output: Side) -> Tensor:
+        """Return the values on the output's grid to which the kernel rounds products of codes times the factor."""
+        return output.rounded(products, factor, zero_code=output.unsigned_zero_point)
 
 
 class QLinearMatMulOfTwo(OpKernel):
     """QLinearMatMul of two activations, factor f32(f32(as * bs) / ys); without a quantized output MatMulIntegerToFloat."""
 
     NAME = "QLinearMatMul"
-    factor: Tensor
-
-    def refresh(self) -> None:
-        """Compute the factor."""
-        super().refresh()
-        factor = self.inputs[0].scale * self.inputs[1].scale
-        self.constant("factor", factor if self.output is None else factor / self.output.scale)
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the values of the output's codes, or the output in float."""
-        a, b = self.inputs
-        sums = exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends)
-        return sums.float() * self.factor if self.output is None else self.output.rounded(sums, self.factor)
+        (a, b), output = self.inputs, self.output
+        sums, factor = exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends), a.scale * b.scale
+        return sums.float() * factor if output is None else output.rounded(sums, factor / output.scale)
 
 
 class QLinearGlobalAveragePool(OpKernel):
@@ -122,7 +109,6 @@ class QLinearGlobalAveragePool(OpKernel):
     NAME = "QLinearGlobalAveragePool"
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
         count = x.shape[2:].numel()
         sums = source.centred(x).double().sum(tuple(range(2, x.dim())), keepdim=self._keeps_dimensions(*args, **kwargs))
@@ -142,7 +128,6 @@ class QLinearAveragePool(OpKernel):
     NAME = "QLinearAveragePool"
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the values of the means' codes."""
         output = output_of(self)
         return output.rounded(self._op[0](x, *args, **kwargs), None, zero_code=output.unsigned_zero_point)
 

@@ -50,7 +50,6 @@ class QuantizedSums(MultipliedSums):
     shift: Tensor
 
     def refresh(self) -> None:
-        """Compute the factor and the shift."""
         super().refresh()
         output = output_of(self)
         low, high = (end * output.scale for end in output.ends)

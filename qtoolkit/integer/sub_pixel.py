@@ -34,9 +34,8 @@ def sub_pixel(size: int, stride: int, padding: Sequence[int], output_padding: in
     front_cut, back_cut = padding
     longer = size + output_padding - stride - front_cut - back_cut  # than the input times the stride
     blocks = -(-longer // stride)
-    first = min(
-        -((stride - 1 + front_cut) // stride), blocks
-    )  # with zeros around the weight where the padding cuts off inputs
+    # With zeros around the weight where the padding cuts off inputs.
+    first = min(-((stride - 1 + front_cut) // stride), blocks)
     last = max((size - 1 - front_cut) // stride, 0)
     taps = last - first + 1
     front = -stride * first - front_cut

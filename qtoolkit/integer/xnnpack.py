@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, SumKernel, output_of, takes_two
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, SumKernel, takes_two
 from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
@@ -51,10 +51,8 @@ class Multiply(QLinearMul):
 
     NAME = "qs8 mul"
 
-    def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the codes of x * other."""
-        a, b = self.inputs
-        return output_of(self).rounded(a.centred(x) * b.centred(other), self.factor)
+    def rounded(self, products: Tensor, factor: Tensor, output: Side) -> Tensor:
+        return output.rounded(products, factor)
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:

@@ -25,7 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qtoolkit.backends import backend_of, backends
 from qtoolkit.batches import taken_arguments
-from qtoolkit.checkpoint.tree import PLAIN, decode, encode
+from qtoolkit.checkpoint.record import PLAIN, decode, encode
 from qtoolkit.config import QConfigMapping
 from qtoolkit.errors import some
 from qtoolkit.graph.graph_module import QuantizedGraphModule

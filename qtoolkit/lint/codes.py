@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.file_facts import Array, Codes, FileNode, first_opset
 from qtoolkit.lint.findings import IMPORTER, ONNX, Broken, Rule
-from qtoolkit.lint.ops import Op, codes_of, users_behind
+from qtoolkit.lint.ops import Array, Codes, Op, codes_of, first_opset, users_behind
 from qtoolkit.runtimes.table import ONNXRUNTIME, OPENVINO, TENSORRT
 
 # The types of activations that TensorRT computes with, and those that it takes of weights too.
@@ -18,11 +17,8 @@ INT4_BLOCKS = (64, 128)
 
 def stored(op: Op) -> Iterator[tuple[str, Codes]]:
     """Return the codes of a quantizer, or of a layer's weight, each with what it is."""
-    facts = op.node
-    if isinstance(facts, FileNode) and facts.codes is not None:
-        yield "it", facts.codes
-    if isinstance(facts, FileNode) and facts.weight is not None:
-        yield "its weight", facts.weight
+    named = {"it": op.node.codes, "its weight": op.node.weight}
+    return ((what, codes) for what, codes in named.items() if codes is not None)
 
 
 def _zero_point(op: Op, backend: Backend) -> Iterator[Broken]:
@@ -92,7 +88,7 @@ def _weight_axis(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _bias(op: Op, backend: Backend) -> Iterator[Broken]:
-    if isinstance(op.node, FileNode) and op.node.bias is not None:
+    if op.node.bias is not None:
         yield (
             f"its bias is quantized; {backend.name} adds biases in float.",
             "Store the bias in float, without DequantizeLinear.",
@@ -101,7 +97,7 @@ def _bias(op: Op, backend: Backend) -> Iterator[Broken]:
 
 def _bias_scale(op: Op, backend: Backend) -> Iterator[Broken]:
     facts = op.node
-    if not isinstance(facts, FileNode) or facts.bias is None or facts.weight is None or not op.inputs:
+    if facts.bias is None or facts.weight is None or not op.inputs:
         return
     scales = [
         c.scale
@@ -150,8 +146,7 @@ def _blocks(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _casts(op: Op, backend: Backend) -> Iterator[Broken]:
-    facts = op.node
-    if not isinstance(facts, FileNode) or facts.op_type != "Cast" or not op.inputs or not op.inputs[0].is_quantizer:
+    if op.node.op_type != "Cast" or not op.inputs or not op.inputs[0].is_quantizer:
         return
     taken = next((user for user in op.users if user.kind.multiplies), None)
     if taken is not None:

@@ -7,10 +7,9 @@ import numpy as np
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
-from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.lint.findings import MODEL_OPTIMIZER, ONNX, Broken, Rule
 from qtoolkit.lint.masked_attention import MASKED_SCORES
-from qtoolkit.lint.ops import Op, codes_of, end_of_unit, is_taken_by_codes, origin, serves_others, users_behind
+from qtoolkit.lint.ops import Codes, Op, codes_of, end_of_unit, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.runtimes.table import ONNXRUNTIME, TENSORRT
 
@@ -41,25 +40,22 @@ def _float_output(op: Op, backend: Backend) -> Iterator[Broken]:
 def _behind_moving_pairs(op: Op, backend: Backend) -> Op:
     """Return the last of the ops behind an op past which onnxruntime moves a pair, or the op."""
     while len(op.users) == 1 and not op.returned and ONNXRUNTIME.runs(backend):
-        user = op.users[0]
-        if not isinstance(user.node, FileNode) or user.node.op_type not in PAIRS_MOVE_PAST:
+        if op.users[0].node.op_type not in PAIRS_MOVE_PAST:
             break
-        op = user
+        op = op.users[0]
     return op
 
 
 def _unrepeated_pair(op: Op, backend: Backend) -> Iterator[Broken]:
     """Find ops that move codes in float, and with them the ops behind them, because no pair stands between the two."""
-    facts = op.node
-    if op.quantizer is None or not isinstance(facts, FileNode) or facts.op_type not in backend.repeated_pairs:
-        return
-    if facts.op_type in PAIRS_MOVE_PAST:
+    name = op.node.op_type
+    if op.quantizer is None or name not in backend.repeated_pairs or name in PAIRS_MOVE_PAST:
         return
     taker = next((user for user in _behind_moving_pairs(op, backend).users if _takes_codes(user, backend)), None)
     joins = op.kind.pads_with_zero and len(op.users) == 1 and taker is not None and _is_convolution(taker)
     if taker is not None and not joins:
         yield (
-            f"{with_article(facts.op_type)} moves quantized values, and {taker.name!r} takes them without a QuantizeLinear and "
+            f"{with_article(name)} moves quantized values, and {taker.name!r} takes them without a QuantizeLinear and "
             f"a DequantizeLinear between the two; {backend.name} then computes both in float.",
             f"Repeat the pair of {op.quantizer.name!r} behind {op.name!r}, with the same scale and zero point.",
         )
@@ -121,7 +117,7 @@ def _activation_before_quantizer(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _is_relu(op: Op) -> bool:
-    return isinstance(op.node, FileNode) and op.node.op_type == "Relu"
+    return bool(op.node.op_type == "Relu")
 
 
 def _unsaturated(activation: Op, quantizer: Op) -> str:
@@ -135,7 +131,7 @@ def _unsaturated(activation: Op, quantizer: Op) -> str:
     if _is_relu(activation):
         below = codes.code_range[0] - zero
         return f"its lowest code stands for {scale * below:.4g}, not 0:" if below else ""
-    if not isinstance(facts, FileNode) or facts.bounds is None:
+    if facts.bounds is None:
         return "the bounds of the Clip are computed:"
     low, high = (scale * (code - zero) for code in codes.code_range)
     if facts.bounds[0] - low <= CLIP_ERROR and high - facts.bounds[1] <= CLIP_ERROR:
@@ -166,7 +162,7 @@ def _nothing(_: OpKind) -> bool:
 
 def _unknown_op(op: Op, backend: Backend) -> Iterator[Broken]:
     facts = op.node
-    if not isinstance(facts, FileNode) or facts.domain in ("", "ai.onnx.ml", "com.microsoft"):
+    if facts.domain in ("", "ai.onnx.ml", "com.microsoft"):
         return
     if any(source.quantizer is not None for source in op.inputs):
         yield (

@@ -1,14 +1,82 @@
-"""The ops that placement rules read: those of a model's graph and those of a file, in one form."""
+"""The ops that rules read: those of a model's graph and those of a file, in one form, and how a file stores codes."""
 
+import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from qtoolkit.backends import Backend
-from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.op_kinds.kind import OpKind, belongs_to_layer
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.table import NO_OPS
+
+Array = np.ndarray[Any, Any]
+
+# The first opsets whose QuantizeLinear has an axis, and blocks; and a type of codes, by the beginning of its name.
+AXIS_OPSET, BLOCKS_OPSET = 13, 21
+OPSETS = {"FLOAT8": 19, "INT16": 21, "UINT16": 21, "INT4": 21, "UINT4": 21, "FLOAT4": 23, "INT2": 25, "UINT2": 25}
+
+
+def first_opset(dtype: str, *, by_axis: bool, blocks: bool) -> int:
+    """Return the first opset whose QuantizeLinear has a type of codes, by ONNX's name, an axis and blocks."""
+    of_type = next((opset for name, opset in OPSETS.items() if dtype.startswith(name)), 10)
+    return max(of_type, AXIS_OPSET * by_axis, BLOCKS_OPSET * blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """A QuantizeLinear, or a DequantizeLinear whose codes the file stores."""
+
+    dtype: str  # ONNX's name of the type of the codes: "INT8", "UINT8", "FLOAT8E4M3FN"
+    scale: Array | None  # the scale; None where it is computed
+    zero_point: Array | None  # the zero point, 0 where the node has none; None where it is computed
+    has_zero_point: bool  # whether the node has a zero point
+    axis: int | None  # the axis that the scales run along; None for one scale
+    block_size: int  # the number of elements along the axis that share a scale; 0 without blocks
+    takers: int = 1  # how many nodes take the codes
+
+    @property
+    def bits(self) -> int:
+        """The width of the codes."""
+        found = re.search(r"\d+", self.dtype)
+        return int(found.group()) if found else 0
+
+    @property
+    def is_asymmetric(self) -> bool:
+        """Whether a zero point is known and is not 0."""
+        return self.zero_point is not None and bool(np.any(np.asarray(self.zero_point, np.float32) != 0))
+
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """The lowest and the highest code of the type; (0, 0) of a type that is no integer."""
+        if self.dtype not in ("INT8", "UINT8", "INT16", "UINT16", "INT4", "UINT4"):
+            return 0, 0
+        half = 1 << self.bits - 1
+        return (0, 2 * half - 1) if self.dtype.startswith("U") else (-half, half - 1)
+
+    @property
+    def grid(self) -> Hashable:
+        """What distinguishes this grid from others."""
+        scale, zero = (
+            None if a is None else np.asarray(a, np.float32).tobytes() for a in (self.scale, self.zero_point)
+        )
+        return (self.dtype, scale, zero, self.axis, self.block_size)
+
+
+@dataclass(frozen=True)
+class FileNode:
+    """A node of a file."""
+
+    op_type: str  # its op
+    domain: str  # the domain of its op, "" for ONNX's own
+    opset: int  # the opset of the file
+    codes: Codes | None = None  # of a quantizer, its codes
+    weight: Codes | None = None  # of a layer, the codes of its weight; None where it stays float
+    bias: Codes | None = None  # of a layer, the codes of its bias; None where it stays float or has none
+    # of a clip, its bounds, infinite where it has none; None of other nodes, and where they are computed
+    bounds: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +118,7 @@ class Op:
     # of a layer with a weight of its own, or of a function that takes a weight, what is known about it
     layer: Layer | None = None
     returned: bool = False  # whether the graph returns its output
-    node: Any = None  # its node: in a file, as `qtoolkit.export.files.ops` describes it
+    node: Any = None  # its node: in a file, the FileNode that `qtoolkit.export.files.ops` makes of it
     # the quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a concat whose
     # inputs have one grid, the first input's; None of a float tensor. `find_quantizers` sets it
     quantizer: "Op | None" = None
@@ -77,8 +145,8 @@ class Op:
 
 
 def codes_of(op: Op | None) -> Codes | None:
-    """Return the codes of a quantizer of a file; None of no quantizer, and of one of a model's graph."""
-    return op.node.codes if op is not None and isinstance(op.node, FileNode) else None
+    """Return the codes of a quantizer of a file; None of no quantizer."""
+    return None if op is None else op.node.codes
 
 
 def origin(op: Op, through: Callable[[OpKind], bool] = belongs_to_layer, sole_user: bool = False) -> Op | None:

@@ -14,29 +14,10 @@ from qtoolkit.tuning.schedule import QuantizationSchedule
 from qtoolkit.tuning.smooth_quant import Smoothed, SmoothQuant, smooth_quant
 
 __all__ = [
-    "GPTQ",
-    "BiasCorrection",
-    "Distillation",
-    "Equalization",
-    "LayerError",
-    "LayerOscillation",
-    "OscillationDampening",
-    "OscillationFreezing",
-    "Oscillations",
-    "Pair",
-    "QuantizationSchedule",
-    "Reconstruction",
-    "Reestimation",
-    "SmoothQuant",
-    "Smoothed",
-    "UnitResult",
-    "bias_correction",
-    "equalize",
-    "gptq",
-    "mixed_precision",
-    "reconstruct",
-    "reestimate_batch_norm",
-    "smooth_quant",
-]
+    "GPTQ", "BiasCorrection", "Distillation", "Equalization", "LayerError", "LayerOscillation", "OscillationDampening",
+    "OscillationFreezing", "Oscillations", "Pair", "QuantizationSchedule", "Reconstruction", "Reestimation",
+    "SmoothQuant", "Smoothed", "UnitResult", "bias_correction", "equalize", "gptq", "mixed_precision", "reconstruct",
+    "reestimate_batch_norm", "smooth_quant",
+]  # fmt: skip
 publish(__name__, BiasCorrection, Equalization, Pair, Reconstruction, Reestimation, UnitResult)
 publish(__name__, GPTQ, LayerError, LayerOscillation, Oscillations, Smoothed, SmoothQuant)

@@ -1,6 +1,7 @@
 """bias_correction(): remove the shift of layers' outputs that quantization causes (arXiv 1906.04721, section 4.2)."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -166,12 +167,10 @@ def _empirical(
     model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: dict[str, str], data: Batches, progress: bool
 ) -> dict[str, Tensor]:
     expected = {name: _Mean(layer) for name, layer in layers.items()}
-    order: dict[str, None] = {}
-    calls: dict[str, int] = {}
+    calls = Counter[str]()  # of each layer, in the order of the first ones
 
     def take(name: str, layer: nn.Module, args: Any, output: Tensor) -> None:
-        order.setdefault(name)
-        calls[name] = calls.get(name, 0) + 1
+        calls[name] += 1
         expected[name].add(layer, args, output)
 
     handles = [layer.register_forward_hook(partial(take, name)) for name, layer in layers.items()]
@@ -180,10 +179,10 @@ def _empirical(
         for batch in batches_of("bias: float", data, progress):
             data.run(model, batch)
             count += 1
-    skipped.update({name: "no batch reached it" for name in layers if name not in order})
-    skipped.update({n: SEVERAL_CALLS for n in order if calls[n] > count})
+    skipped.update({name: "no batch reached it" for name in layers if name not in calls})
+    skipped.update({name: SEVERAL_CALLS for name, number in calls.items() if number > count})
     shifts: dict[str, Tensor] = {}
-    wanted = [name for name in order if name not in skipped]
+    wanted = [name for name in calls if name not in skipped]
     with LayerRuns(model, wanted, data) as runs, progress_bar("bias", "layers", progress, wanted) as bar:
         for name in bar:
             shifts[name] = _mean_of(layers[name], name, runs) - expected[name].value()

@@ -1,7 +1,8 @@
 """Distillation: a loss that draws a quantized model towards the float model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from qtoolkit.model_inputs import split
 from qtoolkit.model_state import check_module, evaluating, removing
 
 
-class Distillation:
+class Distillation(AbstractContextManager["Distillation"]):
     """The loss of a student's logits and features against those of a teacher, such as the float model.
 
     loss = logits_weight * T^2 * KL(softmax(teacher / T) || softmax(student / T))
@@ -105,9 +106,6 @@ class Distillation:
         for handle in self._handles:
             handle.remove()
         self._of_student.clear()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -26,9 +26,8 @@ from qtoolkit.verdicts import Obstacle
 M = TypeVar("M", bound=nn.Module)
 
 ROUNDS, CLOSE = 40, 1e-3
-LEAST = (
-    0.01  # a channel of activations counts as at least this part of the widest: other data may need more of its range
-)
+# A channel of activations counts as at least this part of the widest: other data may need more of its range.
+LEAST = 0.01
 
 
 @dataclass(frozen=True)
@@ -294,7 +293,6 @@ def _obstacles(
     names, owners = names_by_module(model), owners_of_parameters(model)
 
     def obstacle(node: fx.Node) -> str:
-        """Return why the weight of a layer cannot be scaled; "" if it can."""
         module, name = module_of(node), str(node.target)
         if name in skip:
             return "skip names it"

@@ -127,24 +127,16 @@ class QuantizationSchedule:
         self._set_modes()
 
     def __repr__(self) -> str:
-        begun = {
-            f"observes for {self.observe} steps": 0 if self.observing else None,
-            f"quantizes since step {self.observe}": self.observe,
-            f"ranges are frozen since step {self.freeze_ranges}": self.freeze_ranges,
-            f"batch norms are frozen since step {self.freeze_batch_norm}": self.freeze_batch_norm,
-        }
-        coming = [
-            (begin, f"{what} at step {begin}")
-            for begin, what in (
-                (self.observe, "quantizes"),
-                (self.freeze_ranges, "freezes the ranges"),
-                (self.freeze_batch_norm, "freezes the batch norms"),
-            )
-            if begin is not None and begin > self.steps
-        ]
-        now = ", ".join(what for what, begin in begun.items() if begin is not None and begin <= self.steps)
-        then = ", ".join(what for _, what in sorted(coming)) or "nothing changes any more"
-        return f"QuantizationSchedule(step {self.steps}: {now}; next: {then})"
+        phases = (  # the step at which each begins, what holds from there on, and what happens there
+            (self.observe, "quantizes", "quantizes"),
+            (self.freeze_ranges, "ranges are frozen", "freezes the ranges"),
+            (self.freeze_batch_norm, "batch norms are frozen", "freezes the batch norms"),
+        )
+        now = [f"observes for {self.observe} steps"] if self.observing else []
+        now += [f"{holds} since step {begin}" for begin, holds, _ in phases if _begun(begin, self.steps)]
+        coming = sorted((begin, what) for begin, _, what in phases if begin is not None and begin > self.steps)
+        then = ", ".join(f"{what} at step {begin}" for begin, what in coming) or "nothing changes any more"
+        return f"QuantizationSchedule(step {self.steps}: {', '.join(now)}; next: {then})"
 
     def _check_models(self) -> None:
         models = (self.model, *self.averages)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import qtoolkit as qt
-from qtoolkit.integer import int8_product, kernels, onednn
+from qtoolkit.integer import int8_product, kernels
 from qtoolkit.ops.layer import Geometry
 from qtoolkit.ops.sums import Bounds, exact_sums, has_int8_product, may_round, may_transform
 from tests import processes
@@ -111,7 +111,7 @@ def test_operands_that_tf32_rounds_are_in_float64_on_a_gpu() -> None:
 def test_without_int8_kernels_the_model_computes_the_same(monkeypatch, signed: bool, bits: int) -> None:
     model = converted(Net(), X, bits, signed)
     expected = model(X)
-    monkeypatch.setattr(kernels, "int8_sums", lambda *_: None)
+    monkeypatch.setattr(int8_product, "int8_sums", lambda *_: None)
     for module in model.modules():
         if isinstance(module, kernels.Kernel):
             module.refresh()
@@ -127,7 +127,7 @@ def test_the_int8_kernels_are_used_where_a_trial_shows_them_exact() -> None:
     model(X)
     used = model.get_submodule("stem.0").integer_kernel._int8
     assert list(used) == [X.shape]
-    assert (used[X.shape] is not None) == onednn.is_exact()
+    assert (used[X.shape] is not None) == int8_product.is_exact()
 
 
 def test_an_empty_batch_and_one_of_another_size() -> None:

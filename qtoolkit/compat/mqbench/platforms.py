@@ -1,6 +1,6 @@
 """MQBench's backends, as backends of qtoolkit, with the observers and fake quantizers that they have by default."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -9,18 +9,6 @@ from qtoolkit.backends import Backend, backends
 from qtoolkit.compat.mqbench.scheme import QuantizeScheme, spec_of
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.errors import check_known, check_mapping
-
-BackendType = Enum(  # type: ignore[misc]  # mypy asks for a literal; the class statement would repeat each name
-    "BackendType",
-    {
-        name: name
-        for name in (
-            *("Academic", "Academic_NLP", "Tensorrt", "Tensorrt_NLP", "QDQ", "NNIE", "OPENVINO", "SNPE", "PPLW8A16"),
-            *("PPLCUDA", "STPU", "ONNX_QNN", "Tengine_u8", "Vitis"),
-        )
-    },
-    module=__name__,
-)
 
 
 @dataclass(frozen=True)
@@ -55,8 +43,18 @@ PLATFORMS: Mapping[str, Platform] = {
     "Tengine_u8": Platform("tengine"),
     "Vitis": Platform("vitis", ("TqtFakeQuantize", "TqtFakeQuantize"), ("MinMaxFloorObserver", "PoTModeObserver")),
 }
+# mypy asks for a literal; the class statement would repeat each name
+BackendType = Enum("BackendType", {name: name for name in PLATFORMS}, module=__name__)  # type: ignore[misc]
 _KINDS = ("observer", "fakequantize", "qscheme", "fakeq_params", "observer_extra_args")
 QCONFIG_KEYS = tuple(f"{side}_{kind}" for side in "wa" for kind in _KINDS)
+
+
+def checked(what: str, value: Any, keys: Iterable[str]) -> Mapping[str, Any]:
+    """Return a mapping; ValueError if it is none, or has another key than these."""
+    check_mapping(what, value)
+    for key in value:
+        check_known(f"key of {what}", key, keys)
+    return value  # type: ignore[no-any-return]  # check_mapping has looked
 
 
 def platform_of(deploy_backend: object) -> Platform:
@@ -82,9 +80,7 @@ def present_weight(backend: Backend) -> QuantSpec:
 
 def qconfig_of(platform: Platform, backend: Backend, extra: Mapping[str, Any]) -> QConfig:
     """Return the config for an `extra_qconfig_dict`; ValueError for what is not known, is missing, or does not fit together."""
-    check_mapping("extra_qconfig_dict", extra)
-    for key in extra:
-        check_known("key of extra_qconfig_dict", key, QCONFIG_KEYS)
+    checked("extra_qconfig_dict", extra, QCONFIG_KEYS)
     missing = [f"{side}_{kind}" for side in "wa" for kind in _KINDS[:3] if f"{side}_{kind}" not in extra]
     if missing and not platform.defaults:
         raise ValueError(

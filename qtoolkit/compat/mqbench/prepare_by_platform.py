@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from qtoolkit.compat.mqbench.platforms import BackendType, backend_of, platform_of, qconfig_of
+from qtoolkit.compat.mqbench.platforms import BackendType, backend_of, checked, platform_of, qconfig_of
 from qtoolkit.config import QConfig, QConfigMapping
-from qtoolkit.errors import check_known, check_mapping
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import deepcopy_model
 from qtoolkit.nn import LinkedBatchNorm, freeze_batch_norm
@@ -55,9 +54,9 @@ def prepare_by_platform(
             f"prepare_by_platform: custom_tracer must be None, got {custom_tracer!r}; qtoolkit has one tracer: name modules "
             f"that it should not enter in leaf_module, and fix arguments in concrete_args."
         )
-    config = _checked("prepare_custom_config_dict", prepare_custom_config_dict or {}, _KEYS)
-    quantizer = _checked("extra_quantizer_dict", config.get("extra_quantizer_dict", {}), _QUANTIZER_KEYS)
-    fuse = _checked("extra_fuse_dict", config.get("extra_fuse_dict", {}), _FUSE_KEYS)
+    config = checked("prepare_custom_config_dict", prepare_custom_config_dict or {}, _KEYS)
+    quantizer = checked("extra_quantizer_dict", config.get("extra_quantizer_dict", {}), _QUANTIZER_KEYS)
+    fuse = checked("extra_fuse_dict", config.get("extra_fuse_dict", {}), _FUSE_KEYS)
     platform = platform_of(deploy_backend)
     backend = backend_of(platform, bool(quantizer.get("academic_mode")))
     qconfig = qconfig_of(platform, backend, config.get("extra_qconfig_dict", {}))
@@ -83,13 +82,6 @@ def prepare_qat_fx_by_platform(
 ) -> QuantizedGraphModule:
     """Prepare by the name, and with the trained batch norms, of MQBench's first releases."""
     return prepare_by_platform(model, deploy_backend, prepare_custom_config_dict, freeze_bn=False)
-
-
-def _checked(what: str, value: Any, keys: Iterable[str]) -> Mapping[str, Any]:
-    check_mapping(what, value)
-    for key in value:
-        check_known(f"key of {what}", key, keys)
-    return value  # type: ignore[no-any-return]  # check_mapping has looked
 
 
 def _mapping(qconfig: QConfig, options: Mapping[str, Any]) -> QConfigMapping:

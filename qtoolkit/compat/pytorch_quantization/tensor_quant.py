@@ -41,11 +41,7 @@ def fake_tensor_quant(
     return ops.fake_tensor_quant(x, _as_tensor(amax, x), num_bits, unsigned, narrow_range)
 
 
-def legacy_fake_tensor_quant(
-    x: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
-) -> Tensor:
-    """Return what `fake_tensor_quant` does."""
-    return fake_tensor_quant(x, amax, num_bits, unsigned, narrow_range)
+legacy_fake_tensor_quant = fake_tensor_quant
 
 
 def fake_affine_tensor_quant(

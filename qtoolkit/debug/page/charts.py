@@ -40,14 +40,10 @@ def histogram_of(values: Values, quantizer: Quantizer) -> Histogram:
     centers = (edges[1:] + edges[:-1]) / 2
     places = ((centers - left) / (right - left) * BARS).long().clamp(0, BARS - 1)
     beyond = torch.zeros_like(centers, dtype=torch.bool) if grid is None else (centers < grid[0]) | (centers > grid[1])
-    within, outside = (_summed(places, counts * keep) for keep in (~beyond, beyond))
+    within, outside = (torch.bincount(places, counts * keep, BARS) for keep in (~beyond, beyond))
     most = math.log1p(float((within + outside).max()))
     at = [None, None] if grid is None else [round((bound - left) / (right - left) * WIDTH, 1) for bound in grid]
     return Histogram(_bars(within, most), _bars(outside, most), at[0], at[1], left, right)
-
-
-def _summed(places: Tensor, counts: Tensor) -> Tensor:
-    return torch.zeros(BARS, dtype=torch.float64).index_add_(0, places, counts)
 
 
 def _bars(counts: Tensor, most: float) -> str:

@@ -128,8 +128,8 @@ class _Listener:
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer, spec = quantizer, quantizer.spec
         self.all = HistogramObserver(QuantSpec())
-        by_channel = spec.axis is not None and spec.group_size is None and known_range(quantizer) is not None
-        shape = tuple(quantizer.scale.shape) if by_channel else ()
+        self.clips = spec.group_size is None and known_range(quantizer) is not None
+        shape = tuple(quantizer.scale.shape) if self.clips and spec.axis is not None else ()
         by_axis = QuantSpec(axis=spec.axis)
         self.by_channel = HistogramObserver(by_axis, shape, quantizer.group) if shape else self.all
 
@@ -141,11 +141,8 @@ class _Listener:
 
     def read(self) -> Values:
         """Return the values that it has heard, and the share that the quantizer clips, where it has a range and no groups."""
-        grid = self.quantizer
-        known = (
-            isinstance(grid, TensorQuantizer | Grid) and known_range(grid) is not None and grid.spec.group_size is None
-        )
-        return Values(self.all, share_clipped(grid, self.by_channel) if known else None)  # type: ignore[arg-type]
+        clipped = share_clipped(self.quantizer, self.by_channel) if self.clips else None  # type: ignore[arg-type]
+        return Values(self.all, clipped)
 
 
 def _values_of(model: nn.Module, quantizers: Mapping[str, Quantizer], inputs: Any) -> dict[str, Values]:

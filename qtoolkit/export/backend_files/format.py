@@ -11,11 +11,10 @@ import numpy as np
 
 from qtoolkit.errors import check_mapping, within
 from qtoolkit.export.backend_files.encoding import Encoding
+from qtoolkit.lint.ops import Array
 
 if TYPE_CHECKING:
     import onnx
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

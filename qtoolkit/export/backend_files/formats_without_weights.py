@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.export.backend_files.encoding import Encoding, float32
-from qtoolkit.export.backend_files.format import Array, Format, as_json, from_json, number, read_each
+from qtoolkit.export.backend_files.format import Format, as_json, from_json, number, read_each
+from qtoolkit.lint.ops import Array
 
 
 def _magnitudes(values: Array, axes: tuple[int, ...]) -> Array:

@@ -14,7 +14,7 @@ from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.target import BackendFiles, Target
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source
 from qtoolkit.export.onnx import require_extra, written
-from qtoolkit.lint.file_facts import AXIS_OPSET
+from qtoolkit.lint.ops import AXIS_OPSET
 from qtoolkit.progress import progress_bar, step
 
 

@@ -14,8 +14,10 @@ import onnx_ir
 import onnxscript.optimizer
 
 from qtoolkit.errors import present
+from qtoolkit.export.backend_files import placeholders
 from qtoolkit.export.backend_files.encoding import Encoding, float32
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
+from qtoolkit.export.exporters.translation import DOMAIN, placeholders_in
 from qtoolkit.export.files.files import save
 from qtoolkit.export.files.graph import Constants, replace_node
 from qtoolkit.export.verification.runtimes.openvino_cpu import core
@@ -45,15 +47,11 @@ class FakeQuantizeIR(Target):
         return BackendFiles(xml, (weights,), tuple(found))
 
     def read(self, path: Path) -> list[Encoding]:
-        """Read the encodings of an IR."""
         return _read_operations(with_ending(path, ".xml"))
 
 
 def _write_operations(model: Any) -> list[Encoding]:
     """Replace the placeholders by FakeQuantize operations; return the grids that these have, once for each tensor."""
-    from qtoolkit.export.backend_files import placeholders
-    from qtoolkit.export.exporters.translation import DOMAIN, placeholders_in
-
     found: dict[str, Encoding] = {}
     for node in placeholders_in(model):
         encoding, source = placeholders.encoding_of(node), present(node.inputs[0], f"the input of {node.name!r}")
@@ -89,24 +87,20 @@ def _widened(weight: Encoding) -> Encoding:
 
 def _written(encoding: Encoding, shape: Any) -> Encoding:
     """Return an encoding with a scale for each element of the range's bounds: the groups of a weight repeat theirs."""
-    from qtoolkit.export.backend_files.placeholders import along_axis
-
     if encoding.group == 1 or encoding.axis is None:
         return encoding
     scale, zero_point = (
-        along_axis(np.array(n), encoding, shape).reshape(-1) for n in (encoding.scale, encoding.zero_point)
+        placeholders.along_axis(np.array(n), encoding, shape).reshape(-1) for n in (encoding.scale, encoding.zero_point)
     )
     return replace(encoding, scale=tuple(scale.tolist()), zero_point=tuple(zero_point.tolist()), axis=0, group=1)
 
 
 def _write_operation(node: Any, source: Any, encoding: Encoding) -> None:
-    from qtoolkit.export.backend_files.placeholders import along_axis
-
     graph = present(node.graph, f"the graph of {node.name!r}")
     bounds = []
     for role, values in (("low", encoding.low), ("high", encoding.high)):
         name = f"{node.outputs[0].name}.{role}"
-        array = along_axis(np.array(values, np.float32), encoding, source.shape or ())
+        array = placeholders.along_axis(np.array(values, np.float32), encoding, source.shape or ())
         bounds.append(Constants(graph).add(array, onnx_ir.DataType.FLOAT, name))
     levels = {"levels": encoding.qmax - encoding.qmin + 1}
     new = onnx_ir.node(_OP, [source, *bounds, *bounds], levels, domain=_DOMAIN, name=f"{node.outputs[0].name}.{_OP}")

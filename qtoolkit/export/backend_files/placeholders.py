@@ -9,9 +9,10 @@ import onnxscript.optimizer
 
 from qtoolkit.errors import present
 from qtoolkit.export.backend_files.encoding import Encoding
-from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER, placeholders_in
+from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER, placeholders_in, rounding_of
 from qtoolkit.export.files.graph import constant_input
 from qtoolkit.export.pairs.storage import SUMS
+from qtoolkit.lint.ops import Array
 
 
 def encoding_of(node: onnx_ir.Node) -> Encoding | None:
@@ -19,32 +20,23 @@ def encoding_of(node: onnx_ir.Node) -> Encoding | None:
 
     Raises ValueError: its grid is computed from the input, or is one of small floats or of blocks.
     """
-    given = {key: attribute.value for key, attribute in node.attributes.items()}
-    if (given["qmin"], given["qmax"]) == SUMS:
+    how = rounding_of(node)
+    if how.code_range == SUMS:
         return None
-    name, tensor = given.get(QUANTIZER, ""), present(node.inputs[0], f"the input of {node.name!r}")
+    name, tensor = node.attributes.get_string(QUANTIZER) or "", present(node.inputs[0], f"the input of {node.name!r}")
     scale, zero_point = (constant_input(node, index) for index in (1, 2))
-    if scale is None or given["format"] not in ("int", "nnie") or given.get("block_size", 0) > 0:
+    if scale is None or how.format not in ("int", "nnie") or how.block_size > 0:
         raise ValueError(
             f"encodings: {name or tensor.name!r} has scales of blocks or of each input, or numbers of a small float format, "
             f"which no backend file can hold; export_onnx writes them where ONNX has them."
         )
-    code_range = (-127, 127) if given["format"] == "nnie" else (given["qmin"], given["qmax"])
+    code_range = (-127, 127) if how.format == "nnie" else how.code_range
     scales = tuple(float(one) for one in scale.reshape(-1))
     zeros = (0,) * len(scales) if zero_point is None else tuple(int(one) for one in zero_point.reshape(-1))
-    axis = given.get("axis") if len(scales) > 1 else None
+    axis = how.axis if len(scales) > 1 else None
     constant = onnx_ir.convenience.get_const_tensor(tensor) is not None and not tensor.is_graph_input()
     return Encoding(
-        tensor.name or "",
-        scales,
-        zeros,
-        code_range[0],
-        code_range[1],
-        is_weight=constant,
-        axis=axis,
-        group=given.get("group", 1),
-        format=given["format"],
-        quantizer=name,
+        tensor.name or "", scales, zeros, *code_range, constant, axis, how.group, how.format, quantizer=name
     )
 
 
@@ -114,7 +106,7 @@ def clip(source: onnx_ir.Value, encoding: Encoding, slack: float) -> None:
     source.const_value = onnx_ir.Tensor(clipped, tensor.dtype, name=source.name)
 
 
-def along_axis(values: "np.ndarray[Any, Any]", encoding: Encoding, shape: Any) -> "np.ndarray[Any, Any]":
+def along_axis(values: Array, encoding: Encoding, shape: Any) -> Array:
     """Return values, one or one for each channel, in a shape that broadcasts to a tensor of this shape."""
     sizes = [1] * len(shape)
     if encoding.axis is None:

@@ -34,15 +34,6 @@ class BackendFiles:
         model: The file of the model.
         files: The files of the grids.
         encodings: The grids in them.
-
-    Example:
-        >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="snpe")
-        >>> _ = qt.calibrate(prepared, [torch.ones(8, 4)], progress=False)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     files = qt.export.encodings(prepared, "snpe", torch.rand(8, 4), folder + "/net", input_names=["x"])
-        >>> files.model.name, [file.name for file in files.files]
-        ('net_deploy_model.onnx', ['net_clip_ranges.json'])
     """
 
     model: Path

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir
 
 from qtoolkit.errors import some
 from qtoolkit.export.backend_files import formats_with_weights as with_weights
 from qtoolkit.export.backend_files import formats_without_weights as without_weights
+from qtoolkit.export.backend_files import placeholders
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.format import Format
 from qtoolkit.export.backend_files.openvino import FakeQuantizeIR
@@ -38,8 +40,6 @@ class FloatModel(Target):
 
     def write(self, export: Write, opset: int, path: Path) -> BackendFiles:
         """Write the files, after each has been read again in memory."""
-        from qtoolkit.export.backend_files import placeholders
-
         removed: list[Encoding] = []
         exported = export(lambda graph: removed.extend(placeholders.remove(graph)))
         found = spread(exported, removed, self.joins_relu)
@@ -80,8 +80,6 @@ def _checked_text(format: Format, encodings: Sequence[Encoding], model: onnx.Mod
 
 def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: onnx_ir.Model) -> None:
     """Warn of weights for which a target that computes their scales itself finds others."""
-    import numpy as np
-
     values: dict[str, Any] = {name: value.const_value for name, value in model.graph.initializers.items()}
     other = [
         encoding.tensor

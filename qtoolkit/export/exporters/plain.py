@@ -13,8 +13,8 @@ from torch import Tensor
 
 from qtoolkit.export.pairs.opsets import NATIVE
 from qtoolkit.export.pairs.pair_form import PairForm
-from qtoolkit.export.pairs.storage import FLOATS, SUMS, Array, smallest_opset, storage_of
-from qtoolkit.lint.file_facts import BLOCKS_OPSET
+from qtoolkit.export.pairs.storage import FLOATS, SUMS, Rounding, smallest_opset, storage_of
+from qtoolkit.lint.ops import BLOCKS_OPSET, Array
 
 V = TypeVar("V")
 
@@ -22,20 +22,13 @@ WITHOUT_INT4 = BLOCKS_OPSET - 1  # torch has no tensors of 4 bits: their codes a
 
 
 class _Plain(PairForm[V]):
-    """Writes the nodes of one call, whose scale may be computed in the file; `channels` are its axis, group and block size."""
+    """Writes the nodes of one call, whose scale may be computed in the file."""
 
-    def __init__(
-        self,
-        opset: int,
-        format: str,
-        code_range: tuple[int, int],
-        channels: tuple[int | None, int, int],
-        shape: Sequence[Any],
-    ) -> None:
-        super().__init__(format, code_range, *channels, shape)
-        _check_format(format)
-        _check_opset(opset, format, code_range, self.block_size)
-        self.storage = storage_of(format, *code_range, min(opset, WITHOUT_INT4), constant=False)
+    def __init__(self, opset: int, how: Rounding, shape: Sequence[Any]) -> None:
+        super().__init__(how, shape)
+        _check_format(how.format)
+        _check_opset(opset, how)
+        self.storage = storage_of(how.format, *how.code_range, min(opset, WITHOUT_INT4), constant=False)
 
     @abstractmethod
     def zeros(self, scale: V) -> V:
@@ -59,19 +52,23 @@ def _check_format(format: str) -> None:
         )
 
 
-def _check_opset(opset: int, format: str, code_range: tuple[int, int], block_size: int) -> None:
+def _check_opset(opset: int, how: Rounding) -> None:
     """Raise ValueError for a call that QuantizeLinear cannot express in an opset."""
-    least = smallest_opset(format, *code_range, block_size)
+    least = _least_opset(how)
     if opset < least:
         raise ValueError(
-            f"torch.onnx.export: {_described(format, code_range, block_size)} needs opset {least} or newer, got {opset}; pass "
+            f"torch.onnx.export: {_described(how)} needs opset {least} or newer, got {opset}; pass "
             f"opset_version={least}, or write the file by qtoolkit.export_onnx, which chooses the opset."
         )
 
 
-def _described(format: str, code_range: tuple[int, int], block_size: int) -> str:
-    codes = f"codes in {list(code_range)}" if format == "int" else f"format={format!r}"
-    return f"a quantizer with {codes}{f' in blocks of {block_size}' if block_size else ''}"
+def _least_opset(how: Rounding) -> int:
+    return smallest_opset(how.format, *how.code_range, how.block_size)
+
+
+def _described(how: Rounding) -> str:
+    codes = f"codes in {list(how.code_range)}" if how.format == "int" else f"format={how.format!r}"
+    return f"a quantizer with {codes}{f' in blocks of {how.block_size}' if how.block_size else ''}"
 
 
 class _Symbolic(_Plain[Tensor]):
@@ -105,22 +102,23 @@ def written_by_dynamo(
 
     What torch.export records cannot depend on the opset of the file, which only torch.onnx.export knows.
     """
-    opset = smallest_opset(format, *code_range, channels[2]) if format in ("int", *FLOATS) else 0
+    how = Rounding(format, code_range, *channels)
+    opset = _least_opset(how) if format in ("int", *FLOATS) else 0
     if opset > NATIVE["dynamo"][0]:
         warnings.warn(
-            f"torch.onnx.export: {_described(format, code_range, channels[2])} needs opset {opset} or newer: pass "
+            f"torch.onnx.export: {_described(how)} needs opset {opset} or newer: pass "
             f"opset_version={opset} or more, or use qtoolkit.export_onnx, which chooses it.",
             stacklevel=2,
         )
-    pair = _Symbolic(opset, format, code_range, channels, x.shape)
+    pair = _Symbolic(opset, how, x.shape)
     return pair.write(x, onnx_ir.tensor_adapters.from_torch_dtype(x.dtype), scale, zero_point)
 
 
 class _Graph(_Plain[Any]):
     """Writes the nodes into a graph of the TorchScript exporter."""
 
-    def __init__(self, g: Any, opset: int, *call: Any) -> None:
-        super().__init__(opset, *call)
+    def __init__(self, g: Any, opset: int, how: Rounding, shape: Sequence[Any]) -> None:
+        super().__init__(opset, how, shape)
         self.g = g
 
     def node_of(self, op_type: str, *inputs: Any, role: str = "", **attributes: Any) -> Any:
@@ -136,12 +134,10 @@ class _Graph(_Plain[Any]):
         )
 
 
-def written_by_torchscript(
-    g: Any, opset: int, inputs: Sequence[Any], format: str, code_range: tuple[int, int], *channels: Any
-) -> Any:
+def written_by_torchscript(g: Any, opset: int, inputs: Sequence[Any], how: Rounding) -> Any:
     """Return the values of a call as nodes of a graph of the TorchScript exporter."""
     x, scale, *zero_point = inputs
-    pair = _Graph(g, opset, format, code_range, channels, x.type().sizes() or ())
+    pair = _Graph(g, opset, how, x.type().sizes() or ())
     return pair.write(x, dtype_in_torchscript(x), scale, *(zero_point or [None]))
 
 

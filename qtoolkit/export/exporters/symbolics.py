@@ -50,18 +50,14 @@ def _symbolics(opset: int) -> Sequence[Callable[..., Any]]:
     return fake_quant, fake_quant_float
 
 
-def _write(
-    g: Any, opset: int, inputs: Sequence[Any], format: str, code_range: tuple[int, int], *channels: int | None
-) -> Any:
+def _write(g: Any, opset: int, inputs: Sequence[Any], format: str, code_range: tuple[int, int], *channels: Any) -> Any:
     from qtoolkit.export.onnx import require_extra
 
     require_extra("torch.onnx.export of a quantized model")
-    if are_ops_taken():
-        from qtoolkit.export.exporters.translation import placeholder_in_torchscript
+    from qtoolkit.export.exporters.plain import written_by_torchscript
+    from qtoolkit.export.exporters.translation import placeholder_in_torchscript
+    from qtoolkit.export.pairs.storage import Rounding
 
-        y = placeholder_in_torchscript(g, inputs, format, code_range, *channels)
-    else:
-        from qtoolkit.export.exporters.plain import written_by_torchscript
-
-        y = written_by_torchscript(g, opset, inputs, format, code_range, *channels)
+    how = Rounding(format, code_range, *channels)
+    y = placeholder_in_torchscript(g, inputs, how) if are_ops_taken() else written_by_torchscript(g, opset, inputs, how)
     return y.setType(inputs[0].type()), g.op("Constant", value_t=torch.zeros(0, dtype=torch.uint8))

@@ -1,13 +1,11 @@
 """torch's two ONNX exporters. Both return an onnx_ir.Model whose placeholders say which quantizer each is."""
 
 import contextlib
-import io
-import itertools
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 from qtoolkit.errors import first_line
 from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
 from qtoolkit.export.exporters.translation import QUANTIZER, TRANSLATIONS, keep_quantizers, placeholders_in
-from qtoolkit.export.files.files import LARGEST_FILE
 from qtoolkit.export.inputs import Inputs, by_name
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import naming_misfits, with_tensors
@@ -173,7 +170,7 @@ def _export_torchscript(request: Request) -> onnx_ir.Model:
 
 def _torchscript_proto(request: Request, axes: Mapping[str, dict[int, str]]) -> onnx.ModelProto:
     with (
-        _destination(request.model) as written,
+        tempfile.TemporaryDirectory() as folder,  # a string in memory holds no weights above 2 GB
         warnings.catch_warnings(),
         _described_failures(request.what),
         ops_taken(),
@@ -181,17 +178,18 @@ def _torchscript_proto(request: Request, axes: Mapping[str, dict[int, str]]) -> 
         warnings.simplefilter("ignore", DeprecationWarning)  # the caller chose the older exporter
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that does not apply
+        file = os.path.join(folder, "model.onnx")
         torch.onnx.export(
             _Wrapper(request.model, request.inputs).eval(),
             tuple(request.inputs.tensors),
-            written,  # type: ignore[arg-type]  # the TorchScript exporter takes a buffer too
+            file,
             dynamo=False,
             opset_version=request.opset,
             input_names=request.inputs.names,
             output_names=list(request.output_names) if request.output_names else None,
             dynamic_axes=axes,
         )
-        return onnx.load(written) if isinstance(written, str) else onnx.load_from_string(written.getvalue())
+        return onnx.load(file)
 
 
 @contextlib.contextmanager
@@ -270,17 +268,6 @@ def _name_by_quantizers(model: onnx_ir.Model, quantizers: Mapping[str, str]) -> 
         quantizer = quantizers.get(scale.name or "") if scale is not None else None
         if quantizer is not None:
             node.metadata_props[QUANTIZER] = quantizer
-
-
-@contextlib.contextmanager
-def _destination(model: nn.Module) -> Iterator[str | io.BytesIO]:
-    """Return where the TorchScript exporter writes: into memory, or a file in a temporary folder for weights above 2 GB."""
-    weights = itertools.chain(model.parameters(), model.buffers())
-    if sum(tensor.nbytes for tensor in weights) <= LARGEST_FILE:
-        yield io.BytesIO()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield str(Path(folder) / "model.onnx")
 
 
 EXPORTERS: Mapping[str, Callable[[Request], onnx_ir.Model]] = {

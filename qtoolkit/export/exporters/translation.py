@@ -15,6 +15,7 @@ from onnx import defs
 
 from qtoolkit.errors import present
 from qtoolkit.export.exporters.plain import dtype_in_torchscript
+from qtoolkit.export.pairs.storage import Rounding
 
 DOMAIN, PLACEHOLDER = "qtoolkit", "FakeQuant"
 CHANNELS = ("axis", "group", "block_size")
@@ -34,14 +35,19 @@ def keep_quantizers(model: onnx_ir.Model) -> None:
             node.attributes[QUANTIZER] = onnx_ir.AttrString(QUANTIZER, node.metadata_props[QUANTIZER])
 
 
-def _attributes(
-    dtype: onnx_ir.DataType, shape: Sequence[Any], format: str, code_range: tuple[int, int], *channels: int | None
-) -> dict[str, Any]:
+def _attributes(dtype: onnx_ir.DataType, shape: Sequence[Any], how: Rounding) -> dict[str, Any]:
     """Return the placeholder's attributes; sizes that vary are -1, and absent values are left out."""
     sizes = [size if isinstance(size, int) else -1 for size in shape]
-    values = (int(dtype), sizes, format, *code_range, *channels)
+    values = (int(dtype), sizes, how.format, *how.code_range, how.axis, how.group, how.block_size)
     given = dict(zip(("dtype", "shape", "format", "qmin", "qmax", *CHANNELS), values, strict=True))
     return {name: value for name, value in given.items() if value is not None and value != []}
+
+
+def rounding_of(placeholder: onnx_ir.Node) -> Rounding:
+    """Return how the call of a placeholder rounds, by its attributes."""
+    given = {key: attribute.value for key, attribute in placeholder.attributes.items()}
+    channels = given.get("axis"), given.get("group", 1), given.get("block_size", 0)
+    return Rounding(given["format"], (given["qmin"], given["qmax"]), *channels)
 
 
 @functools.cache
@@ -71,21 +77,19 @@ def _schema() -> defs.OpSchema:
 _FLOATS = {f"tensor({name})" for name in ("float", "double", "float16", "bfloat16")}
 
 
-def _write(x: Any, scale: Any, zero_point: Any, format: str, code_range: tuple[int, int], *channels: int | None) -> Any:
+def _write(x: Any, scale: Any, zero_point: Any, how: Rounding) -> Any:
     op = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), PLACEHOLDER, _schema())
     shape = () if x.shape is None else tuple(x.shape)
-    y = op(x, scale, zero_point, **_attributes(onnx_ir.DataType(x.dtype), shape, format, code_range, *channels))
+    y = op(x, scale, zero_point, **_attributes(onnx_ir.DataType(x.dtype), shape, how))
     return y, _OPSET.Constant(value_ints=[])  # the mask, which nothing takes
 
 
 def placeholder(inputs: Sequence[onnx_ir.Value], settings: Mapping[str, Any]) -> onnx_ir.Node:
     """Return the placeholder of a call; `settings` are the op's other arguments by name."""
-    channels = (settings[name] for name in CHANNELS)
     code_range = settings.get("qmin", 0), settings.get("qmax", 0)
+    how = Rounding(settings.get("format", "int"), code_range, *(settings[name] for name in CHANNELS))
     x, shape = inputs[0], inputs[0].shape or ()
-    attributes = _attributes(
-        present(x.dtype, f"the type of {x.name!r}"), tuple(shape), settings.get("format", "int"), code_range, *channels
-    )
+    attributes = _attributes(present(x.dtype, f"the type of {x.name!r}"), tuple(shape), how)
     return onnx_ir.node(PLACEHOLDER, inputs, attributes, domain=DOMAIN)
 
 
@@ -102,13 +106,13 @@ def _fake_quant(
     mask: bool = False,
 ) -> Any:
     """Write one call. The exporter matches these parameters with the op's schema, so all are listed."""
-    return _write(x, scale, zero_point, "int", (qmin, qmax), axis, group, block_size)
+    return _write(x, scale, zero_point, Rounding("int", (qmin, qmax), axis, group, block_size))
 
 
 def _fake_quant_float(
     x: Any, scale: Any, format: str, axis: int | None = None, group: int = 1, block_size: int = 0, mask: bool = False
 ) -> Any:
-    return _write(x, scale, None, format, (0, 0), axis, group, block_size)
+    return _write(x, scale, None, Rounding(format, (0, 0), axis, group, block_size))
 
 
 TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -117,11 +121,9 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def placeholder_in_torchscript(
-    g: Any, inputs: Sequence[Any], format: str, code_range: tuple[int, int], *channels: int | None
-) -> Any:
+def placeholder_in_torchscript(g: Any, inputs: Sequence[Any], how: Rounding) -> Any:
     """Write the placeholder of a call into a graph of the TorchScript exporter."""
     kinds = {str: "s", int: "i", list: "i"}
     dtype, sizes = dtype_in_torchscript(inputs[0]), inputs[0].type().sizes() or ()
-    attributes = _attributes(dtype, sizes, format, code_range, *channels)
+    attributes = _attributes(dtype, sizes, how)
     return g.op(f"{DOMAIN}::{PLACEHOLDER}", *inputs, **{f"{k}_{kinds[type(v)]}": v for k, v in attributes.items()})

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir
 
-Array = np.ndarray[Any, Any]
+from qtoolkit.lint.ops import Array
 
 
 def maker_of(value: onnx_ir.Value | None, op_type: str) -> onnx_ir.Node | None:

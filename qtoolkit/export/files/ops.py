@@ -9,8 +9,7 @@ import onnx_ir
 from qtoolkit.export.files.graph import constant_of, input_at
 from qtoolkit.export.files.kinds import BINARY, WEIGHTED, bounds_of, kind_by_op
 from qtoolkit.export.files.reading import UnreadableFileError
-from qtoolkit.lint.file_facts import Codes, FileNode
-from qtoolkit.lint.ops import Layer, Op, WeightGrid
+from qtoolkit.lint.ops import Codes, FileNode, Layer, Op, WeightGrid
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER
 
@@ -43,7 +42,8 @@ class _Reader:
         self.gates = {gate for node in model.graph if (gate := _gate(node)) is not None}
         for value in model.graph.inputs:
             if not value.is_initializer():
-                self._add(Op(value.name or "", NO_OPS["placeholder"]), [value])
+                facts = FileNode("", "", self.opset)
+                self._add(Op(value.name or "", NO_OPS["placeholder"], node=facts), [value])
         for node in model.graph:
             self._read(node)
         for value in model.graph.outputs:
@@ -129,14 +129,13 @@ class _Reader:
 
 def _stays_with_quantizer(node: onnx_ir.Node, source: Op) -> bool:
     """Return whether a node belongs to the quantizer before it: its DequantizeLinear, and clips and casts of codes."""
-    facts = source.node
-    if not source.is_quantizer or not isinstance(facts, FileNode):
+    if not source.is_quantizer:
         return False
     if node.op_type == "DequantizeLinear":
         return True
     maker = node.inputs[0].producer() if node.inputs[0] is not None else None
     on_codes = maker is not None and maker.op_type != "DequantizeLinear"
-    return on_codes and facts.op_type == "QuantizeLinear" and node.op_type in ("Clip", "Cast")
+    return on_codes and source.node.op_type == "QuantizeLinear" and node.op_type in ("Clip", "Cast")
 
 
 def _has_body(node: onnx_ir.Node) -> bool:

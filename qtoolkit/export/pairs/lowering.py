@@ -7,11 +7,12 @@ import onnx_ir
 from onnx_ir import DataType
 
 from qtoolkit.errors import present
-from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER, placeholders_in
+from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER, placeholders_in, rounding_of
 from qtoolkit.export.files.graph import Constants, constant_of, input_at, replace_node
 from qtoolkit.export.files.quantizer_nodes import node_name
 from qtoolkit.export.pairs.pair_form import PairForm
-from qtoolkit.export.pairs.storage import POWERS_OPSET, SUMS, Array, code_array, exact_in, storage_of
+from qtoolkit.export.pairs.storage import POWERS_OPSET, SUMS, code_array, exact_in, storage_of
+from qtoolkit.lint.ops import Array
 
 HALF_OPSET = 19  # the first whose QuantizeLinear takes float16 and bfloat16
 MIXED_OPSET = 23  # the first whose nodes take a scale of another type than their input's
@@ -32,13 +33,10 @@ class _Lowering(PairForm[onnx_ir.Value]):
     """Writes the nodes of one placeholder."""
 
     def __init__(self, node: onnx_ir.Node, opset: int, constants: Constants) -> None:
-        given = {key: attribute.value for key, attribute in node.attributes.items()}
-        code_range, channels = (given["qmin"], given["qmax"]), (given.get("axis"), given.get("group", 1))
-        super().__init__(
-            given["format"], code_range, *channels, given.get("block_size", 0), list(given.get("shape", ()))
-        )
-        self.node, self.opset, self.constants, self.name = node, opset, constants, given.get(QUANTIZER)
-        self.dtype = DataType(given["dtype"])
+        super().__init__(rounding_of(node), list(node.attributes.get_ints("shape", ()) or ()))
+        self.node, self.opset, self.constants = node, opset, constants
+        self.name = node.attributes.get_string(QUANTIZER)
+        self.dtype = DataType(present(node.attributes.get_int("dtype"), f"the type of {node.name!r}"))
         self.x, self.scale = (present(value, f"an input of {node.name!r}") for value in node.inputs[:2])
         self.zero_point = input_at(node, 2)
         self.nodes: list[onnx_ir.Node] = []

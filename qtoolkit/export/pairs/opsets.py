@@ -11,7 +11,7 @@ from onnxscript import version_converter
 
 from qtoolkit.export.files.graph import constant_input, input_at, replace_node
 from qtoolkit.export.inputs import Source
-from qtoolkit.lint.file_facts import AXIS_OPSET
+from qtoolkit.lint.ops import AXIS_OPSET
 
 LOWEST = AXIS_OPSET
 DEFAULT = 18

@@ -13,8 +13,8 @@ import numpy as np
 from onnx_ir import DataType
 
 from qtoolkit.export.files.quantizer_nodes import DEQUANTIZE, QUANTIZE
-from qtoolkit.export.pairs.storage import SUMS, Array, Storage
-from qtoolkit.lint.file_facts import BLOCKS_OPSET
+from qtoolkit.export.pairs.storage import SUMS, Rounding, Storage
+from qtoolkit.lint.ops import BLOCKS_OPSET, Array
 
 V = TypeVar("V")
 
@@ -22,23 +22,15 @@ V = TypeVar("V")
 class PairForm(ABC, Generic[V]):
     """Writes the nodes of one call; a subclass knows how to write a node, whose inputs and output are values of type V.
 
-    `group` divides dimension 0; `block_size` elements along the axis share a scale, 0 without blocks; `shape` is the input's.
+    `shape` is the input's.
     """
 
     storage: Storage  # how codes are stored; the subclass sets it
 
-    def __init__(
-        self,
-        format: str,
-        code_range: tuple[int, int],
-        axis: int | None,
-        group: int,
-        block_size: int,
-        shape: Sequence[Any],
-    ) -> None:
-        self.format, self.code_range, self.shape = format, code_range, shape
-        self.group, self.block_size = group, block_size
-        self.axis = 0 if group > 1 else axis  # of the rows
+    def __init__(self, how: Rounding, shape: Sequence[Any]) -> None:
+        self.format, self.code_range, self.shape = how.format, how.code_range, shape
+        self.group, self.block_size = how.group, how.block_size
+        self.axis = 0 if how.group > 1 else how.axis  # of the rows
 
     @abstractmethod
     def node_of(self, op_type: str, *inputs: V, role: str = "", **attributes: Any) -> V:

@@ -1,7 +1,6 @@
 """The types in which a file stores codes, the opsets that have them, and the codes of constants."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,11 +9,9 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from qtoolkit import ops
 from qtoolkit.config.formats import LARGEST
-from qtoolkit.lint.file_facts import BLOCKS_OPSET, first_opset
+from qtoolkit.lint.ops import BLOCKS_OPSET, Array, first_opset
 from qtoolkit.quantizers.bias import LARGEST_CODE
 from qtoolkit.quantizers.frozen import code_dtype
-
-Array = np.ndarray[Any, Any]
 
 # The types of small floats.
 FLOATS = {"e4m3": DataType.FLOAT8E4M3FN, "e5m2": DataType.FLOAT8E5M2, "e2m1": DataType.FLOAT4E2M1}
@@ -23,6 +20,17 @@ INT4S = {DataType.INT4: (-8, 7), DataType.UINT4: (0, 15)}
 # The codes of biases, which lie on the grid of sums of products: int32, for which there is a DequantizeLinear alone.
 SUMS = (-LARGEST_CODE, LARGEST_CODE)
 POWERS_OPSET = 24  # the first whose scales may be powers of two in 8 bits, as in OCP MX
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a quantizing op rounds: its arguments that are no tensors."""
+
+    format: str  # "int", or the float format
+    code_range: tuple[int, int]  # lowest and highest integer code
+    axis: int | None  # of the channels; None for one scale
+    group: int = 1  # the parts of dimension 0 that have scales of their own
+    block_size: int = 0  # the elements along the axis that share a scale; 0 without blocks
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qtoolkit.export.files.quantizer_nodes import quantizer_of
-from qtoolkit.lint.file_facts import BLOCKS_OPSET
+from qtoolkit.lint.ops import BLOCKS_OPSET
 from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
@@ -25,14 +25,6 @@ class StoredWeights:
         bytes: Size in the file.
         smaller_by: The arguments of `export_onnx` by which a file stores fewer bytes; "" if there are none.
         smaller_bytes: Size by these arguments.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
-        >>> weights = result.export.weights[0]
-        >>> weights.count, weights.bits, weights.dtype
-        (1, 8, 'INT8')
     """
 
     count: int

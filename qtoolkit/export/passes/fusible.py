@@ -1,5 +1,7 @@
 """Forms of ops that runtimes have integer kernels for, instead of those that torch's exporters write."""
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 import onnx_ir
 
@@ -18,16 +20,8 @@ def write_fusible_forms(model: onnx_ir.Model) -> None:
     and TensorRT have none, and ONNX has it from opset 19 on.
     """
     for node in list(model.graph):
-        if node.op_type == "ReduceMean":
-            _write_global_pool(model, node)
-        elif node.op_type == "Add":
-            _write_gemm(model, node)
-        elif node.op_type == "PRelu":
-            _write_leaky_relu(node)
-        elif node.op_type == "AveragePool":
-            _write_counted_pool(model, node)
-        elif node.op_type == "Pad" and node.attributes.get_string("mode", "constant") == "wrap":
-            _write_concat(model, node)
+        if (write := REWRITTEN.get(node.op_type)) is not None:
+            write(model, node)
 
 
 def _write_global_pool(model: onnx_ir.Model, mean: onnx_ir.Node) -> None:
@@ -39,8 +33,7 @@ def _write_global_pool(model: onnx_ir.Model, mean: onnx_ir.Node) -> None:
     if sorted(axis % len(shape) for axis in axes) != list(range(2, len(shape))):
         return
     pool = onnx_ir.node("GlobalAveragePool", [source], name=mean.name)
-    if output.dtype is not None:
-        pool.outputs[0].dtype = output.dtype
+    pool.outputs[0].type = output.type
     pool.outputs[0].shape = onnx_ir.Shape([*shape[:2], *[1] * (len(shape) - 2)])
     new, last = [pool], pool.outputs[0]
     if not mean.attributes.get_int("keepdims", 1):
@@ -72,7 +65,7 @@ def _write_gemm(model: onnx_ir.Model, add: onnx_ir.Node) -> None:
     replace_node(add, [rows, gemm, back], back.outputs[0])
 
 
-def _write_leaky_relu(prelu: onnx_ir.Node) -> None:
+def _write_leaky_relu(_: onnx_ir.Model, prelu: onnx_ir.Node) -> None:
     slope = constant_input(prelu, 1)
     if slope is not None and slope.size == 1:
         leaky = onnx_ir.node("LeakyRelu", prelu.inputs[:1], {"alpha": float(slope.item())}, name=prelu.name)
@@ -96,8 +89,7 @@ def _write_counted_pool(model: onnx_ir.Model, pool: onnx_ir.Node) -> None:
         half = len(pads) // 2
         sizes = Constants(model.graph).integers([0, 0, *pads[:half], 0, 0, *pads[half:]], f"{pool.name}.pads")
         padding = onnx_ir.node("Pad", [source, sizes], name=f"{pool.name}.padding")
-        if source.dtype is not None:
-            padding.outputs[0].dtype = source.dtype
+        padding.outputs[0].type = source.type
         model.graph.insert_before(pool, padding)
         pool.replace_input_with(0, padding.outputs[0])
 
@@ -105,7 +97,8 @@ def _write_counted_pool(model: onnx_ir.Model, pool: onnx_ir.Node) -> None:
 def _write_concat(model: onnx_ir.Model, pad: onnx_ir.Node) -> None:
     """Write circular padding as a concat of the last places of a dimension, all of them, and the first."""
     ends, whole = constant_input(pad, 1), pad.inputs[0]
-    if ends is None or whole is None or any(pad.inputs[3:]) or (ends < 0).any():
+    circular = pad.attributes.get_string("mode", "constant") == "wrap"
+    if not circular or ends is None or whole is None or any(pad.inputs[3:]) or (ends < 0).any():
         return
     new: list[onnx_ir.Node] = []
     for axis, (before, behind) in enumerate(ends.reshape(2, -1).T.tolist()):
@@ -131,3 +124,12 @@ def _is_int32(value: onnx_ir.Value) -> bool:
     dequantize = maker_of(value, "DequantizeLinear")
     codes = None if dequantize is None else dequantize.inputs[0]
     return codes is not None and codes.dtype == onnx_ir.DataType.INT32
+
+
+REWRITTEN: Mapping[str, Callable[[onnx_ir.Model, onnx_ir.Node], None]] = {
+    "ReduceMean": _write_global_pool,
+    "Add": _write_gemm,
+    "PRelu": _write_leaky_relu,
+    "AveragePool": _write_counted_pool,
+    "Pad": _write_concat,
+}

@@ -1,13 +1,12 @@
 """What onnxruntime's default optimizations break, unless it is written otherwise: clips that saturate, and float weights."""
 
-from typing import Any
-
 import numpy as np
 import onnx_ir
 
 from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, input_at, maker_of
 from qtoolkit.export.files.kinds import bounds_of, ops_where
 from qtoolkit.export.files.ops import layer_of
+from qtoolkit.lint.ops import Array
 
 CLIPS = ops_where(lambda kind: kind.clips)
 LAYERS = ops_where(lambda kind: kind.layer)
@@ -77,7 +76,7 @@ def keep_float_weights(model: onnx_ir.Model) -> None:
             _write(model, node, bias)
 
 
-def exact_codes(bias: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
+def exact_codes(bias: Array) -> tuple[Array, Array]:
     """Return int32 codes and float32 steps, powers of two, whose products are these float32 values; to 2^-127 near zero.
 
     Example:
@@ -89,7 +88,7 @@ def exact_codes(bias: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], np
     return codes, np.ldexp(np.float32(1), exponents)
 
 
-def _write(model: onnx_ir.Model, node: onnx_ir.Node, bias: "np.ndarray[Any, Any]") -> None:
+def _write(model: onnx_ir.Model, node: onnx_ir.Node, bias: Array) -> None:
     codes, steps = exact_codes(bias)
     constants, name = Constants(model.graph), f"{node.name}.bias"
     inputs = [

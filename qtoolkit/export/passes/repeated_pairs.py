@@ -10,6 +10,7 @@ from qtoolkit.errors import present
 from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, maker_of
 from qtoolkit.export.files.kinds import CAST, kind_by_op
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
+from qtoolkit.lint.ops import Array
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.table import OTHER
 
@@ -62,9 +63,7 @@ def _insert_pair(model: onnx_ir.Model, node: onnx_ir.Node, output: onnx_ir.Value
     inputs = [quantize.outputs[0], *pair]
     dequantize = onnx_ir.node("DequantizeLinear", inputs, attributes, name=f"{output.name}_dequantize")
     for new, like in ((quantize, pair[1]), (dequantize, output)):
-        new.outputs[0].shape = output.shape
-        if like.dtype is not None:  # the TorchScript exporter writes few types
-            new.outputs[0].dtype = like.dtype
+        new.outputs[0].shape, new.outputs[0].type = output.shape, like.type
     model.graph.insert_after(node, [quantize, dequantize])
     return dequantize.outputs[0]
 
@@ -193,7 +192,7 @@ def _is_product_of_codes(node: onnx_ir.Node) -> bool:
     return source is not None and _is_int8_with_one_scale(source)
 
 
-def _replace_constant(node: onnx_ir.Node, index: int, array: "np.ndarray[Any, Any]", model: onnx_ir.Model) -> None:
+def _replace_constant(node: onnx_ir.Node, index: int, array: Array, model: onnx_ir.Model) -> None:
     old = present(node.inputs[index], f"input {index} of {node.name!r}")
     dtype = onnx_ir.DataType.from_numpy(array.dtype)
     node.replace_input_with(index, Constants(model.graph).add(array, dtype, f"{old.name}.of_{node.name}"))

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import fx
 
-from qtoolkit.export.tflite import elementwise, layers, moves, recurrent, sampling
+from qtoolkit.export.tflite import elementwise, layers, moves, recurrent, windows
 from qtoolkit.export.tflite.flatbuffer import Scales, Value
 from qtoolkit.export.tflite.ops import Op, arguments
 
@@ -82,12 +82,12 @@ ALL: tuple[Kernel, ...] = (
     Kernel("LSTM by steps", ("lstm_cell",), recurrent.cell(recurrent.lstm_step), refusal=OTHER_INTEGERS),
     _in_float("GRU by steps", ("gru",), recurrent.layer(recurrent.gru_step)),
     _in_float("GRU by steps", ("gru_cell",), recurrent.cell(recurrent.gru_step)),
-    _pool("MAX_POOL_2D", ("max_pool2d",), sampling.max_pool),
-    _pool("AVERAGE_POOL_2D", ("avg_pool2d",), sampling.avg_pool),
-    _pool("AVERAGE_POOL_2D", ("adaptive_avg_pool2d",), sampling.adaptive_pool),
-    Kernel("MEAN", ("mean",), sampling.mean),
-    _moving("RESIZE_NEAREST_NEIGHBOR", ("upsample_nearest2d",), sampling.nearest),
-    Kernel("RESIZE_BILINEAR", ("upsample_bilinear2d",), sampling.bilinear, check=moves.check_same_grid),
+    _pool("MAX_POOL_2D", ("max_pool2d",), windows.max_pool),
+    _pool("AVERAGE_POOL_2D", ("avg_pool2d",), windows.avg_pool),
+    _pool("AVERAGE_POOL_2D", ("adaptive_avg_pool2d",), windows.adaptive_pool),
+    Kernel("MEAN", ("mean",), windows.mean),
+    _moving("RESIZE_NEAREST_NEIGHBOR", ("upsample_nearest2d",), windows.nearest),
+    Kernel("RESIZE_BILINEAR", ("upsample_bilinear2d",), windows.bilinear, check=moves.check_same_grid),
     _joining("CONCATENATION", ("cat", "concat"), moves.cat),
     _joining("CONCATENATION", ("stack",), moves.stack),
     _moving("none", ("dropout", "dropout_", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), moves.same),

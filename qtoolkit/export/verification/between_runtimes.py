@@ -35,14 +35,6 @@ class RuntimeComparison:
     Attributes:
         runtimes: For each runtime, how its codes and outputs compare with those of the file's evaluation.
         program: For each runtime, the largest difference of its outputs from those of the program; {} without one.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
-        ...     found = qt.export.compare_runtimes(result.export.path, runtimes=("onnxruntime",), progress=False)
-        >>> list(found.runtimes), found.program
-        (['onnxruntime'], {})
     """
 
     runtimes: Mapping[str, RuntimeCodes]

@@ -24,10 +24,6 @@ class Verdict(Enum):
         ROUNDING: Codes differ end to end, but each quantizer's, computed from the runtime's own codes before it, differ by no
             more than the runtime's order of rounding explains.
         DIFFERENT: The runtime computes something else than the model.
-
-    Example:
-        >>> print(qt.export.Verdict.EQUAL)
-        equal
     """
 
     EQUAL = "equal"
@@ -61,15 +57,6 @@ class RuntimeCodes:
         on_codes: The layers that the model itself computes in integers.
         steps: By how many steps a code may differ where the runtime rounds in another order.
         nan: The quantizers of the model that get NaN, for which there is nothing to compare.
-
-    Example:
-        >>> import tempfile
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     found = qt.quantize(model, [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx").verification
-        >>> codes = found.runtimes["onnxruntime"]
-        >>> codes.verdict.name, codes.output_difference
-        ('EQUAL', 0.0)
     """
 
     runtime: str
@@ -267,16 +254,7 @@ class RuntimeCodes:
 
 @dataclass(frozen=True)
 class DeployedVerification:
-    """What `verify` returns: the comparison with each runtime, by the runtime's name.
-
-    Example:
-        >>> import tempfile
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     found = qt.quantize(model, [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx").verification
-        >>> list(found.runtimes), found.check()["onnxruntime"].name
-        (['onnxruntime'], 'EQUAL')
-    """
+    """What `verify` returns: the comparison with each runtime, by the runtime's name."""
 
     runtimes: Mapping[str, RuntimeCodes]
 

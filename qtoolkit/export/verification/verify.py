@@ -70,14 +70,6 @@ class Verification:
         drawn: Quantizers whose codes depend on random numbers, such as those of `torch.randn_like`: each run draws others, so
             that `layer_codes` leaves them out. The ops behind them are compared from the runtime's codes.
         nan: Quantizers that get NaN, for which there is nothing to compare.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
-        ...     found = qt.export.verify_onnx(result.converted, result.export.path, torch.rand(8, 4))
-        >>> found.weight_codes.compared, found.missing, found.unreached
-        (8, (), ())
     """
 
     weight_codes: CodeCount

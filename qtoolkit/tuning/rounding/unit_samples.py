@@ -158,9 +158,8 @@ class _Watched(nn.Module):
             written[each] = graph.node_copy(each, written.__getitem__)
             if each in nodes:
                 watched[each] = graph.call_function(with_gradients, (written[each],))
-                written[each] = graph.call_function(
-                    clone_tensors, (watched[each],)
-                )  # a later op may change it in place
+                # A later op may change it in place.
+                written[each] = graph.call_function(clone_tensors, (watched[each],))
         self.inner = fx.GraphModule(gm, graph, type(gm).__name__)
         self.watched: Any = ()
 

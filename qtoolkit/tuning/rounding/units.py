@@ -24,7 +24,7 @@ from qtoolkit.graph.nodes import is_quantizer, is_weight_quantizer, kind_of, kin
 from qtoolkit.graph.program.division import free_nodes
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.op_kinds.facts import facts_of
-from qtoolkit.op_kinds.rules import called_module, module_of
+from qtoolkit.op_kinds.rules import called_module
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import names_by_module, owners_of_parameters
 
@@ -45,13 +45,9 @@ class Unit:
 
     def activation_quantizers(self) -> list[TensorQuantizer]:
         """Return the quantizers of activations that are called in the unit and nowhere else."""
-        calls: dict[nn.Module, list[fx.Node]] = {}
-        for node in self.output.graph.nodes:
-            if node.op == "call_module":
-                calls.setdefault(module_of(node), []).append(node)
-        inside = set(self.nodes)
-        found = {module: None for module, callers in calls.items() if inside.issuperset(callers)}
-        return [m for m in found if isinstance(m, TensorQuantizer) and m.inserted and not m.of_weight and m.quantizing]
+        calls, inside = ModuleCalls(self.output.graph).of_type(TensorQuantizer), set(self.nodes)
+        found = [quantizer for quantizer, nodes in calls.items() if inside.issuperset(nodes)]
+        return [each for each in found if each.inserted and not each.of_weight and each.quantizing]
 
 
 def find_units(

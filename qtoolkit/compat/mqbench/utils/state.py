@@ -45,6 +45,9 @@ def enable_calibration_quantization(model: nn.Module, quantizer_type: str = "fak
         _set(quantizer, observing=chosen, quantizing=chosen and has_range)
 
 
+enable_all = enable_calibration_quantization  # with all quantizers
+
+
 def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali_on: bool = False) -> None:
     """Quantize, with the ranges that were observed; in a process group with those of all ranks.
 
@@ -54,11 +57,6 @@ def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali
     _take_ranges(model)
     for quantizer in named_quantizers(model).values():
         _set(quantizer, observing=weight_cali_on if quantizer.of_weight else act_cali_on, quantizing=True)
-
-
-def enable_all(model: nn.Module) -> None:
-    """Observe and quantize with all quantizers."""
-    enable_calibration_quantization(model)
 
 
 def disable_all(model: nn.Module) -> None:

@@ -83,11 +83,9 @@ class MaxCalibrator(_Calibrator):
         self._calib_amax = amax
 
     def reset(self) -> None:
-        """Discard the maximum."""
         self._calib_amax, self._amaxs = None, []
 
     def compute_amax(self) -> Tensor | None:
-        """Return the largest magnitudes, or None if nothing was collected."""
         return self._calib_amax
 
     def __str__(self) -> str:

@@ -67,7 +67,6 @@ class HistogramCalibrator(_Calibrator):
         self.reset()
 
     def reset(self) -> None:
-        """Discard the counts."""
         self._num_bins = self._first_num_bins
         self._calib_hist: Tensor | None = None
         self._calib_bin_edges: Tensor | None = None

@@ -8,6 +8,7 @@ onnxruntime: docs/performance/model-optimizations/quantization.md, "When and why
 import functools
 
 import numpy as np
+from onnx import TensorProto, helper, numpy_helper
 
 from qtoolkit.export.files.files import OpenedFile
 
@@ -18,7 +19,6 @@ SAFE_WEIGHT = 64  # the largest magnitude of a weight's code: 255 * 64 * 2 < 2**
 def processor_saturates() -> bool:
     """Return whether onnxruntime's product of uint8 and int8 matrices saturates on this processor: by a trial."""
     import onnxruntime
-    from onnx import TensorProto, helper, numpy_helper
 
     largest, size = (255, 127), 64
     codes = numpy_helper.from_array(np.full((size, size), largest[1], np.int8), "codes")
@@ -38,8 +38,6 @@ def processor_saturates() -> bool:
 
 def has_wide_weights(file: OpenedFile) -> bool:
     """Return whether a file has int8 codes of weights, stored or computed from constants, whose products may saturate."""
-    from onnx import TensorProto
-
     graph = file.proto.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
     clipped = {node.input[0] for node in graph.node if node.op_type == "Clip"}  # to fewer than eight bits
