@@ -73,12 +73,15 @@ def test_the_file_divides_by_the_models_divisor(name: str, exporter: str, tmp_pa
     ],
     ids=["average", "average of what is there", "maximum", "function"],
 )
-def test_a_window_that_begins_in_the_padding_is_not_in_the_file(pool, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"exporter": "torchscript"}, {"exporter": "torchscript", "dynamic_batch": True}], ids=str
+)
+def test_a_window_that_begins_in_the_padding_is_not_in_the_file(pool, options: dict, tmp_path) -> None:
     x = torch.rand(2, 3, 9, 9) if getattr(pool, "stride", 2) == 2 else IMAGE
     model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), Apply(pool)).eval(), x, "onnxruntime")
     qt.calibrate(model, [x], progress=False)
     converted = qt.convert(model)
-    result = qt.export_onnx(converted, x, tmp_path / "model.onnx")
+    result = qt.export_onnx(converted, x, tmp_path / "model.onnx", **options)
     session = ort.InferenceSession(str(result.path), providers=["CPUExecutionProvider"])
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), converted(x), rtol=0, atol=1e-5)

@@ -30,22 +30,23 @@ class OpsWritten(TorchFunctionMode):
 
     Pools with `divisor_override` become pools that divide by their window, times a factor; with `ceil_mode` too,
     ValueError: the windows beyond the edge would need factors of their own. A `ceil_mode` that adds no window is left out:
-    ONNX would add one in the padding, where torch has none. The windows of an adaptive pool follow the size
+    ONNX would add one in the padding, where torch has none. `constant_sizes` says that images have the sizes of the example
+    inputs, which torch.jit.trace does not tell. The windows of an adaptive pool follow the size
     of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area". A softplus with
     a threshold of its own becomes a choice of two tensors ("torchscript" drops it). An attention without heads gets one
     ("dynamo" takes no others). Errors begin with `what`.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, constant_sizes: bool) -> None:
         super().__init__()
-        self.what = what
+        self.what, self.constant_sizes = what, constant_sizes
         self._follows_sizes: list[str] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         named = kwargs or {}
         if function in WINDOWED:
-            args, named = _with_needed_ceil_mode(function, args, named)
+            args, named = self._with_needed_ceil_mode(function, args, named)
         if function in DIMENSIONS:
             return self._pool(function, *args, **named)
         if function in ADAPTIVE:
@@ -121,17 +122,17 @@ class OpsWritten(TorchFunctionMode):
         factor: float = math.prod(window) ** (DIMENSIONS[pool] // len(window)) / divisor_override
         return pool(input, kernel_size, stride, padding) * factor
 
-
-def _with_needed_ceil_mode(
-    pool: Callable[..., Tensor], args: tuple[Any, ...], named: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Return the arguments of a pool, without `ceil_mode` where the sizes are known and the result is as large without it."""
-    dimensions, position = WINDOWED[pool]
-    if len(args) > position:
-        floor: tuple[Any, ...] = (*args[:position], False, *args[position + 1 :]), named
-    else:
-        floor = args, {**named, "ceil_mode": False}
-    with torch.no_grad():
-        sizes, without = (pool(*given, **more).shape[-dimensions:] for given, more in ((args, named), floor))
-    known = all(isinstance(size, int) for size in sizes)
-    return floor if known and sizes == without else (args, named)
+    def _with_needed_ceil_mode(
+        self, pool: Callable[..., Tensor], args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return a pool's arguments, without `ceil_mode` where the sizes are known and the result is as large without it."""
+        dimensions, position = WINDOWED[pool]
+        if len(args) > position:
+            floor: tuple[Any, ...] = (*args[:position], False, *args[position + 1 :]), named
+        else:
+            floor = args, {**named, "ceil_mode": False}
+        with torch.no_grad():
+            sizes, without = (pool(*given, **more).shape[-dimensions:] for given, more in ((args, named), floor))
+        # A traced size is a tensor.
+        known = all(isinstance(size, int) or (self.constant_sizes and isinstance(size, Tensor)) for size in sizes)
+        return floor if known and sizes == without else (args, named)
