@@ -386,3 +386,32 @@ def test_ranges_that_follow_are_refused_under_transforms(how: str, which: str) -
         torch.vmap(lambda one: model(one[None]), randomness="same")(x) if which != "weights" else ensemble(
             lambda: model
         )
+
+
+# ---- ranges that do not follow
+
+
+@pytest.mark.parametrize("how", ["prepared", "replaced and fused", "set by amax"])
+def test_convert_says_which_weights_a_frozen_range_clips(how: str, recwarn) -> None:
+    torch.manual_seed(0)
+    float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).train()
+    if how == "replaced and fused":
+        model = qt.quant_modules.replace(qt.fuse_modules(float_model, [["0", "1"], ["2", "3"]]))
+    else:
+        model = qt.prepare(float_model)
+    qt.calibrate(model, [torch.rand(8, 3, 8, 8)], progress=False)
+    quantizer = model.get_submodule("0.weight_quantizer")
+    if how == "set by amax":
+        quantizer.amax = quantizer.amax.clone()
+    else:
+        qt.freeze_ranges(quantizer)
+    qt.convert(model)
+    with torch.no_grad():
+        for bn in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
+            bn.weight.mul_(10)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"convert: ranges that do not follow .* clip .*: '0.weight_quantizer' \(\d+"):
+        qt.convert(model)
+    quantizer.following = True
+    qt.convert(model)
+    assert not recwarn.list
