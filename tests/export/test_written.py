@@ -137,6 +137,38 @@ def test_windows_that_follow_no_dynamic_size_are_exported(size: object, tmp_path
     torch.testing.assert_close(torch.as_tensor(y), converted(taller), rtol=1e-4, atol=1e-4)
 
 
+class Projected(nn.Module):
+    """An LSTM that projects its states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(8, 16, proj_size=4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.lstm(x)[0])
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "integer"])
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_an_lstm_that_projects_is_refused(exporter: str, arithmetic: str, tmp_path) -> None:
+    x, path = torch.rand(2, 5, 8), tmp_path / "model.onnx"
+    model = qt.prepare(Projected().eval(), x, "onnxruntime")
+    qt.calibrate(model, [x], progress=False)
+    with pytest.raises(
+        ValueError, match=r"export_onnx: an LSTM with proj_size=4 has no form in ONNX; .*quant_modules.r"
+    ):
+        qt.export_onnx(qt.convert(model, arithmetic), x, path, exporter=exporter, verify=False)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_replaced_lstm_that_projects_is_exported(exporter: str, tmp_path) -> None:
+    x = torch.rand(2, 5, 8)
+    model = qt.quant_modules.replace(Projected().eval())
+    qt.calibrate(model, [x], progress=False)
+    assert qt.export_onnx(model, x, tmp_path / "model.onnx", exporter=exporter).verification.layer_codes.are_ties()
+
+
 class Attends(nn.Module):
     """A self-attention without heads, and a softplus with a threshold of its own."""
 

@@ -33,7 +33,8 @@ class OpsWritten(TorchFunctionMode):
     ONNX would add one in the padding, where torch has none. `constant_sizes` says that images have the sizes of the example
     inputs, which torch.jit.trace does not tell. The windows of an adaptive pool follow the size
     of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area". A softplus with
-    a threshold of its own becomes a choice of two tensors ("torchscript" drops it). An attention without heads gets one
+    a threshold of its own becomes a choice of two tensors ("torchscript" drops it). An LSTM that projects its states is
+    refused ("dynamo" drops the projection). An attention without heads gets one
     ("dynamo" takes no others). Errors begin with `what`.
     """
 
@@ -57,6 +58,8 @@ class OpsWritten(TorchFunctionMode):
             return self._attention(*args, **named)
         elif function is F.interpolate:
             self._note_resize(*args, **named)
+        elif function is torch.lstm:
+            self._check_states(*args, **named)
         return function(*args, **named)
 
     def _note_pool(self, dimensions: int, input: Tensor, output_size: Any, *_: Any, **__: Any) -> None:
@@ -70,6 +73,15 @@ class OpsWritten(TorchFunctionMode):
     ) -> None:
         if mode == "area" and any(isinstance(length, torch.SymInt) for length in input.shape[2:]):
             self._follows_sizes.append("a resize in the mode 'area'")
+
+    def _check_states(self, _: Tensor, states: Any, *__: Any) -> None:
+        """Raise ValueError for an LSTM that projects its states; a packed sequence has its sizes in place of them."""
+        if isinstance(states, tuple | list) and states[0].shape[-1] != states[1].shape[-1]:
+            raise ValueError(
+                f"{self.what}: an LSTM with proj_size={int(states[0].shape[-1])} has no form in ONNX; quantize the model by "
+                f"qtoolkit.quant_modules.replace, which writes recurrent layers step by step, or set proj_size=0 and put a "
+                f"Linear behind the layer."
+            )
 
     def check(self) -> None:
         """Raise ValueError if a window that was written as a constant follows a dynamic size."""
