@@ -137,6 +137,24 @@ def test_windows_that_follow_no_dynamic_size_are_exported(size: object, tmp_path
     torch.testing.assert_close(torch.as_tensor(y), converted(taller), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize(
+    "options",
+    [{"size": (16, 12)}, {"size": (80, 16)}, {"scale_factor": 2 / 7}, {"scale_factor": (2.0, 2 / 7)}],
+    ids=str,
+)
+def test_a_resize_takes_the_pixels_that_torch_takes(options: dict, exporter: str, tmp_path) -> None:
+    x = torch.rand(2, 3, 56, 56)
+    layers = [nn.Conv2d(3, 4, 1), nn.Upsample(**options), nn.Conv2d(4, 2, 1), nn.ReLU(), nn.Conv2d(2, 2, 1)]
+    model = qt.prepare(nn.Sequential(*layers).eval(), x, "onnxruntime")
+    qt.calibrate(model, [x], progress=False)
+    converted = qt.convert(model, arithmetic="integer")
+    path = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter=exporter).path
+    assert verify(converted, x, path).check() == {"onnxruntime": Verdict.EQUAL}
+    (y,) = ort.InferenceSession(path).run(None, {"input": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), converted(x), rtol=1e-5, atol=1e-5)
+
+
 class Projected(nn.Module):
     """An LSTM that projects its states."""
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,7 +35,8 @@ class OpsWritten(TorchFunctionMode):
     inputs, which torch.jit.trace does not tell. The windows of an adaptive pool follow the size
     of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area". A softplus with
     a threshold of its own becomes a choice of two tensors ("torchscript" drops it). An LSTM that projects its states is
-    refused ("dynamo" drops the projection). An attention without heads gets one
+    refused ("dynamo" drops the projection). A resize to the nearest pixel whose quotients a file rounds to others takes its
+    pixels by index. An attention without heads gets one
     ("dynamo" takes no others). Errors begin with `what`.
     """
 
@@ -58,6 +60,7 @@ class OpsWritten(TorchFunctionMode):
             return self._attention(*args, **named)
         elif function is F.interpolate:
             self._note_resize(*args, **named)
+            return _resize(*args, **named)
         elif function is torch.lstm:
             self._check_states(*args, **named)
         return function(*args, **named)
@@ -148,3 +151,34 @@ class OpsWritten(TorchFunctionMode):
         # A traced size is a tensor.
         known = all(isinstance(size, int) or (self.constant_sizes and isinstance(size, Tensor)) for size in sizes)
         return floor if known and sizes == without else (args, named)
+
+
+def _resize(
+    input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *args: Any, **named: Any
+) -> Tensor:
+    """Return a resized image; by the indices of its pixels where ONNX's Resize would take others for the nearest ones.
+
+    Resize divides by the scale in float32, and torch multiplies by its inverse: with 16 of 56 pixels, 2 / 0.285714 is below 7.
+    """
+    y = F.interpolate(input, size, scale_factor, mode, *args, **named)
+    lengths = [*zip(input.shape[2:], y.shape[2:], strict=True)]
+    if mode != "nearest" or any(isinstance(length, torch.SymInt) for pair in lengths for length in pair):
+        return y
+    factors = scale_factor if isinstance(scale_factor, tuple | list) else [scale_factor] * len(lengths)
+    if named.get("recompute_scale_factor") or (len(args) > 1 and args[1]):
+        factors = [None] * len(lengths)
+    chosen = [_nearest(int(old), int(new), factor) for (old, new), factor in zip(lengths, factors, strict=True)]
+    if all(np.array_equal(ours, theirs) for ours, theirs in chosen):
+        return y
+    for dim, (ours, _) in enumerate(chosen, 2):
+        input = input.index_select(dim, torch.tensor(ours.tolist(), device=input.device))
+    return input
+
+
+def _nearest(old: int, new: int, factor: float | None) -> tuple[Any, Any]:
+    """Return the pixels that torch takes, and those of Resize. Source: aten/src/ATen/native/UpSample.h, nearest_idx."""
+    places = np.arange(new, dtype=np.float32)
+    step = np.float32(1 / factor) if factor else np.float32(old) / np.float32(new)
+    scale = np.float32(factor) if factor else np.float32(new) / np.float32(old)
+    exact = np.arange(new) // (new // old) if new in (old, 2 * old) else np.floor(places * step)
+    return np.minimum(exact, old - 1).astype(np.int64), np.minimum(np.floor(places / scale), old - 1).astype(np.int64)
