@@ -278,7 +278,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             if self.of_weight
             else "the layer before it returns them"
         )
-        return ValueError(f"quantizer {self.name!r} {verb} NaN or infinities: {look}, or the data has.")
+        large = ", or values of 8.5e37 or more, which a histogram does not count" * (self.spec.observer == "histogram")
+        return ValueError(f"quantizer {self.name!r} {verb} NaN or infinities{large}: {look}, or the data has.")
 
     def load_observed(self) -> tuple[Tensor, Tensor]:
         """Set the grid from the range observed so far, and return that range.
