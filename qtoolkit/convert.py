@@ -15,6 +15,8 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import freeze, integers
 from qtoolkit.graph.plan import Tracing
 from qtoolkit.model_state import deepcopy_model
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, look, much_clipped
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -97,7 +99,9 @@ def in_reference_form(prepared: M) -> M:
     copied = deepcopy_model(prepared, what="convert")
     for quantizer in quantizers_of(copied).values():
         quantizer.stale = True  # `weight.data.mul_()` leaves no trace: each range that follows a weight is taken anew
-    return freeze.run(copied)
+    converted = freeze.run(copied)
+    _warn_of_clipped_weights(prepared, converted)
+    return converted
 
 
 def _restored(prepared: M, state_dict: Mapping[str, Tensor]) -> M:
@@ -167,6 +171,25 @@ def _warn_of_those_off(model: nn.Module) -> None:
         warnings.warn(
             f"convert: {len(names)} quantizers are off and stay off, so that their tensors are in float: {some(names)}; "
             f"qtoolkit.enable_quantization(prepared) turns them on.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_clipped_weights(prepared: nn.Module, converted: nn.Module) -> None:
+    """Warn of weights that have outgrown a range that does not follow them."""
+    clipped = []
+    for name, quantizer in quantizers_of(prepared).items():
+        layer = converted.get_submodule(name.rpartition(".")[0])
+        stays = quantizer.active and quantizer.capability.direct and not (quantizer.follows or quantizer.kind.LEARNED)
+        if quantizer.of_weight and stays and isinstance(layer, QuantWeighted):
+            share, _ = look(quantizer, layer.weight).tolist()
+            clipped += [f"{name!r} ({share:.1%})"] if much_clipped(quantizer, share) else []
+    if clipped:
+        warnings.warn(
+            f"convert: ranges that do not follow their weights, since they were frozen or set, clip more than "
+            f"{MUCH_CLIPPED:.0%} of them, each times the factor of its batch norm: {some(clipped)}. Set "
+            f"quantizer.following = True to take these ranges anew; in training, freeze batch norms with the ranges "
+            f"(qtoolkit.freeze_batch_norm).",
             stacklevel=4,
         )
 

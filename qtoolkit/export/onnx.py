@@ -252,7 +252,7 @@ def written(
     from qtoolkit.export.exporters.translation import DOMAIN
     from qtoolkit.export.pairs.opsets import convert_opset
 
-    model, inputs = request.model, request.inputs
+    model, inputs, constant_sizes = request.model, request.inputs, request.dynamic_shapes is None
     if dynamic_batch:
         inputs, shapes = inputs.with_dynamic_batch()
         request = replace(request, inputs=inputs, dynamic_shapes=shapes)
@@ -263,7 +263,7 @@ def written(
         in_float(model),
         without_noise(),
         shaped_weights(model, request.run, request.what),
-        OpsWritten(request.what) as ops,
+        OpsWritten(request.what, constant_sizes) as ops,
     ):
         check_outputs(request.run(), request.output_names, inputs)
         exported = convert_opset(EXPORTERS[exporter](request), opset, exporter, request.what)

@@ -1,15 +1,12 @@
 """Whether somebody watches the calls of a module: then it must be called as a module, on the values that it documents."""
 
-import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
-from qtoolkit.ops.recording import is_recorded
+from qtoolkit.ops.recording import is_recorded, is_transformed
 
-# Private: torch has no documented way to ask. Without them, nothing counts as watched or transformed.
+# Private: torch has no documented way to ask. Without it, no hooks of all modules are seen.
 _has_global_hooks = getattr(torch_module, "_has_any_global_hook", lambda: False)
-_transforms_run = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -39,8 +36,3 @@ def is_ordinary(x: object) -> bool:
     They may not for a proxy or a tensor subclass, nor under the transforms of torch.func, forward-mode AD and torch.jit.trace.
     """
     return type(x) is Tensor and x.device.type in ("cpu", "cuda") and not is_recorded() and not is_transformed()
-
-
-def is_transformed() -> bool:
-    """Return whether transforms of torch.func or forward-mode AD run."""
-    return not torch.compiler.is_compiling() and (bool(_transforms_run()) or forward_ad._current_level >= 0)

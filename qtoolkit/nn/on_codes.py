@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.nn import refusals
-from qtoolkit.nn.hooks import has_hooks, is_transformed
+from qtoolkit.nn.hooks import has_hooks
 from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
-from qtoolkit.ops.recording import is_recorded
+from qtoolkit.ops.recording import is_recorded, is_transformed
 from qtoolkit.ops.sums import has_int8_product, is_exact
 from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.codes import TensorCodes, codes_of
@@ -208,8 +208,10 @@ def computed_format(layer: "Layer", x: Tensor, integer: bool) -> torch.memory_fo
 
 def copies_weight(layer: "Layer", x: Tensor) -> bool:
     """Return whether torch would copy a weight into the memory format of an image that is smaller than it."""
-    in_rows = layer.weight.is_contiguous(memory_format=torch.channels_last) if layer.weight.dim() == 4 else True
-    return not in_rows and x.numel() < layer.weight.numel() and not x.is_contiguous()
+    weight = layer.weight
+    if weight.dim() != 4 or x.numel() >= weight.numel() or x.is_contiguous() or is_transformed():
+        return False
+    return not weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def reads_image(layer: "Layer", x: Tensor, geometry: Geometry) -> bool:

@@ -1,4 +1,4 @@
-"""Whether exporters or CUDA graphs record the ops, and what exporters record of a quantizing op."""
+"""Whether exporters, CUDA graphs or transforms take the ops, and what exporters record of a quantizing op."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,10 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+# Private: torch has no documented way to ask. Without it, nothing counts as transformed.
+_transforms_run = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _takes_ops = ContextVar("takes_ops", default=False)  # whether the exporter has translations of the ops themselves
 
 
@@ -18,6 +21,11 @@ def is_recorded() -> bool:
 def is_captured(x: Tensor) -> bool:
     """Return whether a CUDA graph captures what is computed with a tensor: it runs again without Python."""
     return x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
+def is_transformed() -> bool:
+    """Return whether transforms of torch.func or forward-mode AD run."""
+    return not torch.compiler.is_compiling() and (bool(_transforms_run()) or forward_ad._current_level >= 0)
 
 
 def is_recorded_for_onnx() -> bool:

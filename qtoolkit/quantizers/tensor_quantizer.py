@@ -21,7 +21,7 @@ from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.dynamic import Dynamic
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers, spec_fields
-from qtoolkit.quantizers.recomputation import check_not_recomputing, is_recomputing
+from qtoolkit.quantizers.recomputation import check_not_recomputing, check_not_transformed, is_recomputing
 from qtoolkit.quantizers.spec_ops import ends_of, fake_quant, grid_of_range, mean_magnitude
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS
@@ -278,7 +278,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             if self.of_weight
             else "the layer before it returns them"
         )
-        return ValueError(f"quantizer {self.name!r} {verb} NaN or infinities: {look}, or the data has.")
+        large = ", or values of 8.5e37 or more, which a histogram does not count" * (self.spec.observer == "histogram")
+        return ValueError(f"quantizer {self.name!r} {verb} NaN or infinities{large}: {look}, or the data has.")
 
     def load_observed(self) -> tuple[Tensor, Tensor]:
         """Set the grid from the range observed so far, and return that range.
@@ -342,6 +343,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             return self._recorded_for_onnx(x)
         if self.observing:
             check_not_recomputing(self.name)
+            check_not_transformed(self.name)
             self._check_type(x)
             self._fit_channels(x)
             if self.quantizing:
@@ -350,6 +352,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         elif self.training and self.follows:
             self.stale = True  # the step after this forward changes the weight
             if self.quantizing:
+                check_not_transformed(self.name)
                 return self.kind.follow_and_quantize(self, x)
         elif self.training and self.counts_steps and not self.of_weight:
             self._take_part_in_step(x)
@@ -373,6 +376,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             return
         self.seen_in_step = True
         if self.follows_data:
+            if self.quantizing:
+                check_not_transformed(self.name)
             if is_captured(x):
                 first_steps.warn_of_capture(self)
             self.kind.average(self, x)
@@ -476,6 +481,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if self.stopping:
             self._check_finite(values())
         if self.training and self.follows:
+            check_not_transformed(self.name)
             self.follow(values())
             self.stale = True
         self.check_ready()

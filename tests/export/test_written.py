@@ -73,12 +73,15 @@ def test_the_file_divides_by_the_models_divisor(name: str, exporter: str, tmp_pa
     ],
     ids=["average", "average of what is there", "maximum", "function"],
 )
-def test_a_window_that_begins_in_the_padding_is_not_in_the_file(pool, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"exporter": "torchscript"}, {"exporter": "torchscript", "dynamic_batch": True}], ids=str
+)
+def test_a_window_that_begins_in_the_padding_is_not_in_the_file(pool, options: dict, tmp_path) -> None:
     x = torch.rand(2, 3, 9, 9) if getattr(pool, "stride", 2) == 2 else IMAGE
     model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), Apply(pool)).eval(), x, "onnxruntime")
     qt.calibrate(model, [x], progress=False)
     converted = qt.convert(model)
-    result = qt.export_onnx(converted, x, tmp_path / "model.onnx")
+    result = qt.export_onnx(converted, x, tmp_path / "model.onnx", **options)
     session = ort.InferenceSession(str(result.path), providers=["CPUExecutionProvider"])
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), converted(x), rtol=0, atol=1e-5)
@@ -132,6 +135,56 @@ def test_windows_that_follow_no_dynamic_size_are_exported(size: object, tmp_path
     taller = torch.rand(2, 3, 13, 8)
     (y,) = ort.InferenceSession(path).run(None, {"input": taller.numpy()})
     torch.testing.assert_close(torch.as_tensor(y), converted(taller), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize(
+    "options",
+    [{"size": (16, 12)}, {"size": (80, 16)}, {"scale_factor": 2 / 7}, {"scale_factor": (2.0, 2 / 7)}],
+    ids=str,
+)
+def test_a_resize_takes_the_pixels_that_torch_takes(options: dict, exporter: str, tmp_path) -> None:
+    x = torch.rand(2, 3, 56, 56)
+    layers = [nn.Conv2d(3, 4, 1), nn.Upsample(**options), nn.Conv2d(4, 2, 1), nn.ReLU(), nn.Conv2d(2, 2, 1)]
+    model = qt.prepare(nn.Sequential(*layers).eval(), x, "onnxruntime")
+    qt.calibrate(model, [x], progress=False)
+    converted = qt.convert(model, arithmetic="integer")
+    path = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter=exporter).path
+    assert verify(converted, x, path).check() == {"onnxruntime": Verdict.EQUAL}
+    (y,) = ort.InferenceSession(path).run(None, {"input": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), converted(x), rtol=1e-5, atol=1e-5)
+
+
+class Projected(nn.Module):
+    """An LSTM that projects its states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(8, 16, proj_size=4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.lstm(x)[0])
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "integer"])
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_an_lstm_that_projects_is_refused(exporter: str, arithmetic: str, tmp_path) -> None:
+    x, path = torch.rand(2, 5, 8), tmp_path / "model.onnx"
+    model = qt.prepare(Projected().eval(), x, "onnxruntime")
+    qt.calibrate(model, [x], progress=False)
+    with pytest.raises(
+        ValueError, match=r"export_onnx: an LSTM with proj_size=4 has no form in ONNX; .*quant_modules.r"
+    ):
+        qt.export_onnx(qt.convert(model, arithmetic), x, path, exporter=exporter, verify=False)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_replaced_lstm_that_projects_is_exported(exporter: str, tmp_path) -> None:
+    x = torch.rand(2, 5, 8)
+    model = qt.quant_modules.replace(Projected().eval())
+    qt.calibrate(model, [x], progress=False)
+    assert qt.export_onnx(model, x, tmp_path / "model.onnx", exporter=exporter).verification.layer_codes.are_ties()
 
 
 class Attends(nn.Module):

@@ -605,6 +605,15 @@ def test_quantizers_that_met_nan_or_nothing_are_named() -> None:
     assert quantizer.scale == 1
 
 
+def test_the_largest_value_of_a_histogram_is_in_the_error() -> None:
+    quantizer = qt.TensorQuantizer(spec(), name="conv1")
+    with pytest.raises(ValueError, match=r"or values of 8.5e37 or more, which a histogram"), qt.calibrating(quantizer):
+        quantizer(torch.tensor([1.0, 1e38]))
+    with qt.calibrating(quantizer):
+        quantizer(torch.tensor([1.0, 8e37]))
+    assert quantizer.scale.isfinite()
+
+
 def test_observing_while_quantizing_follows_the_histogram() -> None:
     quantizer = qt.TensorQuantizer(spec(observer_args={"method": "percentile", "percentile": 100}))
     quantizer.observing = True

@@ -340,3 +340,78 @@ def test_the_report_says_which_ranges_follow():
     qt.freeze_ranges(model).apply()
     assert "0 of 1 weight ranges follow" in str(qt.quantization_report(model))
     assert "follow" not in str(qt.quantization_report(qt.convert(model)))
+
+
+# ---- transforms of torch.func
+
+
+def ensemble(make) -> float:
+    """The largest difference between two models and one call of both, by torch.vmap over their states."""
+    models = [make(), make()]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.3)
+    x = torch.rand(2, 3, 8, 8)
+    states = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in models]
+    stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+    both = torch.vmap(lambda state: torch.func.functional_call(models[0], state, (x,)))(stacked)
+    return max(float((y - model(x)).abs().max()) for y, model in zip(both.unbind(), models, strict=True))
+
+
+def transformed(how: str, frozen: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    model = qt.prepare(float_model) if how == "prepared" else qt.quant_modules.replace(float_model)
+    qt.calibrate(model, [torch.rand(4, 3, 8, 8)], progress=False)
+    return qt.freeze_ranges(model) and model if frozen else model
+
+
+@pytest.mark.parametrize("how", ["prepared", "replaced"])
+def test_models_without_moving_ranges_are_one_call_under_vmap(how: str) -> None:
+    assert ensemble(lambda: transformed(how).eval()) < 1e-6
+    assert ensemble(lambda: transformed(how, frozen=True)) < 1e-6
+
+
+@pytest.mark.parametrize("how", ["prepared", "replaced"])
+@pytest.mark.parametrize("which", ["activations", "weights"])
+def test_ranges_that_follow_are_refused_under_transforms(how: str, which: str) -> None:
+    model, x = transformed(how), torch.rand(2, 3, 8, 8)
+    qt.freeze_ranges(model, {"activations": "weights", "weights": "activations"}[which])
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    named = "weight_quantizer" if which == "weights" else "input"
+    words = rf"quantizer '.*{named}.*' changes its range .* call model.eval\(\) or qtoolkit.freeze_ranges\(model\)"
+    with pytest.raises(NotImplementedError, match=words):
+        torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(weights)
+    with pytest.raises(NotImplementedError, match=words):
+        torch.vmap(lambda one: model(one[None]), randomness="same")(x) if which != "weights" else ensemble(
+            lambda: model
+        )
+
+
+# ---- ranges that do not follow
+
+
+@pytest.mark.parametrize("how", ["prepared", "replaced and fused", "set by amax"])
+def test_convert_says_which_weights_a_frozen_range_clips(how: str, recwarn) -> None:
+    torch.manual_seed(0)
+    float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).train()
+    if how == "replaced and fused":
+        model = qt.quant_modules.replace(qt.fuse_modules(float_model, [["0", "1"], ["2", "3"]]))
+    else:
+        model = qt.prepare(float_model)
+    qt.calibrate(model, [torch.rand(8, 3, 8, 8)], progress=False)
+    quantizer = model.get_submodule("0.weight_quantizer")
+    if how == "set by amax":
+        quantizer.amax = quantizer.amax.clone()
+    else:
+        qt.freeze_ranges(quantizer)
+    qt.convert(model)
+    with torch.no_grad():
+        for bn in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
+            bn.weight.mul_(10)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"convert: ranges that do not follow .* clip .*: '0.weight_quantizer' \(\d+"):
+        qt.convert(model)
+    quantizer.following = True
+    qt.convert(model)
+    assert not recwarn.list

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,22 +31,25 @@ class OpsWritten(TorchFunctionMode):
 
     Pools with `divisor_override` become pools that divide by their window, times a factor; with `ceil_mode` too,
     ValueError: the windows beyond the edge would need factors of their own. A `ceil_mode` that adds no window is left out:
-    ONNX would add one in the padding, where torch has none. The windows of an adaptive pool follow the size
+    ONNX would add one in the padding, where torch has none. `constant_sizes` says that images have the sizes of the example
+    inputs, which torch.jit.trace does not tell. The windows of an adaptive pool follow the size
     of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area". A softplus with
-    a threshold of its own becomes a choice of two tensors ("torchscript" drops it). An attention without heads gets one
+    a threshold of its own becomes a choice of two tensors ("torchscript" drops it). An LSTM that projects its states is
+    refused ("dynamo" drops the projection). A resize to the nearest pixel whose quotients a file rounds to others takes its
+    pixels by index. An attention without heads gets one
     ("dynamo" takes no others). Errors begin with `what`.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, constant_sizes: bool) -> None:
         super().__init__()
-        self.what = what
+        self.what, self.constant_sizes = what, constant_sizes
         self._follows_sizes: list[str] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         named = kwargs or {}
         if function in WINDOWED:
-            args, named = _with_needed_ceil_mode(function, args, named)
+            args, named = self._with_needed_ceil_mode(function, args, named)
         if function in DIMENSIONS:
             return self._pool(function, *args, **named)
         if function in ADAPTIVE:
@@ -56,6 +60,9 @@ class OpsWritten(TorchFunctionMode):
             return self._attention(*args, **named)
         elif function is F.interpolate:
             self._note_resize(*args, **named)
+            return _resize(*args, **named)
+        elif function is torch.lstm:
+            self._check_states(*args, **named)
         return function(*args, **named)
 
     def _note_pool(self, dimensions: int, input: Tensor, output_size: Any, *_: Any, **__: Any) -> None:
@@ -69,6 +76,15 @@ class OpsWritten(TorchFunctionMode):
     ) -> None:
         if mode == "area" and any(isinstance(length, torch.SymInt) for length in input.shape[2:]):
             self._follows_sizes.append("a resize in the mode 'area'")
+
+    def _check_states(self, _: Tensor, states: Any, *__: Any) -> None:
+        """Raise ValueError for an LSTM that projects its states; a packed sequence has its sizes in place of them."""
+        if isinstance(states, tuple | list) and states[0].shape[-1] != states[1].shape[-1]:
+            raise ValueError(
+                f"{self.what}: an LSTM with proj_size={int(states[0].shape[-1])} has no form in ONNX; quantize the model by "
+                f"qtoolkit.quant_modules.replace, which writes recurrent layers step by step, or set proj_size=0 and put a "
+                f"Linear behind the layer."
+            )
 
     def check(self) -> None:
         """Raise ValueError if a window that was written as a constant follows a dynamic size."""
@@ -121,17 +137,48 @@ class OpsWritten(TorchFunctionMode):
         factor: float = math.prod(window) ** (DIMENSIONS[pool] // len(window)) / divisor_override
         return pool(input, kernel_size, stride, padding) * factor
 
+    def _with_needed_ceil_mode(
+        self, pool: Callable[..., Tensor], args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return a pool's arguments, without `ceil_mode` where the sizes are known and the result is as large without it."""
+        dimensions, position = WINDOWED[pool]
+        if len(args) > position:
+            floor: tuple[Any, ...] = (*args[:position], False, *args[position + 1 :]), named
+        else:
+            floor = args, {**named, "ceil_mode": False}
+        with torch.no_grad():
+            sizes, without = (pool(*given, **more).shape[-dimensions:] for given, more in ((args, named), floor))
+        # A traced size is a tensor.
+        known = all(isinstance(size, int) or (self.constant_sizes and isinstance(size, Tensor)) for size in sizes)
+        return floor if known and sizes == without else (args, named)
 
-def _with_needed_ceil_mode(
-    pool: Callable[..., Tensor], args: tuple[Any, ...], named: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Return the arguments of a pool, without `ceil_mode` where the sizes are known and the result is as large without it."""
-    dimensions, position = WINDOWED[pool]
-    if len(args) > position:
-        floor: tuple[Any, ...] = (*args[:position], False, *args[position + 1 :]), named
-    else:
-        floor = args, {**named, "ceil_mode": False}
-    with torch.no_grad():
-        sizes, without = (pool(*given, **more).shape[-dimensions:] for given, more in ((args, named), floor))
-    known = all(isinstance(size, int) for size in sizes)
-    return floor if known and sizes == without else (args, named)
+
+def _resize(
+    input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *args: Any, **named: Any
+) -> Tensor:
+    """Return a resized image; by the indices of its pixels where ONNX's Resize would take others for the nearest ones.
+
+    Resize divides by the scale in float32, and torch multiplies by its inverse: with 16 of 56 pixels, 2 / 0.285714 is below 7.
+    """
+    y = F.interpolate(input, size, scale_factor, mode, *args, **named)
+    lengths = [*zip(input.shape[2:], y.shape[2:], strict=True)]
+    if mode != "nearest" or any(isinstance(length, torch.SymInt) for pair in lengths for length in pair):
+        return y
+    factors = scale_factor if isinstance(scale_factor, tuple | list) else [scale_factor] * len(lengths)
+    if named.get("recompute_scale_factor") or (len(args) > 1 and args[1]):
+        factors = [None] * len(lengths)
+    chosen = [_nearest(int(old), int(new), factor) for (old, new), factor in zip(lengths, factors, strict=True)]
+    if all(np.array_equal(ours, theirs) for ours, theirs in chosen):
+        return y
+    for dim, (ours, _) in enumerate(chosen, 2):
+        input = input.index_select(dim, torch.tensor(ours.tolist(), device=input.device))
+    return input
+
+
+def _nearest(old: int, new: int, factor: float | None) -> tuple[Any, Any]:
+    """Return the pixels that torch takes, and those of Resize. Source: aten/src/ATen/native/UpSample.h, nearest_idx."""
+    places = np.arange(new, dtype=np.float32)
+    step = np.float32(1 / factor) if factor else np.float32(old) / np.float32(new)
+    scale = np.float32(factor) if factor else np.float32(new) / np.float32(old)
+    exact = np.arange(new) // (new // old) if new in (old, 2 * old) else np.floor(places * step)
+    return np.minimum(exact, old - 1).astype(np.int64), np.minimum(np.floor(places / scale), old - 1).astype(np.int64)

@@ -15,8 +15,8 @@ from qtoolkit.graph.program.division import Division
 from qtoolkit.graph.program.in_units import Products, UnitWriter
 from qtoolkit.graph.program.memory_format import in_channels_last
 from qtoolkit.graph.program.writer import Writer, compiled
-from qtoolkit.nn.hooks import all_watched, is_transformed, is_watched
-from qtoolkit.ops.recording import is_recorded
+from qtoolkit.nn.hooks import all_watched, is_watched
+from qtoolkit.ops.recording import is_recorded, is_transformed
 
 Forward = Callable[..., Any]
 
