@@ -20,18 +20,6 @@ namespace qtoolkit {
 
 inline const at::Tensor* pointer(const std::optional<at::Tensor>& t) { return t.has_value() ? &*t : nullptr; }
 
-inline std::optional<RangeWeights<double>> average_of(std::optional<double> momentum,
-                                                      std::optional<double> growth = std::nullopt) {
-  if (!momentum.has_value()) return std::nullopt;
-  return RangeWeights<double>{*momentum, growth.value_or(*momentum)};
-}
-
-template <class A>
-RangeWeights<A> in_dtype(std::optional<RangeWeights<double>> average) {
-  const RangeWeights<double> weights = average.value_or(RangeWeights<double>{});
-  return {static_cast<A>(weights.inside), static_cast<A>(weights.outside)};
-}
-
 // The tensors that KernelArgs' scale and zero point are read from, as the user gave them.
 struct GridTensors {
   const at::Tensor* scale = nullptr;
@@ -69,10 +57,10 @@ struct DeviceKernels {
   // Runs a kernel. For the reductions, args.sum_* point to memory of the device.
   void (*launch)(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device);
 
-  // Widens lo and hi to hold the ranges of a batch; with the weights of an average, moves them towards those ranges.
-  // `skipped` may be null; see next_range() in observe.h.
+  // Widens lo and hi to hold the ranges of a batch; with a momentum, moves them towards those ranges. `skipped` may be
+  // null; see next_range() in observe.h.
   void (*blend_ranges)(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch,
-                       std::optional<RangeWeights<double>> average, const at::Tensor* skipped);
+                       std::optional<double> momentum, const at::Tensor* skipped);
 
   // Writes the grids that cover ranges to scale and (if not null) zero point; all are contiguous and of one dtype.
   void (*grid_of_ranges)(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);

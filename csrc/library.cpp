@@ -430,12 +430,12 @@ TORCH_LIBRARY(qtoolkit, m) {
   // propagates.
   m.def("minmax(Tensor x, int? axis=None, int group=1, int block_size=0) -> (Tensor, Tensor)");
 
-  // Widens the running ranges lo and hi to hold those of x; with a momentum, moves them towards those of x, and by the
-  // weight growth (default: momentum) where those lie outside. The initial range is [inf, -inf]. With skipped (int64,
-  // as many elements as lo), a range with NaN or infinities is counted there and not taken in.
+  // Widens the running ranges lo and hi to hold those of x; with a momentum, moves them towards those of x. The initial
+  // range is [inf, -inf]. With skipped (int64, as many elements as lo), a range with NaN or infinities is counted there
+  // and not taken in.
   m.def(
       "observe_minmax_(Tensor x, Tensor(a!) lo, Tensor(b!) hi, float? momentum=None, int? axis=None, int group=1, "
-      "int block_size=0, Tensor(c!)? skipped=None, float? growth=None) -> ()");
+      "int block_size=0, Tensor(c!)? skipped=None) -> ()");
 
   // Returns the scale and zero point (empty if symmetric) whose codes cover the ranges [lo, hi]; see range_grid.h.
   m.def(

@@ -34,35 +34,27 @@ QT_FN Range<A> unite(Range<A> a, Range<A> b) {
   return {lower(a.lo, b.lo), higher(a.hi, b.hi)};
 }
 
-// The weights of a new range in an exponential moving average, in the convention of batch norm: of its ends inside of
-// the old range and outside.
+// Exponential moving average, in the convention of batch norm: momentum is the weight of the new range. The first range
+// replaces the initial one ([+inf, -inf]), and the first that is not all zeros replaces that of zeros, which no grid
+// follows; with momentum 1, exactly, each one does.
 template <class A>
-struct RangeWeights {
-  A inside, outside;
-};
-
-// The average moves towards the range of a batch. The first range replaces the initial one ([+inf, -inf]), and the
-// first that is not all zeros replaces that of zeros, which no grid follows; with weights of 1, exactly, each one does.
-template <class A>
-QT_FN Range<A> blend(Range<A> old, Range<A> batch, RangeWeights<A> weights) {
+QT_FN Range<A> blend(Range<A> old, Range<A> batch, A momentum) {
   if (batch.lo > batch.hi) return old;  // an empty batch
   const bool unset = old.lo > old.hi || (old.lo == 0 && old.hi == 0);
-  if (unset || (weights.inside == A(1) && weights.outside == A(1))) return batch;
-  const A down = batch.lo < old.lo ? weights.outside : weights.inside;
-  const A up = batch.hi > old.hi ? weights.outside : weights.inside;
-  return {old.lo + down * (batch.lo - old.lo), old.hi + up * (batch.hi - old.hi)};
+  if (unset || momentum == A(1)) return batch;
+  return {old.lo + momentum * (batch.lo - old.lo), old.hi + momentum * (batch.hi - old.hi)};
 }
 
 // The range after one more batch, by a moving average or as a union. With `skipped`, a batch with NaN or infinities
 // counts there and leaves the range as it is.
 template <class A>
-QT_FN Range<A> next_range(Range<A> old, Range<A> batch, bool average, RangeWeights<A> weights, int64_t* skipped) {
+QT_FN Range<A> next_range(Range<A> old, Range<A> batch, bool average, A momentum, int64_t* skipped) {
   const bool empty = batch.lo > batch.hi, finite = batch.lo - batch.lo == 0 && batch.hi - batch.hi == 0;
   if (skipped != nullptr && !empty && !finite) {
     ++*skipped;
     return old;
   }
-  return average ? blend(old, batch, weights) : unite(old, batch);
+  return average ? blend(old, batch, momentum) : unite(old, batch);
 }
 
 }  // namespace qtoolkit

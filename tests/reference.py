@@ -124,12 +124,7 @@ def minmax(x: Tensor, axis: int | None = None, group: int = 1, block_size: int =
 
 
 def moved(
-    old: tuple[Tensor, Tensor],
-    x: Tensor,
-    momentum: float | None,
-    skipped: Tensor | None = None,
-    growth: float | None = None,
-    **channels,
+    old: tuple[Tensor, Tensor], x: Tensor, momentum: float | None, skipped: Tensor | None = None, **channels
 ) -> tuple[Tensor, ...]:
     """Running ranges after x, in float64, and the new count; the first range that is not [0, 0] is taken as it is."""
     new = [array(t, np.float64).reshape(-1) for t in minmax(x.double(), **channels)]
@@ -138,9 +133,7 @@ def moved(
         now = [np.minimum(was[0], new[0]), np.maximum(was[1], new[1])]
     else:
         with np.errstate(all="ignore"):
-            outside = (new[0] < was[0], new[1] > was[1])
-            weights = [np.where(wider, momentum if growth is None else growth, momentum) for wider in outside]
-            now = [w * (1 - m) + n * m for w, n, m in zip(was, new, weights, strict=True)]
+            now = [w * (1 - momentum) + n * momentum for w, n in zip(was, new, strict=True)]
         unseen = (was[0] > was[1]) | ((was[0] == 0) & (was[1] == 0))
         nothing = new[0] > new[1]
         now = [np.where(nothing, w, np.where(unseen, n, m)) for w, n, m in zip(was, new, now, strict=True)]

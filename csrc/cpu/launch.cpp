@@ -299,26 +299,26 @@ void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Dev
 }
 
 template <class A>
-void blend(at::Tensor lo, at::Tensor hi, const at::Tensor& batch, std::optional<RangeWeights<double>> average,
+void blend(at::Tensor lo, at::Tensor hi, const at::Tensor& batch, std::optional<double> momentum,
            const at::Tensor* skipped) {
   A* lows = lo.mutable_data_ptr<A>();
   A* highs = hi.mutable_data_ptr<A>();
   const double* news = batch.const_data_ptr<double>();
   int64_t* skips = skipped == nullptr ? nullptr : skipped->mutable_data_ptr<int64_t>();
   const int64_t count = lo.numel();
-  const RangeWeights<A> weights = in_dtype<A>(average);
   for (int64_t c = 0; c < count; ++c) {
     const Range<A> now = {lows[c], highs[c]}, seen = {static_cast<A>(news[c]), static_cast<A>(news[count + c])};
-    const Range<A> next = next_range(now, seen, average.has_value(), weights, skips == nullptr ? nullptr : skips + c);
+    const Range<A> next = next_range(now, seen, momentum.has_value(), static_cast<A>(momentum.value_or(0)),
+                                     skips == nullptr ? nullptr : skips + c);
     lows[c] = next.lo;
     highs[c] = next.hi;
   }
 }
 
-void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch,
-                  std::optional<RangeWeights<double>> average, const at::Tensor* skipped) {
-  return lo.scalar_type() == at::kDouble ? blend<double>(lo, hi, batch, average, skipped)
-                                         : blend<float>(lo, hi, batch, average, skipped);
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum,
+                  const at::Tensor* skipped) {
+  return lo.scalar_type() == at::kDouble ? blend<double>(lo, hi, batch, momentum, skipped)
+                                         : blend<float>(lo, hi, batch, momentum, skipped);
 }
 
 template <class A>

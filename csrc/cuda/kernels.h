@@ -36,8 +36,8 @@ int64_t workspace_size(KernelId kernel, const KernelArgs& args);
 
 // next_range() of observe.h for each of `count` ranges; skipped may be null.
 template <class A>
-void blend_ranges(A* lo, A* hi, const double* batch_lo, const double* batch_hi, int64_t count, bool average,
-                  RangeWeights<A> weights, int64_t* skipped, cudaStream_t stream);
+void blend_ranges(A* lo, A* hi, const double* batch_lo, const double* batch_hi, int64_t count, bool average, A momentum,
+                  int64_t* skipped, cudaStream_t stream);
 
 // The grids that cover `count` ranges; zero_point may be null.
 template <class A>

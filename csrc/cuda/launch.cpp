@@ -59,10 +59,10 @@ void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Dev
 }
 
 template <class A>
-void blend(const at::Tensor& lo, const at::Tensor& hi, const double* batch, std::optional<RangeWeights<double>> average,
+void blend(const at::Tensor& lo, const at::Tensor& hi, const double* batch, std::optional<double> momentum,
            int64_t* skipped, cudaStream_t stream) {
   blend_ranges<A>(lo.mutable_data_ptr<A>(), hi.mutable_data_ptr<A>(), batch, batch + lo.numel(), lo.numel(),
-                  average.has_value(), in_dtype<A>(average), skipped, stream);
+                  momentum.has_value(), static_cast<A>(momentum.value_or(0)), skipped, stream);
 }
 
 template <class A>
@@ -107,12 +107,12 @@ void gradients_of_sums(at::ArrayRef<GradientOfSums> gradients) {
 
 const DeviceKernels kDeviceKernels = {
     launch,
-    [](const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<RangeWeights<double>> average,
+    [](const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum,
        const at::Tensor* skipped) {
       int64_t* skips = skipped == nullptr ? nullptr : skipped->mutable_data_ptr<int64_t>();
       const auto blends = lo.scalar_type() == at::kDouble ? blend<double> : blend<float>;
       on_stream(lo.device(),
-                [&](cudaStream_t stream) { blends(lo, hi, batch.const_data_ptr<double>(), average, skips, stream); });
+                [&](cudaStream_t stream) { blends(lo, hi, batch.const_data_ptr<double>(), momentum, skips, stream); });
     },
     [](const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
       const auto covers = lo.scalar_type() == at::kDouble ? grids<double> : grids<float>;

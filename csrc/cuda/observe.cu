@@ -39,14 +39,13 @@ __global__ void __launch_bounds__(kThreads, kDense ? 5 : 1)
 }
 
 template <class A>
-__global__ void __launch_bounds__(kThreads)
-    blend_kernel(A* lo, A* hi, const double* batch_lo, const double* batch_hi, int64_t count, bool average,
-                 RangeWeights<A> weights, int64_t* skipped) {
+__global__ void __launch_bounds__(kThreads) blend_kernel(A* lo, A* hi, const double* batch_lo, const double* batch_hi,
+                                                         int64_t count, bool average, A momentum, int64_t* skipped) {
   const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
   if (i >= count) return;
   const Range<A> old = {lo[i], hi[i]};
   const Range<A> batch = {static_cast<A>(batch_lo[i]), static_cast<A>(batch_hi[i])};
-  const Range<A> range = next_range(old, batch, average, weights, skipped == nullptr ? nullptr : skipped + i);
+  const Range<A> range = next_range(old, batch, average, momentum, skipped == nullptr ? nullptr : skipped + i);
   lo[i] = range.lo;
   hi[i] = range.hi;
 }
@@ -72,9 +71,9 @@ void minmax(const KernelArgs& args, double* workspace, cudaStream_t stream) {
 }
 
 template <class A>
-void blend_ranges(A* lo, A* hi, const double* batch_lo, const double* batch_hi, int64_t count, bool average,
-                  RangeWeights<A> weights, int64_t* skipped, cudaStream_t stream) {
-  launch_each(blend_kernel<A>, count, stream, lo, hi, batch_lo, batch_hi, count, average, weights, skipped);
+void blend_ranges(A* lo, A* hi, const double* batch_lo, const double* batch_hi, int64_t count, bool average, A momentum,
+                  int64_t* skipped, cudaStream_t stream) {
+  launch_each(blend_kernel<A>, count, stream, lo, hi, batch_lo, batch_hi, count, average, momentum, skipped);
 }
 
 template <class A>
@@ -85,10 +84,9 @@ void grid_of_ranges(const A* lo, const A* hi, int64_t count, const CodeRange& co
 
 template void grid_of_ranges(const float*, const float*, int64_t, const CodeRange&, float*, float*, cudaStream_t);
 template void grid_of_ranges(const double*, const double*, int64_t, const CodeRange&, double*, double*, cudaStream_t);
-template void blend_ranges(float*, float*, const double*, const double*, int64_t, bool, RangeWeights<float>, int64_t*,
+template void blend_ranges(float*, float*, const double*, const double*, int64_t, bool, float, int64_t*, cudaStream_t);
+template void blend_ranges(double*, double*, const double*, const double*, int64_t, bool, double, int64_t*,
                            cudaStream_t);
-template void blend_ranges(double*, double*, const double*, const double*, int64_t, bool, RangeWeights<double>,
-                           int64_t*, cudaStream_t);
 
 }  // namespace cuda
 }  // namespace qtoolkit

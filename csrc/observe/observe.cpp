@@ -48,15 +48,12 @@ std::tuple<Tensor, Tensor> minmax(const Tensor& x, optional<int64_t> axis, int64
 }
 
 void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> momentum, optional<int64_t> axis,
-                     int64_t group, int64_t block_size, const optional<Tensor>& skipped, optional<double> growth) {
+                     int64_t group, int64_t block_size, const optional<Tensor>& skipped) {
   check_float("observe_minmax_", "x", x);
   const Axis a = check_axis("observe_minmax_", x, axis, group, block_size);
   check_running_ranges("observe_minmax_", lo, hi, skipped, x, a);
   check_momentum("observe_minmax_", momentum);
-  TORCH_CHECK_VALUE(!growth.has_value() || (momentum.has_value() && *growth > 0 && *growth <= 1),
-                    "observe_minmax_: growth must lie in (0, 1] and needs a momentum, got ", growth.value_or(0), ".");
-  if (x.is_meta()) return;
-  on(x.device()).blend_ranges(lo, hi, ranges_of(x, a), average_of(momentum, growth), pointer(skipped));
+  if (!x.is_meta()) on(x.device()).blend_ranges(lo, hi, ranges_of(x, a), momentum, pointer(skipped));
 }
 
 std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int64_t qmin, int64_t qmax, bool symmetric,

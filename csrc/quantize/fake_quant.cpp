@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor> observe_fake_quant(const Tensor& x, Tensor& lo, Tenso
   auto [y, mask] = empty_results(x, group, with_mask);
   if (y.is_meta()) return {y, mask};
   const CodeRange codes = {static_cast<double>(qmin), static_cast<double>(qmax), !zero_point.has_value(), pow2_scale};
-  on(x.device()).blend_ranges(lo, hi, ranges_of(x, a), average_of(momentum), pointer(skipped));
+  on(x.device()).blend_ranges(lo, hi, ranges_of(x, a), momentum, pointer(skipped));
   on(x.device()).grid_of_ranges(lo, hi, {&scale, pointer(zero_point)}, codes);
   fake_quant_onto(y, mask, x, scale, zero_point, qmin, qmax, a);
   return {y, mask};

@@ -51,7 +51,6 @@ def observe_minmax_(
     group: int = 1,
     block_size: int = 0,
     skipped: Tensor | None = None,
-    growth: float | None = None,
 ) -> None:
     """Update running ranges in place with those of x, without waiting for the device.
 
@@ -66,11 +65,9 @@ def observe_minmax_(
         block_size: Elements along the axis that share a range, or 0 for no blocks.
         skipped: int64, as many elements as lo: counts the ranges of x with NaN or infinities, which are not taken in. None
             takes them in.
-        growth: Weight of an end of x's range outside of the average, so that it grows faster than it shrinks; momentum by
-            default.
 
     Raises:
-        ValueError: A shape, axis, group, block size, device, the momentum or growth does not fit.
+        ValueError: A shape, axis, group, block size, device or the momentum does not fit.
         TypeError: A dtype does not fit.
 
     Example:
@@ -80,7 +77,7 @@ def observe_minmax_(
         >>> lo, hi
         (tensor(-3.), tensor(5.))
     """
-    _observe_minmax_(x, lo, hi, momentum, axis, group, block_size, skipped, growth)
+    _observe_minmax_(x, lo, hi, momentum, axis, group, block_size, skipped)
 
 
 def grid_of_range(

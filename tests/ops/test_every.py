@@ -309,7 +309,7 @@ def sample(op: str, x: Tensor) -> dict:
             **floating,
         },
         "minmax": {"x": x, "axis": 1},
-        "observe_minmax_": {"x": x, **range_of, "momentum": 0.1, "axis": 1, **counted, "growth": 0.5},
+        "observe_minmax_": {"x": x, **range_of, "momentum": 0.1, "axis": 1, **counted},
         "grid_of_range": {**range_of, **codes_of},
         "observe_histogram_": {"x": x, **histograms(6), "axis": 1},
         "search_range": {**histogram(), **codes_of, "method": "entropy", "candidates": [9, 30]},

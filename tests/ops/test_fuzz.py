@@ -422,11 +422,6 @@ class Drawn:
             return self.mostly(self.r.choice([0.0, 0.1, 1.0]), -0.1, 2.0, float("nan"))
         return self.mostly(self.r.choice([None, 0.1, 1.0]), 0.0, -1.0, 2.0, float("nan"))
 
-    def growth(self) -> float | None:
-        if self.given["momentum"] is None:
-            return self.mostly(None, 0.5)
-        return self.mostly(self.r.choice([None, 0.5, 1.0]), 0.0, 2.0, float("nan"))
-
     def method(self) -> str:
         return self.mostly(self.r.choice(["percentile", "mse", "l2", "entropy"]), "", "kl")
 
@@ -1255,13 +1250,11 @@ def check_minmax(drawn: Drawn, found: Results, **given) -> None:
         assert_same(got, wanted)
 
 
-def check_observe_minmax_(drawn: Drawn, found: Results, x, lo, hi, momentum, skipped, growth=None, **channels) -> None:
+def check_observe_minmax_(drawn: Drawn, found: Results, x, lo, hi, momentum, skipped, **channels) -> None:
     """`lo` and `hi` are those before; three roundings of what is at most as large as the largest of all."""
     counted = () if skipped is None else (skipped,)
     found = found[: 2 + len(counted)]
-    for got, wanted in zip(
-        found, reference.moved((lo, hi), x, momentum, *counted, growth=growth, **channels), strict=True
-    ):
+    for got, wanted in zip(found, reference.moved((lo, hi), x, momentum, *counted, **channels), strict=True):
         if got.dtype == torch.int64:
             assert torch.equal(got, wanted)
             continue

@@ -362,17 +362,15 @@ def test_codes_stay_within_qmin_and_qmax(qmax):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("kept", [torch.float32, torch.float64], ids=name_of)
-@pytest.mark.parametrize(
-    ("momentum", "growth"), [(0.1, None), (0.01, None), (1.0, None), (1e-6, None), (0.1, 0.5), (0.01, 1.0), (0.5, 0.1)]
-)
+@pytest.mark.parametrize("momentum", [0.1, 0.01, 1.0, 1e-6])
 @pytest.mark.parametrize("how", ["per_tensor", "axis1", "grouped"])
-def test_moving_range(dtype, kept, momentum, growth, how):
+def test_moving_range(dtype, kept, momentum, how):
     channels, make = CHANNELS[how], LAYOUTS["channels_last"]
     ranges = new_ranges(channels.count(make(torch.empty)), kept)
     for seed in range(4):
         x = make(floats(dtype, seed))
-        wanted = reference.moved(ranges, x, momentum, growth=growth, **channels.named)
-        ops.observe_minmax_(x, *ranges, momentum, **channels.named, growth=growth)
+        wanted = reference.moved(ranges, x, momentum, **channels.named)
+        ops.observe_minmax_(x, *ranges, momentum, **channels.named)
         for got, want in zip(ranges, wanted, strict=True):
             # one difference, one product, one sum: three roundings of numbers below 2 * 40
             assert (got.double() - want).abs().max() <= 3 * 80 * torch.finfo(kept).eps
