@@ -3,6 +3,7 @@
 python benchmarks/train_step.py                       prints the tables and writes benchmarks/results/train_step.json
 python benchmarks/train_step.py --compile --peers     with compiled models, and the tools that are installed
 python benchmarks/train_step.py --profile             the slowest ops of our step and of the float model's, too
+python benchmarks/train_step.py --calls               how many ops a step calls, too
 python benchmarks/train_step.py --quick --networks resnet18 --only ours
 
 A step is zero_grad, forward, loss, backward and SGD's step. Every subject lives in a process of its own, in which the
@@ -16,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from measure import FEWEST_REPEATS, KEEP_MEMORY, spread
 from report import show
@@ -23,7 +25,7 @@ from rich.console import Console
 from tqdm import tqdm
 from training import options
 from training.subjects import CODES, FLOAT, INTEGER, kind_of
-from training.tables import profile_tables, step_tables
+from training.tables import call_tables, profile_tables, step_tables
 from training.trainer import Settings
 from training.worker import SubjectError, Worker
 
@@ -118,6 +120,14 @@ def profiles_of(workers: Workers) -> dict[str, dict[str, float]]:
     return profiles
 
 
+def calls_of(workers: Workers) -> dict[str, tuple[int, int]]:
+    """Return how many ops a step of each subject that trains calls; see `training.trainer.Trainer.calls`."""
+    calls: dict[str, tuple[int, int]] = {}
+    for name in workers:
+        ask(workers, name, lambda worker: calls.update({worker.name: worker.ask("calls")}))
+    return calls
+
+
 def groups_of(chosen: list[Settings], together: int | None) -> list[list[Settings]]:
     """Return the subjects that take turns: all of them, or groups of a size, each with the float model first."""
     first, *others = chosen
@@ -125,8 +135,8 @@ def groups_of(chosen: list[Settings], together: int | None) -> list[list[Setting
     return [[first, *others[start : start + size]] for start in range(0, max(len(others), 1), size)]
 
 
-def measured(group: list[Settings], args: argparse.Namespace) -> tuple[list[Row], dict[str, dict[str, float]]]:
-    """Return the rows of a group, and the profiles of those in PROFILED if they are asked for."""
+def measured(group: list[Settings], args: argparse.Namespace) -> tuple[list[Row], dict[str, dict[str, Any]]]:
+    """Return the rows of a group, and what else is asked for, by subject: the profiles of those in PROFILED, and the calls."""
     rows = []
     with options.environment(KEEP_MEMORY):
         workers = {s.subject: options.started(s) for s in tqdm(group, desc=group[0].network, leave=False)}
@@ -134,11 +144,11 @@ def measured(group: list[Settings], args: argparse.Namespace) -> tuple[list[Row]
         set_threads(workers, threads)
         times = take_turns(workers, args.rounds, args.seconds)
         rows += rows_of(group[0].network, workers, threads, times)
-    profiles = profiles_of(workers) if args.profile else {}
+    more = {"profile": profiles_of(workers) if args.profile else {}, "calls": calls_of(workers) if args.calls else {}}
     for worker in workers.values():
         if isinstance(worker, Worker):
             worker.end()
-    return rows, profiles
+    return rows, more
 
 
 def main() -> None:
@@ -151,14 +161,18 @@ def main() -> None:
         "--together", type=int, help="how many take turns, one of them the float model, where memory is short"
     )
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--calls", action="store_true")
     args = parser.parse_args()
     for network in args.networks:
         found = [measured(group, args) for group in groups_of(options.settings_of(args, network), args.together)]
         rows = [row for i, (rows, _) in enumerate(found) for row in rows if i == 0 or row.subject != FLOAT]
-        profile = {name: ops for _, profiles in reversed(found) for name, ops in profiles.items()}
+        more = {
+            what: {name: ops for _, of_group in reversed(found) for name, ops in of_group[what].items()}
+            for what in ("profile", "calls")
+        }
         by_threads = [asdict(row) for threads in args.threads for row in rows if row.threads == threads]
-        results = options.add_to_file(args, network, rows=by_threads, profile=profile)
-    for title, names, cells in (*step_tables(results), *profile_tables(results)):
+        results = options.add_to_file(args, network, rows=by_threads, **more)
+    for title, names, cells in (*step_tables(results), *profile_tables(results), *call_tables(results)):
         show(Console(width=180), title, names, cells)
 
 

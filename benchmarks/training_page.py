@@ -18,7 +18,7 @@ from training.demands import COLUMNS, demand_lines, ratios_of
 from training.networks import NETWORKS
 from training.options import rows_of
 from training.plot import draw
-from training.tables import failures, most_threads, overview, profile_tables
+from training.tables import call_tables, failures, most_threads, overview, profile_tables
 
 ROOT = Path(__file__).parents[1]
 BEGIN = "<!-- Written by benchmarks/training_page.py: change nothing up to the next mark. -->"
@@ -65,7 +65,7 @@ def _times(title: str, results: Results) -> Iterator[str]:
         _, names, lines = overview(rows, "ratio", "")
         yield from (f"Multiples of the float model's step, threads: {threads}.", "", *markdown_lines(names, lines), "")
     yield from _without_figure(results)
-    for title, names, lines in profile_tables(results):
+    for title, names, lines in (*profile_tables(results), *call_tables(results)):
         yield from (f"### {title}", "", *markdown_lines(names, lines), "")
 
 

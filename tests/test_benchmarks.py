@@ -151,7 +151,9 @@ def test_small_layers_are_timed_by_arithmetic(tmp_path) -> None:
 def test_training_steps_are_timed_beside_each_other_and_profiled(tmp_path) -> None:
     pytest.importorskip("timm")
     options = ["--networks", "fsrcnn", "--only", "ours, codes", "ours, integer", "--threads", "1", "--rounds", "3"]
-    results, printed = run_training("train_step.py", *options, "--profile", "--out", str(tmp_path / "step.json"))
+    results, printed = run_training(
+        "train_step.py", *options, "--profile", "--calls", "--out", str(tmp_path / "step.json")
+    )
     rows = {row["subject"]: row for row in results["networks"]["fsrcnn"]["rows"]}
     assert list(rows) == ["float", "ours, codes", "ours, integer"]
     assert rows["float"]["ratio"] == rows["float"]["least"] == 1
@@ -160,6 +162,10 @@ def test_training_steps_are_timed_beside_each_other_and_profiled(tmp_path) -> No
     assert 0 < rows["ours, codes"]["difference"] < 0.2
     assert set(results["networks"]["fsrcnn"]["profile"]) == set(rows)
     assert results["networks"]["fsrcnn"]["profile"]["float"]["aten::convolution_backward"] > 0
+    calls = results["networks"]["fsrcnn"]["calls"]
+    assert set(calls) == set(rows)
+    assert all(0 < own < inner for own, inner in calls.values())
+    assert "Ops that a step calls" in printed
     assert {"torch", "cpu", "backend", "batch", "peers"} <= set(results)
     assert "FSRCNN x2: time of a training step, batch 4" in printed
 

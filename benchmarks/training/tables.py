@@ -6,7 +6,7 @@ from typing import Any
 from training.demands import COLUMNS, demand_lines, ratios_of
 from training.networks import NETWORKS
 from training.options import rows_of
-from training.subjects import MEANING
+from training.subjects import FLOAT, MEANING
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 Rows = Sequence[Mapping[str, Any]]
@@ -106,6 +106,25 @@ def profile_tables(results: Mapping[str, Any]) -> Iterator[Table]:
             ["op", *by_subject],
             [*lines, [OTHER, *rest], ["sum", *total]],
         )
+
+
+def call_tables(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Return a table of the ops that a step calls, a column for each network, where they were counted."""
+    counted = {network: calls for network, of in results["networks"].items() if (calls := of.get("calls"))}
+    if not counted:
+        return
+    subjects = dict.fromkeys(subject for calls in counted.values() for subject in calls)
+    yield (
+        "Ops that a step calls, and all ops with those that they call, as multiples of the float model's",
+        ["what is trained", *(NETWORKS[network].title for network in counted)],
+        [[_described(subject), *(_calls(calls, subject) for calls in counted.values())] for subject in subjects],
+    )
+
+
+def _calls(calls: Mapping[str, Sequence[int]], subject: str) -> str:
+    if subject not in calls:
+        return ""
+    return ", ".join(f"{own / floats:.2f}" for own, floats in zip(calls[subject], calls[FLOAT], strict=True))
 
 
 def _demands(figure: str, rows: Rows, field: str) -> Iterator[Table]:

@@ -4,7 +4,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,19 +145,27 @@ class Trainer:
         slowest = sorted(spent, key=lambda name: spent[name], reverse=True)[:SLOWEST_OPS]
         return {name: spent[name] for name in slowest}
 
+    def calls(self) -> tuple[int, int]:
+        """Return how many ops a step calls (an optimizer's step is one), and how many with those that ops call."""
+        events = self._profiled_step([torch.profiler.ProfilerActivity.CPU]).events()
+        return sum(event.cpu_parent is None for event in events), len(events)
+
     def _profile_of_step(self) -> dict[str, float]:
         activities = [torch.profiler.ProfilerActivity.CPU]
         on_cpu = self.settings.device == "cpu"
         if not on_cpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profiler:
-            self.step()
-            self.sync()
-        events = profiler.key_averages()
+        events = self._profiled_step(activities).key_averages()
         return {
             event.key: 1e-6 * (event.self_cpu_time_total if on_cpu else event.self_device_time_total)
             for event in events
         }
+
+    def _profiled_step(self, activities: Sequence[torch.profiler.ProfilerActivity]) -> torch.profiler.profile:
+        with torch.profiler.profile(activities=activities) as profiler:
+            self.step()
+            self.sync()
+        return profiler
 
 
 REQUESTS: Mapping[str, Callable[..., Any]] = {
@@ -165,4 +173,5 @@ REQUESTS: Mapping[str, Callable[..., Any]] = {
     "time": Trainer.time,
     "memory": Trainer.memory,
     "profile": Trainer.profile,
+    "calls": Trainer.calls,
 }

@@ -272,6 +272,35 @@ def test_ties_behind_float_ops_are_allowed_by_their_share() -> None:
             worse.check()
 
 
+class Upsampled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.interpolate(self.conv(x).relu(), scale_factor=2.0)
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_an_output_that_differs_behind_the_same_codes_is_named(runtime: str, tmp_path) -> None:
+    if runtime == "openvino":
+        pytest.importorskip("openvino")
+    model = exact_net(Upsampled(), False)
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    assert verify(path, model, X, (runtime,)).check() == {runtime: qt.export.Verdict.EQUAL}
+    proto = onnx.load(path)
+    (resize,) = (node for node in proto.graph.node if node.op_type == "Resize")
+    (mode,) = (attribute for attribute in resize.attribute if attribute.name == "nearest_mode")
+    mode.s = b"ceil"
+    onnx.save(proto, path)
+    found = verify(path, model, X, (runtime,))
+    assert found.runtimes[runtime].codes.differing == 0
+    assert found.runtimes[runtime].verdict is qt.export.Verdict.DIFFERENT
+    assert "of its largest value behind the same codes" in str(found)
+    with pytest.raises(RuntimeError, match=r"verify: an output differs in .+ by .+% of its largest value"):
+        found.check()
+
+
 def test_the_cause_of_a_difference_is_named() -> None:
     codes, integer = {"a": CodeCount(1000, 900, 3)}, (Layer("first", "QLinearConv", True),)
     found = qt.export.RuntimeCodes("runtime", codes, 0.0, integer, 0, (), 0.0, 1e-5, layer_by_layer=codes)

@@ -22,6 +22,8 @@ TIES_IN_SMALL_TENSORS = 4
 LEAST_BAND, LARGEST_BAND = 2**-10, 0.5
 # The name of each function of torch.nn.functional that returns positions, with the number of its dimensions.
 POOLS = re.compile(r"(?:adaptive_)?max_pool(\d)d_with_indices")
+# Largest share of an output's largest value by which it may differ where all codes are the same: bfloat16 has 8 bits.
+OUTPUT_ERROR = 0.02
 SUM_ERROR = 2**-18  # of the largest value: 32 units in the last place of a float32 sum
 
 
@@ -91,6 +93,16 @@ def relative_difference(ours: Tensor, theirs: Any) -> float:
     sizes = np.abs(np.concatenate([np.ravel(_array(ours)), np.ravel(_array(theirs))]))
     size, gap = float(sizes[np.isfinite(sizes)].max(initial=0)), largest_difference([ours], [theirs])
     return gap / size if size else gap
+
+
+def check_outputs(error: float, runtime: str, what: str) -> None:
+    """Raise RuntimeError, which begins with `what`, where an output differs by more than rounding behind the same codes."""
+    if error > OUTPUT_ERROR:
+        raise RuntimeError(
+            f"{what}: an output differs in {runtime} by {error:.1%} of its largest value, where its inputs have the same "
+            f"codes; at most {OUTPUT_ERROR:.0%} is rounding. The file may be of another model: export this one. If it differs "
+            f"too, a layer behind the last quantizers computes something else: report it with the model."
+        )
 
 
 def check_numbers(difference: float, nan: Sequence[str], what: str) -> None:

@@ -3,12 +3,19 @@
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from qtoolkit.export.verification.codes import CodeCount, check_numbers, largest_difference, sum_of
+from qtoolkit.export.verification.codes import (
+    OUTPUT_ERROR,
+    CodeCount,
+    check_numbers,
+    check_outputs,
+    largest_difference,
+    sum_of,
+)
 from qtoolkit.export.verification.follower import Follower, Nodes
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.runtimes.execution import Executed, Layer
@@ -57,6 +64,8 @@ class RuntimeCodes:
         on_codes: The layers that the model itself computes in integers.
         steps: By how many steps a code may differ where the runtime rounds in another order.
         nan: The quantizers of the model that get NaN, for which there is nothing to compare.
+        output_error: The largest difference of the outputs when the model computes them from the runtime's codes, as a share of
+            the largest value: of the outputs of an ONNX file behind ops whose results change little where their inputs do.
     """
 
     runtime: str
@@ -74,6 +83,7 @@ class RuntimeCodes:
     on_codes: tuple[str, ...] = ()
     steps: int = 1
     nan: tuple[str, ...] = ()
+    output_error: float = 0.0
 
     @classmethod
     def of(
@@ -139,8 +149,13 @@ class RuntimeCodes:
 
         End to end, all codes must be the same where all layers of the runtime run in integers. Elsewhere a few float sums round
         in another order, and the layers behind them spread each difference; `layer_codes` then count those that begin at a
-        quantizer, by one step: any of values at a rounding boundary, and a share of the others.
+        quantizer, by one step: any of values at a rounding boundary, and a share of the others. An output must be the model's
+        up to rounding.
         """
+        return Verdict.DIFFERENT if self.output_error > OUTPUT_ERROR else self._verdict_of_codes
+
+    @property
+    def _verdict_of_codes(self) -> Verdict:
         compared_nothing = self.not_compared and not self.codes.compared
         has_nan = bool(self.nan) or math.isnan(self.output_difference)
         if self.other_weights or self.unrounded or compared_nothing or has_nan:
@@ -168,7 +183,9 @@ class RuntimeCodes:
         verdict = self.verdict
         if verdict is Verdict.DIFFERENT:
             self._check_comparable()
-            raise RuntimeError(self._cause())
+            if self._verdict_of_codes is Verdict.DIFFERENT:
+                raise RuntimeError(self._cause())
+            check_outputs(self.output_error, self.runtime, "verify")
         if self.not_compared:
             warnings.warn(
                 f"verify: {self.runtime} does not give the codes of {_first(self.not_compared)}: it merged their nodes with "
@@ -248,6 +265,8 @@ class RuntimeCodes:
         lines += [f"  NaN, for which nothing can be compared: {_first(self.nan)}"] if self.nan else []
         if self.changed_by_reading:
             lines.append(f"  reading the codes changes the outputs by up to {self.changed_by_reading:.3g}")
+        if self.output_error > OUTPUT_ERROR:
+            lines.append(f"  an output differs by {self.output_error:.1%} of its largest value behind the same codes")
         lines += [f"  {self.remark}"] if self.remark else []
         return "\n".join(lines)
 
@@ -291,16 +310,34 @@ def _first(names: Sequence[str]) -> str:
 
 
 def compare_execution(
-    follower: Follower, executed: Executed, nodes: Nodes, names: Iterable[str], **weights: Mapping[str, CodeCount]
+    follower: Follower,
+    executed: Executed,
+    nodes: Nodes,
+    names: Iterable[str],
+    smooth_outputs: Set[int] = frozenset(),
+    **weights: Mapping[str, CodeCount],
 ) -> RuntimeCodes:
     """Compare a model with one execution of its file, end to end and, where codes differ, layer by layer.
 
-    `names` are the activation quantizers that should be compared, `weights` has the comparison of the weights' codes.
+    `names` are the activation quantizers that should be compared, `smooth_outputs` the places of the outputs that are equal up
+    to rounding where the codes are, and `weights` has the comparison of the weights' codes.
     """
-    counts = follower.end_to_end(nodes).counts
-    differs = any(count.differing for count in counts.values())
-    begun = follower.layer_by_layer(nodes).counts if differs or follower.draws else counts
+    followed = follower.end_to_end(nodes)
+    counts = followed.counts
+    if follower.draws or any(count.differing for count in counts.values()):
+        followed = follower.layer_by_layer(nodes)
     if follower.draws:  # what random numbers change is compared from the runtime's own codes
-        counts = {**begun, **counts}
-    outputs, of_model = tensors_of(follower.outputs), {"on_codes": follower.on_codes, "nan": follower.nan}
-    return RuntimeCodes.of(executed, counts, outputs, names, layer_by_layer=begun, **of_model, **weights)
+        counts = {**followed.counts, **counts}
+    # Where reading changes the outputs, they belong to other codes than those that were read.
+    places = frozenset() if executed.changed_by_reading else smooth_outputs
+    return RuntimeCodes.of(
+        executed,
+        counts,
+        tensors_of(follower.outputs),
+        names,
+        layer_by_layer=followed.counts,
+        on_codes=follower.on_codes,
+        nan=follower.nan,
+        output_error=followed.output_error(executed.outputs, places),
+        **weights,
+    )

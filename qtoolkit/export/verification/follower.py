@@ -1,7 +1,7 @@
 """The verifier: follows a converted model from quantizer to quantizer, beside the codes that a runtime computes."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.export.inputs import grids_of
-from qtoolkit.export.verification.codes import Call, CodeCount, codes_in_file, compare_codes, sum_of
+from qtoolkit.export.verification.codes import (
+    Call,
+    CodeCount,
+    codes_in_file,
+    compare_codes,
+    relative_difference,
+    sum_of,
+)
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.model_state import RandomState, removing
 from qtoolkit.nn import QuantModule
@@ -50,6 +57,12 @@ class Followed:
     stored: CodeCount
     outputs: Any  # what the model returns
     drawn: Drawn  # what depends on random numbers: these quantizers are not in `counts`
+
+    def output_error(self, outputs: Sequence[Any], places: Set[int]) -> float:
+        """Return the largest difference from a runtime's outputs at these places, as a share of an output's largest value."""
+        pairs = enumerate(zip(tensors_of(self.outputs), outputs, strict=True))
+        compared = (pair for place, pair in pairs if place in places and place not in self.drawn.outputs)
+        return max((relative_difference(*pair) for pair in compared), default=0.0)
 
 
 @dataclass(frozen=True)

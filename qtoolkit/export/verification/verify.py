@@ -18,9 +18,9 @@ from qtoolkit.export.verification.codes import (
     ChosenMaxima,
     CodeCount,
     check_numbers,
+    check_outputs,
     compare_codes,
     largest_difference,
-    relative_difference,
     sum_of,
 )
 from qtoolkit.export.verification.deployed import DeployedVerification, RuntimeCodes, compare_execution
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     import onnx
 
     from qtoolkit.export.files.files import OpenedFile
-
-# Largest share of an output's largest value by which it may differ where all codes are the same: bfloat16 has 8 bits.
-OUTPUT_ERROR = 0.02
 
 
 @dataclass(frozen=True)
@@ -124,12 +121,7 @@ class Verification:
                 f"the quantizer off (qtoolkit.disable_quantization(prepared.get_submodule(name))). Otherwise "
                 f"onnxruntime computes the op differently: report it with the model."
             )
-        if self.output_error > OUTPUT_ERROR:
-            raise RuntimeError(
-                f"export: an output differs in onnxruntime by {self.output_error:.1%} of its largest value, where its inputs "
-                f"have the same codes; at most {OUTPUT_ERROR:.0%} is rounding. The file may be of another model: export this "
-                f"one. If it differs too, a layer behind the last quantizers computes something else: report it with the model."
-            )
+        check_outputs(self.output_error, "onnxruntime", "export")
 
     def __str__(self) -> str:
         lines = [
@@ -205,19 +197,13 @@ def compare_layers(
         follower = Follower(converted, args, kwargs)
     with ChosenMaxima(values[name] for name in positions):
         followed = follower.layer_by_layer(_by_quantizer(nodes, values), complete=True, progress=progress)
-    results = enumerate(zip(file.proto.graph.output, tensors_of(followed.outputs), strict=True))
-    compared = _smooth_outputs(file.proto.graph, {node.values for node in nodes})
-    errors = [
-        relative_difference(ours, values[output.name])
-        for place, (output, ours) in results
-        if output.name in compared and place not in followed.drawn.outputs
-    ]
+    outputs = [values[output.name] for output in file.proto.graph.output]
     return Verification.of(
         follower,
         followed,
-        [values[output.name] for output in file.proto.graph.output],
+        outputs,
         quantizer_codes=_codes_of_own_inputs(nodes, values, follower),
-        output_error=max(errors, default=0.0),
+        output_error=followed.output_error(outputs, _smooth_outputs(file.proto.graph, nodes)),
     )
 
 
@@ -237,16 +223,16 @@ def _codes_of_own_inputs(nodes: Sequence[QuantizerNode], values: Mapping[str, An
     )
 
 
-def _smooth_outputs(graph: Any, quantized: set[str]) -> set[str]:
-    """Return the outputs of a file between which and the quantized tensors behind them there are smooth ops alone."""
+def _smooth_outputs(graph: Any, nodes: Sequence[QuantizerNode]) -> set[int]:
+    """Return the places of a file's outputs between which and the quantized tensors behind them there are smooth ops alone."""
     from qtoolkit.export.files.kinds import ops_where
 
     # Ops behind which a small difference of the inputs stays small.
     smooth = ops_where(lambda kind: kind.smooth) | {"DequantizeLinear"}
     made_by = {output: node for node in graph.node for output in node.output}
 
-    for tensor in quantized:
-        made_by.pop(tensor, None)
+    for node in nodes:
+        made_by.pop(node.values, None)
 
     def sources(tensor: str) -> Sequence[str]:
         return made_by[tensor].input if tensor in made_by else ()
@@ -254,7 +240,7 @@ def _smooth_outputs(graph: Any, quantized: set[str]) -> set[str]:
     def is_smooth(output: str) -> bool:
         return all(made_by[tensor].op_type in smooth for tensor in reached([output], sources) if tensor in made_by)
 
-    return {value.name for value in graph.output if is_smooth(value.name)}
+    return {place for place, value in enumerate(graph.output) if is_smooth(value.name)}
 
 
 def _positions_of_maxima(graph: Any) -> list[str]:
@@ -281,8 +267,9 @@ def verify(
 
     The verdict of each runtime is one of three (`Verdict`): "equal", where all codes that could be compared are the same end to
     end; "rounding", where some differ end to end, but each quantizer's, computed from the runtime's own codes before it, only
-    as the order of float sums explains; and "different". The codes of weights are compared first. What the runtime does not
-    give is in `not_compared`.
+    as the order of float sums explains; and "different". The codes of weights are compared first, and the outputs of an ONNX
+    file last: behind the last quantizers, ops whose results change little where their inputs do must give the model's outputs.
+    What the runtime does not give is in `not_compared`.
 
     Codes in onnxruntime are read from the optimized graph itself. OpenVINO returns the values behind each DequantizeLinear as
     further outputs, which may keep it from fusing some ops: `changed_by_reading` is the difference this makes.
@@ -332,7 +319,7 @@ def verify(
     with progress_bar("verify", "runtimes", progress, runtimes) as bar:
         for name in bar:
             executed, read = file.execute(name, follower)
-            found[name] = compare_execution(follower, executed, read, names, weights=weights)
+            found[name] = compare_execution(follower, executed, read, names, file.smooth_outputs, weights=weights)
             note(bar, f"{name}: {found[name].codes.differing:,} of {found[name].codes.compared:,} codes differ")
     return DeployedVerification(found)
 
@@ -365,6 +352,7 @@ class OnnxFile:
         self.constant = [node for node in self.nodes if node.is_constant]
         self.quantizers = list(self.grids)  # their names, in the order of the file
         self.constants = {node.quantizer for node in self.constant}  # of codes that do not depend on the inputs
+        self.smooth_outputs = _smooth_outputs(self.file.proto.graph, self.nodes)
 
     def compare_weights(self, follower: Follower) -> dict[str, CodeCount]:
         """Compare the codes of the layers' weights with the model's, by the names of their quantizers."""
