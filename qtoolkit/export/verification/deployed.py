@@ -183,9 +183,9 @@ class RuntimeCodes:
         verdict = self.verdict
         if verdict is Verdict.DIFFERENT:
             self._check_comparable()
-            if self._verdict_of_codes is Verdict.DIFFERENT:
-                raise RuntimeError(self._cause())
-            check_outputs(self.output_error, self.runtime, "verify")
+            if self._verdict_of_codes is not Verdict.DIFFERENT:
+                check_outputs(self.output_error, self.runtime, "verify")
+            raise RuntimeError(self._cause())
         if self.not_compared:
             warnings.warn(
                 f"verify: {self.runtime} does not give the codes of {_first(self.not_compared)}: it merged their nodes with "
