@@ -15,7 +15,7 @@ Learned scales, int8 weights and activations; networks have random weights. --de
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -111,21 +111,13 @@ def set_threads(workers: Workers, threads: int) -> None:
         ask(workers, name, lambda worker: worker.ask("set_threads", threads))
 
 
-def profiles_of(workers: Workers) -> dict[str, dict[str, float]]:
-    """Return the slowest ops of each subject in PROFILED that trains."""
-    profiles: dict[str, dict[str, float]] = {}
-    for name in workers:
-        if name in PROFILED:
-            ask(workers, name, lambda worker: profiles.update({worker.name: worker.ask("profile")}))
-    return profiles
-
-
-def calls_of(workers: Workers) -> dict[str, tuple[int, int]]:
-    """Return how many ops a step of each subject that trains calls; see `training.trainer.Trainer.calls`."""
-    calls: dict[str, tuple[int, int]] = {}
-    for name in workers:
-        ask(workers, name, lambda worker: calls.update({worker.name: worker.ask("calls")}))
-    return calls
+def answers(workers: Workers, request: str, subjects: Iterable[str]) -> dict[str, Any]:
+    """Return what each of these subjects that trains answers to a request; see `training.trainer.Trainer`."""
+    found: dict[str, Any] = {}
+    for name in subjects:
+        if name in workers:
+            ask(workers, name, lambda worker: found.update({worker.name: worker.ask(request)}))
+    return found
 
 
 def groups_of(chosen: list[Settings], together: int | None) -> list[list[Settings]]:
@@ -144,7 +136,10 @@ def measured(group: list[Settings], args: argparse.Namespace) -> tuple[list[Row]
         set_threads(workers, threads)
         times = take_turns(workers, args.rounds, args.seconds)
         rows += rows_of(group[0].network, workers, threads, times)
-    more = {"profile": profiles_of(workers) if args.profile else {}, "calls": calls_of(workers) if args.calls else {}}
+    more = {
+        "profile": answers(workers, "profile", PROFILED if args.profile else ()),
+        "calls": answers(workers, "calls", workers if args.calls else ()),
+    }
     for worker in workers.values():
         if isinstance(worker, Worker):
             worker.end()

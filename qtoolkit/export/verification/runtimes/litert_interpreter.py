@@ -46,9 +46,8 @@ class LitertFile:
         # the names of the quantizers of activations, in the order of the file, and of codes that do not depend on the inputs
         self.quantizers = list(dict.fromkeys(name for name, *_ in self.facts["quantizers"]))
         self.constants = {*self.facts["constants"]}
-        self.smooth_outputs: frozenset[int] = (
-            frozenset()
-        )  # kernels of LiteRT compute by tables, with errors of their own
+        # Not compared: kernels of LiteRT compute by tables, with errors of their own.
+        self.smooth_outputs = frozenset[int]()
         check_names(self.quantizers, model, "verify")
         self.batches = self._batches()
 
