@@ -354,8 +354,9 @@ TORCH_LIBRARY(qtoolkit, m) {
       "int[] padding, int[] dilation, bool ceil_mode=False) -> Tensor");
 
   // Returns a copy of x. Compilers save the result for backward and never recompute it: they would recompute it from a
-  // buffer that was updated in place since, such as batch norm's statistics.
-  m.def("snapshot(Tensor x) -> Tensor");
+  // buffer that was updated in place since, such as batch norm's statistics. Gradient checkpointing recomputes it all
+  // the same: in a forward that changes x, as `changes` says, that is an error.
+  m.def("snapshot(Tensor x, bool changes=False) -> Tensor");
 
   // Returns the integer codes of x: int8, uint8, int16, uint16 or int32. NaN becomes qmin.
   m.def(

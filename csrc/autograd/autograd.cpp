@@ -2,6 +2,8 @@
 // autograd, so that the op stays one node in compiled and exported graphs.
 #include "autograd.h"
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <array>
 
 namespace qtoolkit {
@@ -247,10 +249,20 @@ Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayR
   return StraightThrough::apply(grad, [&] { return Masked{below(), mask, order.vec()}; });
 }
 
-Tensor snapshot(const Tensor& x) {
+Tensor snapshot(const Tensor& x, bool changes) {
+  TORCH_CHECK(
+      !changes || torch::autograd::get_current_graph_task_id() == -1,
+      "a compiled forward with batch norms that train runs in backward, where gradient checkpointing recomputes "
+      "it: it would read running statistics that have moved since, and gradients would differ. Call "
+      "torch.utils.checkpoint inside of the function that torch.compile compiles, freeze the batch norms with "
+      "qtoolkit.freeze_batch_norm, or leave the checkpoint out.");
+  return x.detach().clone();
+}
+
+Tensor snapshot_without_gradient(const Tensor& x, bool changes) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op = find_op<Tensor(const Tensor&)>("qtoolkit::snapshot");
-  return op.call(x);
+  static const auto op = find_op<Tensor(const Tensor&, bool)>("qtoolkit::snapshot");
+  return op.call(x, changes);
 }
 
 }  // namespace
@@ -259,7 +271,7 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   using torch::CppFunction;
   m.impl("fake_quant", fake_quant);
   m.impl("fake_quant_backward", fake_quant_backward);
-  m.impl("snapshot", snapshot);
+  m.impl("snapshot", snapshot_without_gradient);
   for (const char* name : {"fake_quant_float", "fake_quant_block", "observe_fake_quant"}) {
     m.impl(name, CppFunction::makeFromBoxedFunction<&straight_through_in_x_only>());
   }
@@ -271,6 +283,8 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
     m.impl(each.op.data(), CppFunction::makeFromBoxedFunction<&without_gradient>());
   }
 }
+
+TORCH_LIBRARY_IMPL(qtoolkit, CompositeExplicitAutograd, m) { m.impl("snapshot", snapshot); }
 
 TORCH_LIBRARY_IMPL(qtoolkit, ADInplaceOrView, m) {
   for (const char* name : {"fake_quant_", "observe_fake_quant", "observe_minmax_", "observe_histogram_",

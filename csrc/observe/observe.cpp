@@ -1,5 +1,4 @@
 // The bodies of the range observers: one read of the input, without waiting for the device.
-#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 
@@ -68,10 +67,6 @@ std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int
 }
 
 }  // namespace
-
-TORCH_LIBRARY_IMPL(qtoolkit, CompositeExplicitAutograd, m) {
-  m.impl("snapshot", [](const Tensor& x) { return x.detach().clone(); });
-}
 
 QT_REGISTER_BODIES(m) {
   m.impl("minmax", minmax);

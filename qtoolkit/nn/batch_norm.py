@@ -65,7 +65,9 @@ class LinkedBatchNorm(nn.Module):
     strategy: str
     frozen: bool
     float_type: type[nn.Module]
-    _seen: tuple[tuple[Any, ...], Tensor] | None = None  # what `step_variance` returned last, with what it depends on
+    _seen: Sequence[Any] | None = (
+        None  # what `step_variance` depended on last, and what it returned; [] of compiled code
+    )
 
     @property
     def folded(self) -> bool:
@@ -74,13 +76,18 @@ class LinkedBatchNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the input, unless the layer before has done so."""
-        absorbed = self.folded or self.strategy in NEEDS_BATCH_STATISTICS
-        return input if absorbed else super().forward(input)
+        if self.folded or self.strategy in NEEDS_BATCH_STATISTICS:
+            return input
+        if not is_recomputing() or not self.track_running_stats:
+            return super().forward(input)
+        moved = [None if t is None else t.clone() for t in (self.running_mean, self.running_var)]  # torch saves them
+        return nn.functional.batch_norm(input, *moved, self.weight, self.bias, training=True, eps=self.eps)
 
     def take_in(self, x: Tensor) -> None:
         """Update the running statistics with those of x."""
-        with torch.no_grad():
-            super().forward(x.detach())
+        if not is_recomputing():
+            with torch.no_grad():
+                super().forward(x.detach())
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; a frozen batch norm stays in eval mode."""
@@ -290,6 +297,11 @@ def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
 # ---- statistics
 
 
+def tracks(bn: Any) -> bool:
+    """Return whether a forward in training mode moves running statistics; one that recomputes another forward does not."""
+    return bool(bn.track_running_stats) and bn.running_mean is not None and not is_recomputing()
+
+
 def process_group_of(bn: nn.Module | None) -> str | None:
     """Return the name of the group whose ranks share statistics with a batch norm in training; None if it has its own."""
     if not isinstance(bn, nn.SyncBatchNorm) or not distributed.is_available() or not distributed.is_initialized():
@@ -314,14 +326,14 @@ def track(
     The variance is the biased one of `count` values of a channel, or of as many as the `totals` of all ranks have. The
     statistics are those of the batch norm's input times `divisor`, without the `offset` that is added to the batch.
     """
-    running_mean, tracked = bn.running_mean, bn.num_batches_tracked
-    if not bn.track_running_stats or running_mean is None:
+    if not tracks(bn):
         return
+    tracked = bn.num_batches_tracked
     if tracked is not None:
         tracked.add_(1)
     momentum = 1.0 / float(tracked) if bn.momentum is None else bn.momentum
     given = {"divisor": divisor, "offset": offset, "totals": totals}
-    ops.batch_norm_track_(running_mean, bn.running_var, mean, variance, momentum, count, **given)
+    ops.batch_norm_track_(bn.running_mean, bn.running_var, mean, variance, momentum, count, **given)
 
 
 # ---- arithmetic
@@ -332,7 +344,7 @@ def running_variance(bn: Any) -> Tensor:
     if bn.running_var is None or bn.running_mean is None:
         raise ValueError("a batch norm without running statistics cannot be folded; set track_running_stats=True.")
     compiled = torch.compiler.is_compiling() and not is_recorded_for_onnx()
-    variance: Tensor = ops.snapshot(bn.running_var) if compiled else bn.running_var
+    variance: Tensor = ops.snapshot(bn.running_var, changes=not is_folded(bn)) if compiled else bn.running_var
     return variance
 
 
@@ -360,11 +372,14 @@ def step_variance(layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
     of these parameters takes one (see `OptimizerSteps.taken`), when a parameter of the layer or of the batch norm changes, when
     the grid of the weight is set, or when `train()` is called.
     """
-    if torch.compiler.is_compiling() and layer.takes_factor and not is_recorded_for_onnx():
-        return take_factor(layer, bn, bn.running_var)
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not bn.folded:
+        # It recomputes a checkpointed part from buffers as they are after the part has changed them, and gradients would
+        # differ. It leaves a part that changes an attribute to eager code, which recomputes what forward computed.
+        bn._seen = []
     variance = running_variance(bn)
     if torch.compiler.is_compiling():
-        return variance
+        takes = layer.takes_factor and not is_recorded_for_onnx()
+        return take_factor(layer, bn, variance) if takes else variance
     return variance_of_step(layer, bn, variance, Changing((*_parameters(layer), *_parameters(bn))))
 
 
@@ -374,7 +389,7 @@ def variance_of_step(layer: "QuantWeighted", bn: LinkedBatchNorm, variance: Tens
     seen = bn._seen
     known = getattr(layer.weight_quantizer, "knows_factor", True)
     # A CUDA graph must copy it each time that it runs, however often Python counts a step.
-    if seen is None or ((seen[0] != state or not known or is_captured(variance)) and not is_recomputing()):
+    if not seen or ((seen[0] != state or not known or is_captured(variance)) and not is_recomputing()):
         copy = take_factor(layer, bn, variance) if layer.takes_factor else variance.clone()
         seen = bn.__dict__["_seen"] = state, copy
     return seen[1]

@@ -93,11 +93,19 @@ def prelu_fake_quant(
     return _prelu_fake_quant(x, weight, scale, zero_point, qmin, qmax, grad_factor)
 
 
-def snapshot(x: Tensor) -> Tensor:
+def snapshot(x: Tensor, *, changes: bool = False) -> Tensor:
     """Return a detached copy of x, which compilers save for backward and never recompute.
 
     Without it, torch.compile's partitioner recomputes values in backward from buffers that the forward has updated in
     place (batch norm's statistics on torch 2.13 and 2.14, for example: wrong gradients under inductor).
+
+    Args:
+        x: Any tensor.
+        changes: Whether the forward that takes the copy changes x. A copy that gradient checkpointing takes again in
+            backward would then be another one.
+
+    Raises:
+        RuntimeError: `changes` is set, and autograd's backward is running.
 
     Example:
         >>> x = torch.zeros(2)
@@ -105,4 +113,4 @@ def snapshot(x: Tensor) -> Tensor:
         >>> x.add_(1), before
         (tensor([1., 1.]), tensor([0., 0.]))
     """
-    return _snapshot(x)
+    return _snapshot(x, changes)

@@ -276,6 +276,9 @@ class Drawn:
     def pow2_scale(self) -> bool:
         return self.r.random() < 0.3
 
+    def changes(self) -> bool:
+        return self.r.random() < 0.5
+
     def grad_factor(self) -> float:
         return self.r.choice([1.0, 0.3, -2.0, 0.0])
 
@@ -1209,7 +1212,7 @@ def check_max_pool_offsets_backward(
     torch.testing.assert_close(found[0].double(), wanted, rtol=0, atol=mass * 4 * torch.finfo(grad.dtype).eps)
 
 
-def check_snapshot(drawn: Drawn, found: Results, x: Tensor) -> None:
+def check_snapshot(drawn: Drawn, found: Results, x: Tensor, changes: bool) -> None:
     assert (found[0].dtype, found[0].shape) == (x.dtype, x.shape)
     assert found[0].contiguous().untyped_storage().tolist() == x.clone().contiguous().untyped_storage().tolist()
 

@@ -374,6 +374,17 @@ def test_snapshot_is_detached():
     assert not ops.snapshot(leaf(image())).requires_grad
 
 
+def test_snapshot_of_what_changes_is_refused_in_backward():
+    x, copies = leaf(image()), []
+    x.register_hook(lambda grad: copies.append(ops.snapshot(x)))
+    x.sum().backward()
+    assert_same(copies[0], x)
+    x.register_hook(lambda grad: ops.snapshot(x, changes=True))
+    with pytest.raises(RuntimeError, match="batch norms that train runs in backward"):
+        x.sum().backward()
+    assert_same(ops.snapshot(x, changes=True), x)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_schema_and_kernels(op):
     for key in ("CPU", "Meta"):

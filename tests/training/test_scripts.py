@@ -228,10 +228,11 @@ def test_functional_call_differentiates_in_every_parameter(road: str, quantizer:
 @each_quantizer
 @each_road
 def test_a_checkpointed_training_is_the_plain_one(road: str, quantizer: str, reentrant: bool) -> None:
-    """With frozen batch norms: torch's own count a recomputed batch twice."""
     model = learned(road, quantizer)
-    qt.freeze_batch_norm(model)
-    if reentrant:  # its first forward, without gradients, computes in float, and ranges that follow take its rounding
+    if (
+        reentrant
+    ):  # its first forward, without gradients, computes in float, and ranges and statistics take its rounding
+        qt.freeze_batch_norm(model)
         qt.freeze_ranges(model, "activations").apply()
     twin = copy.deepcopy(model)
     optimizers = sgd(model), sgd(twin)
@@ -241,6 +242,48 @@ def test_a_checkpointed_training_is_the_plain_one(road: str, quantizer: str, ree
         checkpoint(loss_of, twin, x.clone().requires_grad_(), use_reentrant=reentrant).backward()
         optimizers[1].step()
     assert_same(model, twin)
+
+
+def past_first_steps(model: nn.Module) -> nn.Module:
+    """Return a model in which ranges and counts of steps are those of a training that goes on."""
+    qt.freeze_ranges(model, "activations").apply()
+    for each in qt.quantizers_of(model).values():
+        each.count_steps(-1)
+    return model
+
+
+@each_quantizer
+@each_road
+def test_a_checkpoint_in_compiled_code_is_the_plain_training(road: str, quantizer: str) -> None:
+    """torch.compile would recompute it from statistics that have moved."""
+    model = past_first_steps(learned(road, quantizer))
+    twin = copy.deepcopy(model)
+    optimizers = sgd(model), sgd(twin)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: checkpoint(twin, x, use_reentrant=False), backend="aot_eager")
+    for x in batches(3):
+        step(model, optimizers[0], x)
+        optimizers[1].zero_grad()
+        loss_of(compiled, x).backward()
+        optimizers[1].step()
+    assert_same(model, twin)
+
+
+@each_road
+def test_compiled_code_in_a_checkpoint_refuses_statistics_that_move(road: str) -> None:
+    model = past_first_steps(learned(road, "fixed"))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    x = next(batches(1)).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"batch norms that train runs in backward, .* qtoolkit\.freeze_batch_norm"):
+        checkpoint(loss_of, compiled, x, use_reentrant=False).backward()
+    qt.freeze_batch_norm(model)
+    gradients = []
+    for module in (model, compiled):
+        x.grad = None
+        checkpoint(loss_of, module, x, use_reentrant=False).backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 # ---- casts

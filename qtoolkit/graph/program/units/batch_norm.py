@@ -38,12 +38,14 @@ from qtoolkit.nn.batch_norm import (
     factor_of,
     is_folded,
     process_group_of,
+    tracks,
     variance_of_step,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.nn.output_grid import is_learned, output_grid
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.quantizers.codes import TensorCodes
+from qtoolkit.quantizers.recomputation import is_recomputing
 
 _bind = library.bind_unit.default
 
@@ -107,7 +109,7 @@ class BatchNormUnit(Decided[NormPlan]):
         layer, bn, *_ = self.modules
         kind = kind_of_inputs(layer._parameters.get("weight"), x)
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
-        return None if kind is None else (*kind, added, process_group_of(bn))
+        return None if kind is None else (*kind, added, *_forward_of(bn))
 
     def _planned(self, x: Tensor, *others: Any) -> NormPlan | None:
         _, residual, _ = others
@@ -145,7 +147,7 @@ class BatchNormUnit(Decided[NormPlan]):
             return None
         (of_layer, constants), (of_output, of_codes) = found, plan.varying_output()
         added = NO_CODES if residual is None else codes_added(residual, of_residual, plan.last)
-        return (*of_layer, variance, residual, *added, *of_output), (process_group_of(bn), *constants, *of_codes)
+        return (*of_layer, variance, residual, *added, *of_output), (_forward_of(bn), *constants, *of_codes)
 
     def _bound(self, plan: NormPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
         count = len(OF_LAYER)
@@ -161,12 +163,17 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
     return factor_of(bn) if is_folded(bn) else divisor_of(bn, variance)
 
 
+def _forward_of(bn: Any) -> tuple[Any, ...]:
+    """Return with which ranks a forward shares statistics, and whether it recomputes another forward, so that none move."""
+    return process_group_of(bn), is_recomputing()
+
+
 def _statistics(bn: Any) -> tuple[Any, ...]:
     """Return the mean of a frozen batch norm; and the running statistics of another one, with its process group."""
     if is_folded(bn):
         return bn.running_mean, *NOT_TRACKED, None
     tracked = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.momentum)
-    return None, *(tracked if bn.track_running_stats else NOT_TRACKED), process_group_of(bn)
+    return None, *(tracked if tracks(bn) else NOT_TRACKED), process_group_of(bn)
 
 
 def _is_one_op(layer: Any, bn: Any) -> bool:
