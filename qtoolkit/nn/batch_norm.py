@@ -78,10 +78,13 @@ class LinkedBatchNorm(nn.Module):
         """Normalize the input, unless the layer before has done so."""
         if self.folded or self.strategy in NEEDS_BATCH_STATISTICS:
             return input
-        if not is_recomputing() or not self.track_running_stats:
-            return super().forward(input)
-        moved = [None if t is None else t.clone() for t in (self.running_mean, self.running_var)]  # torch saves them
-        return nn.functional.batch_norm(input, *moved, self.weight, self.bias, training=True, eps=self.eps)
+        if is_recomputing() and self.track_running_stats:
+            mean, var = (
+                None if t is None else t.clone() for t in (self.running_mean, self.running_var)
+            )  # torch saves them
+            return nn.functional.batch_norm(input, mean, var, self.weight, self.bias, training=True, eps=self.eps)
+        y: Tensor = super().forward(input)
+        return y
 
     def take_in(self, x: Tensor) -> None:
         """Update the running statistics with those of x."""
