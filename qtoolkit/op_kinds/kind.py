@@ -112,6 +112,7 @@ class OpKind:
     means_over_dims: bool = False  # a mean over the dimensions that an argument names
     pads_with_zero: bool = False  # padding with zero, which is on every grid
     pads_off_grid: bool = False  # padding with another constant
+    normalizes: bool = False  # a positive factor of the input changes nothing, up to eps
     normalizes_batches: bool = False  # a batch norm
     normalizes_scores: bool = False  # a softmax, as in attention
     holds_softmax: bool = False  # an attention as one op without weights: its softmax is inside of it

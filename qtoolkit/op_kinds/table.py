@@ -169,12 +169,14 @@ _MOVING = (
 _NORMS = (
     _kind("batch_norm", Form((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
                              (F.batch_norm, torch.batch_norm)),
-          onnx=("BatchNormalization",), normalizes_batches=True, smooth=True),
-    _kind("layer_norm", Form((nn.LayerNorm,), (F.layer_norm, torch.layer_norm)), onnx=("LayerNormalization",)),
-    _kind("rms_norm", Form((nn.RMSNorm,), (F.rms_norm, torch.rms_norm)), onnx=("RMSNormalization",)),
-    _kind("group_norm", Form((nn.GroupNorm,), (F.group_norm, torch.group_norm)), onnx=("GroupNormalization",)),
+          onnx=("BatchNormalization",), normalizes=True, normalizes_batches=True, smooth=True),
+    _kind("layer_norm", Form((nn.LayerNorm,), (F.layer_norm, torch.layer_norm)), onnx=("LayerNormalization",),
+          normalizes=True),
+    _kind("rms_norm", Form((nn.RMSNorm,), (F.rms_norm, torch.rms_norm)), onnx=("RMSNormalization",), normalizes=True),
+    _kind("group_norm", Form((nn.GroupNorm,), (F.group_norm, torch.group_norm)), onnx=("GroupNormalization",),
+          normalizes=True),
     _kind("instance_norm", Form((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-                                (F.instance_norm, torch.instance_norm)), onnx=("InstanceNormalization",)),
+                                (F.instance_norm, torch.instance_norm)), onnx=("InstanceNormalization",), normalizes=True),
 )  # fmt: skip
 
 _HARDTANH = bounded((1, "min_val", -1.0), (2, "max_val", 1.0))

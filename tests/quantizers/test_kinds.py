@@ -5,6 +5,7 @@ They are those of the table, and two of `own.py`, which are a class and a line e
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -203,6 +204,25 @@ def test_a_batch_norm_stays_behind_a_weight_of_another_size(name: str, road: str
         assert f"quantizer='{name}' gives all weights the size of 1" in str(qt.quantization_report(model))
     eval_mode = qt.prepare(Net().eval(), X, backend="onnxruntime", qconfig_mapping=mapping_of(name))
     assert type(eval_mode.get_submodule("bn")) is nn.BatchNorm2d
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_layers_without_a_normalization_keep_the_size_of_their_weights(name: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qt.prepare(Net(), X, backend="onnxruntime", qconfig_mapping=mapping_of(name))
+    said = [each for each in caught if "no normalization takes" in str(each.message)]
+    assert len(said) == (name in ("dorefa", "qil"))
+    if said:
+        assert "outputs of 'up', 'fc', but quantizer=" in str(said[0].message)
+        assert said[0].filename == __file__
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm, nn.RMSNorm])
+def test_what_normalizes_behind_a_relu_takes_out_the_size(norm: type[nn.Module]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qt.prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), norm(4)), qconfig_mapping=mapping_of("qil"))
 
 
 @pytest.mark.parametrize("name", SPECS)

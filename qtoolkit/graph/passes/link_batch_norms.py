@@ -1,10 +1,12 @@
 """Find layers with a batch norm after them. In training mode the layer takes it over; in eval mode it is folded at once."""
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 
 from torch import fx, nn
 
+from qtoolkit.errors import some
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import kind_of
@@ -31,6 +33,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
             _link(gm, node, follower, rules.backend.batch_norm)
         else:
             fold(gm, node, follower).reset_weight_range()
+    _warn_of_sizes(gm)
     gm.recompile()
     return gm
 
@@ -68,6 +71,29 @@ def why_not_linked(node: fx.Node, follower: fx.Node, calls: ModuleCalls, rules: 
     if int(bn.running_mean.numel()) != layer.channels():  # type: ignore[operator]  # a Tensor
         return f"it has {bn.running_mean.numel()} channels and its layer {layer.channels()}"  # type: ignore[operator]
     return "the qconfig_mapping leaves it in float" if rule_of_node(follower, rules).qconfig is None else None
+
+
+def _warn_of_sizes(gm: fx.GraphModule) -> None:
+    """Warn of layers whose quantizer gives their weights another size, which no normalization behind them takes out."""
+    sized = {node: module for node in gm.graph.nodes if isinstance(module := called_module(node), QuantWeighted)}
+    names = {
+        str(node.target): reason
+        for node, layer in sized.items()
+        if (reason := layer.why_batch_norm_stays()) is not None and not _is_normalized(node)
+    }
+    if names:
+        warnings.warn(
+            f"prepare: no normalization takes the outputs of {some([repr(name) for name in names])}, but "
+            f"{' and '.join(dict.fromkeys(names.values()))}: the outputs change with them, before and in training. Put a batch "
+            f"norm behind these layers, or give them quantizer='lsq' in the QConfigMapping.",
+            stacklevel=5,  # the caller of prepare
+        )
+
+
+def _is_normalized(node: fx.Node) -> bool:
+    """Return whether an op that takes the output normalizes it, perhaps after a ReLU."""
+    kinds = {user: kind_of(user) for user in node.users}
+    return any(kind.normalizes or (kind.homogeneous and _is_normalized(user)) for user, kind in kinds.items())
 
 
 def _check_hooks(node: fx.Node, follower: fx.Node) -> None:
