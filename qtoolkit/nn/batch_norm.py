@@ -65,9 +65,8 @@ class LinkedBatchNorm(nn.Module):
     strategy: str
     frozen: bool
     float_type: type[nn.Module]
-    _seen: Sequence[Any] | None = (
-        None  # what `step_variance` depended on last, and what it returned; [] of compiled code
-    )
+    # what `step_variance` depended on last, and what it returned; [] in compiled code
+    _seen: Sequence[Any] | None = None
 
     @property
     def folded(self) -> bool:
@@ -79,9 +78,8 @@ class LinkedBatchNorm(nn.Module):
         if self.folded or self.strategy in NEEDS_BATCH_STATISTICS:
             return input
         if is_recomputing() and self.track_running_stats:
-            mean, var = (
-                None if t is None else t.clone() for t in (self.running_mean, self.running_var)
-            )  # torch saves them
+            # Copies move: torch saves as many tensors as in the forward.
+            mean, var = (None if t is None else t.clone() for t in (self.running_mean, self.running_var))
             return nn.functional.batch_norm(input, mean, var, self.weight, self.bias, training=True, eps=self.eps)
         y: Tensor = super().forward(input)
         return y
@@ -376,8 +374,8 @@ def step_variance(layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
     the grid of the weight is set, or when `train()` is called.
     """
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not bn.folded:
-        # It recomputes a checkpointed part from buffers as they are after the part has changed them, and gradients would
-        # differ. It leaves a part that changes an attribute to eager code, which recomputes what forward computed.
+        # torch.compile recomputes a checkpointed part from buffers as they are after the part has changed them, and
+        # gradients would differ. It leaves a part that changes an attribute to eager code, which recomputes the forward.
         bn._seen = []
     variance = running_variance(bn)
     if torch.compiler.is_compiling():
