@@ -373,15 +373,15 @@ def step_variance(layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
     of these parameters takes one (see `OptimizerSteps.taken`), when a parameter of the layer or of the batch norm changes, when
     the grid of the weight is set, or when `train()` is called.
     """
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not bn.folded:
+    variance = running_variance(bn)
+    if not torch.compiler.is_compiling():
+        return variance_of_step(layer, bn, variance, Changing((*_parameters(layer), *_parameters(bn))))
+    if not torch.compiler.is_exporting() and not bn.folded:
         # torch.compile recomputes a checkpointed part from buffers as they are after the part has changed them, and
         # gradients would differ. It leaves a part that changes an attribute to eager code, which recomputes the forward.
         bn._seen = []
-    variance = running_variance(bn)
-    if torch.compiler.is_compiling():
-        takes = layer.takes_factor and not is_recorded_for_onnx()
-        return take_factor(layer, bn, variance) if takes else variance
-    return variance_of_step(layer, bn, variance, Changing((*_parameters(layer), *_parameters(bn))))
+    takes = layer.takes_factor and not is_recorded_for_onnx()
+    return take_factor(layer, bn, variance) if takes else variance
 
 
 def variance_of_step(layer: "QuantWeighted", bn: LinkedBatchNorm, variance: Tensor, changing: Changing) -> Tensor:

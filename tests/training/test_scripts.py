@@ -229,9 +229,8 @@ def test_functional_call_differentiates_in_every_parameter(road: str, quantizer:
 @each_road
 def test_a_checkpointed_training_is_the_plain_one(road: str, quantizer: str, reentrant: bool) -> None:
     model = learned(road, quantizer)
-    if (
-        reentrant
-    ):  # its first forward, without gradients, computes in float, and ranges and statistics take its rounding
+    if reentrant:
+        # Its first forward, without gradients, computes in float, and ranges and statistics take its rounding.
         qt.freeze_batch_norm(model)
         qt.freeze_ranges(model, "activations").apply()
     twin = copy.deepcopy(model)

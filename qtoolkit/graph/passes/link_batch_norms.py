@@ -75,12 +75,12 @@ def why_not_linked(node: fx.Node, follower: fx.Node, calls: ModuleCalls, rules: 
 
 def _warn_of_sizes(gm: fx.GraphModule) -> None:
     """Warn of layers whose quantizer gives their weights another size, which no normalization behind them takes out."""
-    sized = {node: module for node in gm.graph.nodes if isinstance(module := called_module(node), QuantWeighted)}
-    names = {
-        str(node.target): reason
-        for node, layer in sized.items()
-        if (reason := layer.why_batch_norm_stays()) is not None and not _is_normalized(node)
-    }
+    names = dict[str, str]()
+    for node in gm.graph.nodes:
+        layer = called_module(node)
+        reason = layer.why_batch_norm_stays() if isinstance(layer, QuantWeighted) else None
+        if reason is not None and not _is_normalized(node):
+            names[str(node.target)] = reason
     if names:
         warnings.warn(
             f"prepare: no normalization takes the outputs of {some([repr(name) for name in names])}, but "
