@@ -181,3 +181,59 @@ def test_a_parametrized_layer_is_reported_as_quantized_and_loads_float_weights(k
     ours.load_state_dict(other.state_dict(), strict=False)
     with qt.disable_quantization(ours):
         torch.testing.assert_close(ours.eval()(X), other.eval()(X))
+
+
+class Dropped(nn.Module):
+    """DropConnect: weights that are left out at random in training."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return nn.functional.dropout(weight, 0.5, self.training)
+
+
+DRAWN: dict[str, Callable[[nn.Module], object]] = {
+    "dropped": lambda layer: parametrize.register_parametrization(layer, "weight", Dropped()),
+    "spectral_norm": parametrizations.spectral_norm,
+}
+
+
+def in_training(kind: str, road: str) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).train()
+    for name in ("0", "3"):
+        DRAWN[kind](model.get_submodule(name))
+    ours = ROADS[road](model)
+    qt.calibrate(ours, [X], progress=False)
+    return model, ours.train()
+
+
+def output(model: nn.Module) -> Tensor:
+    torch.manual_seed(1)
+    return model(X)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("kind", DRAWN)
+def test_a_forward_in_training_computes_each_weight_once(kind: str, road: str, compiled: bool) -> None:
+    """Several draws were taken for the range, for the codes and for the size of a weight, which have to be of one."""
+    torch.compiler.reset()
+    model, ours = in_training(kind, road)
+    str(qt.quantization_report(ours))  # and asking changes nothing
+    called = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    expected, y = output(model), output(called)
+    error, power = (y - expected).square().mean(), expected.square().mean()
+    assert error < 1e-3 * power
+    y.sum().backward()
+    with qt.disable_quantization(ours):
+        torch.testing.assert_close(output(called), output(model), rtol=1e-4, atol=1e-5)
+    state = ours.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items() if key.endswith(("_u", "_v")))
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_loading_takes_the_range_of_a_weight_without_a_step_of_its_parametrization(road: str) -> None:
+    model, ours = in_training("spectral_norm", road)
+    output(model)
+    ours.load_state_dict(model.state_dict())
+    state = ours.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())

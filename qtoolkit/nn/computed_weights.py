@@ -1,6 +1,7 @@
 """Weights that are computed from others: pruned ones, weight and spectral norm, and parametrizations of torch.nn.utils."""
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from qtoolkit.model_state import evaluating
+from qtoolkit.ops.recording import is_recorded
 
 COMPUTING_HOOKS = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 
@@ -31,6 +33,20 @@ def refresh(module: nn.Module) -> None:
         for hook in _computing_hooks(module):
             if not (isinstance(hook, SpectralNorm) and module.training):  # a step of its power iteration
                 hook(module, ())
+
+
+def computing_once(module: nn.Module) -> AbstractContextManager[None]:
+    """Compute each parametrized weight of a module once in a `with` block, however often it is taken.
+
+    A parametrization may draw random numbers, and a step of spectral norm's power iteration changes its state. Nothing is kept
+    while an exporter records: torch.jit.trace refuses it.
+    """
+    return parametrize.cached() if "parametrizations" in module._modules and not is_recorded() else nullcontext()
+
+
+def computing_still(module: nn.Module) -> AbstractContextManager[None]:
+    """Compute the parametrized weights of a module in a `with` block without a change of the parametrizations' state."""
+    return evaluating(module._modules["parametrizations"]) if parametrize.is_parametrized(module) else nullcontext()
 
 
 def bake(module: nn.Module) -> dict[str, Tensor]:
@@ -88,7 +104,7 @@ def take_parametrizations(model: nn.Module, types: Collection[type[nn.Module]]) 
 def _take(name: str, layer: nn.Module) -> list[Parametrization]:
     # Not by remove_parametrizations: it changes the class, which the copies of a parametrized module share.
     taken = []
-    with evaluating(layer):  # spectral norm changes its state when it computes a weight in training mode
+    with computing_still(layer):
         of_tensors: Any = layer.parametrizations
         for tensor, computes in of_tensors.items():
             needs_grad = any(parameter.requires_grad for parameter in computes.parameters())

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.model_state import device_of
-from qtoolkit.nn.computed_weights import refresh
+from qtoolkit.nn.computed_weights import computing_still, refresh
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, OTHER, kind_of_type
 from qtoolkit.processes import whole
@@ -147,8 +147,9 @@ class QuantModule(nn.Module):
     def reset_weight_range(self) -> None:
         """Set the ranges of the weight quantizers to those of the weights as they are now."""
         refresh(self)
-        trained = self.trained_weights()
-        for name, (quantizer, weight) in self.quantized_weights().items():
+        with computing_still(self):
+            trained, quantized = self.trained_weights(), self.quantized_weights()
+        for name, (quantizer, weight) in quantized.items():
             if isinstance(quantizer, TensorQuantizer):
                 set_weight_range(quantizer, weight, trained.get(name))
         self.note_weights()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeGuard, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.nn import refusals
-from qtoolkit.nn.hooks import has_hooks
+from qtoolkit.nn.hooks import all_watched, has_hooks, is_watched
 from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
 from qtoolkit.ops.recording import is_recorded, is_transformed
 from qtoolkit.ops.sums import has_int8_product, is_exact
@@ -235,10 +235,14 @@ def quantized_weight(layer: "Layer", factor: Tensor | None) -> Tensor | None:
 def weight_grid(layer: "Layer", factor: Tensor | None) -> WeightGrid | None:
     """Return the grid of a layer's weight for an op; None where only the quantizer's forward can put it there."""
     quantizer = layer.weight_quantizer
-    if not isinstance(quantizer, TensorQuantizer):
-        return None
-    grid: WeightGrid | None = quantizer.weight_grid(layer.weight, partial(_scaled_weight, layer, factor))
-    return grid
+    return quantizer.weight_grid(layer.weight, partial(_scaled_weight, layer, factor)) if gives_grid(quantizer) else None
+
+
+def gives_grid(quantizer: Quantizer | None) -> TypeGuard[TensorQuantizer]:
+    """Return whether an op may quantize a weight in its quantizer's place: nobody else makes or takes what that computes."""
+    if type(quantizer) is not TensorQuantizer or is_watched(quantizer) or all_watched():
+        return False
+    return quantizer.quantizing and quantizer.capability.plain and not quantizer.observing
 
 
 def _scaled_weight(layer: Any, factor: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.errors import renamed
 from qtoolkit.nn import batch_norm, on_codes
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
-from qtoolkit.nn.computed_weights import bake, mask
+from qtoolkit.nn.computed_weights import bake, computing_once, mask
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
 from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.ops.layer import Geometry, WeightGrid
@@ -263,9 +263,10 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
             return kernel(input, *args, **kwargs)  # type: ignore[no-any-return]  # a Tensor
         x, known = self._quantized(input, known)
         bn = self.batch_norm
-        if bn is None:
-            return self.run(x, None, self.bias, *args, call=call, known=known, **kwargs)
-        return batch_norm.forward_with(self, bn, partial(self._call, x, known, args, kwargs))
+        with computing_once(self):
+            if bn is None:
+                return self.run(x, None, self.bias, *args, call=call, known=known, **kwargs)
+            return batch_norm.forward_with(self, bn, partial(self._call, x, known, args, kwargs))
 
     def _quantized(self, x: Tensor, known: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
         """Return the quantized input and what is known of it."""
@@ -323,7 +324,8 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         self.check_input(input)
         x, known = self._quantized(input, known)
         compute = partial(self._call, x, known, (), {})
-        return batch_norm.undivided(self, self._batch_norm[0], compute)
+        with computing_once(self):
+            return batch_norm.undivided(self, self._batch_norm[0], compute)
 
     def forward_fp32(self, input: Tensor, *args: Any, call: int = 0, **kwargs: Any) -> Tensor:
         """Compute the float layer: without quantizers and without the batch norm."""

@@ -469,15 +469,13 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             return None
         return RawInput(x, scale, self.kind.grad_factor(self, x))
 
-    def weight_grid(self, like: Tensor, values: Callable[[], Tensor]) -> WeightGrid | None:
-        """Return the grid on which forward would put a weight, for an op that does it; None where only forward can.
+    def weight_grid(self, like: Tensor, values: Callable[[], Tensor]) -> WeightGrid:
+        """Return the grid on which forward would put a weight, for an op that does it (see `qtoolkit.nn.on_codes.gives_grid`).
 
         `like` has the weight's shape. `values` returns the weight, and is called only where the grid depends on it. Raises
         RuntimeError without a range, ValueError if `stopping` is set, and the weight has NaN or infinities.
         """
         kind, spec = self.kind, self.spec
-        if not self.gives_grid():
-            return None
         if self.stopping:
             self._check_finite(values())
         if self.training and self.follows:
@@ -487,11 +485,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         self.check_ready()
         factor = kind.grad_factor(self, like)
         return WeightGrid(*kind.grid(self), spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size, factor)
-
-    def gives_grid(self) -> bool:
-        """Return whether an op may quantize a weight in its place: nobody takes the values of its forward."""
-        takes_values = self.observing or self._forward_hooks or self._forward_pre_hooks
-        return self.quantizing and self.capability.plain and not takes_values
 
     def _check_finite(self, x: Tensor) -> None:
         if self.stopping and not bool(torch.isfinite(x).all()):
@@ -512,6 +505,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             table: The table, (rows, features). An observer, or a range that follows it, sees all of it.
         """
         with torch.no_grad():
+            self._check_finite(table)
             if self.observing:
                 self._fit_channels(table)
                 self.kind.observe(self, table) if self.quantizing else self.observer(table)

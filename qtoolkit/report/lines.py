@@ -13,6 +13,7 @@ from qtoolkit.nn import (
     QuantWeighted,
     on_codes,
 )
+from qtoolkit.nn.computed_weights import computing_still
 from qtoolkit.nn.product import described
 from qtoolkit.quantizers.frozen import ShapedActivation
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -153,7 +154,8 @@ def weight_of(layer: nn.Module) -> str:
 def training_of(layer: nn.Module) -> tuple[str, Cause | None]:
     """Return how a layer computes in training, and why not on codes; "" and None for other modules."""
     if isinstance(layer, QuantWeighted):
-        return on_codes.described(layer)
+        with computing_still(layer):
+            return on_codes.described(layer)
     if isinstance(layer, QuantMatMul):
         return described(layer.sources, layer.training_arithmetic), None
     if isinstance(layer, QuantMultiheadAttention | QuantScaledDotProductAttention):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.errors import check_flags
-from qtoolkit.model_state import attribute_kept, check_module
+from qtoolkit.model_state import attribute_kept, check_module, removing
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.progress import batches_of
@@ -41,11 +41,11 @@ def reestimate_batch_norm(
     """Set the running statistics of all batch norms to those of some batches, with the weights as they now are.
 
     The running averages of training lag behind the weights, and with few bits the weights' noise moves the statistics. Each
-    batch counts the same: the new mean is the average of the means, and the new variance that of the variances plus the
-    variance of the means. Batch norms normalize by the statistics of the batch meanwhile; all else runs in eval mode, with the
-    quantizers as they are. Scales of weights change as the new statistics scale the weights. With one for each output channel
-    no code of a weight changes, and the statistics are those of the codes; one for all takes what the factors have in common,
-    and powers of two stay. If anything raises, all is as before.
+    call counts the same, also of a batch norm that the model calls several times: the new mean is the average of the means, and
+    the new variance that of the variances plus the variance of the means. Batch norms normalize by the statistics of the batch
+    meanwhile; all else runs in eval mode, with the quantizers as they are. Scales of weights change as the new statistics scale
+    the weights. With one for each output channel no code of a weight changes, and the statistics are those of the codes; one
+    for all takes what the factors have in common, and powers of two stay. If anything raises, all is as before.
 
     Args:
         model: A float, prepared or replaced model.
@@ -96,16 +96,15 @@ def reestimate_batch_norm(
 
 
 def _sum_up(model: nn.Module, data: Batches, sums: Collection["_Sums"], progress: bool) -> int:
-    """Take in the statistics of all batches; return how many there were."""
+    """Take in the statistics of all calls; return how many batches there were."""
     count, norms = 0, [each.bn for each in sums]
-    with attribute_kept(norms, "momentum"), attribute_kept(norms, "training"), torch.no_grad():
-        for bn in norms:  # its running statistics become those of each batch
+    kept = removing([each.bn.register_forward_hook(each.take) for each in sums])
+    with kept, attribute_kept(norms, "momentum"), attribute_kept(norms, "training"), torch.no_grad():
+        for bn in norms:  # its running statistics become those of each call
             bn.momentum, bn.training = 1.0, True
         for batch in batches_of("batch norms", data, progress):
             data.run(model, batch)
             count += 1
-            for each in sums:
-                each.take()
     return count
 
 
@@ -127,7 +126,7 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 class _Sums:
-    """The sums of the statistics of a batch norm's batches: with momentum 1, its running ones are those of the last batch."""
+    """The sums of the statistics of a batch norm's calls: with momentum 1, its running ones are those of the last call."""
 
     def __init__(self, bn: Any) -> None:
         self.bn = bn
@@ -138,8 +137,8 @@ class _Sums:
     def _tensors(self) -> tuple[Tensor, Tensor]:
         return self.bn.running_mean, self.bn.running_var
 
-    def take(self) -> None:
-        """Add the statistics of a batch, if the batch norm has seen one, and put back the old ones."""
+    def take(self, *_: object) -> None:
+        """Add the statistics of a call, and put back the old ones: a forward hook."""
         if bool(self.bn.num_batches_tracked == self.seen):
             return
         mean, variance = (tensor.double() for tensor in self._tensors())

@@ -80,6 +80,15 @@ def test_an_unready_sparse_embedding_says_so() -> None:
         layer(torch.tensor([1]))
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_table_with_nan_stops_the_training_where_one_asks_for_it(sparse: bool) -> None:
+    layer = qt.nn.QuantEmbedding(10, 4, sparse=sparse, weight_spec=SPEC)
+    with torch.no_grad():
+        layer.weight[3, 1] = torch.nan
+    with pytest.raises(ValueError, match="got NaN or infinities"), qt.stop_on_nonfinite(layer):
+        layer(torch.tensor([1]))
+
+
 def test_max_norm_renormalizes_the_rows_that_are_looked_up() -> None:
     layer, ours, x = embedding_pair(max_norm=0.5)
     with qt.disable_quantization(ours):

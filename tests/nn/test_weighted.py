@@ -211,3 +211,48 @@ def test_training_in_groups_learns() -> None:
         optimizer.step()
     assert losses[-1] < 0.9 * losses[0]
     assert (prepared.get_submodule("0").weight_quantizer.scale != before).all()
+
+
+class Told(qt.TensorQuantizer):
+    """A quantizer that somebody derived, with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append("forward")
+        return super().forward(x)
+
+
+def become_told(quantizer: qt.TensorQuantizer, calls: list[str]) -> None:
+    quantizer.__class__, quantizer.calls = Told, calls
+
+
+def set_forward(quantizer: qt.TensorQuantizer, calls: list[str]) -> None:
+    quantizer.forward = lambda x: (calls.append("forward"), qt.TensorQuantizer.forward(quantizer, x))[1]
+
+
+def hook_backward(quantizer: qt.TensorQuantizer, calls: list[str]) -> None:
+    quantizer.register_full_backward_hook(lambda *args: calls.append("backward"))
+
+
+def hook_before_backward(quantizer: qt.TensorQuantizer, calls: list[str]) -> None:
+    quantizer.register_full_backward_pre_hook(lambda *args: calls.append("backward"))
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["alone", "batch norm"])
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("watch", [become_told, set_forward, hook_backward, hook_before_backward])
+def test_what_somebody_makes_of_the_quantizer_of_a_weight_is_called(watch, road: str, norm: bool) -> None:
+    """Ops quantize the weight in its place, and would leave it out without a word."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), *([nn.BatchNorm2d(4)] if norm else [])).train(), torch.randn(4, 3, 8, 8)
+    ours = qt.prepare(model, x) if road == "prepare" else qt.quant_modules.replace(model)
+    qt.calibrate(ours, [x], progress=False)
+    layer, calls = ours.get_submodule("0"), []
+
+    def step() -> tuple[Tensor, Tensor]:
+        y = ours(x)
+        return y.detach(), torch.autograd.grad(y.square().sum(), layer.weight)[0]
+
+    before = step()
+    watch(layer.weight_quantizer, calls)
+    torch.testing.assert_close(step(), before, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 1

@@ -31,6 +31,33 @@ def test_the_variance_of_a_constant_channel_is_not_negative() -> None:
     assert float(model[0].running_var.min()) == 0
 
 
+class Head(nn.Module):
+    """Shared by the levels of a pyramid, as in detectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x)).mean() + self.bn(self.conv(3 * x + 1)).mean()
+
+
+@pytest.mark.parametrize("road", ["float", "prepare", "replace"])
+def test_each_call_of_a_batch_norm_counts(road: str) -> None:
+    model, batches = Head().train(), [torch.randn(8, 3, 8, 8) for _ in range(3)]
+    roads = {"float": lambda m: m, "prepare": lambda m: qt.prepare(m, batches[0]), "replace": qt.quant_modules.replace}
+    with torch.no_grad():
+        values = torch.cat([model.conv(x) for batch in batches for x in (batch, 3 * batch + 1)])
+    estimated = roads[road](model)
+    qt.disable_quantization(estimated)
+    qt.tuning.reestimate_batch_norm(estimated, batches, progress=False)
+    channels = values.transpose(0, 1).flatten(1)
+    bn = estimated.get_submodule("bn")
+    torch.testing.assert_close(bn.running_mean, channels.mean(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(bn.running_var, channels.var(1), rtol=1e-2, atol=1e-5)
+    assert not (bn._forward_hooks or bn.num_batches_tracked)
+
+
 def test_one_batch_gives_what_torch_takes_from_it() -> None:
     model = nets.trained(Residual(), 8, 3, 8, 8).eval()
     other, x = copy.deepcopy(model), torch.randn(8, 3, 8, 8)

@@ -16,6 +16,7 @@ from qtoolkit.graph.block_calls import map_leaves
 from qtoolkit.graph.nodes import kind_of
 from qtoolkit.graph.program.units import snapshot_of
 from qtoolkit.nn import QuantConv2d, QuantConvTranspose2d, QuantWeighted, on_codes
+from qtoolkit.nn.computed_weights import computing_still
 from qtoolkit.nn.layers.conv import is_strided_pointwise
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -95,10 +96,11 @@ def _is_quantizer(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 def _computes_on_codes(layer: Any, pixels: int) -> bool:
     """Return whether a layer of a model, whose images have so many pixels, may compute on codes."""
-    if not isinstance(layer, QuantConv2d) or not on_codes.pays(layer, pixels):
+    if not isinstance(layer, QuantConv2d):
         return False
-    if on_codes.refusal_to_compute(layer) is not None or on_codes.refusal_to_keep(layer) is not None:
-        return False
+    with computing_still(layer):
+        if not on_codes.pays(layer, pixels) or on_codes.refusal_to_compute(layer) or on_codes.refusal_to_keep(layer):
+            return False
     return all(quantizer is not None and quantizer.quantizing for quantizer in (layer.source, layer.weight_quantizer))
 
 

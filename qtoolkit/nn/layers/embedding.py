@@ -68,8 +68,8 @@ class QuantEmbedding(_QuantTable, nn.Embedding):
         quantizer = self.weight_quantizer
         if self.sparse and self.training and isinstance(quantizer, TensorQuantizer):
             _renormalize(self, input)
-            index = input.flatten()
-            rows = quantizer.quantize_rows(self.compute(index, self.weight, None), index, self.weight)
+            index, table = input.flatten(), self.weight
+            rows = quantizer.quantize_rows(self.compute(index, table, None), index, table)
             return rows.reshape(*input.shape, self.embedding_dim)
         return super().forward(input)
 

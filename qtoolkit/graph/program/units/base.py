@@ -201,7 +201,7 @@ def _parents(name: str) -> list[str]:
 
 def layer_is_plain(layer: Any) -> bool:
     """Return whether an op may compute a layer, and quantize its weight, as its modules are now."""
-    if layer.integer_kernel is not None or layer.input_quantizer is not None:
+    if layer.integer_kernel is not None or layer.input_quantizer is not None or "parametrizations" in layer._modules:
         return False
     parameters = (p for p in (layer.weight, layer.bias) if p is not None)
     return gives_grid(layer.weight_quantizer) and all(type(p) is nn.Parameter for p in parameters)
@@ -209,9 +209,7 @@ def layer_is_plain(layer: Any) -> bool:
 
 def gives_grid(quantizer: Any) -> bool:
     """Return whether the quantizer of a weight leaves it to an op to quantize it."""
-    if not isinstance(quantizer, TensorQuantizer) or quantizer.stopping or not quantizer.ready:
-        return False
-    return quantizer.gives_grid()
+    return on_codes.gives_grid(quantizer) and quantizer.ready and not quantizer.stopping
 
 
 class LayerArguments(NamedTuple):
