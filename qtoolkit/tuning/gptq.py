@@ -1,8 +1,10 @@
 """gptq(): rounding of linear layers by second-order information (arXiv 2210.17323)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +94,8 @@ def gptq(
     is not below that of rounding to nearest, weights stay rounded to nearest.
 
     A prepared model runs from layer to layer, and a replaced one from its inputs each time, as in
-    `qtoolkit.tuning.bias_correction`.
+    `qtoolkit.tuning.bias_correction`. For a layer that the model calls several times, whose inputs are those of all calls, the
+    whole model runs.
 
     Args:
         prepared: A calibrated model from `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
@@ -136,12 +139,12 @@ def gptq(
         stack.enter_context(tuning(prepared))
         order = _order(prepared, wanted, data)
         skipped |= {name: "no batch reached it" for name in wanted if name not in order}
-        runs = stack.enter_context(LayerRuns(prepared, order, data))
+        runs = stack.enter_context(LayerRuns(prepared, list(order), data))
         bar = stack.enter_context(progress_bar("gptq", "layers", progress, order))
         for name in bar:
             layer = prepared.get_submodule(name)
             grid = CodeGrid(layer, name)
-            products = _products(layer, name, runs)
+            products = _products(layer, runs.whole if order[name] else partial(runs.reach, name))
             error = _tried(grid, name, products, dampings, act_order)
             if error.damping is not None:
                 grid.store(rounded(grid, products.all, error.damping, act_order))
@@ -162,19 +165,19 @@ def _obstacles(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def _order(model: nn.Module, names: Sequence[str], data: Batches) -> list[str]:
-    """Return the layers in the order of their first calls."""
-    order: dict[str, None] = {}
+def _order(model: nn.Module, names: Sequence[str], data: Batches) -> dict[str, bool]:
+    """Return the layers in the order of their first calls, with whether the model calls each several times."""
+    calls, count = Counter[str](), 0
     handles = [
-        model.get_submodule(name).register_forward_hook(lambda *args, name=name: order.setdefault(name))
+        model.get_submodule(name).register_forward_hook(lambda *args, name=name: calls.update([name]))
         for name in names
     ]
     with removing(handles), torch.no_grad():
-        for batch in data:
+        for count, batch in enumerate(data, 1):  # noqa: B007
             data.run(model, batch)
-            if len(order) == len(names):
+            if len(calls) == len(names):
                 break
-    return list(order)
+    return {name: number > count for name, number in calls.items()}
 
 
 @dataclass(frozen=True)
@@ -186,8 +189,8 @@ class _Products:
     all: Tensor  # of all rows
 
 
-def _products(layer: Any, name: str, runs: LayerRuns) -> _Products:
-    """Return the means of the products of a layer's inputs, as the model now is."""
+def _products(layer: Any, run: Callable[[], None]) -> _Products:
+    """Return the means of the products of a layer's inputs, as the model now is; `run` runs it on all batches."""
     size = layer.in_features
     sums = torch.zeros(2, size, size, dtype=torch.float64, device=layer.weight.device)
     counts, calls = [0, 0], 0
@@ -204,7 +207,7 @@ def _products(layer: Any, name: str, runs: LayerRuns) -> _Products:
             counts[half] += len(part)
 
     with removing([layer.register_forward_pre_hook(add, with_kwargs=True)]):
-        runs.reach(name)
+        run()
     both = sums.sum(0) / max(sum(counts), 1)
     if not all(counts):
         return _Products(both, both, both)

@@ -161,3 +161,33 @@ def test_a_model_without_linear_layers() -> None:
     prepared = prepared_on(nn.Sequential(nn.Conv1d(2, 2, 1)).eval(), [torch.randn(2, 2, 4)])
     with pytest.raises(ValueError, match=r"gptq: the model has no layer .* qtoolkit\.tuning\.reconstruct takes it"):
         qt.tuning.gptq(prepared, [torch.randn(2, 2, 4)])
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.unbind(1)
+        return self.layer(first) + self.layer(second)
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_the_inputs_of_all_calls_of_a_layer_count(road: str) -> None:
+    """Codes that fit those of the first call alone, which are small and alike, would lose on the others."""
+    generator = torch.Generator().manual_seed(0)
+    basis, deviations = torch.randn(32, 32, generator=generator), torch.tensor([0.01] * 2 + [1e-4] * 30)
+    first, second = torch.randn(2, 1024, 32, generator=generator).unbind(0)
+    x = torch.stack([first * deviations @ basis, second @ basis], 1)
+    model, mapping = Twice().eval(), qt.QConfigMapping().set_global(W3)
+    prepared = (
+        qt.prepare(model, x, qconfig_mapping=mapping) if road == "prepare" else qt.quant_modules.replace(model, mapping)
+    )
+    qt.calibrate(prepared, [x], progress=False)
+    with torch.no_grad():
+        before = (prepared(x) - model(x)).square().mean()
+        report = qt.tuning.gptq(prepared, [x[:768]], progress=False)
+        after = (prepared(x[768:]) - model(x[768:])).square().mean()
+    assert after < 0.9 * before
+    assert report.layers[0].after > 0.1 * float(after)

@@ -143,6 +143,12 @@ class LayerRuns(AbstractContextManager["LayerRuns"]):
             else:
                 self._go_on(self._stepwise, name)
 
+    def whole(self) -> None:
+        """Run the whole model as it now is on each batch."""
+        with torch.no_grad():
+            for batch in self.data:
+                self.data.run(self.model, batch)
+
     def _go_on(self, stepwise: Stepwise, name: str) -> None:
         call = self._calls[name]
         layer = part_between(stepwise.gm, call.all_input_nodes, [call], [])
