@@ -14,6 +14,7 @@ from qtoolkit.batches import Caller, check_batches, no_batch
 from qtoolkit.eager.record import check_links, plan_of
 from qtoolkit.errors import check_flags, check_known, check_whole, some
 from qtoolkit.foreign import refuse_foreign_quantizers
+from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import batch_statistics
@@ -294,18 +295,19 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
 def load_ranges(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer]) -> dict[str, tuple[Tensor, Tensor]]:
     """Set the grids of these quantizers of a model from what they have observed; return the range of each that has.
 
-    A layer that no batch ran through has a weight too, whose range is taken. NaN or infinities raise ValueError.
+    A layer that no batch ran through has a weight too, whose range is taken. Learned scales of weights are trained at the rates
+    of the weights as they are. NaN or infinities raise ValueError.
     """
     take_names(quantizers)
     reached = {n: q for n, q in quantizers.items() if q.observer.seen() or not q.observer.finite()}
     loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
     chosen, calibrated = set(quantizers.values()), set(reached.values())
     for module in prepared.modules():
-        if not isinstance(module, QuantModule):
-            continue
-        own = module.weight_quantizers().values()
-        if chosen.issuperset(own) and calibrated.isdisjoint(own):
+        own = module.weight_quantizers().values() if isinstance(module, QuantModule) else ()
+        if isinstance(module, QuantModule) and chosen.issuperset(own) and calibrated.isdisjoint(own):
             module.reset_weight_range()
+        elif isinstance(module, QuantModule | QuantizedGraphModule):
+            module.refresh_weight_rates()
     return loaded
 
 

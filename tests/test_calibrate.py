@@ -289,3 +289,61 @@ def test_a_replaced_model_without_quantizers_is_not_sent_to_replace_again() -> N
         ValueError, match=r"no quantizers: everything in it stays in float, and qtoolkit\.quantization_"
     ):
         qt.calibrate(replaced, [torch.ones(2)])
+
+
+class WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.norm(self.conv(x)).mean((2, 3)), self.weight)
+
+
+def set_weights(model: nn.Module, values: nn.Module) -> None:
+    with torch.no_grad():
+        for name, value in (*values.named_parameters(), *values.named_buffers()):
+            model.state_dict()[name].copy_(value)
+
+
+def late(model: nn.Module, prepare) -> nn.Module:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(10)
+    return prepare(other)
+
+
+def on_meta(model: nn.Module, prepare) -> nn.Module:
+    """On the meta device, whose quantizers have nothing that holds afterwards."""
+    return prepare(copy.deepcopy(model).to("meta")).to_empty(device="cpu")
+
+
+@pytest.mark.parametrize("quantizer", ["lsq", "pact"])
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("made", [late, on_meta])
+def test_weights_that_are_set_after_prepare_train_as_those_that_were_there(made, road: str, quantizer: str) -> None:
+    """Such as those of a loader that copies each parameter: rates of scales were those of the weights before."""
+    model, x = WithFunction().train(), torch.randn(4, 3, 8, 8)
+    spec = qt.QuantSpec(bits=4, quantizer=quantizer)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, spec))
+    roads = {
+        "prepare": lambda m: qt.prepare(m, qconfig_mapping=mapping),
+        "replace": lambda m: qt.quant_modules.replace(m, mapping),
+    }
+    expected, ours = roads[road](model), made(model, roads[road])
+    set_weights(ours, model)
+    for each in (expected, ours):
+        qt.calibrate(each, [x], progress=False)
+        for q in qt.quantizers_of(each).values():
+            q.count_steps(-1)
+    for (name, wanted), (_, q) in zip(qt.quantizers_of(expected).items(), qt.quantizers_of(ours).items(), strict=True):
+        if q.of_weight:
+            torch.testing.assert_close(q.scale, wanted.scale, msg=name)
+            torch.testing.assert_close(q._rate, wanted._rate, msg=name)
+            (gradient,), (own,) = (
+                torch.autograd.grad(each(x).square().sum(), list(each.get_submodule(name).parameters()))
+                for each in (expected, ours)
+            )
+            torch.testing.assert_close(own, gradient, rtol=1e-3, atol=1e-5, msg=name)

@@ -242,6 +242,10 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         weight_ranges.refresh(self, changed, self.values_of)
         self.note_weights()
 
+    def refresh_weight_rates(self) -> None:
+        """Set the rates of learned scales of the weights of functions where they are not those of the weights."""
+        weight_ranges.refresh_rates(self, self.values_of)
+
     def values_of(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
         """Compute nodes that depend on parameters alone."""
         interpreter = fx.Interpreter(self, garbage_collect_values=False)
@@ -318,7 +322,7 @@ def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
     """Set the ranges of weights that a state dict without them, or out of date, was loaded into: a hook."""
     reset_after_loading(gm, keys)
     gm.note_weights()  # their ranges were loaded with them
-    weight_ranges.refresh_rates(gm, gm.values_of)
+    gm.refresh_weight_rates()
     if not gm.training:
         gm.refresh_weight_ranges()
     for module in gm.modules():

@@ -27,7 +27,7 @@ def refresh(
 
 
 def refresh_rates(gm: fx.GraphModule, values_of: Callable[[Sequence[fx.Node]], Mapping[fx.Node, Tensor]]) -> None:
-    """Set the rates of learned scales that a state dict of an earlier version did not give."""
+    """Set the rates of learned scales that are not those of the weights (see `TensorQuantizer.stale_rate`)."""
     stale = [(q, weight) for q, weight in _weights(gm) if isinstance(q, TensorQuantizer) and q.stale_rate]
     values = values_of([weight for _, weight in stale])
     for quantizer, weight in stale:

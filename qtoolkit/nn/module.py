@@ -155,7 +155,7 @@ class QuantModule(nn.Module):
         self.note_weights()
 
     def refresh_weight_rates(self) -> None:
-        """Set the rates of learned scales that a state dict of an earlier version did not give, for the weights as they are."""
+        """Set the rates of learned scales that are not those of the weights (see `TensorQuantizer.stale_rate`)."""
         stale = [
             name for name, q in self.weight_quantizers().items() if isinstance(q, TensorQuantizer) and q.stale_rate
         ]

@@ -63,7 +63,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         steps: Steps of the optimizer since the calibration, while they are the first 250; then -1.
         stopping: Whether forward raises an error for NaN and infinities (see `qtoolkit.stop_on_nonfinite`).
         stale: Whether the weight may have changed since its range was last taken.
-        stale_rate: Whether the rate of a weight's learned scale is to be set: a state dict of an earlier version was loaded.
+        stale_rate: Whether the rate of a weight's learned scale is to be set: its range was observed, or a state dict of an
+            earlier version was loaded.
         ready: Whether there is a range to quantize with.
 
     Example:
@@ -298,6 +299,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
         lo, hi = self.observer.range()
         self._take_range(lo, hi)
+        self.stale_rate = self.of_weight
         if self.kind.LEARNED and not bool(lo.any()) and not bool(hi.any()):
             warnings.warn(
                 f"quantizer {self.name!r} has seen zeros only, so quantizer={self.spec.quantizer!r} starts to train at a scale "
