@@ -227,7 +227,9 @@ def test_a_forward_in_training_computes_each_weight_once(kind: str, road: str, c
     with qt.disable_quantization(ours):
         torch.testing.assert_close(output(called), output(model), rtol=1e-4, atol=1e-5)
     state = ours.state_dict()
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items() if key.endswith(("_u", "_v")))
+    assert all(
+        torch.equal(value, state[key]) for key, value in model.state_dict().items() if key.endswith(("_u", "_v"))
+    )
 
 
 @pytest.mark.parametrize("road", ["prepare", "replace"])

@@ -235,7 +235,9 @@ def quantized_weight(layer: "Layer", factor: Tensor | None) -> Tensor | None:
 def weight_grid(layer: "Layer", factor: Tensor | None) -> WeightGrid | None:
     """Return the grid of a layer's weight for an op; None where only the quantizer's forward can put it there."""
     quantizer = layer.weight_quantizer
-    return quantizer.weight_grid(layer.weight, partial(_scaled_weight, layer, factor)) if gives_grid(quantizer) else None
+    return (
+        quantizer.weight_grid(layer.weight, partial(_scaled_weight, layer, factor)) if gives_grid(quantizer) else None
+    )
 
 
 def gives_grid(quantizer: Quantizer | None) -> TypeGuard[TensorQuantizer]:

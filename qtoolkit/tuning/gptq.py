@@ -169,8 +169,7 @@ def _order(model: nn.Module, names: Sequence[str], data: Batches) -> dict[str, b
     """Return the layers in the order of their first calls, with whether the model calls each several times."""
     calls, count = Counter[str](), 0
     handles = [
-        model.get_submodule(name).register_forward_hook(lambda *args, name=name: calls.update([name]))
-        for name in names
+        model.get_submodule(name).register_forward_hook(lambda *args, name=name: calls.update([name])) for name in names
     ]
     with removing(handles), torch.no_grad():
         for count, batch in enumerate(data, 1):  # noqa: B007

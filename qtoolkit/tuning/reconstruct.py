@@ -16,6 +16,7 @@ from qtoolkit.model_inputs import clone_tensors
 from qtoolkit.model_state import deepcopy_model
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report.lines import table
 from qtoolkit.tuning.rounding.grids import CodeGrid
 from qtoolkit.tuning.rounding.learning import Options, distances, learn
@@ -114,7 +115,7 @@ def reconstruct(
     The units are taken in the order of the model. The inputs of each come from the quantized model so far, and its targets
     from the float model. A unit for which nothing better is found keeps its weights rounded to nearest. The result is in the
     weights: each lies on the code that was learned, so that state dicts, `qtoolkit.convert` and the export have it; the ranges
-    of these weights no longer follow them. The models go on from unit to unit: besides the steps, all units together take the
+    of these weights no longer follow them, nor scales of activations that were learned the data. The models go on from unit to unit: besides the steps, all units together take the
     time of a few runs of the whole model.
 
     Methods: "adaround" (arXiv 2004.10568) learns rounding, by default layer by layer. "brecq" (arXiv 2102.05426) takes blocks,
@@ -263,7 +264,7 @@ class _Task:
 
     def _state(self) -> dict[str, Any]:
         weights = {name: grid.layer.weight.detach().clone() for name, grid in self.grids.items()}
-        follows = {name: grid.quantizer.following for name, grid in self.grids.items()}
+        follows = {name: quantizer.following for name, quantizer in self._quantizers().items()}
         grids = {name: (q.scale.clone(), q.zero_point) for name, q in self.activations.items()}
         return {"weights": weights, "follows": follows, "grids": grids}
 
@@ -272,10 +273,15 @@ class _Task:
         with torch.no_grad():
             for name, grid in self.grids.items():
                 grid.layer.weight.copy_(state["weights"][name])
-                grid.quantizer.following = state["follows"][name]
                 grid.layer.note_weights()
         for name, quantizer in self.activations.items():
             quantizer.write_grid(*state["grids"][name])
+        for name, quantizer in self._quantizers().items():
+            quantizer.following = state["follows"][name]
+
+    def _quantizers(self) -> dict[str, TensorQuantizer]:
+        """Return the quantizers of activations, and by their layers' names those of weights."""
+        return {name: grid.quantizer for name, grid in self.grids.items()} | self.activations
 
 
 def _error(module: fx.GraphModule, cache: BatchCache) -> float:

@@ -243,7 +243,10 @@ def hook_before_backward(quantizer: qt.TensorQuantizer, calls: list[str]) -> Non
 def test_what_somebody_makes_of_the_quantizer_of_a_weight_is_called(watch, road: str, norm: bool) -> None:
     """Ops quantize the weight in its place, and would leave it out without a word."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), *([nn.BatchNorm2d(4)] if norm else [])).train(), torch.randn(4, 3, 8, 8)
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 4, 3), *([nn.BatchNorm2d(4)] if norm else [])).train(),
+        torch.randn(4, 3, 8, 8),
+    )
     ours = qt.prepare(model, x) if road == "prepare" else qt.quant_modules.replace(model)
     qt.calibrate(ours, [x], progress=False)
     layer, calls = ours.get_submodule("0"), []

@@ -186,6 +186,20 @@ def test_scales_of_activations_are_learned(method: str, quantizer: str) -> None:
     assert all(unit.after <= unit.before for unit in report.units)
 
 
+def test_learned_scales_of_activations_stay_in_the_first_steps_of_training() -> None:
+    """Fixed ranges follow the data there: the first step of an optimizer put back what calibration had found."""
+    prepared, batches = residual(train=True)
+    qt.tuning.reconstruct(prepared, batches, **small(method="brecq", scale_learning_rate=2e-2))
+    learned = {name: q for name, q in qt.quantizers_of(prepared).items() if not q.of_weight and not q.following}
+    assert len(learned) > 2
+    before = {name: q.scale.clone() for name, q in learned.items()}
+    optimizer = torch.optim.SGD(prepared.parameters(), 1e-4)
+    for batch in batches:
+        prepared(batch).square().mean().backward()
+        optimizer.step()
+    assert all(torch.equal(q.scale, before[name]) for name, q in learned.items())
+
+
 def test_adaround_leaves_the_scales_of_activations() -> None:
     prepared, batches = residual()
     scales = {name: q.scale.clone() for name, q in qt.quantizers_of(prepared).items()}

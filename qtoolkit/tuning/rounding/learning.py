@@ -148,5 +148,6 @@ class _LearnedScale:
         return fake_quant(spec, x, scale, self.zero_point, quantizer.group, spec.block_size, 1.0)
 
     def store(self) -> None:
-        """Give the quantizer the learned scale."""
+        """Give the quantizer the learned scale, which stays in training."""
         self.quantizer.write_grid(self.start * self.ratio.detach().abs(), self.zero_point)
+        self.quantizer.following = False
