@@ -115,8 +115,8 @@ def reconstruct(
     The units are taken in the order of the model. The inputs of each come from the quantized model so far, and its targets
     from the float model. A unit for which nothing better is found keeps its weights rounded to nearest. The result is in the
     weights: each lies on the code that was learned, so that state dicts, `qtoolkit.convert` and the export have it; the ranges
-    of these weights no longer follow them, nor scales of activations that were learned the data. The models go on from unit to unit: besides the steps, all units together take the
-    time of a few runs of the whole model.
+    of these weights no longer follow them, nor scales of activations that were learned the data. The models go on from unit to
+    unit: besides the steps, all units together take the time of a few runs of the whole model.
 
     Methods: "adaround" (arXiv 2004.10568) learns rounding, by default layer by layer. "brecq" (arXiv 2102.05426) takes blocks,
     and trains the scales of their activations as well; the paper's weights of errors are those of `loss`.

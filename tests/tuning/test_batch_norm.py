@@ -55,7 +55,8 @@ def test_each_call_of_a_batch_norm_counts(road: str) -> None:
     bn = estimated.get_submodule("bn")
     torch.testing.assert_close(bn.running_mean, channels.mean(1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(bn.running_var, channels.var(1), rtol=1e-2, atol=1e-5)
-    assert not (bn._forward_hooks or bn.num_batches_tracked)
+    assert not bn._forward_hooks
+    assert not bn.num_batches_tracked
 
 
 def test_one_batch_gives_what_torch_takes_from_it() -> None:
