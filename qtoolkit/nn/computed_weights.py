@@ -46,7 +46,8 @@ def computing_once(module: nn.Module) -> AbstractContextManager[None]:
 
 def computing_still(module: nn.Module) -> AbstractContextManager[None]:
     """Compute the parametrized weights of a module in a `with` block without a change of the parametrizations' state."""
-    return evaluating(module._modules["parametrizations"]) if parametrize.is_parametrized(module) else nullcontext()
+    computing = module._modules.get("parametrizations")
+    return nullcontext() if computing is None else evaluating(computing)
 
 
 def bake(module: nn.Module) -> dict[str, Tensor]:
