@@ -259,7 +259,7 @@ def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:
     for quantizer in quantizers:
         if not quantizer.of_weight and not quantizer.dynamic:
             spec = replace(quantizer.spec, observer=name, observer_args=options)
-            observer = quantizer.kind.observer_type(spec).from_spec(spec, tuple(quantizer.scale.shape), quantizer.group)
+            observer = OBSERVERS[name].from_spec(spec, tuple(quantizer.scale.shape), quantizer.group)
             quantizer.spec, quantizer.observer = spec, observer.to(quantizer.scale.device)
 
 

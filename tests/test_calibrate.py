@@ -291,6 +291,19 @@ def test_a_replaced_model_without_quantizers_is_not_sent_to_replace_again() -> N
         qt.calibrate(replaced, [torch.ones(2)])
 
 
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq", "pact"])
+def test_the_method_that_is_asked_for_holds_for_each_quantizer(quantizer: str) -> None:
+    """What is learned starts at the least squared error by default; it did so where one asked for the largest value."""
+    x = torch.randn(1024, 8)
+    x[0, 0] = 30
+    config = qt.QConfig(qt.QuantSpec(bits=4, quantizer=quantizer), qt.QuantSpec(bits=4))
+    prepared = qt.prepare(nn.Sequential(nn.Linear(8, 4)), x, qconfig_mapping=qt.QConfigMapping().set_global(config))
+    least_error = qt.calibrate(prepared, [x], progress=False, method="mse").ranges["activation_quantizers.input_1"]
+    whole = qt.calibrate(prepared, [x], progress=False, method="minmax").ranges["activation_quantizers.input_1"]
+    assert least_error[1] < 5
+    assert whole == (float(x.min()), 30)
+
+
 class WithFunction(nn.Module):
     def __init__(self) -> None:
         super().__init__()
