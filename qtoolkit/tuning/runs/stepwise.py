@@ -141,11 +141,14 @@ class LayerRuns(AbstractContextManager["LayerRuns"]):
                 for batch in self.data:
                     _until_reached(self.data.run, self.model, batch, name)
             else:
-                call = self._calls[name]
-                layer = part_between(self._stepwise.gm, call.all_input_nodes, [call], [])
-                self._stepwise.begin(self._places[name], name)
-                for index, batch in self.data.each():
-                    self._stepwise.run(index, batch, partial(_until_reached, layer))
+                self._go_on(self._stepwise, name)
+
+    def _go_on(self, stepwise: Stepwise, name: str) -> None:
+        call = self._calls[name]
+        layer = part_between(stepwise.gm, call.all_input_nodes, [call], [])
+        stepwise.begin(self._places[name], name)
+        for index, batch in self.data.each():
+            stepwise.run(index, batch, partial(_until_reached, layer))
 
 
 def _calls_of(model: nn.Module, names: Sequence[str]) -> dict[str, fx.Node]:
