@@ -147,10 +147,6 @@ class Backend:
         exempt = kind.multiplies or (kind.adds and not self.frees_a_branch())
         return self.integers_in_and_out and not exempt
 
-    def is_other_conv_transpose_axis(self, spec: QuantSpec) -> bool:
-        """Return whether a weight of a transposed convolution has scales along the other axis than the target takes."""
-        return spec.group_size is None and spec.axis == 1 - self.conv_transpose_axis
-
 
 def _roles(
     compute: tuple[str, ...], merge: tuple[str, ...] = (), concat: tuple[str, ...] = CONCATS

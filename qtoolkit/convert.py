@@ -20,7 +20,7 @@ from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, look, much_clipped
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
-from qtoolkit.runtimes.table import RUNTIMES, Runtime, RuntimeName, runtime_named
+from qtoolkit.runtimes.table import RUNTIMES, Runtime, RuntimeName
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -149,7 +149,8 @@ def _runtime_for(model: nn.Module, arithmetic: str, runtime: str | None) -> Runt
             f'convert: arithmetic="integer": the backend {model.plan.backend.name!r} has no runtime with published '
             f"arithmetic; name one in runtime=: {', '.join(map(repr, RUNTIMES))}."
         )
-    return runtime_named(name)
+    check_known("runtime", name, RUNTIMES)
+    return RUNTIMES[name]
 
 
 def _warn_of_skipped(model: nn.Module) -> None:

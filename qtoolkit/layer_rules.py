@@ -144,8 +144,8 @@ class LayerRules:
         return replace(spec, axis=1 - spec.axis) if spec.axis in (0, 1) else spec
 
     def _check_axis(self, spec: QuantSpec) -> None:
-        if self.backend.is_other_conv_transpose_axis(spec):
-            wanted, channel = self.backend.conv_transpose_axis, ("input", "output")
+        wanted, channel = self.backend.conv_transpose_axis, ("input", "output")
+        if spec.group_size is None and spec.axis == 1 - wanted:  # the other axis than the target takes
             warnings.warn(
                 f"qconfig_mapping: a rule by name, regular expression or type says the axis of the weight itself, and axis="
                 f"{spec.axis} of a transposed convolution's weight (in, out / groups, k...) is the {channel[1 - wanted]} "

@@ -103,8 +103,10 @@ def read_pickle(path: Path) -> InMemory:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        name = re.search(r"GLOBAL (\S+)", str(error))  # the rest is advice on other arguments of torch.load
+        reason = f"it holds {name[1]}" if name else f"torch.load raises {type(error).__name__}"
         raise ValueError(
-            f"it is not a file of tensors alone ({_found(error)}). Other pickles may run code and are not loaded: where you "
+            f"it is not a file of tensors alone ({reason}). Other pickles may run code and are not loaded: where you "
             f"trust it, save its state dict by torch.save(model.state_dict(), path)"
         ) from None
     found = content
@@ -116,11 +118,6 @@ def read_pickle(path: Path) -> InMemory:
     if is_wrapped(found):
         metadata = {name.removeprefix(WRAPPER): value for name, value in metadata.items()}
     return InMemory(dict(without_wrapper(found)), Record(metadata))
-
-
-def _found(error: Exception) -> str:
-    name = re.search(r"GLOBAL (\S+)", str(error))  # the rest is advice on other arguments of torch.load
-    return f"it holds {name[1]}" if name else f"torch.load raises {type(error).__name__}"
 
 
 def is_wrapped(state: Mapping[str, Any]) -> bool:

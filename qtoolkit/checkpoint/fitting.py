@@ -31,15 +31,12 @@ def differences(
         optional |= {
             name
             for name, module in modules.items()
-            if isinstance(module, Quantizer) and _is_of_another_version(module, name, metadata)
+            if isinstance(module, Quantizer)
+            and metadata.get(name, {}).get("version", module._version) != module._version
         }
     missing = [name for name in own if name not in saved and _owner(name) not in optional]
     unexpected = [name for name in saved if name not in own and _owner(name) not in optional]
     return missing, unexpected
-
-
-def _is_of_another_version(quantizer: nn.Module, name: str, metadata: Mapping[str, Any]) -> bool:
-    return bool(metadata.get(name, {}).get("version", quantizer._version) != quantizer._version)
 
 
 def _inside(modules: Modules, kind: type[nn.Module]) -> set[str]:

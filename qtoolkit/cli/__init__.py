@@ -4,11 +4,10 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import qtoolkit_command
-from qtoolkit.cli.commands import Answer, info, lint, verify
-from qtoolkit.cli.quantizing import quantize
+from qtoolkit.cli.commands import Answer, info, lint, quantize, verify
 
 __all__ = ["main", "run"]
 
@@ -28,16 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command of parsed arguments; return the exit code, as `main` does."""
     worst = NOTHING_FOUND
-    for each in _of_each_file(arguments):
-        worst = max(worst, _run(each))
+    for file in getattr(arguments, "files", []) or [None]:
+        worst = max(worst, _run(argparse.Namespace(**{**vars(arguments), "file": file})))
         if worst in (INTERRUPTED, CLOSED):
             break
     return worst
-
-
-def _of_each_file(arguments: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    for file in getattr(arguments, "files", []) or [None]:
-        yield argparse.Namespace(**{**vars(arguments), "file": file})
 
 
 def _run(arguments: argparse.Namespace) -> int:

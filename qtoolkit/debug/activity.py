@@ -89,7 +89,7 @@ class Recorder:
         if quantizer.training and not is_recomputing():
             self._take(args[0].detach())
         if quantizer.training and output.requires_grad:
-            output.register_hook(self._take_gradient)  # type: ignore[no-untyped-call]
+            output.register_hook(lambda gradient: self.gradient.add([gradient]))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _take(self, x: Tensor) -> None:
@@ -100,9 +100,6 @@ class Recorder:
         if self.quantizer.ready:
             low, high = clip_range(self.quantizer)
             self.grid = torch.stack([low.min(), high.max()])
-
-    def _take_gradient(self, gradient: Tensor) -> None:
-        self.gradient.add([gradient])
 
     def take_scale_gradient(self, factor: Tensor | None) -> None:
         """Take in the gradients of the quantizer's parameters, multiplied by this loss scale."""

@@ -79,7 +79,10 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress:
             f"compare: inputs must be given by position for a model with a graph, got {', '.join(map(repr, kwargs))} by name."
         )
     traced = _trace(float_model, quantized, values)
-    inside = _quantized_inside(quantized)
+    verdicts = (
+        {} if quantized.plan is None else quantized.plan.inside
+    )  # on layers inside leaf modules, not in the graph
+    inside = [name for name, verdict in verdicts.items() if verdict.status is Status.QUANTIZED]
     with torch.no_grad(), evaluating(traced), evaluating(quantized), freeze_ranges(quantized):
         reference = _Recorder(traced)
         with naming_misfits(quantized, inputs, "compare: inputs do"), watching(traced, inside) as float_calls:
@@ -145,12 +148,6 @@ def _is_linked(quantized: QuantizedGraphModule, follower: fx.Node) -> bool:
     return follower.op == "call_module" and isinstance(quantized.get_submodule(str(follower.target)), LinkedBatchNorm)
 
 
-def _quantized_inside(gm: QuantizedGraphModule) -> list[str]:
-    """Return the dotted names of the quantized layers inside leaf modules, whose calls the graph does not contain."""
-    inside = {} if gm.plan is None else gm.plan.inside
-    return [name for name, verdict in inside.items() if verdict.status is Status.QUANTIZED]
-
-
 class _Recorder(fx.Interpreter):
     """Runs a graph and stores a copy of each node's value, because later ops may modify it in place."""
 
@@ -205,10 +202,8 @@ class _SideBySide(fx.Interpreter):
 
     def _entering(self, node: fx.Node) -> Any:
         """Return an input of an op: the float value after the quantizers and transparent ops before the op."""
-        return self._alone(node) if is_quantizer(node) or self._moves(node) else clone_tensors(self._float(node))
-
-    def _moves(self, node: fx.Node) -> bool:
-        return self.gm.plan is not None and self.gm.plan.backend.role(kind_of(node)) == "transparent"
+        moves = self.gm.plan is not None and self.gm.plan.backend.role(kind_of(node)) == "transparent"
+        return self._alone(node) if moves or is_quantizer(node) else clone_tensors(self._float(node))
 
     def _float(self, node: fx.Node) -> Any:
         return self.reference[self.counterparts[node.name]]

@@ -84,7 +84,7 @@ class Diagnosis:
             return
         for name, quantizer in self.learned.items():
             self._check_scale(name, quantizer, step)
-        broken = {id(p) for p in parameters if not _is_finite(p.grad)}
+        broken = {id(p) for p in parameters if not torch.isfinite(values_of(p.grad)).all()}
         if not broken:  # the norm overflows, and no gradient does
             return
         bad = [name for key, name in self.names.items() if key in broken] or ["a parameter of another model"]
@@ -145,10 +145,6 @@ class Diagnosis:
 def _growth(quantizer: TensorQuantizer) -> Tensor | None:
     growth = quantizer.kind.growth(quantizer)
     return None if growth is None else values_of(growth).flatten()
-
-
-def _is_finite(gradient: Any) -> bool:
-    return bool(torch.isfinite(values_of(gradient)).all())
 
 
 def _autocasts(model: nn.Module) -> Iterator[torch.autocast]:

@@ -196,7 +196,9 @@ def sensitivity(
                 value = score(unit.quantizers, f"{unit.name!r} alone quantized")
                 loss = in_float - value
             else:
-                value = score(_all_but(model, unit, every), f"all but {unit.name!r} quantized")
+                others = (other.quantizers for other in every if other is not unit)
+                all_but = set(named_quantizers(model)) - unit.quantizers.difference(*others)
+                value = score(all_but, f"all but {unit.name!r} quantized")
                 loss = value - quantized
             rows.append(Row(unit.name, unit.kind, value, loss if higher_is_better else 0.0 - loss))
             worst = max(rows, key=lambda row: row.drop)
@@ -218,7 +220,10 @@ def _score(model: nn.Module, evaluate: Callable[[nn.Module], float], bar: Any, o
 
 def _units(model: nn.Module, by: By) -> list[_Unit]:
     """Return the quantized layers and ops, or their types, each with its quantizers; raise ValueError if there are none."""
-    types = _types_of(model)
+    ops: dict[str, Kind] = {}
+    if isinstance(model, QuantizedGraphModule):
+        ops = {name_of(n): object_type_of(n) for n in model.graph.nodes if n.op.startswith("call")}
+    types = {name: float_type(module) for name, module in model.named_modules()} | ops
     lines: dict[str, list[LayerLine]] = defaultdict(list)
     for line in quantization_report(model).quantized:
         if line.quantizers:
@@ -234,14 +239,6 @@ def _units(model: nn.Module, by: By) -> list[_Unit]:
     ]
 
 
-def _types_of(model: nn.Module) -> dict[str, Kind]:
-    """Map each op that a config can name to its type for QConfigMapping.set_object_type."""
-    ops: dict[str, Kind] = {}
-    if isinstance(model, QuantizedGraphModule):
-        ops = {name_of(n): object_type_of(n) for n in model.graph.nodes if n.op.startswith("call")}
-    return {**{name: float_type(module) for name, module in model.named_modules()}, **ops}
-
-
 def _check(model: nn.Module) -> None:
     check_module(model, "sensitivity")
     quantizers = named_quantizers(model)
@@ -253,11 +250,6 @@ def _check(model: nn.Module) -> None:
     for quantizer in quantizers.values():
         if isinstance(quantizer, TensorQuantizer):
             quantizer.check_ready()
-
-
-def _all_but(model: nn.Module, unit: _Unit, units: Sequence[_Unit]) -> set[str]:
-    others = [other.quantizers for other in units if other is not unit]
-    return set(named_quantizers(model)) - unit.quantizers.difference(*others)
 
 
 def _number(score: Any, what: str) -> float:

@@ -147,17 +147,13 @@ class Watch(AbstractContextManager["Watch"]):
         self._diagnosis.forget()  # so that no other step's inputs are taken for those of a forward that no hook has seen
         self.sampled += self._sampled_now
         if self._sampled_now and self._writer is not None:
-            self._write(self._writer)
+            for recorder in self._recorders:  # the next sampled step is written by itself
+                write(self._writer, recorder.read(), recorder.quantizer, self.steps)
+                recorder.reset()
         self.steps += 1
         self._sampling.close()
         if self._sampled_now:
             self._sample()
-
-    def _write(self, writer: SummaryWriter) -> None:
-        """Write what the quantizers got in this step, and forget it: the next sampled step is written by itself."""
-        for recorder in self._recorders:
-            write(writer, recorder.read(), recorder.quantizer, self.steps)
-            recorder.reset()
 
     def _is_of_model(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])

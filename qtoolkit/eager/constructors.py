@@ -65,17 +65,14 @@ class Construction:
             inherited(module, *args, **kwargs)
             settings = self.settings  # None after `deactivate`, if other code has kept a reference to this function
             if settings is not None and not getattr(self._thread, "finishes", False):
-                self._finish(settings, module, cls)
+                self._thread.finishes = True  # layers that `from_float` builds stay as it builds them
+                try:
+                    settings.finish(module, cls)
+                finally:
+                    self._thread.finishes = False
 
         self._patches[cls] = init, vars(cls).get("__init__")
         cls.__init__ = init  # type: ignore[assignment, method-assign]
-
-    def _finish(self, settings: Settings, module: nn.Module, cls: type[nn.Module]) -> None:
-        self._thread.finishes = True  # layers that `from_float` builds stay as it builds them
-        try:
-            settings.finish(module, cls)
-        finally:
-            self._thread.finishes = False
 
     def _restore(self, cls: type[nn.Module]) -> None:
         patch, own = self._patches.pop(cls)

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -163,7 +164,8 @@ def export_onnx(
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
     inputs = Inputs.of(source, input_names)
-    chosen, backend = choose(opset, source), _backend_of(source.model)
+    chosen, plan = choose(opset, source), plan_of(source.model)
+    backend = backends["tensorrt"] if plan is None else plan.backend
     if integer_weights is None:
         integer_weights = backend.integer_weights
     finish = partial(_finish, backend=backend, opset=chosen, integer_weights=integer_weights)
@@ -271,16 +273,13 @@ def written(
         # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.
         onnxscript.optimizer.fold_constants(exported, should_fold=lambda node: node.domain != DOMAIN)
         finish(exported)
+        seen = Counter[str]()
         for node in exported.graph:
             node.metadata_props.clear()  # stack traces, which can exceed the size of a small model
-        _make_names_unique(exported)
+            name = node.name or node.op_type
+            seen[name] += 1
+            node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"  # names are unique
     return exported
-
-
-def _backend_of(model: nn.Module) -> Backend:
-    """Return the backend that a model was prepared for, or the default one if the model records none."""
-    plan = plan_of(model)
-    return backends["tensorrt"] if plan is None else plan.backend
 
 
 def require_extra(what: str) -> None:
@@ -329,11 +328,3 @@ def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weight
         keep_float_weights(model)
     onnxscript.optimizer.remove_unused_nodes(model)
     repeat_pairs(model, backend.repeated_pairs)
-
-
-def _make_names_unique(model: "onnx_ir.Model") -> None:
-    seen: dict[str, int] = {}
-    for node in model.graph:
-        name = node.name or node.op_type
-        seen[name] = seen.get(name, 0) + 1
-        node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"

@@ -67,7 +67,9 @@ def decomposed(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, what:
     """Return a model in the decomposed form; errors begin with `what`, the public function."""
     source = Source.of(model, example_inputs, what)
     converted = source.model
-    _check_form(converted, what)
+    for name, grid in converted.named_modules():
+        if reason := _reason(grid):
+            raise ValueError(f"{what}: quantized_decomposed cannot hold {name!r}, which has {reason}.")
     args, kwargs = call_arguments(converted, source.example_inputs, f"{what}: example_inputs do")
 
     def capture(module: nn.Module) -> ExportedProgram:
@@ -79,13 +81,6 @@ def decomposed(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, what:
             captured: Any = capture(converted).module()
         quantizers = Decomposition(captured, names_of_weights(converted)).run()
         return Decomposed(capture(captured), converted, args, kwargs, quantizers)
-
-
-def _check_form(converted: nn.Module, what: str) -> None:
-    for name, grid in converted.named_modules():
-        reason = _reason(grid)
-        if reason:
-            raise ValueError(f"{what}: quantized_decomposed cannot hold {name!r}, which has {reason}.")
 
 
 def _reason(grid: nn.Module) -> str:

@@ -56,14 +56,12 @@ class Decode(nn.Module):
             y = results.softmax(1)
         else:
             results = in_eval_mode(results)
-            y = self._boxes(of_head(results, self.head))
+            own = of_head(results, self.head)
+            y = self.head._inference(own)
+            if self.head.end2end:
+                y = self.head.postprocess(y.permute(0, 2, 1))
+            y = (y, own["proto"]) if "proto" in own else y
         return y if self.head.export else (y, results)
-
-    def _boxes(self, results: Mapping[str, Any]) -> Any:
-        boxes = self.head._inference(results)
-        if self.head.end2end:
-            boxes = self.head.postprocess(boxes.permute(0, 2, 1))
-        return (boxes, results["proto"]) if "proto" in results else boxes
 
 
 def in_eval_mode(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,7 @@ from torch import Tensor
 
 from qtoolkit._native import TupleOp, library
 
-_fake_affine_tensor_quant: TupleOp = library.fake_affine_tensor_quant.default
 _fake_tensor_quant: TupleOp = library.fake_tensor_quant.default
-_scaled_e4m3: TupleOp = library.scaled_e4m3.default
 _tensor_quant = library.tensor_quant.default
 
 
@@ -33,12 +31,6 @@ def check_values(x: Tensor, amax: Tensor, unsigned: bool) -> None:
             "NaN or infinities in amax, of an input that has none: the range was set, loaded or calibrated wrongly; calibrate "
             "again."
         )
-
-
-def check_multiplier(scale: Tensor, amax: Tensor) -> None:
-    """Raise ValueError for an infinite multiplier of dtype float16, where values can be checked."""
-    if scale.dtype == torch.float16 and has_values(scale) and bool(scale.isinf().any()):
-        raise ValueError(f"scale is too large for FP16 with amax={amax}")
 
 
 def tensor_quant(
@@ -75,7 +67,8 @@ def tensor_quant(
     """
     check_values(x, amax, unsigned)
     codes, scale, _ = _tensor_quant(x, amax, num_bits, unsigned, narrow_range)
-    check_multiplier(scale, amax)
+    if scale.dtype == torch.float16 and has_values(scale) and bool(scale.isinf().any()):
+        raise ValueError(f"scale is too large for FP16 with amax={amax}")
     return codes, scale
 
 
@@ -95,28 +88,3 @@ def fake_tensor_quant(
     """
     check_values(x, amax, unsigned)
     return _fake_tensor_quant(x, amax, num_bits, unsigned, narrow_range)[0]
-
-
-def fake_affine(x: Tensor, low: Tensor, high: Tensor, num_bits: int = 8) -> Tensor:
-    """Round x to an affine grid of signed codes over [low, high], one element each, and back.
-
-    The zero point is rounded and may be none of the codes. The gradient passes to x where low <= x <= high.
-
-    Example:
-        >>> fake_affine(torch.tensor([-2.0, 0.1, 0.9]), torch.tensor(-1.0), torch.tensor(2.0), 2)
-        tensor([-1.,  0.,  1.])
-    """
-    return _fake_affine_tensor_quant(x, low, high, num_bits)[0]
-
-
-def fake_quant_e4m3(x: Tensor, amax: Tensor) -> Tensor:
-    """Round x to E4M3, scaled so that amax (broadcast to x) becomes 448, and back.
-
-    The gradient passes to x where |x| <= amax. Values are checked as by `tensor_quant`.
-
-    Example:
-        >>> fake_quant_e4m3(torch.tensor([0.3, 1.3, 5.0]), torch.tensor(2.0))
-        tensor([0.2857, 1.2857, 2.0000])
-    """
-    check_values(x, amax, unsigned=False)
-    return _scaled_e4m3(x, amax)[0]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import fx
 
 from qtoolkit.backends import Backend
-from qtoolkit.errors import check_known, with_article
+from qtoolkit.errors import with_article
 from qtoolkit.extras import missing
 from qtoolkit.integer import litert, onnxruntime, openvino, tensorrt, xnnpack
 from qtoolkit.integer.kernels import LayerKernel, OpKernel
@@ -166,9 +166,3 @@ LITERT_RUNTIMES: Mapping[str, Runtime] = {
     "litert": LITERT,
     "litert-xnnpack": replace(XNNPACK, name="litert-xnnpack", package=LITERT.package, extra=LITERT.extra),
 }
-
-
-def runtime_named(name: str) -> Runtime:
-    """Return a runtime by its name. Raises ValueError: the name is not known."""
-    check_known("runtime", name, RUNTIMES)
-    return RUNTIMES[name]

@@ -186,8 +186,11 @@ def _empirical(
     with LayerRuns(model, wanted, data) as runs, progress_bar("bias", "layers", progress, wanted) as bar:
         for name in bar:
             shifts[name] = _mean_of(layers[name], name, runs) - expected[name].value()
-            _round_bias(layers[name])  # as the mean has it: its rounding is a part of the shift
-            _shift_back(layers[name], shifts[name])
+            layer: Any = layers[name]
+            if layer.batch_norm is None:  # round the bias, as the mean has it: its rounding is a part of the shift
+                with torch.no_grad():
+                    layer.bias.copy_(layer.bias_in_sums(layer.bias))
+            _shift_back(layer, shifts[name])
             note(bar, f"{name}: by {float(shifts[name].abs().max()):.3g}")
     return shifts
 
@@ -198,12 +201,6 @@ def _mean_of(layer: QuantWeighted, name: str, runs: LayerRuns) -> Tensor:
     with removing([layer.register_forward_hook(mean.add)]):
         runs.reach(name)
     return mean.value()
-
-
-def _round_bias(layer: QuantWeighted) -> None:
-    if layer.batch_norm is None:
-        with torch.no_grad():
-            layer.bias.copy_(layer.bias_in_sums(layer.bias))
 
 
 def _shift_back(layer: QuantWeighted, shift: Tensor) -> None:

@@ -172,7 +172,8 @@ class OscillationFreezing:
         name = type(self).__name__
         check_module(model, name)
         _check_steps(name, total_steps, begin)
-        _check_momentum(name, momentum)
+        if not 0 < _number(name, "momentum", momentum) < 1:
+            raise ValueError(f"{name}: momentum must be between 0 and 1, got {momentum}.")
         _check_thresholds(name, thresholds, momentum)
         check_whole(name, "max_bits", max_bits, 2)
         self.total_steps, self.thresholds, self.momentum, self.begin = total_steps, thresholds, momentum, begin
@@ -259,11 +260,6 @@ def _number(what: str, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{what}: {name} must be a number, got {value!r}.")
     return value
-
-
-def _check_momentum(what: str, momentum: object) -> None:
-    if not 0 < _number(what, "momentum", momentum) < 1:
-        raise ValueError(f"{what}: momentum must be between 0 and 1, got {momentum}.")
 
 
 def _check_thresholds(what: str, thresholds: object, momentum: float) -> None:

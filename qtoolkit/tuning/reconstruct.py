@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from qtoolkit.errors import check_flags, check_known, check_whole
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -246,7 +246,9 @@ class _Task:
             original = self._state()
             nearest = {name: grid.nearest() for name, grid in self.grids.items()}
             codes = learn(module, self.grids, self.activations, cache, self.options, place, before, bar)
-            after = self._store(codes, module, cache)
+            for name, grid in self.grids.items():
+                grid.store(codes[name])
+            after = _error(module, cache)
             kept = not after < before
             if kept:
                 self.load(original)
@@ -255,12 +257,6 @@ class _Task:
         moved = sum(int((codes[name] != nearest[name]).sum()) for name in codes) / total
         result = UnitResult(self.unit.name, self.unit.layers, before, after, moved, kept)
         return {"result": asdict(result), **self._state()}
-
-    def _store(self, codes: Mapping[str, Tensor], module: fx.GraphModule, cache: BatchCache) -> float:
-        """Move the weights to some codes, and return the error."""
-        for name, grid in self.grids.items():
-            grid.store(codes[name])
-        return _error(module, cache)
 
     def _state(self) -> dict[str, Any]:
         weights = {name: grid.layer.weight.detach().clone() for name, grid in self.grids.items()}

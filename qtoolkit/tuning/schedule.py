@@ -1,6 +1,6 @@
 """QuantizationSchedule: which phase of quantization-aware training a model is in, counted in steps of the optimizer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from qtoolkit.nn import QuantModule, freeze_batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.quantizers.synchronize import share_ranges
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
 
 class QuantizationSchedule:
@@ -97,7 +97,9 @@ class QuantizationSchedule:
             self._set_ranges()
         if self.steps <= self.observe:  # the first input may have given a quantizer its number of channels
             for average in self.averages:
-                _copy_ranges(quantizers_of(self.model).values(), quantizers_of(average).values())
+                pairs = zip(quantizers_of(self.model).values(), quantizers_of(average).values(), strict=True)
+                for quantizer, copied in pairs:
+                    copied.load_state_dict(quantizer.state_dict())
         if self.steps in (self.observe, self.freeze_ranges, self.freeze_batch_norm):
             self._set_modes()
 
@@ -183,8 +185,3 @@ class QuantizationSchedule:
 
 def _begun(begin: int | None, steps: int) -> bool:
     return begin is not None and begin <= steps
-
-
-def _copy_ranges(of: Iterable[TensorQuantizer], to: Iterable[TensorQuantizer]) -> None:
-    for quantizer, copied in zip(of, to, strict=True):
-        copied.load_state_dict(quantizer.state_dict())

@@ -62,7 +62,13 @@ def convert_deploy(
         raise ValueError(
             "convert_deploy: deploy_to_qlinear must be False; onnxruntime makes integer ops of the Q/DQ nodes itself."
         )
-    _check_backend(model, platform.backend)
+    check_quantized(model, "convert_deploy")
+    plan = plan_of(model)
+    if plan is not None and plan.backend.name != platform.backend:
+        raise ValueError(
+            f"convert_deploy: the model was prepared for {plan.backend.name!r}, got a backend_type that stands for "
+            f"{platform.backend!r}; pass the BackendType that it was prepared for."
+        )
     inputs, names = _inputs(model, input_shape_dict, dummy_input)
     options.setdefault("input_names", names)
     stem, files = Path(output_path) / model_name, []
@@ -94,16 +100,6 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
             f"others."
         )
     return {**options, "dynamic_batch": True} if axes else options
-
-
-def _check_backend(model: nn.Module, backend: str) -> None:
-    check_quantized(model, "convert_deploy")
-    plan = plan_of(model)
-    if plan is not None and plan.backend.name != backend:
-        raise ValueError(
-            f"convert_deploy: the model was prepared for {plan.backend.name!r}, got a backend_type that stands for "
-            f"{backend!r}; pass the BackendType that it was prepared for."
-        )
 
 
 def _inputs(model: nn.Module, shapes: Mapping[str, Sequence[int]] | None, dummy: Any) -> tuple[Any, list[str] | None]:

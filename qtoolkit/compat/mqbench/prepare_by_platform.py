@@ -60,6 +60,7 @@ def prepare_by_platform(
     platform = platform_of(deploy_backend)
     backend = backend_of(platform, bool(quantizer.get("academic_mode")))
     qconfig = qconfig_of(platform, backend, config.get("extra_qconfig_dict", {}))
+    preserved: Mapping[str, Iterable[str]] = config.get("preserve_attr") or {}
     training = model.training and is_qat
     own = deepcopy_model(model).train(training) if training != model.training else model
     prepared = prepare(
@@ -68,7 +69,9 @@ def prepare_by_platform(
         qconfig_mapping=_mapping(qconfig, quantizer),
         leaf_modules=tuple(config.get("leaf_module") or ()),
         concrete_args=config.get("concrete_args"),
-        preserve_attributes=_preserved(config.get("preserve_attr") or {}),
+        preserve_attributes=[
+            f"{child}.{name}".removeprefix(".") for child, names in preserved.items() for name in names
+        ],
         qat_modules=fuse.get("additional_qat_module_mapping"),
         fuse_patterns=_patterns(fuse, training),
     )
@@ -93,10 +96,6 @@ def _mapping(qconfig: QConfig, options: Mapping[str, Any]) -> QConfigMapping:
         for name in (*options.get(f"{prefix}_node_name", ()), *options.get(f"{prefix}_module_name", ())):
             mapping.set_module_name(name, config)
     return mapping
-
-
-def _preserved(attributes: Mapping[str, Iterable[str]]) -> list[str]:
-    return [f"{child}.{name}" if child else name for child, names in attributes.items() for name in names]
 
 
 def _patterns(fuse: Mapping[str, Any], training: bool) -> dict[tuple[Any, ...], Callable[..., nn.Module]]:

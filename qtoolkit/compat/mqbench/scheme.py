@@ -63,18 +63,15 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _only(allowed: Any, why: str) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if value != allowed:
-            raise ValueError(f"it must be {allowed!r}, got {value!r}: {why}.")
-        return value
-
-    return check
+def _squared(power: Any) -> str:
+    if power != 2.0:
+        raise ValueError(f"it must be 2.0, got {power!r}: errors are squared.")
+    return "mse"
 
 
 _EMA = {"ema_ratio": ("momentum", lambda ratio: round(1 - ratio, 12))}
 _BINS = {"bins": ("bins", _same)}
-_SQUARED = {"p": ("method", lambda p: _only(2.0, "errors are squared")(p) and "mse")}
+_SQUARED = {"p": ("method", _squared)}
 OBSERVERS = {
     "MinMaxObserver": _Name("minmax"),
     "EMAMinMaxObserver": _Name("moving_average", options=_EMA),

@@ -36,7 +36,10 @@ def group_parameters(
     given = {"lr": lrs, "momentum": momentums, "weight_decay": weight_decays}
     options = {key: values for key, values in given.items() if values is not None}
     for key, values in options.items():
-        _check_option(f"{key}s", values, len(patterns_list))
+        if not _is_list(values):
+            raise TypeError(f"{key}s must be a list or None, got {values!r}.")
+        if len(values) != len(patterns_list):
+            raise TypeError(f"len({key}s) must match len(patterns_list), got {len(values)} and {len(patterns_list)}.")
     return [
         {"params": list(match_parameters(model, patterns)), **{key: values[i] for key, values in options.items()}}
         for i, patterns in enumerate(patterns_list)
@@ -45,13 +48,6 @@ def group_parameters(
 
 def _is_list(value: object) -> bool:
     return isinstance(value, list | tuple)
-
-
-def _check_option(name: str, values: Sequence[float], count: int) -> None:
-    if not _is_list(values):
-        raise TypeError(f"{name} must be a list or None, got {values!r}.")
-    if len(values) != count:
-        raise TypeError(f"len({name}) must match len(patterns_list), got {len(values)} and {count}.")
 
 
 def freeze_parameters(model: nn.Module, patterns: Iterable[str]) -> None:

@@ -1,7 +1,4 @@
-"""pytorch_quantization.tensor_quant: quantization by the largest magnitude, and the descriptors.
-
-`qtoolkit.ops.legacy` computes them.
-"""
+"""pytorch_quantization.tensor_quant: quantization by the largest magnitude, and the descriptors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +7,13 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit._native import TupleOp, library
 from qtoolkit.compat.pytorch_quantization.descriptor import *  # noqa: F403  # names that scripts import from here
-from qtoolkit.ops.legacy import fake_affine, fake_quant_e4m3, has_values
+from qtoolkit.ops.legacy import check_values, has_values
 
 E4M3_MAX = 448.0
+_fake_affine_tensor_quant: TupleOp = library.fake_affine_tensor_quant.default
+_scaled_e4m3: TupleOp = library.scaled_e4m3.default
 
 
 def tensor_quant(
@@ -49,7 +49,8 @@ def fake_affine_tensor_quant(
 ) -> Tensor:
     """Round x to an affine grid of signed codes over [min_range, max_range], one element each, and back.
 
-    The step is `(max_range - min_range) / (2^num_bits - 1)`. The gradient passes to x where min_range <= x <= max_range.
+    The step is `(max_range - min_range) / (2^num_bits - 1)`; the zero point is rounded, and may be none of the codes. The
+    gradient passes to x where min_range <= x <= max_range.
 
     Raises:
         ValueError: The highest value is not above the lowest (checked on CPU tensors), or num_bits is below 1.
@@ -63,7 +64,7 @@ def fake_affine_tensor_quant(
         raise ValueError(
             f"fake_affine_tensor_quant: max_range must be above min_range, got min_range={low} and max_range={high}."
         )
-    return fake_affine(x, low, high, num_bits)
+    return _fake_affine_tensor_quant(x, low, high, num_bits)[0]
 
 
 def scaled_e4m3(x: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3) -> Tensor:  # noqa: N803
@@ -84,7 +85,9 @@ def scaled_e4m3(x: Tensor, amax: Tensor | float | None = None, E: int = 4, M: in
         raise NotImplementedError(
             f"scaled_e4m3: E, M must be 4, 3, got {E}, {M}; other float formats are not supported."
         )
-    return fake_quant_e4m3(x, _as_tensor(E4M3_MAX if amax is None else amax, x))
+    amax = _as_tensor(E4M3_MAX if amax is None else amax, x)
+    check_values(x, amax, unsigned=False)
+    return _scaled_e4m3(x, amax)[0]
 
 
 # ---- names of the autograd functions

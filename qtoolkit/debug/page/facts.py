@@ -99,7 +99,12 @@ def gather(model: nn.Module, inputs: Any, comparison: Comparison | None, sensiti
     report, found = quantization_report(model), quantizers_in(model)
     with freeze_ranges(model):
         values = {} if inputs is None else _values_of(model, found, inputs)
-        costs = _costs(model, report, found, inputs)
+        names = first_names(model)
+        quantized = {name: module for module, name in names.items() if isinstance(module, QuantWeighted)}
+        layers = {name: module for name, module in (quantized | layers_of(model)).items() if name}
+        macs = {} if inputs is None else count_macs(model, layers, inputs)
+        lines = {line.name: line for line in report.layers}
+        costs = tuple(_cost(name, layer, lines.get(name), found, macs.get(name)) for name, layer in layers.items())
     return Facts(model, report, plan_of(model), found, values, costs, comparison, sensitivity)
 
 
@@ -155,17 +160,6 @@ def _values_of(model: nn.Module, quantizers: Mapping[str, Quantizer], inputs: An
 
 
 # ---- costs
-
-
-def _costs(
-    model: nn.Module, report: QuantizationReport, quantizers: Mapping[str, Quantizer], inputs: Any
-) -> tuple[Cost, ...]:
-    names = first_names(model)
-    quantized = {name: module for module, name in names.items() if isinstance(module, QuantWeighted)}
-    layers = {name: module for name, module in (quantized | layers_of(model)).items() if name}
-    macs = {} if inputs is None else count_macs(model, layers, inputs)
-    lines = {line.name: line for line in report.layers}
-    return tuple(_cost(name, layer, lines.get(name), quantizers, macs.get(name)) for name, layer in layers.items())
 
 
 def _cost(name: str, layer: Any, line: LayerLine | None, quantizers: Mapping[str, Quantizer], macs: int | None) -> Cost:

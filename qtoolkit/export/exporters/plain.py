@@ -26,8 +26,17 @@ class _Plain(PairForm[V]):
 
     def __init__(self, opset: int, how: Rounding, shape: Sequence[Any]) -> None:
         super().__init__(how, shape)
-        _check_format(how.format)
-        _check_opset(opset, how)
+        if how.format != "int" and how.format not in FLOATS:
+            raise ValueError(
+                f"torch.onnx.export: format={how.format!r} has no node in ONNX; qtoolkit.export.encodings writes the float "
+                f"model and the ranges for the target's own compiler."
+            )
+        least = _least_opset(how)
+        if opset < least:
+            raise ValueError(
+                f"torch.onnx.export: {_described(how)} needs opset {least} or newer, got {opset}; pass "
+                f"opset_version={least}, or write the file by qtoolkit.export_onnx, which chooses the opset."
+            )
         self.storage = storage_of(how.format, *how.code_range, min(opset, WITHOUT_INT4), constant=False)
 
     @abstractmethod
@@ -42,24 +51,6 @@ class _Plain(PairForm[V]):
         grid = (scale,) if self.code_range == SUMS else (scale, zero)
         y = self.values(self.codes(wide, grid, {}), grid, {})
         return y if dtype == DataType.FLOAT else self.node_of("Cast", y, to=dtype)
-
-
-def _check_format(format: str) -> None:
-    if format != "int" and format not in FLOATS:
-        raise ValueError(
-            f"torch.onnx.export: format={format!r} has no node in ONNX; qtoolkit.export.encodings writes the float model and "
-            f"the ranges for the target's own compiler."
-        )
-
-
-def _check_opset(opset: int, how: Rounding) -> None:
-    """Raise ValueError for a call that QuantizeLinear cannot express in an opset."""
-    least = _least_opset(how)
-    if opset < least:
-        raise ValueError(
-            f"torch.onnx.export: {_described(how)} needs opset {least} or newer, got {opset}; pass "
-            f"opset_version={least}, or write the file by qtoolkit.export_onnx, which chooses the opset."
-        )
 
 
 def _least_opset(how: Rounding) -> int:

@@ -98,10 +98,12 @@ def _check_asked(asked: Sequence[tuple[Any, str]], what: str) -> None:
 
 def _dynamo_program(request: Request) -> torch.onnx.ONNXProgram:
     inputs = request.inputs
+    # torch.onnx.export takes a dict at the end for keyword arguments.
+    ends_with_dict = bool(inputs.args) and isinstance(inputs.args[-1], dict)
     try:
         program = torch.onnx.export(
             by_name(request.model, inputs.kwargs),
-            _closed(inputs.args),
+            (*inputs.args, {}) if ends_with_dict else inputs.args,
             kwargs=inputs.kwargs,
             dynamo=True,
             opset_version=request.opset,
@@ -209,11 +211,6 @@ def _described_failures(what: str) -> Iterator[None]:
             f"{what}: the TorchScript exporter cannot write an output that does not depend on the inputs "
             f"({str(error).partition(' (')[0]}); use exporter='dynamo', or export a module that does not return it."
         ) from error
-
-
-def _closed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    # torch.onnx.export takes a dict at the end for keyword arguments.
-    return (*args, {}) if args and isinstance(args[-1], dict) else args
 
 
 def _names_of_axes(request: Request) -> dict[str, dict[int, str]]:

@@ -146,19 +146,15 @@ def _insert_behind(mover: onnx_ir.Node, dequantize: onnx_ir.Node) -> list[onnx_i
         pairs.append(onnx_ir.node("DequantizeLinear", inputs, name=f"{mover.name}/dequantize"))
         pairs[-1].outputs[0].name = f"{moved.name}/values{number or ''}"
     if moved.is_graph_output():
-        _hand_over_output(moved, pairs[0].outputs[0], graph)
+        values = pairs[0].outputs[0]  # what the graph returns from now on, under the same name
+        values.name, moved.name = moved.name, f"{moved.name}/moved"
+        values.shape, values.type = moved.shape, moved.type
+        graph.outputs[graph.outputs.index(moved)] = values
     for (user, index), pair in zip(users, pairs, strict=False):
         user.replace_input_with(index, pair.outputs[0])
     if pairs:
         graph.insert_after(mover, [quantize, *pairs])
     return pairs
-
-
-def _hand_over_output(moved: onnx_ir.Value, values: onnx_ir.Value, graph: onnx_ir.Graph) -> None:
-    """Make a graph return other values under the name of those that it returned."""
-    values.name, moved.name = moved.name, f"{moved.name}/moved"
-    values.shape, values.type = moved.shape, moved.type
-    graph.outputs[graph.outputs.index(moved)] = values
 
 
 def keep_products_of_codes(model: onnx_ir.Model, opset: int) -> None:

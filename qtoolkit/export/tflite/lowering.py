@@ -54,7 +54,12 @@ class Lowering:
 
     def run(self, description: str) -> tuple[bytes, dict[str, Any]]:
         """Lower the graph; return the content of the file, and the facts of a LitertResult."""
-        self._read_constants()
+        nodes = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
+        for spec in self.program.graph_signature.input_specs:
+            if spec.target is not None:
+                state = self.program.state_dict
+                stored = state[spec.target] if spec.target in state else self.program.constants[spec.target]
+                self.constants[nodes[spec.arg.name]] = stored.detach()
         for node in self.program.graph.nodes:
             if node.op == "placeholder" and node not in self.constants:
                 self.inputs[node.name] = self.values[node] = self._input(node)
@@ -173,13 +178,10 @@ class Lowering:
                 self.values[quantize] = found  # type: ignore[index]
                 self._note(quantize)  # type: ignore[arg-type]
         if kernel.computes and len(self.file.operators) > first:
-            self._add_layer(node, kernel.name, reason)
-
-    def _add_layer(self, node: fx.Node, kernel: str, reason: str) -> None:
-        name = layer_name(node)
-        self.layers.append(Layer(name, kernel, not reason, left=bool(reason)))
-        if reason:
-            self.reasons[name] = reason
+            name = layer_name(node)
+            self.layers.append(Layer(name, kernel.name, not reason, left=bool(reason)))
+            if reason:
+                self.reasons[name] = reason
 
     def _joined(self, node: fx.Node, kernel: Kernel) -> tuple[fx.Node, str]:
         """Return the last node of an op with the activation that the kernel computes too, and the activation's name."""
@@ -244,15 +246,6 @@ class Lowering:
         return Scales((float(np.float32(scale)),), int(zero_point), dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
 
     # ---- constants
-
-    def _read_constants(self) -> None:
-        """Take the tensors that the program stores."""
-        nodes = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
-        for spec in self.program.graph_signature.input_specs:
-            if spec.target is not None:
-                state = self.program.state_dict
-                stored = state[spec.target] if spec.target in state else self.program.constants[spec.target]
-                self.constants[nodes[spec.arg.name]] = stored.detach()
 
     def _is_constant(self, node: fx.Node) -> bool:
         return self.constant(node) is not None

@@ -62,7 +62,8 @@ def _permutation(op: Op, rank: int) -> list[int]:
 
 def slice_of(op: Op) -> Value:
     """Add a slice, with steps or without."""
-    x, dim = op.value("self"), op.args["dim"]
+    x = op.value("self")
+    dim = op.args["dim"] % len(x.shape)
     size = x.shape[dim]
     if "length" in op.args:  # of narrow, whose start may be counted from the end
         start, step = op.args["start"] % size, 1
@@ -71,13 +72,9 @@ def slice_of(op: Op) -> Value:
         start, end, _ = slice(op.args["start"], op.args["end"]).indices(size)
         step = op.args["step"]
     if step == 1:
-        return cut(op, x, [start if d == dim % len(x.shape) else 0 for d in range(len(x.shape))])
-    return _strided(op, x, dim % len(x.shape), start, max(end, start), step)
-
-
-def _strided(op: Op, x: Value, dim: int, start: int, end: int, step: int) -> Value:
+        return cut(op, x, [start if d == dim else 0 for d in range(len(x.shape))])
     begins, ends, steps = [0] * len(x.shape), list(x.shape), [1] * len(x.shape)
-    begins[dim], ends[dim], steps[dim] = start, end, step
+    begins[dim], ends[dim], steps[dim] = start, max(end, start), step
     parts = [op.integers([part[d] for d in x.order]) for part in (begins, ends, steps)]
     return op.emit("STRIDED_SLICE", [x, *parts], x)
 

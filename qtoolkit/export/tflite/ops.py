@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -36,13 +36,9 @@ def name_of_op(node: fx.Node) -> str:
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return all arguments of a node by the names of its schema, with the defaults of those that are not given."""
-    if node.target is operator.getitem:
-        return _of_part(*node.args)
-    return pt2e.arguments(node)
-
-
-def _of_part(split: Any, part: Any) -> dict[str, Any]:
-    """Return the arguments of the slice, or the selection, that is one part of a split."""
+    if node.target is not operator.getitem:
+        return pt2e.arguments(node)
+    split, part = cast("tuple[fx.Node, int]", node.args)  # of which one part is a slice, or a selection
     found = arguments(split)
     source, dim = found["self"], found["dim"]
     sizes = [tensor.shape[dim] for tensor in split.meta["val"]] if name_of_op(split) != "unbind" else [1] * (part + 1)

@@ -153,7 +153,9 @@ def _difference(expected: Sequence[Tensor], outputs: Sequence[Any]) -> float:
 
 def _grids(graph: Any, file: Path) -> dict[str, Grid]:
     """Return the grid of each quantizer with integer codes and a constant scale, by its name."""
-    constants = _constants(graph)
+    made = [(node.output[0], node.attribute) for node in graph.node if node.op_type == "Constant"]
+    values = {name: each.t for name, attributes in made for each in attributes if each.name == "value"}
+    constants = {**{tensor.name: tensor for tensor in graph.initializer}, **values}
 
     def array(name: str) -> Any:
         """Return a constant; None where it is computed."""
@@ -172,13 +174,6 @@ def _grids(graph: Any, file: Path) -> dict[str, Grid]:
         zero_points = None if spec.symmetric else torch.tensor(float(zero.item()))
         found[pair.quantizer] = Grid(torch.tensor(float(scale.item())), zero_points, spec, name=pair.quantizer)
     return found
-
-
-def _constants(graph: Any) -> dict[str, Any]:
-    """Return the initializers, and the outputs of Constant nodes, by name."""
-    made = [(node.output[0], node.attribute) for node in graph.node if node.op_type == "Constant"]
-    values = {name: each.t for name, attributes in made for each in attributes if each.name == "value"}
-    return {**{tensor.name: tensor for tensor in graph.initializer}, **values}
 
 
 def _inputs(graph: Any, given: Mapping[str, Any] | None, seed: int) -> list[Tensor]:

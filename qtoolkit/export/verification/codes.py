@@ -132,18 +132,14 @@ class Call:
         count = CodeCount.of(self.codes, theirs)
         if not count.differing or self.x is None or self.grid.scale.numel() != 1:
             return count
-        return CodeCount.of(self.codes, theirs, near_boundary(self.grid, self.x))
+        gap = tie_band(self.grid, self.x.dtype) * self.grid.scale
+        near_boundary = codes_in_file(self.grid, self.x + gap) != codes_in_file(self.grid, self.x - gap)
+        return CodeCount.of(self.codes, theirs, near_boundary)
 
 
 def compare_codes(grid: Grid, x: Tensor, theirs: Any) -> CodeCount:
     """Compare a quantizer's codes of x with a runtime's."""
     return Call(grid, codes_in_file(grid, x), x).compare(theirs)
-
-
-def near_boundary(grid: Grid, x: Tensor) -> Any:
-    """Return which elements of x are so near to a rounding boundary of a grid of one scale that runtimes may disagree."""
-    gap = tie_band(grid, x.dtype) * grid.scale
-    return codes_in_file(grid, x + gap) != codes_in_file(grid, x - gap)
 
 
 def tie_band(grid: Grid, dtype: torch.dtype) -> float:

@@ -1,7 +1,7 @@
 """The verifier: follows a converted model from quantizer to quantizer, beside the codes that a runtime computes."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -91,11 +91,9 @@ class Pairing:
 
     def nearest(self, call: Call) -> NodeCodes | None:
         """Return the node of any quantizer with the same grid whose codes differ least; None where there is none."""
-        count, node = _nearest(call, self._of_grid(call.grid))
+        alike = (node for grid, nodes in self.nodes.items() if same_grid(grid, call.grid) for node in nodes)
+        count, node = _nearest(call, alike)
         return node if count.are_ties() or not self.up_to_ties else None
-
-    def _of_grid(self, grid: Grid) -> Iterator[NodeCodes]:
-        return (node for other, nodes in self.nodes.items() if same_grid(other, grid) for node in nodes)
 
 
 def _nearest(call: Call, nodes: Iterable[NodeCodes]) -> tuple[CodeCount, NodeCodes | None]:
@@ -139,7 +137,11 @@ class Follower:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.names = {grid: name for name, grid in grids_of(model).items() if grid.quantizing}
-        self.weights = layer_weights(model)  # quantizer and tensor of each quantized weight, by the quantizer's name
+        layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
+        # the quantizer and the tensor of each quantized weight of a layer, by the dotted name of the quantizer
+        self.weights: dict[str, tuple[Any, Tensor]] = {
+            f"{name}.{q}": quantized for name, layer in layers for q, quantized in layer.quantized_weights().items()
+        }
         in_layers = {grid for grid, _ in self.weights.values()}
         self.between_layers = [grid for grid in self.names if grid not in in_layers]
         self.activations = {grid for grid in self.between_layers if not grid.of_weight}
@@ -257,7 +259,11 @@ class Follower:
         with progress_bar("verify", "quantizers", progress, total=sum(self.calls[grid] for grid in grids)) as bar:
             outputs = self._run(grids, compare)
         if complete:
-            self._compare_weights(nodes, pairing, comparison)
+            comparison.stored += sum_of(self.compare_weights(nodes).values())
+            for name, (grid, weight) in self.weights.items():
+                if name not in nodes and self.calls[grid]:
+                    call = _call(grid, weight, weight)
+                    comparison.add(name, call, pairing.nearest(call), stored=True)
         return self._without_unused(
             comparison.result(nodes, outputs, self._drawn(first_codes, outputs, first_values)), nodes
         )
@@ -268,13 +274,6 @@ class Follower:
         unused = self.unused(borrowed)
         counts = {name: count for name, count in found.counts.items() if name not in unused}
         return replace(found, counts=counts, missing=(*found.missing, *unused))
-
-    def _compare_weights(self, nodes: Nodes, pairing: Pairing, comparison: _Comparison) -> None:
-        comparison.stored += sum_of(self.compare_weights(nodes).values())
-        for name, (grid, weight) in self.weights.items():
-            if name not in nodes and self.calls[grid]:
-                call = _call(grid, weight, weight)
-                comparison.add(name, call, pairing.nearest(call), stored=True)
 
     def compare_weights(self, nodes: Nodes) -> dict[str, CodeCount]:
         """Compare the codes of the layers' weights that have nodes of their own."""
@@ -305,12 +304,6 @@ def grid_named(model: nn.Module, name: str) -> Grid:
     if not isinstance(grid, Grid):
         raise TypeError(f"verify: {name!r} is {with_article(type(grid))}; pass what qtoolkit.convert returned.")
     return grid
-
-
-def layer_weights(model: nn.Module) -> dict[str, tuple[Any, Tensor]]:
-    """Return the quantizer and the tensor of each quantized weight of a layer, by the dotted name of the quantizer."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
-    return {f"{n}.{q}": quantized for n, layer in layers for q, quantized in layer.quantized_weights().items()}
 
 
 def same_grid(one: Grid, other: Grid) -> bool:

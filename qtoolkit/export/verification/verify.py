@@ -190,7 +190,9 @@ def compare_layers(
     file = _opened(path, "verify_onnx")
     nodes = _nodes_of(file.proto.graph, converted, "verify_onnx")
     file.check_inputs(tensors_of((args, kwargs)), "verify_onnx")
-    positions = _positions_of_maxima(file.proto.graph)
+    taken = {name for node in file.proto.graph.node for name in node.input}
+    pools = [node for node in file.proto.graph.node if node.op_type == "MaxPool" and len(node.output) > 1]
+    positions = [node.output[1] for node in pools if node.output[1] in taken]
     names = [name for node in nodes for name in (node.source, node.codes)]
     values = file.run(tensors_of((args, kwargs)), [*names, *positions])
     with naming_misfits(converted, inputs, "verify_onnx: inputs do"):
@@ -241,13 +243,6 @@ def _smooth_outputs(graph: Any, nodes: Sequence[QuantizerNode]) -> set[int]:
         return all(made_by[tensor].op_type in smooth for tensor in reached([output], sources) if tensor in made_by)
 
     return {place for place, value in enumerate(graph.output) if is_smooth(value.name)}
-
-
-def _positions_of_maxima(graph: Any) -> list[str]:
-    """Return the names of the positions that max pools return, where a node takes them."""
-    taken = {name for node in graph.node for name in node.input}
-    pools = [node for node in graph.node if node.op_type == "MaxPool" and len(node.output) > 1]
-    return [node.output[1] for node in pools if node.output[1] in taken]
 
 
 @in_any_order(model="model", inputs="inputs", path="path")

@@ -76,11 +76,6 @@ def _traced_modes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> I
             vars(module)["training"] = training
 
 
-def has_no_state(module: nn.Module) -> bool:
-    """Return whether a module has no parameters, buffers and submodules."""
-    return not (module._parameters or module._buffers or module._modules)
-
-
 def returns_input(module: nn.Module) -> bool:
     """Return whether a module without state returns its input in eval mode, as those of dropouts and stochastic depth do."""
     something = object()

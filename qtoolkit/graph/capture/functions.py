@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointFunction
 
 from qtoolkit.op_kinds.rules import name_called
 
@@ -34,11 +37,6 @@ def scripted_functions(model: nn.Module) -> dict[Any, tuple[str, str]]:
         for name, value in space.items()
         if isinstance(value, torch.jit.ScriptFunction)
     }
-
-
-def is_foreign(target: Any) -> bool:
-    """Return whether a target is a Python function outside torch."""
-    return isinstance(target, FunctionType) and (target.__module__ or "").partition(".")[0] != "torch"
 
 
 def is_weight(node: fx.Node, value: Any) -> bool:
@@ -110,3 +108,25 @@ def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         return proxy.tracer.create_proxy("call_function", function, args, kwargs)
 
     return call
+
+
+# ---- gradient checkpointing: the graph has the checkpointed operations, and stores their activations
+
+
+@contextmanager
+def traced_checkpoints() -> Iterator[None]:
+    """Trace the functions that reentrant checkpoints call, in a block. All callers of `checkpoint` reach `apply`."""
+    CheckpointFunction.apply = _call
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
+
+
+def _call(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    return function(*args)
+
+
+def is_checkpointed() -> bool:
+    """Return whether the caller runs in a function that torch.utils.checkpoint has called."""
+    return any(frame.f_code.co_filename == checkpoint.__file__ for frame, _ in traceback.walk_stack(None))

@@ -22,7 +22,7 @@ from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
 from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, names_of_own, type_for
 from qtoolkit.graph.output_types import OutputTypes
-from qtoolkit.model_state import RandomState
+from qtoolkit.model_state import RandomState, attribute_kept
 from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import check_given
 from qtoolkit.shared_modules import modules_by_name
@@ -96,7 +96,11 @@ def run(
     _restore_arguments(traced.graph, arguments.fixed)
     if arguments.given is not None:
         _check_arguments(traced.graph, arguments.fixed)
-    gm = _graph_module(traced, batch_norms, tuple(leaf_modules), type(original))
+    add_modes(traced.model, traced.graph, traced.modes)
+    norms.use_torch_types(traced, batch_norms)
+    subclasses.run(traced, tuple(leaf_modules))
+    functional_layers.run(traced)
+    gm = type_for(type(original)).of(with_blocks(traced), traced.graph, type(original).__name__)
     for name, value in kept.items():
         gm.keep(name, value)
     if expected is not None:
@@ -130,17 +134,6 @@ def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any]) -> fx.G
     return graph
 
 
-def _graph_module(
-    traced: Traced, batch_norms: Sequence[str], leaf_modules: tuple[type[nn.Module], ...], original: type[nn.Module]
-) -> QuantizedGraphModule:
-    """Return the graph module of a traced model, with torch's layers for those that compute as they do."""
-    add_modes(traced.model, traced.graph, traced.modes)
-    norms.use_torch_types(traced, batch_norms)
-    subclasses.run(traced, leaf_modules)
-    functional_layers.run(traced)
-    return type_for(original).of(with_blocks(traced), traced.graph, original.__name__)
-
-
 def _in_both_modes(model: nn.Module, trace_once: Callable[[], _Trace]) -> tuple[_Trace, list[str], tuple[str, ...]]:
     """Trace a model so that its graph follows the mode, where it can.
 
@@ -171,7 +164,9 @@ def _in_other_mode(model: nn.Module, branching: Sequence[nn.Module], trace_once:
     """Trace a model with some submodules in the other mode; None where there are none or their Python cannot be traced."""
     random = RandomState.now()
     try:
-        with both_modes.in_other_mode(branching), warnings.catch_warnings(action="ignore"):
+        with attribute_kept(branching, "training"), warnings.catch_warnings(action="ignore"):
+            for module in branching:  # their submodules keep their modes
+                module.training = not module.training
             other = trace_once() if branching else None
             if other is not None:
                 norms.run(other.traced)

@@ -4,6 +4,7 @@ import functools
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -17,20 +18,19 @@ from qtoolkit.graph.capture.attributes import (
     BranchesOnModeError,
     Mode,
     check_hooks,
-    has_no_state,
     name_in,
     returns_input,
 )
 from qtoolkit.graph.capture.calls import CallRecorder
-from qtoolkit.graph.capture.checkpoints import is_checkpointed, traced_checkpoints
 from qtoolkit.graph.capture.functions import (
     answer_if_finite,
-    is_foreign,
+    is_checkpointed,
     is_weight,
     patched,
     recorded_functions,
     scripted_functions,
     torchvision_ops,
+    traced_checkpoints,
 )
 from qtoolkit.graph.capture.proxy import SizedProxy, TensorProxy
 from qtoolkit.graph.capture.rewrites.subclasses import equivalent_type
@@ -234,7 +234,8 @@ class ModelTracer(fx.Tracer):
         return super().create_proxy(kind, target, args, kwargs, *rest, **more) if inlined is None else inlined
 
     def _takes_weights(self, target: Any, arguments: Any) -> bool:
-        if self.shapes is None or not is_foreign(target) or target in self.leaf_functions:
+        is_foreign = isinstance(target, FunctionType) and (target.__module__ or "").partition(".")[0] != "torch"
+        if self.shapes is None or not is_foreign or target in self.leaf_functions:
             return False
         proxies: list[Any] = [a for a in tree_leaves(arguments) if isinstance(a, fx.Proxy)]
         return any(is_weight(p.node, self.shapes[p.node]) for p in proxies)
@@ -361,7 +362,8 @@ class ModelTracer(fx.Tracer):
 
     def branch_on_mode(self, module: nn.Module) -> None:
         """Note that a submodule branches on its mode; BranchesOnModeError for one without state, to become a leaf module."""
-        if self.path and self.path[-1][1] is module and has_no_state(module):
+        has_state = bool(module._parameters or module._buffers or module._modules)
+        if self.path and self.path[-1][1] is module and not has_state:
             raise BranchesOnModeError
         if not type(module).__module__.startswith("torch."):  # torch's modules compute the same in all branches
             self.branching[module] = None

@@ -99,7 +99,8 @@ def _remedies(model: nn.Module, name: str, kind: str) -> Iterable[str]:
         yield f"make that submodule a leaf module with untraced=[{name!r}] or leaf_modules=[{kind}]"
     else:
         yield "move that code into a submodule and make it a leaf module with untraced or leaf_modules"
-        children = [f"model.{child} = qtoolkit.prepare(model.{child})" for child in _children_with_layers(model)]
+        with_layers = [n for n, part in model.named_children() if any(type(m) in QAT_MODULES for m in part.modules())]
+        children = [f"model.{child} = qtoolkit.prepare(model.{child})" for child in with_layers]
         if children:
             yield "let qtoolkit.prepare_parts(model, example_inputs) prepare the submodules that trace"
             yield f"prepare submodules on their own: {', '.join(children)}"
@@ -108,7 +109,3 @@ def _remedies(model: nn.Module, name: str, kind: str) -> Iterable[str]:
         yield f"turn the cache of keys and values off with concrete_args={{{CACHE!r}: False}}"
     if len(parameters) > 1:
         yield f"fix an argument ({', '.join(parameters)}) with concrete_args"
-
-
-def _children_with_layers(model: nn.Module) -> list[str]:
-    return [name for name, child in model.named_children() if any(type(m) in QAT_MODULES for m in child.modules())]

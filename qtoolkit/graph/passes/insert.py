@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import layer_edges
-from qtoolkit.graph.nodes import QuantizerHolder, chooses_by_mode, is_quantizer
+from qtoolkit.graph.nodes import QuantizerHolder, chooses_by_mode, is_quantizer, kind_of
 from qtoolkit.graph.placement import decide
 from qtoolkit.graph.placement.decide import PlannedQuantizer, Request
 from qtoolkit.graph.placement.roles import Roles
@@ -16,7 +16,7 @@ from qtoolkit.graph.plan import Edge, Plan
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import device_of
 from qtoolkit.op_kinds.facts import facts_of
-from qtoolkit.op_kinds.rules import is_number
+from qtoolkit.op_kinds.rules import argument, is_number
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
@@ -37,19 +37,15 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         ValueError: A spec does not fit a function's weight.
     """
     if not any(is_quantizer(node) for node in gm.graph.nodes):
-        _insert(gm, rules)
+        quantizers, of_functions, left = decide.run(Roles(gm.graph, rules), gm.graph)
+        weights = list(_insert_weights(gm, of_functions))  # first: their values are computed by the graph as it is
+        edges = [*_insert_activations(gm, quantizers), *weights, *layer_edges(gm)]
+        plan = gm.plan or Plan(rules.backend)
+        gm.plan = replace(plan, status={**left, **plan.status}, edges=tuple(edges))
+        gm.graph.lint()
+        gm.recompile()
     gm.note_weights()
     return gm
-
-
-def _insert(gm: QuantizedGraphModule, rules: LayerRules) -> None:
-    quantizers, of_functions, left = decide.run(Roles(gm.graph, rules), gm.graph)
-    weights = list(_insert_weights(gm, of_functions))  # first: their values are computed by the graph as it is
-    edges = [*_insert_activations(gm, quantizers), *weights, *layer_edges(gm)]
-    plan = gm.plan or Plan(rules.backend)
-    gm.plan = replace(plan, status={**left, **plan.status}, edges=tuple(edges))
-    gm.graph.lint()
-    gm.recompile()
 
 
 def _insert_activations(gm: QuantizedGraphModule, planned: Sequence[PlannedQuantizer]) -> Iterator[Edge]:
@@ -83,7 +79,8 @@ def _insert_weights(gm: QuantizedGraphModule, requests: Sequence[Request]) -> It
     for request in requests:
         producer, consumer, spec = request.producer, request.consumer, request.spec
         target = f"{holder}.{free_name(gm.get_submodule(holder), consumer.name)}"
-        groups = decide.conv_groups(consumer, spec, values[producer].dim())
+        along_outputs = kind_of(consumer).transposed and spec.axis in (1, 1 - values[producer].dim())
+        groups = int(argument(consumer, 6, "groups", 1)) if along_outputs else 1
         quantizer = weight_quantizer(values[producer], spec, consumer.name, groups, target, inserted=True)
         gm.add_submodule(target, quantizer.train(gm.training))
         with gm.graph.inserting_before(consumer):

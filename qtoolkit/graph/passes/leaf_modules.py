@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from qtoolkit.config import QConfig
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -20,7 +20,8 @@ from qtoolkit.verdicts import BY_CONFIG, Cause, Status, Verdict
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Quantize the layers inside leaf modules. The plan says which, and why others stay float."""
-    nodes = leaf_nodes(gm, rules.table)
+    calls = gm.graph.find_nodes(op="call_module")
+    nodes = [node for node in calls if _is_leaf(module_of(node), rules.table)]
     if not nodes:
         return gm
     names = sorted({str(node.target) for node in nodes})
@@ -55,12 +56,6 @@ def _decide(module: nn.Module, where: str, rules: LayerRules) -> LayerDecision:
     if decision.qconfig is None or decision.qconfig.weight is None:
         return LayerDecision(None, decision.verdict if decision.qconfig is None else BY_CONFIG)
     return LayerDecision(decision.qconfig, quantized)
-
-
-def leaf_nodes(gm: fx.GraphModule, table: Mapping[type[nn.Module], object]) -> list[fx.Node]:
-    """Return the nodes that call leaf modules with submodules of their own: those that tracing did not go into."""
-    nodes = [node for node in gm.graph.nodes if node.op == "call_module"]
-    return [node for node in nodes if _is_leaf(module_of(node), table)]
 
 
 def _is_leaf(module: nn.Module, table: Mapping[type[nn.Module], object]) -> bool:

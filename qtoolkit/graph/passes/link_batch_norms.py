@@ -30,7 +30,11 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
             continue
         _check_hooks(node, follower)
         if gm.training:
-            _link(gm, node, follower, rules.backend.batch_norm)
+            layer, bn = module_of(node), module_of(follower)
+            if isinstance(layer, QuantWeighted) and not isinstance(bn, LinkedBatchNorm):
+                new = linked(bn, rules.backend.batch_norm, str(follower.target))
+                gm.set_submodule(str(follower.target), new)
+                layer.link_batch_norm(new)
         else:
             fold(gm, node, follower).reset_weight_range()
     _warn_of_sizes(gm)
@@ -104,14 +108,6 @@ def _check_hooks(node: fx.Node, follower: fx.Node) -> None:
             f"prepare: {str(hooked.target)!r} has forward hooks, which would get other values or be lost where the batch norm "
             f"{str(follower.target)!r} is folded into the layer {str(node.target)!r}; remove them first."
         )
-
-
-def _link(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node, strategy: str) -> None:
-    layer, bn = module_of(node), module_of(follower)
-    if isinstance(layer, QuantWeighted) and not isinstance(bn, LinkedBatchNorm):
-        new = linked(bn, strategy, str(follower.target))
-        gm.set_submodule(str(follower.target), new)
-        layer.link_batch_norm(new)
 
 
 def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> QuantWeighted:

@@ -62,7 +62,11 @@ def _link_functions(gm: QuantizedGraphModule, backend: Backend) -> None:
             rounding.link(layer)
         elif layer.scales_along_outputs():
             holder = holder or add_holder(gm, HOLDER)
-            _insert_bias(gm, node, bias, f"{holder}.{free_name(gm.get_submodule(holder), node.name)}", layer)
+            target = f"{holder}.{free_name(gm.get_submodule(holder), node.name)}"
+            gm.add_submodule(target, FunctionBias(layer))
+            with gm.graph.inserting_before(node):
+                on_grid = gm.graph.call_module(target, (bias,))
+            node.replace_input_with(bias, on_grid)
     if holder:
         gm.graph.lint()
         gm.recompile()
@@ -72,10 +76,3 @@ def layers_of_functions(gm: QuantizedGraphModule) -> list[tuple[str, QuantWeight
     """Return the layer of each function whose bias is rounded, with the function's name."""
     roundings = [(node, rounding_of(bias_node(node))) for node in gm.graph.nodes]
     return [(node.name, rounding.layer) for node, rounding in roundings if rounding is not None]
-
-
-def _insert_bias(gm: QuantizedGraphModule, node: fx.Node, bias: fx.Node, target: str, layer: QuantWeighted) -> None:
-    gm.add_submodule(target, FunctionBias(layer))
-    with gm.graph.inserting_before(node):
-        on_grid = gm.graph.call_module(target, (bias,))
-    node.replace_input_with(bias, on_grid)

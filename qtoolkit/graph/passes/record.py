@@ -101,7 +101,8 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
         return FROM_PARAMETERS
     if kind is OTHER and _takes_weights(node):
         return HIDES_LAYERS
-    if module is not None and (kind is OTHER or kind.keeps_state) and _has_weights(module):
+    has_weights = module is not None and any(parameter.dim() > 1 for parameter in module.parameters())
+    if has_weights and (kind is OTHER or kind.keeps_state):
         in_a_graph = " in a graph: qtoolkit.quant_modules.replace has one" if type(module) in replaced_modules() else ""
         return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {type(module).__name__}{in_a_graph}")
     if kind is not OTHER and not kind.moves and any(map(is_discrete, tensor_inputs(node))):
@@ -119,10 +120,6 @@ def _takes_weights(node: fx.Node) -> bool:
         return False
     values = [attrgetter(str(source.target))(gm) for source in sources]
     return any(isinstance(value, nn.Parameter) and value.dim() > 1 for value in values)
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return any(parameter.dim() > 1 for parameter in module.parameters())
 
 
 def _verdict_on_batch_norm(node: fx.Node, roles: Roles, calls: ModuleCalls) -> Verdict:

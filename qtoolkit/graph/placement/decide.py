@@ -27,7 +27,7 @@ from qtoolkit.graph.placement.view import ops_of
 from qtoolkit.lint.masked_attention import MASKED, are_masked_scores
 from qtoolkit.lint.ops import WeightGrid
 from qtoolkit.lint.residual import free_branch, fuses
-from qtoolkit.op_kinds.rules import argument, written_out
+from qtoolkit.op_kinds.rules import written_out
 from qtoolkit.verdicts import Verdict
 
 
@@ -265,15 +265,6 @@ def _einsum_axis(node: fx.Node, weight: fx.Node) -> int | None:
     other = terms[1 - operands.index(weight)]
     own = [] if "." in equation else [i for i, letter in enumerate(mine) if letter not in other]
     return own[-1] if own else None
-
-
-def conv_groups(node: fx.Node, spec: QuantSpec, dims: int) -> int:
-    """Return the groups of a function whose output channels have their own scales.
-
-    They are those of a transposed convolution with scales along axis 1 of its weight of `dims` dimensions.
-    """
-    along_outputs = kind_of(node).transposed and spec.axis in (1, 1 - dims)
-    return int(argument(node, 6, "groups", 1)) if along_outputs else 1
 
 
 def _never_negative(graph: fx.Graph) -> set[fx.Node]:

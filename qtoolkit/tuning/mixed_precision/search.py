@@ -245,7 +245,13 @@ class MixedPrecision:
         chosen = solve(self._checked(errors), self.costs, budgets)
         if chosen is None:
             raise ValueError(self._cannot_be_met(budgets))
-        return self._assignment(chosen, errors)
+        pairs = list(chosen.items())
+        return Assignment(
+            dict(chosen),
+            {name: self.configs[name][choice] for name, choice in pairs},
+            sum(float(errors[name][choice]) for name, choice in pairs),
+            {cost: float(sum(table[name][choice] for name, choice in pairs)) for cost, table in self.costs.items()},
+        )
 
     def front(self, errors: Table, cost: str = "size", points: int = 16) -> Front:
         """Return the best assignments for budgets of one cost, in equal steps from the smallest that can be reached.
@@ -284,15 +290,6 @@ class MixedPrecision:
         table = self.costs[cost]
         chosen = solve(table, self.costs, within)
         return None if chosen is None else sum(table[name][choice] for name, choice in chosen.items())
-
-    def _assignment(self, chosen: Mapping[str, str], errors: Table) -> Assignment:
-        pairs = list(chosen.items())
-        return Assignment(
-            dict(chosen),
-            {name: self.configs[name][choice] for name, choice in pairs},
-            sum(float(errors[name][choice]) for name, choice in pairs),
-            {cost: float(sum(table[name][choice] for name, choice in pairs)) for cost, table in self.costs.items()},
-        )
 
     def _table(self, value: Callable[[str, str], float]) -> dict[str, dict[str, float]]:
         return {name: {choice: value(name, choice) for choice in self.allowed(name)} for name in self.modules}

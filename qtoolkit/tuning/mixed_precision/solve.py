@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 from math import fsum
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from qtoolkit.extras import needed
 
@@ -28,7 +26,8 @@ def solve(errors: Table, costs: Mapping[str, Table], budgets: Mapping[str, float
     from scipy import optimize
 
     places = [(layer, choice) for layer, choices in errors.items() for choice in choices]
-    rows, least, most = _one_choice_each(places, list(errors))
+    rows = [np.array([float(of == layer) for of, _ in places]) for layer in errors]  # one choice of each layer
+    least, most = [1.0] * len(rows), [1.0] * len(rows)
     weights = {name: np.array([float(costs[name][layer][choice]) for layer, choice in places]) for name in budgets}
     for name, budget in budgets.items():
         unit = max(float(weights[name].max()), 1e-300)  # numbers near 1, as the solver's tolerances are absolute
@@ -50,10 +49,3 @@ def solve(errors: Table, costs: Mapping[str, Table], budgets: Mapping[str, float
             return {layer: choice for (layer, choice), taken in zip(places, chosen, strict=True) if taken}
         # Within the solver's tolerance, but not within the budget: leave out this one combination.
         rows, least, most = [*rows, chosen], [*least, -np.inf], [*most, chosen.sum() - 1]
-
-
-def _one_choice_each(
-    places: list[tuple[str, str]], layers: list[str]
-) -> tuple[list[NDArray[Any]], list[float], list[float]]:
-    rows = [np.array([float(of == layer) for of, _ in places]) for layer in layers]
-    return rows, [1.0] * len(rows), [1.0] * len(rows)

@@ -49,7 +49,8 @@ def learn(
     to nearest, divides the loss.
     """
     roundings = {name: SoftRounding(grid) for name, grid in grids.items()}
-    scales = {n: _LearnedScale(q) for n, q in activations.items() if options.learn_scales and _can_learn(q)}
+    learnable = {n: q for n, q in activations.items() if q.capability.plain and not q.spec.pow2_scale}
+    scales = {name: _LearnedScale(q) for name, q in learnable.items()} if options.learn_scales else {}
     random = torch.Generator(cache.device).manual_seed(options.seed * 100_003 + place)
     order = torch.Generator().manual_seed(options.seed * 100_003 + place)
     variables = [rounding.variable for rounding in roundings.values()]
@@ -72,7 +73,8 @@ def learn(
             gradients = torch.autograd.grad(loss, [*variables, *ratios], allow_unused=True)
             for parameter, gradient in zip((*variables, *ratios), gradients, strict=True):
                 parameter.grad = gradient
-            optimizer.param_groups[1]["lr"] = options.scale_learning_rate * _cosine(step / options.steps)
+            cosine = 0.5 * (1 + math.cos(math.pi * (step / options.steps)))
+            optimizer.param_groups[1]["lr"] = options.scale_learning_rate * cosine
             optimizer.step()
             bar.update()
     with torch.no_grad():
@@ -85,10 +87,6 @@ def _beta(progress: float) -> float | None:
     if progress < WARM_UP:
         return None
     return LAST_BETA + (FIRST_BETA - LAST_BETA) * (1 - (progress - WARM_UP) / (1 - WARM_UP))
-
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def distances(
@@ -111,10 +109,6 @@ def _dropped(quantized: Tensor, in_float: Tensor, drop: float, random: torch.Gen
         return quantized
     chance = torch.rand(quantized.shape, generator=random, device=quantized.device)
     return torch.where(chance < drop, in_float, quantized)
-
-
-def _can_learn(quantizer: TensorQuantizer) -> bool:
-    return quantizer.capability.plain and not quantizer.spec.pow2_scale
 
 
 Hook = Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]  # what a quantizer of (x,) returns instead of y

@@ -240,18 +240,13 @@ def _modules(graph: _Graph) -> list[tuple[list[fx.Node], fx.Node]]:
             members.setdefault(around, []).append(node)
     found: list[tuple[list[fx.Node], fx.Node]] = []
     for call, nodes in members.items():
-        inside = _with_quantizers_between(nodes)
+        inside = set(nodes)
+        for node in nodes:  # with the quantizers between them
+            inside.update(user for user in node.users if is_quantizer(user) and inside.issuperset(user.users))
         outputs = [node for node in inside if not inside.issuperset(node.users)]
         if call != ROOT and len(outputs) == 1 and sum(map(_is_layer, nodes)) <= MOST_IN_MODULE:
             found.append((sorted(inside, key=graph.order.__getitem__), outputs[0]))
     return sorted(found, key=lambda each: -sum(map(_is_layer, each[0])))
-
-
-def _with_quantizers_between(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    inside = set(nodes)
-    for node in list(inside):
-        inside.update(user for user in node.users if is_quantizer(user) and inside.issuperset(user.users))
-    return inside
 
 
 def _is_layer(node: fx.Node) -> bool:

@@ -6,7 +6,6 @@ stochastic depth, between others. Eval mode then computes them too, and takes it
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from qtoolkit.graph.capture.rewrites.in_place import base_of, changed_by
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.graph.nodes import kind_of, kind_of_module
 from qtoolkit.model_inputs import leaves
-from qtoolkit.model_state import attribute_kept
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size
 from qtoolkit.op_kinds.rules import name_called
@@ -68,15 +66,6 @@ class Choice:
         """Whether the first is a dropout of the second."""
         node = self.own
         return isinstance(node, fx.Node) and node.target in DROPOUTS and node.args[:1] == (self.other,)
-
-
-@contextmanager
-def in_other_mode(modules: Collection[nn.Module]) -> Iterator[None]:
-    """Give some modules the other mode in a block; their submodules keep theirs."""
-    with attribute_kept(modules, "training"):
-        for module in modules:
-            module.training = not module.training
-        yield
 
 
 def merge(

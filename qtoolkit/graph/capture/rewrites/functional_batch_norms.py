@@ -31,7 +31,10 @@ def run(traced: Traced) -> list[str]:
         if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):
             owner = _owner(traced.model, node, traced.modes)
             if owner is not None:
-                _call_module(node, owner)
+                source = node.all_input_nodes[0]
+                call_layer(node, owner, source)
+                _erase_dimension_checks(source)
+                _erase_batch_counter(source.graph, owner)
                 names.append(owner)
     return names
 
@@ -70,13 +73,6 @@ def _torch_type(module: nn.Module) -> type[nn.Module] | None:
 def _value(model: nn.Module, operand: Any) -> Any:
     is_attribute = isinstance(operand, fx.Node) and operand.op == "get_attr"
     return attrgetter(operand.target)(model) if is_attribute else operand
-
-
-def _call_module(node: fx.Node, name: str) -> None:
-    source = node.all_input_nodes[0]
-    call_layer(node, name, source)
-    _erase_dimension_checks(source)
-    _erase_batch_counter(source.graph, name)
 
 
 def _erase_dimension_checks(source: fx.Node) -> None:
