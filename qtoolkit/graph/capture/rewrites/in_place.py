@@ -45,7 +45,9 @@ def run(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """Return the tensor that an op changes in place and returns, or None."""
+    """Return the tensor that an op changes in place, or that it writes its result to, and returns; or None."""
+    if isinstance(out := node.kwargs.get("out"), fx.Node):
+        return out
     first = node.args[0] if node.args else node.kwargs.get("input")
     if not isinstance(first, fx.Node) or not _works_in_place(node, model):
         return None
