@@ -43,7 +43,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
 
 
 def _insert(gm: QuantizedGraphModule, rules: LayerRules) -> None:
-    quantizers, of_functions, left = decide.run(Roles(gm.graph, rules), gm.graph)
+    quantizers, of_functions, left = decide.run(Roles(gm.graph, rules), gm)
     weights = list(_insert_weights(gm, of_functions))  # first: their values are computed by the graph as it is
     edges = [*_insert_activations(gm, quantizers), *weights, *layer_edges(gm)]
     plan = gm.plan or Plan(rules.backend)
