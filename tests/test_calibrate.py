@@ -148,6 +148,14 @@ def test_mode_and_switches_come_back() -> None:
     assert all(q.quantizing and not q.observing for q in qt.quantizers_of(model).values())
 
 
+def test_an_instance_norm_with_statistics_is_calibrated_as_it_trains() -> None:
+    norm = nn.InstanceNorm1d(4, track_running_stats=True)
+    prepared, x = qt.prepare(nn.Sequential(norm, nn.Conv1d(4, 4, 1)).train()), 100 * torch.randn(8, 4, 16)
+    report = qt.calibrate(prepared, [x], progress=False)
+    assert report.ranges["activation_quantizers._0"][1] == pytest.approx(norm(x).max().item(), rel=1e-5)
+    assert prepared.get_submodule("0").num_batches_tracked == 0
+
+
 def test_max_batches_stops_early() -> None:
     assert qt.calibrate(prepared_net(), iter([torch.ones(SHAPE)] * 9), max_batches=2, progress=False).batches == 2
 

@@ -185,9 +185,8 @@ def op_kernel(
     if kind not in _KERNELS:
         return _no_kernel(f"onnxruntime computes {with_article(kind)} on dequantized values")
     kernel, refusal = _KERNELS[kind], refusals.of_inputs(*(grid.capability_now for grid in inputs))
-    if output is None and kernel is QLinearMatMulOfTwo:
-        return refusal or kernel
-    refusal = refusal or _refusal_of_output(inputs, output)
+    if output is not None or kernel is not QLinearMatMulOfTwo:
+        refusal = refusal or _refusal_of_output(inputs, output)
     if refusal is not None:
         return refusal
     if kernel is QLinearAveragePool:

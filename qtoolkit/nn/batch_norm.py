@@ -274,13 +274,14 @@ def _set_frozen(model: nn.Module, frozen: bool, what: str) -> None:
 
 @contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
-    """Let the batch norms that are in training mode normalize by each batch's statistics, also in a model put in eval mode.
+    """Let the norms that are in training mode normalize by each batch's statistics, also in a model put in eval mode.
 
-    Their running statistics are the same afterwards. Batch norms in eval mode, frozen ones too, keep the running ones; so does
-    a SyncBatchNorm, which would wait for ranks with fewer batches. The function that the block gets says whether the next
-    forwards do so; False takes the running statistics.
+    They are batch norms, and instance norms with running statistics. Their running statistics are the same afterwards. Norms in
+    eval mode, frozen ones too, keep the running ones; so does a SyncBatchNorm, which would wait for ranks with fewer batches.
+    The function that the block gets says whether the next forwards do so; False takes the running statistics.
     """
-    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # without SyncBatchNorm
+    batch_norms = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # without SyncBatchNorm
+    kinds = batch_norms | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
     trained = [bn for bn in model.modules() if isinstance(bn, kinds) and bn.training]
     statistics = [buffer for bn in trained for buffer in bn.buffers(recurse=False)]
 

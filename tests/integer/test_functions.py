@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.verdicts import Cause
 from tests.integer.test_onnxruntime import X, assert_equal_codes, converted
 
 
@@ -174,3 +175,60 @@ def test_a_transposed_convolution_as_a_function(tmp_path) -> None:
         outputs.append(integer(X))
         assert "int8 product" in {how.kernel for name, how in integer.plan.computed.items() if "last" not in name}
     assert torch.equal(*outputs)
+
+
+class Between(nn.Module):
+    """Two linear layers, and a product of what they give, or of weights of its own."""
+
+    def __init__(self, product, *sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.one, self.two, self.product = nn.Linear(8, 8), nn.Linear(8, 8), product
+        self.weights = nn.ParameterList(torch.randn(size) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.one(x), self.two(x), *self.weights)
+
+
+@pytest.mark.parametrize(
+    ("product", "sizes"),
+    [
+        (lambda x, _, v, w: torch.bmm(torch.relu(torch.bmm(x, v)), w), [(3, 8, 16), (3, 16, 4)]),
+        (lambda x, _, v: x.unsqueeze(1) @ v, [(2, 8, 4)]),
+        (lambda x, y, v: x @ v + y.sum(-1), [(8,)]),
+        (lambda x, _, v: v @ x, [(5,)]),
+    ],
+    ids=["experts", "broadcast", "a vector", "a vector first"],
+)
+def test_weights_that_are_no_matrix_have_one_scale(tmp_path, product, sizes: list[tuple[int, ...]]) -> None:
+    """onnxruntime's integer product refuses several scales of them when it runs."""
+    x = torch.randn(3, 5, 8)
+    model = converted(Between(product, *sizes), x)
+    assert all(q.scale.numel() == 1 for name, q in model.named_modules() if name.startswith("weight_quantizers."))
+    assert_equal_codes(model, x, tmp_path / "m.onnx", exact=False)
+
+
+def test_experts_have_a_scale_for_each_column_where_the_target_takes_them() -> None:
+    x = torch.randn(3, 5, 8)
+    experts = Between(lambda x, _, v: torch.bmm(x, v), (3, 8, 16))
+    for backend, scales in (("onnxruntime", 1), ("openvino", 16)):
+        prepared = qt.prepare(experts, x, backend=backend)
+        (quantizer,) = prepared.weight_quantizers.children()
+        assert quantizer.scale.numel() == scales
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, y: torch.einsum("bij,bkj->bik", x, y),
+        lambda x, y: torch.baddbmm(x[:, :, :5], x, y.transpose(1, 2), alpha=2),
+        lambda x, y: torch.matmul(input=x, other=y.transpose(1, 2)),
+    ],
+    ids=["einsum", "a sum", "by name"],
+)
+def test_a_product_of_other_arguments_stays_float(tmp_path, product) -> None:
+    """The kernel of a product takes two tensors; it was called with the others too, where nothing quantizes its output."""
+    x = torch.randn(3, 5, 8)
+    model = converted(Between(product), x)
+    (refused,) = [how for how in model.plan.computed.values() if how.kernel is None]
+    assert refused.cause is Cause.CALL
+    assert_equal_codes(model, x, tmp_path / "m.onnx", exact=False)

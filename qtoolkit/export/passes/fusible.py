@@ -8,6 +8,7 @@ import onnx_ir
 from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
 from qtoolkit.export.files.kinds import axes_of
 from qtoolkit.export.passes.repeated_pairs import is_on_codes
+from qtoolkit.op_kinds.reached import reached
 
 END = np.iinfo(np.int64).max  # of a Slice: behind the last place of any dimension
 
@@ -43,10 +44,16 @@ def _write_global_pool(model: onnx_ir.Model, mean: onnx_ir.Node) -> None:
 
 
 def _write_gemm(model: onnx_ir.Model, add: onnx_ir.Node) -> None:
-    """Write x @ w.T + b, for x of more than two dimensions, as a Gemm of its rows."""
-    product, bias = add.inputs
+    """Write x @ w.T + b, for x of more than two dimensions, as a Gemm of its rows.
+
+    For a constant x, such as learned queries, with any bias: onnxruntime reshapes it too, but moves no pair of a constant past
+    its Reshape, and computes the product as MatMulNBits, which rounds x to another grid.
+    """
+    bias, product = sorted(add.inputs, key=lambda value: maker_of(value, "MatMul") is not None)
     matmul = maker_of(product, "MatMul")
-    if product is None or bias is None or matmul is None or not _is_int32(bias):
+    if product is None or bias is None or matmul is None:
+        return
+    if not _is_int32(bias) and _depends_on_inputs(product):
         return
     if len(product.uses()) > 1 or product.is_graph_output():
         return
@@ -124,6 +131,17 @@ def _is_int32(value: onnx_ir.Value) -> bool:
     dequantize = maker_of(value, "DequantizeLinear")
     codes = None if dequantize is None else dequantize.inputs[0]
     return codes is not None and codes.dtype == onnx_ir.DataType.INT32
+
+
+def _depends_on_inputs(value: onnx_ir.Value) -> bool:
+    """Return whether a value is computed from inputs of the file, other than from their sizes, which may be constants."""
+
+    def sources(value: onnx_ir.Value) -> list[onnx_ir.Value]:
+        maker = value.producer()
+        taken = () if maker is None or maker.op_type == "Shape" else maker.inputs
+        return [source for source in taken if source is not None]
+
+    return any(each.is_graph_input() for each in reached([value], sources))
 
 
 REWRITTEN: Mapping[str, Callable[[onnx_ir.Model, onnx_ir.Node], None]] = {

@@ -12,7 +12,7 @@ from qtoolkit.export.files.kinds import CAST, kind_by_op
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 from qtoolkit.lint.ops import Array
 from qtoolkit.op_kinds.reached import reached
-from qtoolkit.op_kinds.table import OTHER
+from qtoolkit.op_kinds.table import OF_ONNX, OTHER
 
 OPSET = 21  # the first in which onnxruntime inserts pairs with `output_dtype`
 
@@ -102,8 +102,8 @@ def _is_weight(value: onnx_ir.Value) -> bool:
 
 
 def _has_weight(node: onnx_ir.Node) -> bool:
-    kind = kind_by_op(node)
-    return kind.multiplies or kind.has_weight
+    kinds = OF_ONNX.get(node.op_type, (OTHER,))
+    return any(kind.multiplies or kind.has_weight for kind in kinds)
 
 
 # ---- int8 values, behind which onnxruntime would insert pairs itself, and wrongly

@@ -39,6 +39,11 @@ def scripted_functions(model: nn.Module) -> dict[Any, tuple[str, str]]:
     }
 
 
+def is_foreign(target: Any) -> bool:
+    """Return whether a target is a Python function outside torch."""
+    return isinstance(target, FunctionType) and (target.__module__ or "").partition(".")[0] != "torch"
+
+
 def is_weight(node: fx.Node, value: Any) -> bool:
     """Return whether a node reads a parameter of two or more dimensions."""
     return node.op == "get_attr" and isinstance(value, nn.Parameter) and value.dim() > 1

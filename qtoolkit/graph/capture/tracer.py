@@ -4,7 +4,6 @@ import functools
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import FunctionType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -25,6 +24,7 @@ from qtoolkit.graph.capture.calls import CallRecorder
 from qtoolkit.graph.capture.functions import (
     answer_if_finite,
     is_checkpointed,
+    is_foreign,
     is_weight,
     patched,
     recorded_functions,
@@ -234,8 +234,7 @@ class ModelTracer(fx.Tracer):
         return super().create_proxy(kind, target, args, kwargs, *rest, **more) if inlined is None else inlined
 
     def _takes_weights(self, target: Any, arguments: Any) -> bool:
-        is_foreign = isinstance(target, FunctionType) and (target.__module__ or "").partition(".")[0] != "torch"
-        if self.shapes is None or not is_foreign or target in self.leaf_functions:
+        if self.shapes is None or not is_foreign(target) or target in self.leaf_functions:
             return False
         proxies: list[Any] = [a for a in tree_leaves(arguments) if isinstance(a, fx.Proxy)]
         return any(is_weight(p.node, self.shapes[p.node]) for p in proxies)

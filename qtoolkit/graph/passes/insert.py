@@ -37,7 +37,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         ValueError: A spec does not fit a function's weight.
     """
     if not any(is_quantizer(node) for node in gm.graph.nodes):
-        quantizers, of_functions, left = decide.run(Roles(gm.graph, rules), gm.graph)
+        quantizers, of_functions, left = decide.run(Roles(gm.graph, rules), gm)
         weights = list(_insert_weights(gm, of_functions))  # first: their values are computed by the graph as it is
         edges = [*_insert_activations(gm, quantizers), *weights, *layer_edges(gm)]
         plan = gm.plan or Plan(rules.backend)

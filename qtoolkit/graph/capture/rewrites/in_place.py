@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torch import fx, nn
 
+from qtoolkit.graph.capture.functions import is_foreign
 from qtoolkit.graph.nodes import parameters_in
 from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.recorded import set_item
@@ -45,7 +46,10 @@ def run(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """Return the tensor that an op changes in place and returns, or None."""
+    """Return the tensor that an op changes in place, or that it writes its result to, and returns; or None."""
+    of_torch = node.op == "call_function" and not is_foreign(node.target)
+    if of_torch and isinstance(out := node.kwargs.get("out"), fx.Node):
+        return out
     first = node.args[0] if node.args else node.kwargs.get("input")
     if not isinstance(first, fx.Node) or not _works_in_place(node, model):
         return None

@@ -142,3 +142,19 @@ def test_a_view_that_nobody_reads_later_is_fine() -> None:
     prepared = qt.prepare(model)
     with qt.disable_quantization(prepared):
         assert torch.equal(prepared(x), model(x))
+
+
+@torch.no_grad()  # autograd has no `out`
+def test_a_tensor_that_an_op_writes_its_result_to_is_quantized_after_it() -> None:
+    def between(m: nn.Module, y: Tensor, x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        torch.add(y, x, out=result)
+        return result
+
+    x, outputs = torch.randn(SHAPE), []
+    for function in (between, lambda m, y, x: y + x):
+        prepared = qt.prepare(Net(function).eval(), x)
+        qt.calibrate(prepared, [x], progress=False)
+        outputs.append(prepared(x))
+    assert torch.equal(*outputs)
+    assert outputs[0].abs().sum() > 0
