@@ -146,9 +146,7 @@ class QuantModule(nn.Module):
 
     def reset_weight_range(self) -> None:
         """Set the ranges of the weight quantizers to those of the weights as they are now."""
-        refresh(self)
-        with computing_still(self):
-            trained, quantized = self.trained_weights(), self.quantized_weights()
+        trained, quantized = self._weights_at_rest()
         for name, (quantizer, weight) in quantized.items():
             if isinstance(quantizer, TensorQuantizer):
                 set_weight_range(quantizer, weight, trained.get(name))
@@ -161,12 +159,17 @@ class QuantModule(nn.Module):
         ]
         if not stale:
             return
-        refresh(self)
-        trained, quantized = self.trained_weights(), self.quantized_weights()
+        trained, quantized = self._weights_at_rest()
         for name in stale:
             quantizer, weight = quantized[name]
             if isinstance(quantizer, TensorQuantizer):
                 quantizer.set_weight_rate(whole(weight), whole(trained.get(name, weight)))
+
+    def _weights_at_rest(self) -> tuple[Mapping[str, Tensor], Mapping[str, tuple[Quantizer, Tensor]]]:
+        """Return what `trained_weights` and `quantized_weights` do, without a change of what computes them."""
+        refresh(self)
+        with computing_still(self):
+            return self.trained_weights(), self.quantized_weights()
 
     def note_weights(self) -> None:
         """Take the ranges of the weight quantizers as those of the weights as they are now."""
