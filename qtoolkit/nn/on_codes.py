@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.nn import refusals
-from qtoolkit.nn.hooks import all_watched, has_hooks, is_watched
+from qtoolkit.nn.hooks import has_hooks, is_watched
 from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
 from qtoolkit.ops.recording import is_recorded, is_transformed
 from qtoolkit.ops.sums import has_int8_product, is_exact
@@ -241,8 +241,11 @@ def weight_grid(layer: "Layer", factor: Tensor | None) -> WeightGrid | None:
 
 
 def gives_grid(quantizer: Quantizer | None) -> TypeGuard[TensorQuantizer]:
-    """Return whether an op may quantize a weight in its quantizer's place: nobody else makes or takes what that computes."""
-    if type(quantizer) is not TensorQuantizer or is_watched(quantizer) or all_watched():
+    """Return whether an op may quantize a weight in its quantizer's place: nobody else makes or takes what that computes.
+
+    Hooks of all modules do not see the quantizers of weights, which are called in no step that an op computes.
+    """
+    if type(quantizer) is not TensorQuantizer or is_watched(quantizer):
         return False
     return quantizer.quantizing and quantizer.capability.plain and not quantizer.observing
 
