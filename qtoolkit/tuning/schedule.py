@@ -16,6 +16,8 @@ from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.quantizers.synchronize import share_ranges
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
+OBSERVED_STEPS = 20  # earlier ones have the values of another network, if weights were random
+
 
 class QuantizationSchedule:
     """Observe, quantize, freeze the ranges, freeze the batch norms: each from a step of the optimizer on.
@@ -23,17 +25,17 @@ class QuantizationSchedule:
     Call `step()` after each step of the optimizer, as for a learning rate, and before averages are updated. A phase that begins
     at step n holds for the forward after n steps.
 
-    - The first `observe` steps train the float model, and all quantizers observe. Then the ranges are set, those of weights by
-      the weights as they are, and the model quantizes. In a process group the ranges of all ranks are merged: every rank must
-      call `step()`. Data that a model sees in eval mode in this phase enters its ranges too.
-      Quantizers that are off stay off.
+    - The first `observe` steps train the float model; in the last 20 of them all quantizers observe, without what they have
+      observed before. Then the ranges are set, those of weights by the weights as they are, and the model quantizes. In a
+      process group the ranges of all ranks are merged: every rank must call `step()`. Data that a model sees in eval mode while
+      it observes enters its ranges too. Quantizers that are off stay off.
     - From step `freeze_ranges` on, no range follows a weight and none observes (see `qtoolkit.freeze_ranges`). Learned scales
       train on.
     - From step `freeze_batch_norm` on, the batch norms keep their running statistics (see `qtoolkit.freeze_batch_norm`).
 
     Args:
         model: A prepared or replaced model, or one that contains it, also in DistributedDataParallel.
-        observe: The number of steps that observe. 0 takes the ranges that the model has, of `qtoolkit.calibrate`.
+        observe: The number of steps in float. 0 takes the ranges that the model has, of `qtoolkit.calibrate`.
         freeze_ranges: The step from which ranges are frozen; None never freezes them.
         freeze_batch_norm: The step from which batch norms are frozen; None never freezes them.
         averages: Copies of the model, such as torch.optim.swa_utils.AveragedModel, that change their phase with it.
@@ -77,18 +79,18 @@ class QuantizationSchedule:
         self.steps = 0
         self._check_models()
         self._off = [not quantizer.active for quantizer in quantizers_of(model).values()]
-        self._set_modes()
+        self._begin_phases()
 
     @property
     def observing(self) -> bool:
-        """Whether the model is still in float, and observes."""
+        """Whether the model is still in float, and observes, or will."""
         return self.steps < self.observe
 
     def step(self) -> None:
         """Count a step of the optimizer, and change the phase where one begins.
 
         Raises:
-            ValueError: The steps that observe are over, and a quantizer has observed NaN or infinities.
+            ValueError: The steps in float are over, and a quantizer has observed NaN or infinities.
         """
         self.steps += 1
         if self.steps <= self.observe:  # DistributedDataParallel replaces the ranges of all ranks by those of rank 0
@@ -100,8 +102,7 @@ class QuantizationSchedule:
                 pairs = zip(quantizers_of(self.model).values(), quantizers_of(average).values(), strict=True)
                 for quantizer, copied in pairs:
                     copied.load_state_dict(quantizer.state_dict())
-        if self.steps in (self.observe, self.freeze_ranges, self.freeze_batch_norm):
-            self._set_modes()
+        self._begin_phases()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and, while the model observes, what its quantizers have observed."""
@@ -134,7 +135,7 @@ class QuantizationSchedule:
             (self.freeze_ranges, "ranges are frozen", "freezes the ranges"),
             (self.freeze_batch_norm, "batch norms are frozen", "freezes the batch norms"),
         )
-        now = [f"observes for {self.observe} steps"] if self.observing else []
+        now = [f"in float for {self.observe} steps"] if self.observing else []
         now += [f"{holds} since step {begin}" for begin, holds, _ in phases if _begun(begin, self.steps)]
         coming = sorted((begin, what) for begin, _, what in phases if begin is not None and begin > self.steps)
         then = ", ".join(f"{what} at step {begin}" for begin, what in coming) or "nothing changes any more"
@@ -162,12 +163,25 @@ class QuantizationSchedule:
                 f"to a quantized layer; set it to None."
             )
 
+    @property
+    def _first_observed(self) -> int:
+        return max(0, self.observe - OBSERVED_STEPS)
+
+    def _begin_phases(self) -> None:
+        """Do what is due after the present number of steps."""
+        if self.observing and self.steps == self._first_observed:
+            for quantizer in quantizers_of(self.model).values():
+                quantizer.observer.reset()
+        if self.steps in (0, self._first_observed, self.observe, self.freeze_ranges, self.freeze_batch_norm):
+            self._set_modes()
+
     def _set_modes(self) -> None:
         """Give all models the modes of the present phase."""
+        observes = self.observing and self.steps >= self._first_observed
         for model in (self.model, *self.averages):
             for quantizer, off in zip(quantizers_of(model).values(), self._off, strict=True):
                 if self.observe and not off:
-                    quantizer.observing, quantizer.quantizing = self.observing, not self.observing
+                    quantizer.observing, quantizer.quantizing = observes, not self.observing
             if _begun(self.freeze_ranges, self.steps):
                 freeze_ranges(model).apply()
             if _begun(self.freeze_batch_norm, self.steps):

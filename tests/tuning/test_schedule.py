@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import qtoolkit as qt
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
+from qtoolkit.tuning.schedule import OBSERVED_STEPS
 from tests import processes
 from tests.training.nets import ROADS, SHAPE, Net, learned, quantized, step
 
@@ -149,7 +150,7 @@ def test_it_says_what_comes_next() -> None:
         train(model, optimizer, schedule, 1)
         texts.append(repr(schedule))
     coming = "quantizes at step 2, freezes the batch norms at step 3, freezes the ranges at step 4"
-    assert texts[0] == f"QuantizationSchedule(step 0: observes for 2 steps; next: {coming})"
+    assert texts[0] == f"QuantizationSchedule(step 0: in float for 2 steps; next: {coming})"
     assert texts[1] == texts[0].replace("step 0", "step 1")
     assert texts[3] == (
         "QuantizationSchedule(step 3: quantizes since step 2, batch norms are frozen since step 3; "
@@ -183,6 +184,21 @@ def test_a_resumed_schedule_goes_on_bit_for_bit(road: str, observer: str, at: in
     assert modes(model) == modes(fresh) == {(False, True)}
     same(model.eval(), fresh.eval())
     assert repr(schedule) == repr(resumed)
+
+
+def test_long_float_phases_observe_their_last_steps() -> None:
+    """The first ones have the values of another network, if the weights were random."""
+    model = qt.prepare(nn.Sequential(nn.Linear(4, 2)).train())
+    qt.calibrate(model, [torch.full((2, 4), 200.0)], progress=False)
+    schedule, seen = Schedule(model, observe=OBSERVED_STEPS + 3), []
+    for step_of_training in range(OBSERVED_STEPS + 3):
+        seen.append(modes(model))
+        model(torch.ones(2, 4) * (100 if step_of_training < 3 else 1))
+        schedule.step()
+    assert seen == 3 * [{(False, False)}] + OBSERVED_STEPS * [{(True, False)}]
+    assert modes(model) == {(False, True)}
+    (range_of_input,) = [q for name, q in qt.quantizers_of(model).items() if name.startswith("activation")]
+    assert range_of_input.amax == pytest.approx(1, rel=0.01)
 
 
 def test_a_schedule_made_after_loading_goes_on_too() -> None:
