@@ -143,12 +143,10 @@ def table(results: dict[str, Any]) -> list[list[str]]:
     """Return a line for each network and what is trained of it."""
     lines = []
     for network, kind in itertools.product(IMAGES, TRAINED):
-        found = rows_of(results, network, kind)
-        if found:
-            figures = [
-                figure for name in ACCURACIES for figure in _figures(found, rows_of(results, network, FLOAT), name)
-            ]
-            lines.append([network, kind, str(len(found)), *figures])
+        rows, of_float = (rows_of(results, network, of) for of in (kind, FLOAT))
+        if rows:
+            figures = itertools.chain.from_iterable(_figures(rows, of_float, name) for name in ACCURACIES)
+            lines.append([network, kind, str(len(rows)), *figures])
     return lines
 
 

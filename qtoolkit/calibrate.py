@@ -303,10 +303,11 @@ def load_ranges(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer]) 
     loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
     chosen, calibrated = set(quantizers.values()), set(reached.values())
     for module in prepared.modules():
-        own = module.weight_quantizers().values() if isinstance(module, QuantModule) else ()
-        if isinstance(module, QuantModule) and chosen.issuperset(own) and calibrated.isdisjoint(own):
-            module.reset_weight_range()
-        elif isinstance(module, QuantModule | QuantizedGraphModule):
+        if isinstance(module, QuantModule):
+            own = module.weight_quantizers().values()
+            if chosen.issuperset(own) and calibrated.isdisjoint(own):
+                module.reset_weight_range()
+        if isinstance(module, QuantModule | QuantizedGraphModule):
             module.refresh_weight_rates()
     return loaded
 

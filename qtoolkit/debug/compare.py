@@ -79,9 +79,8 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress:
             f"compare: inputs must be given by position for a model with a graph, got {', '.join(map(repr, kwargs))} by name."
         )
     traced = _trace(float_model, quantized, values)
-    verdicts = (
-        {} if quantized.plan is None else quantized.plan.inside
-    )  # on layers inside leaf modules, not in the graph
+    # Calls of layers inside leaf modules are not in the graph.
+    verdicts = {} if quantized.plan is None else quantized.plan.inside
     inside = [name for name, verdict in verdicts.items() if verdict.status is Status.QUANTIZED]
     with torch.no_grad(), evaluating(traced), evaluating(quantized), freeze_ranges(quantized):
         reference = _Recorder(traced)

@@ -23,6 +23,7 @@ from torch import Tensor, distributed, nn
 from qtoolkit import ops
 from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module, values_kept
+from qtoolkit.nn.computed_weights import is_parametrized
 from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.ops.recording import is_captured, is_recorded_for_onnx
 from qtoolkit.processes import whole
@@ -410,8 +411,7 @@ def take_factor(layer: "QuantWeighted", bn: LinkedBatchNorm, variance: Tensor, f
 
 def _parameters(module: Any) -> list[Tensor]:
     """Return the parameters of a layer or a batch norm that count their changes."""
-    is_parametrized = "parametrizations" in module._modules
-    parameters = module.parameters() if is_parametrized else (module.weight, module.bias)  # a tenth of the time
+    parameters = module.parameters() if is_parametrized(module) else (module.weight, module.bias)  # a tenth of the time
     return [p for p in parameters if p is not None and not p.is_inference()]
 
 

@@ -102,7 +102,7 @@ def _is_weight(value: onnx_ir.Value) -> bool:
 
 
 def _has_weight(node: onnx_ir.Node) -> bool:
-    kinds = OF_ONNX.get(node.op_type, (OTHER,))
+    kinds = OF_ONNX.get(node.op_type, ())
     return any(kind.multiplies or kind.has_weight for kind in kinds)
 
 

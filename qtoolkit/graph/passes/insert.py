@@ -37,8 +37,11 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         ValueError: A spec does not fit a function's weight.
     """
     if not any(is_quantizer(node) for node in gm.graph.nodes):
-        quantizers, of_functions, left = decide.run(Roles(gm.graph, rules), gm)
-        weights = list(_insert_weights(gm, of_functions))  # first: their values are computed by the graph as it is
+        roles = Roles(gm.graph, rules)
+        quantizers, of_functions, left = decide.run(roles, gm.graph)
+        weights = list(
+            _insert_weights(gm, roles, of_functions)
+        )  # first: their values are computed by the graph as it is
         edges = [*_insert_activations(gm, quantizers), *weights, *layer_edges(gm)]
         plan = gm.plan or Plan(rules.backend)
         gm.plan = replace(plan, status={**left, **plan.status}, edges=tuple(edges))
@@ -73,11 +76,12 @@ def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, req
         user.replace_input_with(producer, node)
 
 
-def _insert_weights(gm: QuantizedGraphModule, requests: Sequence[Request]) -> Iterator[Edge]:
+def _insert_weights(gm: QuantizedGraphModule, roles: Roles, requests: Sequence[Request]) -> Iterator[Edge]:
     values = gm.values_of([request.producer for request in requests])
+    specs = [decide.spec_of_weight(request, roles, values[request.producer].dim()) for request in requests]
     holder = add_holder(gm, WEIGHT_HOLDER) if requests else WEIGHT_HOLDER
-    for request in requests:
-        producer, consumer, spec = request.producer, request.consumer, request.spec
+    for request, spec in zip(requests, specs, strict=True):
+        producer, consumer = request.producer, request.consumer
         target = f"{holder}.{free_name(gm.get_submodule(holder), consumer.name)}"
         along_outputs = kind_of(consumer).transposed and spec.axis in (1, 1 - values[producer].dim())
         groups = int(argument(consumer, 6, "groups", 1)) if along_outputs else 1

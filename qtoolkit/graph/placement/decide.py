@@ -8,7 +8,6 @@ from torch import fx
 from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.errors import with_article
-from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import (
     has_float_weight,
     is_discrete,
@@ -55,13 +54,13 @@ class PlannedQuantizer:
     requests: tuple[Request, ...]  # the requests that it serves
 
 
-def run(roles: Roles, gm: QuantizedGraphModule) -> tuple[list[PlannedQuantizer], list[Request], dict[str, Verdict]]:
+def run(roles: Roles, graph: fx.Graph) -> tuple[list[PlannedQuantizer], list[Request], dict[str, Verdict]]:
     """Decide on every edge, from the outputs back: then it is known of each op whether its output will be quantized.
 
     Returns the quantizers of activations, the weights of functions, and the verdict on each op that a rule of the target leaves
     in float, by its name.
     """
-    graph, collector = gm.graph, _Collector(roles, gm)
+    collector = _Collector(roles, graph)
     for node in reversed(graph.nodes):
         if is_output(node):
             collector.take_outputs(node)
@@ -78,9 +77,9 @@ def run(roles: Roles, gm: QuantizedGraphModule) -> tuple[list[PlannedQuantizer],
 class _Collector:
     """Collects requests, from the last op to the first."""
 
-    def __init__(self, roles: Roles, gm: QuantizedGraphModule) -> None:
-        self.roles, self.backend, self.gm = roles, roles.backend, gm
-        self.op_of = {op.node: op for op in ops_of(gm.graph, self._weight_of)}  # as the rules of targets read them
+    def __init__(self, roles: Roles, graph: fx.Graph) -> None:
+        self.roles, self.backend = roles, roles.backend
+        self.op_of = {op.node: op for op in ops_of(graph, self._weight_of)}  # as the rules of targets read them
         self.requests: dict[tuple[fx.Node, fx.Node], Request] = {}
         self.weights: list[Request] = []
         self.left: dict[str, Verdict] = {}
@@ -115,15 +114,10 @@ class _Collector:
     def take_weights(self, node: fx.Node) -> None:
         """Collect the weights of an op called as a function; they are quantized with or without its other inputs."""
         spec, kind = self._weight_spec(node), kind_of(node)
-        weights = [] if spec is None else self.roles.weights_of(node)
-        if spec is None or not weights:
+        if spec is None:
             return
-        for weight, value in self.gm.values_of(weights).items():
-            one_of_batches = self.backend.runtime == "onnxruntime"  # cpu/quantization/quantize_linear_matmul.cc
-            own = spec
-            if not self.roles.rule(node).is_explicit:
-                own = _along_outputs(node, weight, spec, value.dim(), one_of_batches)
-            self.weights.append(Request(weight, (), node, own, f"weight of {with_article(kind)} called as a function"))
+        for weight in self.roles.weights_of(node):
+            self.weights.append(Request(weight, (), node, spec, f"weight of {with_article(kind)} called as a function"))
 
     def _weight_spec(self, node: fx.Node) -> QuantSpec | None:
         rule, kind = self.roles.rule(node), kind_of(node)
@@ -252,18 +246,21 @@ class _Collector:
         return producer
 
 
-def _along_outputs(node: fx.Node, weight: fx.Node, spec: QuantSpec, dims: int, one_of_batches: bool) -> QuantSpec:
-    """Return the spec of a weight of `dims` dimensions in a matrix product, with axis 0 replaced by that of the outputs.
+def spec_of_weight(request: Request, roles: Roles, dims: int) -> QuantSpec:
+    """Return the spec of a function's weight of `dims` dimensions: in a matrix product, axis 0 stands for the outputs.
 
-    These are its columns; its rows, if it is the first operand. A vector has none. A second operand that is a batch of matrices
-    has one scale with `one_of_batches`, where the target takes no others.
+    These are its columns; its rows, if it is the first operand. A vector has none. The axis of a rule that names the function
+    is that of the weight itself.
     """
-    if spec.axis != 0 or not kind_of(node).of_two_matrices:
+    node, weight, spec = request.consumer, request.producer, request.spec
+    if spec.axis != 0 or not kind_of(node).of_two_matrices or roles.rule(node).is_explicit:
         return spec
     if isinstance(node.args[0] if node.args else None, str):
         return replace(spec, axis=_einsum_axis(node, weight))
     is_first = weight is tensor_inputs(node)[0]
-    has_one = spec.group_size is None and (dims < 2 or (dims > 2 and one_of_batches and not is_first))
+    # onnxruntime's product takes one scale of a batch of matrices (cpu/quantization/quantize_linear_matmul.cc).
+    is_refused_batch = dims > 2 and not is_first and roles.backend.runtime == "onnxruntime"
+    has_one = spec.group_size is None and (dims < 2 or is_refused_batch)
     return replace(spec, axis=None if has_one else -2 if is_first else -1)
 
 

@@ -13,7 +13,7 @@ from qtoolkit.graph.program.units.base import (
     LayerArguments,
     Result,
     Varying,
-    gives_grid,
+    gives_ready_grid,
     grid_of_weight,
     kind_of_inputs,
 )
@@ -105,7 +105,7 @@ class ProjectionUnit(LayerUnit):
         """Return whether the op computes the projection as it is now, for some inputs."""
         parameters = (p for p in (layer.weight, layer.bias) if p is not None)
         plain = all(type(p) in (Tensor, nn.Parameter) for p in parameters)
-        return layer.training and plain and gives_grid(layer.weight_quantizer)
+        return layer.training and plain and gives_ready_grid(layer.weight_quantizer)
 
     def arguments(self, plan: LayerPlan) -> LayerArguments:
         """Return what the op is told about the projection: of a part of a weight with its part of the weight's grid."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn import on_codes
+from qtoolkit.nn.computed_weights import is_parametrized
 from qtoolkit.nn.output_grid import Grid, GridNow, grid_of, quantized_by, why_quantizer_not_fused
 from qtoolkit.quantizers.codes import TensorCodes, codes_of, codes_on
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -201,14 +202,14 @@ def _parents(name: str) -> list[str]:
 
 def layer_is_plain(layer: Any) -> bool:
     """Return whether an op may compute a layer, and quantize its weight, as its modules are now."""
-    if layer.integer_kernel is not None or layer.input_quantizer is not None or "parametrizations" in layer._modules:
+    if layer.integer_kernel is not None or layer.input_quantizer is not None or is_parametrized(layer):
         return False
     parameters = (p for p in (layer.weight, layer.bias) if p is not None)
-    return gives_grid(layer.weight_quantizer) and all(type(p) is nn.Parameter for p in parameters)
+    return gives_ready_grid(layer.weight_quantizer) and all(type(p) is nn.Parameter for p in parameters)
 
 
-def gives_grid(quantizer: Any) -> bool:
-    """Return whether the quantizer of a weight leaves it to an op to quantize it."""
+def gives_ready_grid(quantizer: Any) -> bool:
+    """Return whether an op may quantize a weight in its quantizer's place, with a grid that it has."""
     return on_codes.gives_grid(quantizer) and quantizer.ready and not quantizer.stopping
 
 
