@@ -28,11 +28,12 @@ class SizedProxy(fx.Proxy):
             raise AttributeError(f"a traced value has no {name!r}.")
         if name == "data" and isinstance(value, Tensor):  # exporters would write its values as a constant
             return self.tracer.create_proxy("call_method", "detach", (self,), {})
-        if value is UNKNOWN or callable(getattr(value, name)):
+        holder = Tensor if value is UNKNOWN and hasattr(Tensor, name) else value
+        if holder is UNKNOWN or callable(getattr(holder, name)):
             return super().__getattr__(name)
         read = self.tracer.create_proxy("call_function", getattr, (self, name), {})
         # The layers of einops look up how many dimensions there are, which no proxy finds.
-        return int(self.tracer.guard(read)) if name == "ndim" else read
+        return int(self.tracer.guard(read)) if name == "ndim" and value is not UNKNOWN else read
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

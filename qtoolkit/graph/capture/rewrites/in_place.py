@@ -15,12 +15,16 @@ from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.recorded import set_item
 from qtoolkit.op_kinds.rules import is_number
 
-# Functions and methods whose result always shares the memory of their first argument. The names are torch's: a kind of op says
-# where values go, and has views and copies (expand and repeat) among its ops.
+# Functions, methods and attributes whose result always shares the memory of their first argument. The names are torch's: a kind
+# of op says where values go, and has views and copies (expand and repeat) among its ops.
 VIEWS = (
-    "chunk", "detach", "expand", "getitem", "narrow", "permute", "select", "split", "squeeze", "t", "transpose", "unbind",
-    "unsqueeze", "view", "view_as",
+    "H", "T", "adjoint", "as_strided", "chunk", "detach", "diagonal", "dsplit", "expand", "expand_as", "getitem", "hsplit",
+    "imag", "mH", "mT", "moveaxis", "movedim", "narrow", "permute", "real", "select", "split", "split_with_sizes", "squeeze",
+    "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+    "view_as_complex", "view_as_real", "vsplit",
 )  # fmt: skip
+METHODS_THAT_VIEW = (*VIEWS, "unfold")  # torch.nn.functional.unfold copies
+RESHAPES = ("flatten", "ravel", "reshape")  # they share the memory of a tensor that has its elements in their order
 OPERATORS = tuple(
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)
 )
@@ -94,20 +98,30 @@ def _inplace_argument(node: fx.Node) -> bool:
 
 
 def _check_views(node: fx.Node, changed: fx.Node, order: dict[fx.Node, int]) -> None:
-    for view, base in (*((v, changed) for v in changed.users), *((changed, b) for b in _bases(changed))):
-        read = view if base is changed else base
-        readers = [reader for reader in read.users if order[reader] > order[node]]
-        later = [reader for reader in readers if not _writes_back(reader, view, base, node)]
-        if _is_view(view) and view is not node and order[view] < order[node] and later:
-            raise ValueError(
-                f"prepare: {node.name!r} changes {changed.name!r} in place, and {later[0].name!r} then reads {read.name!r}, "
-                f"which shares its memory; a quantizer between them would lose the change. Use the out-of-place op instead."
-            )
+    """Raise ValueError if a tensor that shares the memory of the changed one is read behind the change."""
+    before = [view for view in _views(changed) if order[view] < order[node]]
+    for other in (*before, *_bases(changed)):
+        readers = (reader for reader in other.users if order[reader] > order[node] and not is_number(reader))
+        for reader in readers:
+            if not _writes_back(reader, changed, other, node):
+                raise ValueError(
+                    f"prepare: {node.name!r} changes {changed.name!r} in place, and {reader.name!r} then reads "
+                    f"{other.name!r}, which shares its memory; a quantizer between them would lose the change. Use the "
+                    f"out-of-place op instead."
+                )
 
 
 def _writes_back(reader: fx.Node, view: fx.Node, base: fx.Node, result: fx.Node) -> bool:
     """Return whether a reader writes the result back to where the view came from: `x[1:] += y` reads, adds and writes."""
-    return reader.target is set_item and reader.args == (base, view.args[-1], result)
+    return reader.target is set_item and reader.args == (base, *view.args[-1:], result)
+
+
+def _views(node: fx.Node) -> Iterator[fx.Node]:
+    """Return the views of a tensor, and theirs."""
+    for user in node.users:
+        if _is_view(user) and user.all_input_nodes[0] is node:
+            yield user
+            yield from _views(user)
 
 
 def _bases(node: fx.Node) -> Iterator[fx.Node]:
@@ -118,5 +132,15 @@ def _bases(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name in VIEWS and bool(node.all_input_nodes)
+    """Return whether a node shares the memory of its first input; a reshaped view is taken for a copy."""
+    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
+        return False
+    views = METHODS_THAT_VIEW if node.op == "call_method" else VIEWS
+    return _name(node) in views or (_name(node) in RESHAPES and not _is_view(node.all_input_nodes[0]))
+
+
+def _name(node: fx.Node) -> object:
+    """Return the name of the function, method or attribute that a node calls or reads."""
+    if node.op == "call_method":
+        return node.target
+    return node.args[1] if node.target is getattr else getattr(node.target, "__name__", "")

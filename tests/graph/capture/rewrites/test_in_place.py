@@ -136,6 +136,61 @@ def test_a_view_that_is_read_after_the_change_is_an_error_that_names_the_node() 
             qt.prepare(Net(between))
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swapaxes": lambda y: y.swapaxes(2, 3),
+    "movedim": lambda y: torch.movedim(y, 2, 3),
+    "unflatten": lambda y: y.unflatten(1, (2, 2)),
+    "a split of a view": lambda y: y.transpose(2, 3).tensor_split(2, 1)[0],
+    "reshape": lambda y: y.reshape(y.shape[0], -1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_change_through_any_view_is_an_error_without_example_inputs_too(view: str) -> None:
+    def changes_the_view(m: nn.Module, y: Tensor, x: Tensor) -> Tensor:
+        viewed = VIEWS[view](y)
+        viewed += 1
+        return y
+
+    def changes_an_attribute(m: nn.Module, y: Tensor, x: Tensor) -> Tensor:
+        viewed = y.mT
+        viewed += 1
+        return y
+
+    def changes_the_base(m: nn.Module, y: Tensor, x: Tensor) -> Tensor:
+        viewed = VIEWS[view](y)
+        y += x
+        return viewed
+
+    for between in (changes_the_view, changes_an_attribute, changes_the_base):
+        with pytest.raises(ValueError, match=r" in place, and 'head' then reads '.*', which shares its memory"):
+            qt.prepare(Net(between))
+
+
+def test_the_shape_of_a_view_may_be_read_after_the_change() -> None:
+    def between(m: nn.Module, y: Tensor, x: Tensor) -> Tensor:
+        viewed = y.flatten(2)
+        y += x
+        return y * viewed.size(1) + viewed.shape[0]
+
+    model, x = Net(between).eval(), torch.randn(SHAPE)
+    prepared = qt.prepare(model)
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(x), model(x))
+
+
+def test_a_copy_of_a_tensor_may_be_changed() -> None:
+    def between(m: nn.Module, y: Tensor, x: Tensor) -> Tensor:
+        copy = y.transpose(2, 3).reshape(y.shape[0], -1)
+        copy += 1
+        return y
+
+    model, x = Net(between).eval(), torch.randn(SHAPE)
+    prepared = qt.prepare(model)
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(x), model(x))
+
+
 def test_a_view_that_nobody_reads_later_is_fine() -> None:
     model = Net(lambda m, y, x: y.transpose(2, 3).add_(x)).eval()
     x = torch.randn(SHAPE)
