@@ -25,6 +25,7 @@ VIEWS = (
 )  # fmt: skip
 METHODS_THAT_VIEW = (*VIEWS, "unfold")  # torch.nn.functional.unfold copies
 RESHAPES = ("flatten", "ravel", "reshape")  # they share the memory of a tensor that has its elements in their order
+MODULES = {nn.Flatten: "flatten", nn.Unflatten: "unflatten"}
 OPERATORS = tuple(
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)
 )
@@ -43,7 +44,7 @@ def run(graph: fx.Graph, model: nn.Module) -> None:
         if changed is None:
             continue
         if changed not in constant:
-            _check_views(node, changed, order)
+            _check_views(node, changed, order, model)
         for reader in list(changed.users):
             if order[reader] > order[node]:
                 reader.replace_input_with(changed, node)
@@ -63,7 +64,7 @@ def changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
 def base_of(node: fx.Node, model: nn.Module) -> fx.Node:
     """Return the tensor whose memory a view, or the result of in-place ops, shares; a tensor of its own is its base."""
     changed = changed_by(node, model)
-    if changed is not None or _is_view(node):
+    if changed is not None or _is_view(node, model):
         return base_of(node.all_input_nodes[0] if changed is None else changed, model)
     return node
 
@@ -97,10 +98,10 @@ def _inplace_argument(node: fx.Node) -> bool:
     return place < len(node.args) and node.args[place] is True
 
 
-def _check_views(node: fx.Node, changed: fx.Node, order: dict[fx.Node, int]) -> None:
+def _check_views(node: fx.Node, changed: fx.Node, order: dict[fx.Node, int], model: nn.Module) -> None:
     """Raise ValueError if a tensor that shares the memory of the changed one is read behind the change."""
-    before = [view for view in _views(changed) if order[view] < order[node]]
-    for other in (*before, *_bases(changed)):
+    before = [view for view in _views(changed, model) if order[view] < order[node]]
+    for other in (*before, *_bases(changed, model)):
         readers = (reader for reader in other.users if order[reader] > order[node] and not is_number(reader))
         for reader in readers:
             if not _writes_back(reader, changed, other, node):
@@ -116,31 +117,34 @@ def _writes_back(reader: fx.Node, view: fx.Node, base: fx.Node, result: fx.Node)
     return reader.target is set_item and reader.args == (base, *view.args[-1:], result)
 
 
-def _views(node: fx.Node) -> Iterator[fx.Node]:
+def _views(node: fx.Node, model: nn.Module) -> Iterator[fx.Node]:
     """Return the views of a tensor, and theirs."""
     for user in node.users:
-        if _is_view(user) and user.all_input_nodes[0] is node:
+        if _is_view(user, model) and user.all_input_nodes[0] is node:
             yield user
-            yield from _views(user)
+            yield from _views(user, model)
 
 
-def _bases(node: fx.Node) -> Iterator[fx.Node]:
+def _bases(node: fx.Node, model: nn.Module) -> Iterator[fx.Node]:
     """Return the tensors whose memory a view shares."""
-    while _is_view(node):
+    while _is_view(node, model):
         node = node.all_input_nodes[0]
         yield node
 
 
-def _is_view(node: fx.Node) -> bool:
+def _is_view(node: fx.Node, model: nn.Module) -> bool:
     """Return whether a node shares the memory of its first input; a reshaped view is taken for a copy."""
-    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
+    if not node.all_input_nodes:
         return False
+    name = _name(node, model)
     views = METHODS_THAT_VIEW if node.op == "call_method" else VIEWS
-    return _name(node) in views or (_name(node) in RESHAPES and not _is_view(node.all_input_nodes[0]))
+    return name in views or (name in RESHAPES and not _is_view(node.all_input_nodes[0], model))
 
 
-def _name(node: fx.Node) -> object:
-    """Return the name of the function, method or attribute that a node calls or reads."""
+def _name(node: fx.Node, model: nn.Module) -> object:
+    """Return the name of the function, method or attribute that a node calls or reads, or that its module calls."""
+    if node.op == "call_module":
+        return MODULES.get(type(model.get_submodule(str(node.target))))
     if node.op == "call_method":
         return node.target
     return node.args[1] if node.target is getattr else getattr(node.target, "__name__", "")

@@ -142,6 +142,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "unflatten": lambda y: y.unflatten(1, (2, 2)),
     "a split of a view": lambda y: y.transpose(2, 3).tensor_split(2, 1)[0],
     "reshape": lambda y: y.reshape(y.shape[0], -1),
+    "a module": nn.Flatten(),
 }
 
 
