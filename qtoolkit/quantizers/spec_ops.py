@@ -83,7 +83,7 @@ def float_codes(spec: QuantSpec, x: Tensor, scale: Tensor, group: int) -> Tensor
         tensor([ 1, -4,  7], dtype=torch.int16)
     """
     numbers = _numbers(spec.element).to(x.device)
-    quotient = x.float() / _steps(spec, x, scale, group)
+    quotient = x.float() / per_element(scale, x, spec, group).float()
     nearest = ops.fake_quant_float(quotient, scale.new_ones((), dtype=torch.float32), spec.element)
     found = torch.searchsorted(numbers, nearest.abs()).clamp(max=len(numbers) - 1)
     return torch.where(nearest < 0, -found, found).to(torch.int16)
@@ -92,13 +92,7 @@ def float_codes(spec: QuantSpec, x: Tensor, scale: Tensor, group: int) -> Tensor
 def float_values(spec: QuantSpec, codes: Tensor, scale: Tensor, group: int) -> Tensor:
     """Return the values of codes of a small float format."""
     numbers = _numbers(spec.element).to(codes.device)[codes.abs().long()]
-    return torch.where(codes < 0, -numbers, numbers) * _steps(spec, codes, scale, group)
-
-
-def _steps(spec: QuantSpec, x: Tensor, scale: Tensor, group: int) -> Tensor:
-    """Return the scale of each element of x."""
-    ones = torch.ones_like(x, dtype=torch.int8)
-    return ops.dequantize(ones, scale, None, spec.axis, group, spec.block_size)
+    return torch.where(codes < 0, -numbers, numbers) * per_element(scale, codes, spec, group).float()
 
 
 def lsq_start(mean: Any, qmax: int) -> Any:
