@@ -63,9 +63,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         return
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{target.name[:50]}.{platform.node()[:50]}."  # names have at most 255 bytes
+    prefix = f".{target.name[:50]}."  # names have at most 255 bytes
     _remove_stale(target.parent, prefix)
-    temporary = target.parent / f"{prefix}{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    temporary = target.parent / f"{own_name(prefix)}.tmp"
     try:
         new = 0o666 if mode is None else stat.S_IMODE(mode) | stat.S_IWUSR  # less the umask
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, new))
@@ -91,14 +91,39 @@ def _mode(path: str | os.PathLike[str]) -> int | None:
         return None
 
 
+def own_name(prefix: str) -> str:
+    """Return a new name of a file or folder that this process writes: PREFIX, HOST.PID.RANDOM."""
+    return f"{prefix}{_host()}{os.getpid()}.{secrets.token_hex(4)}"
+
+
+def _host() -> str:
+    return f"{platform.node()[:50]}."
+
+
 def _remove_stale(folder: Path, prefix: str) -> None:
-    """Remove the temporary files of processes that no longer run, and those that are older than a day."""
-    for entry in folder.glob(glob.escape(prefix) + "*.*.tmp"):
-        pid = entry.name.removeprefix(prefix).partition(".")[0]
-        if pid.isdecimal():
+    """Remove the temporary files of this machine's processes that no longer run, and those that are older than a day."""
+    for entry in folder.glob(glob.escape(prefix + _host()) + "*.*.tmp"):
+        if _writer_of(entry, prefix) is not None and is_abandoned(entry, prefix):
             with suppress(OSError):  # another process has removed it, or this one may not
-                if not _runs(int(pid)) or time.time() - entry.stat().st_mtime > DAY:
-                    entry.unlink()
+                entry.unlink()
+
+
+def is_abandoned(entry: Path, prefix: str) -> bool:
+    """Return whether nobody writes what has a name of `own_name` any more: its process does not run, or it is a day old.
+
+    Of a process of another machine, its age alone tells.
+    """
+    pid = _writer_of(entry, prefix)
+    with suppress(OSError):  # another process has removed it
+        return (pid is not None and not _runs(pid)) or time.time() - entry.stat().st_mtime > DAY
+    return False
+
+
+def _writer_of(entry: Path, prefix: str) -> int | None:
+    """Return the process of this machine that a name of `own_name` names, or None."""
+    own = prefix + _host()
+    pid = entry.name.removeprefix(own).partition(".")[0] if entry.name.startswith(own) else ""
+    return int(pid) if pid.isdecimal() else None
 
 
 def _runs(pid: int) -> bool:

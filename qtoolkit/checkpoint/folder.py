@@ -1,12 +1,12 @@
 """A checkpoint as a folder that all processes write together, by torch.distributed.checkpoint in files of safetensors.
 
-    folder/checkpoint.json      the record, dtype and shape of each tensor, and the size of each file; written last
-    folder/data-RANDOM/         what torch.distributed.checkpoint.HuggingFaceStorageWriter writes: a file for each process
+    folder/checkpoint.json        the record, dtype and shape of each tensor, and the size of each file; written last
+    folder/data-HOST.PID.RANDOM/  what torch.distributed.checkpoint.HuggingFaceStorageWriter writes: a file for each process
 
 The index names the data that belongs to it, so that a folder always holds the latest complete checkpoint.
 """
 
-import secrets
+import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from qtoolkit.checkpoint.contents import random_name
 from qtoolkit.checkpoint.record import INDEX, OWN, Record, parsed
-from qtoolkit.files import write_atomically
+from qtoolkit.files import is_abandoned, own_name, write_atomically
 from qtoolkit.processes import from_all_ranks, is_sharded, raising_on_all_ranks, rank, ranks
 
 DATA = "data-"
@@ -39,9 +39,10 @@ def write_folder(tensors: Mapping[str, Tensor], record: Record, folder: Path) ->
     own = {
         name: t for name, t in tensors.items() if rank() == 0 or is_sharded(t) or name == f"{OWN}{random_name(rank())}"
     }
-    data = folder / f"{DATA}{from_all_ranks(secrets.token_hex(4))[0]}"
+    data = folder / from_all_ranks(own_name(DATA))[0]
     with raising_on_all_ranks("save_checkpoint"):
         data.mkdir(parents=True, exist_ok=True)
+    replaced = ""
     try:
         with _plain_errors("save_checkpoint"):
             writer = HuggingFaceStorageWriter(path=str(data), save_distributed=True)
@@ -51,14 +52,32 @@ def write_folder(tensors: Mapping[str, Tensor], record: Record, folder: Path) ->
             if rank() == 0:
                 files = {file.name: file.stat().st_size for file in sorted(data.iterdir())}
                 index = record.to_json(data=data.name, files=files, tensors=sizes)
+                replaced = _data_of(folder)
                 write_atomically(index.encode(), folder / INDEX)
     except BaseException:
-        shutil.rmtree(data, ignore_errors=True)
+        if _data_of(folder) != data.name:  # else the checkpoint is complete, and the error is another rank's
+            shutil.rmtree(data, ignore_errors=True)
         raise
     if rank() == 0:
-        for other in folder.glob(f"{DATA}*"):
-            if other != data:
-                shutil.rmtree(other, ignore_errors=True)
+        _remove_others(folder, data, replaced)
+
+
+def _data_of(folder: Path) -> str:
+    """Return the name of the data that belongs to the index of a folder; "" without one."""
+    try:
+        return str(json.loads((folder / INDEX).read_bytes())["data"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _remove_others(folder: Path, data: Path, replaced: str) -> None:
+    """Remove the data that the index had before, and what ended processes have left; not what others write at present.
+
+    Two processes may save into one folder: the index of the one that is later names its data, which must stay.
+    """
+    for other in folder.glob(f"{DATA}*"):
+        if other != data and (other.name == replaced or is_abandoned(other, DATA)):
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:

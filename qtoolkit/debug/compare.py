@@ -27,7 +27,7 @@ from qtoolkit.graph.passes.link_batch_norms import batch_norms
 from qtoolkit.graph.plan import Tracing
 from qtoolkit.graph.verdict_now import verdict_now
 from qtoolkit.model_inputs import call_arguments, clone_tensors, naming_misfits
-from qtoolkit.model_state import evaluating
+from qtoolkit.model_state import evaluating, random_state_kept
 from qtoolkit.nn import LinkedBatchNorm
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.progress import progress_bar
@@ -41,7 +41,8 @@ from qtoolkit.verdicts import Cause, Status
 def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress: bool = True) -> Comparison:
     """Run a float and a quantized model on the same inputs, and compare the outputs of every quantized layer.
 
-    Both models run in eval mode without gradients, and no range changes; their modes are restored afterwards. The float model
+    Both models run in eval mode without gradients, on the same random numbers, and no range changes; their modes and the
+    generators of random numbers are restored afterwards. The float model
     of a model with a graph is traced with the options of `qtoolkit.prepare`; layers inside leaf modules have lines too. Without
     a graph, the calls of the layers in both models are compared.
 
@@ -84,10 +85,15 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress:
     inside = [name for name, verdict in verdicts.items() if verdict.status is Status.QUANTIZED]
     with torch.no_grad(), evaluating(traced), evaluating(quantized), freeze_ranges(quantized):
         reference = _Recorder(traced)
-        with naming_misfits(quantized, inputs, "compare: inputs do"), watching(traced, inside) as float_calls:
+        with (
+            random_state_kept(quantized),
+            naming_misfits(quantized, inputs, "compare: inputs do"),
+            watching(traced, inside) as float_calls,
+        ):
             expected = reference.run(*values)
         counterparts = _counterparts(traced, quantized)
         with (
+            random_state_kept(quantized),
             watching(quantized, inside) as calls,
             progress_bar("compare", "ops", progress, total=len(quantized.graph.nodes)) as bar,
         ):
@@ -221,11 +227,12 @@ def _compare_modules(float_model: nn.Module, quantized: nn.Module, inputs: Any, 
     followers = _batch_norms(float_model, quantized)
     with torch.no_grad(), evaluating(float_model), evaluating(quantized), freeze_ranges(quantized):
         with (
+            random_state_kept(quantized),
             naming_misfits(float_model, inputs, "compare: inputs do"),
             watching(float_model, [*names, *followers.values()]) as float_calls,
         ):
             expected = float_model(*args, **kwargs)
-        with watching(quantized, names) as calls:
+        with random_state_kept(quantized), watching(quantized, names) as calls:
             result = quantized(*args, **kwargs)
         with progress_bar("compare", "layers", progress, names) as bar:
             layers: list[LayerComparison] = []

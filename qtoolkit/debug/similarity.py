@@ -26,6 +26,8 @@ class Similarity:
     Attributes:
         cosine: Cosine similarity; 1 for the same direction.
         sqnr: Signal-to-quantization-noise ratio in dB, 10 log10(|float|^2 / |float - quantized|^2); inf for equal tensors.
+
+    Both are NaN where there is nothing to compare: the tensors differ in shape, as detections do, or there is none.
     """
 
     cosine: float
@@ -76,7 +78,8 @@ class Comparison:
 
     Attributes:
         layers: The quantized layers, in ascending order of their own SQNR.
-        output: Similarity of the models' outputs.
+        output: Similarity of the models' outputs: of floating-point tensors, or of integers, such as classes, where there are
+            no others.
     """
 
     layers: tuple[LayerComparison, ...]
@@ -153,6 +156,11 @@ def compare_weight(layer: nn.Module) -> Similarity | None:
 
 
 def similarity_of(reference: Any, quantized: Any) -> Similarity:
-    """Compare the floating-point tensors in two values of one structure."""
-    a, b = ([t.flatten().double() for t in tensors_of(v) if t.is_floating_point()] for v in (reference, quantized))
-    return Similarity.of(torch.cat(a), torch.cat(b))
+    """Compare the floating-point tensors in two values of one structure; all tensors where none is, as of classes."""
+    found = [tensors_of(value) for value in (reference, quantized)]
+    if any(t.is_floating_point() for t in found[0]):
+        found = [[t for t in tensors if t.is_floating_point()] for tensors in found]
+    if not found[0] or [t.shape for t in found[0]] != [t.shape for t in found[1]]:
+        return Similarity(math.nan, math.nan)
+    a, b = (torch.cat([t.flatten().double() for t in tensors]) for tensors in found)
+    return Similarity.of(a, b)

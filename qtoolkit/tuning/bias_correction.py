@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from qtoolkit.progress import batches_of, note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report.lines import table
-from qtoolkit.shared_modules import first_names
+from qtoolkit.shared_modules import first_names, owners_of_parameters
 from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
 from qtoolkit.tuning.runs.stepwise import LayerRuns
 from qtoolkit.verdicts import Obstacle
@@ -121,7 +121,8 @@ def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]
     """Return the layers whose bias can be corrected, and why others cannot."""
     found: dict[str, QuantWeighted] = {}
     skipped: dict[str, str] = {}
-    for module, name in first_names(model).items():
+    names, owners = first_names(model), owners_of_parameters(model)
+    for module, name in names.items():
         if not isinstance(module, QuantWeighted) or not module.OP_KIND.layer:
             continue
         quantizer = module.weight_quantizer
@@ -129,6 +130,8 @@ def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]
             skipped[name] = "its weight is not quantized"
         elif _bias_of(module) is None:
             skipped[name] = "it has no bias; give the float layer bias=True"
+        elif others := _others(module, names, owners):
+            skipped[name] = f"its bias is that of {others[0]!r} too, whose shift is another one"
         else:
             quantizer.check_ready()
             found[name] = module
@@ -138,6 +141,12 @@ def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]
 def _bias_of(layer: QuantWeighted) -> Any:
     """Return the tensor that shifts a layer's output: of the linked batch norm, if there is one."""
     return layer.bias if layer.batch_norm is None else layer.batch_norm.bias
+
+
+def _others(layer: QuantWeighted, names: Mapping[nn.Module, str], owners: Mapping[int, Sequence[str]]) -> list[str]:
+    """Return the names of the other modules that have the parameter which shifts a layer's output."""
+    own = names.get(layer if layer.batch_norm is None else layer.batch_norm)
+    return [owner for owner in owners.get(id(_bias_of(layer)), ()) if owner != own]
 
 
 # ---- from data

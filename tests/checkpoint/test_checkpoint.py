@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.checkpoint import loading
+from qtoolkit.checkpoint import folder, loading
 from qtoolkit.tuning import QuantizationSchedule
 from tests import processes
 from tests.test_state_dicts import Net, X, of_version_1, prepared_net
@@ -429,6 +429,39 @@ def test_a_full_disk_and_a_read_only_folder_leave_the_old_checkpoint(tmp_path: P
     qt.load_checkpoint(tmp_path / kind, other)
     assert same(small, other)
     assert len([*tmp_path.rglob("*.safetensors")]) == 1
+
+
+def test_two_processes_that_save_into_one_folder_leave_the_later_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    earlier, later, write = nn.Linear(2, 2), nn.Linear(2, 2), folder.write_atomically
+
+    def overtaken(data: bytes, path: Path) -> None:
+        write(data, path)
+        monkeypatch.setattr(folder, "write_atomically", write)
+        qt.save_checkpoint(later, path.parent)
+
+    qt.save_checkpoint(nn.Linear(2, 2), tmp_path / "last")
+    monkeypatch.setattr(folder, "write_atomically", overtaken)
+    qt.save_checkpoint(earlier, tmp_path / "last")
+    qt.load_checkpoint(tmp_path / "last", earlier)
+    assert same(earlier, later)
+    assert len([*(tmp_path / "last").glob("data-*")]) == 1
+
+
+def test_an_error_behind_the_index_leaves_the_new_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    model, write = nn.Linear(2, 2), folder.write_atomically
+
+    def interrupted(data: bytes, path: Path) -> None:
+        write(data, path)
+        raise KeyboardInterrupt
+
+    qt.save_checkpoint(nn.Linear(2, 2), tmp_path / "last")
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "write_atomically", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            qt.save_checkpoint(model, tmp_path / "last")
+    loaded = nn.Linear(2, 2)
+    qt.load_checkpoint(tmp_path / "last", loaded)
+    assert same(model, loaded)
 
 
 KILLED = """

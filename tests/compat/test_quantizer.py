@@ -284,6 +284,19 @@ def test_clipping_can_be_switched():
     TensorQuantizer().disable_clip()
 
 
+def test_bounds_that_are_no_longer_trained_still_clip_what_is_quantized():
+    quantizer = TensorQuantizer(QuantDescriptor(learn_amax=True))
+    with torch.no_grad():
+        quantizer.clip.clip_value_min.fill_(-0.25)
+    quantizer.disable_clip()
+    x = leaf(torch.tensor([-3.0, -0.25, 0.5, 2.0]))
+    y = quantizer(x)
+    y.sum().backward()
+    assert_same(y, wanted(torch.tensor([-0.25, -0.25, 0.5, 1.0]), 1.0))
+    assert x.grad.tolist() == [0, 0, 1, 0]
+    assert all(bound.grad is None for bound in quantizer.clip.parameters())
+
+
 def test_clip_has_fixed_and_trained_bounds():
     clip = quant_nn.Clip(torch.tensor([-1.0, -2.0]), 1.0, learn_max=True)
     assert clip(torch.tensor([[-5.0, -5.0], [0.5, 5.0]])).tolist() == [[-1, -2], [0.5, 1]]

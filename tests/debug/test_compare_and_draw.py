@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.debug.similarity import similarity_of
 from tests.nets import Residual
 
 W2 = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=2, axis=0))
@@ -209,3 +210,54 @@ def test_a_large_graph_is_drawn_with_straight_lines(tmp_path, monkeypatch) -> No
     count = [len(root.findall(".//{*}title")) for root in (small, large)]
     assert count[0] == count[1]
     assert (tmp_path / "small.svg").read_text() != (tmp_path / "large.svg").read_text()
+
+
+class Drawing(nn.Module):
+    """Adds random numbers between two layers, as models with a latent variable do; returns logits, classes or rows."""
+
+    def __init__(self, returns: str = "logits") -> None:
+        super().__init__()
+        self.first, self.last, self.returns = nn.Linear(16, 16), nn.Linear(16, 4), returns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        logits = self.last(h + torch.randn_like(h))
+        return logits.argmax(1) if self.returns == "classes" else logits
+
+
+def on_road(road: str, model: nn.Module, x: torch.Tensor) -> nn.Module:
+    quantized = qt.prepare(model, x) if road == "prepare" else qt.quant_modules.replace(model)
+    qt.calibrate(quantized, [x], progress=False)
+    return quantized
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_both_models_draw_the_same_random_numbers(road: str) -> None:
+    model, x = Drawing().eval(), torch.randn(64, 16)
+    quantized, before = on_road(road, model, x), torch.get_rng_state()
+    result = qt.debug.compare(model, quantized, x, progress=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert result.output.sqnr > 25
+    assert all(layer.accumulated.sqnr > 25 for layer in result.layers)
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_models_that_return_classes_are_compared_by_these(road: str) -> None:
+    model, x = Drawing("classes").eval(), torch.randn(64, 16)
+    quantized = on_road(road, model, x)
+    state = torch.get_rng_state()
+    classes = model(x)
+    torch.set_rng_state(state)
+    found = quantized(x)
+    torch.set_rng_state(state)
+    result = qt.debug.compare(model, quantized, x, progress=False)
+    assert len(result.layers) >= 2
+    wanted = (1.0, math.inf) if torch.equal(classes, found) else by_hand(classes, found)
+    assert (result.output.cosine, result.output.sqnr) == pytest.approx(wanted)
+
+
+def test_outputs_of_different_shape_have_no_similarity() -> None:
+    for pair in ((torch.ones(2), torch.ones(3)), ([torch.ones(2)], []), (1, 1)):
+        found = similarity_of(*pair)
+        assert math.isnan(found.cosine)
+        assert math.isnan(found.sqnr)

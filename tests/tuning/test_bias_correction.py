@@ -167,3 +167,20 @@ def test_a_bias_on_a_coarse_grid_is_corrected_to_the_nearest_code() -> None:
     qt.tuning.bias_correction(prepared, [x], progress=False)
     shift = (prepared(x) - model(x)).mean(0)
     assert (shift.abs() <= step / 2 * 1.001).all()
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_a_bias_of_two_layers_stays(road: str) -> None:
+    """The shifts of both differ: the second correction would undo the first."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    model[2].bias = model[0].bias
+    x = torch.rand(64, 8)
+    prepared = qt.prepare(model, x) if road == "prepare" else qt.quant_modules.replace(model)
+    qt.calibrate(prepared, [x], progress=False)
+    report = qt.tuning.bias_correction(prepared, [x], progress=False)
+    assert report.skipped == {
+        "0": "its bias is that of '2' too, whose shift is another one",
+        "2": "its bias is that of '0' too, whose shift is another one",
+    }
+    assert torch.equal(prepared.get_submodule("0").bias, model[0].bias)
+    assert list(report.shifts) == ["4"]

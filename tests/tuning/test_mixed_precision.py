@@ -254,6 +254,32 @@ def quantized_by_hand(x: Tensor, spec: qt.QuantSpec) -> Tensor:
     return quantizer(x).detach()
 
 
+class SelfAttention(nn.Module):
+    """Attention by torch's fused function, or written out."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.qkv = fused, nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v)
+        return torch.softmax(q @ k.transpose(-2, -1) / 8**0.5, -1) @ v
+
+
+def test_traces_behind_fused_attention() -> None:
+    torch.manual_seed(0)
+    fused, plain = SelfAttention(True), SelfAttention(False)
+    plain.load_state_dict(fused.state_dict())
+    batches = [torch.randn(2, 1, 5, 8)]
+    found, wanted = (
+        hessian_traces(m, lambda m, x: m(x).square().mean(), batches, {"w": m.qkv.weight}, 4, progress=False)["w"]
+        for m in (fused, plain)
+    )
+    assert found.value == pytest.approx(wanted.value, rel=1e-4)
+
+
 def test_hessian_errors_are_the_formula(small) -> None:
     model, batches = small
     choices = {"w8": config(8), "w3": config(3), "float": None}

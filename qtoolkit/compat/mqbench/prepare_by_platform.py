@@ -1,5 +1,6 @@
 """prepare_by_platform(): MQBench's way to a prepared model."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -66,7 +67,7 @@ def prepare_by_platform(
     prepared = prepare(
         own,
         backend=backend,
-        qconfig_mapping=_mapping(qconfig, quantizer),
+        qconfig_mapping=_mapping(qconfig, quantizer, own),
         leaf_modules=tuple(config.get("leaf_module") or ()),
         concrete_args=config.get("concrete_args"),
         preserve_attributes=[
@@ -87,15 +88,24 @@ def prepare_qat_fx_by_platform(
     return prepare_by_platform(model, deploy_backend, prepare_custom_config_dict, freeze_bn=False)
 
 
-def _mapping(qconfig: QConfig, options: Mapping[str, Any]) -> QConfigMapping:
+def _mapping(qconfig: QConfig, options: Mapping[str, Any], model: nn.Module) -> QConfigMapping:
     """Return the rules: the config for all, and for what is added; none for what is excluded."""
-    mapping = QConfigMapping().set_global(qconfig)
+    mapping, modules = QConfigMapping().set_global(qconfig), _modules_by_node(model)
     for prefix, config in (("additional", qconfig), ("exclude", None)):
         for kind in (*options.get(f"{prefix}_function_type", ()), *options.get(f"{prefix}_module_type", ())):
             mapping.set_object_type(kind, config)
-        for name in (*options.get(f"{prefix}_node_name", ()), *options.get(f"{prefix}_module_name", ())):
+        nodes = [modules.get(name, name) for name in options.get(f"{prefix}_node_name", ())]
+        for name in (*nodes, *options.get(f"{prefix}_module_name", ())):
             mapping.set_module_name(name, config)
     return mapping
+
+
+def _modules_by_node(model: nn.Module) -> dict[str, str]:
+    """Return the dotted name of each module by the name that torch.fx gives the node of its first call."""
+    dotted = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    nodes = [f"{'_' if name[0].isdigit() else ''}{name.replace('.', '_')}" for name in dotted]
+    count = Counter(nodes)
+    return {node: name for node, name in zip(nodes, dotted, strict=True) if count[node] == 1}
 
 
 def _patterns(fuse: Mapping[str, Any], training: bool) -> dict[tuple[Any, ...], Callable[..., nn.Module]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qtoolkit.batches import no_batch
 from qtoolkit.errors import check_flags, check_whole
@@ -85,6 +86,7 @@ def hessian_traces(
     with (
         progress_bar("hessian", "probes", progress, total=count) as bar,
         evaluating(model),
+        sdpa_kernel(SDPBackend.MATH),  # the fused kernels of attention have no second derivative
         differentiable(tensors),
         torch.enable_grad(),
     ):

@@ -175,6 +175,16 @@ def test_nodes_and_functions_are_added_and_excluded() -> None:
     assert usual < kept(additional_node_name=["softmax"])
 
 
+def test_nodes_of_nested_modules_have_the_names_of_torch_fx() -> None:
+    """MQBench's scripts read them from the code of the graph: body_0, and _0 in an nn.Sequential."""
+    assert layers(prepared_with(extra_quantizer_dict={"exclude_node_name": ["head_0"]})) == {"body.0"}
+    chain = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    for node, left in (("_0", {"1.0"}), ("_1_0", {"0"})):
+        assert layers(prepared_with(model=chain, extra_quantizer_dict={"exclude_node_name": [node]})) == left
+    with pytest.raises(ValueError, match="unknown layer 'head_9'"):
+        prepared_with(extra_quantizer_dict={"exclude_node_name": ["head_9"]})
+
+
 def test_leaf_modules_concrete_arguments_and_attributes() -> None:
     class Branches(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

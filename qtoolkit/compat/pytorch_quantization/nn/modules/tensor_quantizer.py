@@ -111,7 +111,7 @@ class TensorQuantizer(ForeignQuantizer):
         self._if_clip = True
 
     def disable_clip(self) -> None:
-        """Do not clip, and do not train the bounds."""
+        """Do not train the bounds, and clip to them only to quantize."""
         if self._learn_amax:
             self.clip.requires_grad_(False)
         self._if_clip = False
@@ -251,6 +251,8 @@ class TensorQuantizer(ForeignQuantizer):
     def _quantize(self, inputs: Tensor) -> Tensor:
         if self._enable_onnx_export:
             check_exportable(self._num_bits, self._learn_amax or self.amax is not None)
+        if self._learn_amax and not self._if_clip:  # amax is the larger bound, and the other one may be nearer to zero
+            inputs = self.clip(inputs)
         amax, exported = self._get_amax(inputs), self._enable_onnx_export or torch.onnx.is_in_onnx_export()
         if isinstance(self._num_bits, tuple):
             if not self._fake_quant:
