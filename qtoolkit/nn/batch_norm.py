@@ -14,7 +14,7 @@ conversion, and the batch norm returns its input. In training mode (numbers: str
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -393,9 +393,15 @@ def variance_of_step(layer: "QuantWeighted", bn: LinkedBatchNorm, variance: Tens
     known = getattr(layer.weight_quantizer, "knows_factor", True)
     # A CUDA graph must copy it each time that it runs, however often Python counts a step.
     if not seen or ((seen[0] != state or not known or is_captured(variance)) and not is_recomputing()):
-        copy = take_factor(layer, bn, variance) if layer.takes_factor else variance.clone()
+        with torch.inference_mode(False) if _is_in_inference(variance) else nullcontext():
+            copy = take_factor(layer, bn, variance) if layer.takes_factor else variance.clone()
         seen = bn.__dict__["_seen"] = state, copy
     return seen[1]
+
+
+def _is_in_inference(buffer: Tensor) -> bool:
+    """Return whether a copy of a buffer would be a tensor of inference mode, which no forward with gradients may use."""
+    return torch.is_inference_mode_enabled() and not buffer.is_inference()
 
 
 def take_factor(layer: "QuantWeighted", bn: LinkedBatchNorm, variance: Tensor, frozen: bool = False) -> Tensor:

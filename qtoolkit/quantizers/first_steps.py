@@ -113,7 +113,7 @@ def _warn(quantizer: "TensorQuantizer", found: str, remedy: str) -> None:
 class FirstSteps(OptimizerSteps):
     """The quantizers that are in their first steps: those of the optimizers that train their model.
 
-    Copies and loaded models do not say whose quantizers they hold; theirs go by each step behind a forward.
+    Those of which no model is noted go by each step behind a forward.
     """
 
     def __init__(self) -> None:
@@ -122,9 +122,11 @@ class FirstSteps(OptimizerSteps):
         self._models: WeakKeyDictionary[TensorQuantizer, ref[nn.Module]] = WeakKeyDictionary()
 
     def note_model(self, model: nn.Module, quantizers: Iterable["TensorQuantizer"]) -> None:
-        """Note the model that was calibrated, which quantizers do not know."""
+        """Note the model that holds quantizers, which do not know it, unless a larger one is noted that holds it."""
         for quantizer in quantizers:
-            self._models[quantizer] = ref(model)
+            known = self._models.get(quantizer, lambda: None)()
+            if quantizer.counts_steps and not (known is not None and any(part is model for part in known.modules())):
+                self._models[quantizer] = ref(model)
 
     def count(self, quantizer: "TensorQuantizer") -> None:
         """Count the steps of a quantizer from now on, if it is in its first ones."""

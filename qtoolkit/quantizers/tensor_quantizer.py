@@ -449,6 +449,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         self.seen_in_step = False
         self.looking = self.steps + 1 in first_steps.LOOKED_AT and not self.of_weight and self.capability.direct
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "seen_in_step": False}  # the step of the optimizer is not that of a copy
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         first_steps.FIRST_STEPS.count(self)

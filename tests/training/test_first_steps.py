@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable
 
@@ -165,6 +166,55 @@ def test_a_training_resumed_in_its_first_steps_goes_on_bit_for_bit() -> None:
         steps(each, 5, value=6.0)
         assert torch.equal(each.get_submodule("activation_quantizers.input_1").scale, quantizer.scale)
     assert (loaded.steps, quantizer.steps) == (12, 12)
+
+
+def test_a_copy_made_before_a_step_is_not_changed_by_it() -> None:
+    model, _ = linear_net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    model(torch.full((2, 4), 8.0)).sum().backward()
+    copied, x = copy.deepcopy(model).eval(), torch.linspace(-8, 8, 8).reshape(2, 4)
+    before = copied(x)
+    optimizer.step()
+    assert torch.equal(copied(x), before)
+
+
+def adversaries(road: str, calibrates: bool = True) -> tuple[nn.Module, nn.Module]:
+    """A generator and a discriminator, which two optimizers train."""
+    torch.manual_seed(0)
+    floats = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, width)).train() for width in (4, 1)]
+    models = [(qt.prepare if road == "prepare" else qt.quant_modules.replace)(model) for model in floats]
+    for model in models if calibrates else ():
+        qt.calibrate(model, [torch.ones(2, 4)], progress=False)
+    return models[0], models[1]
+
+
+def adversarial_steps(generator: nn.Module, discriminator: nn.Module, begin: int, end: int) -> list[dict[str, Tensor]]:
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (discriminator, generator)]
+    for step in range(begin, end):
+        made = generator(torch.full((2, 4), 1.0 + step))
+        for optimizer, fake in zip(optimizers, (made.detach(), made), strict=True):
+            optimizer.zero_grad()
+            discriminator(fake).square().sum().backward()
+            optimizer.step()
+    return [copy.deepcopy(model.state_dict()) for model in (generator, discriminator)]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "load_state_dict"])
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_adversaries_resumed_in_their_first_steps_go_on_bit_for_bit(road: str, how: str) -> None:
+    """The ranges of the discriminator follow its own optimizer alone, though the generator's steps call it too."""
+    models = adversaries(road)
+    adversarial_steps(*models, 0, 4)
+    if how == "load_state_dict":
+        resumed = adversaries(road, calibrates=False)
+        for new, old in zip(resumed, models, strict=True):
+            new.load_state_dict(old.state_dict())
+    else:
+        resumed = copy.deepcopy(models) if how == "deepcopy" else pickle.loads(pickle.dumps(models))
+    wanted, found = (adversarial_steps(*pair, 4, 8) for pair in (models, resumed))
+    for one, other in zip(wanted, found, strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert {quantizer.steps for model in resumed for quantizer in qt.quantizers_of(model).values()} == {-1, 8}
 
 
 def test_a_batch_with_nan_moves_no_range() -> None:

@@ -82,6 +82,24 @@ def test_a_calibrated_state_is_loaded_strictly_both_ways(road: str, quantizer: s
     quantized(road, quantizer).load_state_dict(saved(floats.state_dict()), strict=True)
 
 
+@each_quantizer
+@each_road
+def test_what_runs_in_inference_mode_leaves_the_training_as_it_is(road: str, quantizer: str) -> None:
+    (x,) = batches(1, seed=0)
+    models = [quantized(road, quantizer, Net()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, block in zip(models, (torch.no_grad, torch.inference_mode), strict=True):
+        with block():
+            qt.calibrate(model, [x], progress=False)
+            model(x)
+        train(model, sgd(model))
+        with block():
+            model.eval()(x)
+            model.train()(x)
+        train(model, sgd(model))
+    assert_same(*models)
+
+
 # ---- averages
 
 
