@@ -347,7 +347,8 @@ class OnnxFile:
         self.constant = [node for node in self.nodes if node.is_constant]
         self.quantizers = list(self.grids)  # their names, in the order of the file
         varying = {node.quantizer for node in self.nodes if not node.is_constant}
-        self.constants = {node.quantizer for node in self.constant} - varying  # of codes that do not depend on the inputs
+        # Quantizers of codes that do not depend on the inputs.
+        self.constants = {node.quantizer for node in self.constant} - varying
         # Constants that quantizers of other tensors quantize too, such as the zeros that a state begins with.
         self.among_others = [node.codes for node in self.constant if node.quantizer in varying]
         self.smooth_outputs = _smooth_outputs(self.file.proto.graph, self.nodes)
