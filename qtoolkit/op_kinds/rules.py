@@ -99,8 +99,11 @@ def _computes_plainly(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__module__", "") in ON_NUMBERS
 
 
-def _of_two(kind: str, with_constant: str) -> Callable[[fx.Node], str]:
-    """Return the rule of an op on two tensors, whose kind is `with_constant` if one operand is a constant."""
+def _of_two(kind: str, with_constant: str, neutral: int, commutes: bool) -> Callable[[fx.Node], str]:
+    """Return the rule of an op on two tensors, whose kind is `with_constant` if one operand is a constant.
+
+    With the `neutral` number, as in the 0 that `sum(tensors)` begins with, the values stay.
+    """
 
     def rule(node: fx.Node) -> str:
         """Return the kind by the operands; "other" for two constants, and with an alpha or a rounding mode."""
@@ -109,15 +112,17 @@ def _of_two(kind: str, with_constant: str) -> Callable[[fx.Node], str]:
             return OTHER
         if argument(node, 2, "alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
             return OTHER
+        if any(isinstance(o, int | float) and o == neutral for o in operands[not commutes :]):
+            return "identity"
         return with_constant if any(is_constant(o) for o in operands) else kind
 
     return rule
 
 
-add = _of_two("add", "shift")
-sub = _of_two("sub", "shift")
-mul = _of_two("mul", "scale")
-_div = _of_two("div", "scale")
+add = _of_two("add", "shift", neutral=0, commutes=True)
+sub = _of_two("sub", "shift", neutral=0, commutes=False)
+mul = _of_two("mul", "scale", neutral=1, commutes=True)
+_div = _of_two("div", "scale", neutral=1, commutes=False)
 
 
 def div(node: fx.Node) -> str:

@@ -140,6 +140,29 @@ def test_fewer_nodes_than_calls(tmp_path) -> None:
     assert found.codes.differing == 0
 
 
+class FromZeros(nn.Module):
+    """A recurrent convolution whose state begins with zeros, which the concat quantizes with the other states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Conv2d(3 + 4, 4, 3, padding=1, bias=False), nn.Conv2d(4, 2, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(x.size(0), 4, x.size(2), x.size(3))
+        for _ in range(3):
+            state = torch.relu(self.cell(torch.cat([x, state], 1)))
+        return self.head(state)
+
+
+def test_a_constant_that_shares_the_quantizer_of_other_tensors_is_compared(tmp_path) -> None:
+    model = exact_net(FromZeros(), signed=False)
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx", verify=False).path
+    codes = verify(path, model, X).runtimes["onnxruntime"]
+    assert (codes.codes.differing, codes.not_compared) == (0, ())
+    assert codes.by_quantizer["activation_quantizers.cat"].compared == X.numel() + 3 * 2 * 4 * 12 * 12
+    assert codes.check().value == "equal"
+
+
 def test_codes_that_the_runtime_does_not_have_are_named(tmp_path, monkeypatch) -> None:
     model = exact_net(Block(), False)
     path = qt.export_onnx(model, X, tmp_path / "m.onnx").path

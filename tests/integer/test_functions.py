@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.export import verify
 from qtoolkit.verdicts import Cause
 from tests.integer.test_onnxruntime import X, assert_equal_codes, converted
 
@@ -232,3 +233,32 @@ def test_a_product_of_other_arguments_stays_float(tmp_path, product) -> None:
     (refused,) = [how for how in model.plan.computed.values() if how.kernel is None]
     assert refused.cause is Cause.CALL
     assert_equal_codes(model, x, tmp_path / "m.onnx", exact=False)
+
+
+class Skips(nn.Module):
+    """Outputs of several layers, added up by Python's `sum`, which begins with 0, and by a residual of scale 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(6, 8, 3)
+        self.layers, self.skips = nn.ModuleList(), nn.ModuleList()
+        for _ in range(3):
+            self.layers.append(nn.Conv2d(8, 8, 3, padding=1))
+            self.skips.append(nn.Conv2d(8, 8, 1))
+        self.last = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, skips = self.first(x), []
+        for layer, skip in zip(self.layers, self.skips, strict=True):
+            h = torch.tanh(layer(x)) * 1.0
+            skips.append(skip(h))
+            x = x + h
+        return self.last(F.relu(sum(skips)))
+
+
+def test_no_code_of_a_sum_that_begins_with_zero_differs(tmp_path) -> None:
+    model = converted(Skips(), X)
+    assert [how.kernel for name, how in model.plan.computed.items() if name.startswith("skips")] == ["QLinearConv"] * 3
+    path = qt.export_onnx(model, (X,), tmp_path / "m.onnx", verify=False).path
+    found = verify(path, model, (X,)).runtimes["onnxruntime"]
+    assert (found.codes.differing, found.not_compared) == (0, ())

@@ -346,7 +346,11 @@ class OnnxFile:
         self.file.check_inputs(tensors, "verify")
         self.constant = [node for node in self.nodes if node.is_constant]
         self.quantizers = list(self.grids)  # their names, in the order of the file
-        self.constants = {node.quantizer for node in self.constant}  # of codes that do not depend on the inputs
+        varying = {node.quantizer for node in self.nodes if not node.is_constant}
+        # Quantizers of codes that do not depend on the inputs.
+        self.constants = {node.quantizer for node in self.constant} - varying
+        # Constants that quantizers of other tensors quantize too, such as the zeros that a state begins with.
+        self.among_others = [node.codes for node in self.constant if node.quantizer in varying]
         self.smooth_outputs = _smooth_outputs(self.file.proto.graph, self.nodes)
 
     def compare_weights(self, follower: Follower) -> dict[str, CodeCount]:
@@ -358,7 +362,7 @@ class OnnxFile:
         """Run the file, and return its codes by quantizer."""
         varying = [node for node in self.nodes if not node.is_constant]
         executed = EXECUTES[runtime](self.path, self.tensors, varying, self.grids, self.optimized)
-        return executed, _by_quantizer(self.nodes, executed.codes)
+        return executed, _by_quantizer(self.nodes, {**self.file.constants(self.among_others), **executed.codes})
 
 
 def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str) -> "OpenedFile":

@@ -78,6 +78,7 @@ def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, req
 
 def _insert_weights(gm: QuantizedGraphModule, roles: Roles, requests: Sequence[Request]) -> Iterator[Edge]:
     values = gm.values_of([request.producer for request in requests])
+    requests = [request for request in requests if values[request.producer].is_floating_point()]  # not of a spectrum
     specs = [decide.spec_of_weight(request, roles, values[request.producer].dim()) for request in requests]
     holder = add_holder(gm, WEIGHT_HOLDER) if requests else WEIGHT_HOLDER
     for request, spec in zip(requests, specs, strict=True):

@@ -286,6 +286,44 @@ def test_a_sum_with_a_constant_stays_in_float(backend: str) -> None:
     assert [v.status for name, v in plan.status.items() if name in ("rsub", "sub")] == [Status.FLOAT]
 
 
+class Branches(nn.Module):
+    """Two convolutions whose sum is activated, and one behind them; `op` writes the sum."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op = op
+        self.a, self.b, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.op(self.a(x), self.b(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", list(qt.backends))
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda a, b: sum([a, b]),
+        lambda a, b: a.mul(1) + b,  # the scale of a residual, when it is 1
+        lambda a, b: (a / 1.0).sub_(0) + b,
+        lambda a, b: a + b + 0,
+    ],
+    ids=["sum", "mul", "div and sub", "behind the sum"],
+)
+def test_a_number_that_changes_no_value_changes_no_quantizer(op: Any, backend: str) -> None:
+    plain, x = qt.prepare(Branches(lambda a, b: a + b), backend=backend), torch.randn(2, 3, 6, 6)
+    model = Branches(op)
+    prepared = qt.prepare(model, x, backend=backend)
+    assert len(activations(prepared)) == len(activations(plain))
+    assert list(activations(prepared).values()) == list(activations(plain).values())
+    nets.assert_float_when_off(prepared, model, x)
+
+
+@pytest.mark.parametrize("op", [lambda m, x, y: 0 - x, lambda m, x, y: 1 / x], ids=["negated", "reciprocal"])
+def test_a_number_that_is_the_first_operand_changes_values(op: Any) -> None:
+    plan = qt.prepare(Probe(op), backend="onnxruntime").plan
+    assert all(edge.source != "x" for edge in plan.edges)
+
+
 # ---- unsigned
 
 

@@ -143,6 +143,33 @@ def test_complex_numbers_stay_as_they_are(road: str) -> None:
     )
 
 
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator: a product of modes with complex weights, which are stored as such or as pairs."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        weight = torch.randn(4, 5, 3, dtype=torch.complex64)
+        self.pairs, self.weight = pairs, nn.Parameter(torch.view_as_real(weight).clone() if pairs else weight)
+        self.first, self.last = nn.Conv1d(2, 4, 1), nn.Conv1d(5, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = torch.fft.rfft(self.first(x))[..., :3]
+        weight = torch.view_as_complex(self.weight) if self.pairs else self.weight
+        return self.last(torch.fft.irfft(torch.einsum("bim,iom->bom", modes, weight), n=x.shape[-1]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pairs", [True, False])
+def test_a_complex_weight_of_a_function_stays_as_it_is(pairs: bool, backend: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Spectral(pairs).eval(), (torch.randn(3, 2, 8),)
+    prepared = qt.prepare(model, inputs, backend=backend)
+    assert is_close(prepared, model, inputs)
+    assert prepared.plan is not None
+    assert "complex numbers" in prepared.plan.status["einsum"].text
+    assert [name for name in qt.quantizers_of(prepared) if name.startswith("weight_quantizers")] == []
+
+
 def test_complex_inputs_without_examples_are_refused_with_a_remedy() -> None:
     prepared = qt.prepare(Spectra().eval())
     with pytest.raises(
