@@ -16,6 +16,12 @@ from typing import BinaryIO, TypeGuard
 from qtoolkit.errors import shown
 
 DAY = 24 * 60 * 60
+# What writes the files of each ending.
+WRITERS = {
+    ".onnx": "qtoolkit.export_onnx",
+    ".tflite": "qtoolkit.export_litert",
+    ".pte": "qtoolkit.export.export_executorch",
+}
 
 
 def is_path(path: object) -> TypeGuard[str | os.PathLike[str]]:
@@ -24,7 +30,10 @@ def is_path(path: object) -> TypeGuard[str | os.PathLike[str]]:
 
 
 def checked_path(path: object, what: str, example: str) -> str | os.PathLike[str]:
-    """Return a path to write. Errors begin with `what`: TypeError for what is no path, IsADirectoryError for a folder."""
+    """Return a path to write. Errors begin with `what`.
+
+    TypeError for what is no path, IsADirectoryError for a folder, ValueError for the ending of another format.
+    """
     if not is_path(path):
         raise TypeError(f'{what}: path must be the file to write, got {shown(path)}; write path="{example}".')
     if os.path.isdir(path):
@@ -32,7 +41,18 @@ def checked_path(path: object, what: str, example: str) -> str | os.PathLike[str
         raise IsADirectoryError(
             f"{what}: path must be the file to write, got the folder {path!r}; write path={inside!r}."
         )
+    check_format(path, what, example)
     return path
+
+
+def check_format(path: str | os.PathLike[str], what: str, example: str) -> None:
+    """Raise ValueError for a path with the ending of a format that another function writes."""
+    ending = Path(path).suffix.lower()
+    if ending in WRITERS and ending != Path(example).suffix:
+        raise ValueError(
+            f"{what}: path must not end in {ending!r}, of which {what} writes none, got {os.fspath(path)!r}; write "
+            f"path={example!r}, or call {WRITERS[ending]}, which writes such files."
+        )
 
 
 def write_atomically(data: bytes | Path, path: str | os.PathLike[str]) -> None:

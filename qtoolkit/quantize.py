@@ -20,6 +20,7 @@ from qtoolkit.convert import QUANTIZED, convert
 from qtoolkit.errors import check_flags, some
 from qtoolkit.export import DeployedVerification, ExportResult, Verdict, export_onnx, verify
 from qtoolkit.export.onnx import Exporter, require_extra
+from qtoolkit.files import check_format
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.model_state import check_module, evaluating
@@ -171,6 +172,7 @@ def _check_path(path: object) -> None:
         raise TypeError(f"quantize: path must be the name of the file to write, got {path!r}.")
     if Path(path).is_dir():
         raise ValueError(f"quantize: path must be the name of the file to write, but {str(path)!r} is a folder.")
+    check_format(path, "quantize", "model.onnx")
 
 
 def _first_inputs(

@@ -230,6 +230,22 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_path_with_the_ending_of_another_format_is_refused(tmp_path: Path) -> None:
+    """quantize(backend="litert", path="model.tflite") wrote an ONNX file."""
+    words = (
+        r"^{0}: path must not end in '\.tflite', of which {0} writes none, got .*; write path='model.onnx', or call qt"
+    )
+    prepared = qt.prepare(conv_net(), IMAGES)
+    qt.calibrate(prepared, [IMAGES], progress=False)
+    with pytest.raises(ValueError, match=words.format("quantize")):
+        qt.quantize(conv_net(), [IMAGES], backend="litert", path=tmp_path / "model.tflite", progress=False)
+    with pytest.raises(ValueError, match=words.format("export_onnx")):
+        qt.export_onnx(prepared, IMAGES, tmp_path / "model.TFLITE")
+    with pytest.raises(ValueError, match="^export_litert: .* or call qtoolkit.export_onnx, which writes such files"):
+        qt.export_litert(prepared, IMAGES, tmp_path / "model.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("forward", [lambda model, batch: None, lambda model, batch: conv_net()(batch)])
 def test_a_forward_that_calls_another_model_calibrates_nothing(forward: object) -> None:
     prepared = qt.prepare(conv_net(), IMAGES)

@@ -64,6 +64,7 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _sums_over: tuple[on_codes.Source | None, ...] = ()
     _holds_batch_norm: bool  # linked or folded
+    bias_is_corrected: bool = False  # by qtoolkit.tuning.bias_correction: it is no longer that of the float model
 
     def __init__(
         self, *args: Any, weight_spec: QuantSpec | None = None, input_spec: QuantSpec | None = None, **kwargs: Any
@@ -99,6 +100,7 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
             "training_arithmetic",
             "integer_kernel",
             "returns_channels_last",
+            "bias_is_corrected",
         )
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.model_inputs import split
@@ -45,8 +46,8 @@ def count_macs(model: nn.Module, modules: Mapping[str, Any], example_inputs: Any
 def _macs(module: Any, x: Tensor, output: Tensor) -> int:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return 0
-    if isinstance(module, nn.Linear):
-        return output.numel() * int(module.in_features)
+    if not isinstance(module, _ConvNd):  # a linear layer of any package: its weight may be (in, out)
+        return output.numel() * int(module.weight.numel() // output.size(-1))
     elements = x if module.transposed else output  # each meets the weights of one channel
     each: int = module.weight.numel() // module.weight.size(0)
     return elements.numel() * each

@@ -22,6 +22,7 @@ from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report.lines import table
 from qtoolkit.shared_modules import first_names, owners_of_parameters
+from qtoolkit.tuning.rounding.earlier import warn_before_correction
 from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
 from qtoolkit.tuning.runs.stepwise import LayerRuns
 from qtoolkit.verdicts import Obstacle
@@ -106,6 +107,7 @@ def bias_correction(
         )
     layers, skipped = _layers(prepared)
     with tuning(prepared):
+        warn_before_correction(layers)
         if method == "empirical":
             data = Batches(batches or (), forward, "bias_correction")
             shifts = _empirical(prepared, layers, skipped, data, progress)
@@ -216,6 +218,7 @@ def _shift_back(layer: QuantWeighted, shift: Tensor) -> None:
     with torch.no_grad():
         bias = _bias_of(layer)
         bias.copy_(bias.double() - shift)
+        layer.bias_is_corrected = True
         layer.note_weights()
 
 

@@ -17,6 +17,7 @@ from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.module import quantized
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
+from qtoolkit.tuning.rounding.earlier import warn_before_rounding
 from qtoolkit.tuning.rounding.grids import CodeGrid
 from qtoolkit.tuning.rounding.units import chosen, obstacles
 from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
@@ -137,6 +138,7 @@ def gptq(
     data, errors = Batches(batches, forward, "gptq"), []
     with ExitStack() as stack:
         stack.enter_context(tuning(prepared))
+        warn_before_rounding(prepared, wanted, "gptq")
         order = _order(prepared, wanted, data)
         skipped |= {name: "no batch reached it" for name in wanted if name not in order}
         runs = stack.enter_context(LayerRuns(prepared, list(order), data))

@@ -18,6 +18,7 @@ from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report.lines import table
+from qtoolkit.tuning.rounding.earlier import warn_before_rounding
 from qtoolkit.tuning.rounding.grids import CodeGrid
 from qtoolkit.tuning.rounding.learning import Options, distances, learn
 from qtoolkit.tuning.rounding.saved import SavedUnits
@@ -178,6 +179,7 @@ def reconstruct(
     results: list[UnitResult] = []
     with ExitStack() as stack:
         stack.enter_context(tuning(prepared))
+        warn_before_rounding(prepared, [name for unit in units for name in unit.layers], "reconstruct")
         reference = deepcopy_model(prepared, what="reconstruct")
         disable_quantization(reference).apply()
         of_loss = getattr(loss, "__qualname__", loss)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import qtoolkit as qt
+from qtoolkit.debug.page.facts import gather
 from qtoolkit.export import verify_onnx
 
 pytest.importorskip("transformers")
@@ -142,3 +143,10 @@ def test_initialize_builds_it() -> None:
             QuantTransformersConv1D
         )
     assert type(Conv1D(2, 4)) is Conv1D
+
+
+def test_a_report_counts_its_multiplications(tmp_path: Path) -> None:
+    costs = [{cost.name: (cost.macs, cost.bytes) for cost in gather(net, X, None, None).costs} for net in pair()]
+    assert costs[0] == costs[1]
+    assert costs[0]["0"][0] == 16 * 5 * 8 * 6
+    qt.debug.report(pair()[0], X, tmp_path / "report.html", progress=False)

@@ -1,0 +1,78 @@
+"""Methods one after another: each takes the model without quantizers for the float model, and says where it is not."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import qtoolkit as qt
+from qtoolkit.tuning.rounding.grids import CodeGrid
+
+BATCHES = [torch.rand(32, 8) for _ in range(3)]
+
+
+def calibrated(
+    road: str = "prepare", train: bool = False, bits: int = 3, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    nn.init.uniform_(model[1].weight, 0.5, 1.5)
+    model[1].running_var.uniform_(0.5, 1.5)
+    w = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=bits, axis=0)))
+    model.train(train).to(dtype)
+    prepared = qt.prepare(model, qconfig_mapping=w) if road == "prepare" else qt.quant_modules.replace(model, w)
+    qt.calibrate(prepared, batches(dtype), progress=False)
+    return prepared
+
+
+def batches(dtype: torch.dtype) -> list[torch.Tensor]:
+    return [x.to(dtype) for x in BATCHES]
+
+
+METHODS = {
+    "gptq": lambda model: qt.tuning.gptq(model, BATCHES, damping=0.01, progress=False),
+    "reconstruct": lambda model: qt.tuning.reconstruct(model, BATCHES, steps=60, progress=False),
+    "bias_correction": lambda model: qt.tuning.bias_correction(model, BATCHES, progress=False),
+}
+
+
+def warned(name: str, model: nn.Module) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        METHODS[name](model)
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("first", ["gptq", "reconstruct"])
+def test_a_second_method_says_that_weights_are_rounded(first: str, train: bool) -> None:
+    model = calibrated(train=train)
+    assert not warned(first, model)
+    moved = [name for name in ("0", "3") if not model.get_submodule(f"{name}.weight_quantizer").following]
+    assert moved
+    loaded = calibrated(train=train)
+    loaded.load_state_dict(model.state_dict())
+    for each in (copy.deepcopy(model), loaded):
+        for second in METHODS:
+            (sentence,) = warned(second, copy.deepcopy(each))
+            assert sentence.startswith(f"{second}: the weights of {', '.join(map(repr, moved))} lie on their codes")
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_rounding_says_that_biases_were_corrected(road: str) -> None:
+    model = calibrated(road)
+    assert not warned("bias_correction", model)
+    (sentence,) = warned("gptq", copy.deepcopy(model))
+    assert "has changed the biases of '0', '3' for weights that are rounded to nearest" in sentence
+    assert not hasattr(model.get_submodule("3").to_float(), "bias_is_corrected")
+
+
+def test_weights_of_training_are_not_rounded() -> None:
+    for bits, dtype in ((2, torch.float32), (8, torch.float32), (8, torch.bfloat16), (3, torch.float16)):
+        model = calibrated(bits=bits, dtype=dtype)
+        assert not CodeGrid(model.get_submodule("3"), "3").is_rounded()
+    zeros = calibrated()
+    nn.init.zeros_(zeros.get_submodule("3").weight)
+    assert not CodeGrid(zeros.get_submodule("3"), "3").is_rounded()
