@@ -235,8 +235,9 @@ def reset_after_loading(module: nn.Module, keys: Any) -> None:
     The hook of a layer runs before that of the model. A layer with a linked batch norm, which is loaded later, waits.
     """
     device = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), None)
-    for quantizer in named_quantizers(module, TensorQuantizer).values() if device is not None else ():
-        quantizer.materialize(device)
+    for quantizer in named_quantizers(module, TensorQuantizer).values():
+        if device is not None:
+            quantizer.materialize(device)
     note_model(module)
     for layer in module.modules():
         if not isinstance(layer, QuantModule) or (layer is module and layer.depends_on()):

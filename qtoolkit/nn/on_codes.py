@@ -134,6 +134,10 @@ class TakesCodes(TrainsOnCodes):
         """
         self._sources = sources
 
+    def unlink(self) -> None:
+        """Take inputs for any values: the graph does not call the module any more."""
+        self._sources = ()
+
     @property
     def source(self) -> Quantizer | None:
         """The quantizer on whose grid the inputs lie, or None where that is not known; of several calls, the first's."""

@@ -194,6 +194,11 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         """
         self._sums_over = sources  # in a tuple: they are submodules elsewhere
 
+    def unlink(self) -> None:
+        """Take inputs for any values, and add the bias in float."""
+        super().unlink()
+        self._sums_over = (None,) if self._sums_over else ()
+
     def computes_by(self) -> list[nn.Module]:
         weight = self.weight_quantizer
         return [*([] if weight is None else weight.modules()), *super().computes_by()]

@@ -271,6 +271,41 @@ def test_an_op_that_is_put_before_a_layer_later_takes_its_codes(by: str) -> None
     assert_equal(*found)
 
 
+def in_sequence(model: nn.Module) -> nn.Module:
+    model.set_submodule("3", nn.Sequential(Halves(), model.get_submodule("3")))
+    return model
+
+
+def moved_behind(model: nn.Module) -> nn.Module:
+    layer = model.get_submodule("3")
+    model.set_submodule("3", nn.Identity())
+    return nn.Sequential(model, Halves(), layer)
+
+
+@pytest.mark.parametrize("change", [in_sequence, moved_behind])
+@pytest.mark.parametrize("after", ["", "train", "deepcopy", "a step"])
+@configs
+def test_a_layer_that_another_module_calls_takes_any_values(config: qt.QConfig, after: str, change: Callable) -> None:
+    """An adapter, or a norm before a head, gives the layer values that are on no quantizer's grid."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Identity(), nn.Conv2d(8, 4, 1))
+    found = []
+    for options in ({"training_arithmetic": "integer"}, {"training_arithmetic": "float", "save": "float"}):
+        prepared = quantized("graph", config, copy.deepcopy(model), **options)
+        if after == "a step":
+            step(prepared)
+            prepared.zero_grad()
+        changed = change(prepared)
+        if after == "train":
+            changed.train()
+        if after == "deepcopy" and change is in_sequence:
+            changed = copy.deepcopy(changed)
+        found.append(step(changed))
+        changed.eval()
+        if change is in_sequence:
+            assert torch.equal(changed(images()), qt.convert(changed)(images()))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("options", [{"training_arithmetic": "int"}, {"save": "nothing"}])
 @roads
 def test_unknown_options_are_named(road: str, options: dict) -> None:

@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import fx
+from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.module_calls import ModuleCalls, number_of
 from qtoolkit.graph.nodes import is_weight_quantizer, operands_of
 from qtoolkit.graph.placement.traversal import dropouts_behind, quantizer_behind, source_of
 from qtoolkit.nn import QuantMultiheadAttention
-from qtoolkit.nn.on_codes import Source
+from qtoolkit.nn.on_codes import Source, TakesCodes
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer
+
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the names of the only module in such a wrapper
 
 
 def link_sources(graph: fx.Graph, backend: Backend) -> None:
@@ -21,7 +23,8 @@ def link_sources(graph: fx.Graph, backend: Backend) -> None:
     An attention is told those of query, key and value, one object for those that are one tensor in each call.
 
     It is None where it is unknown, or where calls without numbers have several. A prepared model does so whenever its graph is
-    compiled: the graph may have been changed.
+    compiled: the graph may have been changed. A layer that something else has come to call, such as an adapter around it, may
+    get any values.
     """
     calls_of = ModuleCalls(graph)
     for attention, nodes in calls_of.of_type(QuantMultiheadAttention).items():
@@ -32,6 +35,28 @@ def link_sources(graph: fx.Graph, backend: Backend) -> None:
         numbers = [number_of(node) for node in nodes]
         calls = [[node] for node in nodes] if numbers == list(range(len(nodes))) else [nodes]
         layer.link_source(*(_common_source([source_of(node) for node in call], backend) for call in calls))
+    called: set[object] = {_inside(module) for module in calls_of.of_type(nn.Module)}
+    for module in linked_in(graph.owning_module):
+        if module not in called:
+            module.unlink()
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """Return the module that is given what a wrapper is called with, as torch.compile and checkpoints wrap one."""
+    wrapped = (module._modules.get(name) for name in WRAPPED)
+    return next((inner for inner in wrapped if inner is not None), module)
+
+
+def linked_in(model: nn.Module | None) -> list[TakesCodes]:
+    """Return the modules in a model that its graph has linked, without those of other graphs in it."""
+    seen: dict[nn.Module, None] = {}
+    waiting = [] if model is None else [model]
+    while waiting:
+        module = waiting.pop()
+        children = [child for child in module.children() if child not in seen and not isinstance(child, fx.GraphModule)]
+        seen.update(dict.fromkeys(children))
+        waiting += children
+    return [module for module in seen if isinstance(module, TakesCodes) and module._sources]
 
 
 def _common_source(tensors: Sequence[fx.Node | None], backend: Backend) -> Source | None:

@@ -3,17 +3,20 @@
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import fx, nn
 
+from qtoolkit._snapshot import Snapshot
 from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.blocks import NO_CALL, TracedBlock, find_module
+from qtoolkit.graph.placement.sources import linked_in
 from qtoolkit.graph.program.chains import Chain, Pair
 from qtoolkit.graph.program.division import Division
 from qtoolkit.graph.program.in_units import Products, UnitWriter
 from qtoolkit.graph.program.memory_format import in_channels_last
+from qtoolkit.graph.program.units.base import names_around
 from qtoolkit.graph.program.writer import Writer, compiled
 from qtoolkit.nn.hooks import all_watched, is_watched
 from qtoolkit.ops.recording import is_recorded, is_transformed
@@ -69,13 +72,14 @@ def _with_units(owner: nn.Module, division: Division, index: int, products: Prod
 
 def _by_block(gm: nn.Module, whole: Forward, divided: Forward, blocks: "_Blocks") -> Forward:
     """Return a forward that calls the blocks in eval mode, where nothing is gained without them, and where it must."""
-    known = ref(gm)
+    known, links = ref(gm), _Links(gm)
 
     @functools.wraps(whole)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         watched = blocks.are_watched()
         if watched:
             blocks.check()
+        links.renew()
         # Exported programs name the blocks.
         wants_blocks = not self.training or torch.compiler.is_exporting() or watched
         return (divided if wants_blocks and _is_its_own(self, known) else whole)(self, *args, **kwargs)
@@ -106,6 +110,31 @@ def runs_its_graph(gm: fx.GraphModule) -> bool:
     Hooks and wrappers of the model and of its blocks, and other forwards of them, run besides.
     """
     return not (is_watched(gm) or _Blocks(gm).are_watched())
+
+
+class _Links:
+    """The layers of a model that know the quantizers of their inputs, until other modules take their places."""
+
+    def __init__(self, gm: Any) -> None:
+        self.gm = ref(gm)
+        self._note(gm)
+
+    def _note(self, gm: Any) -> None:
+        self.layers = WeakSet(linked_in(gm))
+        targets = (str(node.target) for node in gm.graph.nodes if node.op == "call_module")
+        holders = (find_module(gm, name) for name in {name for target in targets for name in names_around(target)})
+        self.snapshot = Snapshot(tuple(holder._modules for holder in holders if holder is not None), frozenset())
+
+    def renew(self) -> None:
+        """Link the layers again if a module has been replaced since; compiled code does so when the mode is set."""
+        gm = None if torch.compiler.is_compiling() or self.snapshot.holds() else self.gm()
+        if gm is None:
+            return
+        present = set(gm.modules())
+        for layer in [layer for layer in self.layers if layer not in present]:
+            layer.unlink()
+        gm.link_sources()
+        self._note(gm)
 
 
 class _Blocks:

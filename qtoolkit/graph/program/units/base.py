@@ -187,11 +187,11 @@ def snapshot_of(root: nn.Module, names: Sequence[str]) -> Snapshot:
     """Return the attributes of submodules now, and of the quantizers on which it depends how they compute."""
     modules = [root.get_submodule(name) for name in names]
     seen = [*modules, *(each for m in modules if isinstance(m, on_codes.TakesCodes) for each in m.computes_by())]
-    holders = [root.get_submodule(parent)._modules for parent in {p for name in names for p in _parents(name)}]
+    holders = [root.get_submodule(parent)._modules for parent in {p for name in names for p in names_around(name)}]
     return Snapshot((*seen, *holders), IGNORED)
 
 
-def _parents(name: str) -> list[str]:
+def names_around(name: str) -> list[str]:
     """Return the names of the modules on the way to a submodule, with "" for the model."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(len(parts))]
