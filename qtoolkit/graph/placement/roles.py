@@ -91,7 +91,7 @@ class Roles:
         return "compute" if role == "float" and included else role
 
     def _is_constant(self, node: fx.Node) -> bool:
-        """Return whether targets compute an op once, in float: it takes parameters alone, and no rule of the user's names it."""
+        """Return whether targets compute an op once, in float: it takes parameters alone, and no rule names it."""
         return node in self.parameters and not self.has_rule(node)
 
     def _join_unit(self, node: fx.Node) -> None:
