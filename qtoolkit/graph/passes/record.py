@@ -95,10 +95,10 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
     rule, kind = roles.rule(node), kind_of(node)
     if not rule.is_general and (rule.qconfig is None or rule.qconfig.activation is None):
         return rule.left
+    if node in roles.parameters:
+        return FROM_PARAMETERS
     if kind.activation:
         return Verdict.left_float(Cause.TARGET, f"{with_article(kind)} with no quantized op right before it")
-    if kind is OTHER and node in roles.parameters:
-        return FROM_PARAMETERS
     if kind is OTHER and _takes_weights(node):
         return HIDES_LAYERS
     has_weights = module is not None and any(parameter.dim() > 1 for parameter in module.parameters())

@@ -36,7 +36,7 @@ class Roles:
         if node in self.unit:
             return "activation"
         # An activation outside a unit is an op like others to a target that computes in integers throughout.
-        asks = self.backend.quantize_outputs or self.is_behind_codes(node)
+        asks = (self.backend.quantize_outputs or self.is_behind_codes(node)) and not self._is_constant(node)
         return "compute" if role == "activation" and asks else role
 
     def is_behind_codes(self, node: fx.Node) -> bool:
@@ -78,6 +78,8 @@ class Roles:
         role, kind = self.backend.role(kind_of(node)), kind_of(node)
         if facts_of(node).in_training:
             return "float"
+        if role in QUANTIZED_ROLES and self._is_constant(node):
+            return "float"
         if role in QUANTIZED_ROLES and not self.has_rule(node) and any(map(is_discrete, tensor_inputs(node))):
             return "float"
         if node.op in NO_OPS or role == "activation" or self.rule(node).is_general:
@@ -87,6 +89,10 @@ class Roles:
             return "float"
         included = rule.is_explicit and (rule.source != "module_name_regex" or kind is not OTHER)
         return "compute" if role == "float" and included else role
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        """Return whether targets compute an op once, in float: it takes parameters alone, and no rule names it."""
+        return node in self.parameters and not self.has_rule(node)
 
     def _join_unit(self, node: fx.Node) -> None:
         is_norm = kind_of(node).normalizes_batches

@@ -510,6 +510,42 @@ def test_a_weight_that_is_computed_from_the_input_is_an_activation() -> None:
     assert {("x", "linear"), ("y", "linear")} <= edges(model, ORT)
 
 
+class Lora(nn.Module):
+    """A frozen weight and a product of two small ones; and a convolution whose weight is standardized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Parameter(torch.randn(8, 3, 3, 3))
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8), requires_grad=False), nn.Parameter(torch.zeros(8))
+        self.a, self.b, self.last = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(8, 2)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.conv - self.conv.mean((1, 2, 3), keepdim=True)) / (self.conv.std((1, 2, 3), keepdim=True) + 1e-5)
+        x = F.relu(F.conv2d(x, weight)).mean((2, 3))
+        return self.last(F.gelu(F.linear(x, self.weight + self.b @ self.a * 0.5, self.bias)))
+
+
+@pytest.mark.parametrize("backend", list(qt.backends))
+def test_what_computes_a_weight_is_not_quantized(backend: str) -> None:
+    torch.manual_seed(0)
+    model, x = Lora(), torch.randn(4, 3, 6, 6)
+    prepared = qt.prepare(model, (x,), backend=backend)
+    qt.calibrate(prepared, [x], progress=False)
+    of_weights = {"sub", "add", "add_1", "truediv", "mul", "a", "b", "conv", "weight", "matmul", "mean", "std"}
+    assert of_weights.isdisjoint(activations(prepared))
+    statuses = {name: verdict.text for name, verdict in prepared.plan.status.items() if name in ("matmul", "sub")}
+    assert set(statuses.values()) == {"float: computed from parameters alone"}
+    torch.optim.SGD(prepared.parameters(), lr=0.1).step()
+    prepared.train()(x).square().mean().backward()
+    assert all(p.grad is not None and p.grad.any() for p in (prepared.a, prepared.b, prepared.conv))
+    assert torch.equal(qt.convert(prepared)(x), prepared.eval()(x))
+
+
+def test_a_rule_that_names_an_op_of_parameters_quantizes_it() -> None:
+    mapping = qt.QConfigMapping().set_module_name("matmul", BOTH)
+    assert {"a", "b"} <= set(activations(qt.prepare(Lora(), torch.randn(4, 3, 6, 6), qconfig_mapping=mapping)))
+
+
 def test_a_spec_that_does_not_fit_a_functions_weight_names_the_node() -> None:
     model = Probe(lambda m, x, y: F.linear(x, m.matrix))
     before = copy.deepcopy(model.state_dict())
