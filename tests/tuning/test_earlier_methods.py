@@ -76,3 +76,12 @@ def test_weights_of_training_are_not_rounded() -> None:
     zeros = calibrated()
     nn.init.zeros_(zeros.get_submodule("3").weight)
     assert not CodeGrid(zeros.get_submodule("3"), "3").is_rounded()
+
+
+def test_a_layer_with_a_scale_for_each_weight_is_not_taken_for_a_rounded_one() -> None:
+    prepared = qt.prepare(nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 4, 1)).eval())
+    images = [torch.randn(8, 8, 4, 4)]
+    qt.calibrate(prepared, images, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qt.tuning.reconstruct(prepared, images, steps=2, progress=False)

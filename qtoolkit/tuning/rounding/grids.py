@@ -52,12 +52,13 @@ class CodeGrid:
         return codes_on_grid(self.quantizer, self.weight).to(self.weight.dtype)
 
     def is_rounded(self) -> bool:
-        """Return whether the weight lies on its codes, as after `store`; one of zeros alone tells nothing."""
+        """Return whether the weight lies on its codes, as after `store`; zeros, or a scale for each weight, tell nothing."""
+        if not self.weight.any() or self.weight.numel() == self.quantizer.scale.numel():
+            return False
         distance = (self.values(self.nearest()) - self.weight).abs()
-        rounding = (
-            4 * torch.finfo(self.layer.weight.dtype).eps * self.weight.abs()
-        )  # by a batch norm's factor, there and back
-        return bool((distance <= torch.minimum(rounding, ON_GRID * self.steps)).all() and self.weight.any())
+        # A batch norm's factor divides what is stored, and multiplies it again.
+        rounding = 4 * torch.finfo(self.layer.weight.dtype).eps * self.weight.abs()
+        return bool((distance <= torch.minimum(rounding, ON_GRID * self.steps)).all())
 
     def values(self, codes: Tensor) -> Tensor:
         """Return the values of codes."""
