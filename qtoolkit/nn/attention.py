@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.nn.module import QuantModule, activation_quantizer
 from qtoolkit.nn.on_codes import TakesCodes, of_call
 from qtoolkit.nn.output_grid import quantized_for
-from qtoolkit.nn.product import product
 from qtoolkit.nn.projection import Projection
-from qtoolkit.nn.quantized_attention import quantized_attention
+from qtoolkit.nn.quantized_attention import Attends
 from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.quantizer import Quantizer
 
@@ -62,7 +61,7 @@ class Parts:
         return projection(x, known)
 
 
-class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
+class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, Attends):
     """torch.nn.MultiheadAttention with quantized projections and matrix products.
 
     It quantizes the weights of the projections and the inputs of each matrix product: scaled query and key, softmax output
@@ -86,10 +85,6 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
     FLOAT = nn.MultiheadAttention
     KIND = "attention"
 
-    query_quantizer: Quantizer | None
-    key_quantizer: Quantizer | None
-    value_quantizer: Quantizer | None
-    softmax_quantizer: Quantizer | None
     out_proj_input_quantizer: Quantizer | None
     in_proj_weight_quantizer: Quantizer | None
     out_proj_weight_quantizer: Quantizer | None
@@ -125,13 +120,9 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
         return (*own, *ACTIVATION_QUANTIZERS, *self.weights_to_quantize())
 
     @property
-    def products(self) -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
-        """The quantizers of the operands of both matrix products; in training none of what dropout returns."""
-        drops = self.dropout and self.training
-        return (
-            (self.query_quantizer, self.key_quantizer),
-            (None if drops else self.softmax_quantizer, self.value_quantizer),
-        )
+    def dropout_p(self) -> float:  # type: ignore[override]  # torch's own name for it is `dropout`
+        """The dropout probability of the attention weights in training mode."""
+        return float(self.dropout)
 
     def weights_to_quantize(self) -> Mapping[str, Tensor]:
         """Return each weight by the name of its quantizer attribute."""
@@ -178,7 +169,12 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
             ("value_quantizer", self._heads(v, along)),
         )
         operands, codes = zip(*(parts.quantized(*each) for each in of_heads), strict=True)
-        y, weights = self._attend(operands, codes, mask, need_weights)
+
+        def softmax(scores: Tensor) -> Tensor:
+            return torch.softmax(scores if mask is None else scores + mask, dim=-1)
+
+        y, weights = self._attend(operands, codes, softmax, mask, in_one_op=not need_weights)
+        weights = weights if need_weights else None
         y = parts.projected(self.out_projection, *parts.quantized("out_proj_input_quantizer", self._joined(y, along)))
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
@@ -294,28 +290,6 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes):
     def _split_heads(self, x: Tensor, batch: int) -> Tensor:
         """(batch * heads, ...) -> (batch, heads, ...)."""
         return x.reshape(batch, self.num_heads, *x.shape[1:])
-
-    def _attend(
-        self,
-        operands: tuple[Tensor, Tensor, Tensor],
-        known: Sequence[TensorCodes | None],
-        mask: Tensor | None,
-        need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the attended values; if they are needed, the weights, quantized and then with dropout in training."""
-        q, k, v = operands
-        (of_q, of_k), (_, of_v) = self.products
-        if not need_weights and not (self.dropout and self.training):
-            sources = (of_q, of_k, of_v)
-            y = quantized_attention(operands, sources, known, mask, self.softmax_quantizer, self.training_arithmetic)
-            if y is not None:
-                return y, None
-        scores = product(torch.matmul, q, k.transpose(-2, -1), self.products[0], self.training_arithmetic)
-        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-        kept: Tensor = quantized(self.softmax_quantizer, weights)
-        dropped = F.dropout(kept, self.dropout, self.training)
-        y = product(torch.matmul, dropped, v, self.products[1], self.training_arithmetic)
-        return y, dropped if need_weights else None
 
     def _joined(self, y: Tensor, along: int) -> Tensor:
         """(batch, heads, length, features of a head) -> (length, batch, features), or the batch first."""

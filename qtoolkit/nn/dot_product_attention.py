@@ -1,5 +1,6 @@
 """Scaled dot-product attention as a module, float and quantized, for models that are not traced."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,13 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.nn.module import QuantModule, activation_quantizer, is_active, quantized
-from qtoolkit.nn.on_codes import TrainsOnCodes
+from qtoolkit.nn.module import QuantModule, activation_quantizer, is_active
 from qtoolkit.nn.output_grid import quantized_for
-from qtoolkit.nn.product import product
-from qtoolkit.nn.quantized_attention import quantized_attention
+from qtoolkit.nn.quantized_attention import Attends
 from qtoolkit.quantizers.codes import TensorCodes
-from qtoolkit.quantizers.quantizer import Quantizer
 
 QUANTIZERS = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer")
 
@@ -66,7 +64,7 @@ class ScaledDotProductAttention(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
-class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, TrainsOnCodes):
+class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Attends):
     """Attention with quantized inputs of both matrix products: the scaled query, key, attention weights and value.
 
     Masks and the softmax stay float. With all quantizers off it calls torch's own function.
@@ -94,11 +92,6 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Tra
     FLOAT = ScaledDotProductAttention
     KIND = "attention"
 
-    query_quantizer: Quantizer | None
-    key_quantizer: Quantizer | None
-    value_quantizer: Quantizer | None
-    softmax_quantizer: Quantizer | None
-
     def __init__(self, *args: Any, activation_spec: QuantSpec | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.add_quantizers(None, type(self).__name__, activation_spec)
@@ -109,15 +102,6 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Tra
 
     def own_attributes(self) -> tuple[str, ...]:
         return (*QUANTIZERS, "training_arithmetic")
-
-    @property
-    def products(self) -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
-        """The quantizers of the operands of both matrix products; in training none of what dropout returns."""
-        drops = self.dropout_p and self.training
-        return (
-            (self.query_quantizer, self.key_quantizer),
-            (None if drops else self.softmax_quantizer, self.value_quantizer),
-        )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Attend; arguments and result are those of `ScaledDotProductAttention`.
@@ -136,17 +120,9 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Tra
         q, of_q = quantized_for(self.training_arithmetic, self.query_quantizer, query * scale)
         k, of_k = self._heads_of(query, *quantized_for(self.training_arithmetic, self.key_quantizer, key))
         v, of_v = self._heads_of(query, *quantized_for(self.training_arithmetic, self.value_quantizer, value))
-        of_scores, of_values = self.products
-        if attn_mask is None and not self.is_causal and not (self.dropout_p and self.training):
-            sources = (*of_scores, of_values[1])
-            known = (of_q, of_k, of_v)
-            y = quantized_attention((q, k, v), sources, known, None, self.softmax_quantizer, self.training_arithmetic)
-            if y is not None:
-                return y
-        scores = product(torch.matmul, q, k.transpose(-2, -1), of_scores, self.training_arithmetic)
-        weights = quantized(self.softmax_quantizer, self._weights(scores, attn_mask))
-        dropped = F.dropout(weights, self.dropout_p, self.training)
-        return product(torch.matmul, dropped, v, of_values, self.training_arithmetic)
+        one_op = attn_mask is None and not self.is_causal
+        y, _ = self._attend((q, k, v), (of_q, of_k, of_v), partial(self._softmax, attn_mask), in_one_op=one_op)
+        return y
 
     def _heads_of(self, query: Tensor, x: Tensor, known: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
         """Repeat the heads of a key or a value for those of a query that share them."""
@@ -154,7 +130,7 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Tra
             return x, known
         return x.repeat_interleave(query.size(-3) // x.size(-3), -3), None
 
-    def _weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+    def _softmax(self, mask: Tensor | None, scores: Tensor) -> Tensor:
         """Return the softmax of the masked scores. A row that is masked entirely gives zeros, as in torch's function."""
         if self.is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

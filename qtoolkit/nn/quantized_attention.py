@@ -1,19 +1,65 @@
-"""The products of an attention with quantized weights in training: one op, which keeps query, key and value alone."""
+"""The products of an attention with quantized operands; in training one op, which keeps query, key and value alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qtoolkit._native import library
 from qtoolkit.nn.hooks import is_ordinary
-from qtoolkit.nn.on_codes import TrainingArithmetic
+from qtoolkit.nn.module import quantized
+from qtoolkit.nn.on_codes import TrainingArithmetic, TrainsOnCodes
 from qtoolkit.nn.output_grid import grid_of, is_learned, may_be_in_op, output_grid
-from qtoolkit.nn.product import autocast_type
+from qtoolkit.nn.product import autocast_type, product
 from qtoolkit.quantizers.codes import TensorCodes, known_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 _attention_fake_quant = library.attention_fake_quant.default
+
+
+class Attends(TrainsOnCodes):
+    """An attention whose matrix products have quantized operands: the scaled query, key, attention weights and value."""
+
+    query_quantizer: Quantizer | None
+    key_quantizer: Quantizer | None
+    value_quantizer: Quantizer | None
+    softmax_quantizer: Quantizer | None
+    dropout_p: float
+    training: bool
+
+    @property
+    def products(self) -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
+        """The quantizers of the operands of both matrix products; in training none of what dropout returns."""
+        drops = self.dropout_p and self.training
+        return (
+            (self.query_quantizer, self.key_quantizer),
+            (None if drops else self.softmax_quantizer, self.value_quantizer),
+        )
+
+    def _attend(
+        self,
+        operands: tuple[Tensor, Tensor, Tensor],
+        known: Sequence[TensorCodes | None],
+        softmax: Callable[[Tensor], Tensor],
+        mask: Tensor | None = None,
+        *,
+        in_one_op: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the attended values, and the attention weights, quantized and with dropout in training.
+
+        `softmax` returns the weights of scores. With `in_one_op` one op may do all, which returns no attention weights; it adds
+        `mask` to the scores before its softmax.
+        """
+        (q, k, v), arithmetic, (of_scores, of_values) = operands, self.training_arithmetic, self.products
+        if in_one_op and not (self.dropout_p and self.training):
+            sources = (*of_scores, of_values[1])
+            y = quantized_attention(operands, sources, known, mask, self.softmax_quantizer, arithmetic)
+            if y is not None:
+                return y, None
+        weights = softmax(product(torch.matmul, q, k.transpose(-2, -1), of_scores, arithmetic))
+        dropped = F.dropout(quantized(self.softmax_quantizer, weights), self.dropout_p, self.training)
+        return product(torch.matmul, dropped, v, of_values, arithmetic), dropped
 
 
 def quantized_attention(
