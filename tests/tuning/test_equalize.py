@@ -125,6 +125,36 @@ def test_layers_that_stay_are_named_with_the_reason() -> None:
     assert "fc: as it was" in str(result)
 
 
+class Positions(nn.Module):
+    """A convolution, an op on the positions of its channels or on the channels themselves, and another one."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.between = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(torch.relu(self.a(x))))
+
+
+@pytest.mark.parametrize(
+    ("between", "passes"),
+    [
+        (lambda x: F.pad(x, (1, 1, 2, 0)), True),
+        (lambda x: F.pad(x, pad=(1, 1)), True),
+        (lambda x: F.pad(x, (0, 0, 0, 0, 0, 1))[:, :4], False),
+        (lambda x: x.mean((2, 3), keepdim=True), True),
+        (lambda x: torch.mean(x, dim=[-2, -1], keepdim=True), True),
+        (lambda x: x.mean(-1, True), True),
+        (lambda x: x.mean(1, keepdim=True).expand(-1, 4, -1, -1), False),
+    ],
+)
+def test_factors_pass_through_ops_on_positions(between: Callable[[Tensor], Tensor], passes: bool) -> None:
+    model, x = uneven(Positions(between)).double(), torch.randn(2, 3, 8, 8, dtype=torch.double)
+    result = qt.tuning.equalize(model, x, progress=False)
+    assert [(pair.first, pair.second) for pair in result.pairs] == [("a", "b")] * passes
+    torch.testing.assert_close(result.model(x), model(x), rtol=1e-6, atol=1e-9)
+
+
 def test_the_users_model_stays_unless_in_place() -> None:
     model, x = nets.trained(Residual(), 4, 3, 8, 8).eval(), torch.randn(4, 3, 8, 8)
     before = copy.deepcopy(model.state_dict())
