@@ -173,7 +173,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         def softmax(scores: Tensor) -> Tensor:
             return torch.softmax(scores if mask is None else scores + mask, dim=-1)
 
-        y, weights = self.attend(operands, codes, softmax, mask, in_one_op=not need_weights)
+        y, weights = self._attend(operands, codes, softmax, mask, in_one_op=not need_weights)
         weights = weights if need_weights else None
         y = parts.projected(self.out_projection, *parts.quantized("out_proj_input_quantizer", self._joined(y, along)))
         if weights is not None and average_attn_weights:

@@ -121,7 +121,7 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Att
         k, of_k = self._heads_of(query, *quantized_for(self.training_arithmetic, self.key_quantizer, key))
         v, of_v = self._heads_of(query, *quantized_for(self.training_arithmetic, self.value_quantizer, value))
         one_op = attn_mask is None and not self.is_causal
-        y, _ = self.attend((q, k, v), (of_q, of_k, of_v), partial(self._softmax, attn_mask), in_one_op=one_op)
+        y, _ = self._attend((q, k, v), (of_q, of_k, of_v), partial(self._softmax, attn_mask), in_one_op=one_op)
         return y
 
     def _heads_of(self, query: Tensor, x: Tensor, known: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:

@@ -37,7 +37,7 @@ class Attends(TrainsOnCodes):
             (None if drops else self.softmax_quantizer, self.value_quantizer),
         )
 
-    def attend(
+    def _attend(
         self,
         operands: tuple[Tensor, Tensor, Tensor],
         known: Sequence[TensorCodes | None],
