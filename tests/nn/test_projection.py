@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import qtoolkit as qt
 from qtoolkit.graph.program.units.attention import ProjectionUnit
 from qtoolkit.graph.program.units.base import Decided
+from qtoolkit.nn import on_codes
 from tests.blocks import codes_taken
 from tests.nets import settled
 
@@ -388,8 +389,9 @@ def test_codes_in_onnxruntime(case: str, tmp_path) -> None:
     assert codes.weight_codes.differing == codes.quantizer_codes.differing == 0
 
 
-def test_the_report_names_the_projections_of_each_tensor() -> None:
+def test_the_report_names_the_projections_of_each_tensor(monkeypatch) -> None:
     """The number of rows from which a projection computes on codes depends on its part of the weight."""
+    monkeypatch.setattr(on_codes, "HAS_INT8", True)  # as on a processor with int8 instructions
     model = trained(Attends("keys"), arithmetic="auto")
     (line,) = [line for line in qt.quantization_report(model).layers if line.name == "attention"]
     names = [projection.name for projection in model.get_submodule("attention").projections]
