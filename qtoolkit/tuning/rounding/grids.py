@@ -57,11 +57,12 @@ class CodeGrid:
         return codes_on_grid(self.quantizer, self.weight).to(self.weight.dtype)
 
     def is_rounded(self) -> bool:
-        """Return whether the weight lies on its codes, as after `store`; one of zeros alone tells nothing."""
+        """Return whether the weight lies on its codes since `store`, and not by itself, as a constant kernel does."""
+        if self.quantizer.following:
+            return False
         distance = (self.values(self.nearest()) - self.weight).abs()
-        rounding = (
-            4 * torch.finfo(self.layer.weight.dtype).eps * self.weight.abs()
-        )  # by a batch norm's factor, there and back
+        # A batch norm's factor was taken off the weight and put on again.
+        rounding = 4 * torch.finfo(self.layer.weight.dtype).eps * self.weight.abs()
         return bool((distance <= torch.minimum(rounding, ON_GRID * self.steps)).all() and self.weight.any())
 
     def values(self, codes: Tensor) -> Tensor:
