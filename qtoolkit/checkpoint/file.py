@@ -2,7 +2,7 @@
 
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from qtoolkit.files import replacing
 from qtoolkit.processes import is_sharded, raising_on_all_ranks, rank, ranks
 
 WRAPPINGS = ("state_dict", "model_state_dict", "model")  # entries in which scripts keep a model's state dict
-WRAPPER = "module."  # begins the names of a model in DistributedDataParallel
+# What begins the names of a model in DistributedDataParallel, and of one in torch.compile.
+WRAPPERS = ("module.", "_orig_mod.")
 
 
 @dataclass
@@ -30,6 +31,14 @@ class InMemory:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor."""
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def for_names(self, own: Collection[str]) -> "InMemory":
+        """Return a state dict with the names of a model that was in a wrapper, for a model without these `own` names."""
+        wrapper = wrapper_of(self.tensors)
+        if not wrapper or self.record.version is not None or not set(own).isdisjoint(self.tensors):
+            return self
+        modules = {name.removeprefix(wrapper): value for name, value in self.record.modules.items()}
+        return InMemory({name.removeprefix(wrapper): t for name, t in self.tensors.items()}, Record(modules))
 
     def read(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors that are distributed over processes as others are."""
@@ -114,17 +123,18 @@ def read_pickle(path: Path) -> InMemory:
         found = next((content[name] for name in WRAPPINGS if isinstance(content.get(name), Mapping)), content)
     if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
         raise ValueError("it holds no state dict, which is a mapping of names to tensors")
-    metadata = getattr(found, "_metadata", {})
-    if is_wrapped(found):
-        metadata = {name.removeprefix(WRAPPER): value for name, value in metadata.items()}
-    return InMemory(dict(without_wrapper(found)), Record(metadata))
+    return InMemory(dict(found), Record(getattr(found, "_metadata", {})))
 
 
-def is_wrapped(state: Mapping[str, Any]) -> bool:
-    """Return whether a state dict is that of a model in DistributedDataParallel."""
-    return bool(state) and all(key.startswith(WRAPPER) for key in state)
+def wrapper_of(names: Collection[str]) -> str:
+    """Return what wrappers of a model put before all names of its state dict; "" for nothing."""
+    found = ""
+    while names and (more := [each for each in WRAPPERS if all(name.startswith(found + each) for name in names)]):
+        found += more[0]
+    return found
 
 
 def without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict with the names that the model in DistributedDataParallel has."""
-    return {key.removeprefix(WRAPPER): value for key, value in state.items()} if is_wrapped(state) else state
+    """Return a state dict with the names that the model in its wrappers has."""
+    wrapper = wrapper_of(state)
+    return {key.removeprefix(wrapper): value for key, value in state.items()} if wrapper else state

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 SUFFIX = ".safetensors"
 
 
-def opened(path: Path) -> "InMemory | Folder":
-    """Open a checkpoint or a state dict of any kind; ValueError if it is damaged, or a pickle of more than tensors."""
+def opened(path: Path, own: Collection[str]) -> "InMemory | Folder":
+    """Open a checkpoint or a state dict of any kind, for a model whose state dict has these `own` names.
+
+    Raises ValueError: it is damaged, or a pickle of more than tensors.
+    """
     if not path.exists():
         raise FileNotFoundError(f"load_checkpoint: there is no file or folder {str(path)!r}.")
     if not path.is_dir():
-        return read_file(path) if path.suffix == SUFFIX else read_pickle(path)
+        return (read_file(path) if path.suffix == SUFFIX else read_pickle(path)).for_names(own)
     if (path / INDEX).exists():
         from qtoolkit.checkpoint.folder import Folder  # imports what takes a second
 

@@ -152,10 +152,10 @@ def load_checkpoint(
     """
     check_flags("load_checkpoint", strict=strict)
     check_module(model, "load_checkpoint")
-    inner, place, given = unwrapped(model), Path(path), _checked(state, "load_checkpoint")
+    inner, place, given = unwrapped(model), _place_to_load(path), _checked(state, "load_checkpoint")
     with raising_on_all_ranks("load_checkpoint"), _about(place), _damaged():
         _check_extra()
-        loading = Loading(opened(place), inner, optimizer, given, strict)
+        loading = Loading(opened(place, inner.state_dict()), inner, optimizer, given, strict)
         loading.check()
     with _about(place), _damaged():
         loading.read()
@@ -180,6 +180,16 @@ def _place_to_save(path: object) -> Path:
             f"write path={str(place) + SUFFIX!r}."
         )
     return place
+
+
+def _place_to_load(path: object) -> Path:
+    if not is_path(path):
+        loads = "; a state dict is loaded by model.load_state_dict" if isinstance(path, Mapping) else ""
+        raise TypeError(
+            f"load_checkpoint: path must be a file or a folder of save_checkpoint, or a file of a state dict, got "
+            f'{shown(path)}; write path="last{SUFFIX}"{loads}.'
+        )
+    return Path(path)
 
 
 def _checked(state: Mapping[str, Any] | None, what: str) -> Mapping[str, Any]:

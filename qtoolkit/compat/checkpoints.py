@@ -27,8 +27,8 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
 
     It reads the keys `LAYER._input_quantizer._amax` and `LAYER._weight_quantizer._amax` (pytorch-quantization), the same
     without the underscore before the quantizer's name (Model Optimizer), and `NAME._amax` for a quantizer of that name in the
-    model. A `module.` before all keys (DataParallel) is ignored. The other keys are an ordinary state dict of the float model:
-    load them first, into the float model.
+    model. A `module.` (DataParallel) or `_orig_mod.` (torch.compile) before all keys is ignored. The other keys are an ordinary
+    state dict of the float model: load them first, into the float model.
 
     The range of an input goes to the quantizer from which the layer takes its input. If several layers share that quantizer
     and their ranges differ, it gets the largest one, with a warning. If a batch norm will be folded into a layer, the range of

@@ -179,6 +179,44 @@ def test_state_dicts_of_earlier_versions_load(tmp_path: Path, wrapped: bool) -> 
     assert torch.equal(other(X), model(X))
 
 
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_state_dicts_of_wrapped_models_load(tmp_path: Path, wrapper: str) -> None:
+    """As DistributedDataParallel and torch.compile name their entries, and both in each other."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    state = {f"{wrapper}{name}": value.clone() for name, value in model.state_dict().items()}
+    torch.save({"model": state}, tmp_path / "wrapped.pt")
+    save_file(state, tmp_path / "wrapped.safetensors")
+    for name in ("wrapped.pt", "wrapped.safetensors"):
+        loaded = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        qt.load_checkpoint(tmp_path / name, loaded)
+        assert same(model, loaded)
+
+
+@each_kind
+def test_a_model_of_one_submodule_with_the_name_of_a_wrappers_loads_its_own(tmp_path: Path, kind: str) -> None:
+    model, loaded = (nn.ModuleDict({"module": nn.Linear(2, 2)}) for _ in range(2))
+    torch.save(model.state_dict(), tmp_path / "own.pt")
+    save_file(model.state_dict(), tmp_path / "own.safetensors")
+    qt.save_checkpoint(model, tmp_path / kind)
+    for name in ("own.pt", "own.safetensors", kind):
+        nn.init.zeros_(loaded["module"].weight)
+        qt.load_checkpoint(tmp_path / name, loaded)
+        assert same(model, loaded)
+
+
+def test_what_is_no_path_to_load() -> None:
+    for path, words in (
+        (None, "got None"),
+        ("", "got ''"),
+        (3, "got 3"),
+        ({}, "a state dict is loaded by model.load_state_dict"),
+    ):
+        with pytest.raises(
+            TypeError, match=f"^load_checkpoint: path must be a file or a folder of save_checkpoint.*{words}"
+        ):
+            qt.load_checkpoint(nn.Linear(2, 2), path)
+
+
 # ---- what is refused, with the model untouched
 
 

@@ -75,6 +75,7 @@ def test_weights_of_training_are_not_rounded() -> None:
         assert not CodeGrid(model.get_submodule("3"), "3").is_rounded()
     zeros = calibrated()
     nn.init.zeros_(zeros.get_submodule("3").weight)
+    qt.freeze_ranges(zeros)
     assert not CodeGrid(zeros.get_submodule("3"), "3").is_rounded()
 
 
@@ -85,3 +86,12 @@ def test_a_layer_with_a_scale_for_each_weight_is_not_taken_for_a_rounded_one() -
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         qt.tuning.reconstruct(prepared, images, steps=2, progress=False)
+
+
+def test_a_constant_weight_is_not_rounded() -> None:
+    """It lies on its codes by itself, and none is chosen."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    nn.init.constant_(model[0].weight, 1 / 9)
+    prepared = qt.prepare(model.eval())
+    qt.calibrate(prepared, BATCHES, progress=False)
+    assert not warned("bias_correction", prepared)

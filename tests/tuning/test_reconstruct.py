@@ -561,6 +561,15 @@ def test_without_labels_the_importance_is_that_of_the_kl_divergence() -> None:
     torch.testing.assert_close(found.mean(0), second, rtol=0.05, atol=1e-4)
 
 
+def test_units_that_were_learned_with_other_switches_are_refused(tmp_path) -> None:
+    prepared, batches = residual()
+    weights_alone = copy.deepcopy(prepared)
+    qt.disable_quantization(weights_alone, "activations")
+    qt.tuning.reconstruct(weights_alone, batches, path=tmp_path, **small(2))
+    with pytest.raises(ValueError, match="is from another model, calibration or set of options"):
+        qt.tuning.reconstruct(prepared, batches, path=tmp_path, **small(2))
+
+
 def test_a_weighted_reconstruction_goes_on_after_an_interruption(tmp_path) -> None:
     _, batches, prepared = with_labels()
     options = {"forward": of_images, "loss": "kl", "cache_gib": 0.0, **small(10)}

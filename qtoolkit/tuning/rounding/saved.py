@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.files import write_atomically
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
 
 class SavedUnits:
@@ -56,6 +57,8 @@ class SavedUnits:
 
 def _key_of(model: nn.Module, options: str) -> str:
     digest = hashlib.sha256(options.encode())
+    for name, quantizer in quantizers_of(model).items():  # the state dict has no switches
+        digest.update(f"{name} {quantizer.spec.describe()} {quantizer.quantizing}".encode())
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
             digest.update(name.encode())
