@@ -11,6 +11,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.wrappers import warn_of_adapter
 from qtoolkit.shared_modules import modules_by_name
 from qtoolkit.verdicts import Verdict
 
@@ -81,6 +82,8 @@ def check_links(model: nn.Module) -> None:
                 f"by {with_article(type(found))}. Replace batch norms, as torch.nn.SyncBatchNorm.convert_sync_batchnorm does, "
                 f"before you call qtoolkit.quant_modules.replace."
             )
+        if layer is not None and found is not None:
+            warn_of_adapter(layer_name, layer, name, found)
 
 
 def _joined(part: str, name: str) -> str:

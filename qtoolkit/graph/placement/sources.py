@@ -10,11 +10,11 @@ from qtoolkit.graph.module_calls import ModuleCalls, number_of
 from qtoolkit.graph.nodes import is_weight_quantizer, operands_of
 from qtoolkit.graph.placement.traversal import dropouts_behind, quantizer_behind, source_of
 from qtoolkit.nn import QuantMultiheadAttention
+from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.on_codes import Source, TakesCodes
+from qtoolkit.nn.wrappers import inside, warn_of_adapter
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer
-
-WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the names of the only module in such a wrapper
 
 
 def link_sources(graph: fx.Graph, backend: Backend) -> None:
@@ -35,16 +35,18 @@ def link_sources(graph: fx.Graph, backend: Backend) -> None:
         numbers = [number_of(node) for node in nodes]
         calls = [[node] for node in nodes] if numbers == list(range(len(nodes))) else [nodes]
         layer.link_source(*(_common_source([source_of(node) for node in call], backend) for call in calls))
-    called: set[object] = {_inside(module) for module in calls_of.of_type(nn.Module)}
+    called: set[object] = {inside(module) for module in calls_of.of_type(nn.Module)}
     for module in linked_in(graph.owning_module):
         if module not in called:
             module.unlink()
 
 
-def _inside(module: nn.Module) -> nn.Module:
-    """Return the module that is given what a wrapper is called with, as torch.compile and checkpoints wrap one."""
-    wrapped = (module._modules.get(name) for name in WRAPPED)
-    return next((inner for inner in wrapped if inner is not None), module)
+def warn_of_adapters(graph: fx.Graph) -> None:
+    """Warn of each module that is called in a layer's place, and may change its output before the layer's batch norm."""
+    for follower in (node for node in graph.nodes if node.op == "call_module"):
+        bn, before = module_of(follower), source_of(follower)
+        if isinstance(bn, LinkedBatchNorm) and before is not None and before.op == "call_module":
+            warn_of_adapter(str(before.target), module_of(before), str(follower.target), bn)
 
 
 def linked_in(model: nn.Module | None) -> list[TakesCodes]:

@@ -11,7 +11,7 @@ from torch import fx, nn
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.blocks import NO_CALL, TracedBlock, find_module
-from qtoolkit.graph.placement.sources import linked_in
+from qtoolkit.graph.placement.sources import linked_in, warn_of_adapters
 from qtoolkit.graph.program.chains import Chain, Pair
 from qtoolkit.graph.program.division import Division
 from qtoolkit.graph.program.in_units import Products, UnitWriter
@@ -135,6 +135,7 @@ class _Links:
             layer.unlink()
         gm.link_sources()
         self._note(gm)
+        warn_of_adapters(gm.graph)
 
 
 class _Blocks:

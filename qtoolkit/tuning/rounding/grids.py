@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from qtoolkit import ops
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import divisor_of
-from qtoolkit.quantizers.spec_ops import clip
+from qtoolkit.quantizers.spec_ops import clip, per_element
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 # The rectified sigmoid of AdaRound (arXiv 2004.10568, section 3.3): it reaches 0 and 1.
@@ -36,17 +36,12 @@ class CodeGrid:
         with torch.no_grad():
             self.weight = layer.effective_weight().detach().to(quantizer.scale.dtype)
             self.steps = self._each(quantizer.scale)
-            zero_point = quantizer.zero_point
-            self.zeros = torch.zeros_like(self.weight)
-            if zero_point is not None:
-                lowest = quantizer.spec.qmin - 1  # the op takes positive values
-                self.zeros = self._each(zero_point - lowest) + lowest
+            self.zeros = self._each(quantizer.zero_point)
 
-    def _each(self, values: Tensor) -> Tensor:
-        """Return the value of each element of the weight."""
-        ones = torch.ones_like(self.weight, dtype=torch.int8)
-        spec = self.quantizer.spec
-        return ops.dequantize(ones, values, None, spec.axis, self.quantizer.group, spec.block_size, values.dtype)
+    def _each(self, values: Tensor | None) -> Tensor:
+        """Return the value of each element of the weight; zeros for None."""
+        zeros, q = torch.zeros_like(self.weight), self.quantizer
+        return zeros if values is None else zeros + per_element(values, zeros, q.spec, q.group)
 
     def clamp(self, codes: Tensor) -> Tensor:
         """Return codes, with the zero point, within the range of the spec."""
