@@ -223,11 +223,12 @@ def _warn_of_own_train(gm: QuantizedGraphModule, names: Sequence[str]) -> None:
 
 def _path_to(gm: QuantizedGraphModule, name: str) -> Iterator[nn.Module]:
     """Yield the modules of a graph module, itself left out, from one of its children to the module of a dotted name."""
-    held: nn.Module | None = gm
+    held: nn.Module = gm
     for atom in name.split("."):
-        held = held._modules.get(atom)
-        if held is None:
+        child = held._modules.get(atom)
+        if child is None:
             return
+        held = child
         if not isinstance(held, TracedBlock):  # whose methods are torch's
             yield held
 
