@@ -134,6 +134,26 @@ class Viewed(nn.Module):
         return self.fc(x.view(x.size(0), -1))
 
 
+class SizesBetween(nn.Module):
+    """Python reads sizes between a convolution and its ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(6, 8, 3), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        count, channels, height, width = x.shape
+        x = F.relu(x).reshape(count, channels, height, width)
+        return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def test_sizes_that_are_read_between_a_convolution_and_its_relu(tmp_path) -> None:
+    model = converted(SizesBetween(), X)
+    assert model.plan.computed["conv"].kernel == "QLinearConv"
+    assert_equal_codes(model, X, tmp_path / "m.onnx", exact=False)
+
+
 def test_a_view_behind_a_convolution(tmp_path) -> None:
     assert_equal_codes(converted(Viewed(), X), X, tmp_path / "m.onnx", exporter="torchscript")
 

@@ -76,6 +76,34 @@ def _traced_modes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> I
             vars(module)["training"] = training
 
 
+def kept_in_eval_mode(model: nn.Module) -> list[str]:
+    """Return the norms and dropouts that `train()` leaves in eval mode, because classes of the model have one of their own.
+
+    The model is unchanged, but for what a `train()` sets beside modes and `requires_grad`.
+    """
+    if not any(map(has_own_train, model.modules())):
+        return []
+    modes = [(module, module.training) for module in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    by_mode = nn.modules.batchnorm._NormBase | nn.modules.dropout._DropoutNd
+    try:
+        model.train()
+        return [name for name, module in model.named_modules() if isinstance(module, by_mode) and not module.training]
+    except Exception:  # it may raise anything
+        return []
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter, requires_grad in trained:
+            parameter.requires_grad = requires_grad
+
+
+def has_own_train(module: nn.Module) -> bool:
+    """Return whether the class of a module, outside of torch, defines `train` or `eval`."""
+    definers = (kind for kind in type(module).__mro__ if {"train", "eval"}.intersection(vars(kind)))
+    return next(definers, nn.Module).__module__.partition(".")[0] != "torch"
+
+
 def returns_input(module: nn.Module) -> bool:
     """Return whether a module without state returns its input in eval mode, as those of dropouts and stochastic depth do."""
     something = object()

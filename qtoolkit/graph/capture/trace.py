@@ -1,7 +1,7 @@
 """Trace a model to a GraphModule with the same parameter names. An error names the source line and the remedies."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -10,7 +10,8 @@ from torch import fx, nn
 from qtoolkit.errors import check_sequence, some, unknown
 from qtoolkit.foreign import ASKED_FOR, integration_of
 from qtoolkit.graph.block_calls import ROOT, BlockCall
-from qtoolkit.graph.capture.attributes import add_modes, traced_attributes
+from qtoolkit.graph.blocks import TracedBlock
+from qtoolkit.graph.capture.attributes import add_modes, has_own_train, kept_in_eval_mode, traced_attributes
 from qtoolkit.graph.capture.exported import calls_aten
 from qtoolkit.graph.capture.rewrites import both_modes, functional_layers, in_place, subclasses, torch_modes
 from qtoolkit.graph.capture.rewrites import functional_batch_norms as norms
@@ -75,6 +76,7 @@ def run(
     check_leaf_modules(leaf_modules)
     original = model if original is None else original
     kept = _attributes_to_keep(original, preserve_attributes or ())
+    in_eval_mode = kept_in_eval_mode(original) if original.training else []
     leaf_submodules = _find_submodules(model, untraced)
     arguments = Arguments.of(model, concrete_args, example_inputs)
 
@@ -105,6 +107,7 @@ def run(
         gm.keep(name, value)
     if expected is not None:
         expected.check(gm)
+    _warn_of_own_train(gm, in_eval_mode)
     return Captured(gm, tuple(traced.calls), branches, tracer.output_types)
 
 
@@ -203,6 +206,31 @@ def _warn_of_modes(branches: Sequence[str]) -> None:
             f"mode in eval mode too. Prepare the model in the mode of its export, or name the submodule in `untraced`.",
             stacklevel=4,  # the caller of prepare
         )
+
+
+def _warn_of_own_train(gm: QuantizedGraphModule, names: Sequence[str]) -> None:
+    """Warn of modules that `train()` of a class of the model keeps in eval mode, unless that class is in the graph."""
+    others = [name for name in names if not any(has_own_train(part) for part in _path_to(gm, name))]
+    if others:
+        warnings.warn(
+            f"prepare: train() of this model's own classes keeps {some(list(map(repr, others)))} in eval mode, and that of "
+            f"the prepared model is torch's, which puts them in training mode. After each prepared.train(), call "
+            f"prepared.get_submodule(name).eval() for them; or once qtoolkit.freeze_batch_norm(prepared.get_submodule(name)) "
+            f"for a batch norm behind a layer, or a block of them.",
+            stacklevel=4,  # the caller of prepare
+        )
+
+
+def _path_to(gm: QuantizedGraphModule, name: str) -> Iterator[nn.Module]:
+    """Yield the modules of a graph module, itself left out, from one of its children to the module of a dotted name."""
+    held: nn.Module = gm
+    for atom in name.split("."):
+        child = held._modules.get(atom)
+        if child is None:
+            return
+        held = child
+        if not isinstance(held, TracedBlock):  # whose methods are torch's
+            yield held
 
 
 # ---- checks

@@ -22,6 +22,7 @@ from qtoolkit.graph.nodes import (
     quantizes_its_input,
     returns_tuple,
     tensor_inputs,
+    users_of,
 )
 from qtoolkit.graph.passes.insert import add_holder, free_name
 from qtoolkit.graph.placement.sources import source_of_input
@@ -139,7 +140,7 @@ def _replace_op(gm: QuantizedGraphModule, node: fx.Node, inputs: list[Grid], run
     kind, op = kind_of(node).name, _callable(node)
     if _changes_a_tensor(node):
         return _as_called("it changes a tensor in place, which another op takes")
-    followers = {kind_of(user) for user in node.users}
+    followers = {kind_of(user) for user in users_of(node)}
     kernel = runtime.op_kernel(kind, node, followers, inputs, output)
     if isinstance(kernel, Refusal):
         return Computed.in_float(kernel)
@@ -192,8 +193,8 @@ def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
     the codes of a grid with several scales or more than 8 bits, which no kernel gives.
     """
     last, bounds = node, [Bounds()]
-    while len(last.users) == 1:
-        (user,) = last.users
+    while len(users_of(last)) == 1:
+        (user,) = users_of(last)
         grid = module_of(user) if is_quantizer(user) else None
         if isinstance(grid, Grid):
             if not grid.capability_now.codes:

@@ -15,7 +15,7 @@ from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
 from qtoolkit.nn.batch_norm import linked
 from qtoolkit.op_kinds.facts import replace_node
-from qtoolkit.op_kinds.rules import called_module, module_of
+from qtoolkit.op_kinds.rules import called_module, is_number, module_of
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
@@ -51,7 +51,7 @@ def batch_norms(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def why_not_linked(node: fx.Node, follower: fx.Node, calls: ModuleCalls, rules: LayerRules) -> str | None:
     """Return why a layer does not take over the batch norm after it, or None where it does."""
-    if len(node.users) > 1:
+    if sum(not is_number(user) for user in node.users) > 1:
         return "its layer's output has a second user"
     layer = called_module(node)
     if node.op != "call_module":

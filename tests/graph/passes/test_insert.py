@@ -324,6 +324,47 @@ def test_a_number_that_is_the_first_operand_changes_values(op: Any) -> None:
     assert all(edge.source != "x" for edge in plan.edges)
 
 
+class ReadsSizes(nn.Module):
+    """A unit of a layer, a batch norm and a ReLU, in which Python reads sizes, behind the op of this name."""
+
+    def __init__(self, behind: str) -> None:
+        super().__init__()
+        self.behind = behind
+        self.conv, self.bn, self.last = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = (2, 4, 4, 4)
+        for name in ("conv", "bn"):
+            x = self.get_submodule(name)(x)
+            if name == self.behind:
+                size = (x.shape[0], x.size(1), *x.shape[2:])
+        x = F.relu(x)
+        if self.behind:
+            x = x.reshape(size[0], -1).reshape(size)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("backend", [name for name in qt.backends if not name.endswith("-nlp")])
+def test_python_that_reads_sizes_does_not_part_a_unit(backend: str, training: bool) -> None:
+    torch.manual_seed(0)
+    model, x = ReadsSizes(""), torch.randn(2, 3, 6, 6)
+    outputs, quantizers = [], []
+    for model.behind in ("", "conv", "bn"):
+        prepared = qt.prepare(model.train(training), (x,), backend=backend)
+        qt.calibrate(prepared, [x], progress=False)
+        quantizers.append(list(activations(prepared)))
+        y = prepared.train()(x)
+        y.sum().backward()
+        converted = qt.convert(prepared)
+        assert torch.equal(converted(x), prepared.eval()(x))
+        outputs.append((y, converted(x)))
+    assert quantizers[0] == quantizers[1] == quantizers[2]
+    for trained, deployed in outputs[1:]:
+        torch.testing.assert_close(trained, outputs[0][0])
+        torch.testing.assert_close(deployed, outputs[0][1])
+
+
 # ---- unsigned
 
 

@@ -15,6 +15,8 @@ from qtoolkit.graph.capture.rewrites.both_modes import Traced
 from qtoolkit.graph.capture.rewrites.functional_layers import call_layer
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.nn.module import shallow_copy_as
+from qtoolkit.op_kinds.facts import facts_of
+from qtoolkit.op_kinds.recorded import check_size
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.shared_modules import replace_everywhere
 
@@ -31,9 +33,9 @@ def run(traced: Traced) -> list[str]:
         if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):
             owner = _owner(traced.model, node, traced.modes)
             if owner is not None:
-                source = node.all_input_nodes[0]
+                source, call = node.all_input_nodes[0], facts_of(node).call
                 call_layer(node, owner, source)
-                _erase_dimension_checks(source)
+                _erase_dimension_checks(source, call)
                 _erase_batch_counter(source.graph, owner)
                 names.append(owner)
     return names
@@ -75,12 +77,16 @@ def _value(model: nn.Module, operand: Any) -> Any:
     return attrgetter(operand.target)(model) if is_attribute else operand
 
 
-def _erase_dimension_checks(source: fx.Node) -> None:
-    """Erase assertions on the number of dimensions of the input: torch's batch norms check it themselves."""
+def _erase_dimension_checks(source: fx.Node, call: int | None) -> None:
+    """Erase assertions on the number of dimensions of the input: torch's batch norms check it themselves.
+
+    `call` is that of the batch norm, whose forward tests it in Python; tests around it stay.
+    """
     for dims in [user for user in source.users if _reads_dimensions(user)]:
         conditions = list(dims.users)
         checks = [check for condition in conditions for check in condition.users]
-        if all(check.target is torch._assert for check in checks):
+        is_own = facts_of(dims).call == call
+        if all(check.target is torch._assert or (is_own and check.target is check_size) for check in checks):
             for unused in (*checks, *conditions, dims):
                 source.graph.erase_node(unused)
 
