@@ -18,7 +18,7 @@ std::optional<int64_t> unread_dimension(c10::SymIntArrayRef size, const at::Tens
 // Returns a tensor without these rows.
 at::Tensor without_unread(const at::Tensor& t, int64_t dimension, const Geometry& g);
 
-// Returns torch's convolution, with the same bits, of which torch can compute all gradients.
+// Returns torch's convolution, of which torch can compute all gradients: that of the weight within rounding.
 at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        const Geometry& g);
 
