@@ -13,7 +13,7 @@ from qtoolkit.nn.computed_weights import computing_still, refresh
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, OTHER, kind_of_type
 from qtoolkit.processes import whole
-from qtoolkit.quantizers.first_steps import FIRST_STEPS
+from qtoolkit.quantizers.first_steps import FIRST_STEPS, restored_modules
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import Versions, is_stale, set_weight_range, weight_quantizer
@@ -226,7 +226,7 @@ def names_of_weights(model: nn.Module) -> Mapping[str, str]:
 
 def note_model(model: nn.Module) -> None:
     """Note a model, or a layer, for its quantizers, which do not know whose they are: of a copy, and one that was loaded."""
-    FIRST_STEPS.note_model(model, named_quantizers(model, TensorQuantizer).values())
+    FIRST_STEPS.note_model(model, (part for part in restored_modules(model) if isinstance(part, TensorQuantizer)))
 
 
 def reset_after_loading(module: nn.Module, keys: Any) -> None:

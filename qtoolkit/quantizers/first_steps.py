@@ -7,7 +7,7 @@ steps in `LOOKED_AT`.
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -110,6 +110,18 @@ def _warn(quantizer: "TensorQuantizer", found: str, remedy: str) -> None:
         warnings.warn(f"quantizer {quantizer.name!r} {found}. {remedy}; see docs/training.md.", stacklevel=6)
 
 
+def restored_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those in it, but for what pickle restores after it: layers and their integer kernels form cycles."""
+    waiting, seen = [module], {module}
+    while waiting:
+        part = waiting.pop()
+        if "_modules" in vars(part):
+            yield part
+            children = {child for child in part._modules.values() if child is not None} - seen
+            waiting += children
+            seen |= children
+
+
 class FirstSteps(OptimizerSteps):
     """The quantizers that are in their first steps: those of the optimizers that train their model.
 
@@ -125,7 +137,7 @@ class FirstSteps(OptimizerSteps):
         """Note the model that holds quantizers, which do not know it, unless a larger one is noted that holds it."""
         for quantizer in quantizers:
             known = self._models.get(quantizer, lambda: None)()
-            if quantizer.counts_steps and not (known is not None and any(part is model for part in known.modules())):
+            if quantizer.counts_steps and (known is None or model not in restored_modules(known)):
                 self._models[quantizer] = ref(model)
 
     def count(self, quantizer: "TensorQuantizer") -> None:
