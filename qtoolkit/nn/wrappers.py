@@ -12,8 +12,8 @@ WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the names of the only m
 
 def inside(module: nn.Module) -> nn.Module:
     """Return the module that is given what a wrapper is called with, as torch.compile and checkpoints wrap one."""
-    wrapped = (module._modules.get(name) for name in WRAPPED)
-    return next((inner for inner in wrapped if inner is not None), module)
+    wrapped = (getattr(module, name, None) for name in WRAPPED)
+    return next((inner for inner in wrapped if isinstance(inner, nn.Module)), module)
 
 
 def warn_of_adapter(name: str, module: nn.Module, bn_name: str, bn: nn.Module) -> None:
