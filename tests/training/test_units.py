@@ -29,11 +29,11 @@ Result = tuple[Tensor, Tensor]  # the losses, and how far the parameters of quan
 
 
 class Times(nn.Module):
-    """Multiplies by a constant."""
+    """Multiplies by a constant. It is a tensor, as times the number 1 is no op."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.factor = factor
+        self.register_buffer("factor", torch.tensor(factor))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
@@ -67,7 +67,7 @@ def net(of_input: float, of_middle: float) -> nn.Sequential:
         conv.bias.requires_grad_(
             False
         )  # its gradient is 0 but for rounding, of which a factor of 2^-8 makes 2^8 times more
-    model[3].factor = of_middle
+    model[3].factor.fill_(of_middle)
     return model
 
 
