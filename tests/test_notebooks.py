@@ -63,7 +63,7 @@ CLAIMS = {
 
 # What processors with and without int8 instructions say of a layer's training, and what the latter say of a runtime's sums.
 KERNELS = re.compile(r"int8 kernel \(float for fewer than [\d,]+ positions\)|float \(no int8 kernel\)")
-SATURATES = re.compile(r"^Without VNNI, as on this processor, .*\n?", re.MULTILINE)
+SATURATES = re.compile(r"^.*Without VNNI, as on this processor, .*\n?", re.MULTILINE)
 
 
 def lines_of(cell: Any) -> list[str]:
