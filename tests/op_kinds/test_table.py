@@ -29,6 +29,7 @@ NAMES = KINDS.keys() | OF_METHOD.keys() | OF_ATEN.keys()
 # Literals that are in the table too, but belong to another vocabulary.
 OTHER_WORDS = {
     "graph/capture/rewrites/in_place.py: VIEWS",  # a kind has views and copies among its ops
+    "graph/capture/rewrites/in_place.py: RESHAPES",  # which copy where they must
     "graph/program/memory_format.py: OF_STRIDES",  # a kind has ops that take any strides too
     "graph/program/units/function.py: COMPILED",  # functions of an op, which has two of GELU's forms
 }
