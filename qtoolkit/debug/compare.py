@@ -42,9 +42,9 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress:
     """Run a float and a quantized model on the same inputs, and compare the outputs of every quantized layer.
 
     Both models run in eval mode without gradients, on the same random numbers, and no range changes; their modes and the
-    generators of random numbers are restored afterwards. The float model
-    of a model with a graph is traced with the options of `qtoolkit.prepare`; layers inside leaf modules have lines too. Without
-    a graph, the calls of the layers in both models are compared.
+    generators of random numbers are restored afterwards. The float model of a model with a graph is traced with the options of
+    `qtoolkit.prepare`; layers inside leaf modules have lines too. Without a graph, the calls of the layers in both models are
+    compared.
 
     Args:
         float_model: The model that was quantized; its parameters may have changed.

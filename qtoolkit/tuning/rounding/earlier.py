@@ -29,7 +29,7 @@ def warn_before_rounding(model: nn.Module, names: Iterable[str], what: str) -> N
     if corrected:
         warnings.warn(
             f"{what}: qtoolkit.tuning.bias_correction has changed the biases of {some(corrected)} for weights that are rounded "
-            f"to nearest: with other codes they shift the outputs. To choose codes, {ANEW}, whose biases it has not changed.",
+            f"to nearest. They do not fit other codes. Before you choose codes, {ANEW}.",
             stacklevel=3,
         )
 
