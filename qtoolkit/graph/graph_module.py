@@ -22,7 +22,7 @@ from qtoolkit.graph.blocks import (
     refuse_change,
     traced_type,
 )
-from qtoolkit.graph.nodes import QuantizerHolder
+from qtoolkit.graph.nodes import QuantizerHolder, readers_of
 from qtoolkit.graph.output_types import returning
 from qtoolkit.graph.placement.sources import link_sources
 from qtoolkit.graph.plan import Plan
@@ -38,7 +38,6 @@ from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.recorded import TrainingMode
-from qtoolkit.op_kinds.rules import is_number
 from qtoolkit.quantizers.weights import Versions
 from qtoolkit.shared_modules import names_by_module
 
@@ -262,7 +261,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         """Return the node of each QAT layer with a linked batch norm, with the node of that batch norm."""
         calls = [(node, self.get_submodule(str(node.target))) for node in self.graph.nodes if node.op == "call_module"]
         linked = (node for node, m in calls if isinstance(m, QuantWeighted) and m.batch_norm is not None)
-        return [(node, next(user for user in node.users if not is_number(user))) for node in linked]
+        return [(node, readers_of(node)[0]) for node in linked]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedGraphModule":
         result = super().__deepcopy__(memo)

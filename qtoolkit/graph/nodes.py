@@ -193,7 +193,12 @@ def chooses_by_mode(node: fx.Node) -> bool:
 
 def users_of(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that take what a node computes, in eval mode too, but for those that read its sizes."""
-    return [user for user in node.users if not (facts_of(user).in_training or is_number(user))]
+    return [user for user in readers_of(node) if not facts_of(user).in_training]
+
+
+def readers_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that take what a node computes, but for those that read its sizes."""
+    return [user for user in node.users if not is_number(user)]
 
 
 def parameters_in(graph: fx.Graph) -> set[fx.Node]:

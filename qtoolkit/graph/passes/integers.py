@@ -193,8 +193,8 @@ def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
     the codes of a grid with several scales or more than 8 bits, which no kernel gives.
     """
     last, bounds = node, [Bounds()]
-    while len(users_of(last)) == 1:
-        (user,) = users_of(last)
+    while len(users := users_of(last)) == 1:
+        (user,) = users
         grid = module_of(user) if is_quantizer(user) else None
         if isinstance(grid, Grid):
             if not grid.capability_now.codes:

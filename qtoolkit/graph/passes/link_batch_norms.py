@@ -9,13 +9,13 @@ from torch import fx, nn
 from qtoolkit.errors import some
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
-from qtoolkit.graph.nodes import kind_of
+from qtoolkit.graph.nodes import kind_of, readers_of
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
 from qtoolkit.nn.batch_norm import linked
 from qtoolkit.op_kinds.facts import replace_node
-from qtoolkit.op_kinds.rules import called_module, is_number, module_of
+from qtoolkit.op_kinds.rules import called_module, module_of
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
@@ -51,7 +51,7 @@ def batch_norms(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def why_not_linked(node: fx.Node, follower: fx.Node, calls: ModuleCalls, rules: LayerRules) -> str | None:
     """Return why a layer does not take over the batch norm after it, or None where it does."""
-    if sum(not is_number(user) for user in node.users) > 1:
+    if len(readers_of(node)) > 1:
         return "its layer's output has a second user"
     layer = called_module(node)
     if node.op != "call_module":
