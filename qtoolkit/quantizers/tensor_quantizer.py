@@ -390,8 +390,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     @property
     def takes_any_scale(self) -> bool:
-        """Whether the scale that it stores may be any number: no power of two, and no parameter that a kind makes it from."""
-        return "_scale" in self._buffers and not (self.dynamic or self.spec.pow2_scale or self.kind.POWERS)
+        """Whether its scale may be any number, and no power of two."""
+        return not (self.dynamic or self.spec.pow2_scale or self.kind.POWERS)
 
     @property
     def follows_factor(self) -> bool:
@@ -410,15 +410,18 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """
         if not self.knows_factor:
             self.knows_factor = True
-        moves = self.kind.LEARNED or self.following or frozen
-        start = self._scale if moves else torch.ones_like(self._scale)
+        moves, stored = self.kind.LEARNED or self.following or frozen, "_scale" in self._buffers
+        start = self._scale if moves and stored else torch.ones_like(self._scale)
         rate, known = self._buffers.get("_rate") if moves else None, self._factor
         if not torch.compiler.is_compiling():
             # Autograd would refuse the backward of a forward before this call, as before an evaluation. It takes the new start
             # and rate, which differ from the old ones by one step of the batch norm.
             start, rate, known = start.data, None if rate is None else rate.data, known.data
         with torch.no_grad():
-            return ops.batch_norm_rescale_(start, rate, known, variance.detach(), gamma, eps)
+            copy = ops.batch_norm_rescale_(start, rate, known, variance.detach(), gamma, eps)
+            if moves and not stored:  # a kind that makes its scale of a parameter
+                self.kind.load_grid(self, self.scale * start, self.zero_point)
+        return copy
 
     def _forget_factor(self) -> None:
         """Take the grid as that for the factor of the next call of `take_factor`."""

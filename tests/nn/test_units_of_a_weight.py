@@ -13,21 +13,33 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.nn.batch_norm import divisor_of
+from qtoolkit.quantizers.table import QUANTIZERS
+from tests.quantizers.own import OWN
 
-LEARNED = {
-    "lsq": qt.QuantSpec(bits=4, axis=0, quantizer="lsq"),
-    "affine": qt.QuantSpec(bits=4, axis=0, symmetric=False, quantizer="lsq_plus"),
-    "pact": qt.QuantSpec(bits=4, axis=0, quantizer="pact"),
-    "range": qt.QuantSpec(bits=4, axis=0, symmetric=False, quantizer="learned_range"),
+LEARNED: dict[str, dict[str, Any]] = {
+    "lsq": {"axis": 0, "quantizer": "lsq"},
+    "affine": {"axis": 0, "symmetric": False, "quantizer": "lsq_plus"},
+    "pact": {"axis": 0, "quantizer": "pact"},
+    "range": {"axis": 0, "symmetric": False, "quantizer": "learned_range"},
     # From the range: a start in another bin of a histogram would show in the slope of its staircase.
-    "dsq": qt.QuantSpec(bits=4, axis=0, quantizer="dsq", observer="moving_average"),
-    "apot": qt.QuantSpec(bits=4, axis=0, quantizer="apot"),
+    "dsq": {"axis": 0, "quantizer": "dsq", "observer": "moving_average"},
+    "apot": {"axis": 0, "quantizer": "apot"},
+    "own": {"axis": 0, "quantizer": "log"},  # its scale is made of a parameter, `_scale`
 }
-OF_CHANNELS = {**LEARNED, "histogram": qt.QuantSpec(bits=4, axis=0, observer="histogram")}
-SPECS = {**OF_CHANNELS, "one scale": qt.QuantSpec(bits=4, quantizer="lsq")}
+OF_CHANNELS = {**LEARNED, "histogram": {"axis": 0, "observer": "histogram"}}
+SPECS = {**OF_CHANNELS, "one scale": {"quantizer": "lsq"}}
 each_spec = pytest.mark.parametrize("name", OF_CHANNELS)
 ROADS = ("prepare", "replace")
 each_road = pytest.mark.parametrize("road", ROADS)
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(QUANTIZERS, "log", OWN["log"])
+
+
+def spec_of(name: str) -> qt.QuantSpec:
+    return qt.QuantSpec(bits=4, **SPECS[name])
 
 
 def layers(affine: bool = True) -> nn.Sequential:
@@ -42,7 +54,7 @@ def layers(affine: bool = True) -> nn.Sequential:
 
 def linked(road: str, name: str, model: nn.Module) -> Any:
     """A model whose batch norms multiply the weights before they are quantized; its activations stay in float."""
-    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, SPECS[name]))
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, spec_of(name)))
     if road == "prepare":
         return qt.prepare(model, qconfig_mapping=mapping)
     fused = qt.fuse_modules(model, [["0", "1"], ["3", "4"]])
@@ -72,7 +84,7 @@ def test_a_training_is_that_of_weights_that_are_quantized_before_the_batch_norm(
 
     Without gamma, whose gradient here has the rounding errors too. The first variances move by a factor of 600.
     """
-    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, SPECS[name]))
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, spec_of(name)))
     plain: Any = qt.quant_modules.replace(layers(affine=False), mapping)
     for index in (1, 4):  # apart from its layer
         plain[index] = nn.Sequential(plain[index])
@@ -89,6 +101,8 @@ def test_a_training_is_that_of_weights_that_are_quantized_before_the_batch_norm(
         assert bool(names) == (name in LEARNED)
         for each in names:
             mine, wanted = (q.get_parameter(each) for q in (layer.weight_quantizer, other.weight_quantizer))
+            if name == "own":  # no ratio to a start, but the logarithm of the scale
+                mine = mine - layer.weight_quantizer._factor.abs().log2()
             assert not torch.equal(wanted, torch.ones_like(wanted))
             torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-4)
 
@@ -244,7 +258,7 @@ def test_an_average_of_state_dicts_has_scales_for_its_own_factor() -> None:
 @pytest.mark.parametrize("strategy", ["unscale", "frozen", "two_convolutions", "std_correction"])
 def test_each_strategy_keeps_the_grid_in_units_of_the_weight(strategy: str) -> None:
     backend = replace(qt.backends["onnxruntime"], batch_norm=strategy)
-    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, SPECS["lsq"]))
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, spec_of("lsq")))
     model = qt.prepare(layers(), qconfig_mapping=mapping, backend=backend)
     units = [layer.weight_quantizer.scale / divisor_of(layer.batch_norm).abs() for layer in layers_of(model)]
     optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "relative" not in n], 0.02)
