@@ -1,6 +1,6 @@
 """Whether exporters, CUDA graphs or transforms take the ops, and what exporters record of a quantizing op."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -11,6 +11,19 @@ from torch.autograd import forward_ad
 # Private: torch has no documented way to ask. Without it, nothing counts as transformed.
 _transforms_run = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _takes_ops = ContextVar("takes_ops", default=False)  # whether the exporter has translations of the ops themselves
+
+# Private: torch.compiler.assume_constant_result sets this alone, in torch 2.11 to 2.14, and imports torch.compile's tracer for
+# it, which takes twice as long as all of qtoolkit.
+_SETS_THE_MARK = torch.__version__ < "2.15"
+_MARK = "_dynamo_marked_constant"
+
+
+def constant_result(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Let torch.compile call a function while it compiles, and take what it returns for a constant."""
+    if not _SETS_THE_MARK:
+        return torch.compiler.assume_constant_result(function)  # type: ignore[no-any-return,no-untyped-call]
+    setattr(function, _MARK, True)
+    return function
 
 
 def is_recorded() -> bool:
@@ -33,7 +46,7 @@ def is_recorded_for_onnx() -> bool:
     return is_recorded() and _is_in_onnx_export()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def _is_in_onnx_export() -> bool:
     # torch.compile, by which torch.onnx.export records where nothing else can, takes torch's own function for False.
     return torch.onnx.is_in_onnx_export()
@@ -58,7 +71,7 @@ def ops_taken() -> Iterator[None]:
         _takes_ops.reset(token)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo of torch 2.13 reads no ContextVar
+@constant_result  # Dynamo of torch 2.13 reads no ContextVar
 def are_ops_taken() -> bool:
     """Return whether the caller of torch.onnx.export translates the ops itself."""
     return _takes_ops.get()
