@@ -47,13 +47,6 @@ def look(quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
     return torch.stack((clipped, vanished.float()))
 
 
-def _took_part(quantizer: "TensorQuantizer", trained: set[int]) -> bool:
-    """Return whether a quantizer was called in this step, or the optimizer trains its scale."""
-    return quantizer.seen_in_step or any(
-        id(parameter) in trained and parameter.grad is not None for parameter in quantizer.parameters()
-    )
-
-
 def _say_what_is_wrong(quantizers: Sequence["TensorQuantizer"]) -> None:
     looked = [quantizer for quantizer in quantizers if quantizer.looked is not None]
     for quantizer, (clipped, vanished) in zip(looked, _values(q.looked for q in looked), strict=True):
@@ -155,12 +148,20 @@ class FirstSteps(OptimizerSteps):
         trained = trained_by(optimizer)
         # A conversion in place gives a quantizer another class.
         counted = [quantizer for quantizer in tuple(self.quantizers) if getattr(quantizer, "counts_steps", False)]
-        took_part = [quantizer for quantizer in counted if _took_part(quantizer, trained)]
+        took_part = [quantizer for quantizer in counted if self._takes_part(quantizer, trained)]
         stepped = self._without_other_models(took_part, trained)
         with torch.no_grad():
             for quantizer in stepped:
                 quantizer.end_step()
             _say_what_is_wrong(stepped)
+
+    def _takes_part(self, quantizer: "TensorQuantizer", trained: set[int]) -> bool:
+        """Return whether a step of an optimizer counts: that of the one that trains the scale, if one does."""
+        own = [*quantizer.parameters()]
+        held = [parameter for parameter in own if id(parameter) in trained]
+        if held:
+            return quantizer.seen_in_step or any(parameter.grad is not None for parameter in held)
+        return quantizer.seen_in_step and not self.of(own)
 
     def _without_other_models(
         self, quantizers: Sequence["TensorQuantizer"], trained: set[int]

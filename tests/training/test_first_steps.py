@@ -253,6 +253,25 @@ def test_a_quantizer_that_clips_says_so_once() -> None:
         steps(model, 100)
 
 
+def test_scales_with_an_optimizer_of_their_own_are_looked_at_too() -> None:
+    model = calibrated(nn.Sequential(nn.Linear(4, 2)).train(), torch.full((2, 4), 4.0), quantizer="lsq")
+    quantizer = qt.quantizers_of(model)["activation_quantizers.input_1"]
+    scales = {*quantizer.parameters(), *qt.quantizers_of(model)["0.weight_quantizer"].parameters()}
+    optimizers = [
+        torch.optim.SGD([p for p in model.parameters() if (p in scales) is own], 1e-4) for own in (False, True)
+    ]
+
+    def train() -> None:
+        for _ in range(12):
+            model(torch.full((2, 4), 100.0)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    with pytest.warns(UserWarning, match=r"'activation_quantizers.input_1' clips 100.0% of its input after"):
+        train()
+    assert quantizer.steps == 13  # the scales' optimizer was not known before its first step
+
+
 def test_a_quantizer_that_rounds_all_to_zero_says_so() -> None:
     model = calibrated(nn.Sequential(nn.Linear(4, 2)).train(), torch.full((2, 4), 1e6), quantizer="lsq")
     with pytest.warns(UserWarning, match="rounds its whole input to zero after 2 steps"):

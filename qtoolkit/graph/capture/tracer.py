@@ -127,6 +127,9 @@ class ModelTracer(fx.Tracer):
         """Return the graph of a model."""
         if isinstance(root, nn.Module):
             self.tensors = {*root.parameters(), *root.buffers()}
+        # Ops on fake tensors import torch.compile's tracer. It makes a table of the functions of `math`, which torch.fx
+        # replaces during a trace: imported then, it would not know them later. This public function imports it.
+        torch.compiler.assume_constant_result(lambda: None)  # type: ignore[no-untyped-call]
         with torch.enable_grad(), traced_checkpoints(), patched(self.patches):
             return super().trace(root, concrete_args)
 
