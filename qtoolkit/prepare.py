@@ -26,7 +26,7 @@ from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import bind, naming_misfits, split
-from qtoolkit.model_state import changing, check_module, evaluating, random_state_kept
+from qtoolkit.model_state import changing, check_module, evaluating, random_state_kept, values_kept
 from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
 from qtoolkit.nn.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
@@ -182,6 +182,7 @@ def _try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
         torch.no_grad(),
         evaluating(gm),
         disable_quantization(gm),
+        values_kept([*gm.buffers()]),  # a forward may count its calls, or update a codebook
     ):
         try:
             gm(*args, **kwargs)

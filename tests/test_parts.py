@@ -96,6 +96,20 @@ def test_what_is_called_several_times_is_replaced() -> None:
     assert parts_of(qt.prepare_parts(Net(), torch.ones(1, 4))) == ["body", "head"]
 
 
+def test_example_inputs_write_no_buffers() -> None:
+    class Counts(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Any:
+            self.count.add_(1)
+            return super().forward(x)
+
+    prepared = qt.prepare_parts(Counts(), torch.ones(3, 4))
+    assert prepared.count == 0
+
+
 def test_parts_are_named() -> None:
     prepared = qt.prepare_parts(Net(), torch.ones(3, 4), parts=["body.2"])
     assert parts_of(prepared) == ["body.2"]

@@ -202,7 +202,7 @@ def test_learned_scales_of_version_1_load(sign: int) -> None:
 
 def modes(model: nn.Module) -> list[tuple]:
     quantizers = qt.quantizers_of(model).values()
-    return [(q.observing, q.quantizing, q.following, q.stale) for q in quantizers]
+    return [(q.observing, q.quantizing, q.following) for q in quantizers]
 
 
 def test_other_bits_are_an_error_without_the_metadata_too() -> None:
@@ -273,6 +273,43 @@ def test_a_training_that_is_saved_and_resumed_is_the_uninterrupted_one(tmp_path)
         torch.equal(a, b) for a, b in zip(model.state_dict().values(), resumed.state_dict().values(), strict=True)
     )
     assert torch.equal(model.eval()(X), resumed.eval()(X))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("metadata", [True, False])
+def test_a_state_between_steps_is_evaluated_as_the_model_that_was_saved(training: bool, metadata: bool) -> None:
+    """Its weights have taken a step since their ranges were taken; scripts that rename the keys drop the metadata."""
+    prepared = prepared_net().train()
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        prepared(X).square().sum().backward()
+        optimizer.step()
+    state = copy.deepcopy(prepared.state_dict())
+    other = prepared_net().train(training)
+    other.load_state_dict(state if metadata else dict(state))
+    with torch.no_grad():
+        assert torch.equal(other.eval()(X), prepared.eval()(X))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_average_of_state_dicts_has_the_ranges_of_its_own_weights(training: bool) -> None:
+    """Scripts average the state dicts of several checkpoints; `convert` takes the ranges of the averaged weights too."""
+    states = []
+    for factor in (1.0, -0.8):
+        prepared = prepared_net()
+        with torch.no_grad():
+            for parameter in prepared.parameters():
+                parameter.mul_(factor)
+        qt.calibrate(prepared, [X], progress=False)
+        states.append(prepared.state_dict())
+    pairs = zip(states[0].items(), states[1].values(), strict=True)
+    average = {name: (a + b) / 2 if a.is_floating_point() else a for (name, a), b in pairs}
+    prepared = prepared_net().train(training)
+    prepared.load_state_dict(average)
+    prepared.eval()
+    with torch.no_grad():
+        assert torch.equal(prepared(X), qt.convert(prepared)(X))
 
 
 def test_a_float_checkpoint_loads_over_statistics_that_are_nan() -> None:

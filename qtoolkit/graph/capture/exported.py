@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from qtoolkit.errors import first_line
+from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError
 from qtoolkit.model_inputs import bind, split
 from qtoolkit.model_state import evaluating
@@ -186,7 +187,7 @@ def _module_of(model: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> f
     result = fx.GraphModule(root, graph, type(model).__name__)
     held = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
     vars(result).update({name: vars(root)[name] for name in held})
-    result.graph.eliminate_dead_code()
+    result.graph.eliminate_dead_code(lambda node: node.is_impure() or changed_by(node, result) is not None)
     result.recompile()
     return result
 

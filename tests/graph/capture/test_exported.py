@@ -152,6 +152,36 @@ def test_an_exported_module_is_no_float_model() -> None:
         qt.prepare(program, (X,))
 
 
+class Counts(nn.Module):
+    """Buffers that each forward writes, of which it does not read all: calls, and an average of what a layer returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        x = self.fc(x)
+        y = x - self.average
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return y
+
+
+@pytest.mark.parametrize("capture", ["trace", "export"])
+def test_buffers_are_written_in_each_forward(capture: str) -> None:
+    """torch.export's graph has these ops without users of their results; prepare runs the model, and does not count."""
+    torch.manual_seed(0)
+    model, x = Counts().train(), torch.randn(3, 4)
+    prepared = qt.prepare(model, x, capture=capture)
+    with qt.disable_quantization(prepared):
+        for _ in range(3):
+            torch.testing.assert_close(prepared(x), model(x))
+    assert prepared.count == model.count == 3
+    torch.testing.assert_close(prepared.average, model.average)
+
+
 OPS = {
     "slices": lambda x: x[:, 1:, ::2, -3:],
     "index": lambda x: x[:, [2, 0]],
