@@ -165,7 +165,9 @@ class _Sums:
         """Set the new statistics; return whether there are any."""
         if self.count:
             mean = self.mean / self.count
-            variance = (self.square / self.count - mean.square()).clamp(min=0)  # a constant channel's is zero up to rounding
+            variance = (self.square / self.count - mean.square()).clamp(
+                min=0
+            )  # a constant channel's is zero up to rounding
             if isinstance(self.bn, LinkedBatchNorm):
                 # Its weights are rounded to zero. A variance of zero would make them hundreds of times as large, off the grid.
                 constant = variance <= ROUNDING * mean.square()
@@ -178,7 +180,7 @@ class _Sums:
     def _check_finite(self, mean: Tensor, variance: Tensor) -> None:
         if not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all()):
             raise ValueError(
-                f"reestimate_batch_norm: the statistics of the batch norm {self.name!r} are not finite, so nothing was changed: "
+                f"reestimate_batch_norm: statistics of the batch norm {self.name!r} are not finite, so nothing was changed: "
                 f"a batch has NaN, infinities or one value for each channel; leave this batch out."
             )
 

@@ -203,7 +203,9 @@ def test_ranges_of_the_old_statistics_are_said() -> None:
     x = torch.randn(16, 3, 8, 8)
     replaced = qt.quant_modules.replace(model)
     qt.calibrate(replaced, [x], progress=False)
-    with pytest.warns(UserWarning, match=r"ranges of '3\.input_quantizer' \(\d+\.\d% clipped\) do not fit the activations"):
+    with pytest.warns(
+        UserWarning, match=r"ranges of '3\.input_quantizer' \(\d+\.\d% clipped\) do not fit the activations"
+    ):
         qt.tuning.reestimate_batch_norm(replaced, [x], progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
