@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -266,7 +267,7 @@ def ranges_of_channels(x: Tensor, source: Tensor, dims: int) -> Tensor:
         >>> ranges_of_channels(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.zeros(2, 2, 5, 5), 2)
         tensor([3., 6.])
     """
-    channels = x.detach().movedim(source.dim() - 1 - dims, 0).flatten(1)
+    channels = x.detach().movedim(source.dim() - 1 - dims, 0).unsqueeze(-1).flatten(1)
     return channels.amax(1).clamp(min=0) - channels.amin(1).clamp(max=0)
 
 
@@ -274,10 +275,11 @@ def _links(
     gm: fx.GraphModule, model: nn.Module, skip: Sequence[str], backend: Backend | None
 ) -> tuple[list[_Link], dict[str, str]]:
     links, skipped = [], dict[str, str]()
-    obstacles = _obstacles([node for node in gm.graph.nodes if _is_layer(node)], ModuleCalls(gm.graph), model, skip)
-    for node, why in obstacles.items():
+    uses = _Uses(gm, model, skip)
+    for node in filter(_is_layer, gm.graph.nodes):
+        why = uses.obstacle(node, "weight")
         path = Obstacle(why) if why else _path_from(node)
-        if isinstance(path, list) and (why := obstacles[path[-1]]):
+        if isinstance(path, list) and (why := uses.obstacle_on(path)):
             path = Obstacle(why)
         if isinstance(path, Obstacle):
             skipped[str(node.target)] = path.why
@@ -286,22 +288,32 @@ def _links(
     return links, skipped
 
 
-def _obstacles(
-    layers: Sequence[fx.Node], calls: ModuleCalls, model: nn.Module, skip: Sequence[str]
-) -> dict[fx.Node, str]:
-    """Return why the weight of each layer cannot be scaled; "" if it can."""
-    names, owners = names_by_module(model), owners_of_parameters(model)
+class _Uses:
+    """What uses the modules and parameters of a model, so that they cannot be scaled for one of their uses alone."""
 
-    def obstacle(node: fx.Node) -> str:
+    def __init__(self, gm: fx.GraphModule, model: nn.Module, skip: Sequence[str]) -> None:
+        self.calls, self.skip = ModuleCalls(gm.graph), skip
+        self.names, self.owners = names_by_module(model), owners_of_parameters(model)
+        self.read = {id(attrgetter(str(node.target))(gm)) for node in gm.graph.find_nodes(op="get_attr")}
+
+    def obstacle(self, node: fx.Node, *attributes: str) -> str:
+        """Return why parameters of a layer, or of a batch norm, cannot be scaled; "" if they can."""
         module, name = module_of(node), str(node.target)
-        if name in skip:
+        if name in self.skip:
             return "skip names it"
-        several = len(names.get(module, ())) > 1 or len(owners.get(id(module._parameters.get("weight")), ())) > 1
-        if several or not calls.is_only_one(node):
-            return f"{name!r} or its weight is used more than once"
-        return "" if "weight" in module._parameters else f"the weight of {name!r} is computed from others"
+        several = len(self.names.get(module, ())) > 1 or not self.calls.is_only_one(node)
+        for attribute in attributes:
+            parameter = module._parameters.get(attribute)
+            if several or len(self.owners.get(id(parameter), ())) > 1 or id(parameter) in self.read:
+                return f"{name!r} or its {attribute} is used more than once"
+            if attribute not in module._parameters:
+                return f"the {attribute} of {name!r} is computed from others"
+        return ""
 
-    return {node: obstacle(node) for node in layers}
+    def obstacle_on(self, path: Sequence[fx.Node]) -> str:
+        """Return why the channels between two layers cannot be scaled; "" if they can."""
+        source = path[1] if kind_of(path[1]).normalizes_batches else path[0]
+        return self.obstacle(source, "weight", "bias") or self.obstacle(path[-1], "weight")
 
 
 def _is_layer(node: fx.Node) -> bool:
