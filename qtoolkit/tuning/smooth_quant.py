@@ -123,7 +123,7 @@ def smooth_quant(
         for name in groups:
             if not bool(torch.isfinite(uses.amax[name]).all()):
                 raise ValueError(
-                    f"smooth_quant: the output of the norm {name!r} has NaN or infinities on a batch, so that its channels have "
+                    f"smooth_quant: the output of the norm {name!r} has NaN or infinities on a batch, so its channels have "
                     f"no largest value; leave this batch out."
                 )
         with values_unchanged_on_error(list(own.parameters())):
