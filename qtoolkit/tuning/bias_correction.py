@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from qtoolkit.batches import not_finite
 from qtoolkit.errors import check_flags, check_known, with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
@@ -83,7 +84,8 @@ def bias_correction(
         The shifts, and why other layers stay as they were.
 
     Raises:
-        ValueError: The method is unknown, no layer can be corrected, or batches are missing, or given for "analytic".
+        ValueError: The method is unknown, no layer can be corrected, batches are missing, or given for "analytic", or one
+            has NaN. The model is then unchanged.
         TypeError: An argument is of a wrong type.
         RuntimeError: A quantizer has no range yet.
 
@@ -197,6 +199,8 @@ def _empirical(
     with LayerRuns(model, wanted, data) as runs, progress_bar("bias", "layers", progress, wanted) as bar:
         for name in bar:
             shifts[name] = _mean_of(layers[name], name, runs) - expected[name].value()
+            if not bool(torch.isfinite(shifts[name]).all()):
+                raise not_finite("bias_correction", f"the output of layer {name!r}")
             layer: Any = layers[name]
             if layer.batch_norm is None:  # round the bias, as the mean has it: its rounding is a part of the shift
                 with torch.no_grad():

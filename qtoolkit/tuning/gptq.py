@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
+from qtoolkit.batches import not_finite
 from qtoolkit.errors import check_flags, with_article
 from qtoolkit.model_state import check_module, removing
 from qtoolkit.nn import QuantWeighted
@@ -113,8 +114,8 @@ def gptq(
         The errors before and after, and why other layers were left out.
 
     Raises:
-        ValueError: A layer in `layers` is unknown or cannot be taken, no layer can, damping is not positive, or there is no
-            batch. The model is then unchanged.
+        ValueError: A layer in `layers` is unknown or cannot be taken, no layer can, damping is not positive, there is no
+            batch, or one has NaN. The model is then unchanged.
         TypeError: An argument is of a wrong type.
         RuntimeError: A quantizer has no range yet.
 
@@ -147,6 +148,8 @@ def gptq(
             layer = prepared.get_submodule(name)
             grid = CodeGrid(layer, name)
             products = _products(layer, runs.whole if order[name] else partial(runs.reach, name))
+            if not bool(torch.isfinite(products.all).all()):
+                raise not_finite("gptq", f"the input of layer {name!r}")
             error = _tried(grid, name, products, dampings, act_order)
             if error.damping is not None:
                 grid.store(rounded(grid, products.all, error.damping, act_order))

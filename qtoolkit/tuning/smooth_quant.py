@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from qtoolkit.batches import not_finite
 from qtoolkit.errors import check_flags, check_known, check_sequence
 from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, random_state_kept, removing, values_unchanged_on_error
@@ -122,10 +123,7 @@ def smooth_quant(
         groups, skipped = _groups(uses, names, skip, _shared(own))
         for name in groups:
             if not bool(torch.isfinite(uses.amax[name]).all()):
-                raise ValueError(
-                    f"smooth_quant: the output of the norm {name!r} has NaN or infinities on a batch, so its channels have "
-                    f"no largest value; leave this batch out."
-                )
+                raise not_finite("smooth_quant", f"the output of the norm {name!r}")
         with values_unchanged_on_error(list(own.parameters())):
             smoothed = tuple(
                 _smooth(name, norms[name], layers, uses.amax[name], alpha, names) for name, layers in groups.items()
