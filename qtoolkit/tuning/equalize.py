@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_flags, check_known, check_sequence
@@ -16,6 +17,7 @@ from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import kind_of
 from qtoolkit.model_state import deepcopy_model, values_unchanged_on_error
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.computed_weights import is_parametrized
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, called_module, module_of
 from qtoolkit.progress import note, progress_bar
@@ -276,7 +278,11 @@ def _links(
 ) -> tuple[list[_Link], dict[str, str]]:
     links, skipped = [], dict[str, str]()
     uses = _Uses(gm, model, skip)
-    for node in filter(_is_layer, gm.graph.nodes):
+    for node in gm.graph.nodes:
+        if not _is_layer(node):
+            if _is_parametrized_layer(node):
+                skipped[str(node.target)] = f"the parameters of {node.target!r} are computed from others"
+            continue
         why = uses.obstacle(node, "weight")
         path = Obstacle(why) if why else _path_from(node)
         if isinstance(path, list) and (why := uses.obstacle_on(path)):
@@ -318,6 +324,11 @@ class _Uses:
 
 def _is_layer(node: fx.Node) -> bool:
     return type(called_module(node)) in LAYERS
+
+
+def _is_parametrized_layer(node: fx.Node) -> bool:
+    module = called_module(node)
+    return module is not None and is_parametrized(module) and type_before_parametrizations(module) in LAYERS
 
 
 def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:

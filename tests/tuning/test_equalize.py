@@ -379,3 +379,12 @@ def test_outputs_that_are_nan_are_an_error_and_infinite_ones_of_masks_are_not() 
             return self.net(x).masked_fill(torch.eye(4, dtype=torch.bool), -torch.inf)
 
     assert len(qt.tuning.equalize(Masked(), torch.randn(4, 8), progress=False).pairs) == 1
+
+
+def test_layers_whose_parameters_are_computed_are_named() -> None:
+    model = uneven(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+    torch.nn.utils.parametrizations.weight_norm(model[2])
+    result = qt.tuning.equalize(model, torch.randn(2, 8), progress=False)
+    assert not result.pairs
+    assert result.skipped["2"] == "the parameters of '2' are computed from others"
+    assert set(result.skipped) == {"0", "2", "4"}
