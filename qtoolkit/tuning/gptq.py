@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from qtoolkit import ops
 from qtoolkit.batches import not_finite
 from qtoolkit.errors import check_flags, with_article
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.nodes import kind_of_module
 from qtoolkit.model_state import check_module, removing
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.module import quantized
@@ -20,7 +22,7 @@ from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
 from qtoolkit.tuning.rounding.earlier import warn_before_rounding
 from qtoolkit.tuning.rounding.grids import CodeGrid
-from qtoolkit.tuning.rounding.units import chosen, obstacles
+from qtoolkit.tuning.rounding.units import chosen, obstacles, obstacles_of_functions
 from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
 from qtoolkit.tuning.runs.stepwise import LayerRuns
 
@@ -164,10 +166,10 @@ def _obstacles(model: nn.Module) -> dict[str, str]:
     for name in reasons:
         layer = model.get_submodule(name)
         if not isinstance(layer, nn.Linear):
-            reasons[name] = (
-                f"it is {with_article(type(layer))}, and only linear layers can be; qtoolkit.tuning.reconstruct takes it"
-            )
-    return reasons
+            takes = kind_of_module(layer).layer and isinstance(model, QuantizedGraphModule)
+            other = "; qtoolkit.tuning.reconstruct takes it" if takes else ""
+            reasons[name] = f"it is {with_article(type(layer))}, and only linear layers can be{other}"
+    return reasons | obstacles_of_functions(model)
 
 
 def _order(model: nn.Module, names: Sequence[str], data: Batches) -> dict[str, bool]:
