@@ -27,6 +27,13 @@ def check_batches(what: str, batches: object, forward: object) -> None:
         raise TypeError(f"{what}: forward must be a function of a model and a batch, or None, got {forward!r}.")
 
 
+def not_finite(what: str, values: str) -> ValueError:
+    """Return the error of the function `what` for values that are NaN or infinite on one of the batches."""
+    return ValueError(
+        f"{what}: {values} has NaN or infinities on a batch, from which nothing can be learned; leave this batch out."
+    )
+
+
 def no_batch(what: str) -> ValueError:
     """Return the error of the public function `what` for batches that hold none."""
     return ValueError(f"{what}: batches must hold at least one batch, got none.")

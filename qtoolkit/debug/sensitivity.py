@@ -1,6 +1,7 @@
 """sensitivity(): measure how the quantization of each layer affects the score, and leave the most sensitive in float."""
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,16 +13,19 @@ from torch import nn
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.kinds import Kind, path_of
 from qtoolkit.eager.record import plan_of
-from qtoolkit.errors import check_flags, check_known
+from qtoolkit.errors import check_flags, check_known, some
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, name_of, object_type_of
 from qtoolkit.model_state import check_module, evaluating
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.rounded import is_rounded
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import disable_quantization, freeze_ranges
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, quantization_report
 from qtoolkit.report.lines import table
+from qtoolkit.shared_modules import first_names
 
 By = Literal["layer", "type"]
 Mode = Literal["one", "all_but_one"]
@@ -157,6 +161,10 @@ def sensitivity(
     Returns:
         The scores, the worst layer first (ties by name).
 
+    Warns:
+        UserWarning: A method of `qtoolkit.tuning` has rounded the weights, or corrected the biases: without quantizers they are
+            not those of the float model.
+
     Raises:
         RuntimeError: A quantizer has no range yet.
         ValueError: The model has no quantizers to switch, a name or an option is unknown, or a score is not finite.
@@ -185,6 +193,7 @@ def sensitivity(
     every = _units(model, by)
     for name in names or ():
         check_known(by, name, [unit.name for unit in every])
+    _warn_of_other_weights(model)
     units = [unit for unit in every if names is None or unit.name in names]
     with progress_bar("sensitivity", "scores", progress, total=len(units) + 2) as bar:
         score = partial(_score, model, evaluate, bar)
@@ -250,6 +259,24 @@ def _check(model: nn.Module) -> None:
     for quantizer in quantizers.values():
         if isinstance(quantizer, TensorQuantizer):
             quantizer.check_ready()
+
+
+def _warn_of_other_weights(model: nn.Module) -> None:
+    """Warn of layers that are no longer those of the float model when their quantizers are off."""
+    layers = {name: module for module, name in first_names(model).items() if isinstance(module, QuantWeighted)}
+    rounded = [repr(name) for name, layer in layers.items() if is_rounded(layer)]
+    corrected = [repr(name) for name, layer in layers.items() if layer.bias_is_corrected]
+    for names, have, by in (
+        (rounded, "weights that lie on their codes", "reconstruct or gptq"),
+        (corrected, "biases that make up for rounding", "bias_correction"),
+    ):
+        if names:
+            warnings.warn(
+                f"sensitivity: the layers {some(names)} have {have}, as after qtoolkit.tuning.{by}: with their quantizers off "
+                f"they are not those of the float model, so that the score in float and the drops are wrong. Measure a model "
+                f"to which such a method was not applied.",
+                stacklevel=3,
+            )
 
 
 def _number(score: Any, what: str) -> float:

@@ -47,7 +47,8 @@ class Similarity:
             return cls(1.0, math.inf)
         norms = math.sqrt(signal * float(b @ b))
         cosine = float(a @ b) / norms if norms else 0.0
-        return cls(cosine, 10 * math.log10(signal / noise) if signal else -math.inf)
+        ratio = signal / noise
+        return cls(cosine, -math.inf if ratio == 0 else 10 * math.log10(ratio))
 
     def __str__(self) -> str:
         return f"{self.cosine:.6f} {self.sqnr:6.1f} dB"
@@ -77,7 +78,7 @@ class Comparison:
     """Result of `compare`; prints as a table.
 
     Attributes:
-        layers: The quantized layers, in ascending order of their own SQNR.
+        layers: The quantized layers, in ascending order of their own SQNR; those with nothing to compare at the end.
         output: Similarity of the models' outputs: of floating-point tensors, or of integers, such as classes, where there are
             no others.
     """
@@ -88,7 +89,7 @@ class Comparison:
     @classmethod
     def of(cls, layers: Iterable[LayerComparison], reference: Any, quantized: Any) -> "Comparison":
         """Return the comparison of layers, and of what two models return."""
-        return cls(tuple(sorted(layers, key=lambda layer: layer.own.sqnr)), similarity_of(reference, quantized))
+        return cls(tuple(sorted(layers, key=_badness)), similarity_of(reference, quantized))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain values. Infinite values are not valid JSON."""
@@ -114,6 +115,11 @@ class Call(NamedTuple):
 Calls = dict[str, list[Call]]
 
 
+def _badness(layer: LayerComparison) -> tuple[bool, float]:
+    """Return the key by which layers are sorted, the worst first; those with nothing to compare, NaN, are the last."""
+    return math.isnan(layer.own.sqnr), layer.own.sqnr
+
+
 @contextmanager
 def watching(model: nn.Module, names: Sequence[str]) -> Iterator[Calls]:
     """Record the calls of submodules for the duration of a `with` block."""
@@ -132,7 +138,7 @@ def _note(calls: list[Call], layer: nn.Module, args: tuple[Any, ...], kwargs: di
 def note_worst(bar: Any, layers: Sequence[LayerComparison]) -> None:
     """Show the layer with the largest error of its own so far."""
     if layers:
-        worst = min(layers, key=lambda layer: layer.own.sqnr)
+        worst = min(layers, key=_badness)
         note(bar, f"worst {worst.name}: {worst.own.sqnr:.1f} dB")
 
 

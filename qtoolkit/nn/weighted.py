@@ -156,6 +156,13 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         if bn is not None and self.takes_factor and not bn.running_var.is_meta:
             batch_norm.take_factor(self, bn, bn.running_var, frozen)
 
+    def reset_parameters(self) -> None:
+        """Initialize weight and bias anew, as torch's class does, with the range of the new weight: learned scales too."""
+        super().reset_parameters()  # type: ignore[misc]  # of torch's class
+        if hasattr(self, "weight_quantizer"):  # torch's classes call this before there are quantizers
+            self.bias_is_corrected = False
+            self.reset_weight_range()
+
     def refresh_weight_range(self) -> None:
         """Set the range as in the class above, after the scales have taken the factor of the running statistics."""
         self.take_factor()

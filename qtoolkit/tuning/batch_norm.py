@@ -1,19 +1,24 @@
 """reestimate_batch_norm(): running statistics of batch norms anew from data."""
 
-from collections.abc import Collection, Iterable
+import warnings
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.errors import check_flags
+from qtoolkit.errors import check_flags, some
 from qtoolkit.model_state import attribute_kept, check_module, removing
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.progress import batches_of
+from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, look, much_clipped
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
+
+ROUNDING = 1e-12  # of the square of a mean: a variance below it is zero
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,12 @@ def reestimate_batch_norm(
     Returns:
         The batch norms that were estimated, and why others were not.
 
+    Warns:
+        UserWarning: The range of an activation clips more than a few per cent of the values, or rounds all of them to zero.
+
     Raises:
         ValueError: The model has no batch norm with running statistics that may change (`qtoolkit.prepare` folds them in eval
-            mode), or there is no batch.
+            mode), there is no batch, or the statistics are not finite.
         TypeError: An argument is of a wrong type, or a batch does not match the model's forward.
 
     Example:
@@ -78,8 +86,9 @@ def reestimate_batch_norm(
         )
     data = Batches(batches, forward, "reestimate_batch_norm")
     with tuning(model):
-        sums = {name: _Sums(bn) for name, bn in found.items()}
-        count = _sum_up(model, data, sums.values(), progress)
+        sums = {name: _Sums(name, bn) for name, bn in found.items()}
+        ranges = _ranges(model)
+        count = _sum_up(model, data, sums.values(), ranges, progress)
         layers = [module for module in model.modules() if isinstance(module, QuantWeighted)]
         for layer in layers:
             layer.take_factor()
@@ -92,13 +101,17 @@ def reestimate_batch_norm(
         for module in model.modules():
             if isinstance(module, QuantModule):
                 module.refresh_weight_range()
+    _warn_of_ranges(ranges)
     return Reestimation(count, tuple(name for name in found if name not in unchanged), unchanged)
 
 
-def _sum_up(model: nn.Module, data: Batches, sums: Collection["_Sums"], progress: bool) -> int:
-    """Take in the statistics of all calls; return how many batches there were."""
+def _sum_up(
+    model: nn.Module, data: Batches, sums: Collection["_Sums"], ranges: Sequence["_Clipping"], progress: bool
+) -> int:
+    """Take in the statistics of all calls, and what ranges clip; return how many batches there were."""
     count, norms = 0, [each.bn for each in sums]
-    kept = removing([each.bn.register_forward_hook(each.take) for each in sums])
+    hooks = [each.bn.register_forward_hook(each.take) for each in sums]
+    kept = removing(hooks + [each.quantizer.register_forward_pre_hook(each.take) for each in ranges])
     with kept, attribute_kept(norms, "momentum"), attribute_kept(norms, "training"), torch.no_grad():
         for bn in norms:  # its running statistics become those of each call
             bn.momentum, bn.training = 1.0, True
@@ -128,8 +141,8 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
 class _Sums:
     """The sums of the statistics of a batch norm's calls: with momentum 1, its running ones are those of the last call."""
 
-    def __init__(self, bn: Any) -> None:
-        self.bn = bn
+    def __init__(self, name: str, bn: Any) -> None:
+        self.name, self.bn = name, bn
         self.old = [tensor.clone() for tensor in self._tensors()]
         self.seen = bn.num_batches_tracked.clone()
         self.count, self.mean, self.square = 0, torch.zeros(()), torch.zeros(())
@@ -152,7 +165,61 @@ class _Sums:
         """Set the new statistics; return whether there are any."""
         if self.count:
             mean = self.mean / self.count
+            variance = (self.square / self.count - mean.square()).clamp(
+                min=0
+            )  # a constant channel's is zero up to rounding
+            if isinstance(self.bn, LinkedBatchNorm):
+                # Its weights are rounded to zero. A variance of zero would make them hundreds of times as large, off the grid.
+                constant = variance <= ROUNDING * mean.square()
+                variance = torch.where(constant, self.old[1].to(variance), variance)
+            self._check_finite(mean, variance)
             self.bn.running_mean.copy_(mean)
-            variance = self.square / self.count - mean.square()
-            self.bn.running_var.copy_(variance.clamp(min=0))  # a constant channel's is zero up to rounding
+            self.bn.running_var.copy_(variance)
         return self.count > 0
+
+    def _check_finite(self, mean: Tensor, variance: Tensor) -> None:
+        if not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all()):
+            raise ValueError(
+                f"reestimate_batch_norm: statistics of the batch norm {self.name!r} are not finite, so nothing was changed: "
+                f"a batch has NaN, infinities or one value for each channel; leave this batch out."
+            )
+
+
+class _Clipping:
+    """The share of an activation's values that its range clips, and whether all of them are rounded to zero."""
+
+    def __init__(self, quantizer: TensorQuantizer) -> None:
+        self.quantizer, self.count = quantizer, 0
+        self.clipped = 0.0  # how many values
+        self.vanishes = True
+
+    def take(self, quantizer: nn.Module, args: tuple[Any, ...]) -> None:
+        """Take in the input of a call: a forward pre-hook."""
+        if self.quantizer.ready and args[0].numel():
+            clipped, vanished = look(self.quantizer, args[0]).tolist()
+            self.clipped += clipped * args[0].numel()
+            self.count += args[0].numel()
+            self.vanishes = self.vanishes and bool(vanished)
+
+    def why(self) -> str:
+        """Return what is wrong with the range; "" for nothing."""
+        share = self.clipped / max(self.count, 1)
+        if self.count and self.vanishes:
+            return f"{self.quantizer.name!r} (all rounded to zero)"
+        return f"{self.quantizer.name!r} ({share:.1%} clipped)" if much_clipped(self.quantizer, share) else ""
+
+
+def _ranges(model: nn.Module) -> list[_Clipping]:
+    """Return the looks at all activations that have a range of their own."""
+    found = quantizers_of(model).values()
+    return [_Clipping(q) for q in found if q.quantizing and not q.of_weight and q.capability.direct]
+
+
+def _warn_of_ranges(ranges: Iterable[_Clipping]) -> None:
+    wrong = [why for each in ranges if (why := each.why())]
+    if wrong:
+        warnings.warn(
+            f"reestimate_batch_norm: the ranges of {some(wrong)} do not fit the activations with the new statistics (at most "
+            f"{MUCH_CLIPPED:.0%} should be clipped); call qtoolkit.calibrate again.",
+            stacklevel=3,
+        )

@@ -10,12 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from qtoolkit.batches import not_finite
 from qtoolkit.errors import check_flags, check_known, with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import bounds_of, is_quantizer, kind_of
 from qtoolkit.model_state import check_module, removing
-from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
+from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.op_kinds.rules import called_module
 from qtoolkit.progress import batches_of, note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
@@ -23,6 +24,7 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report.lines import table
 from qtoolkit.shared_modules import first_names, owners_of_parameters
 from qtoolkit.tuning.rounding.earlier import warn_before_correction
+from qtoolkit.tuning.rounding.units import obstacles_of_functions
 from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
 from qtoolkit.tuning.runs.stepwise import LayerRuns
 from qtoolkit.verdicts import Obstacle
@@ -83,7 +85,8 @@ def bias_correction(
         The shifts, and why other layers stay as they were.
 
     Raises:
-        ValueError: The method is unknown, no layer can be corrected, or batches are missing, or given for "analytic".
+        ValueError: The method is unknown, no layer can be corrected, batches are missing, or given for "analytic", or one
+            has NaN. The model is then unchanged.
         TypeError: An argument is of a wrong type.
         RuntimeError: A quantizer has no range yet.
 
@@ -126,6 +129,8 @@ def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]
     names, owners = first_names(model), owners_of_parameters(model)
     for module, name in names.items():
         if not isinstance(module, QuantWeighted) or not module.OP_KIND.layer:
+            if isinstance(module, QuantModule) and module.weight_quantizers() and not module.OP_KIND.takes_indices:
+                skipped[name] = f"it is of kind {module.OP_KIND.name!r}, whose biases are not corrected"
             continue
         quantizer = module.weight_quantizer
         if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
@@ -137,7 +142,7 @@ def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]
         else:
             quantizer.check_ready()
             found[name] = module
-    return found, skipped
+    return found, skipped | obstacles_of_functions(model)
 
 
 def _bias_of(layer: QuantWeighted) -> Any:
@@ -197,6 +202,8 @@ def _empirical(
     with LayerRuns(model, wanted, data) as runs, progress_bar("bias", "layers", progress, wanted) as bar:
         for name in bar:
             shifts[name] = _mean_of(layers[name], name, runs) - expected[name].value()
+            if not bool(torch.isfinite(shifts[name]).all()):
+                raise not_finite("bias_correction", f"the output of layer {name!r}")
             layer: Any = layers[name]
             if layer.batch_norm is None:  # round the bias, as the mean has it: its rounding is a part of the shift
                 with torch.no_grad():

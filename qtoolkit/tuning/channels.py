@@ -28,7 +28,7 @@ class ChannelView:
         self.dims: int = layer.weight.dim() - 2
 
     def _grouped(self) -> Tensor:
-        """Return a view of the weight, (groups, outputs, inputs, kernel)."""
+        """Return the values of the weight, (groups, outputs, inputs, kernel)."""
         weight: Tensor = self.layer.weight.detach()
         view = (
             weight.reshape(self.groups, -1, *weight.shape[1:]).flatten(3)
@@ -47,10 +47,15 @@ class ChannelView:
 
     def multiply_outputs(self, factor: Tensor) -> None:
         """Multiply each output channel by its factor."""
-        with torch.no_grad():
-            self._grouped().mul_(factor.reshape(self.groups, -1, 1, 1))
+        self._multiply(factor.reshape(self.groups, -1, 1, 1))
 
     def multiply_inputs(self, factor: Tensor) -> None:
         """Multiply each input channel by its factor."""
+        self._multiply(factor.reshape(self.groups, 1, -1, 1))
+
+    def _multiply(self, factor: Tensor) -> None:
+        """Multiply the weight by a factor in the shape of its groups: the weight itself, whose memory may not be contiguous."""
         with torch.no_grad():
-            self._grouped().mul_(factor.reshape(self.groups, 1, -1, 1))
+            full = factor.expand(self._grouped().shape)
+            full = full.transpose(1, 2) if self.transposed else full
+            self.layer.weight.mul_(full.reshape(self.layer.weight.shape))

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_flags, check_known, check_sequence
@@ -15,6 +17,7 @@ from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import kind_of
 from qtoolkit.model_state import deepcopy_model, values_unchanged_on_error
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.computed_weights import is_parametrized
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, called_module, module_of
 from qtoolkit.progress import note, progress_bar
@@ -266,7 +269,7 @@ def ranges_of_channels(x: Tensor, source: Tensor, dims: int) -> Tensor:
         >>> ranges_of_channels(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.zeros(2, 2, 5, 5), 2)
         tensor([3., 6.])
     """
-    channels = x.detach().movedim(source.dim() - 1 - dims, 0).flatten(1)
+    channels = x.detach().movedim(source.dim() - 1 - dims, 0).unsqueeze(-1).flatten(1)
     return channels.amax(1).clamp(min=0) - channels.amin(1).clamp(max=0)
 
 
@@ -274,10 +277,15 @@ def _links(
     gm: fx.GraphModule, model: nn.Module, skip: Sequence[str], backend: Backend | None
 ) -> tuple[list[_Link], dict[str, str]]:
     links, skipped = [], dict[str, str]()
-    obstacles = _obstacles([node for node in gm.graph.nodes if _is_layer(node)], ModuleCalls(gm.graph), model, skip)
-    for node, why in obstacles.items():
+    uses = _Uses(gm, model, skip)
+    for node in gm.graph.nodes:
+        if not _is_layer(node):
+            if _is_parametrized_layer(node):
+                skipped[str(node.target)] = f"the parameters of {node.target!r} are computed from others"
+            continue
+        why = uses.obstacle(node, "weight")
         path = Obstacle(why) if why else _path_from(node)
-        if isinstance(path, list) and (why := obstacles[path[-1]]):
+        if isinstance(path, list) and (why := uses.obstacle_on(path)):
             path = Obstacle(why)
         if isinstance(path, Obstacle):
             skipped[str(node.target)] = path.why
@@ -286,26 +294,41 @@ def _links(
     return links, skipped
 
 
-def _obstacles(
-    layers: Sequence[fx.Node], calls: ModuleCalls, model: nn.Module, skip: Sequence[str]
-) -> dict[fx.Node, str]:
-    """Return why the weight of each layer cannot be scaled; "" if it can."""
-    names, owners = names_by_module(model), owners_of_parameters(model)
+class _Uses:
+    """What uses the modules and parameters of a model, so that they cannot be scaled for one of their uses alone."""
 
-    def obstacle(node: fx.Node) -> str:
+    def __init__(self, gm: fx.GraphModule, model: nn.Module, skip: Sequence[str]) -> None:
+        self.calls, self.skip = ModuleCalls(gm.graph), skip
+        self.names, self.owners = names_by_module(model), owners_of_parameters(model)
+        self.read = {id(attrgetter(str(node.target))(gm)) for node in gm.graph.find_nodes(op="get_attr")}
+
+    def obstacle(self, node: fx.Node, *attributes: str) -> str:
+        """Return why parameters of a layer, or of a batch norm, cannot be scaled; "" if they can."""
         module, name = module_of(node), str(node.target)
-        if name in skip:
+        if name in self.skip:
             return "skip names it"
-        several = len(names.get(module, ())) > 1 or len(owners.get(id(module._parameters.get("weight")), ())) > 1
-        if several or not calls.is_only_one(node):
-            return f"{name!r} or its weight is used more than once"
-        return "" if "weight" in module._parameters else f"the weight of {name!r} is computed from others"
+        several = len(self.names.get(module, ())) > 1 or not self.calls.is_only_one(node)
+        for attribute in attributes:
+            parameter = module._parameters.get(attribute)
+            if several or len(self.owners.get(id(parameter), ())) > 1 or id(parameter) in self.read:
+                return f"{name!r} or its {attribute} is used more than once"
+            if attribute not in module._parameters:
+                return f"the {attribute} of {name!r} is computed from others"
+        return ""
 
-    return {node: obstacle(node) for node in layers}
+    def obstacle_on(self, path: Sequence[fx.Node]) -> str:
+        """Return why the channels between two layers cannot be scaled; "" if they can."""
+        source = path[1] if kind_of(path[1]).normalizes_batches else path[0]
+        return self.obstacle(source, "weight", "bias") or self.obstacle(path[-1], "weight")
 
 
 def _is_layer(node: fx.Node) -> bool:
     return type(called_module(node)) in LAYERS
+
+
+def _is_parametrized_layer(node: fx.Node) -> bool:
+    module = called_module(node)
+    return module is not None and is_parametrized(module) and type_before_parametrizations(module) in LAYERS
 
 
 def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
+from qtoolkit.batches import not_finite
 from qtoolkit.errors import check_flags, with_article
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.nodes import kind_of_module
 from qtoolkit.model_state import check_module, removing
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.module import quantized
@@ -19,7 +22,7 @@ from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
 from qtoolkit.tuning.rounding.earlier import warn_before_rounding
 from qtoolkit.tuning.rounding.grids import CodeGrid
-from qtoolkit.tuning.rounding.units import chosen, obstacles
+from qtoolkit.tuning.rounding.units import chosen, obstacles, obstacles_of_functions
 from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
 from qtoolkit.tuning.runs.stepwise import LayerRuns
 
@@ -113,8 +116,8 @@ def gptq(
         The errors before and after, and why other layers were left out.
 
     Raises:
-        ValueError: A layer in `layers` is unknown or cannot be taken, no layer can, damping is not positive, or there is no
-            batch. The model is then unchanged.
+        ValueError: A layer in `layers` is unknown or cannot be taken, no layer can, damping is not positive, there is no
+            batch, or one has NaN. The model is then unchanged.
         TypeError: An argument is of a wrong type.
         RuntimeError: A quantizer has no range yet.
 
@@ -147,6 +150,8 @@ def gptq(
             layer = prepared.get_submodule(name)
             grid = CodeGrid(layer, name)
             products = _products(layer, runs.whole if order[name] else partial(runs.reach, name))
+            if not bool(torch.isfinite(products.all).all()):
+                raise not_finite("gptq", f"the input of layer {name!r}")
             error = _tried(grid, name, products, dampings, act_order)
             if error.damping is not None:
                 grid.store(rounded(grid, products.all, error.damping, act_order))
@@ -161,10 +166,10 @@ def _obstacles(model: nn.Module) -> dict[str, str]:
     for name in reasons:
         layer = model.get_submodule(name)
         if not isinstance(layer, nn.Linear):
-            reasons[name] = (
-                f"it is {with_article(type(layer))}, and only linear layers can be; qtoolkit.tuning.reconstruct takes it"
-            )
-    return reasons
+            takes = kind_of_module(layer).layer and isinstance(model, QuantizedGraphModule)
+            other = "; qtoolkit.tuning.reconstruct takes it" if takes else ""
+            reasons[name] = f"it is {with_article(type(layer))}, and only linear layers can be{other}"
+    return reasons | obstacles_of_functions(model)
 
 
 def _order(model: nn.Module, names: Sequence[str], data: Batches) -> dict[str, bool]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from qtoolkit.batches import not_finite
 from qtoolkit.errors import check_flags, check_known, check_whole
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import clone_tensors
@@ -154,8 +155,8 @@ def reconstruct(
 
     Raises:
         TypeError: The model was not prepared, or a batch does not match its forward.
-        ValueError: An option is unknown or out of range, a layer in `layers` cannot be taken, there is no batch, or `path` is
-            from other options. The model is then unchanged; so it is after KeyboardInterrupt.
+        ValueError: An option is unknown or out of range, a layer in `layers` cannot be taken, there is no batch, one has NaN,
+            or `path` is from other options. The model is then unchanged; so it is after KeyboardInterrupt.
         RuntimeError: A quantizer has no range yet.
 
     Example:
@@ -245,6 +246,8 @@ class _Task:
         with samples.cache() as cache:
             samples.fill(cache, place)
             before = _error(module, cache)
+            if not math.isfinite(before):
+                raise not_finite("reconstruct", f"the output of {self.unit.name!r}, or its target,")
             original = self._state()
             nearest = {name: grid.nearest() for name, grid in self.grids.items()}
             codes = learn(module, self.grids, self.activations, cache, self.options, place, before, bar)

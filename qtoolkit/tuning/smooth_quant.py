@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from qtoolkit.batches import not_finite
 from qtoolkit.errors import check_flags, check_known, check_sequence
 from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, random_state_kept, removing, values_unchanged_on_error
 from qtoolkit.progress import batches_of
-from qtoolkit.shared_modules import first_names
+from qtoolkit.quantizers.codes import version_of
+from qtoolkit.shared_modules import first_names, owners_of_parameters
 from qtoolkit.tuning.runs.batches import Batches, Forward
 from qtoolkit.tuning.unchanged import check_float, largest_change
 
@@ -94,7 +96,7 @@ def smooth_quant(
 
     Raises:
         TypeError: An argument is of a wrong type, or the model has quantizers.
-        ValueError: alpha is not in [0, 1], a name in `skip` is unknown, or there is no batch.
+        ValueError: alpha is not in [0, 1], a name in `skip` is unknown, there is no batch, or the output of a norm has NaN.
         RuntimeError: The outputs would change; the model is then unchanged.
 
     Example:
@@ -118,7 +120,10 @@ def smooth_quant(
     with torch.no_grad(), random_state_kept(own), evaluating(own):
         uses = _Uses(own, norms)
         batch, before = _watch(own, data, uses, progress)
-        groups, skipped = _groups(uses, names, skip)
+        groups, skipped = _groups(uses, names, skip, _shared(own))
+        for name in groups:
+            if not bool(torch.isfinite(uses.amax[name]).all()):
+                raise not_finite("smooth_quant", f"the output of the norm {name!r}")
         with values_unchanged_on_error(list(own.parameters())):
             smoothed = tuple(
                 _smooth(name, norms[name], layers, uses.amax[name], alpha, names) for name, layers in groups.items()
@@ -158,12 +163,13 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        taken = [(tensor, version_of(tensor)) for tensor in tensors_of((*args, *kwargs.values()))]
         result = func(*args, **kwargs)
         if func is F.linear:
             self._linear(*args, **kwargs)
         elif isinstance(result, Tensor | tuple | list) and tensors_of(result):
-            for tensor in tensors_of((*args, *kwargs.values())):
-                if id(tensor) in self.outputs and result is not tensor:
+            for tensor, version in taken:  # a result that is the tensor itself, unchanged, is no use of it
+                if id(tensor) in self.outputs and (result is not tensor or version_of(tensor) != version):
                     self.others[self.outputs[id(tensor)][0]].setdefault(getattr(func, "__name__", str(func)))
         return result
 
@@ -196,8 +202,21 @@ def _watch(model: nn.Module, data: Batches, uses: _Uses, progress: bool) -> tupl
     return first[0]  # `Batches` has raised an error where there is none
 
 
+def _shared(model: nn.Module) -> dict[nn.Module, str]:
+    """Return which weight or bias of a module is that of another one too, as that of an embedding and the last layer."""
+    owners = owners_of_parameters(model)
+    found: dict[nn.Module, str] = {}
+    for module, name in first_names(model).items():
+        # The bias of a linear layer stays.
+        for attribute in ("weight",) if type(module) is nn.Linear else ("weight", "bias"):
+            others = [owner for owner in owners.get(id(module._parameters.get(attribute)), ()) if owner != name]
+            if others:
+                found.setdefault(module, f"the {attribute} of {name!r} is that of {others[0]!r} too")
+    return found
+
+
 def _groups(
-    uses: _Uses, names: Mapping[nn.Module, str], skip: Sequence[str]
+    uses: _Uses, names: Mapping[nn.Module, str], skip: Sequence[str], tied: Mapping[nn.Module, str]
 ) -> tuple[dict[str, list[nn.Linear]], dict[str, str]]:
     groups: dict[str, list[nn.Linear]] = {}
     skipped: dict[str, str] = {}
@@ -213,6 +232,8 @@ def _groups(
             skipped[name] = "no linear layer takes its output"
         elif shared:
             skipped[name] = f"{shared[0]!r} takes other tensors too"
+        elif why := next((tied[module] for module in (uses.norms[name], *layers) if module in tied), ""):
+            skipped[name] = why
         else:
             groups[name] = list(layers)
     return groups, skipped

@@ -30,13 +30,19 @@ def outputs_of(model: nn.Module, example_inputs: Any) -> list[Tensor]:
 def largest_change(before: list[Tensor], after: list[Tensor], what: str) -> float:
     """Return the largest difference of two outputs, as a share of the largest magnitude.
 
-    Raises RuntimeError: it is larger than roundings explain.
+    Raises RuntimeError: it is larger than roundings explain; ValueError: the outputs have NaN, which no change shows in.
     """
     largest = 0.0
     for old, new in zip(before, after, strict=True):
-        if old.is_floating_point() and old.numel():
-            scale = max(float(old.abs().max()), 1e-30)
-            change = float((old.double() - new.double()).abs().max()) / scale
+        if bool(old.isnan().any()):
+            raise ValueError(
+                f"{what}: the model's output has NaN before anything was changed, so that it cannot be compared; pass inputs "
+                f"that give finite outputs."
+            )
+        differs = old != new  # infinities, as of masks, stay what they are
+        if old.is_floating_point() and bool(differs.any()):
+            scale = max(float(old[old.isfinite()].abs().max()), 1e-30) if bool(old.isfinite().any()) else 1e-30
+            change = float((old[differs].double() - new[differs].double()).abs().max()) / scale
             largest = max(largest, change)
             if not change <= TOLERANCE.get(old.dtype, 2e-2):
                 raise RuntimeError(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.debug.similarity import similarity_of
+from qtoolkit.debug.similarity import Comparison, LayerComparison, Similarity, similarity_of
 from tests.nets import Residual
 
 W2 = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=2, axis=0))
@@ -261,3 +261,15 @@ def test_outputs_of_different_shape_have_no_similarity() -> None:
         found = similarity_of(*pair)
         assert math.isnan(found.cosine)
         assert math.isnan(found.sqnr)
+
+
+def test_layers_with_nothing_to_compare_are_the_last() -> None:
+    """NaN compares with nothing: between the others it left them in no order."""
+    values = (20.0, math.nan, 5.0, math.nan, 10.0, math.inf, -math.inf)
+    layers = [LayerComparison(str(value), "conv", *[Similarity(1.0, value)] * 2, None) for value in values]
+    names = [layer.name for layer in Comparison.of(layers, torch.ones(2), torch.ones(2)).layers]
+    assert names == ["-inf", "5.0", "10.0", "20.0", "inf", "nan", "nan"]
+
+
+def test_an_infinite_difference_has_an_sqnr() -> None:
+    assert Similarity.of(torch.tensor([3.0, 4.0]), torch.tensor([3.0, math.inf])).sqnr == -math.inf

@@ -259,3 +259,24 @@ def test_what_somebody_makes_of_the_quantizer_of_a_weight_is_called(watch, road:
     watch(layer.weight_quantizer, calls)
     torch.testing.assert_close(step(), before, rtol=1e-4, atol=1e-4)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"quantizer": "lsq"}, {"quantizer": "lsq", "axis": 0}], ids=str)
+def test_parameters_that_are_initialized_anew_have_a_range_of_their_own(options: dict) -> None:
+    """Learned scales would stay those of the old weights, whose codes then have two values, or clip all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Linear(4, 4)).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=4, **options)))
+    prepared = qt.prepare(model, torch.randn(2, 3, 6, 6), qconfig_mapping=mapping)
+    qt.calibrate(prepared, [torch.randn(2, 3, 6, 6)], progress=False)
+    for layer in prepared.modules():
+        if isinstance(layer, qt.nn.QuantWeighted):
+            layer.reset_parameters()
+            expected = layer.weight_quantizer.scale.clone()
+            layer.reset_weight_range()
+            torch.testing.assert_close(layer.weight_quantizer.scale, expected)
+            weight = layer.effective_weight()
+            assert (layer.weight_quantizer(weight) - weight).norm() < 0.2 * weight.norm()

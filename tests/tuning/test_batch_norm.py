@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -179,3 +180,58 @@ def test_models_without_statistics() -> None:
     assert "1: as it was: it has no running statistics" in str(report)
     with pytest.raises(ValueError, match="at least one batch"):
         qt.tuning.reestimate_batch_norm(model, [], progress=False)
+
+
+def test_a_batch_that_is_not_finite_is_an_error() -> None:
+    """Its statistics would make all outputs NaN, long after the call."""
+    prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train())
+    x = torch.randn(8, 3, 6, 6)
+    qt.calibrate(prepared, [x], progress=False)
+    before = copy.deepcopy(prepared.state_dict())
+    x[0, 0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"batch norm '1' are not finite, so nothing was changed: a batch has NaN"):
+        qt.tuning.reestimate_batch_norm(prepared, [torch.randn(8, 3, 6, 6), x], progress=False)
+    torch.testing.assert_close(dict(prepared.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_ranges_of_the_old_statistics_are_said() -> None:
+    """A model that is calibrated in eval mode has ranges of the old running statistics, which stay."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, eps=1e-9), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        model[1].running_var.fill_(100.0)
+    x = torch.randn(16, 3, 8, 8)
+    replaced = qt.quant_modules.replace(model)
+    qt.calibrate(replaced, [x], progress=False)
+    with pytest.warns(
+        UserWarning, match=r"ranges of '3\.input_quantizer' \(\d+\.\d% clipped\) do not fit the activations"
+    ):
+        qt.tuning.reestimate_batch_norm(replaced, [x], progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qt.calibrate(replaced, [x], progress=False)
+        qt.tuning.reestimate_batch_norm(replaced, [x], progress=False)
+    with torch.no_grad():
+        model[1].running_var.fill_(1e-7)
+    wide = qt.quant_modules.replace(model)
+    qt.calibrate(wide, [x], progress=False)
+    with pytest.warns(UserWarning, match=r"ranges of '3\.input_quantizer' \(all rounded to zero\) do not fit"):
+        qt.tuning.reestimate_batch_norm(wide, [x], progress=False)
+
+
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+def test_a_channel_that_is_rounded_to_zero_keeps_its_variance(quantizer: str) -> None:
+    """A variance of zero would enlarge its weights hundreds of times: with one scale for all channels they get codes then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)).train()
+    with torch.no_grad():
+        model[1].weight[0] = 0.01
+    x = torch.randn(64, 3, 8, 8)
+    qt.tuning.reestimate_batch_norm(model, [x], progress=False)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, quantizer=quantizer)))
+    prepared = qt.prepare(model, (x,), qconfig_mapping=mapping)
+    qt.calibrate(prepared, [x], progress=False)
+    before = prepared.get_submodule("1").running_var[0].clone()
+    qt.tuning.reestimate_batch_norm(prepared, [x], progress=False)
+    assert prepared.get_submodule("1").running_var[0] == before
+    torch.testing.assert_close(prepared.eval()(x)[:, 0], model.eval()(x)[:, 0], rtol=0, atol=0.05)

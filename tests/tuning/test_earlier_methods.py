@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import qtoolkit as qt
-from qtoolkit.tuning.rounding.grids import CodeGrid
+from qtoolkit.nn.rounded import is_rounded
 
 BATCHES = [torch.rand(32, 8) for _ in range(3)]
 
@@ -72,11 +72,11 @@ def test_rounding_says_that_biases_were_corrected(road: str) -> None:
 def test_weights_of_training_are_not_rounded() -> None:
     for bits, dtype in ((2, torch.float32), (8, torch.float32), (8, torch.bfloat16), (3, torch.float16)):
         model = calibrated(bits=bits, dtype=dtype)
-        assert not CodeGrid(model.get_submodule("3"), "3").is_rounded()
+        assert not is_rounded(model.get_submodule("3"))
     zeros = calibrated()
     nn.init.zeros_(zeros.get_submodule("3").weight)
     qt.freeze_ranges(zeros)
-    assert not CodeGrid(zeros.get_submodule("3"), "3").is_rounded()
+    assert not is_rounded(zeros.get_submodule("3"))
 
 
 def test_a_layer_with_a_scale_for_each_weight_is_not_taken_for_a_rounded_one() -> None:
@@ -95,3 +95,28 @@ def test_a_constant_weight_is_not_rounded() -> None:
     prepared = qt.prepare(model.eval())
     qt.calibrate(prepared, BATCHES, progress=False)
     assert not warned("bias_correction", prepared)
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_sensitivity_after_a_method_says_that_its_scores_are_wrong(road: str) -> None:
+    """Rounded weights lose nothing when they are quantized, so that each layer seems to cost nothing."""
+
+    def score(model: nn.Module) -> float:
+        with torch.no_grad():
+            return float(model(BATCHES[0]).square().mean())
+
+    def measured(model: nn.Module) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            qt.debug.sensitivity(model, score, progress=False)
+        return [str(each.message) for each in found]
+
+    model = calibrated(road)
+    assert not measured(model)
+    corrected = copy.deepcopy(model)
+    METHODS["gptq"](model)
+    (sentence,) = measured(model)
+    assert sentence.startswith("sensitivity: the layers '0', '3' have weights that lie on their codes, as after")
+    METHODS["bias_correction"](corrected)
+    (sentence,) = measured(corrected)
+    assert sentence.startswith("sensitivity: the layers '0', '3' have biases that make up for rounding, as after")

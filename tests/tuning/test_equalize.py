@@ -171,9 +171,10 @@ def test_a_hidden_use_of_a_tensor_is_found_and_nothing_is_changed() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("peeked", self.a.weight.detach(), persistent=False)  # the same memory
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.b(torch.relu(self.a(x))) + self.a.weight.sum()
+            return self.b(torch.relu(self.a(x))) + self.peeked.sum()
 
     model, x = uneven(Peeks()), torch.randn(2, 4)
     before = copy.deepcopy(model.state_dict())
@@ -309,3 +310,81 @@ def test_a_power_of_activations_is_a_share() -> None:
     for wrong in (0.0, -0.5, 1.5):
         with pytest.raises(ValueError, match="equalize: activations must be None, or above 0 and at most 1, got"):
             qt.tuning.equalize(model, torch.randn(4, 4), activations=wrong)
+
+
+class Tied(nn.Module):
+    """Layers that share a bias, a batch norm, or the scale of one, and a weight that forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.b.bias = self.a.bias
+        self.d, self.e, self.f = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.bn, self.same = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.same.weight = self.bn.weight
+        self.last = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.c(torch.relu(self.b(torch.relu(self.a(x))))))
+        x = torch.relu(self.bn(self.e(torch.relu(self.bn(self.d(x))))))
+        return self.last(torch.relu(self.same(self.f(x)))) + self.last.weight.mean()
+
+
+def test_what_is_used_more_than_once_stays_with_the_reason() -> None:
+    """Scaling it for one of its uses was an error about a tensor that the graph does not show."""
+    model, x = uneven(Tied()), torch.randn(2, 3, 5, 5)
+    result = qt.tuning.equalize(model, x, progress=False)
+    assert [(pair.first, pair.second) for pair in result.pairs] == [("c", "d")]
+    again = " is used more than once"
+    assert result.skipped == {
+        "a": "'a' or its bias" + again,
+        "b": "'b' or its bias" + again,
+        "d": "'bn' or its weight" + again,
+        "e": "'bn' or its weight" + again,
+        "f": "'same' or its weight" + again,
+        "last": "'last' or its weight" + again,
+    }
+    torch.testing.assert_close(result.model.eval()(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_whose_memory_is_not_contiguous_is_scaled() -> None:
+    """A view of its groups would be a copy, and what multiplies the copy is lost."""
+    model, x = (
+        uneven(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3, groups=2))),
+        torch.randn(2, 3, 7, 7),
+    )
+    for layer in (model[0], model[2]):
+        layer.weight.data = layer.weight.data.transpose(2, 3)
+    result = qt.tuning.equalize(model, x, progress=False)
+    assert len(result.pairs) == 1
+    assert result.pairs[0].after < result.pairs[0].before
+
+
+def test_activations_of_one_vector_without_a_batch() -> None:
+    model = uneven(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+    assert len(qt.tuning.equalize(model, torch.randn(8), activations=0.5, progress=False).pairs) == 1
+
+
+def test_outputs_that_are_nan_are_an_error_and_infinite_ones_of_masks_are_not() -> None:
+    model = uneven(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+    with pytest.raises(ValueError, match=r"equalize: the model's output has NaN before anything was changed"):
+        qt.tuning.equalize(model, torch.full((2, 8), torch.nan), progress=False)
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).masked_fill(torch.eye(4, dtype=torch.bool), -torch.inf)
+
+    assert len(qt.tuning.equalize(Masked(), torch.randn(4, 8), progress=False).pairs) == 1
+
+
+def test_layers_whose_parameters_are_computed_are_named() -> None:
+    model = uneven(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+    torch.nn.utils.parametrizations.weight_norm(model[2])
+    result = qt.tuning.equalize(model, torch.randn(2, 8), progress=False)
+    assert not result.pairs
+    assert result.skipped["2"] == "the parameters of '2' are computed from others"
+    assert set(result.skipped) == {"0", "2", "4"}

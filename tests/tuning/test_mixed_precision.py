@@ -484,3 +484,14 @@ def test_arguments_that_do_not_fit(model) -> None:
         hessian_traces(model, lambda m, b: m(*b).mean(), [inputs()], weights, probes=0)
     with pytest.raises(ValueError, match="the loss of a batch is nan; it must be finite"):
         hessian_traces(model, lambda m, b: m(*b).mean() * torch.nan, [inputs()], weights)
+
+
+def test_layers_whose_weights_are_computed_are_named() -> None:
+    """They were left out of the costs without a word, or an AttributeError of torch."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    torch.nn.utils.prune.l1_unstructured(model[0], "weight", 0.5)
+    torch.nn.utils.parametrizations.weight_norm(model[1])
+    torch.nn.utils.spectral_norm(model[2])
+    with pytest.warns(UserWarning, match=r"the weights of '0', '1', '2' are computed from others"):
+        search = MixedPrecision(model, torch.randn(2, 8), {"w8": qt.QConfig(None, qt.QuantSpec())})
+    assert list(search.layers) == ["3"]

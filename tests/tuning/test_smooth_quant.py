@@ -140,3 +140,45 @@ def test_bad_arguments() -> None:
             qt.tuning.smooth_quant(model, **{"batches": [x], "progress": False, **arguments})
     with pytest.raises(TypeError, match="smooth it before it is prepared"):
         qt.tuning.smooth_quant(qt.prepare(model, x), [x])
+
+
+class Language(nn.Module):
+    """The last layer has the weight of the embedding, as in most language models; two norms share a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.first, self.up = nn.Embedding(20, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.second, self.third, self.down = nn.LayerNorm(16), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.third.weight = self.second.weight
+        self.fourth, self.shifted = nn.LayerNorm(16), nn.Linear(16, 16)
+        self.last, self.head = nn.LayerNorm(16), nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(self.first(self.embedding(x)))
+        x = self.third(self.down(self.second(x)))
+        y = self.fourth(x)
+        y += 1
+        return self.head(self.last(self.shifted(y)))
+
+
+def test_parameters_of_several_owners_and_outputs_that_are_changed_in_place_stay() -> None:
+    """The check of the outputs refused the whole model."""
+    model, batches = Language().eval(), [torch.randint(20, (4, 5)) for _ in range(2)]
+    result = qt.tuning.smooth_quant(model, batches, progress=False)
+    assert [group.norm for group in result.groups] == ["first"]
+    assert result.skipped == {
+        "second": "the weight of 'second' is that of 'third' too",
+        "third": "layer_norm takes its output too",
+        "fourth": "add_ takes its output too",
+        "last": "the weight of 'head' is that of 'embedding' too",
+    }
+    torch.testing.assert_close(result.model(batches[0]), model(batches[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_that_is_not_finite_is_an_error() -> None:
+    """The channels had no largest value then, and stayed as they were without a word."""
+    x = torch.randn(4, 5, 16)
+    x[0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"the output of the norm '.*' has NaN or infinities on a batch"):
+        qt.tuning.smooth_quant(Block().eval(), [torch.randn(4, 5, 16), x], progress=False)

@@ -215,3 +215,46 @@ def test_several_processes_are_told_that_nothing_is_merged(method: str, monkeypa
     with pytest.warns(UserWarning, match=words) as found:
         tune(method)
     assert Path(found[0].filename) == Path(__file__)
+
+
+@pytest.mark.parametrize("name", ["gptq", "bias_correction", "reconstruct"])
+def test_a_batch_that_is_not_finite_is_an_error_and_the_model_is_as_before(name: str) -> None:
+    """A bias became NaN, and units were kept rounded to nearest without a word."""
+    w3 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=0)))
+    prepared = qt.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), qconfig_mapping=w3)
+    batches = [torch.randn(16, 8) for _ in range(2)]
+    qt.calibrate(prepared, batches, progress=False)
+    before = {name: value.clone() for name, value in prepared.state_dict().items()}
+    batches[1][0, 0] = torch.nan
+    with pytest.raises(ValueError, match=rf"^{name}: the (in|out)put of .*'0'.* has NaN or infinities on a batch"):
+        getattr(qt.tuning, name)(prepared, batches, progress=False)
+    torch.testing.assert_close(dict(prepared.state_dict()), before, rtol=0, atol=0)
+
+
+class Mixed(nn.Module):
+    """An attention, a function that takes a weight, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 4)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.last(F.relu(F.linear(x, self.weight)))
+
+
+def test_every_quantized_weight_that_a_method_leaves_out_is_named() -> None:
+    x, w3 = torch.randn(4, 3, 8), qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=0)))
+    prepared = qt.prepare(Mixed().eval(), x, qconfig_mapping=w3)
+    qt.calibrate(prepared, [x], progress=False)
+    function = "it is a function that takes a weight; make it a layer, which owns the weight"
+    attention = "it is a QuantMultiheadAttention, and only linear layers can be"
+    assert qt.tuning.gptq(copy.deepcopy(prepared), [x], progress=False).skipped == {
+        "attention": attention,
+        "linear": function,
+    }
+    assert qt.tuning.bias_correction(prepared, [x], progress=False).skipped == {
+        "attention": "it is of kind 'attention', whose biases are not corrected",
+        "linear": function,
+    }

@@ -1,20 +1,24 @@
 """MixedPrecision: the layers of a model, what each choice costs, and the choices with the least error within budgets."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.batches import no_batch
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.debug.sensitivity import sensitivity
-from qtoolkit.errors import check_flags, check_known, check_whole
+from qtoolkit.errors import check_flags, check_known, check_whole, some
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module, evaluating
+from qtoolkit.nn.computed_weights import has_weight
 from qtoolkit.progress import batches_of
-from qtoolkit.report.layer_costs import bit_product, count_macs, layers_of
+from qtoolkit.report.layer_costs import LAYERS, bit_product, count_macs, layers_of
+from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.mixed_precision.assignment import Assignment, Front
 from qtoolkit.tuning.mixed_precision.costs import Layer, own_config, size_of
 from qtoolkit.tuning.mixed_precision.errors import (
@@ -46,6 +50,9 @@ class MixedPrecision:
         backend: The target, as for `qtoolkit.prepare`.
         fixed: The choice of layers that have no other, such as the first and the last.
         latency: The latency of each choice of each layer, in any unit.
+
+    Warns:
+        UserWarning: The weights of layers are computed from others (pruned or parametrized): these layers have no choice.
 
     Raises:
         TypeError: `model` is not a module, or a choice is no config.
@@ -88,8 +95,9 @@ class MixedPrecision:
     ) -> None:
         check_module(model, "MixedPrecision")
         self.model, self.choices, self.fixed = model, dict(choices), dict(fixed or {})
-        self.modules = layers_of(model)
+        self.modules = {name: module for name, module in layers_of(model).items() if "weight" in module._parameters}
         self._check()
+        self._warn_of_computed_weights()
         macs = count_macs(model, self.modules, example_inputs)
         self.layers = {name: Layer.of(name, module, macs[name]) for name, module in self.modules.items()}
         rules = LayerRules(backend_of(backend))
@@ -310,6 +318,17 @@ class MixedPrecision:
         for name, choice in self.fixed.items():
             check_known("layer in fixed", name, self.modules)
             check_known(f"choice of layer {name!r} in fixed", choice, self.choices)
+
+    def _warn_of_computed_weights(self) -> None:
+        layers = {n: m for m, n in first_names(self.model).items() if type_before_parametrizations(m) in LAYERS}
+        computed = [repr(name) for name, module in layers.items() if name not in self.modules and has_weight(module)]
+        if computed:
+            warnings.warn(
+                f"MixedPrecision: the weights of {some(computed)} are computed from others (pruned or "
+                f"parametrized), so these layers have no choices, and no part in the costs; make the weights plain with "
+                f"torch.nn.utils first.",
+                stacklevel=3,
+            )
 
     def _check_costs(self, names: Iterable[str]) -> None:
         for name in names:

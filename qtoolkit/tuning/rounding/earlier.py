@@ -7,8 +7,7 @@ from torch import nn
 
 from qtoolkit.errors import some
 from qtoolkit.nn import QuantWeighted
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.tuning.rounding.grids import CodeGrid
+from qtoolkit.nn.rounded import is_rounded
 
 ANEW = "take a new model of qtoolkit.prepare or qtoolkit.quant_modules.replace"
 
@@ -48,9 +47,4 @@ def warn_before_correction(layers: Mapping[str, nn.Module]) -> None:
 
 def _rounded(layers: Mapping[str, nn.Module]) -> list[str]:
     """Return the names of the layers whose weights lie on their codes."""
-    return [repr(name) for name, layer in layers.items() if _has_codes(layer) and CodeGrid(layer, name).is_rounded()]
-
-
-def _has_codes(layer: nn.Module) -> bool:
-    quantizer = layer.weight_quantizer if isinstance(layer, QuantWeighted) else None
-    return isinstance(quantizer, TensorQuantizer) and quantizer.capability.plain
+    return [repr(name) for name, layer in layers.items() if is_rounded(layer)]

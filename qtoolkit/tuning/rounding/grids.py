@@ -11,7 +11,6 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 # The rectified sigmoid of AdaRound (arXiv 2004.10568, section 3.3): it reaches 0 and 1.
 LOW, HIGH = -0.1, 1.1
-ON_GRID = 0.05  # of a step: a weight of a coarse dtype may be as far from its code
 
 
 def codes_on_grid(quantizer: TensorQuantizer, x: Tensor) -> Tensor:
@@ -50,15 +49,6 @@ class CodeGrid:
     def nearest(self) -> Tensor:
         """Return the codes of ordinary rounding."""
         return codes_on_grid(self.quantizer, self.weight).to(self.weight.dtype)
-
-    def is_rounded(self) -> bool:
-        """Return whether the weight lies on its codes since `store`, and not by itself, as a constant kernel does."""
-        if self.quantizer.following:
-            return False
-        distance = (self.values(self.nearest()) - self.weight).abs()
-        # A batch norm's factor was taken off the weight and put on again.
-        rounding = 4 * torch.finfo(self.layer.weight.dtype).eps * self.weight.abs()
-        return bool((distance <= torch.minimum(rounding, ON_GRID * self.steps)).all() and self.weight.any())
 
     def values(self, codes: Tensor) -> Tensor:
         """Return the values of codes."""

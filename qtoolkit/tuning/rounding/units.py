@@ -66,9 +66,7 @@ def find_units(
             reasons[name] = f"the model calls it {count} times, so it has no one output"
         elif not count:
             reasons[name] = "the graph does not call it: it is inside a leaf module, or nothing uses it"
-    for node in filter(is_weight_quantizer, gm.graph.nodes):
-        for function in node.users:
-            reasons[function.name] = "it is a function that takes a weight; make it a layer, which owns the weight"
+    reasons |= obstacles_of_functions(gm)
     wanted = chosen(reasons, layers, what)
     free = {str(node.target): node for node in graph.nodes if node.op == "call_module" and str(node.target) in wanted}
     units = _blocks(graph, free) if blocks else []
@@ -116,6 +114,16 @@ def obstacles(model: nn.Module) -> dict[str, str]:
         for layer, aliases in names.items()
         if kind_of_module(layer).layer or (isinstance(layer, QuantModule) and layer.weight_quantizers())
     }
+
+
+def obstacles_of_functions(model: nn.Module) -> dict[str, str]:
+    """Return why each function of a graph that takes a quantized weight is left out, by the name of its node."""
+    nodes = model.graph.nodes if isinstance(model, QuantizedGraphModule) else ()
+    functions = [function for node in nodes if is_weight_quantizer(node) for function in node.users]
+    return dict.fromkeys(
+        [function.name for function in functions],
+        "it is a function that takes a weight; make it a layer, which owns the weight",
+    )
 
 
 def _readers(node: fx.Node) -> list[str]:

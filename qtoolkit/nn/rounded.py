@@ -1,0 +1,34 @@
+"""Whether the weight of a layer lies on its codes, as methods of qtoolkit.tuning leave it, and its float values are lost."""
+
+import torch
+from torch import nn
+
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.spec_ops import per_element
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+ON_GRID = 0.05  # of a step: a weight of a coarse dtype may be as far from its code
+
+
+def is_rounded(layer: nn.Module) -> bool:
+    """Return whether a layer's weight lies on its codes since they were chosen, and not by itself, as a constant kernel does.
+
+    Raises RuntimeError: the quantizer of the weight has no range yet.
+
+    Example:
+        >>> layer = qt.nn.QuantLinear(4, 2, weight_spec=qt.QuantSpec(bits=4, axis=0))
+        >>> is_rounded(layer)
+        False
+    """
+    quantizer = layer.weight_quantizer if isinstance(layer, QuantWeighted) else None
+    if not isinstance(layer, QuantWeighted) or not isinstance(quantizer, TensorQuantizer):
+        return False
+    if quantizer.following or not quantizer.capability.plain:
+        return False
+    with torch.no_grad():
+        weight = layer.effective_weight().detach().to(quantizer.scale.dtype)
+        distance = (quantizer.quantize(weight) - weight).abs()
+        # A batch norm's factor was taken off the weight and put on again.
+        rounding = 4 * torch.finfo(layer.weight.dtype).eps * weight.abs()
+        step = per_element(quantizer.scale, weight, quantizer.spec, quantizer.group)
+        return bool((distance <= torch.minimum(rounding, ON_GRID * step)).all() and weight.any())
