@@ -275,6 +275,26 @@ def test_a_training_that_is_saved_and_resumed_is_the_uninterrupted_one(tmp_path)
     assert torch.equal(model.eval()(X), resumed.eval()(X))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_an_average_of_state_dicts_has_the_ranges_of_its_own_weights(training: bool) -> None:
+    """Scripts average the state dicts of several checkpoints; `convert` takes the ranges of the averaged weights too."""
+    states = []
+    for factor in (1.0, -0.8):
+        prepared = prepared_net()
+        with torch.no_grad():
+            for parameter in prepared.parameters():
+                parameter.mul_(factor)
+        qt.calibrate(prepared, [X], progress=False)
+        states.append(prepared.state_dict())
+    pairs = zip(states[0].items(), states[1].values(), strict=True)
+    average = {name: (a + b) / 2 if a.is_floating_point() else a for (name, a), b in pairs}
+    prepared = prepared_net().train(training)
+    prepared.load_state_dict(average)
+    prepared.eval()
+    with torch.no_grad():
+        assert torch.equal(prepared(X), qt.convert(prepared)(X))
+
+
 def test_a_float_checkpoint_loads_over_statistics_that_are_nan() -> None:
     prepared, floats = prepared_net(), Net().state_dict()
     wanted = copy.deepcopy(prepared)

@@ -74,7 +74,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         tensor([1., 7.])
     """
 
-    MODES = ("quantizing", "observing", "following", "stale", "steps")
+    MODES = ("quantizing", "observing", "following", "steps")
     _version = 4  # of the state dict: 1 had the learned scale itself as a parameter, 2 no rates, 3 rates by units
 
     stopping = False
@@ -649,7 +649,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if scale is not None and self.follows_factor:
             self.knows_factor = prefix + "_factor" in state_dict  # not in that of an earlier version
             state_dict.setdefault(prefix + "_factor", torch.zeros_like(scale))
-        self.stale = scale is None  # then the weight may have been loaded without its range
+        # The weight may have been loaded without its range, or with that before its last step, or both are averages.
+        self.stale = True
         metadata = (
             local_metadata if "spec" in local_metadata else {**local_metadata, **self._metadata_of(state_dict, prefix)}
         )
