@@ -94,6 +94,27 @@ def test_no_code_differs_behind_a_max_pool(
         assert integer.plan.computed["add"].kernel == "QLinearAdd"
 
 
+@pytest.mark.parametrize(
+    "move",
+    [lambda x: torch.cat([x, x], 1), lambda x: F.pad(x, (1, 1, 1, 1)), lambda x: F.interpolate(x, scale_factor=2)],
+    ids=["cat", "pad", "resize"],
+)
+def test_an_op_whose_output_is_also_returned_keeps_no_layer_in_float(tmp_path, move) -> None:
+    class Returned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(move(torch.zeros(1, 4, 1, 1)).shape[1], 8, 3)
+            self.last = nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = move(torch.relu(self.first(x)))
+            return torch.tanh(self.last(torch.relu(self.second(y)))), y
+
+    integer = integer_form(Returned())
+    path = qt.export_onnx(integer, X, tmp_path / "m.onnx").path
+    assert not {"Conv", "FusedConv"} & set(in_float(integer, path))
+
+
 class Segmenter(nn.Module):
     """A block that pools with positions and pads the channels of what it pools, and one that places the values back."""
 

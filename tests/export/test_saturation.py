@@ -104,3 +104,21 @@ def test_a_clip_with_a_second_user_stays(tmp_path) -> None:
     qt.calibrate(prepared, [X], progress=False)
     qt.export_onnx(prepared, X, tmp_path / "model.onnx")
     assert "Clip" in [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("moved", [nn.Identity(), nn.MaxPool2d(2), nn.Flatten(2)])
+def test_a_clip_of_quantized_values_stays(tmp_path, moved: nn.Module, joined: bool) -> None:
+    """onnxruntime would make one pair of the two around it."""
+    torch.manual_seed(0)
+    first, path = nn.Conv2d(3, 4, 3), tmp_path / "model.onnx"
+    nn.init.normal_(first.weight, std=2.0)
+    last = nn.Conv1d(4, 4, 1) if isinstance(moved, nn.Flatten) else nn.Conv2d(4, 4, 1)
+    layers = [first, *[nn.ReLU()] * joined, moved, nn.Hardtanh(0.0, 0.5), last]
+    prepared = qt.prepare(nn.Sequential(*layers).eval(), X, "onnxruntime")
+    qt.calibrate(prepared, [X], progress=False)
+    qt.export_onnx(prepared, X, path)
+    found = qt.export.verify(qt.convert(prepared, arithmetic="integer"), X, path).runtimes["onnxruntime"]
+    assert found.verdict is qt.export.Verdict.EQUAL, found
+    assert not found.not_compared
+    assert not qt.export.lint(path, "onnxruntime")

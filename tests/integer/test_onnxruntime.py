@@ -210,6 +210,30 @@ def test_a_relu_that_saturation_does_not_compute_stays(tmp_path) -> None:
 # ---- as a model among others
 
 
+class ClampedAt(nn.Module):
+    """A clamp whose upper bound is a parameter, or another convolution."""
+
+    def __init__(self, bound: float | None) -> None:
+        super().__init__()
+        self.first, self.other, self.last = nn.Conv2d(6, 4, 1), nn.Conv2d(6, 4, 1), nn.Conv2d(4, 4, 1)
+        self.bound = None if bound is None else nn.Parameter(torch.tensor(bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bound = self.other(x) if self.bound is None else self.bound
+        return self.last(torch.clamp(self.first(x), max=bound))
+
+
+@pytest.mark.parametrize("bound", [5.0, None])
+def test_a_clamp_at_values_of_the_model_is_computed(tmp_path, bound: float | None) -> None:
+    torch.manual_seed(0)
+    prepared = qt.prepare(ClampedAt(bound).eval(), X, backend="onnxruntime")
+    qt.calibrate(prepared, [X], progress=False)
+    if bound is not None:  # trained since the range was observed
+        prepared.bound.data.fill_(0.2)
+    integer = qt.convert(prepared, arithmetic="integer")
+    assert_equal_codes(integer, X * 2, tmp_path / "model.onnx")
+
+
 def test_copies_and_state_dicts_keep_the_arithmetic() -> None:
     model = converted(Net(), X)
     y = model(X)

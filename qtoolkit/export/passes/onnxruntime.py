@@ -6,6 +6,7 @@ import onnx_ir
 from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, input_at, maker_of
 from qtoolkit.export.files.kinds import bounds_of, ops_where
 from qtoolkit.export.files.ops import layer_of
+from qtoolkit.export.passes.repeated_pairs import is_on_codes
 from qtoolkit.lint.ops import Array
 
 CLIPS = ops_where(lambda kind: kind.clips)
@@ -19,11 +20,14 @@ def drop_saturated_clips(model: onnx_ir.Model) -> None:
 
     No code changes. onnxruntime's default optimizations need it: if the range of the codes ends at most half a step beyond a
     bound (6 of ReLU6), they fuse the convolution before the Clip but keep the Clip, and the model does not load ("two nodes
-    with same node name").
+    with same node name"). A Clip of quantized values stays: onnxruntime would make one pair of the two around it, with a
+    rounding less.
     """
     for node in list(model.graph):
         if node.op_type == "Clip" and _is_saturated(node):
             source, output = node.inputs[0], node.outputs[0]
+            if source is None or is_on_codes(source):
+                continue
             for user, index in tuple(output.uses()):
                 user.replace_input_with(index, source)
             model.graph.remove(node, safe=True)

@@ -27,7 +27,7 @@ def repeat_pairs(model: onnx_ir.Model, ops: Collection[str]) -> None:
         pair = _pair_of(moved) if moved else None
         for output in _moved_outputs(node) if pair is not None else ():
             users = list(output.uses())
-            if not output.is_graph_output() and any(user.op_type != "QuantizeLinear" for user, _ in users):
+            if any(user.op_type != "QuantizeLinear" for user, _ in users):
                 last = _insert_pair(model, node, output, pair)
                 for user, index in users:
                     user.replace_input_with(index, last)

@@ -199,6 +199,8 @@ def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
         if isinstance(grid, Grid):
             if not grid.capability_now.codes:
                 return node, grid
+            if not all(each.known for each in bounds):  # a parameter, which is smaller than the range or not
+                return node, None
             low, high = max(each.low for each in bounds), min(each.high for each in bounds)
             low = -math.inf if low == 0 and runtime.clips_at_zero else low
             return (last, grid) if saturates(low, high, grid) else (node, None)
