@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from qtoolkit.errors import check_flags, some
 from qtoolkit.model_state import attribute_kept, check_module, removing
@@ -125,7 +126,7 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     found: dict[str, Any] = {}
     unchanged: dict[str, str] = {}
     for module, name in first_names(model).items():
-        if type(module) not in BATCH_NORMS and not isinstance(module, LinkedBatchNorm):
+        if not isinstance(module, _BatchNorm | LinkedBatchNorm):  # also a type of the user's own, such as timm's
             continue
         if isinstance(module, LinkedBatchNorm) and (module.frozen or module.float_type not in BATCH_NORMS):
             unchanged[name] = "it is frozen"
@@ -133,6 +134,8 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
             unchanged[name] = 'its strategy is "frozen"'
         elif module.running_mean is None:
             unchanged[name] = "it has no running statistics"
+        elif module.num_batches_tracked is None:
+            unchanged[name] = "it does not count its batches, so that nothing shows which calls change its statistics"
         else:
             found[name] = module
     return found, unchanged

@@ -235,3 +235,23 @@ def test_a_channel_that_is_rounded_to_zero_keeps_its_variance(quantizer: str) ->
     qt.tuning.reestimate_batch_norm(prepared, [x], progress=False)
     assert prepared.get_submodule("1").running_var[0] == before
     torch.testing.assert_close(prepared.eval()(x)[:, 0], model.eval()(x)[:, 0], rtol=0, atol=0.05)
+
+
+class NormAndActivation(nn.BatchNorm2d):
+    """A type of its own, as timm's BatchNormAct2d."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.relu(super().forward(input))
+
+
+def test_subclasses_of_batch_norms_are_estimated_too() -> None:
+    """Only torch's own types were, and others kept their statistics without a word."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), NormAndActivation(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).eval()
+    model[0].bias.data += 10
+    x = torch.randn(32, 3, 8, 8)
+    replaced = qt.quant_modules.replace(model)
+    qt.disable_quantization(replaced).apply()
+    for estimated in (copy.deepcopy(model), replaced):
+        assert qt.tuning.reestimate_batch_norm(estimated, [x], progress=False).batch_norms == ("1", "3")
+        y = model[0](x).detach()
+        torch.testing.assert_close(estimated.get_submodule("1").running_mean, y.mean((0, 2, 3)), rtol=1e-4, atol=1e-4)

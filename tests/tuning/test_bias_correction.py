@@ -124,7 +124,9 @@ def test_a_model_without_a_layer_says_so() -> None:
     x = torch.randn(16, 8)
     prepared = qt.prepare(Functions().eval(), x)
     qt.calibrate(prepared, [x], progress=False)
-    with pytest.raises(ValueError, match=r"no layer can be corrected by method='empirical' \(linear: it is a function that"):
+    with pytest.raises(
+        ValueError, match=r"no layer can be corrected by method='empirical' \(linear: it is a function that"
+    ):
         qt.tuning.bias_correction(prepared, [x], progress=False)
 
 
