@@ -1,21 +1,24 @@
 """reestimate_batch_norm(): running statistics of batch norms anew from data."""
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from qtoolkit.errors import check_flags, some
 from qtoolkit.model_state import attribute_kept, check_module, removing
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import BATCH_NORMS
+from qtoolkit.nn.rounded import is_rounded
 from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, look, much_clipped
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.shared_modules import first_names
+from qtoolkit.tuning.rounding.grids import codes_on_grid
 from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
 
 ROUNDING = 1e-12  # of the square of a mean: a variance below it is zero
@@ -62,7 +65,8 @@ def reestimate_batch_norm(
         The batch norms that were estimated, and why others were not.
 
     Warns:
-        UserWarning: The range of an activation clips more than a few per cent of the values, or rounds all of them to zero.
+        UserWarning: A range clips more than a few per cent of the values, or rounds all of them to zero; or codes are lost that
+            were chosen for weights with one scale for all channels, or powers of two.
 
     Raises:
         ValueError: The model has no batch norm with running statistics that may change (`qtoolkit.prepare` folds them in eval
@@ -89,20 +93,27 @@ def reestimate_batch_norm(
         sums = {name: _Sums(name, bn) for name, bn in found.items()}
         ranges = _ranges(model)
         count = _sum_up(model, data, sums.values(), ranges, progress)
-        layers = [module for module in model.modules() if isinstance(module, QuantWeighted)]
-        for layer in layers:
-            layer.take_factor()
-        with torch.no_grad():
-            for name, each in sums.items():
-                if not each.store():
-                    unchanged[name] = "no batch reached it"
-        for layer in layers:
-            layer.take_factor(frozen=True)
-        for module in model.modules():
-            if isinstance(module, QuantModule):
-                module.refresh_weight_range()
-    _warn_of_ranges(ranges)
+        _store(model, sums, ranges, unchanged)
+        _warn_of_ranges(ranges)
     return Reestimation(count, tuple(name for name in found if name not in unchanged), unchanged)
+
+
+def _store(model: nn.Module, sums: Mapping[str, "_Sums"], ranges: list["_Clipping"], unchanged: dict[str, str]) -> None:
+    """Set the new statistics, let scales and ranges of weights follow, and add those ranges that clip more than before."""
+    layers = [module for module in model.modules() if isinstance(module, QuantWeighted)]
+    for layer in layers:
+        layer.take_factor()
+    chosen, before = _chosen_codes(layers), _ranges_of_weights(layers)
+    with torch.no_grad():
+        unchanged |= {name: "no batch reached it" for name, each in sums.items() if not each.store()}
+    for layer in layers:
+        layer.take_factor(frozen=True)
+    for module in model.modules():
+        if isinstance(module, QuantModule):
+            module.refresh_weight_range()
+    _warn_of_codes(chosen)
+    pairs = zip(before, _ranges_of_weights(layers), strict=True)
+    ranges += [new for old, new in pairs if new.share > old.share + MUCH_CLIPPED / 5]
 
 
 def _sum_up(
@@ -125,7 +136,7 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     found: dict[str, Any] = {}
     unchanged: dict[str, str] = {}
     for module, name in first_names(model).items():
-        if type(module) not in BATCH_NORMS and not isinstance(module, LinkedBatchNorm):
+        if not isinstance(module, _BatchNorm | LinkedBatchNorm):  # also a type of the user's own, such as timm's
             continue
         if isinstance(module, LinkedBatchNorm) and (module.frozen or module.float_type not in BATCH_NORMS):
             unchanged[name] = "it is frozen"
@@ -133,6 +144,8 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
             unchanged[name] = 'its strategy is "frozen"'
         elif module.running_mean is None:
             unchanged[name] = "it has no running statistics"
+        elif module.num_batches_tracked is None:
+            unchanged[name] = "it does not count its batches, so that nothing shows which calls change its statistics"
         else:
             found[name] = module
     return found, unchanged
@@ -186,7 +199,7 @@ class _Sums:
 
 
 class _Clipping:
-    """The share of an activation's values that its range clips, and whether all of them are rounded to zero."""
+    """The share of a tensor's values that its range clips, and whether all of them are rounded to zero."""
 
     def __init__(self, quantizer: TensorQuantizer) -> None:
         self.quantizer, self.count = quantizer, 0
@@ -201,9 +214,14 @@ class _Clipping:
             self.count += args[0].numel()
             self.vanishes = self.vanishes and bool(vanished)
 
+    @property
+    def share(self) -> float:
+        """The share that is clipped."""
+        return self.clipped / max(self.count, 1)
+
     def why(self) -> str:
         """Return what is wrong with the range; "" for nothing."""
-        share = self.clipped / max(self.count, 1)
+        share = self.share
         if self.count and self.vanishes:
             return f"{self.quantizer.name!r} (all rounded to zero)"
         return f"{self.quantizer.name!r} ({share:.1%} clipped)" if much_clipped(self.quantizer, share) else ""
@@ -211,15 +229,53 @@ class _Clipping:
 
 def _ranges(model: nn.Module) -> list[_Clipping]:
     """Return the looks at all activations that have a range of their own."""
-    found = quantizers_of(model).values()
-    return [_Clipping(q) for q in found if q.quantizing and not q.of_weight and q.capability.direct]
+    return [_Clipping(q) for q in quantizers_of(model).values() if _has_range(q) and not q.of_weight]
+
+
+@torch.no_grad()
+def _ranges_of_weights(layers: Iterable[QuantWeighted]) -> list[_Clipping]:
+    """Return the looks at the weights that batch norms scale, as they now are."""
+    found = []
+    for layer in layers:
+        if layer.batch_norm is not None and _has_range(layer.weight_quantizer):
+            found.append(_Clipping(layer.weight_quantizer))
+            found[-1].take(layer.weight_quantizer, (layer.effective_weight(),))
+    return found
+
+
+def _has_range(quantizer: object) -> TypeGuard[TensorQuantizer]:
+    return isinstance(quantizer, TensorQuantizer) and quantizer.quantizing and quantizer.capability.direct
+
+
+@torch.no_grad()
+def _chosen_codes(layers: Iterable[QuantWeighted]) -> dict[QuantWeighted, Tensor]:
+    """Return the codes of the weights that batch norms scale and that lie on their codes, as after `reconstruct`."""
+    return {layer: _codes(layer) for layer in layers if layer.batch_norm is not None and is_rounded(layer)}
+
+
+def _codes(layer: Any) -> Tensor:
+    return codes_on_grid(layer.weight_quantizer, layer.effective_weight())
+
+
+def _warn_of_codes(chosen: Mapping[QuantWeighted, Tensor]) -> None:
+    """Warn of layers whose codes have changed since."""
+    with torch.no_grad():
+        changed: list[Any] = [layer for layer, codes in chosen.items() if not torch.equal(_codes(layer), codes)]
+    lost = [repr(layer.weight_quantizer.name) for layer in changed]
+    if lost:
+        warnings.warn(
+            f"reestimate_batch_norm: the codes that were chosen on the grids of {some(lost)} are lost, because these scales "
+            f"cannot take the new factor of each output channel. Estimate before qtoolkit.tuning.reconstruct or gptq, or give "
+            f"the weights a QuantSpec with axis=0 and scales of any value.",
+            stacklevel=4,
+        )
 
 
 def _warn_of_ranges(ranges: Iterable[_Clipping]) -> None:
     wrong = [why for each in ranges if (why := each.why())]
     if wrong:
         warnings.warn(
-            f"reestimate_batch_norm: the ranges of {some(wrong)} do not fit the activations with the new statistics (at most "
+            f"reestimate_batch_norm: the ranges of {some(wrong)} do not fit their tensors with the new statistics (at most "
             f"{MUCH_CLIPPED:.0%} should be clipped); call qtoolkit.calibrate again.",
             stacklevel=3,
         )

@@ -1,6 +1,6 @@
 """Distillation: a loss that draws a quantized model towards the float model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -8,9 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtoolkit.eager.record import chains_of
 from qtoolkit.errors import check_known, check_sequence, with_article
 from qtoolkit.model_inputs import split
 from qtoolkit.model_state import check_module, evaluating, removing
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.shared_modules import first_names, modules_by_name
 
 
 class Distillation(AbstractContextManager["Distillation"]):
@@ -21,7 +25,9 @@ class Distillation(AbstractContextManager["Distillation"]):
 
     (G. Hinton et al., arXiv 1503.02531, for the logits.) The teacher runs in eval mode without gradients; then each of its
     modules is in its own mode again. The features are the outputs of modules, which hooks take in the student's forward:
-    call `close()`, or use a `with` block, to remove them. Copies of the student, such as averages, have none.
+    call `close()`, or use a `with` block, to remove them. Copies of the student, such as averages, have none. A quantized layer
+    whose batch norm is linked to it computes the batch norm itself in eval mode, when batch norms are frozen, and by some
+    strategies: the feature of such a layer is the output of its batch norm, in both models.
 
     Args:
         student: The model that is trained. Of a wrapper such as DistributedDataParallel pass the module in it.
@@ -34,7 +40,8 @@ class Distillation(AbstractContextManager["Distillation"]):
 
     Raises:
         TypeError: A model is not a module, or `features` is no sequence of names.
-        ValueError: Both models are the same, a model has no module of a name, or a value is out of its range.
+        ValueError: Both models are the same, a model has no module of a name, a value is out of its range, or the batch norm
+            behind a feature is folded into its layer in one model alone.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -73,7 +80,10 @@ class Distillation(AbstractContextManager["Distillation"]):
         _check("feature_weight", feature_weight, feature_weight >= 0, "at least 0")
         self.teacher, self.temperature, self.features = teacher, temperature, tuple(features)
         self.logits_weight, self.feature_weight, self.logits_of = logits_weight, feature_weight, logits_of
-        self._of_student, self._handles = _hooked(student, self.features)
+        self._outputs = tuple(
+            _output_of(name, student, teacher) for name in self.features
+        )  # the modules that give them
+        self._of_student, self._handles = _hooked(student, self._outputs)
 
     def __call__(self, inputs: Any, output: Any) -> Tensor:
         """Return the loss of the student's latest forward.
@@ -87,7 +97,7 @@ class Distillation(AbstractContextManager["Distillation"]):
             RuntimeError: A module of `features` did not run in the student's or the teacher's forward since the last call.
             ValueError: The logits or the features of both models differ in shape.
         """
-        of_teacher, handles = _hooked(self.teacher, self.features)
+        of_teacher, handles = _hooked(self.teacher, self._outputs)
         with removing(handles), torch.no_grad(), evaluating(self.teacher):
             args, kwargs = split(tuple(inputs) if isinstance(inputs, list) else inputs)
             target = self.teacher(*args, **kwargs)
@@ -96,7 +106,7 @@ class Distillation(AbstractContextManager["Distillation"]):
         loss = self.logits_weight * kl_of_logits(logits, wanted, self.temperature)
         parts = [
             _relative_error(name, _taken(self._of_student, name, "student"), _taken(of_teacher, name, "teacher"))
-            for name in self.features
+            for name in self._outputs
         ]
         self._of_student.clear()
         return loss + self.feature_weight * torch.stack(parts).mean() if parts else loss
@@ -121,6 +131,32 @@ def kl_of_logits(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> 
     log_p, log_q = (F.log_softmax(logits.float() / temperature, -1) for logits in (teacher, student))
     divergence = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     return temperature**2 * divergence.mean()
+
+
+def _output_of(name: str, *models: nn.Module) -> str:
+    """Return the module whose output is the same quantity in all models and modes: behind a layer with a batch norm, this."""
+    layers = [model.get_submodule(name) for model in models]
+    norms = {norm for model in models for norm in _norms_behind(model, name, models)}
+    if norms:
+        return norms.pop()
+    if len({isinstance(layer, QuantWeighted) and layer._holds_batch_norm for layer in layers}) > 1:
+        raise ValueError(
+            f"Distillation: the batch norm behind {name!r} is folded into this layer in one of the models, whose output is "
+            f"then not that of {name!r} in the other; name the module behind the batch norm, such as its activation."
+        )
+    return name
+
+
+def _norms_behind(model: nn.Module, name: str, models: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield the name that the batch norm which a layer of a model computes has in all models."""
+    layer, names = model.get_submodule(name), first_names(model)
+    linked = layer.batch_norm if isinstance(layer, QuantWeighted) else None
+    behind = [names[linked]] if linked in names else []
+    behind += [each for head, *rest in chains_of(model) if head == name for each in rest]
+    known = [modules_by_name(each) for each in models]
+    for each in behind:
+        if all(each in of for of in known) and any(is_batch_norm(of[each]) for of in known):
+            yield each
 
 
 class _Kept:

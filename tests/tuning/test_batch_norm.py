@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.nn.batch_norm import STRATEGIES
+from qtoolkit.tuning.rounding.grids import CodeGrid
 from tests import nets
 from tests.tuning.nets import Residual
 
@@ -204,7 +205,7 @@ def test_ranges_of_the_old_statistics_are_said() -> None:
     replaced = qt.quant_modules.replace(model)
     qt.calibrate(replaced, [x], progress=False)
     with pytest.warns(
-        UserWarning, match=r"ranges of '3\.input_quantizer' \(\d+\.\d% clipped\) do not fit the activations"
+        UserWarning, match=r"ranges of '3\.input_quantizer' \(\d+\.\d% clipped\) do not fit their tensors"
     ):
         qt.tuning.reestimate_batch_norm(replaced, [x], progress=False)
     with warnings.catch_warnings():
@@ -235,3 +236,58 @@ def test_a_channel_that_is_rounded_to_zero_keeps_its_variance(quantizer: str) ->
     qt.tuning.reestimate_batch_norm(prepared, [x], progress=False)
     assert prepared.get_submodule("1").running_var[0] == before
     torch.testing.assert_close(prepared.eval()(x)[:, 0], model.eval()(x)[:, 0], rtol=0, atol=0.05)
+
+
+class NormAndActivation(nn.BatchNorm2d):
+    """A type of its own, as timm's BatchNormAct2d."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.relu(super().forward(input))
+
+
+def test_subclasses_of_batch_norms_are_estimated_too() -> None:
+    """Only torch's own types were, and others kept their statistics without a word."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), NormAndActivation(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).eval()
+    model[0].bias.data += 10
+    x = torch.randn(32, 3, 8, 8)
+    replaced = qt.quant_modules.replace(model)
+    qt.disable_quantization(replaced).apply()
+    for estimated in (copy.deepcopy(model), replaced):
+        assert qt.tuning.reestimate_batch_norm(estimated, [x], progress=False).batch_norms == ("1", "3")
+        y = model[0](x).detach()
+        torch.testing.assert_close(estimated.get_submodule("1").running_mean, y.mean((0, 2, 3)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"axis": 0}, {"axis": 0, "pow2_scale": True}, {}], ids=str)
+def test_codes_that_were_chosen_stay_or_are_said_to_be_lost(options: dict) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).train()
+    model[1].running_var.copy_(torch.linspace(0.1, 1, 8))
+    x = torch.randn(32, 3, 8, 8)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, **options)))
+    prepared = qt.prepare(model, (x,), qconfig_mapping=mapping)
+    qt.calibrate(prepared, [x], progress=False)
+    layer = prepared.get_submodule("0")
+    grid = CodeGrid(layer, "0")
+    grid.store(grid.nearest())  # as reconstruct does
+    before = layer.weight_quantizer.to_grid().codes(layer.effective_weight().detach())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        qt.tuning.reestimate_batch_norm(prepared, [x], progress=False)
+    stayed = torch.equal(layer.weight_quantizer.to_grid().codes(layer.effective_weight().detach()), before)
+    assert stayed == (options == {"axis": 0})
+    assert any("the codes that were chosen on the grids of" in str(each.message) for each in found) != stayed
+
+
+def test_weights_that_the_new_statistics_clip_are_said() -> None:
+    """A scale that is a power of two stays, and a smaller variance makes the weights larger than its range."""
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).train(), torch.randn(32, 3, 8, 8)
+    model[1].running_var.fill_(100.0)
+    spec = qt.QuantSpec(axis=0, pow2_scale=True)
+    prepared = qt.prepare(model, (x,), qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(None, spec)))
+    qt.calibrate(prepared, [x], progress=False)
+    qt.freeze_ranges(prepared)
+    with pytest.warns(
+        UserWarning, match=r"ranges of '0\.weight_quantizer' \(\d+\.\d% clipped\) do not fit their tensors"
+    ):
+        qt.tuning.reestimate_batch_norm(prepared, [x], progress=False)

@@ -1,6 +1,7 @@
 """Distillation against plain formulas, its hooks, and a training that it helps."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -44,7 +45,7 @@ def test_the_loss_is_the_formula(road: str, temperature: float) -> None:
     features: dict[str, Tensor] = {}
     teacher = copy.deepcopy(floats).eval()
     for each, key in ((model, "student"), (teacher, "teacher")):
-        for name in ("stem", "conv"):
+        for name in ("stem", "bn"):  # the layer "conv" computes its frozen batch norm in the student alone
             each.get_submodule(name).register_forward_hook(
                 lambda module, args, y, place=(key, name): features.__setitem__(place, y)
             )
@@ -53,7 +54,7 @@ def test_the_loss_is_the_formula(road: str, temperature: float) -> None:
     again = model(x)
     p, q = (torch.softmax(each / temperature, 1) for each in (target, again))
     wanted = 0.5 * temperature**2 * (p * (p.log() - q.log())).sum(1).mean()
-    parts = [relative(features["student", name], features["teacher", name].detach()) for name in ("stem", "conv")]
+    parts = [relative(features["student", name], features["teacher", name].detach()) for name in ("stem", "bn")]
     torch.testing.assert_close(loss, wanted + 2.0 * (parts[0] + parts[1]) / 2)
     assert all(p.grad is not None for name, p in model.named_parameters() if "weight" in name and "stem" in name)
     assert all(p.grad is None for p in floats.parameters())
@@ -161,3 +162,40 @@ def test_it_trains_without_labels() -> None:
     with torch.no_grad():
         after = float((prepared(x).argmax(1) == model(x).argmax(1)).float().mean())
     assert after > max(before, 0.9)
+
+
+@pytest.mark.parametrize("strategy", ["unscale", "two_convolutions", "frozen"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+@each_road
+def test_a_layer_that_computes_its_batch_norm_is_compared_behind_it(
+    road: str, train: bool, frozen: bool, strategy: str
+) -> None:
+    """Its output is that of the batch norm, which was compared with the teacher's layer alone."""
+    torch.manual_seed(0)
+    floats, x = Net().train(), torch.randn(SHAPE)
+    nn.init.uniform_(floats.bn.weight, 2, 3)
+    qt.tuning.reestimate_batch_norm(floats, [x], progress=False)
+    backend = dataclasses.replace(qt.backends["onnxruntime"], batch_norm=strategy)
+    model = copy.deepcopy(floats)
+    if road == "graph":
+        model = qt.prepare(model, backend=backend)
+    else:
+        model = qt.quant_modules.replace(qt.fuse_modules(model, [["conv", "bn"]]), backend=backend)
+    qt.calibrate(model, [x], progress=False)
+    if frozen:
+        qt.freeze_batch_norm(model)
+    with Distillation(model.train(train), floats, features=["conv"], logits_weight=0.0) as distillation:
+        assert float(distillation(x, model(x)).detach()) < 0.01
+
+
+def test_a_batch_norm_that_is_folded_in_one_model_alone_is_an_error() -> None:
+    floats, x = Net().eval(), torch.randn(SHAPE)
+    student = qt.prepare(floats, x)
+    with pytest.raises(ValueError, match="the batch norm behind 'conv' is folded into this layer in one of the models"):
+        Distillation(student, floats, features=["conv"])
+    Distillation(student, qt.prepare(floats, x), features=["conv"]).close()
+    fused = qt.quant_modules.replace(qt.fuse_modules(floats, [["conv", "bn"]]))
+    qt.calibrate(fused, [x], progress=False)
+    with Distillation(fused, floats, features=["conv"], logits_weight=0.0) as distillation:
+        assert float(distillation(x, fused(x)).detach()) < 0.01
