@@ -20,7 +20,8 @@ from qtoolkit.errors import check_flags, check_known, renamed, with_article
 from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import exported, trace
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.capture.attributes import plain_attributes
+from qtoolkit.graph.graph_module import QuantizedGraphModule, names_of_own
 from qtoolkit.graph.nodes import object_type_of
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
@@ -135,8 +136,9 @@ def prepare(
         traced = trace.run(captured, leaves, untraced, concrete_args, preserve_attributes, example_inputs, own)
         gm, measured = traced.gm, example_inputs is not None
         tracing = Tracing(
-            leaves, tuple(untraced), concrete_args, measured, traced.branches, model.training, traced.output_types
-        )
+            leaves, tuple(untraced), concrete_args, measured, traced.branches, model.training, traced.output_types,
+            _values_of(own),
+        )  # fmt: skip
         gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
         gm = passes.fuse_patterns.run(gm, patterns)
         rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
@@ -151,6 +153,12 @@ def prepare(
         if example_inputs is not None:
             _try_out(gm, example_inputs)
     return gm
+
+
+def _values_of(model: nn.Module) -> dict[str, Any]:
+    """Return the plain values of a model that its graph has as they are now, and the prepared model no attribute for."""
+    own = names_of_own()
+    return {name: value for name, value in plain_attributes(model).items() if name not in own}
 
 
 def _quantized(

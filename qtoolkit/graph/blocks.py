@@ -1,7 +1,8 @@
 """The blocks of a traced model: containers of its layers, with the names, the classes and the numbers of the model's blocks."""
 
+import warnings
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from inspect import getattr_static, getmembers_static
@@ -33,6 +34,9 @@ class TracedBlock(nn.Module):
     blocks raise RuntimeError that says why when they are called, and when the model is called while they have hooks or a
     wrapper; `qtoolkit.prepare(..., untraced=["its name"])` keeps a block that is a module of its own.
 
+    An attribute that gets another number, string or flag than it had when the model was traced has no effect on the graph, and
+    a warning says so.
+
     Attributes:
         block_type: The name of the block's type.
     """
@@ -51,6 +55,11 @@ class TracedBlock(nn.Module):
         if self._block_code is None:
             self.refuse("called on its own", self._block_reason)
         return self._block_code(self, *args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in HELD and not name.startswith("_"):
+            warn_of_traced_value(self, vars(self), name, value, f"block {self._block_name!r} of the prepared model")
+        nn.Module.__setattr__(self, name, value)
 
     def set_code(self, code: Callable[..., Any] | None, model: nn.Module, reason: str = NO_CALL) -> None:
         """Let the block run code that takes it and its arguments, and finds the model as `_block_model`; or say why not."""
@@ -85,6 +94,23 @@ class TracedBlock(nn.Module):
 
     def _get_name(self) -> str:
         return self.block_type
+
+
+def warn_of_traced_value(module: nn.Module, traced: Mapping[str, Any], name: str, value: Any, owner: str) -> None:
+    """Warn once of a new value of an attribute, where the graph has what forward computed with its value in `traced`."""
+    told: tuple[str, ...] = vars(module).get("_told", ())
+    if name in traced and name not in told and _differs(traced[name], value):
+        vars(module)["_told"] = (*told, name)
+        warnings.warn(
+            f"attribute {name!r} of {owner} was {traced[name]!r} when the model was traced, and the graph keeps what forward "
+            f"computed with that; a new value has no effect. Set it in the float model, and prepare that; or make it a buffer "
+            f"of the float model, and write into the buffer.",
+            stacklevel=3,
+        )
+
+
+def _differs(traced: Any, value: Any) -> bool:
+    return not isinstance(value, type(traced) | int | float) or bool(traced != value)
 
 
 def refuse_change(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:

@@ -21,6 +21,7 @@ from qtoolkit.graph.blocks import (
     object_of_name,
     refuse_change,
     traced_type,
+    warn_of_traced_value,
 )
 from qtoolkit.graph.nodes import QuantizerHolder, readers_of
 from qtoolkit.graph.output_types import returning
@@ -187,6 +188,13 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             path, _, last = each.rpartition(".")
             if (holder := find_module(self, path)) is not None:
                 yield holder, last
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        plan: Plan | None = vars(self).get("plan")
+        if plan is not None:
+            traced = vars(plan.tracing).get("values", {})  # not in plans that were pickled before it was recorded
+            warn_of_traced_value(self, traced, name, value, "the prepared model")
+        super().__setattr__(name, value)
 
     def keep(self, name: str, value: Any) -> None:
         """Set an attribute, by dotted name, that copies and pickles keep."""

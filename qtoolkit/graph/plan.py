@@ -73,6 +73,7 @@ class Tracing:
         training: Whether the model was in training mode.
         output_types: The classes of mappings that forward returns, such as ModelOutput of transformers, by the keys that lead
             to them, inner ones first.
+        values: The numbers, strings, flags and None among the attributes of the model itself.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
@@ -87,6 +88,7 @@ class Tracing:
     branches: tuple[str, ...] = ()
     training: bool = False
     output_types: OutputTypes = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -347,3 +347,42 @@ def refuses(why: str) -> AbstractContextManager[object]:
     """Expect the error of a model whose block, called "block", runs no part of its graph and is watched."""
     said = rf"a Block of a prepared model cannot be hooked, .*: {why}.*untraced=\['block'\]"
     return pytest.raises(RuntimeError, match=said)
+
+
+class Annealed(nn.Module):
+    """Numbers that scripts change from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.fc, self.alpha = Tempered(), nn.Linear(4, 4), 1.0
+        self.calls = 0  # a name of prepared models too
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.block(x)) * self.alpha
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.temperature = nn.Linear(4, 4), 2.0
+
+    def set_temperature(self, value: float) -> None:
+        self.temperature = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.fc(x) / self.temperature).softmax(-1)
+
+
+def test_a_number_that_the_graph_has_already_is_not_changed_without_a_word(recwarn) -> None:
+    prepared = copy.deepcopy(qt.prepare(Annealed()))
+    prepared.alpha, prepared.block.temperature, prepared.block.mine = 1.0, 2, "something new"
+    qt.calibrate(prepared.train().eval(), [torch.randn(2, 4)], progress=False)
+    qt.convert(pickle.loads(pickle.dumps(prepared)))
+    assert not [str(warning.message) for warning in recwarn if "attribute" in str(warning.message)]
+    with pytest.warns(UserWarning, match="'alpha' of the prepared model was 1.0 .* a new value has no effect"):
+        prepared.alpha = 0.5
+    recwarn.clear()
+    prepared.alpha = 0.25  # told once
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="'temperature' of block 'block' of the prepared model was 2"):
+        prepared.block.set_temperature(0.5)

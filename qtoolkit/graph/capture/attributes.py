@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx, nn
 
+from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING
 from qtoolkit.model_state import evaluating
 from qtoolkit.op_kinds.recorded import TrainingMode
@@ -96,6 +97,12 @@ def kept_in_eval_mode(model: nn.Module) -> list[str]:
             module.training = training
         for parameter, requires_grad in trained:
             parameter.requires_grad = requires_grad
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers, strings, flags and None among a module's attributes, which a graph has as they are now."""
+    found = {name: value for name, value in vars(module).items() if is_plain(value) and not name.startswith("_")}
+    return {name: value for name, value in found.items() if name != "training"}
 
 
 def has_own_train(module: nn.Module) -> bool:

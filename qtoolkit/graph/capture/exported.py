@@ -26,6 +26,7 @@ from qtoolkit.model_state import evaluating
 GUARDS = "_guards_fn"  # the check of the inputs, which a graph of qtoolkit makes itself
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "sym_constrain_range")
 LIFTS = ("lift_fresh", "lift_fresh_copy")  # of constants
+ALIAS = "alias"  # of a whole tensor, as x[..., :n] is for all of its n columns
 DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 SPACES = ("linalg", "fft", "special")  # of torch, whose functions aten names with a prefix
 # Ops of aten that are methods with another name in Python.
@@ -142,7 +143,11 @@ def _call_torch(node: fx.Node) -> None:
     node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("layout", "pin_memory")}
     if name in ASSERTIONS:
         node.graph.erase_node(node)
-    elif (name in DROPOUTS and not args[2]) or (name in LIFTS and not any(map(_changes_its_input, node.users))):
+    elif (
+        name == ALIAS
+        or (name in DROPOUTS and not args[2])
+        or (name in LIFTS and not any(map(_changes_its_input, node.users)))
+    ):
         node.replace_all_uses_with(args[0])
         node.graph.erase_node(node)
     elif name in PLACES:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from qtoolkit.foreign import integration_of
 from qtoolkit.graph.blocks import HELD, TracedBlock, traced_type
+from qtoolkit.graph.capture.attributes import plain_attributes
 from qtoolkit.graph.capture.rewrites.both_modes import Traced
-from qtoolkit.graph.capture.shapes import is_plain
 
 
 def with_blocks(traced: Traced) -> nn.Module:
@@ -48,7 +48,7 @@ def _traced(block: nn.Module, name: str) -> TracedBlock:
     kind = traced_type(type(block))  # type: ignore[arg-type]  # mypy takes no class of modules for hashable
     result = kind.__new__(kind)
     nn.Module.__init__(result)
-    vars(result).update({key: v for key, v in vars(block).items() if is_plain(v) and not key.startswith("_")})
+    vars(result).update(plain_attributes(block))
     if (integration := integration_of(type(block))) is not None:
         vars(result).update(integration.attributes_of(block))
     vars(result).update({key: copy(vars(block)[key]) for key in HELD}, _block_name=name)
