@@ -170,10 +170,16 @@ def pad(node: fx.Node) -> str:
 
 
 def by_bounds(bounds_of: Callable[[Read], Bounds]) -> Callable[[fx.Node], str]:
-    """Return the rule of an op that is a bounded ReLU, "relu6", for a lower bound of zero or more; else a "clamp"."""
+    """Return the rule of an op that is a bounded ReLU, "relu6", for a lower bound of zero or more; else a "clamp".
+
+    With the values of another tensor as a bound it is no activation of one tensor: "other".
+    """
 
     def rule(node: fx.Node) -> str:
-        return "relu6" if bounds_of(partial(argument, node)).low >= 0 else "clamp"
+        bounds = bounds_of(partial(argument, node))
+        if not bounds.known and not all(map(is_constant, node.all_input_nodes[1:])):
+            return OTHER
+        return "relu6" if bounds.low >= 0 else "clamp"
 
     return rule
 
