@@ -98,7 +98,7 @@ def describe(path: str | os.PathLike[str]) -> FileDescription:
 
     ops = ops_of(model)
     find_quantizers(ops, _MOVES)
-    kinds = Counter(node.op_type for node in model.graph)
+    kinds = Counter(node.op_type for node in model.graph.all_nodes())
     return FileDescription(
         str(path),
         Path(path).stat().st_size + sum(file.stat().st_size for file in _weight_files(model, Path(path))),

@@ -17,7 +17,8 @@ FILE_RULES = (*PLACEMENT, *LAYERS, *CODES, *FUSIONS)
 def lint(path: str | os.PathLike[str], backend: str | Backend, advice: bool = False) -> tuple[Finding, ...]:
     """Check the Q/DQ nodes of an ONNX file against the rules of a target.
 
-    The file may come from any tool. Ops in the bodies of If, Loop and Scan are not checked. `rules_of` lists the rules.
+    The file may come from any tool. The bodies of If, Loop and Scan are checked as graphs of their own, which take floats from
+    outside. `rules_of` lists the rules.
 
     Args:
         path: The file.
@@ -46,7 +47,7 @@ def lint(path: str | os.PathLike[str], backend: str | Backend, advice: bool = Fa
     model = open_graph(path)
     from qtoolkit.export.files.ops import ops_of
 
-    kinds = {node.op_type for node in model.graph}
+    kinds = {node.op_type for node in model.graph.all_nodes()}
     if not kinds.intersection(("QuantizeLinear", "DequantizeLinear")):
         raise UnreadableFileError(
             f"{str(path)!r} has no QuantizeLinear and no DequantizeLinear node: it is a float model, or its integer ops are "

@@ -28,6 +28,7 @@ from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import split, tensors_of
 from qtoolkit.model_state import evaluating
 from qtoolkit.progress import progress_bar, step
+from qtoolkit.runtimes.table import ONNXRUNTIME
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -86,8 +87,8 @@ def export_onnx(
 ) -> ExportResult:
     """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
-    Codes of 4 bits are stored packed, as INT4 and UINT4, if an opset of 21 or newer is asked for or needed. Other codes of
-    fewer than 8 bits are stored in 8, as all are in older opsets, and the file clips them to their bounds. onnxruntime's
+    Weights of 4 bits and fewer are stored packed, as INT4 and UINT4, if an opset of 21 or newer is asked for or needed. Other
+    codes of fewer than 8 bits are of 8, as all are in older opsets, and the file clips them to their bounds. onnxruntime's
     integer kernels take 8 bits only. The formats "e4m3" and "e5m2" need opset 19. "e2m1" needs 23, and onnxruntime's CPU
     kernels do not have it. Scales of groups that are powers of two are stored in 8 bits (E8M0) from opset 24 on.
 
@@ -313,7 +314,7 @@ def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weight
 
     from qtoolkit.export.pairs.lowering import lower
     from qtoolkit.export.passes.fusible import write_fusible_forms
-    from qtoolkit.export.passes.onnxruntime import drop_saturated_clips, keep_float_weights
+    from qtoolkit.export.passes.onnxruntime import drop_saturated_clips, keep_float_softmax, keep_float_weights
     from qtoolkit.export.passes.repeated_pairs import keep_products_of_codes, quantize_moved_codes, repeat_pairs
     from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 
@@ -326,5 +327,7 @@ def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weight
         write_sub_pixel_convolutions(model)
     if backend.integer_bias:
         keep_float_weights(model)
+    if ONNXRUNTIME.runs(backend):
+        keep_float_softmax(model)
     onnxscript.optimizer.remove_unused_nodes(model)
     repeat_pairs(model, backend.repeated_pairs)

@@ -14,7 +14,7 @@ class File:
     """Writes a file. Every method returns the name of a tensor."""
 
     def __init__(self, opset: int = 21, domains: tuple[str, ...] = ()) -> None:
-        self.opset, self.domains = opset, domains
+        self.opset, self.domains, self.prefix = opset, domains, ""
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
         self.inputs: list[Any] = []
@@ -28,13 +28,13 @@ class File:
         self.outputs.append(helper.make_tensor_value_info(tensor, dtype, None))
 
     def constant(self, array: Any, dtype: int | None = None) -> str:
-        name = f"c{len(self.constants)}"
+        name = f"{self.prefix}c{len(self.constants)}"
         tensor = numpy_helper.from_array(np.asarray(array), name) if dtype is None else None
         self.constants.append(tensor or helper.make_tensor(name, dtype, np.shape(array), np.ravel(array)))
         return name
 
     def node(self, op: str, *inputs: str, name: str = "", outputs: int = 1, **attributes: Any) -> Any:
-        names = [f"t{len(self.nodes)}_{i}" for i in range(outputs)]
+        names = [f"{self.prefix}t{len(self.nodes)}_{i}" for i in range(outputs)]
         self.nodes.append(
             helper.make_node(op, inputs, names, name=name or f"{op.lower()}{len(self.nodes)}", **attributes)
         )
@@ -83,13 +83,27 @@ class File:
         graph = helper.make_graph(self.nodes, "g", self.inputs, self.outputs, self.constants)
         opsets = [helper.make_opsetid("", self.opset), *(helper.make_opsetid(domain, 1) for domain in self.domains)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-        known = all(node.domain in ("", *self.domains) for node in self.nodes)
+        known = all(node.domain in ("", *self.domains) and node.op_type != "If" for node in self.nodes)
         return onnx.shape_inference.infer_shapes(model) if known else model
 
     def save(self, folder: Path, name: str = "model.onnx") -> str:
         path = str(folder / name)
         onnx.save(self.model(), path)
         return path
+
+    def in_a_branch(self) -> "File":
+        """Return a file with the nodes of this one in a branch of an If, which takes the inputs from outside."""
+        whole = File(self.opset, self.domains)
+        whole.prefix, named = "outside_", [output.name for output in self.outputs]
+        outputs = [helper.make_tensor_value_info(f"else_{name}", TensorProto.FLOAT, None) for name in named]
+        same = [helper.make_node("Identity", [self.inputs[0].name], [output.name]) for output in outputs]
+        then_branch = helper.make_graph(self.nodes, "then", [], self.outputs, self.constants)
+        branches = {"then_branch": then_branch, "else_branch": helper.make_graph(same, "else", [], outputs)}
+        whole.inputs = [*self.inputs, helper.make_tensor_value_info("which", TensorProto.BOOL, [])]
+        taken = whole.node("If", "which", outputs=len(named), **branches)
+        for tensor in [taken] if len(named) == 1 else taken:
+            whole.output(tensor)
+        return whole
 
 
 def clean() -> File:

@@ -68,3 +68,14 @@ def test_describe_counts_codes_and_gives_reasons(tmp_path) -> None:
     file.output(file.node("Conv", file.input("x", 1, 16, 8, 8), weight, name="conv"))
     (layer,) = describe(file.save(tmp_path, "float.onnx")).layers
     assert layer.reason == "'x' is not quantized; its weight is not quantized"
+
+
+def test_quantizers_in_bodies_are_named(tmp_path) -> None:
+    file = clean().in_a_branch()
+    file.output(file.pair("x", zero=128, dtype=TensorProto.UINT8, name="outside"))
+    path = file.save(tmp_path)
+    codes = compare_runtimes(path).runtimes["onnxruntime"]
+    assert list(codes.by_quantizer) == ["outside"]
+    assert set(codes.not_compared) == {"q_x", "q_relu"}
+    found = describe(path)
+    assert (found.quantize_nodes, [layer.name for layer in found.layers]) == (3, ["conv", "next"])

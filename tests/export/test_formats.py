@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -73,13 +74,15 @@ def test_weights_of_4_bits_are_packed(tmp_path, exporter: str, signed: bool) -> 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("signed", [True, False])
-def test_activations_of_4_bits_are_packed_where_they_need_no_clip(tmp_path, exporter: str, signed: bool) -> None:
+def test_activations_of_4_bits_are_clipped_codes_of_8(tmp_path, exporter: str, signed: bool) -> None:
+    """With codes of 4 bits onnxruntime does not load the file at its default optimizations."""
     for narrow in (False, True):
         activation = qt.QuantSpec(bits=4, signed=signed, symmetric=signed, narrow=narrow)
         model = converted(activation, qt.QuantSpec(bits=4, axis=0))
         result = qt.export_onnx(model, 2 * torch.randn(SHAPE), tmp_path / "m.onnx", opset=21, exporter=exporter)
         assert_exact(result.verification)
-        assert bool(nodes_of(result.path)["Clip"]) == narrow
+        assert nodes_of(result.path)["Clip"] == 3  # of three activations; a pair that is repeated needs none
+        onnxruntime.InferenceSession(result.path, providers=["CPUExecutionProvider"])
 
 
 # ---- small floats

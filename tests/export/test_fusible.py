@@ -150,3 +150,30 @@ def test_inputs_with_different_scales_have_no_pair_to_repeat(tmp_path) -> None:
     takers = [node for node in proto.graph.node if concat.output[0] in node.input]
     assert len(takers) == 1
     assert found.codes.steps <= 1
+
+
+@pytest.mark.parametrize("bits", [8, 3])
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_softmax_between_quantized_values_is_computed_in_float(tmp_path, bits: int, moved: bool) -> None:
+    """onnxruntime's integer kernel rounds the steps of its output."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            y = x.permute(0, 2, 3, 1).softmax(-1).permute(0, 3, 1, 2) if moved else x.softmax(1)
+            return self.last(y)
+
+    torch.manual_seed(0)
+    x, path = torch.randn(2, 3, 6, 6), tmp_path / "model.onnx"
+    activation = qt.QuantSpec(bits=bits, signed=False, symmetric=False)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, qt.QuantSpec(bits=8, axis=0)))
+    prepared = qt.prepare(Gate().eval(), x, "onnxruntime", mapping)
+    qt.calibrate(prepared, [x], progress=False)
+    qt.export_onnx(prepared, x, path)
+    found = qt.export.verify(qt.convert(prepared, arithmetic="integer"), x * 3, path).runtimes["onnxruntime"]
+    assert found.verdict is qt.export.Verdict.EQUAL, found
+    assert qt.export.lint(path, "onnxruntime") == ()

@@ -456,6 +456,20 @@ def test_a_file_that_breaks_a_rule(case: str, tmp_path) -> None:
     assert finding.remedy.endswith(".")
 
 
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_branch_that_breaks_a_rule(case: str, tmp_path) -> None:
+    build, _, backend = BROKEN[case]
+    found, in_a_branch = (
+        {(each.name, each.where) for each in lint(file.save(tmp_path), backend, advice=True)}
+        for file in (build(), build().in_a_branch())
+    )
+    assert found == in_a_branch
+
+
+def test_a_branch_that_breaks_none(tmp_path) -> None:
+    assert lint(clean().in_a_branch().save(tmp_path), "tensorrt") == ()
+
+
 def test_every_rule_has_a_file() -> None:
     rules = {rule.name for rule in FILE_RULES} | ADVISED
     assert {case.partition(f"-{backend}-")[0] for case, (_, _, backend) in BROKEN.items()} == rules

@@ -122,3 +122,22 @@ def test_a_clip_of_quantized_values_stays(tmp_path, moved: nn.Module, joined: bo
     assert found.verdict is qt.export.Verdict.EQUAL, found
     assert not found.not_compared
     assert not qt.export.lint(path, "onnxruntime")
+
+
+@pytest.mark.parametrize("opset", [18, 21])
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(-0.5, 0.4)])
+def test_layers_between_activations_of_four_bits_run_in_integers(tmp_path, activation: nn.Module, opset: int) -> None:
+    """The file clips their codes; from opset 21 on it could have codes of four bits, which no kernel takes."""
+    torch.manual_seed(0)
+    path, model = tmp_path / "model.onnx", nn.Sequential(nn.Conv2d(3, 8, 3), activation, nn.Conv2d(8, 4, 3)).eval()
+    nn.init.normal_(model[0].weight, std=2.0)
+    spec = qt.QuantSpec(bits=4, signed=False, symmetric=False)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, qt.QuantSpec(axis=0)))
+    prepared = qt.prepare(model, X, "onnxruntime", mapping)
+    qt.calibrate(prepared, [X], progress=False)
+    qt.export_onnx(prepared, X, path, opset=opset)
+    found = qt.export.verify(qt.convert(prepared, arithmetic="integer"), X * 2, path).runtimes["onnxruntime"]
+    assert found.verdict is qt.export.Verdict.EQUAL, found
+    assert found.output_error < 1e-6  # the model's values lie on the grid too
+    assert [layer.kernel for layer in found.integer_layers].count("QLinearConv") == 1
+    assert not qt.export.lint(path, "onnxruntime")

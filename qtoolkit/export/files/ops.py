@@ -1,5 +1,6 @@
 """The ops of an ONNX file with Q/DQ nodes, in the form that the rules of `qtoolkit.lint` read."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +19,14 @@ SIZES = ("Shape", "Size")  # they read no values
 
 
 def ops_of(model: onnx_ir.Model) -> list[Op]:
-    """Return the ops of the main graph, in order; not those in the bodies of If, Loop and Scan.
+    """Return the ops of a file in order; those in a body of If, Loop or Scan before the op that runs it.
 
     A QuantizeLinear is a quantizer; the DequantizeLinear nodes behind it, and what clips its codes, belong to it. What is
-    computed from constants alone belongs to the node that takes it. Raises UnreadableFileError: a node lacks an input or an
-    attribute.
+    computed from constants alone belongs to the node that takes it. A body is a graph of its own, as for runtimes: what it
+    takes from outside is an input of it. Raises UnreadableFileError: a node lacks an input or an attribute.
     """
     try:
-        return _Reader(model).ops
+        return _Reader(model.graph, model.graph.opset_imports.get("", 0), []).ops
     except Exception as error:  # onnx_ir raises errors of all types, assertions too
         raise UnreadableFileError(
             f"a node of the file lacks an input or an attribute, or has one of another type ({type(error).__name__}: {error})."
@@ -33,22 +34,29 @@ def ops_of(model: onnx_ir.Model) -> list[Op]:
 
 
 class _Reader:
-    """Reads the nodes in order."""
+    """Reads the nodes of a graph in order, and adds their ops to a list; `taken` is what a body takes from outside."""
 
-    def __init__(self, model: onnx_ir.Model) -> None:
-        self.opset = model.graph.opset_imports.get("", 0)
-        self.ops: list[Op] = []
+    def __init__(self, graph: onnx_ir.Graph, opset: int, ops: list[Op], taken: Iterable[onnx_ir.Value] = ()) -> None:
+        self.opset, self.ops = opset, ops
         self.made: dict[Any, Op] = {}  # the op that computes each tensor that depends on the inputs
-        self.gates = {gate for node in model.graph if (gate := _gate(node)) is not None}
-        for value in model.graph.inputs:
+        self.gates = {gate for node in graph if (gate := _gate(node)) is not None}
+        for value in (*graph.inputs, *taken):
             if not value.is_initializer():
                 facts = FileNode("", "", self.opset)
                 self._add(Op(value.name or "", NO_OPS["placeholder"], node=facts), [value])
-        for node in model.graph:
+        for node in graph:
+            for body in _bodies(node):
+                _Reader(body, opset, ops, self._taken_by(body))
             self._read(node)
-        for value in model.graph.outputs:
+        for value in graph.outputs:
             if value in self.made:
                 self.made[value].returned = True
+
+    def _taken_by(self, body: onnx_ir.Graph) -> list[onnx_ir.Value]:
+        """Return the tensors of this graph that nodes of a body take, or return."""
+        nodes = onnx_ir.traversal.RecursiveGraphIterator(body)
+        values = (*(value for node in nodes for value in node.inputs), *body.outputs)
+        return [value for value in dict.fromkeys(values) if value is not None and value in self.made]
 
     def _add(self, op: Op, outputs: Any) -> None:
         op.place = len(self.ops)
@@ -59,7 +67,7 @@ class _Reader:
 
     def _read(self, node: onnx_ir.Node) -> None:
         sources = list(dict.fromkeys(self.made[value] for value in node.inputs if value in self.made))
-        if (not sources and not _has_body(node)) or node in self.gates or node.op_type in SIZES:
+        if (not sources and not _bodies(node)) or node in self.gates or node.op_type in SIZES:
             return
         first = self.made.get(input_at(node, 0))
         if first is not None and _stays_with_quantizer(node, first):
@@ -90,7 +98,8 @@ class _Reader:
         if kind.moves and first is not None:  # sizes, indices and positions are no data
             sources = [first]
         else:
-            taken = node.inputs if weighted is None else [v for v in node.inputs[:2] if v is not weighted]
+            taken = list(node.inputs if weighted is None else [v for v in node.inputs[:2] if v is not weighted])
+            taken += [value for body in _bodies(node) for value in self._taken_by(body)]
             sources = list(dict.fromkeys(self.made[value] for value in taken if value in self.made))
         if weighted is None:
             return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node)))
@@ -138,9 +147,15 @@ def _stays_with_quantizer(node: onnx_ir.Node, source: Op) -> bool:
     return on_codes and source.node.op_type == "QuantizeLinear" and node.op_type in ("Clip", "Cast")
 
 
-def _has_body(node: onnx_ir.Node) -> bool:
-    kinds = (onnx_ir.AttributeType.GRAPH, onnx_ir.AttributeType.GRAPHS)
-    return any(attribute.type in kinds for attribute in node.attributes.values())
+def _bodies(node: onnx_ir.Node) -> list[onnx_ir.Graph]:
+    """Return the graphs that a node runs: the branches of an If, the body of a Loop or a Scan."""
+    found: list[onnx_ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == onnx_ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == onnx_ir.AttributeType.GRAPHS:
+            found += attribute.as_graphs()
+    return found
 
 
 def _name(node: onnx_ir.Node) -> str:

@@ -71,6 +71,19 @@ def pairs(graph: Any) -> list[QuantizerNode]:
     return found
 
 
+def bodies_in(graph: Any) -> list[Any]:
+    """Return the bodies of If, Loop and Scan in a graph, and those in them."""
+    attributes = [attribute for node in graph.node for attribute in node.attribute]
+    bodies = [body for each in attributes for body in (*([each.g] if each.HasField("g") else []), *each.graphs)]
+    return [each for body in bodies for each in (body, *bodies_in(body))]
+
+
+def quantizers_in_bodies(graph: Any) -> list[str]:
+    """Return the names of the QuantizeLinear nodes in the bodies of If, Loop and Scan, whose codes no runtime gives."""
+    nodes = (node for body in bodies_in(graph) for node in body.node)
+    return [node.name or node.output[0] for node in nodes if node.op_type == "QuantizeLinear"]
+
+
 def varying_tensors(graph: Any) -> set[str]:
     """Return the names of the tensors that depend on the inputs of a graph."""
     varying = {value.name for value in graph.input}

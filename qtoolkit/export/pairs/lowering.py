@@ -45,7 +45,8 @@ class _Lowering(PairForm[onnx_ir.Value]):
         self.check_blocks(self.opset, _sizes(self.scale))
         stored = self._is_constant_grid() and (integer_weights or self.code_range == SUMS)
         constant = _constant(self.x) if stored else None
-        self.storage = storage_of(self.format, *self.code_range, self.opset, constant=constant is not None)
+        kind = {"constant": constant is not None, "computed": _constant(self.x) is None}
+        self.storage = storage_of(self.format, *self.code_range, self.opset, **kind)
         y = self._pair(constant)
         replace_node(self.node, self.nodes, y)
 

@@ -60,17 +60,18 @@ def _integers(qmin: int, qmax: int) -> torch.dtype:
     return torch.int32 if (qmin, qmax) == SUMS else code_dtype(qmin, qmax)
 
 
-def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool) -> Storage:
+def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool, computed: bool = False) -> Storage:
     """Return how to store codes in an opset: in 4 bits where they fit.
 
     Codes of constants are in their range already. Others need a Clip where their type has more codes, and ONNX clips no
-    integers of 4 bits: there, these are stored in 8.
+    integers of 4 bits: there, these are stored in 8. So are those of `computed` values, which no file stores: onnxruntime 1.30
+    gives codes of 4 bits to its kernels of 8, and then does not load the file.
     """
     if format != "int":
         return Storage(FLOATS[format], format, (qmin, qmax), False)
     for dtype, (low, high) in INT4S.items():
         fits = (low, high) == (qmin, qmax) or (constant and low <= qmin and qmax <= high and (low < 0) == (qmin < 0))
-        if opset >= BLOCKS_OPSET and fits:
+        if opset >= BLOCKS_OPSET and fits and not computed:
             return Storage(dtype, format, (qmin, qmax), False)
     integers = _integers(qmin, qmax)
     info = torch.iinfo(integers)

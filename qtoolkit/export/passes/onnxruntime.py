@@ -1,4 +1,4 @@
-"""What onnxruntime's default optimizations break, unless it is written otherwise: clips that saturate, and float weights."""
+"""What onnxruntime's default optimizations break, unless it is written otherwise: clips, float weights and softmaxes."""
 
 import numpy as np
 import onnx_ir
@@ -6,8 +6,9 @@ import onnx_ir
 from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, input_at, maker_of
 from qtoolkit.export.files.kinds import bounds_of, ops_where
 from qtoolkit.export.files.ops import layer_of
-from qtoolkit.export.passes.repeated_pairs import is_on_codes
+from qtoolkit.export.passes.repeated_pairs import is_on_codes, moved_inputs
 from qtoolkit.lint.ops import Array
+from qtoolkit.op_kinds.reached import reached
 
 CLIPS = ops_where(lambda kind: kind.clips)
 LAYERS = ops_where(lambda kind: kind.layer)
@@ -43,8 +44,15 @@ def _is_saturated(clip: onnx_ir.Node) -> bool:
     if bounds is None or scale is None or zero_point is None or scale.size != 1 or zero_point.dtype.kind not in "iu":
         return False
     codes = np.iinfo(zero_point.dtype)
+    lowest, highest = _bounds_of_codes(users[0]) or (codes.min, codes.max)
     low, high = (np.rint(np.asarray(bound, scale.dtype) / scale) + zero_point for bound in bounds)
-    return bool((low <= codes.min).all() and (high >= codes.max).all())
+    return bool((low <= lowest).all() and (high >= highest).all())
+
+
+def _bounds_of_codes(quantize: onnx_ir.Node) -> tuple[float, float] | None:
+    """Return the bounds to which a file clips codes of fewer bits than their type has; None where it clips none."""
+    users = [user for user, _ in quantize.outputs[0].uses()]
+    return bounds_of(users[0]) if len(users) == 1 else None
 
 
 def quantizer_behind(value: onnx_ir.Value) -> tuple[onnx_ir.Node | None, list[onnx_ir.Value]]:
@@ -106,3 +114,29 @@ def _write(model: onnx_ir.Model, node: onnx_ir.Node, bias: Array) -> None:
     if len(node.inputs) < 3:
         node.resize_inputs(3)
     node.replace_input_with(2, value)
+
+
+def keep_float_softmax(model: onnx_ir.Model) -> None:
+    """Write a Max of one tensor, which is the tensor, in front of each Softmax between quantized values.
+
+    Otherwise onnxruntime makes it a QLinearSoftmax, which takes the largest integer below 1 / scale for 1 / scale
+    (contrib_ops/cpu/quantization/qlinear_softmax.cc): with few bits it is a third off, with eight of them a code.
+    """
+    for node in list(model.graph):
+        source = node.inputs[0] if node.op_type == "Softmax" else None
+        if source is None or not is_on_codes(source) or not _is_quantized(node.outputs[0]):
+            continue
+        same = onnx_ir.node("Max", [source], name=f"{node.name}.input")
+        (value,) = same.outputs
+        value.type, value.shape = source.type, source.shape
+        model.graph.insert_before(node, same)
+        node.replace_input_with(0, value)
+
+
+def _is_quantized(value: onnx_ir.Value) -> bool:
+    """Return whether a QuantizeLinear takes a tensor, or what ops move it to."""
+
+    def moved(value: onnx_ir.Value) -> list[onnx_ir.Value]:
+        return [output for user, _ in value.uses() if value in moved_inputs(user) for output in user.outputs]
+
+    return any(user.op_type == "QuantizeLinear" for each in reached([value], moved) for user, _ in each.uses())

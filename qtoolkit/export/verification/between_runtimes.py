@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_flags, check_known, check_sequence, first_line
-from qtoolkit.export.files.quantizer_nodes import QuantizerNode, pairs
+from qtoolkit.export.files.quantizer_nodes import QuantizerNode, pairs, quantizers_in_bodies
 from qtoolkit.export.files.reading import UnreadableFileError, array_of, open_model
 from qtoolkit.export.verification.codes import CodeCount, largest_difference
 from qtoolkit.export.verification.deployed import RuntimeCodes
@@ -77,7 +77,8 @@ def compare_runtimes(
 
     Returns:
         For each runtime: the codes compared and differing at each QuantizeLinear, the first that differs, the difference of the
-        outputs, and the nodes that compute in integers and in float.
+        outputs, and the nodes that compute in integers and in float. Quantizers in the bodies of If, Loop and Scan are in
+        `not_compared`.
 
     Raises:
         ValueError: A runtime is not known; the inputs do not fit; or, as `UnreadableFileError`, the file cannot be read or has
@@ -116,7 +117,7 @@ def compare_runtimes(
         for name in runtimes:
             step(bar, ", ".join([name, *(f"{other}: {codes.codes}" for other, codes in found.items())]))
             run = _run(name, Path(path), tensors, nodes, grids, optimized=True)
-            found[name] = _compare(reference, run, nodes)
+            found[name] = _compare(reference, run, nodes, quantizers_in_bodies(graph))
             if expected is not None:
                 differences[name] = _difference(expected, run.outputs)
     return RuntimeComparison(found, differences)
@@ -129,10 +130,12 @@ def _run(name: str, path: Path, tensors: Sequence[Tensor], nodes: Any, grids: An
         raise RuntimeError(f"{name} cannot run {str(path)!r} on these inputs: {first_line(error)}.") from error
 
 
-def _compare(reference: Executed, run: Executed, nodes: Sequence[QuantizerNode]) -> RuntimeCodes:
+def _compare(
+    reference: Executed, run: Executed, nodes: Sequence[QuantizerNode], in_bodies: Sequence[str]
+) -> RuntimeCodes:
     read = {node.quantizer: node.codes for node in nodes if node.codes in reference.codes and node.codes in run.codes}
     counts = {name: CodeCount.of(run.codes[codes], reference.codes[codes]) for name, codes in read.items()}
-    return RuntimeCodes.of(run, counts, reference.outputs, (node.quantizer for node in nodes))
+    return RuntimeCodes.of(run, counts, reference.outputs, (*(node.quantizer for node in nodes), *in_bodies))
 
 
 def _results(program: Any, tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -210,10 +213,10 @@ def _random(value: Any, generator: np.random.Generator) -> Any:
         )
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
     if dtype.kind in "iu":  # indices: the first ones are valid wherever any is
-        return generator.integers(0, 2, shape).astype(dtype)
+        return np.asarray(generator.integers(0, 2, shape)).astype(dtype)
     if dtype.kind not in "fb":
         raise ValueError(
             f"input {value.name!r} of the file has type {dtype}, for which there are no random values; pass inputs."
         )
-    numbers = generator.standard_normal(shape)
-    return numbers.astype(dtype) if dtype.kind == "f" else numbers > 0
+    numbers = np.asarray(generator.standard_normal(shape))
+    return numbers.astype(dtype) if dtype.kind == "f" else np.asarray(numbers > 0)

@@ -89,8 +89,23 @@ def _link_outputs(gm: QuantizedGraphModule, runtime: Runtime, calls: ModuleCalls
         of_activation = not grid.of_weight and grid.capability_now.codes
         grid.quantizes_as = runtime.quantizes_as if of_activation else None
     for kernel in gm.modules():
-        if isinstance(kernel, Kernel) and kernel.output is not None and len(calls.of(kernel.output.grid)) == 1:
-            kernel.output.grid.computed_by(kernel)
+        if isinstance(kernel, Kernel) and kernel.output is not None:
+            found = calls.of(kernel.output.grid)
+            if len(found) == 1 and not _is_behind_a_clip(found[0]):
+                kernel.output.grid.computed_by(kernel)
+
+
+def _is_behind_a_clip(quantizer: fx.Node) -> bool:
+    """Return whether an activation stands before a quantizer that may move a kernel's values off its grid.
+
+    Its bounds are within half a step of the lowest and the highest value; zero, the bound of a ReLU, is on every grid.
+    """
+    source = source_of(quantizer)
+    while source is not None and (kind_of(source).returns_input or kind_of(source).clips):
+        if kind_of(source).clips and not kind_of(source).is_relu:
+            return True
+        source = source_of(source)
+    return False
 
 
 def _as_called(why: str) -> Computed:

@@ -24,7 +24,7 @@ from torch import Tensor
 from qtoolkit.errors import first_line
 from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.kinds import CAST, ops_where
-from qtoolkit.export.files.quantizer_nodes import QuantizerNode, layer_names
+from qtoolkit.export.files.quantizer_nodes import QuantizerNode, bodies_in, layer_names
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.runtimes.saturating_sums import has_wide_weights, processor_saturates
 from qtoolkit.quantizers.frozen import Grid
@@ -87,6 +87,7 @@ def _execute(
         session = open_session("default")
         open_session("fused", TO_NHWC)
         fused = OpenedFile.of(Path(folder) / "fused.onnx")
+        _keep_constants_once(fused.proto.graph)
         tensors = _tensors_with_codes(open_session, Path(folder), fused.proto.graph, nodes)
         values = fused.run(inputs, list(tensors.values()))
         outputs = session.run(None, {value.name: values[value.name] for value in session.get_inputs()})
@@ -132,6 +133,15 @@ def _session(
             f"verify: onnxruntime cannot load {str(path)!r}{' at its default optimization level' * optimized}: "
             f"{first_line(error)}."
         ) from error
+
+
+def _keep_constants_once(graph: Any) -> None:
+    """Remove the second copy of constants in bodies, which onnxruntime 1.30 writes with large weights beside, and refuses."""
+    for body in bodies_in(graph):
+        once = {tensor.name: tensor for tensor in body.initializer}
+        constants = [type(tensor).FromString(tensor.SerializeToString()) for tensor in once.values()]
+        body.ClearField("initializer")
+        body.initializer.extend(constants)
 
 
 def _tensors_with_codes(
