@@ -178,9 +178,8 @@ class _Sums:
         """Set the new statistics; return whether there are any."""
         if self.count:
             mean = self.mean / self.count
-            variance = (self.square / self.count - mean.square()).clamp(
-                min=0
-            )  # a constant channel's is zero up to rounding
+            # That of a constant channel is zero up to rounding.
+            variance = (self.square / self.count - mean.square()).clamp(min=0)
             if isinstance(self.bn, LinkedBatchNorm):
                 # Its weights are rounded to zero. A variance of zero would make them hundreds of times as large, off the grid.
                 constant = variance <= ROUNDING * mean.square()

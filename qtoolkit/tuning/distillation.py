@@ -80,9 +80,8 @@ class Distillation(AbstractContextManager["Distillation"]):
         _check("feature_weight", feature_weight, feature_weight >= 0, "at least 0")
         self.teacher, self.temperature, self.features = teacher, temperature, tuple(features)
         self.logits_weight, self.feature_weight, self.logits_of = logits_weight, feature_weight, logits_of
-        self._outputs = tuple(
-            _output_of(name, student, teacher) for name in self.features
-        )  # the modules that give them
+        # The names of the modules that give the features.
+        self._outputs = tuple(_output_of(name, student, teacher) for name in self.features)
         self._of_student, self._handles = _hooked(student, self._outputs)
 
     def __call__(self, inputs: Any, output: Any) -> Tensor:
