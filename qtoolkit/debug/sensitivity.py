@@ -17,8 +17,7 @@ from qtoolkit.errors import check_flags, check_known, some
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, name_of, object_type_of
 from qtoolkit.model_state import check_module, evaluating
-from qtoolkit.nn import QuantWeighted
-from qtoolkit.nn.rounded import is_rounded
+from qtoolkit.nn.rounded import corrected_in, rounded_in
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import disable_quantization, freeze_ranges
@@ -263,12 +262,10 @@ def _check(model: nn.Module) -> None:
 
 def _warn_of_other_weights(model: nn.Module) -> None:
     """Warn of layers that are no longer those of the float model when their quantizers are off."""
-    layers = {name: module for module, name in first_names(model).items() if isinstance(module, QuantWeighted)}
-    rounded = [repr(name) for name, layer in layers.items() if is_rounded(layer)]
-    corrected = [repr(name) for name, layer in layers.items() if layer.bias_is_corrected]
+    layers = {name: module for module, name in first_names(model).items()}
     for names, have, by in (
-        (rounded, "weights that lie on their codes", "reconstruct or gptq"),
-        (corrected, "biases that make up for rounding", "bias_correction"),
+        (rounded_in(layers), "weights that lie on their codes", "reconstruct or gptq"),
+        (corrected_in(layers), "biases that make up for rounding", "bias_correction"),
     ):
         if names:
             warnings.warn(

@@ -1,4 +1,6 @@
-"""Whether the weight of a layer lies on its codes, as methods of qtoolkit.tuning leave it, and its float values are lost."""
+"""Which layers are no longer those of the float model: methods of qtoolkit.tuning have rounded weights or corrected biases."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -20,10 +22,10 @@ def is_rounded(layer: nn.Module) -> bool:
         >>> is_rounded(layer)
         False
     """
-    quantizer = layer.weight_quantizer if isinstance(layer, QuantWeighted) else None
-    if not isinstance(layer, QuantWeighted) or not isinstance(quantizer, TensorQuantizer):
+    if not isinstance(layer, QuantWeighted):
         return False
-    if quantizer.following or not quantizer.capability.plain:
+    quantizer = layer.weight_quantizer
+    if not isinstance(quantizer, TensorQuantizer) or quantizer.following or not quantizer.capability.plain:
         return False
     with torch.no_grad():
         weight = layer.effective_weight().detach().to(quantizer.scale.dtype)
@@ -32,3 +34,15 @@ def is_rounded(layer: nn.Module) -> bool:
         rounding = 4 * torch.finfo(layer.weight.dtype).eps * weight.abs()
         step = per_element(quantizer.scale, weight, quantizer.spec, quantizer.group)
         return bool((distance <= torch.minimum(rounding, ON_GRID * step)).all() and weight.any())
+
+
+def rounded_in(layers: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names, in quotes, of the layers whose weights lie on their codes."""
+    return [repr(name) for name, layer in layers.items() if is_rounded(layer)]
+
+
+def corrected_in(layers: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names, in quotes, of the layers whose biases `qtoolkit.tuning.bias_correction` has changed."""
+    return [
+        repr(name) for name, layer in layers.items() if isinstance(layer, QuantWeighted) and layer.bias_is_corrected
+    ]

@@ -44,8 +44,9 @@ class _Lowering(PairForm[onnx_ir.Value]):
     def replace(self, integer_weights: bool) -> None:
         self.check_blocks(self.opset, _sizes(self.scale))
         stored = self._is_constant_grid() and (integer_weights or self.code_range == SUMS)
-        constant = _constant(self.x) if stored else None
-        kind = {"constant": constant is not None, "computed": _constant(self.x) is None}
+        values = _constant(self.x)
+        constant = values if stored else None
+        kind = {"constant": constant is not None, "computed": values is None}
         self.storage = storage_of(self.format, *self.code_range, self.opset, **kind)
         y = self._pair(constant)
         replace_node(self.node, self.nodes, y)

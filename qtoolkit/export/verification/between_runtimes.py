@@ -108,6 +108,7 @@ def compare_runtimes(
             f"{str(path)!r} has no QuantizeLinear of an activation with a constant scale and integer codes of 8 or 16 bits; "
             f"there are no codes to compare."
         )
+    names = [*(node.quantizer for node in nodes), *quantizers_in_bodies(graph)]
     tensors = _inputs(graph, inputs, seed)
     expected = _results(program, tensors)
     found, differences = dict[str, RuntimeCodes](), dict[str, float]()
@@ -117,7 +118,7 @@ def compare_runtimes(
         for name in runtimes:
             step(bar, ", ".join([name, *(f"{other}: {codes.codes}" for other, codes in found.items())]))
             run = _run(name, Path(path), tensors, nodes, grids, optimized=True)
-            found[name] = _compare(reference, run, nodes, quantizers_in_bodies(graph))
+            found[name] = _compare(reference, run, nodes, names)
             if expected is not None:
                 differences[name] = _difference(expected, run.outputs)
     return RuntimeComparison(found, differences)
@@ -130,12 +131,11 @@ def _run(name: str, path: Path, tensors: Sequence[Tensor], nodes: Any, grids: An
         raise RuntimeError(f"{name} cannot run {str(path)!r} on these inputs: {first_line(error)}.") from error
 
 
-def _compare(
-    reference: Executed, run: Executed, nodes: Sequence[QuantizerNode], in_bodies: Sequence[str]
-) -> RuntimeCodes:
+def _compare(reference: Executed, run: Executed, nodes: Sequence[QuantizerNode], names: Sequence[str]) -> RuntimeCodes:
+    """Return what differs between two runs; `names` are those of all quantizers, also where no run has their codes."""
     read = {node.quantizer: node.codes for node in nodes if node.codes in reference.codes and node.codes in run.codes}
     counts = {name: CodeCount.of(run.codes[codes], reference.codes[codes]) for name, codes in read.items()}
-    return RuntimeCodes.of(run, counts, reference.outputs, (*(node.quantizer for node in nodes), *in_bodies))
+    return RuntimeCodes.of(run, counts, reference.outputs, names)
 
 
 def _results(program: Any, tensors: Sequence[Tensor]) -> list[Tensor] | None:
