@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from qtoolkit.config import QConfig, QuantSpec
+from qtoolkit.config.formats import WeightCodes
 from qtoolkit.errors import check_known, shown
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import ACTIVATIONS, CONCATS, KINDS, MOVES
@@ -43,6 +44,8 @@ class Backend:
             layer, so that the target can fuse the add into the layer.
         shared_concat: Whether the inputs of a concat share one scale. If not, each input and the output have their own.
         integer_weights: Whether weights are exported as integers (DequantizeLinear alone), not as floats with both nodes.
+        weight_codes: The type in which ONNX files store signed codes of 8 bits of weights: "int8"; or "uint8", the same codes
+            128 higher with a zero point of 128, whose sums onnxruntime computes exactly on every processor.
         integer_bias: Whether the target adds biases to integer sums, in int32, in steps of input scale times weight scale.
             Training and the exported file then have them on that grid.
         runtime: The entry of `qtoolkit.runtimes.table.RUNTIMES` whose integer arithmetic the target has; None for none.
@@ -89,6 +92,7 @@ class Backend:
     residual_add: Literal["both", "identity"] = "both"
     shared_concat: bool = True
     integer_weights: bool = True
+    weight_codes: WeightCodes = "int8"
     integer_bias: bool = False
     runtime: str | None = None
     advice: tuple[str, ...] = ()
@@ -115,6 +119,7 @@ class Backend:
         for kind in (*self.needs_quantized_output, *self.joined_activations, *self.same_grid, *self.output_specs):
             check_known(f"kind of op in Backend {self.name!r}:", kind, KINDS)
         check_known(f"residual_add of Backend {self.name!r}:", self.residual_add, ("both", "identity"))
+        check_known(f"weight_codes of Backend {self.name!r}:", self.weight_codes, get_args(WeightCodes))
         if self.conv_transpose_axis not in (0, 1):
             raise ValueError(
                 f"Backend {self.name!r}: conv_transpose_axis must be 0 (input channels) or 1 (output channels), got "
@@ -213,17 +218,19 @@ TENSORRT_NLP = replace(
 # it rejects grouped ones (#1934).
 TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_conv_transpose=False)
 
-# onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point, weights
-# int8 symmetric per channel (U8S8). What follows was measured with 1.30 at its default optimization level (the table in
-# docs/runtimes.md), and agrees with its selectors (onnxruntime/core/optimizer/qdq_transformer/selectors_actions/
-# qdq_selectors.cc): QLinearConv, QLinearAdd, QLinearMul, QLinearAveragePool, QLinearSigmoid and QLinearLeakyRelu are fused only
-# if their one output goes to a QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join
-# that the saturation of a QuantizeLinear replaces. Transposed convolutions have no integer kernel, and between Q/DQ nodes
-# onnxruntime quantizes the weight of a float one itself: the file has a convolution and a DepthToSpace instead, which run on
-# codes. One that only outputs of the graph take is fastest without Q/DQ nodes. Linear resizes have no integer kernel either:
-# between Q/DQ nodes they are slower than in float. F.scaled_dot_product_attention is written as products around a softmax,
-# which run in float even between Q/DQ nodes. Ops with a constant stay float, because the constant has no quantizer. Biases are
-# int32 (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+# onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point,
+# weights symmetric per channel. The file stores weights in uint8 with a zero point of 128 (U8U8): processors without VNNI add
+# products of uint8 and int8 codes in 16 bits, which saturate (the same page, "When and why do I need to try U8U8?"). What
+# follows was measured with 1.30 at its default optimization level (the table in docs/runtimes.md), and agrees with its
+# selectors (onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc): QLinearConv, QLinearAdd,
+# QLinearMul, QLinearAveragePool, QLinearSigmoid and QLinearLeakyRelu are fused only if their one output goes to a
+# QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join that the saturation of a
+# QuantizeLinear replaces. Transposed convolutions have no integer kernel, and between Q/DQ nodes onnxruntime quantizes the
+# weight of a float one itself: the file has a convolution and a DepthToSpace instead, which run on codes. One that only
+# outputs of the graph take is fastest without Q/DQ nodes. Linear resizes have no integer kernel either: between Q/DQ nodes
+# they are slower than in float. F.scaled_dot_product_attention is written as products around a softmax, which run in float
+# even between Q/DQ nodes. Ops with a constant stay float, because the constant has no quantizer. Biases are int32
+# (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),
@@ -236,6 +243,7 @@ ONNXRUNTIME = Backend(
     joined_activations=("relu", "relu6", "clamp"),
     repeated_pairs=_MOVING_OPS,
     sub_pixel=True,
+    weight_codes="uint8",
     integer_bias=True,
     runtime="onnxruntime",
 )

@@ -72,7 +72,8 @@ def verify(arguments: argparse.Namespace) -> Answer:
         arguments.file, _arrays(arguments.inputs), runtimes, _program(arguments.model), arguments.seed
     )
     data = {"file": arguments.file, "allowed": arguments.allow, "runtimes": _codes(found)}
-    return Answer(data, lambda: tables.codes(data), found.share > arguments.allow)
+    saturates = any(codes.saturating for codes in found.runtimes.values())
+    return Answer(data, lambda: tables.codes(data), saturates or found.share > arguments.allow)
 
 
 def info(arguments: argparse.Namespace) -> Answer:
@@ -118,6 +119,7 @@ def _codes(found: RuntimeComparison) -> list[dict[str, Any]]:
         entry = {"runtime": name, "version": codes.runtime, **counted(codes.codes), "first_difference": first}
         entry |= {"output_difference": codes.output_difference, "not_compared": list(codes.not_compared)}
         entry |= {"program_difference": found.program.get(name), "quantizers": quantizers, "remark": codes.remark}
+        entry["saturating"] = list(codes.saturating)
         entry["integer_layers"] = [{"layer": layer.name, "kernel": layer.kernel} for layer in codes.integer_layers]
         entry["float_layers"] = [{"layer": layer.name, "kernel": layer.kernel} for layer in codes.float_layers]
         listed.append(entry)
@@ -172,7 +174,7 @@ def quantize(arguments: argparse.Namespace) -> Answer:
             dynamic_batch=not arguments.constant_batch,
         )
     data = _data(arguments.backend, result)
-    return Answer(data, lambda: tables.quantized(data), result.verdict is Verdict.DIFFERENT)
+    return Answer(data, lambda: tables.quantized(data), result.verdict in (Verdict.SATURATES, Verdict.DIFFERENT))
 
 
 def load(option: str, reference: str) -> Any:

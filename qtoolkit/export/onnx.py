@@ -3,7 +3,8 @@
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from qtoolkit.backends import Backend, backends
+from qtoolkit.config.formats import WeightCodes
 from qtoolkit.eager.record import plan_of
-from qtoolkit.errors import check_flags, check_known
+from qtoolkit.errors import check_flags, check_known, some
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.written import OpsWritten
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source, check_outputs
@@ -28,6 +30,7 @@ from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import split, tensors_of
 from qtoolkit.model_state import evaluating
 from qtoolkit.progress import progress_bar, step
+from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.table import ONNXRUNTIME
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class ExportResult:
         dequantize_nodes: Number of DequantizeLinear nodes.
         bytes: Size of the file, and of its weights where they are in a file of their own.
         verification: Comparison with onnxruntime's codes, or None with `verify=False`.
-        weights: How the file stores the quantized weights, and which arguments would store fewer bytes.
+        weights: How the file stores the quantized weights, which arguments would store fewer bytes, and what the type costs.
     """
 
     path: Path
@@ -84,6 +87,7 @@ def export_onnx(
     integer_weights: bool | None = None,
     dynamic_batch: bool = False,
     progress: bool = True,
+    weight_codes: WeightCodes | None = None,
 ) -> ExportResult:
     """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
@@ -125,6 +129,8 @@ def export_onnx(
             nodes; None follows the backend that the model was prepared for ("tensorrt" if the model records none).
         dynamic_batch: Make dimension 0 of all inputs dynamic, under the name "batch". Excludes dynamic_shapes.
         progress: Show a progress bar.
+        weight_codes: The type of signed codes of 8 bits of weights: "int8", or "uint8" with a zero point of 128, whose sums
+            onnxruntime computes exactly on every processor; None follows the backend (`Backend.weight_codes`).
 
     Returns:
         The path, the opset, the number of nodes, the size and the verification.
@@ -151,6 +157,8 @@ def export_onnx(
     if integer_weights is not None:
         check_flags("export_onnx", integer_weights=integer_weights)
     check_known("exporter", exporter, get_args(Exporter))
+    if weight_codes is not None:
+        check_known("weight_codes of export_onnx:", weight_codes, get_args(WeightCodes))
     if dynamic_batch and dynamic_shapes is not None:
         raise ValueError(
             "export_onnx: dynamic_batch=True makes dimension 0 of all inputs dynamic, and dynamic_shapes names dimensions one "
@@ -175,11 +183,27 @@ def export_onnx(
     compared = partial(_compared, source=source, request=request, dynamic_batch=dynamic_batch, progress=progress)
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
-        exported = written(request, chosen, exporter, finish, dynamic_batch)
+        with _weight_codes(source.grids.values(), weight_codes):
+            exported = written(request, chosen, exporter, finish, dynamic_batch)
         size, verification = _saved(exported, Path(path), chosen, compared if verify else None, bar)
+    if ONNXRUNTIME.runs(backend):
+        _warn_of_saturation(path, source.grids, weight_codes)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
     return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, source.grids, chosen))
+
+
+@contextmanager
+def _weight_codes(grids: Iterable[Grid], weight_codes: WeightCodes | None) -> Iterator[None]:
+    """Let quantizers record this type of their codes for the duration of a `with` block; None keeps the type of each."""
+    before = {grid: grid.weight_codes for grid in grids}
+    try:
+        for grid in before:
+            grid.weight_codes = weight_codes or grid.weight_codes
+        yield
+    finally:
+        for grid, own in before.items():
+            grid.weight_codes = own
 
 
 def _compared(file: Path, source: Source, request: "Request", dynamic_batch: bool, progress: bool) -> "Verification":
@@ -295,6 +319,25 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
         warnings.warn(
             f"export_onnx: {', '.join(map(repr, names))} came into the model after it was quantized and is float in the file; "
             f"make that change in the float model, and quantize it again.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_saturation(
+    path: str | os.PathLike[str], grids: Mapping[str, Grid], weight_codes: WeightCodes | None
+) -> None:
+    from qtoolkit.export.verification.runtimes.saturating_sums import processor_saturates
+
+    names = [
+        name
+        for name, grid in grids.items()
+        if grid.quantizing and grid.shifts and (weight_codes or grid.weight_codes) == "int8"
+    ]
+    if names and processor_saturates():
+        warnings.warn(
+            f"export_onnx: {str(path)!r} has int8 codes at {some(names)}, and onnxruntime's sums of their products saturate on "
+            f"processors without VNNI, as this one is: its results are wrong here. Pass weight_codes='uint8', whose sums are "
+            f"exact on every processor, or quantize weights to 7 bits.",
             stacklevel=4,
         )
 

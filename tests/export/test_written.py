@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.export import Verdict, verify
-from tests.sessions import exact_session
+from tests.sessions import default_session
 
 IMAGE = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 VOLUME = torch.rand(2, 3, 6, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -82,7 +82,7 @@ def test_a_window_that_begins_in_the_padding_is_not_in_the_file(pool, options: d
     qt.calibrate(model, [x], progress=False)
     converted = qt.convert(model)
     result = qt.export_onnx(converted, x, tmp_path / "model.onnx", **options)
-    session = exact_session(result.path)
+    session = default_session(result.path)
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), converted(x), rtol=0, atol=1e-5)
 
@@ -133,7 +133,7 @@ def test_windows_that_follow_no_dynamic_size_are_exported(size: object, tmp_path
     converted = qt.convert(model)
     path = qt.export_onnx(converted, IMAGE, tmp_path / "model.onnx", dynamic_shapes=({2: "h"},)).path
     taller = torch.rand(2, 3, 13, 8)
-    (y,) = exact_session(path).run(None, {"input": taller.numpy()})
+    (y,) = default_session(path).run(None, {"input": taller.numpy()})
     torch.testing.assert_close(torch.as_tensor(y), converted(taller), rtol=1e-4, atol=1e-4)
 
 
@@ -151,7 +151,7 @@ def test_a_resize_takes_the_pixels_that_torch_takes(options: dict, exporter: str
     converted = qt.convert(model, arithmetic="integer")
     path = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter=exporter).path
     assert verify(converted, x, path).check() == {"onnxruntime": Verdict.EQUAL}
-    (y,) = exact_session(path).run(None, {"input": x.numpy()})
+    (y,) = default_session(path).run(None, {"input": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), converted(x), rtol=1e-5, atol=1e-5)
 
 
