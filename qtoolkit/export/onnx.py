@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
-from qtoolkit.backends import Backend, backends
+from qtoolkit.backends import REQUIRED, Backend, backend_of
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_flags, check_known
 from qtoolkit.export.exporters.quiet import without_noise
@@ -84,6 +84,8 @@ def export_onnx(
     integer_weights: bool | None = None,
     dynamic_batch: bool = False,
     progress: bool = True,
+    *,
+    backend: str | Backend | None = None,
 ) -> ExportResult:
     """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
@@ -122,9 +124,11 @@ def export_onnx(
             also on inputs of other sizes, if the model takes them.
         exporter: "dynamo" (torch.export-based) or "torchscript" (deprecated in torch).
         integer_weights: True stores weights as integers with DequantizeLinear alone; False stores them as floats with both
-            nodes; None follows the backend that the model was prepared for ("tensorrt" if the model records none).
+            nodes; None follows the backend.
         dynamic_batch: Make dimension 0 of all inputs dynamic, under the name "batch". Excludes dynamic_shapes.
         progress: Show a progress bar.
+        backend: The target, for a model that records none: one with quantizers of your own, or a layer that was taken out of
+            a model. Models of `prepare`, `replace`, `initialize` and `convert` record theirs.
 
     Returns:
         The path, the opset, the number of nodes, the size and the verification.
@@ -132,10 +136,11 @@ def export_onnx(
     Raises:
         RuntimeError: A quantizer saw no data (calibrate first), torch's exporter cannot export the model, an op does not
             exist in the opset, or onnxruntime's codes differ.
-        ValueError: An option is unknown or out of range, there are more names than tensors, or ONNX does not support a
-            quantizer's format.
-        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`; it computes in
-            float64; it returns anything but tensors; or the example inputs do not match its forward.
+        ValueError: An option is unknown or out of range, there are more names than tensors, ONNX does not support a
+            quantizer's format, or `backend` is not the one that the model records.
+        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`; it records no backend,
+            and none is given; it computes in float64; it returns anything but tensors; or the example inputs do not match its
+            forward.
         ImportError: The extra [onnx] is not installed.
 
     Example:
@@ -165,11 +170,10 @@ def export_onnx(
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
     inputs = Inputs.of(source, input_names)
-    chosen, plan = choose(opset, source), plan_of(source.model)
-    backend = backends["tensorrt"] if plan is None else plan.backend
+    chosen, target = choose(opset, source), _target(source.model, backend)
     if integer_weights is None:
-        integer_weights = backend.integer_weights
-    finish = partial(_finish, backend=backend, opset=chosen, integer_weights=integer_weights)
+        integer_weights = target.integer_weights
+    finish = partial(_finish, backend=target, opset=chosen, integer_weights=integer_weights)
     request = Request(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
 
     compared = partial(_compared, source=source, request=request, dynamic_batch=dynamic_batch, progress=progress)
@@ -180,6 +184,20 @@ def export_onnx(
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
     return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, source.grids, chosen))
+
+
+def _target(model: nn.Module, backend: str | Backend | None) -> Backend:
+    """Return the backend that a model records; for a model that records none, the given one."""
+    plan = plan_of(model)
+    if plan is None:
+        required = "export_onnx: this model records no backend, so that the argument backend is required"
+        return backend_of(REQUIRED if backend is None else backend, required)
+    if backend is not None and backend_of(backend) != plan.backend:
+        raise ValueError(
+            f"export_onnx: the model was prepared for {plan.backend.name!r}, got backend={backend_of(backend).name!r}; leave "
+            f"backend out, or prepare the float model for the other target."
+        )
+    return plan.backend
 
 
 def _compared(file: Path, source: Source, request: "Request", dynamic_batch: bool, progress: bool) -> "Verification":

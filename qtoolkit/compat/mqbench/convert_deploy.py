@@ -73,7 +73,8 @@ def convert_deploy(
     options.setdefault("input_names", names)
     stem, files = Path(output_path) / model_name, []
     if platform.qdq:
-        files.append(export_onnx(model, inputs, stem.with_name(f"{model_name}.onnx"), **options).path)
+        path, backend = stem.with_name(f"{model_name}.onnx"), platform.backend if plan is None else None
+        files.append(export_onnx(model, inputs, path, backend=backend, **options).path)
     if platform.own_files:
         written = encodings(model, platform.backend, inputs, stem, **options)
         files += [written.model, *written.files]
