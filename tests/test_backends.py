@@ -102,6 +102,27 @@ def test_a_layer_that_was_taken_out_of_a_model_records_no_backend(tmp_path: Path
         qt.export_onnx(replaced[0], X, tmp_path / "model.onnx", progress=False)
 
 
+class Deployed(nn.Module):
+    """A prepared network with what an application puts around it."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.network(x / 255)
+        return y.softmax(1)
+
+
+def test_a_model_around_a_prepared_one_has_its_backend(tmp_path: Path) -> None:
+    """Its file has codes of weights, as that of the prepared model alone."""
+    pytest.importorskip("onnxruntime", reason="runs exported files; install the extra [onnx]")
+    prepared = qt.prepare(net(), backend="onnxruntime")
+    qt.calibrate(prepared, [X], progress=False)
+    found = qt.export_onnx(Deployed(qt.convert(prepared)).eval(), 255 * X, tmp_path / "model.onnx", progress=False)
+    assert found.dequantize_nodes > found.quantize_nodes
+
+
 @pytest.mark.parametrize("road", ["prepare", "replace", "initialize"])
 def test_an_export_follows_the_backend_that_a_model_records(road: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="runs exported files; install the extra [onnx]")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from qtoolkit.backends import REQUIRED, Backend, backend_of
-from qtoolkit.eager.record import plan_of
+from qtoolkit.eager.record import backend_in
 from qtoolkit.errors import check_flags, check_known
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.written import OpsWritten
@@ -188,16 +188,16 @@ def export_onnx(
 
 def _target(model: nn.Module, backend: str | Backend | None) -> Backend:
     """Return the backend that a model records; for a model that records none, the given one."""
-    plan = plan_of(model)
-    if plan is None:
+    recorded = backend_in(model)
+    if recorded is None:
         required = "export_onnx: this model records no backend, so that the argument backend is required"
         return backend_of(REQUIRED if backend is None else backend, required)
-    if backend is not None and backend_of(backend) != plan.backend:
+    if backend is not None and backend_of(backend) != recorded:
         raise ValueError(
-            f"export_onnx: the model was prepared for {plan.backend.name!r}, got backend={backend_of(backend).name!r}; leave "
+            f"export_onnx: the model was prepared for {recorded.name!r}, got backend={backend_of(backend).name!r}; leave "
             f"backend out, or prepare the float model for the other target."
         )
-    return plan.backend
+    return recorded
 
 
 def _compared(file: Path, source: Source, request: "Request", dynamic_batch: bool, progress: bool) -> "Verification":

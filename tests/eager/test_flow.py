@@ -131,9 +131,8 @@ def test_a_prepared_part_of_a_model_is_converted_by_its_graph(tmp_path) -> None:
             return self.head(y) if y.sum() > -1e9 else y
 
     x = torch.randn(4, 3, 8, 8)
-    model = Detector(
-        qt.prepare(nets.trained(nets.ConvNet(), *x.shape), x, backend="tensorrt")
-    )  # in training mode: batch norms are linked
+    # In training mode: batch norms are linked.
+    model = Detector(qt.prepare(nets.trained(nets.ConvNet(), *x.shape), x, backend="tensorrt"))
     replaced = qt.quant_modules.replace(model.train(), inplace=True, backend="tensorrt")
     qt.calibrate(replaced, [x], progress=False)
     converted = qt.convert(replaced)
@@ -176,9 +175,8 @@ def test_prepare_does_not_quantize_a_replaced_model_again() -> None:
             backend="tensorrt",
         )
     layer = qt.nn.QuantLinear(2, 2, weight_spec=qt.QuantSpec(axis=0))
-    assert isinstance(
-        qt.prepare(nn.Sequential(layer), backend="tensorrt"), nn.Module
-    )  # without a quantizer of its input
+    # Without a quantizer of its input.
+    assert isinstance(qt.prepare(nn.Sequential(layer), backend="tensorrt"), nn.Module)
     layer.input_quantizer = qt.TensorQuantizer(qt.QuantSpec())
     with pytest.raises(ValueError, match="submodule '0' was quantized by module replacement already"):
         qt.prepare(nn.Sequential(layer), backend="tensorrt")

@@ -193,7 +193,9 @@ class InBlocks(nn.Module):
 )
 def test_blocks_that_cannot_be_written(tmp_path, opset: int, words: str, exporter: str) -> None:
     with pytest.raises(ValueError, match=words):
-        qt.export_onnx(InBlocks().eval(), torch.randn(4, 8), tmp_path / "m.onnx", opset=opset, exporter=exporter)
+        qt.export_onnx(
+            InBlocks().eval(), torch.randn(4, 8), tmp_path / "m.onnx", opset, exporter=exporter, backend="tensorrt"
+        )
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
