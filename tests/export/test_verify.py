@@ -84,7 +84,8 @@ def test_views_of_equal_parameters_are_compared_exactly_at_one_node(tmp_path, in
     model = Gates().eval()
     qt.calibrate(model, [X], progress=False)
     converted = qt.convert(model)
-    result = qt.export_onnx(converted, X, tmp_path / "model.onnx", integer_weights=integer_weights)
+    path = tmp_path / "model.onnx"
+    result = qt.export_onnx(converted, X, path, integer_weights=integer_weights, backend="tensorrt")
     nodes = [node for node in onnx.load(str(result.path)).graph.node if node.op_type == "DequantizeLinear"]
     assert len(nodes) == 1
     assert result.verification.weight_codes == CodeCount(2 * 8)
