@@ -20,7 +20,7 @@ CLAIMS = {
         EQUAL,
     ),
     "detector": (
-        "'model.network = qtoolkit.prepare(model.network)' in message",
+        "'model.network = qtoolkit.prepare(model.network, backend=...)' in message",
         "float_score > 80",
         "calibrated_score > float_score - 3",
         "trained_score > float_score - 5",

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
-from qtoolkit.backends import Backend, backends
+from qtoolkit.backends import REQUIRED, Backend, backend_of
 from qtoolkit.config.formats import WeightCodes
-from qtoolkit.eager.record import plan_of
+from qtoolkit.eager.record import backend_in
 from qtoolkit.errors import check_flags, check_known, some
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.written import OpsWritten
@@ -87,7 +87,9 @@ def export_onnx(
     integer_weights: bool | None = None,
     dynamic_batch: bool = False,
     progress: bool = True,
+    *,
     weight_codes: WeightCodes | None = None,
+    backend: str | Backend | None = None,
 ) -> ExportResult:
     """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
@@ -126,11 +128,13 @@ def export_onnx(
             also on inputs of other sizes, if the model takes them.
         exporter: "dynamo" (torch.export-based) or "torchscript" (deprecated in torch).
         integer_weights: True stores weights as integers with DequantizeLinear alone; False stores them as floats with both
-            nodes; None follows the backend that the model was prepared for ("tensorrt" if the model records none).
+            nodes; None follows the backend.
         dynamic_batch: Make dimension 0 of all inputs dynamic, under the name "batch". Excludes dynamic_shapes.
         progress: Show a progress bar.
         weight_codes: The type of signed codes of 8 bits of weights: "int8", or "uint8" with a zero point of 128, whose sums
             onnxruntime computes exactly on every processor; None follows the backend (`Backend.weight_codes`).
+        backend: The target, for a model that records none: one with quantizers of your own, or a layer that was taken out of
+            a model. Models of `prepare`, `replace`, `initialize` and `convert` record theirs.
 
     Returns:
         The path, the opset, the number of nodes, the size and the verification.
@@ -138,10 +142,11 @@ def export_onnx(
     Raises:
         RuntimeError: A quantizer saw no data (calibrate first), torch's exporter cannot export the model, an op does not
             exist in the opset, or onnxruntime's codes differ.
-        ValueError: An option is unknown or out of range, there are more names than tensors, or ONNX does not support a
-            quantizer's format.
-        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`; it computes in
-            float64; it returns anything but tensors; or the example inputs do not match its forward.
+        ValueError: An option is unknown or out of range, there are more names than tensors, ONNX does not support a
+            quantizer's format, or `backend` is not the one that the model records.
+        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`; it records no backend,
+            and none is given; it computes in float64; it returns anything but tensors; or the example inputs do not match its
+            forward.
         ImportError: The extra [onnx] is not installed.
 
     Example:
@@ -173,37 +178,51 @@ def export_onnx(
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
     inputs = Inputs.of(source, input_names)
-    chosen, plan = choose(opset, source), plan_of(source.model)
-    backend = backends["tensorrt"] if plan is None else plan.backend
+    chosen, target = choose(opset, source), _target(source.model, backend)
     if integer_weights is None:
-        integer_weights = backend.integer_weights
-    finish = partial(_finish, backend=backend, opset=chosen, integer_weights=integer_weights)
+        integer_weights = target.integer_weights
+    stored_as = target.weight_codes if weight_codes is None else weight_codes
+    finish = partial(_finish, backend=target, opset=chosen, integer_weights=integer_weights)
     request = Request(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
 
     compared = partial(_compared, source=source, request=request, dynamic_batch=dynamic_batch, progress=progress)
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
-        with _weight_codes(source.grids.values(), weight_codes):
+        with _stored_as(stored_as, source.grids.values()):
             exported = written(request, chosen, exporter, finish, dynamic_batch)
         size, verification = _saved(exported, Path(path), chosen, compared if verify else None, bar)
-    if ONNXRUNTIME.runs(backend):
-        _warn_of_saturation(path, source.grids, weight_codes)
+    if stored_as == "int8" and ONNXRUNTIME.runs(target):
+        _warn_of_saturation(path, source.grids)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
     return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, source.grids, chosen))
 
 
 @contextmanager
-def _weight_codes(grids: Iterable[Grid], weight_codes: WeightCodes | None) -> Iterator[None]:
-    """Let quantizers record this type of their codes for the duration of a `with` block; None keeps the type of each."""
+def _stored_as(weight_codes: WeightCodes, grids: Iterable[Grid]) -> Iterator[None]:
+    """Let quantizers record codes of this type for the duration of a `with` block."""
     before = {grid: grid.weight_codes for grid in grids}
     try:
         for grid in before:
-            grid.weight_codes = weight_codes or grid.weight_codes
+            grid.weight_codes = weight_codes
         yield
     finally:
         for grid, own in before.items():
             grid.weight_codes = own
+
+
+def _target(model: nn.Module, backend: str | Backend | None) -> Backend:
+    """Return the backend that a model records; for a model that records none, the given one."""
+    recorded = backend_in(model)
+    if recorded is None:
+        required = "export_onnx: this model records no backend, so that the argument backend is required"
+        return backend_of(REQUIRED if backend is None else backend, required)
+    if backend is not None and backend_of(backend) != recorded:
+        raise ValueError(
+            f"export_onnx: the model was prepared for {recorded.name!r}, got backend={backend_of(backend).name!r}; leave "
+            f"backend out, or prepare the float model for the other target."
+        )
+    return recorded
 
 
 def _compared(file: Path, source: Source, request: "Request", dynamic_batch: bool, progress: bool) -> "Verification":
@@ -323,16 +342,10 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
         )
 
 
-def _warn_of_saturation(
-    path: str | os.PathLike[str], grids: Mapping[str, Grid], weight_codes: WeightCodes | None
-) -> None:
+def _warn_of_saturation(path: str | os.PathLike[str], grids: Mapping[str, Grid]) -> None:
     from qtoolkit.export.verification.runtimes.saturating_sums import processor_saturates
 
-    names = [
-        name
-        for name, grid in grids.items()
-        if grid.quantizing and grid.shifts and (weight_codes or grid.weight_codes) == "int8"
-    ]
+    names = [name for name, grid in grids.items() if grid.quantizing and grid.shifts]
     if names and processor_saturates():
         warnings.warn(
             f"export_onnx: {str(path)!r} has int8 codes at {some(names)}, and onnxruntime's sums of their products saturate on "

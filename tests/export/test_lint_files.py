@@ -206,7 +206,7 @@ def a_deconvolution_of_asymmetric_codes() -> File:
 
 
 @breaks("weight-zero-point", "conv", "openvino")
-def a_zero_point_of_a_weight() -> File:
+def a_zero_point_of_a_convolution() -> File:
     file = File()
     file.output(file.conv(file.pair(image(file)), zero=128, dtype=UINT8))
     return file

@@ -215,7 +215,7 @@ def test_the_axis_is_that_of_the_backend(tmp_path, dims: int, axis: int) -> None
 def test_the_fold_is_exact_to_1e_6(dims: int, groups: int) -> None:
     x = data(dims)
     model = nets.trained(block(dims, groups, "dilation", relu=False), *x.shape).eval()
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in prepared.modules())
     with qt.disable_quantization(prepared):
         difference = (prepared(x) - model(x)).abs().max()
@@ -234,7 +234,7 @@ def straight_through(x: Tensor, scale: Tensor, axis: int | None, groups: int, sp
 def test_gradients_equal_those_of_plain_torch(dims: int, groups: int) -> None:
     x = data(dims, torch.float64)
     model = nets.trained(block(dims, groups, "output_padding", relu=False), *x.shape).double()
-    prepared = qt.prepare(model).double()
+    prepared = qt.prepare(model, backend="tensorrt").double()
     qt.calibrate(prepared, [x], progress=False)
     layer, bn = model
     with torch.no_grad():  # so that some weights are clamped

@@ -6,12 +6,11 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from qtoolkit.eager.record import plan_of
+from qtoolkit.eager.record import backend_in
 from qtoolkit.graph.capture.rewrites.both_modes import keep_eval
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import link_inputs
 from qtoolkit.graph.passes.link_batch_norms import fold
-from qtoolkit.graph.plan import Plan
 from qtoolkit.model_state import check_numbers
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
@@ -19,7 +18,7 @@ from qtoolkit.nn.computed_weights import bake
 from qtoolkit.nn.layers.embedding import renormalize_table
 from qtoolkit.nn.replacement import replace_in_place
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of, take_names
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of, take_names
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -43,6 +42,7 @@ def run(model: M) -> M:
     if model not in graphs:
         _run_on_modules(model)
     _fit_biases(model)
+    _choose_weight_codes(model)
     return model.eval()
 
 
@@ -73,6 +73,14 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
     return converted
 
 
+def _choose_weight_codes(model: nn.Module) -> None:
+    """Tell the grids how files of the target store the codes of weights, for exporters that do not know the target."""
+    backend = backend_in(model)
+    for module in model.modules():
+        if isinstance(module, Grid) and backend is not None:
+            module.weight_codes = backend.weight_codes
+
+
 def _fit_biases(model: nn.Module) -> None:
     """Enlarge the scales of weights where the codes of a bias exceed int32, and warn of them."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantWeighted)]
@@ -93,7 +101,7 @@ def _run_on_graph(gm: QuantizedGraphModule) -> None:
         fold(gm, node, follower)
     keep_eval(gm.graph)
     for name, quantizer in quantizers_of(gm).items():
-        gm.set_submodule(name, _frozen(quantizer, gm.plan))
+        gm.set_submodule(name, quantizer.to_grid())
     if gm.plan is not None:
         link_inputs.run(gm, gm.plan.backend)  # to the grids
     gm.graph.lint()
@@ -109,12 +117,4 @@ def _run_on_modules(model: nn.Module) -> None:
     quantizers = quantizers_of(model)
     take_names(quantizers)
     for quantizer in quantizers.values():
-        replace_in_place(quantizer, _frozen(quantizer, plan_of(model)))
-
-
-def _frozen(quantizer: TensorQuantizer, plan: Plan | None) -> nn.Module:
-    """Return what replaces a quantizer, which knows how the target's files store the codes of weights."""
-    grid = quantizer.to_grid()
-    if plan is not None and isinstance(grid, Grid):
-        grid.weight_codes = plan.backend.weight_codes
-    return grid
+        replace_in_place(quantizer, quantizer.to_grid())
