@@ -1,6 +1,7 @@
 """Files on processors whose int8 kernels saturate, those without VNNI: uint8 weights are exact there, in default sessions."""
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,34 @@ def test_signed_activations_are_exact_too(signed: bool, symmetric: bool, tmp_pat
     activation = qt.QuantSpec(signed=signed, symmetric=symmetric)
     path, model = written(tmp_path, activation=activation)
     assert qt.export.verify(path, model, IMAGES).check() == {"onnxruntime": Verdict.EQUAL}
+
+
+class Product(nn.Module):
+    """A product of two activations, of which one is never negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out, self.other = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(8, 8), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.b(x)
+        return self.out(self.a(x).relu() @ z.transpose(1, 2)) + self.other(z)
+
+
+@pytest.mark.parametrize("unsigned_after_relu", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_products_of_signed_and_unsigned_activations_are_exact(unsigned_after_relu, symmetric, tmp_path) -> None:
+    torch.manual_seed(0)
+    backend = replace(qt.backends["onnxruntime"], unsigned_after_relu=unsigned_after_relu)
+    config = qt.QConfig(qt.QuantSpec(signed=True, symmetric=symmetric), backend.qconfig.weight)
+    x = 2 * torch.randn(4, 8, 64)
+    prepared = qt.prepare(Product().eval(), x, backend, qt.QConfigMapping().set_global(config))
+    qt.calibrate(prepared, [x], progress=False)
+    integer = qt.convert(prepared, arithmetic="integer")
+    path = qt.export_onnx(integer, x, tmp_path / "m.onnx").path
+    found = qt.export.verify(integer, x, path).runtimes["onnxruntime"]
+    assert found.check() is Verdict.EQUAL
+    assert "QLinearMatMul" in {layer.kernel for layer in found.integer_layers}
 
 
 @pytest.fixture
