@@ -232,7 +232,6 @@ def _verified(
     try:
         found = verify(integer, inputs, export.path, (runtime,), progress=progress)
         found.check()
-        notes += [codes.remark for codes in found.runtimes.values() if codes.remark]
     except Exception as error:  # runtimes' errors have no base class of their own
         note = (
             f"{str(export.path)!r} has the codes of the model layer by layer, but not end to end in {runtime}: {error}"

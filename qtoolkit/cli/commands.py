@@ -7,7 +7,7 @@ import platform
 import sys
 import traceback
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -29,6 +29,7 @@ from qtoolkit.export.lint import lint as lint_file
 from qtoolkit.export.lint import rules_of
 from qtoolkit.export.verification.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.export.verification.codes import CodeCount
+from qtoolkit.export.verification.deployed import RuntimeCodes
 from qtoolkit.quantize import QuantizeResult
 from qtoolkit.quantize import quantize as quantize_model
 from qtoolkit.runtimes.table import EXECUTES, RUNTIMES
@@ -242,13 +243,13 @@ def _data(backend: str, result: QuantizeResult) -> dict[str, Any]:
         },
         "codes": {name: counted(count) for name, count in _counts(result).items()},
         "verdict": None if result.verdict is None else str(result.verdict),
-        "notes": list(result.notes),
+        "notes": [*result.notes, *(codes.remark for codes in _runtimes(result).values() if codes.remark)],
     }
 
 
 def _counts(result: QuantizeResult) -> dict[str, CodeCount]:
     """Return the codes that were compared, by what they are of."""
-    layers, runtimes = result.export.verification, result.verification
+    layers = result.export.verification
     counts = {}
     if layers is not None:
         counts = {
@@ -256,5 +257,9 @@ def _counts(result: QuantizeResult) -> dict[str, CodeCount]:
             "quantizers": layers.quantizer_codes,
             "layer by layer": layers.layer_codes,
         }
-    end_to_end = {} if runtimes is None else runtimes.runtimes
-    return counts | {f"end to end in {runtime}": codes.codes for runtime, codes in end_to_end.items()}
+    return counts | {f"end to end in {runtime}": codes.codes for runtime, codes in _runtimes(result).items()}
+
+
+def _runtimes(result: QuantizeResult) -> Mapping[str, RuntimeCodes]:
+    """Return the comparison with each runtime."""
+    return {} if result.verification is None else result.verification.runtimes

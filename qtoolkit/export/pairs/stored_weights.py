@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 # Measured with onnxruntime 1.30 on an AMD Zen 5 processor, one thread: docs/runtimes.md, "Processors without VNNI".
 FASTER = (
-    "0.2 to 0.4 of the time in onnxruntime on processors with VNNI instructions, wrong sums on x86 processors without them; "
-    "weights of 7 bits are as fast, and right everywhere"
+    "0.2 to 0.4 of the time on processors with VNNI, wrong sums on others; 7-bit weights are as fast, and exact on all"
 )
 
 
@@ -48,7 +47,7 @@ class StoredWeights:
         held = "as values that the file quantizes, " if self.dtype in ("FLOAT", "FLOAT16", "BFLOAT16") else ""
         line = f"{self.count} weights of {self.bits} bits are stored {held}in {self.dtype}: {_size(self.bytes)}"
         line = f"{line}; {self.smaller_by}: {_size(self.smaller_bytes)}" if self.smaller_by else line
-        return f"{line}; {self.faster_by}: {FASTER}" if self.faster_by else line
+        return f"{line}\n  {self.faster_by}: {FASTER}" if self.faster_by else line
 
 
 def stored_weights(file: "onnx_ir.Model", grids: Mapping[str, Grid], opset: int) -> tuple[StoredWeights, ...]:
