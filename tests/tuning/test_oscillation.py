@@ -31,7 +31,7 @@ EAGER = {"thresholds": (0.15, 0.1), "momentum": 0.08}  # freezes within some ste
 
 # Layer, spec of its weight, groups of dimension 0 with scales of their own.
 GRIDS: dict[str, tuple[Callable[[], nn.Module], qt.QuantSpec, int]] = {
-    "tensor": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=4, quantizer="lsq"), 1),
+    "tensor": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=4, axis=None, quantizer="lsq"), 1),
     "follows": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=4, axis=0), 1),
     "histogram": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=4, axis=0, observer="histogram"), 1),
     "blocks": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=3, axis=1, group_size=4, quantizer="lsq"), 1),
