@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from torch import nn
@@ -51,7 +51,8 @@ def lost_kernels(model: nn.Module) -> tuple[str, ...]:
         "2 of 2 linear layers ('0', '1'): its inputs are not quantized to at most 8 bits with one scale"
     """
     of_kind, lost = Counter[str](), defaultdict[tuple[str, str], list[str]](list)
-    for name, layer, refusal in _refusals(model):
+    found = {layer: (name, refusal) for name, layer, refusal in _refusals(model)}  # once each, though plans overlap
+    for layer, (name, refusal) in found.items():
         of_kind[str(layer.OP_KIND)] += 1
         if refusal is not None:
             lost[str(layer.OP_KIND), refusal.text].append(name)
@@ -61,10 +62,13 @@ def lost_kernels(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def warn_of_lost_kernels(what: str, model: nn.Module, backend: Backend) -> None:
-    """Warn once of all layers that the configs of the user take out of the integer kernels; `what` is the public function."""
+def warn_of_lost_kernels(what: str, model: nn.Module, backend: Backend, known: Sequence[str] = ()) -> None:
+    """Warn once of all layers that the configs of the user take out of the integer kernels.
+
+    `what` is the public function, and `known` what `lost_kernels` returned for the model before it.
+    """
     lost = lost_kernels(model)
-    if lost:
+    if lost and set(lost) != set(known):
         warnings.warn(
             f"{what}: the qconfig_mapping takes layers out of the integer kernels of {backend.name}, which computes them in "
             f"float: {'; '.join(lost)}. Fields that a QuantSpec leaves out are those that the kernels take.",
