@@ -79,6 +79,20 @@ def test_what_a_config_leaves_in_float_is_no_surprise() -> None:
     assert lost_kernels(qt.prepare(net(), X, backend="onnxruntime", qconfig_mapping=some_in_float)) == ()
 
 
+def test_small_floats_have_kernels_of_their_own_on_tensorrt() -> None:
+    e4m3 = qt.QuantSpec(format="e4m3")
+    assert (
+        lost_kernels(qt.prepare(net(), X, backend="tensorrt", qconfig_mapping=everywhere(qt.QConfig(e4m3, e4m3)))) == ()
+    )
+    with pytest.warns(UserWarning, match="out of the integer kernels of onnxruntime"):
+        qt.prepare(net(), X, backend="onnxruntime", qconfig_mapping=everywhere(qt.QConfig(e4m3, e4m3)))
+
+
+def test_layers_on_the_meta_device_are_judged_too() -> None:
+    with torch.device("meta"), pytest.warns(UserWarning, match="2 of 2 conv"):
+        qt.prepare(net(), backend="onnxruntime", qconfig_mapping=everywhere(WIDE))
+
+
 def test_replacement_and_leaf_modules_warn_alike() -> None:
     with pytest.warns(UserWarning, match=r"replace: .* 2 of 2 conv layers \('0', '2'\): its weight has a zero point"):
         qt.quant_modules.replace(net(), everywhere(AFFINE_WEIGHT), backend="onnxruntime")

@@ -22,7 +22,7 @@ from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.quantizers.capability import NO_CODES
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.runtimes.table import RUNTIMES
+from qtoolkit.runtimes.table import RUNTIMES, TENSORRT
 from qtoolkit.verdicts import Cause, Refusal
 
 NOT_SATURATED = Refusal(
@@ -122,6 +122,8 @@ def _refusal(layer: QuantWeighted, source: Quantizer, output: Grid | None, backe
     bits = None if weight is None else refused_bits(weight.spec.bits, backend)
     if weight is None or runtime is None or bits is not None:
         return None if bits is None else Refusal(Cause.WEIGHT_CODES, bits)
+    if TENSORRT.runs(backend) and source.spec.format != "int":  # it has kernels of small floats
+        return None
     if source.capability is NO_CODES:
         return NOT_DIRECT
     refusal = refusal_of(layer, weight.capability, source.capability)

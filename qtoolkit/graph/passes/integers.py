@@ -242,5 +242,5 @@ def expected_grid(quantizer: Quantizer) -> Grid:
     if isinstance(quantizer, Grid):
         return quantizer
     spec = quantizer.grid_spec if isinstance(quantizer, TensorQuantizer) else quantizer.spec
-    zero_point = None if spec.symmetric else torch.tensor(float(spec.qmin))
-    return Grid(torch.tensor(2.0**-100), zero_point, spec)
+    scale, zero = (torch.tensor(value, dtype=torch.float32, device="cpu") for value in (2.0**-100, spec.qmin))
+    return Grid(scale, None if spec.symmetric else zero, spec)
