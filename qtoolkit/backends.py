@@ -38,7 +38,9 @@ class Backend:
 
     Attributes:
         name: Its name in reports.
-        qconfig: The default config. Axis 0 of a weight stands for the output channel of every kind of layer.
+        qconfig: The default config, and what a spec of the user's that leaves out fields is completed by. Its own specs have
+            the defaults of QuantSpec in fields that are left out. Axis 0 of a weight stands for the output channel of every
+            kind of layer.
         roles: The role of each kind of op.
         conv_transpose_axis: The axis of a transposed convolution's weight that its scales run along.
         grouped_conv_transpose: Whether the target has integer kernels for transposed convolutions with groups. If not, lint
@@ -118,6 +120,7 @@ class Backend:
     title: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "qconfig", self.qconfig.completed(QConfig()))
         for kind, role in self.roles.items():
             check_known(f"kind of op in the roles of Backend {self.name!r}:", kind, KINDS)
             check_known(f"role of {kind!r} in Backend {self.name!r}:", role, get_args(Role))

@@ -9,8 +9,8 @@ from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
-from qtoolkit.config.mapping import Source
-from qtoolkit.errors import with_article
+from qtoolkit.config.mapping import Source, is_same_rule
+from qtoolkit.errors import with_article, within
 from qtoolkit.nn.registry import QatModules
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import kind_of_type
@@ -37,6 +37,7 @@ class Rule:
     source: Source | Literal["default"] = "default"  # the kind of rule, or the backend's default
     depth: int = 0  # 0 for a rule for the layer or op itself, more for a module around it
     left: Verdict = BY_CONFIG  # what the report says where the config is None
+    says_axis: bool = False  # whether the axis of its weight's spec is that of the weight itself
 
     @property
     def is_general(self) -> bool:
@@ -64,7 +65,7 @@ class LayerRules:
     The first rule in this order applies: an exclusion, by name, by regular expression, by type, global, the backend default. A
     rule by name, regular expression or type for a module applies to all layers and ops in it. The nearest module comes first,
     and the layer or op itself comes before the modules around it. A module with several names takes the most exact of their
-    rules.
+    rules. The fields that a spec of a rule leaves out have the values of the backend's.
     """
 
     backend: Backend
@@ -127,13 +128,13 @@ class LayerRules:
         """Return the spec of the weight of a layer, with the axis that the weight itself has.
 
         Axis 0 of the backend's default, of a global rule or of a rule for a module around the layer stands for the output
-        channel, and (with a group_size) axis 1 for the input channel. An explicit rule says the axis of the weight itself;
-        one that the target does not take gives a warning.
+        channel, and (with a group_size) axis 1 for the input channel. An axis that is written in an explicit rule is that of
+        the weight itself; one that the target does not take gives a warning.
         """
         spec = None if rule.qconfig is None else rule.qconfig.weight
         if spec is None or not (kind.transposed or output_axis):
             return spec
-        if rule.is_explicit:
+        if rule.says_axis:
             if kind.transposed:
                 self._check_axis(spec)
             return spec
@@ -183,13 +184,26 @@ class LayerRules:
         if not found:
             return Rule(self.backend.qconfig)
         best = min(found, key=lambda match: match.rank)
-        if any(match.rank == best.rank and match.qconfig != best.qconfig for match in found):
+        if any(match.rank == best.rank and not is_same_rule(match.qconfig, best.qconfig) for match in found):
             raise ValueError(
                 f"qconfig_mapping: {', '.join(map(repr, names))} are names of one module, and the mapping has different "
                 f"configs for them; give them the same config."
             )
         left = Verdict.left_float(Cause.IGNORED, f"excluded by {best.excluded_by}") if best.excluded_by else BY_CONFIG
-        return Rule(best.qconfig, best.source, best.depth, left)
+        rule = Rule(self.completed(best.qconfig), best.source, best.depth, left)
+        weight = None if best.qconfig is None else best.qconfig.weight
+        says_axis = rule.is_explicit and weight is not None and "axis" in weight.to_dict()
+        return replace(rule, says_axis=says_axis)
+
+    def completed(self, qconfig: QConfig | None) -> QConfig | None:
+        """Return a config of the user's with the backend's values in the fields that its specs leave out.
+
+        Raises ValueError for what is written and does not fit them.
+        """
+        if qconfig is None:
+            return None
+        with within(f"qconfig_mapping, with what it leaves to {self.backend.name}"):
+            return qconfig.completed(self.backend.qconfig)
 
     def _type_named(self, name: str, object_type: Any) -> Any:
         """Return the type by which the mapping finds a module: the float model's, where a rule is for it, else `object_type`.

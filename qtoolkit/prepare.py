@@ -33,6 +33,7 @@ from qtoolkit.nn.computed_weights import put_parametrizations, take_parametrizat
 from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.quantizers.switches import disable_quantization
+from qtoolkit.report.lost_kernels import warn_of_lost_kernels
 
 
 def prepare(
@@ -98,6 +99,9 @@ def prepare(
     Returns:
         A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
 
+    Warns:
+        UserWarning: A config takes layers out of the target's integer kernels; or a rule or an option has no effect.
+
     Raises:
         UntraceableError: The model's Python cannot be traced, which the error explains with the source line and the remedies;
             or its graph computes something else than its forward for the example inputs.
@@ -152,6 +156,7 @@ def prepare(
             "qat_modules": qat_modules, "fuse_patterns": fuse_patterns, "capture": capture})  # fmt: skip
         if example_inputs is not None:
             _try_out(gm, example_inputs)
+    warn_of_lost_kernels("prepare", gm, target)
     return gm
 
 

@@ -47,6 +47,7 @@ from qtoolkit.nn.computed_weights import put_parametrizations, take_parametrizat
 from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.nn.replacement import replace_layers
+from qtoolkit.report.lost_kernels import lost_kernels, warn_of_lost_kernels
 from qtoolkit.shared_modules import modules_by_name
 from qtoolkit.verdicts import Status
 
@@ -139,6 +140,7 @@ def replace(
         configs.check_names()
         _warn_of_types(own, mapping, custom or {})
         _warn_of_kept(own, configs)
+        known = lost_kernels(own)
         _replace(own, configs, quantize)
         set_training_arithmetic(own, arithmetic, save)
         put_parametrizations(own, parametrizations)
@@ -146,6 +148,7 @@ def replace(
         if integration is not None:
             options = {"quantize": quantize, "training_arithmetic": arithmetic, "save": save, "custom": custom}
             integration.note(own, record_of(own).plan, {**options, "fuse_modules": set(chains_of(own))})
+    warn_of_lost_kernels("replace", own, target, known)
     return own
 
 

@@ -207,7 +207,7 @@ def test_bad_data(model, batches: object, kwargs: dict[str, object], error: type
 
 
 LEARNED = qt.QConfig(qt.QuantSpec(quantizer="lsq", axis=1), qt.QuantSpec(quantizer="lsq", axis=0))
-HISTOGRAM = qt.QConfig(qt.QuantSpec(observer="histogram"), qt.QuantSpec(observer="moving_average"))
+HISTOGRAM = qt.QConfig(qt.QuantSpec(observer="histogram"), qt.QuantSpec(observer="moving_average", axis=None))
 
 
 def state_of(model: nn.Module) -> dict[str, object]:
@@ -311,7 +311,7 @@ def test_the_method_that_is_asked_for_holds_for_each_quantizer(quantizer: str) -
     """What is learned starts at the least squared error by default; it did so where one asked for the largest value."""
     x = torch.randn(1024, 8)
     x[0, 0] = 30
-    config = qt.QConfig(qt.QuantSpec(bits=4, quantizer=quantizer), qt.QuantSpec(bits=4))
+    config = qt.QConfig(qt.QuantSpec(bits=4, quantizer=quantizer), qt.QuantSpec(bits=4, axis=None))
     prepared = qt.prepare(
         nn.Sequential(nn.Linear(8, 4)), x, qconfig_mapping=qt.QConfigMapping().set_global(config), backend="tensorrt"
     )

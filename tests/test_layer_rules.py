@@ -231,7 +231,9 @@ def test_the_axis_that_the_target_takes_gives_none(road: str) -> None:
     for rule in EXPLICIT.values():
         assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))), "tensorrt", road) == 6
         assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))), "tensorrt8", road) == 4
-        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt", road) == 1
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=None))), "tensorrt", road) == 1
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt", road) == 6
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt8", road) == 4
     for mapping in (None, qt.QConfigMapping().set_global(INT8)):  # axis 0 stands for the output channel
         assert scales_of(mapping, "tensorrt", road) == 6
 

@@ -293,7 +293,7 @@ def test_a_second_call_that_asks_for_nothing_else_does_not_warn(options: dict[st
     )
     model.append(nn.Linear(4, 2))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", "replace: qconfig_mapping, exclude or backend gives another config")
         replace(model, inplace=True, **{"backend": "tensorrt", **options})
     assert quantized_names(model) == {"0", "1"}
 

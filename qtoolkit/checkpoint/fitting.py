@@ -71,7 +71,7 @@ def check_config(model: nn.Module, metadata: Mapping[str, Any], saved: Collectio
         more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
         raise ValueError(
             f"{len(found)} quantizers have another config in it: {listed}{more}.{backends} Prepare the model with the backend "
-            f"and the QConfigMapping of the checkpoint"
+            f"and the QConfigMapping of the checkpoint, with what it has written in the QuantSpecs of the rules"
         )
 
 

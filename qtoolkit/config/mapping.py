@@ -52,8 +52,20 @@ class QConfig:
         parts = {"activation": self.activation, "weight": self.weight}
         return ", ".join(f"{name} {'float' if spec is None else spec.describe()}" for name, spec in parts.items())
 
+    def completed(self, base: "QConfig") -> "QConfig":
+        """Return the config with specs completed by those of another one (`QuantSpec.completed`); without one, by the defaults.
+
+        Raises:
+            ValueError: What is written in a spec does not fit the other one.
+        """
+        specs: dict[str, QuantSpec | None] = {}
+        for name, spec in vars(self).items():
+            with within(name):
+                specs[name] = spec and spec.completed(getattr(base, name) or QuantSpec())
+        return QConfig(**specs)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the specs as values that JSON can represent."""
+        """Return the specs, with the fields that are written, as values that JSON can represent."""
         return {name: spec and spec.to_dict() for name, spec in vars(self).items()}
 
     @classmethod
@@ -70,6 +82,11 @@ class QConfig:
             with within(name):
                 specs[name] = None if spec is None else QuantSpec.from_dict(spec)
         return cls(**specs)
+
+
+def is_same_rule(one: QConfig | None, other: QConfig | None) -> bool:
+    """Return whether two configs say the same of what they change; equal ones may leave different fields to the backend."""
+    return (one and one.to_dict()) == (other and other.to_dict())
 
 
 Source = Literal["module_name", "module_name_regex", "object_type", "global"]
@@ -105,8 +122,8 @@ class QConfigMapping:
     A rule for a module, by name, regex or type, holds for all layers inside the module. Of several rules of one kind, that for
     the innermost module around the layer holds; a rule for the layer itself comes before all of them.
 
-    A config of None leaves the layer in float. A layer without a rule has the backend's default config. What `exclude` names
-    stays in float, against all other rules.
+    What a spec of a config leaves out has the backend's value (`QuantSpec`). A config of None leaves the layer in float. A
+    layer without a rule has the backend's default config. What `exclude` names stays in float, against all other rules.
 
     Example:
         >>> w4 = QConfig(QuantSpec(bits=4), QuantSpec(bits=4, axis=0))
@@ -358,7 +375,13 @@ class QConfigMapping:
             raise ValueError("QConfigMapping: the JSON is nested too deeply.") from None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, QConfigMapping) and (self.rules, self.excluded) == (other.rules, other.excluded)
+        return isinstance(other, QConfigMapping) and (self._written(), self.excluded) == (
+            other._written(),
+            other.excluded,
+        )
+
+    def _written(self) -> dict[str, Any]:
+        return {source: {key: q and q.to_dict() for key, q in of.items()} for source, of in self.rules.items()}
 
     __hash__ = None  # type: ignore[assignment]
 

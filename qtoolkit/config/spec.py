@@ -1,7 +1,7 @@
 """QuantSpec: how one tensor is quantized."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from qtoolkit.config.formats import BLOCKS, LARGEST
@@ -27,11 +27,19 @@ FIXED: dict[str, dict[str, Any]] = {
 FIXED["nnie"]["pow2_scale"] = False
 for name, block in BLOCKS.items():
     FIXED[name] |= {"pow2_scale": False, "group_size": block.size, "observer": "minmax"}
+# The fields that dynamic=True fixes, besides the formats that it takes.
+FIXED_IF_DYNAMIC: dict[str, Any] = {"axis": None, "observer": "minmax", "quantizer": "fixed"}
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How one kind of tensor is quantized.
+    """How one kind of tensor is quantized. In a rule of a QConfigMapping, a spec says only what it changes.
+
+    There, fields that are left out have the values of the backend's spec for that tensor: `QuantSpec(quantizer="lsq")` trains
+    the scale of uint8 codes with a zero point on "onnxruntime", and of int8 codes without one on "tensorrt". What is written
+    holds against the backend, and so does what a format, a quantizer, an observer or `dynamic` needs. With symmetric=True
+    written and `signed` left out, codes are signed. Everywhere else, as in a TensorQuantizer, fields that are left out have the
+    defaults of the signature.
 
     Attributes:
         bits: Width of a code, 2 to 16.
@@ -40,7 +48,8 @@ class QuantSpec:
         narrow: Exclude the lowest code, so that a signed range is symmetric.
         axis: Without a group_size, the channel axis, with one scale per channel. None is one scale for the tensor. In a
             QConfigMapping's global rule, axis 0 of a weight stands for the output channel of every kind of layer; in a rule by
-            name, regular expression or type it is the weight's own axis: that of a transposed convolution is (in, out, ...).
+            name, regular expression or type it is the weight's own axis: that of a transposed convolution is (in, out, ...). An
+            axis that is left out is the backend's in every rule: the output channel, where it has a scale for each channel.
         group_size: Number of consecutive elements along `axis` that share a scale, for weights: ONNX's blocked quantization.
             It must divide the axis. Scales have the weight's shape with dimension `axis` divided by group_size. The axis is
             usually the input's: with axis=1 and group_size=32, the weight (out, in) of a linear layer has scales
@@ -72,6 +81,8 @@ class QuantSpec:
             (False) for "qil". The others have none.
         dynamic: Compute the scale of an activation from each input, one for each token (each row of the last dimension), not
             calibrated. For "int" and the formats of small floats without blocks.
+        given: The names of the fields that are written; None takes those of the call's arguments. `dataclasses.replace` keeps
+            them and adds what differs from its default; `with_` adds all that it sets. They have no part in equality.
 
     Raises:
         ValueError: A value is out of its range, or a name is unknown.
@@ -81,6 +92,11 @@ class QuantSpec:
         >>> spec = QuantSpec(bits=4, narrow=True)
         >>> spec.qmin, spec.qmax
         (-7, 7)
+        >>> mapping = qt.QConfigMapping().set_global(qt.QConfig(QuantSpec(quantizer="lsq"), QuantSpec(bits=4)))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+        >>> prepared = qt.prepare(model, torch.zeros(1, 4), backend="onnxruntime", qconfig_mapping=mapping)
+        >>> [quantizer.spec.describe() for quantizer in qt.quantizers_of(prepared).values()]
+        ['int4 per-channel(0)', 'uint8 affine lsq']
         >>> QuantSpec.from_dict({"bit": 4})
         Traceback (most recent call last):
         ...
@@ -100,16 +116,27 @@ class QuantSpec:
     quantizer: str = "fixed"
     quantizer_args: Mapping[str, Any] = field(default_factory=dict)
     dynamic: bool = False
+    given: frozenset[str] | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     if not TYPE_CHECKING:
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-            """Check the names of the arguments."""
-            if any(name not in cls.__match_args__ for name in kwargs):  # which torch.compile can trace
-                check_arguments("QuantSpec", kwargs, cls.__match_args__)
-            return super().__new__(cls)
+            """Check the names of the arguments, and note them for `__post_init__`."""
+            known = cls.__match_args__  # all but `given`
+            if any(name not in known and name != "given" for name in kwargs):  # which torch.compile can trace
+                check_arguments("QuantSpec", {name: kwargs[name] for name in kwargs if name != "given"}, known)
+            new = super().__new__(cls)
+            if "given" not in kwargs:
+                object.__setattr__(new, "_named", frozenset((*known[: len(args)], *kwargs)))
+            return new
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy or a pickle; those of earlier versions have all fields written."""
+        vars(self).clear()
+        vars(self).update({"given": ALL, **state})
 
     def __post_init__(self) -> None:
+        self._note_given()
         if type(self.bits) is not int or not 2 <= self.bits <= 16:
             raise ValueError(f"QuantSpec: bits must be a whole number from 2 to 16, got {self.bits!r}.")
         if self.axis is not None and type(self.axis) is not int:
@@ -137,6 +164,16 @@ class QuantSpec:
         observer.check(self)
         quantizer.check(self)
 
+    def _note_given(self) -> None:
+        """Set `given` to the names of the call's arguments, or add the fields that differ from their default to it."""
+        if self.given is None:
+            object.__setattr__(self, "given", vars(self).pop("_named", ALL))
+            return
+        if not ALL.issuperset(self.given):
+            raise ValueError(f"QuantSpec: given must hold names of its fields, got {sorted(self.given)}.")
+        changed = [name for name, default in DEFAULTS.items() if getattr(self, name) != default]
+        object.__setattr__(self, "given", self.given.union(changed))
+
     def _complete_blocks(self) -> None:
         """Set what a block format fixes, where it has the default."""
         if self.format in BLOCKS:
@@ -155,7 +192,7 @@ class QuantSpec:
                 f"QuantSpec: dynamic=True needs format='int', 'e4m3', 'e5m2' or 'e2m1', got {self.format!r}; the blocks of "
                 f"activations have scales of their own in any case."
             )
-        for name, value in {"axis": None, "observer": "minmax", "quantizer": "fixed"}.items():
+        for name, value in FIXED_IF_DYNAMIC.items():
             if getattr(self, name) != value:
                 raise ValueError(
                     f"QuantSpec: dynamic=True computes a scale for each token, without data: it needs {name}={value!r}, got "
@@ -273,9 +310,60 @@ class QuantSpec:
         words.append(QUANTIZERS[self.quantizer].label)
         return " ".join(word for word in words if word)
 
+    # ---- what it leaves to the backend
+
+    def with_(self, **changes: Any) -> Self:
+        """Return a spec with other values of fields, which are then written ones.
+
+        Example:
+            >>> sorted(QuantSpec(quantizer="lsq").with_(bits=8).given)
+            ['bits', 'quantizer']
+        """
+        return replace(self, **changes, given=self._given | changes.keys())
+
+    def completed(self, base: "QuantSpec") -> Self:
+        """Return the spec with all fields written: those that it leaves out have the values of another one, the backend's.
+
+        What its format, its quantizer, its observer or `dynamic` needs is not taken from there.
+
+        Raises:
+            ValueError: What is written does not fit the other spec.
+
+        Example:
+            >>> base = QuantSpec(signed=False, symmetric=False)
+            >>> [spec.completed(base).describe() for spec in (QuantSpec(bits=4), QuantSpec(symmetric=True))]
+            ['uint4 affine', 'int8']
+        """
+        own = self._given | self._fixed()
+        if "symmetric" in own and self.symmetric:
+            own |= {"signed"}  # without a zero point, unsigned codes would clip all negative values
+        for name in ("observer", "quantizer"):
+            own |= {f"{name}_args"} if name in own else set()
+        values = {name: getattr(self if name in own else base, name) for name in DEFAULTS}
+        if "narrow" not in own:
+            values["narrow"] &= values["signed"] or not values["symmetric"]
+        return type(self)(**values, given=ALL)
+
+    @property
+    def _given(self) -> frozenset[str]:
+        return self.given or frozenset()
+
+    def _fixed(self) -> frozenset[str]:
+        """Return the names of the fields whose values its format, its quantizer, its observer or `dynamic` needs."""
+        of_blocks = ("axis", "group_size") if self.format in BLOCKS else ()
+        of_dynamic = (*FIXED_IF_DYNAMIC, "format") if self.dynamic else ()
+        of_quantizer = (need.field for need in QUANTIZERS[self.quantizer].NEEDS)
+        of_observer, of_format = OBSERVERS[self.observer].NEEDS, FIXED.get(self.format, ())
+        return frozenset((*of_blocks, *of_dynamic, *of_quantizer, *of_observer, *of_format))
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values that JSON can represent."""
-        return {**vars(self), "observer_args": dict(self.observer_args), "quantizer_args": dict(self.quantizer_args)}
+        """Return the fields that are written, as values that JSON can represent."""
+        return {name: value for name, value in self.values().items() if name in self._given}
+
+    def values(self) -> dict[str, Any]:
+        """Return all fields, written or not, as values that JSON can represent."""
+        values = {name: getattr(self, name) for name in DEFAULTS}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -286,11 +374,18 @@ class QuantSpec:
         """
         check_mapping("QuantSpec", values)
         for key in values:
-            check_known("key of QuantSpec", key, [f.name for f in fields(cls)], RENAMED)
+            check_known("key of QuantSpec", key, list(DEFAULTS), RENAMED)
         try:
             return cls(**values)
         except RecursionError:
             raise ValueError("QuantSpec: a value is nested too deeply.") from None
+
+
+# The fields, with their defaults.
+DEFAULTS: dict[str, Any] = {
+    f.name: {} if f.default is MISSING else f.default for f in fields(QuantSpec) if f.name != "given"
+}
+ALL = frozenset(DEFAULTS)
 
 
 def _check_options(of: str, args: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from qtoolkit.model_inputs import split, tensors_of
 from qtoolkit.model_state import evaluating
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.report.lost_kernels import lost_kernels
 from qtoolkit.runtimes.table import ONNXRUNTIME
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class ExportResult:
         bytes: Size of the file, and of its weights where they are in a file of their own.
         verification: Comparison with onnxruntime's codes, or None with `verify=False`.
         weights: How the file stores the quantized weights, which arguments would store fewer bytes, and what the type costs.
+        in_float: What the configs of the user, and weights of two codes in a byte, take out of the target's integer kernels:
+            how many layers, for each kind and reason (`qtoolkit.prepare` warns of the former).
     """
 
     path: Path
@@ -63,6 +66,7 @@ class ExportResult:
     bytes: int
     verification: "Verification | None"
     weights: tuple[StoredWeights, ...] = ()
+    in_float: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         head = (
@@ -70,7 +74,8 @@ class ExportResult:
             f"{self.dequantize_nodes} DequantizeLinear nodes"
         )
         verification = [] if self.verification is None else [self.verification]
-        return "\n".join(map(str, [head, *self.weights, *verification]))
+        lost = (f"computed in float: {each}" for each in self.in_float)
+        return "\n".join(map(str, [head, *self.weights, *lost, *verification]))
 
 
 @in_any_order(model="model", inputs="example_inputs", path="path")
@@ -195,7 +200,19 @@ def export_onnx(
         _warn_of_saturation(path, source.grids)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
-    return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, source.grids, chosen))
+    weights = stored_weights(exported, source.grids, chosen)
+    in_float = (*lost_kernels(source.model), *_packed(weights, target))
+    return ExportResult(Path(path), chosen, *counts, size, verification, weights, in_float)
+
+
+def _packed(weights: Sequence[StoredWeights], backend: Backend) -> Iterator[str]:
+    """Yield how many weights are stored with two codes or more in a byte, which no integer kernel of onnxruntime takes."""
+    packed = sum(each.count for each in weights if each.is_packed)
+    if packed and ONNXRUNTIME.runs(backend):
+        yield (
+            f"{packed} of {sum(each.count for each in weights)} weights: two codes or more share a byte, from opset 21 on; by "
+            f"default, and with opset=18, codes have 8 bits, and {backend.name} computes on them"
+        )
 
 
 @contextmanager

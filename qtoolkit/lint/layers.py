@@ -35,9 +35,16 @@ def _conv_transpose_axis(op: Op, backend: Backend) -> Iterator[Broken]:
 
 def _weight_bits(op: Op, backend: Backend) -> Iterator[Broken]:
     weight = op.weight
-    if weight is not None and not weight.block_size and weight.bits not in (backend.weight_bits or ()):
-        widths = " or ".join(str(bits) for bits in backend.weight_bits or ())
-        yield f"{backend.name} computes with weights of {widths} bits, not {weight.bits}.", "Change its config."
+    why = None if weight is None or weight.block_size else refused_bits(weight.bits, backend)
+    if why is not None:
+        yield f"{why}.", "Change its config."
+
+
+def refused_bits(bits: int, backend: Backend) -> str | None:
+    """Return why a target has no integer kernel for weights of so many bits; None where it has one."""
+    if backend.weight_bits is None or bits in backend.weight_bits:
+        return None
+    return f"{backend.name} computes with weights of {' or '.join(map(str, backend.weight_bits))} bits, not {bits}"
 
 
 def _few_channels(op: Op, backend: Backend) -> Iterator[Broken]:

@@ -112,7 +112,8 @@ class Quantizer(KeepsFloat32):
         if differing is not None:
             raise ValueError(
                 f"quantizer {self.name!r}: its spec in the state dict has {differing}; prepare the model with the backend and "
-                f"the QConfigMapping of the saved model, or load only the entries of the float model."
+                f"the QConfigMapping of the saved model, with what the state dict has written in the QuantSpec of its rule, or "
+                f"load only the entries of the float model."
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if found:
@@ -127,8 +128,8 @@ class Quantizer(KeepsFloat32):
 
 def spec_fields(spec: QuantSpec) -> dict[str, Any]:
     """Return the part of a spec that a state dict must match: not how ranges are observed, nor the training options."""
-    fields = spec.to_dict()
-    return {name: fields[name] for name in fields if name not in ("observer", "observer_args", "quantizer_args")}
+    unneeded = ("observer", "observer_args", "quantizer_args")
+    return {name: value for name, value in spec.values().items() if name not in unneeded}
 
 
 def _listed(fields: Mapping[str, Any], names: Sequence[str]) -> str:

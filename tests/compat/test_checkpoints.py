@@ -206,7 +206,7 @@ def test_a_range_of_another_shape_is_named(key, shape, words):
 
 
 def test_a_folded_batch_norm_needs_ranges_per_channel():
-    mapping = qt.QConfigMapping().set_module_name("conv", qt.QConfig(qt.QuantSpec(), qt.QuantSpec()))
+    mapping = qt.QConfigMapping().set_module_name("conv", qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=None)))
     model = qt.prepare(floats().train(), qconfig_mapping=mapping, backend="tensorrt")
     with pytest.raises(ValueError, match="needs a range for each of 4 output channels, got 1"):
         load_amax(model, {"conv._weight_quantizer._amax": torch.tensor(1.0)})

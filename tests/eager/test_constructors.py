@@ -173,7 +173,7 @@ def test_layers_without_storage() -> None:
         layer, pool = nn.Linear(4, 2), nn.AvgPool2d(2)
     assert {t.device.type for t in (layer.weight, layer.weight_quantizer.scale, pool.input_quantizer.scale)} == {"meta"}
     layer.to_empty(device="cpu").load_state_dict({"weight": 7 * torch.eye(2, 4), "bias": torch.zeros(2)})
-    assert torch.equal(layer.weight_quantizer.scale, torch.tensor(1.0))
+    assert torch.equal(layer.weight_quantizer.scale, torch.ones(2))
     with initialize(backend="tensorrt"):
         skipped = nn.utils.skip_init(nn.Linear, 4, 2)
         sized = nn.Linear(4, 2, device="meta", dtype=torch.float64)

@@ -218,7 +218,8 @@ def test_qualcomms_encodings_follow_its_schema(tmp_path) -> None:
 
 
 def test_signed_codes_of_qualcomm_are_symmetric(tmp_path) -> None:
-    narrow = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=4, narrow=True, axis=0))
+    signed = qt.QuantSpec(signed=True, symmetric=True)
+    narrow = qt.QConfig(signed, signed.with_(bits=4, narrow=True, axis=0))
     files = written(prepared_for("qnn", qt.QConfigMapping().set_global(narrow)), "qnn", tmp_path)
     read = {encoding.tensor: encoding for encoding in qt.export.read_encodings("qnn", tmp_path / "net")}
     assert (read["fc.weight"].qmin, read["fc.weight"].qmax, read["fc.weight"].zero_point) == (-7, 7, (0,) * 5)

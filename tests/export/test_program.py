@@ -24,7 +24,7 @@ def converted(model: nn.Module, x: Tensor = X, backend: str = "xnnpack", mapping
 def per_tensor(name: str) -> qt.QConfigMapping:
     """Return a mapping that gives one layer a weight with one scale."""
     qconfig = qt.backends["xnnpack"].qconfig
-    spec = qt.QuantSpec(bits=8, narrow=True)
+    spec = qt.QuantSpec(bits=8, narrow=True, axis=None)
     return qt.QConfigMapping().set_module_name(name, qt.QConfig(activation=qconfig.activation, weight=spec))
 
 

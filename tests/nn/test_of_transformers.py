@@ -58,7 +58,9 @@ def test_values_and_gradients_are_those_of_the_linear_layer(mapping: qt.QConfigM
 
 
 @pytest.mark.parametrize(
-    "spec", [qt.QuantSpec(8), qt.QuantSpec(8, axis=0, group_size=2), qt.QuantSpec(4, axis=0, quantizer="lsq")], ids=str
+    "spec",
+    [qt.QuantSpec(8, axis=None), qt.QuantSpec(8, axis=0, group_size=2), qt.QuantSpec(4, axis=0, quantizer="lsq")],
+    ids=str,
 )
 def test_other_specs(spec: qt.QuantSpec) -> None:
     swapped = {None: None, 0: 1}[spec.axis]

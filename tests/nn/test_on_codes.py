@@ -18,7 +18,7 @@ from tests.cases import leaf
 LSQ = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(quantizer="lsq", axis=0, narrow=True))
 FIXED = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0, narrow=True))
 FOUR_BITS = qt.QConfig(qt.QuantSpec(bits=4, quantizer="lsq"), qt.QuantSpec(bits=4, quantizer="lsq", axis=0))
-AFFINE = qt.QConfig(qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec())
+AFFINE = qt.QConfig(qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec(axis=None))
 CONFIGS = {"lsq": LSQ, "fixed": FIXED, "four bits": FOUR_BITS, "affine": AFFINE}
 ROADS = ("graph", "modules")
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -529,7 +529,7 @@ def test_the_report_says_how_each_layer_computes_in_training() -> None:
 
 
 def test_the_report_says_that_a_weight_with_gradients_of_its_own_keeps_floats() -> None:
-    pact = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(quantizer="pact"))
+    pact = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(quantizer="pact", axis=None))
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 4, 3))
     kept = {}
     for name, config in {"pact": pact, "fixed": FIXED}.items():

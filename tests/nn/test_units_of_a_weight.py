@@ -39,7 +39,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(name: str) -> qt.QuantSpec:
-    return qt.QuantSpec(bits=4, **SPECS[name])
+    return qt.QuantSpec(**{"bits": 4, "axis": None, **SPECS[name]})
 
 
 def layers(affine: bool = True) -> nn.Sequential:

@@ -88,8 +88,9 @@ class Net(nn.Module):
         return self.down(torch.relu(self.norm(self.up(x))))
 
 
+DYNAMIC = {"dynamic": True, "symmetric": True}
 ROADS = [
-    *(({"dynamic": True, **fields}, {"axis": 0}) for fields in TOKENS[:5]),
+    *(({**DYNAMIC, **fields}, {"axis": 0}) for fields in TOKENS[:5]),
     ({"dynamic": True, "format": "e4m3"}, {"axis": 0, "format": "e4m3"}),
     ({"format": "e4m3"}, {"axis": 0, "format": "e4m3"}),
     ({"format": "e5m2"}, {"axis": 0, "format": "e5m2"}),
@@ -132,7 +133,7 @@ def test_formats_train_and_convert_to_what_they_compute(road: str, specs: Any) -
     assert torch.equal(loaded.eval()(X), y)
     with qt.disable_quantization(converted):
         assert not torch.equal(converted(X), y)
-    name = specs[0].get("format", "int8 dynamic" if specs[0] == {"dynamic": True} else "int")
+    name = specs[0].get("format", "int8 dynamic" if specs[0] == DYNAMIC else "int")
     assert name in str(qt.quantization_report(model))
 
 
@@ -152,7 +153,7 @@ def test_compiled_code_has_no_graph_breaks(specs: Any) -> None:
 @pytest.mark.parametrize("fields", [{}, {"bits": 4}, {"signed": False, "symmetric": False}], ids=str)
 def test_dynamic_integers_are_written_as_ops(tmp_path: Any, fields: dict[str, Any], exporter: str) -> None:
     runtime = pytest.importorskip("onnxruntime")
-    mapping = mapping_of({"dynamic": True, **fields}, {"axis": 0})
+    mapping = mapping_of({**DYNAMIC, **fields}, {"axis": 0})
     model = qt.convert(qt.prepare(nn.Linear(64, 8).eval(), X, backend="onnxruntime", qconfig_mapping=mapping))
     qt.export_onnx(model, X, tmp_path / "m.onnx", exporter=exporter, input_names=["x"])
     options = runtime.SessionOptions()  # optimized, onnxruntime quantizes the input of the product once more

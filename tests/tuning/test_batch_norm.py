@@ -235,7 +235,7 @@ def test_a_channel_that_is_rounded_to_zero_keeps_its_variance(quantizer: str) ->
         model[1].weight[0] = 0.01
     x = torch.randn(64, 3, 8, 8)
     qt.tuning.reestimate_batch_norm(model, [x], progress=False)
-    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, quantizer=quantizer)))
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=None, quantizer=quantizer)))
     prepared = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt")
     qt.calibrate(prepared, [x], progress=False)
     before = prepared.get_submodule("1").running_var[0].clone()
@@ -264,7 +264,7 @@ def test_subclasses_of_batch_norms_are_estimated_too() -> None:
         torch.testing.assert_close(estimated.get_submodule("1").running_mean, y.mean((0, 2, 3)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"axis": 0}, {"axis": 0, "pow2_scale": True}, {}], ids=str)
+@pytest.mark.parametrize("options", [{"axis": 0}, {"axis": 0, "pow2_scale": True}, {"axis": None}], ids=str)
 def test_codes_that_were_chosen_stay_or_are_said_to_be_lost(options: dict) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).train()

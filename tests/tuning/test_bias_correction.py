@@ -81,7 +81,7 @@ def test_analytic_sums_over_groups_and_kernels(transposed: bool, stride: int) ->
     conv = nn.ConvTranspose2d if transposed else nn.Conv2d
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), conv(4, 6, 4, groups=2, stride=stride)).train()
     nn.init.normal_(model[1].bias)
-    w2 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=2))
+    w2 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=2, axis=None))
     prepared = prepared_on(model, [torch.randn(4, 3, 8, 8)], w2)
     prepared.eval()
     layer = prepared.get_submodule("2")

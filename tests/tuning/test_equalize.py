@@ -89,7 +89,7 @@ def test_the_factors_are_those_of_the_paper() -> None:
 def test_a_depthwise_net_per_tensor_needs_it() -> None:
     torch.manual_seed(0)
     model, x = uneven(CHAINS["depthwise"][0]()).eval(), torch.randn(8, 3, 8, 8)
-    per_tensor = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=8)))
+    per_tensor = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=8, axis=None)))
     errors = []
     for each in (model, qt.tuning.equalize(model, x).model):
         prepared = qt.prepare(each, x, qconfig_mapping=per_tensor, backend="tensorrt")

@@ -31,12 +31,12 @@ EAGER = {"thresholds": (0.15, 0.1), "momentum": 0.08}  # freezes within some ste
 
 # Layer, spec of its weight, groups of dimension 0 with scales of their own.
 GRIDS: dict[str, tuple[Callable[[], nn.Module], qt.QuantSpec, int]] = {
-    "tensor": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=4, quantizer="lsq"), 1),
+    "tensor": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=4, axis=None, quantizer="lsq"), 1),
     "follows": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=4, axis=0), 1),
     "histogram": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=4, axis=0, observer="histogram"), 1),
     "blocks": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=3, axis=1, group_size=4, quantizer="lsq"), 1),
     "affine": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=3, axis=0, symmetric=False, quantizer="lsq_plus"), 1),
-    "unsigned": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=4, signed=False, symmetric=False), 1),
+    "unsigned": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=4, signed=False, symmetric=False, axis=None), 1),
     "depthwise": (lambda: nn.Conv2d(6, 6, 3, groups=6), qt.QuantSpec(bits=4, axis=0, quantizer="tqt"), 1),
     "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), qt.QuantSpec(bits=4, axis=1, quantizer="lsq"), 2),
     "pact": (lambda: nn.Linear(8, 6), qt.QuantSpec(bits=4, axis=0, quantizer="pact"), 1),
@@ -609,8 +609,8 @@ class Kinds(nn.Module):
 def test_other_weights_are_named_with_the_reason() -> None:
     of = mapping(3)
     for name, spec in {
-        "dorefa": qt.QuantSpec(bits=3, quantizer="dorefa"),
-        "small": qt.QuantSpec(bits=8, format="e4m3"),
+        "dorefa": qt.QuantSpec(bits=3, axis=None, quantizer="dorefa"),
+        "small": qt.QuantSpec(bits=8, axis=None, format="e4m3"),
         "wide": qt.QuantSpec(bits=8),
     }.items():
         of.set_module_name(name, qt.QConfig(None, spec))

@@ -14,7 +14,7 @@ from tests.tuning.nets import prepared_on
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = [needs_data, pytest.mark.data]
-W4 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=4))  # per tensor
+W4 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=4, axis=None))  # per tensor
 
 
 def resnet20() -> tuple[nn.Module, Tensor, Tensor, Tensor]:

@@ -423,7 +423,7 @@ class TwoBranches(nn.Module):
 
 def test_nothing_to_learn() -> None:
     model = nn.Sequential(nn.Linear(4, 4)).eval()
-    e4m3 = qt.QConfig(activation=None, weight=qt.QuantSpec(format="e4m3"))
+    e4m3 = qt.QConfig(activation=None, weight=qt.QuantSpec(format="e4m3", axis=None))
     prepared = prepared_on(model, [torch.randn(8, 4)], e4m3)
     with pytest.raises(
         ValueError, match=r"no layer whose weight can be rounded anew \(0: its weight is quantized as e4m3"
@@ -511,7 +511,7 @@ def rest(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_elements_without_influence_on_the_loss_do_not_count() -> None:
-    w2 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=2))
+    w2 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=2, axis=None))
 
     def error_of_first(seed: int, **options: object) -> float:
         torch.manual_seed(seed)

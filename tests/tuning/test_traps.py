@@ -81,7 +81,7 @@ def test_a_depthwise_net_needs_channels_or_equalization() -> None:
 
 def test_trained_scales_rescue_a_depthwise_net_per_tensor() -> None:
     model, images, labels = trained_depthwise()
-    learned = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(quantizer="lsq")))
+    learned = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=None, quantizer="lsq")))
     prepared = qt.prepare(copy.deepcopy(model).train(), images[:1], qconfig_mapping=learned, backend="tensorrt")
     qt.calibrate(prepared, [images[:64]], progress=False)
     in_float, before = (accuracy(hits_of(net.eval(), images, labels)) for net in (model, prepared))
@@ -94,7 +94,7 @@ def test_trained_scales_rescue_a_depthwise_net_per_tensor() -> None:
 def error_of(method: str, x: Tensor, bits: int) -> float:
     """Return the relative squared error of activations with the range that a method chooses."""
     spec = qt.QuantSpec(bits=bits, signed=False, symmetric=False)
-    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation=spec, weight=qt.QuantSpec()))
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation=spec, weight=qt.QuantSpec(axis=None)))
     prepared = qt.prepare(nn.Sequential(nn.Linear(x.size(1), 1)).eval(), qconfig_mapping=mapping, backend="tensorrt")
     qt.calibrate(prepared, [x], method=method, progress=False)
     quantizer = qt.quantizers_of(prepared)["activation_quantizers.input_1"]

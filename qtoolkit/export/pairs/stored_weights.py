@@ -43,6 +43,11 @@ class StoredWeights:
     smaller_bytes: int
     faster_by: str = ""
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether codes share a byte."""
+        return self.dtype in ("INT4", "UINT4", "INT2", "UINT2")
+
     def __str__(self) -> str:
         held = "as values that the file quantizes, " if self.dtype in ("FLOAT", "FLOAT16", "BFLOAT16") else ""
         line = f"{self.count} weights of {self.bits} bits are stored {held}in {self.dtype}: {_size(self.bytes)}"

@@ -37,6 +37,8 @@ from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.quantizers.clip_range import saturates
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.runtimes.table import Runtime
 from qtoolkit.verdicts import Cause, Refusal
 
@@ -123,7 +125,7 @@ def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: Sequence[f
     layer: Any = module_of(node)
     if len(calls) > 1 and not number_calls(layer, calls):
         return _as_called("it is called more than once")
-    last, output = _output_of(node, runtime)
+    last, output = output_of(node, runtime)
     kernel = runtime.kernel_of(layer, source, output)
     if isinstance(kernel, Refusal):
         return Computed.in_float(kernel)
@@ -139,7 +141,7 @@ def _replace_function(gm: QuantizedGraphModule, node: fx.Node, source: Grid, run
         if kind_of(node).layer:
             return _as_called(f"{what} whose bias or geometry is computed")
         return Computed.in_float(Refusal(Cause.NO_KERNEL, f"{what} with a weight"))
-    last, output = _output_of(node, runtime)
+    last, output = output_of(node, runtime)
     kernel = runtime.kernel_of(layer, source, output)
     if isinstance(kernel, Refusal):
         return Computed.in_float(kernel)
@@ -151,7 +153,7 @@ def _replace_function(gm: QuantizedGraphModule, node: fx.Node, source: Grid, run
 
 
 def _replace_op(gm: QuantizedGraphModule, node: fx.Node, inputs: list[Grid], runtime: Runtime, holder: str) -> Computed:
-    last, output = _output_of(node, runtime)
+    last, output = output_of(node, runtime)
     kind, op = kind_of(node).name, _callable(node)
     if _changes_a_tensor(node):
         return _as_called("it changes a tensor in place, which another op takes")
@@ -201,26 +203,44 @@ def _picks_with_a_number(node: fx.Node) -> bool:
     return not from_tuple and any(isinstance(part, int) for part in parts)
 
 
-def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
+def output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
     """Return the last op that a kernel of this op computes, and the quantizer of its output.
 
     Activations between the two are computed by saturation, if their bounds are at those of the grid's range or beyond; not by
     the codes of a grid with several scales or more than 8 bits, which no kernel gives.
     """
+    reached = reached_quantizer(node, runtime)
+    if reached is None:
+        return node, None
+    grid, last, bounds = reached
+    if not grid.capability_now.codes:
+        return node, grid
+    if not all(each.known for each in bounds):  # a parameter, which is smaller than the range or not
+        return node, None
+    low, high = max(each.low for each in bounds), min(each.high for each in bounds)
+    low = -math.inf if low == 0 and runtime.clips_at_zero else low
+    return (last, grid) if saturates(low, high, grid) else (node, None)
+
+
+def reached_quantizer(node: fx.Node, runtime: Runtime) -> tuple[Grid, fx.Node, list[Bounds]] | None:
+    """Return the quantizer behind an op and activations that kernels absorb, the last of these, and all their bounds."""
     last, bounds = node, [Bounds()]
     while len(users := users_of(last)) == 1:
         (user,) = users
-        grid = module_of(user) if is_quantizer(user) else None
-        if isinstance(grid, Grid):
-            if not grid.capability_now.codes:
-                return node, grid
-            if not all(each.known for each in bounds):  # a parameter, which is smaller than the range or not
-                return node, None
-            low, high = max(each.low for each in bounds), min(each.high for each in bounds)
-            low = -math.inf if low == 0 and runtime.clips_at_zero else low
-            return (last, grid) if saturates(low, high, grid) else (node, None)
+        quantizer = module_of(user) if is_quantizer(user) else None
+        if isinstance(quantizer, Grid | TensorQuantizer):
+            return expected_grid(quantizer), last, bounds
         kind = kind_of(user)
         if not kind.returns_input and kind.name not in runtime.absorbs:
-            return node, None
+            return None
         last, bounds = user, [*bounds, bounds_of(user) or Bounds()]
-    return node, None
+    return None
+
+
+def expected_grid(quantizer: Quantizer) -> Grid:
+    """Return a grid; of a quantizer in training, one as that of tensors above zero, whose range activations do not clip."""
+    if isinstance(quantizer, Grid):
+        return quantizer
+    spec = quantizer.grid_spec if isinstance(quantizer, TensorQuantizer) else quantizer.spec
+    scale, zero = (torch.tensor(value, dtype=torch.float32, device="cpu") for value in (2.0**-100, spec.qmin))
+    return Grid(scale, None if spec.symmetric else zero, spec)

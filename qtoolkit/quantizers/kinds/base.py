@@ -1,6 +1,7 @@
 """QuantizerKind: the base class of quantizers; that of those that shape their input first; the rules that several share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,6 +16,34 @@ if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
+@dataclass(frozen=True)
+class Need:
+    """A field of a spec that a quantizer needs to have a value, in a rule of a QConfigMapping against the backend's."""
+
+    field: str
+    value: Any
+    why: str  # the error, with the spec's fields in braces
+
+    def check(self, spec: QuantSpec) -> None:
+        """Raise ValueError for a spec with another value."""
+        if getattr(spec, self.field) != self.value:
+            raise ValueError(f"QuantSpec: {self.why.format_map(spec.values())}")
+
+
+NEEDS_INTEGERS = Need("format", "int", "format={format!r} needs quantizer='fixed', got {quantizer!r}.")
+NEEDS_ANY_SCALE = Need(
+    "pow2_scale",
+    False,
+    "pow2_scale=True needs quantizer='fixed' or 'tqt'; the scales of {quantizer!r} have any value.",
+)
+NEEDS_NO_ZERO_POINT = Need(
+    "symmetric",
+    True,
+    "quantizer={quantizer!r} has no zero point: it needs symmetric=True, got False; take 'lsq_plus' or 'learned_range' for an "
+    "affine grid.",
+)
+
+
 class QuantizerKind:
     """How a TensorQuantizer stores, initializes and trains its scale. The TensorQuantizer holds all state.
 
@@ -27,7 +56,7 @@ class QuantizerKind:
             may do it in its place.
         LEARNED: Whether the range is trained.
         POWERS: Whether its scales are powers of two, also where the spec's pow2_scale is False.
-        RULES: Which specs it supports: each raises ValueError for one that it does not.
+        NEEDS: The values of fields without which it raises ValueError.
         KEEPS_SIZE: Whether quantized values are as large as the input. If not, a batch norm behind a layer with such a weight
             is not folded into it: its scales would be lost.
 
@@ -43,12 +72,12 @@ class QuantizerKind:
     LEARNED: ClassVar[bool] = True
     POWERS: ClassVar[bool] = False
     KEEPS_SIZE: ClassVar[bool] = True
-    RULES: ClassVar[tuple[Callable[[QuantSpec], None], ...]] = ()
+    NEEDS: ClassVar[tuple[Need, ...]] = ()
 
     def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a spec that this quantizer does not support, or for an option out of its range."""
-        for rule in self.RULES:
-            rule(spec)
+        for need in self.NEEDS:
+            need.check(spec)
 
     def most_bits(self, spec: QuantSpec) -> int:
         """Return the most bits that a spec may have which is otherwise like this one."""
@@ -188,29 +217,6 @@ class QuantizerKind:
         return quantizer.quantize(x)
 
 
-def needs_integers(spec: QuantSpec) -> None:
-    """Raise ValueError for a format other than integers."""
-    if spec.format != "int":
-        raise ValueError(f"QuantSpec: format={spec.format!r} needs quantizer='fixed', got {spec.quantizer!r}.")
-
-
-def needs_any_scale(spec: QuantSpec) -> None:
-    """Raise ValueError for powers of two."""
-    if spec.pow2_scale:
-        raise ValueError(
-            f"QuantSpec: pow2_scale=True needs quantizer='fixed' or 'tqt'; the scales of {spec.quantizer!r} have any value."
-        )
-
-
-def needs_no_zero_point(spec: QuantSpec) -> None:
-    """Raise ValueError for an affine grid."""
-    if not spec.symmetric:
-        raise ValueError(
-            f"QuantSpec: quantizer={spec.quantizer!r} has no zero point: it needs symmetric=True, got False; take 'lsq_plus' "
-            f"or 'learned_range' for an affine grid."
-        )
-
-
 class Shape(nn.Module):
     """Shapes a tensor before it is rounded, with constants: what a converted model keeps of such a quantizer."""
 
@@ -222,7 +228,7 @@ class Shaped(QuantizerKind):
     """The input is shaped, then rounded to a uniform grid."""
 
     PLAIN = False
-    RULES = (needs_integers, needs_any_scale, needs_no_zero_point)
+    NEEDS = (NEEDS_INTEGERS, NEEDS_ANY_SCALE, NEEDS_NO_ZERO_POINT)
 
     def shapes(self, spec: QuantSpec) -> bool:
         return True

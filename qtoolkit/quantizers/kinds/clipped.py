@@ -1,14 +1,14 @@
 """Trained ranges: PACT, a trained minimum and maximum, and DSQ, whose gradient is that of a soft staircase."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.quantizers.kinds.base import needs_any_scale, needs_integers
+from qtoolkit.quantizers.kinds.base import NEEDS_ANY_SCALE, NEEDS_INTEGERS, Need
 from qtoolkit.quantizers.kinds.from_start import FromStart, trained_bound
 from qtoolkit.quantizers.spec_ops import straight_through, trained_by_ratio
 
@@ -27,7 +27,7 @@ class Clipped(FromStart):
     """
 
     PLAIN = False
-    RULES = (needs_integers, needs_any_scale)
+    NEEDS: ClassVar[tuple[Need, ...]] = (NEEDS_INTEGERS, NEEDS_ANY_SCALE)
 
     def ratios(self, spec: QuantSpec) -> tuple[str, ...]:
         return ("_relative_bound",) if spec.symmetric else ("_relative_low", "_relative_high")
@@ -94,14 +94,15 @@ class PACT(Clipped):
     """
 
     label = "pact"
-
-    def check(self, spec: QuantSpec) -> None:
-        super().check(spec)
-        if not spec.symmetric:
-            raise ValueError(
-                f"QuantSpec: quantizer={spec.quantizer!r} trains one bound: it needs symmetric=True, got False; take "
-                f"'learned_range', which trains both bounds."
-            )
+    NEEDS = (
+        *Clipped.NEEDS,
+        Need(
+            "symmetric",
+            True,
+            "quantizer={quantizer!r} trains one bound: it needs symmetric=True, got False; take 'learned_range', which trains "
+            "both bounds.",
+        ),
+    )
 
 
 class LearnedRange(Clipped):
@@ -112,14 +113,15 @@ class LearnedRange(Clipped):
     """
 
     label = "learned range"
-
-    def check(self, spec: QuantSpec) -> None:
-        super().check(spec)
-        if spec.symmetric:
-            raise ValueError(
-                f"QuantSpec: quantizer={spec.quantizer!r} trains two bounds: it needs symmetric=False, got True; take 'pact', "
-                f"which trains one bound."
-            )
+    NEEDS = (
+        *Clipped.NEEDS,
+        Need(
+            "symmetric",
+            False,
+            "quantizer={quantizer!r} trains two bounds: it needs symmetric=False, got True; take 'pact', which trains one "
+            "bound.",
+        ),
+    )
 
 
 class DSQ(Clipped):

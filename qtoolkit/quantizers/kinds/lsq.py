@@ -1,14 +1,14 @@
 """A trained scale (LSQ), and one with a trained offset (LSQ+)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.quantizers.kinds.base import needs_any_scale, needs_integers
+from qtoolkit.quantizers.kinds.base import NEEDS_ANY_SCALE, NEEDS_INTEGERS, Need
 from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.spec_ops import lsq_start, straight_through, trained_by_ratio
 
@@ -27,7 +27,7 @@ class LSQ(FromStart):
     """
 
     label = "lsq"
-    RULES = (needs_integers, needs_any_scale)
+    NEEDS: ClassVar[tuple[Need, ...]] = (NEEDS_INTEGERS, NEEDS_ANY_SCALE)
     RATIOS = ("_relative_scale",)
 
     def kept_rate(self, quantizer: "TensorQuantizer", before: Tensor) -> Tensor:
@@ -87,14 +87,15 @@ class LSQPlus(LSQ):
     """
 
     label = "lsq+"
-
-    def check(self, spec: QuantSpec) -> None:
-        super().check(spec)
-        if spec.symmetric:
-            raise ValueError(
-                f"QuantSpec: quantizer={spec.quantizer!r} trains the zero point: it needs symmetric=False, got True; take "
-                f"'lsq' for a symmetric grid, as the paper does for weights."
-            )
+    NEEDS = (
+        *LSQ.NEEDS,
+        Need(
+            "symmetric",
+            False,
+            "quantizer={quantizer!r} trains the zero point: it needs symmetric=False, got True; take 'lsq' for a symmetric "
+            "grid, as the paper does for weights.",
+        ),
+    )
 
     def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
         """Return that of LSQ, and the ratio of the offset to the scale at the start."""

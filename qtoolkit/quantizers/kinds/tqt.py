@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.quantizers.kinds.base import QuantizerKind, needs_integers, needs_no_zero_point
+from qtoolkit.quantizers.kinds.base import NEEDS_INTEGERS, NEEDS_NO_ZERO_POINT, QuantizerKind
 from qtoolkit.quantizers.spec_ops import straight_through
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class TQT(QuantizerKind):
 
     POWERS = True
     label = "tqt"
-    RULES = (needs_integers, needs_no_zero_point)
+    NEEDS = (NEEDS_INTEGERS, NEEDS_NO_ZERO_POINT)
 
     def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
         return {"_log2_threshold": 0.0}

@@ -20,6 +20,7 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
 
     Attributes:
         OPTIONS: The options that `QuantSpec.observer_args` may hold, with their defaults.
+        NEEDS: The values of fields of a spec that it needs, in a rule of a QConfigMapping against the backend's.
         ADDED_UP: The attributes that hold sums over all inputs. They serve calibration alone and are no buffers: state dicts do
             not hold them, and DistributedDataParallel does not replace them by those of rank 0.
 
@@ -30,6 +31,7 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
+    NEEDS: ClassVar[Mapping[str, Any]] = {}
     ADDED_UP: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spec: QuantSpec, shape: tuple[int, ...] = (), group: int = 1) -> None:

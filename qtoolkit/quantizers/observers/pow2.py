@@ -23,10 +23,11 @@ class _PowersOfTwo(Observer):
     """What both observers take of a spec."""
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"bins": BINS}
+    NEEDS: ClassVar[Mapping[str, Any]] = {"format": "int", "symmetric": True, "pow2_scale": True}
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        if spec.format != "int" or not (spec.symmetric and spec.pow2_scale):
+        if any(getattr(spec, name) != value for name, value in cls.NEEDS.items()):
             raise ValueError(
                 f"QuantSpec: observer={spec.observer!r} chooses powers of two for integer grids without a zero point; it needs "
                 f"format='int', symmetric=True and pow2_scale=True, got {spec.format!r}, {spec.symmetric} and "

@@ -42,7 +42,8 @@ class Layer:
 
 
 def own_config(rules: LayerRules, module: nn.Module, config: QConfig | None) -> QConfig | None:
-    """Return a choice as a rule by the layer's name has it: with the axis of its own weight."""
+    """Return a choice as a rule by the layer's name has it: completed by the backend, with the axis of its own weight."""
+    config = rules.completed(config)
     if config is None:
         return None
     return QConfig(config.activation, rules.weight_spec(Rule(config, "global"), kind_of_type(LAYERS[type(module)])))

@@ -263,7 +263,7 @@ def test_first_and_last_layers_with_more_bits_than_their_quantizer_has_take_lsq(
     prepared = qt.prepare(model, backend="academic", qconfig_mapping=qt.QConfigMapping().set_global(low))
     weights = [prepared.get_submodule(n).weight_quantizer.spec for n in ("0", "2", "5")]
     assert [(spec.bits, spec.quantizer) for spec in weights] == [(8, "lsq"), (4, quantizer), (8, "lsq")]
-    assert "int8 lsq" in str(qt.quantization_report(prepared))
+    assert "int8 per-channel(0) lsq" in str(qt.quantization_report(prepared))
 
 
 @pytest.mark.parametrize("backend", list(qt.backends))

@@ -122,13 +122,13 @@ LSQ = qt.QuantSpec(quantizer="lsq", observer="histogram")
 SPECS = {
     "fixed": (qt.QuantSpec(axis=0), qt.QuantSpec()),
     "affine": (qt.QuantSpec(axis=0), qt.QuantSpec(signed=False, symmetric=False)),
-    "affine weights": (qt.QuantSpec(symmetric=False), qt.QuantSpec()),
-    "histogram": (qt.QuantSpec(observer="histogram"), qt.QuantSpec(observer="histogram")),
+    "affine weights": (qt.QuantSpec(symmetric=False, axis=None), qt.QuantSpec()),
+    "histogram": (qt.QuantSpec(observer="histogram", axis=None), qt.QuantSpec(observer="histogram")),
     "lsq": (qt.QuantSpec(quantizer="lsq", observer="histogram", axis=0), LSQ),
-    "lsq, one scale": (LSQ, LSQ),
+    "lsq, one scale": (LSQ.with_(axis=None), LSQ),
     "lsq, 4 bits": (qt.QuantSpec(bits=4, quantizer="lsq", axis=0), qt.QuantSpec(bits=4, quantizer="lsq")),
     "lsq_plus": (qt.QuantSpec(bits=4, quantizer="lsq", axis=0), qt.QuantSpec(quantizer="lsq_plus", symmetric=False)),
-    "tqt": (qt.QuantSpec(quantizer="tqt"), qt.QuantSpec(quantizer="tqt")),
+    "tqt": (qt.QuantSpec(quantizer="tqt", axis=None), qt.QuantSpec(quantizer="tqt")),
 }
 
 
