@@ -240,7 +240,7 @@ def weight_grid(layer: "Layer", factor: Tensor | None) -> WeightGrid | None:
     """Return the grid of a layer's weight for an op; None where only the quantizer's forward can put it there."""
     quantizer = layer.weight_quantizer
     return (
-        quantizer.weight_grid(layer.weight, partial(_scaled_weight, layer, factor)) if gives_grid(quantizer) else None
+        quantizer.weight_grid(layer.weight, partial(_followed_weight, layer, factor)) if gives_grid(quantizer) else None
     )
 
 
@@ -254,9 +254,15 @@ def gives_grid(quantizer: Quantizer | None) -> TypeGuard[TensorQuantizer]:
     return quantizer.quantizing and quantizer.capability.plain and not quantizer.observing
 
 
-def _scaled_weight(layer: Any, factor: Tensor | None) -> Tensor:
+def _followed_weight(layer: Any, factor: Tensor | None) -> Tensor:
+    """Return the tensor whose range that of a weight follows, where the weight is multiplied by a factor."""
     weight: Tensor = layer.weight.detach()
-    return weight if factor is None else layer.scale_output_channels(weight, factor.detach())
+    if factor is None:
+        return weight
+    scaled: Tensor = (
+        layer.scale_output_channels(weight, factor.detach()) if layer.training else layer.effective_weight()
+    )
+    return scaled
 
 
 def has_kernel_type(x: Tensor) -> bool:

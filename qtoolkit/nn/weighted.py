@@ -20,7 +20,7 @@ from qtoolkit.quantizers.bias import bias_scale, enlarged, on_grid
 from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, has_own_forward
 from qtoolkit.quantizers.weights import weight_quantizer
 
 
@@ -163,10 +163,10 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
             self.bias_is_corrected = False
             self.reset_weight_range()
 
-    def refresh_weight_range(self) -> None:
+    def follow_weights(self) -> None:
         """Set the range as in the class above, after the scales have taken the factor of the running statistics."""
         self.take_factor()
-        super().refresh_weight_range()
+        super().follow_weights()
 
     def replace_batch_norm(self, bn: nn.Module, name: str) -> LinkedBatchNorm:
         """Link to another batch norm, of this dotted name, instead; return it as LinkedBatchNorm."""
@@ -326,12 +326,22 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
             return y
         weight = on_codes.quantized_weight(self, factor)  # before the bias, whose grid takes the weight's scale
         if weight is None:
-            scaled = self.weight if factor is None else self.scale_output_channels(self.weight, factor)
-            weight = self.quantize_weight(scaled)
+            weight = self._scaled_and_quantized(factor)
         bias = self.bias_in_sums(bias, call)
         if factor is not None:  # a batch norm may be in float32 behind a layer in half precision
             weight, bias = weight.to(self.weight.dtype), None if bias is None else bias.to(self.weight.dtype)
         return self.compute(x, weight, bias, *args, **kwargs)
+
+    def _scaled_and_quantized(self, factor: Tensor | None) -> Tensor:
+        """Return the weight, each output channel multiplied by a factor, quantized by its quantizer."""
+        if factor is None:
+            return self.quantize_weight(self.weight)
+        quantizer, scaled = self.weight_quantizer, self.scale_output_channels(self.weight, factor)
+        if self.training or not isinstance(quantizer, TensorQuantizer) or has_own_forward(quantizer):
+            return self.quantize_weight(scaled)
+        # A factor of zero leaves no range; the bias is rounded in steps of the scale.
+        y: Tensor = quantizer(scaled, range_of=self.effective_weight)
+        return y
 
     def undivided(self, input: Tensor, known: TensorCodes | None = None) -> tuple[Tensor, Tensor]:
         """Return what `qtoolkit.nn.batch_norm.undivided` does, for an input of forward: for the linked batch norm."""
