@@ -257,7 +257,7 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
 
     def weight_grid(self, factor: Tensor | None) -> WeightGrid | None:
         """Return the grid of the weight, its output channels multiplied by a factor, for an op that quantizes it."""
-        return on_codes.weight_grid(self, factor)
+        return on_codes.weight_grid(self, partial(self._followed, factor))
 
     def quantize_weight(self, weight: Tensor) -> Tensor:
         """Return a weight quantized by the weight's quantizer."""
@@ -334,14 +334,23 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
 
     def _scaled_and_quantized(self, factor: Tensor | None) -> Tensor:
         """Return the weight, each output channel multiplied by a factor, quantized by its quantizer."""
-        if factor is None:
-            return self.quantize_weight(self.weight)
-        quantizer, scaled = self.weight_quantizer, self.scale_output_channels(self.weight, factor)
+        quantizer, scaled = self.weight_quantizer, self._scaled(self.weight, factor)
         if self.training or not isinstance(quantizer, TensorQuantizer) or has_own_forward(quantizer):
             return self.quantize_weight(scaled)
-        # A factor of zero leaves no range; the bias is rounded in steps of the scale.
         y: Tensor = quantizer(scaled, range_of=self.effective_weight)
         return y
+
+    def _scaled(self, weight: Tensor, factor: Tensor | None) -> Tensor:
+        return weight if factor is None else self.scale_output_channels(weight, factor)
+
+    def _followed(self, factor: Tensor | None) -> Tensor:
+        """Return the tensor whose range one that follows the weight takes in this forward.
+
+        In eval mode it is that of convert: a factor of zero leaves no range, and the bias is rounded in steps of the scale.
+        """
+        if not self.training:
+            return self.effective_weight().detach()
+        return self._scaled(self.weight.detach(), None if factor is None else factor.detach())
 
     def undivided(self, input: Tensor, known: TensorCodes | None = None) -> tuple[Tensor, Tensor]:
         """Return what `qtoolkit.nn.batch_norm.undivided` does, for an input of forward: for the linked batch norm."""

@@ -365,9 +365,10 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.observer(x)
         elif self.quantizing and self.takes_range:
             check_not_transformed(self.name)
-            if range_of is None:
+            followed = x if range_of is None else range_of()
+            if followed is x:
                 return self.kind.follow_and_quantize(self, x)
-            self.follow(range_of())
+            self.follow(followed)
         elif self.training and self.counts_steps and not self.of_weight:
             self._take_part_in_step(x)
         return self.quantize(x) if self.quantizing else x

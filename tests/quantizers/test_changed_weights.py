@@ -100,8 +100,9 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "attention": (Attention, ROWS),
     "functions": (Functions, ROWS),
     "recurrent": (Recurrent, ROWS),
-    "table": (
-        lambda: nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 4)),
+    "table": (lambda: nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 4)), torch.arange(6).reshape(2, 3)),
+    "renormalized_table": (
+        lambda: nn.Sequential(nn.Embedding(8, 8, max_norm=0.5), nn.Linear(8, 4)),
         torch.arange(6).reshape(2, 3),
     ),
 }
@@ -123,7 +124,7 @@ def quantized(net: str, road: str, weight: str) -> nn.Module:
     build, x = NETS[net]
     model = build().train()
     mapping = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(), WEIGHTS[weight]))
-    if net == "table":
+    if "table" in net:
         mapping = mapping.set_object_type(nn.Embedding, qt.QConfig(None, WEIGHTS[weight]))
     if road == "prepare":
         leaves = [nn.LSTM] if net == "recurrent" else []
