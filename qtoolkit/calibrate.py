@@ -142,10 +142,10 @@ def calibrate(
     with unchanged_on_error(nn.ModuleList(quantizers.values()), parameters=True):
         if method is not None:
             _observe_by(method, quantizers.values())
-        for quantizer in quantizers.values():
-            quantizer.observer.reset()
         weights = [quantizer for quantizer in quantizers.values() if quantizer.of_weight]
         with torch.no_grad(), batch_statistics(prepared) as by_batch, evaluating(prepared), observe_ranges(prepared):
+            for quantizer in quantizers.values():  # in eval mode, which takes the ranges of weights
+                quantizer.observer.reset()
             for batch in batches_of("calibrate", batches, progress, max_batches):
                 _run(run, model, batch, by_batch)
                 for quantizer in weights:  # a weight is the same in each batch

@@ -97,8 +97,6 @@ def in_reference_form(prepared: M) -> M:
     _warn_of_skipped(prepared)
     _warn_of_those_off(prepared)
     copied = deepcopy_model(prepared, what="convert")
-    for quantizer in quantizers_of(copied).values():
-        quantizer.stale = True  # `weight.data.mul_()` leaves no trace: each range that follows a weight is taken anew
     converted = freeze.run(copied)
     _warn_of_clipped_weights(prepared, converted)
     return converted

@@ -11,7 +11,6 @@ from torch.fx.graph import PythonCode
 
 from qtoolkit.errors import with_article
 from qtoolkit.foreign import integration_of
-from qtoolkit.graph import weight_ranges
 from qtoolkit.graph.block_calls import BlockCall
 from qtoolkit.graph.blocks import (
     HELD,
@@ -23,7 +22,7 @@ from qtoolkit.graph.blocks import (
     traced_type,
     warn_of_traced_value,
 )
-from qtoolkit.graph.nodes import QuantizerHolder, readers_of
+from qtoolkit.graph.nodes import QuantizerHolder, is_weight_quantizer, readers_of
 from qtoolkit.graph.output_types import returning
 from qtoolkit.graph.placement.sources import link_sources
 from qtoolkit.graph.plan import Plan
@@ -39,7 +38,8 @@ from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.recorded import TrainingMode
-from qtoolkit.quantizers.weights import Versions
+from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import names_by_module
 
 
@@ -97,8 +97,6 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     calls: tuple[BlockCall, ...]
     products: Mapping[str, Product]
     _arithmetic: TrainingArithmetic = DEFAULT
-    # The tensors on which the weights of functions depend, when their ranges were last taken or loaded.
-    _ranges_of: Versions | None = None
     # What torch.fx makes of the graph. Each instance has a class of its own.
     _traced_forward: ClassVar[Callable[..., Any]]
     model_class: ClassVar[type[nn.Module]] = nn.Module
@@ -123,7 +121,6 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         _take_over(result, root)
         result.plan, result.kept, result.aliases = plan, {}, _aliases(result)
         result._arithmetic = arithmetic
-        result._ranges_of = vars(root).get("_ranges_of")
         result.divide(calls)
         for attribute, value in (kept or {}).items():
             result.keep(attribute, value)
@@ -217,7 +214,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         """Set the mode, and link layers to the batch norms that replaced those linked.
 
         torch.nn.SyncBatchNorm.convert_sync_batchnorm creates new ones. In eval mode each range that follows a weight is that of
-        the weight after the last training step: QuantModule sets those of its own, and this method those of functions.
+        the weight as it is: QuantModule sets those of its own, and this method those of functions.
         """
         for node, follower in self.linked_batch_norms():
             name = str(follower.target)
@@ -229,7 +226,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         super().train(mode)
         self.link_sources()  # modules may have been replaced
         if not mode:
-            self.refresh_weight_ranges()
+            self.follow_weights()
         return self
 
     def _warn_of_branches(self, names: Sequence[str]) -> None:
@@ -241,19 +238,25 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
                 stacklevel=3,  # the caller of train
             )
 
-    def note_weights(self) -> None:
-        """Take the ranges of the weights of functions as those of the weights as they are now."""
-        self._ranges_of = Versions(weight_ranges.sources(self))
-
-    def refresh_weight_ranges(self) -> None:
-        """Set each range that follows the weight of a function to that of the weight, if it may have changed since."""
-        changed = self._ranges_of is not None and self._ranges_of.changed(weight_ranges.sources(self))
-        weight_ranges.refresh(self, changed, self.values_of)
-        self.note_weights()
+    def follow_weights(self) -> None:
+        """Set each range that follows the weight of a function, such as F.conv2d, to that of the weight as it is."""
+        for quantizer, weight in self._weights_of_functions(lambda quantizer: quantizer.follows):
+            if not weight.is_meta:
+                quantizer.follow(weight)
 
     def refresh_weight_rates(self) -> None:
         """Set the rates of learned scales of the weights of functions where they are not those of the weights."""
-        weight_ranges.refresh_rates(self, self.values_of)
+        for quantizer, weight in self._weights_of_functions(lambda quantizer: quantizer.stale_rate):
+            quantizer.set_weight_rate(weight, weight)
+
+    def _weights_of_functions(self, chosen: Callable[[TensorQuantizer], bool]) -> list[tuple[TensorQuantizer, Tensor]]:
+        """Return the chosen quantizers of weights that a pass inserted, each with its weight, computed."""
+        nodes = [node for node in self.graph.nodes if is_weight_quantizer(node)]
+        pairs = [(module_of(node), node.all_input_nodes[0]) for node in nodes]
+        found = [(quantizer, node) for quantizer, node in pairs if isinstance(quantizer, TensorQuantizer)]
+        found = [(quantizer, node) for quantizer, node in found if chosen(quantizer)]
+        values = self.values_of([node for _, node in found])
+        return [(quantizer, values[node]) for quantizer, node in found]
 
     def values_of(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
         """Compute nodes that depend on parameters alone."""
@@ -277,7 +280,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             raise TypeError(f"copying gave {with_article(type(result))}.")
         _take_over(result, _bare({name: copy.deepcopy(vars(self)[name], memo) for name in HELD}))
         result.plan, result.aliases, result._arithmetic = self.plan, self.aliases, self._arithmetic
-        result.kept, result._ranges_of = copy.deepcopy((self.kept, self._ranges_of), memo)
+        result.kept = copy.deepcopy(self.kept, memo)
         result.set_kept()
         result.divide(self.calls)
         keep_trained(result)
@@ -331,10 +334,9 @@ def type_for(model_class: type[nn.Module]) -> type[QuantizedGraphModule]:
 def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
     """Set the ranges of weights that a state dict without them, or out of date, was loaded into: a hook."""
     reset_after_loading(gm, keys)
-    gm.note_weights()  # their ranges were loaded with them
     gm.refresh_weight_rates()
     if not gm.training:
-        gm.refresh_weight_ranges()
+        gm.follow_weights()
     for module in gm.modules():
         if isinstance(module, Kernel):
             module.refresh()

@@ -49,7 +49,6 @@ from qtoolkit.nn.product import Product  # noqa: F401 (pickles of graphs name it
 from qtoolkit.nn.registry import imported_types
 from qtoolkit.nn.weighted import QuantWeighted, set_training_arithmetic
 from qtoolkit.public import publish
-from qtoolkit.quantizers.weights import Versions  # noqa: F401 (pickles of layers name it)
 
 # Float type -> QAT type: the layers that the swap pass replaces.
 QAT_MODULES: dict[type, type[QuantModule]] = {

@@ -25,7 +25,7 @@ from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module, values_kept
 from qtoolkit.nn.computed_weights import is_parametrized
 from qtoolkit.nn.module import shallow_copy_as
-from qtoolkit.ops.recording import is_captured, is_recorded_for_onnx
+from qtoolkit.ops.recording import is_captured, is_recorded, is_recorded_for_onnx, is_transformed
 from qtoolkit.processes import whole
 from qtoolkit.quantizers.optimizer_steps import OptimizerSteps, Steps
 from qtoolkit.quantizers.recomputation import is_recomputing
@@ -456,6 +456,8 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
 def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
     if layer.training and layer.takes_factor:
         step_variance(layer, bn)  # for the scales: gamma may be trained
+    elif not (is_recorded() or is_transformed()):  # as for a range that follows the weight
+        layer.take_factor()
     factor = factor_of(bn)
     return compute(factor, folded_bias(bn, layer.bias, factor), True)
 

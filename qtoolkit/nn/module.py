@@ -1,6 +1,6 @@
 """QuantModule: the base class of QAT modules, as the passes, the reports and the export use them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from qtoolkit.processes import whole
 from qtoolkit.quantizers.first_steps import FIRST_STEPS, restored_modules
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.quantizers.weights import Versions, is_stale, set_weight_range, weight_quantizer
+from qtoolkit.quantizers.weights import set_weight_range, weight_quantizer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,9 +49,6 @@ class QuantModule(nn.Module):
     KIND: ClassVar[str]
     OP_KIND: ClassVar[OpKind]
 
-    _range_of: Versions | None = (
-        None  # the tensors on which the weights depend, when their ranges were last taken or loaded
-    )
     _loaded_float = False  # whether the last state dict had the module's weights but nothing of their quantizers
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -87,13 +84,12 @@ class QuantModule(nn.Module):
         new.add_quantizers(weight, name, activation)
         for quantizer in named_quantizers(new).values():
             quantizer.train(new.training)
-        new.note_weights()
         return new
 
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""
         layer = shallow_copy_as(self.FLOAT, self)
-        for name in (*self.own_attributes(), "output_quantizer", "_range_of", "_loaded_float", "_qtoolkit_record"):
+        for name in (*self.own_attributes(), "output_quantizer", "_loaded_float", "_qtoolkit_record"):
             layer.__dict__.pop(name, None)
             layer._modules.pop(name, None)
         for hooks in (layer._forward_hooks, layer._load_state_dict_post_hooks):
@@ -151,7 +147,6 @@ class QuantModule(nn.Module):
         for name, (quantizer, weight) in quantized.items():
             if isinstance(quantizer, TensorQuantizer):
                 set_weight_range(quantizer, weight, trained.get(name))
-        self.note_weights()
 
     def refresh_weight_rates(self) -> None:
         """Set the rates of learned scales that are not those of the weights (see `TensorQuantizer.stale_rate`)."""
@@ -172,30 +167,21 @@ class QuantModule(nn.Module):
         with computing_still(self):
             return self.trained_weights(), self.quantized_weights()
 
-    def note_weights(self) -> None:
-        """Take the ranges of the weight quantizers as those of the weights as they are now."""
-        self._range_of = Versions(self._sources_of_range())
-
-    def _sources_of_range(self) -> Iterator[Tensor]:
-        for module in (self, *self.depends_on()):
-            yield from (*module.parameters(), *module.buffers(recurse=False))
-
     def train(self, mode: bool = True) -> Self:
-        """Set the mode; in eval mode each range that follows a weight is that of the weight after the last training step."""
+        """Set the mode; in eval mode with the ranges of the weights as they are, for those who read them without a forward."""
         super().train(mode)
         if not mode:
-            self.refresh_weight_range()
+            self.follow_weights()
         return self
 
-    def refresh_weight_range(self) -> None:
-        """Set each range that follows a weight to that of the weight, if it may have changed since."""
-        changed = self._range_of is not None and self._range_of.changed(self._sources_of_range())
-        if any(is_stale(quantizer, changed) for quantizer in self.weight_quantizers().values()):
+    def follow_weights(self) -> None:
+        """Set each range that follows a weight to that of the weight as it is, as a forward in eval mode does."""
+        if any(isinstance(q, TensorQuantizer) and q.follows for q in self.weight_quantizers().values()):
             refresh(self)
             for quantizer, weight in self.quantized_weights().values():
-                if is_stale(quantizer, changed):
+                # Values on the meta device are elsewhere: those of offloaded weights come back for each forward.
+                if isinstance(quantizer, TensorQuantizer) and quantizer.follows and not weight.is_meta:
                     quantizer.follow(weight)
-        self.note_weights()
 
     def depends_on(self) -> Sequence[nn.Module]:
         """Return the modules beside it whose tensors scale the weights that it quantizes."""
@@ -207,7 +193,6 @@ class QuantModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._range_of = None
         own = tuple(f"{prefix}{name}." for name in self.weight_quantizers())
         self._loaded_float = bool(own) and bool(state_dict) and not any(key.startswith(own) for key in state_dict)
         if reset_after_loading not in self._load_state_dict_post_hooks.values():
@@ -246,9 +231,7 @@ def reset_after_loading(module: nn.Module, keys: Any) -> None:
             layer._loaded_float = False
             layer.reset_weight_range()
         elif not layer.training:
-            layer.refresh_weight_range()
-        else:
-            layer.note_weights()
+            layer.follow_weights()
         layer.refresh_weight_rates()
 
 

@@ -1,9 +1,8 @@
 """Layers in training on the codes of their inputs: what they keep for backward, and how they compute."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeGuard, TypeVar, get_args
 
 import torch
@@ -236,12 +235,13 @@ def quantized_weight(layer: "Layer", factor: Tensor | None) -> Tensor | None:
     return None if grid is None else quant_weight(layer.weight, grid, factor, *layer.weight_groups())
 
 
-def weight_grid(layer: "Layer", factor: Tensor | None) -> WeightGrid | None:
-    """Return the grid of a layer's weight for an op; None where only the quantizer's forward can put it there."""
+def weight_grid(layer: "Layer", followed: Callable[[], Tensor]) -> WeightGrid | None:
+    """Return the grid of a layer's weight for an op; None where only the quantizer's forward can put it there.
+
+    `followed` returns the tensor whose range one that follows the weight takes.
+    """
     quantizer = layer.weight_quantizer
-    return (
-        quantizer.weight_grid(layer.weight, partial(_scaled_weight, layer, factor)) if gives_grid(quantizer) else None
-    )
+    return quantizer.weight_grid(layer.weight, followed) if gives_grid(quantizer) else None
 
 
 def gives_grid(quantizer: Quantizer | None) -> TypeGuard[TensorQuantizer]:
@@ -252,11 +252,6 @@ def gives_grid(quantizer: Quantizer | None) -> TypeGuard[TensorQuantizer]:
     if type(quantizer) is not TensorQuantizer or is_watched(quantizer):
         return False
     return quantizer.quantizing and quantizer.capability.plain and not quantizer.observing
-
-
-def _scaled_weight(layer: Any, factor: Tensor | None) -> Tensor:
-    weight: Tensor = layer.weight.detach()
-    return weight if factor is None else layer.scale_output_channels(weight, factor.detach())
 
 
 def has_kernel_type(x: Tensor) -> bool:

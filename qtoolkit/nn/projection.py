@@ -86,7 +86,7 @@ class Projection:
     def weight_grid(self, factor: Tensor | None) -> WeightGrid | None:
         """Return the grid of the weight for an op that quantizes it; no factor multiplies it."""
         if self.rows is None:
-            return on_codes.weight_grid(self, None)
+            return on_codes.weight_grid(self, self.weight.detach)
         rows, place = self.rows
         return rows.grids()[place]
 

@@ -20,7 +20,7 @@ from qtoolkit.quantizers.bias import bias_scale, enlarged, on_grid
 from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, has_own_forward
 from qtoolkit.quantizers.weights import weight_quantizer
 
 
@@ -163,10 +163,10 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
             self.bias_is_corrected = False
             self.reset_weight_range()
 
-    def refresh_weight_range(self) -> None:
+    def follow_weights(self) -> None:
         """Set the range as in the class above, after the scales have taken the factor of the running statistics."""
         self.take_factor()
-        super().refresh_weight_range()
+        super().follow_weights()
 
     def replace_batch_norm(self, bn: nn.Module, name: str) -> LinkedBatchNorm:
         """Link to another batch norm, of this dotted name, instead; return it as LinkedBatchNorm."""
@@ -257,7 +257,7 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
 
     def weight_grid(self, factor: Tensor | None) -> WeightGrid | None:
         """Return the grid of the weight, its output channels multiplied by a factor, for an op that quantizes it."""
-        return on_codes.weight_grid(self, factor)
+        return on_codes.weight_grid(self, partial(self._followed, factor))
 
     def quantize_weight(self, weight: Tensor) -> Tensor:
         """Return a weight quantized by the weight's quantizer."""
@@ -326,12 +326,31 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
             return y
         weight = on_codes.quantized_weight(self, factor)  # before the bias, whose grid takes the weight's scale
         if weight is None:
-            scaled = self.weight if factor is None else self.scale_output_channels(self.weight, factor)
-            weight = self.quantize_weight(scaled)
+            weight = self._scaled_and_quantized(factor)
         bias = self.bias_in_sums(bias, call)
         if factor is not None:  # a batch norm may be in float32 behind a layer in half precision
             weight, bias = weight.to(self.weight.dtype), None if bias is None else bias.to(self.weight.dtype)
         return self.compute(x, weight, bias, *args, **kwargs)
+
+    def _scaled_and_quantized(self, factor: Tensor | None) -> Tensor:
+        """Return the weight, each output channel multiplied by a factor, quantized by its quantizer."""
+        quantizer, scaled = self.weight_quantizer, self._scaled(self.weight, factor)
+        if self.training or not isinstance(quantizer, TensorQuantizer) or has_own_forward(quantizer):
+            return self.quantize_weight(scaled)
+        y: Tensor = quantizer(scaled, range_of=self.effective_weight)
+        return y
+
+    def _scaled(self, weight: Tensor, factor: Tensor | None) -> Tensor:
+        return weight if factor is None else self.scale_output_channels(weight, factor)
+
+    def _followed(self, factor: Tensor | None) -> Tensor:
+        """Return the tensor whose range one that follows the weight takes in this forward.
+
+        In eval mode it is that of convert: a factor of zero leaves no range, and the bias is rounded in steps of the scale.
+        """
+        if not self.training:
+            return self.effective_weight().detach()
+        return self._scaled(self.weight.detach(), None if factor is None else factor.detach())
 
     def undivided(self, input: Tensor, known: TensorCodes | None = None) -> tuple[Tensor, Tensor]:
         """Return what `qtoolkit.nn.batch_norm.undivided` does, for an input of forward: for the linked batch norm."""

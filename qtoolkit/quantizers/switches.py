@@ -123,7 +123,7 @@ class observe_ranges(Switch):  # noqa: N801
 class freeze_ranges(Switch):  # noqa: N801
     """Freeze ranges: from the call on, or only inside a `with` block. Learned scales still train.
 
-    By default the range of a weight with a fixed scale follows the weight in training, and the range of an activation follows
+    By default the range of a weight with a fixed scale follows the weight, and in training the range of an activation follows
     the data in the first 200 steps. After `freeze_ranges(model)` no range moves, as in the last epochs of a schedule that
     fixes the grid. A quantizer follows again once its attribute `following` is True.
 

@@ -13,7 +13,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS
 from qtoolkit.model_state import check_module
 from qtoolkit.ops.layer import RawInput, WeightGrid
-from qtoolkit.ops.recording import is_captured, is_recorded_for_onnx
+from qtoolkit.ops.recording import is_captured, is_recorded, is_recorded_for_onnx, is_transformed
 from qtoolkit.processes import whole
 from qtoolkit.quantizers import first_steps
 from qtoolkit.quantizers.capability import Capability
@@ -41,8 +41,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     quantizes and follows. Spec and modes are in the state dict's metadata, which a copy into a plain dict does not have: the
     modes then stay as they are, and other bits are an error where a fixed scale and its range in the dict tell them.
 
-    In training mode a fixed scale of a weight follows the weight: each forward takes the range of the weight as it then is
-    (see `follows`). After a calibration in training mode, the fixed range of an activation follows the data by a moving average
+    A fixed scale of a weight follows the weight: each forward, in both modes, takes the range of the weight as it then is (see
+    `follows`). After a calibration in training mode, the fixed range of an activation follows the data by a moving average
     for 200 steps of the optimizer, and then stays (see `follows_data`).
 
     Args:
@@ -58,11 +58,10 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         spec: How it quantizes.
         observing: Whether forward observes its input.
         quantizing: Whether forward quantizes its input.
-        following: Whether the range of a weight may follow the weight in training, and that of an activation the data in the
-            first steps. `qtoolkit.freeze_ranges` and setting `amax` or a range clear it.
+        following: Whether the range of a weight may follow the weight, and that of an activation the data in the first steps.
+            `qtoolkit.freeze_ranges` and setting `amax` or a range clear it.
         steps: Steps of the optimizer since the calibration, while they are the first 250; then -1.
         stopping: Whether forward raises an error for NaN and infinities (see `qtoolkit.stop_on_nonfinite`).
-        stale: Whether the weight may have changed since its range was last taken.
         stale_rate: Whether the rate of a weight's learned scale is to be set: its range was observed, or a state dict of an
             earlier version was loaded.
         ready: Whether there is a range to quantize with.
@@ -121,7 +120,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         self._made_for = spec
         self.observing = False
         self.following = True
-        self.stale = False
         self._shape_is_known = spec.axis is None or channels is not None or self.dynamic
         given = (channels,) if isinstance(channels, int) else channels
         shape = () if spec.axis is None or self.dynamic else given or (1,)
@@ -151,12 +149,24 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     @property
     def follows(self) -> bool:
-        """Whether, in training mode, each forward takes the range anew from its input.
+        """Whether each forward takes the range anew from its input: the weight, in training mode and in eval mode.
 
         So does every quantizer of a weight with a fixed scale and the observer "minmax" or "moving_average", until its range
         is frozen. The range of a histogram stays: a search at each step would take longer than the step.
+
+        A quantizer does not know its weight. `scale`, `zero_point`, `amax` and the state dict have the range that was taken
+        last: by a forward, by `eval()` of the model or a state dict loaded in eval mode, or by a calibration.
         """
         return self.of_weight and self.following and self.kind.follows(self)
+
+    @property
+    def takes_range(self) -> bool:
+        """Whether a forward now takes the range of the weight.
+
+        In eval mode one that an exporter records does not: the file has the scale as a constant. Nor does one under the
+        transforms of torch.func, which cannot store it; in training mode that is an error.
+        """
+        return self.follows and (self.training or not (is_recorded() or is_transformed()))
 
     @property
     def follows_data(self) -> bool:
@@ -248,7 +258,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         shape = scale.shape if scale.numel() == 1 else self._scale.shape
         self.write_grid(scale.reshape(shape), None if zero_point is None else zero_point.reshape(shape))
         self._forget_factor()
-        self.ready, self.stale = True, False
+        self.ready = True
 
     def load_grid(self, scale: Tensor, zero_point: Tensor | None) -> None:
         """Set the grid to that of a Grid, of the shape that it has there.
@@ -266,7 +276,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         with torch.no_grad():
             self.kind.load_grid(self, scale, zero_point)
         self._forget_factor()
-        self.ready, self.stale = True, False
+        self.ready = True
 
     def write_grid(self, scale: Tensor, zero_point: Tensor | None) -> None:
         """Store a scale and a zero point, unchecked: a training step must not synchronize with the device."""
@@ -331,8 +341,10 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     # ---- use
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, range_of: Callable[[], Tensor] | None = None) -> Tensor:
         """Return x, quantized if `quantizing`; observe it first if `observing` or if the range follows a weight.
+
+        `range_of` returns the tensor whose range a range that follows a weight takes, where that is another one than x.
 
         Raises:
             RuntimeError: `quantizing` is set, but there is no range; or `observing` is set in a recomputation of gradient
@@ -351,11 +363,12 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             if self.quantizing:
                 return self.kind.observe_and_quantize(self, x)
             self.observer(x)
-        elif self.training and self.follows:
-            self.stale = True  # the step after this forward changes the weight
-            if self.quantizing:
-                check_not_transformed(self.name)
+        elif self.quantizing and self.takes_range:
+            check_not_transformed(self.name)
+            followed = x if range_of is None else range_of()
+            if followed is x:
                 return self.kind.follow_and_quantize(self, x)
+            self.follow(followed)
         elif self.training and self.counts_steps and not self.of_weight:
             self._take_part_in_step(x)
         return self.quantize(x) if self.quantizing else x
@@ -486,10 +499,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         kind, spec = self.kind, self.spec
         if self.stopping:
             self._check_finite(values())
-        if self.training and self.follows:
+        if self.takes_range:
             check_not_transformed(self.name)
             self.follow(values())
-            self.stale = True
         self.check_ready()
         factor = kind.grad_factor(self, like)
         return WeightGrid(*kind.grid(self), spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size, factor)
@@ -499,10 +511,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             raise self._not_finite("got")
 
     def follow(self, weight: Tensor) -> None:
-        """Set the range to that of a weight, unchecked like a forward in training."""
+        """Set the range to that of a weight, unchecked: a forward must not synchronize with the device."""
         with torch.no_grad():
             self.kind.follow(self, whole(weight))
-        self.stale = False
 
     def quantize_rows(self, x: Tensor, index: Tensor, table: Tensor) -> Tensor:
         """Return `forward(table)[index]`, computed from the indexed rows alone.
@@ -517,9 +528,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             if self.observing:
                 self._fit_channels(table)
                 self.kind.observe(self, table) if self.quantizing else self.observer(table)
-            elif self.training and self.follows:
+            elif self.takes_range:
                 self.kind.follow(self, table)
-                self.stale = True
         if not self.quantizing:
             return x
         self.check_ready()
@@ -649,8 +659,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if scale is not None and self.follows_factor:
             self.knows_factor = prefix + "_factor" in state_dict  # not in that of an earlier version
             state_dict.setdefault(prefix + "_factor", torch.zeros_like(scale))
-        # The weight may have been loaded without its range, or with that before its last step, or both are averages.
-        self.stale = True
         metadata = (
             local_metadata if "spec" in local_metadata else {**local_metadata, **self._metadata_of(state_dict, prefix)}
         )
@@ -695,6 +703,11 @@ def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
     """
     check_module(model, "quantizers_of")
     return named_quantizers(model, TensorQuantizer)
+
+
+def has_own_forward(quantizer: TensorQuantizer) -> bool:
+    """Return whether somebody has derived or set the quantizer's forward, which takes the tensor alone."""
+    return type(quantizer).forward is not TensorQuantizer.forward or "forward" in vars(quantizer)
 
 
 def take_names(quantizers: Mapping[str, TensorQuantizer]) -> None:

@@ -110,7 +110,7 @@ def _store(model: nn.Module, sums: Mapping[str, "_Sums"], ranges: list["_Clippin
         layer.take_factor(frozen=True)
     for module in model.modules():
         if isinstance(module, QuantModule):
-            module.refresh_weight_range()
+            module.follow_weights()
     _warn_of_codes(chosen)
     pairs = zip(before, _ranges_of_weights(layers), strict=True)
     ranges += [new for old, new in pairs if new.share > old.share + MUCH_CLIPPED / 5]

@@ -226,7 +226,6 @@ def _shift_back(layer: QuantWeighted, shift: Tensor) -> None:
         bias = _bias_of(layer)
         bias.copy_(bias.double() - shift)
         layer.bias_is_corrected = True
-        layer.note_weights()
 
 
 # ---- from batch norms

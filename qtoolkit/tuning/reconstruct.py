@@ -274,7 +274,6 @@ class _Task:
         with torch.no_grad():
             for name, grid in self.grids.items():
                 grid.layer.weight.copy_(state["weights"][name])
-                grid.layer.note_weights()
         for name, quantizer in self.activations.items():
             quantizer.write_grid(*state["grids"][name])
         for name, quantizer in self._quantizers().items():

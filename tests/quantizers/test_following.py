@@ -352,6 +352,8 @@ def ensemble(make) -> float:
     with torch.no_grad():
         for parameter in models[1].parameters():
             parameter.mul_(1.3)
+        for model in models:
+            model.train(model.training)  # in eval mode with the ranges of these weights, which transforms do not take
     x = torch.rand(2, 3, 8, 8)
     states = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in models]
     stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}

@@ -47,7 +47,6 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         gm.plan = replace(plan, status={**left, **plan.status}, edges=tuple(edges))
         gm.graph.lint()
         gm.recompile()
-    gm.note_weights()
     return gm
 
 

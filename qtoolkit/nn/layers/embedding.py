@@ -16,15 +16,20 @@ def renormalize_table(module: nn.Module) -> None:
     Lookups then return what they returned before, and change nothing: for a table that is not trained any more.
     """
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-        rows = torch.arange(module.num_embeddings, device=module.weight.device)
-        _renormalize(module, rows)
+        _renormalize(module, _all_rows(module))
         module.max_norm = None
 
 
-def _renormalize(module: Any, rows: Tensor) -> None:
+def _all_rows(module: Any) -> Tensor:
+    return torch.arange(module.num_embeddings, device=module.weight.device)
+
+
+def _renormalize(module: Any, rows: Tensor, table: Tensor | None = None) -> None:
+    """Renormalize rows of the table in place, or of a copy of it."""
     if module.max_norm is not None:
         with torch.no_grad():  # F.embedding renormalizes the rows in place
-            F.embedding(rows, module.weight, None, module.max_norm, module.norm_type)
+            table = module.weight if table is None else table
+            F.embedding(rows, table, None, module.max_norm, module.norm_type)
 
 
 class _QuantTable(QuantWeighted):
@@ -35,6 +40,14 @@ class _QuantTable(QuantWeighted):
     norm_type: float
 
     bias = None
+
+    def effective_weight(self) -> Tensor:
+        """Return the table that lookups see: with all rows renormalized, as those are that were looked up."""
+        if self.max_norm is None:
+            return super().effective_weight()
+        table = self.weight.detach().clone()
+        _renormalize(self, _all_rows(self), table)
+        return table
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         _renormalize(self, input)

@@ -95,7 +95,6 @@ class GridWeight:
         """Set a range that follows the weight to that of what is quantized, as the next training forward does."""
         if self.quantizer.training and self.quantizer.follows:
             self.quantizer.follow(quantized)
-            self.quantizer.stale = True  # as after a forward: a step may change the weight
 
     def values(self, codes: Tensor) -> Tensor:
         """Return the values of codes, in the dtype of the scale."""

@@ -64,8 +64,7 @@ class CodeGrid:
             if bn is not None:  # the quantizer sees the weight times the batch norm's factor
                 values = values / self.layer.scale_output_channels(torch.ones_like(values), divisor_of(bn))
             self.layer.weight.copy_(values)
-        self.quantizer.following, self.quantizer.stale = False, False
-        self.layer.note_weights()
+        self.quantizer.following = False
         if not torch.equal(CodeGrid(self.layer, self.name).nearest(), codes):
             raise ValueError(
                 f"layer {self.name!r}: its weight of {self.layer.weight.dtype} is too coarse to hold codes of "

@@ -21,7 +21,7 @@ from qtoolkit.quantizers.codes import TensorCodes, codes_of, codes_on
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-CHANGING = ("_seen", "stale", "steps", "seen_in_step", "looked", "warned", "_range_of")  # in training
+CHANGING = ("_seen", "steps", "seen_in_step", "looked", "warned")  # in training
 IGNORED = frozenset({*CHANGING, *(name for name in vars(nn.Module()) if "hooks" in name and name not in WATCHING)})
 """Attributes on which it does not depend what a unit is."""
 
@@ -234,9 +234,7 @@ class LayerArguments(NamedTuple):
         codes = codes_of(x, layer.source, bool(self.geometry[-1]), known)
         if codes is None:
             return None
-        grid, followed = self.grid or _weight_grid_now(layer, factor(), name)
-        if followed is not NOT_FOLLOWED:
-            vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
+        grid, _ = self.grid or _weight_grid_now(layer, factor(), name)
         of_input = codes.codes, codes.scale, codes.zero_point, grid[0], grid[3]
         raw = codes.raw_of(x) if self.takes_raw else None
         if raw is None:
