@@ -1,7 +1,7 @@
 """Compare what a traced graph computes with what the model's forward does: Python may have decided by what no trace sees."""
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -48,10 +48,21 @@ class Expected:
         args, kwargs = tree_map(_cloned, (self.args, dict(kwargs)))  # a forward may change its inputs in place
         self.random.restore()
         try:
-            with torch.no_grad(), evaluating(model), values_kept([*model.buffers()]):
+            with torch.no_grad(), evaluating(model), values_kept([*model.buffers()]), _without_fast_path():
                 return [tensor.clone() for tensor in tensors_of(model(*args, **kwargs))]
         finally:
             self.random.restore()
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Run torch's transformers in a block as in training: their fused kernels return NaN for a query without keys."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _cloned(value: Any) -> Any:
