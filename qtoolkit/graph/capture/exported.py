@@ -9,7 +9,9 @@ and the graph takes what differs by the mode.
 import inspect
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import redirect_stderr
 from functools import partial
+from io import StringIO
 from operator import attrgetter
 from typing import Any
 
@@ -150,7 +152,8 @@ def _in_both_modes(
         for module in (model, *branching):
             module.training = True
         try:
-            in_training = _captured(model, example_inputs, called)
+            with redirect_stderr(StringIO()):  # to which torch writes how far it came, where it fails
+                in_training = _captured(model, example_inputs, called)
             own, other = (_traced(program, model) for program in (in_training, in_eval))
             mode_of = partial(_mode_node, in_training.graph, model, modes)
             may_be_one = drawn == RandomState.now() and _agree(in_training, in_eval, model)

@@ -74,8 +74,8 @@ class Expected:
             warnings.catch_warnings(action="ignore"),
         ):
             self.random.restore()
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                torch.cuda.manual_seed_all(0)
+            for device in {p.device.index for p in model.parameters() if p.is_cuda}:
+                torch.cuda.default_generators[device].manual_seed(0)
             outputs = [tensor.clone() for tensor in tensors_of(model(*args, **kwargs))]
             statistics = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
             return Computed(outputs, statistics)

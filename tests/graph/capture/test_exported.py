@@ -1,7 +1,10 @@
 """Models that torch.export captures: layers, names, modes and state dicts are those of the model, and all passes as usual."""
 
+import copy
+import pickle
 import random
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -415,6 +418,97 @@ def test_batch_norms_with_an_activation_are_folded() -> None:
     lines = {line.name: line for line in qt.quantization_report(prepared).layers}
     assert lines["layer"].status == qt.quantization_report(qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)),
         IMAGE, backend="onnxruntime")).layers[1].status  # fmt: skip
+
+
+def test_copies_follow_the_mode() -> None:
+    torch.manual_seed(0)
+    for name in ("dropout in forward", "paths in forward", "functional batch norm", "lstm"):
+        model = LAYERS[name]().train()
+        prepared = qt.prepare(model, IMAGE, backend="onnxruntime", capture="export")
+        copied = copy.deepcopy(prepared)
+        for each in (prepared, copied, pickle.loads(pickle.dumps(prepared))):
+            check_modes(copy.deepcopy(model), each, IMAGE)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "attention", "encoder"])
+def test_layers_are_those_of_a_trace(name: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(1, 2), LAYERS[name]().layer, Last()).eval()
+    if name == "attention":
+        model[2] = AttendsToItself(model[2])
+    reports = [
+        {line.name: (line.kind, line.status, line.weight) for line in qt.quantization_report(prepared).layers}
+        for capture in ("trace", "export")
+        for prepared in [qt.prepare(model, IMAGE, backend="onnxruntime", capture=capture)]
+    ]
+    of_layers = [{name: line for name, line in report.items() if name.startswith("2")} for report in reports]
+    assert of_layers[0] == of_layers[1] != {}
+
+
+class Last(nn.Module):
+    """A linear layer of the first result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
+        return self.linear(x[0] if isinstance(x, tuple) else x)
+
+
+class AttendsToItself(nn.Module):
+    """A self-attention."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.attention(x, x, x)
+
+
+class Leaf(nn.Module):
+    """A module with arguments and results of several kinds, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, factor: float, *, pair: list[Tensor], more: dict[str, Tensor]) -> dict[str, object]:
+        y = self.linear(x) * factor + pair[0] - pair[1]
+        return {"pair": (y, y * more["by"]), "none": None, "size": y.shape[1], "again": [y]}
+
+
+def test_a_leaf_module_takes_and_returns_containers() -> None:
+    class Calls(Around):
+        def of_layer(self, x: Tensor) -> Tensor:
+            found = self.layer(x, 2.0, pair=[x, x + 1], more={"by": x})
+            assert found["none"] is None
+            return found["pair"][1] * found["size"] + found["again"][0]
+
+    torch.manual_seed(0)
+    model = Calls(Leaf()).eval()
+    prepared = qt.prepare(model, IMAGE, backend="onnxruntime", capture="export", leaf_modules=[Leaf])
+    assert [str(node.target) for node in prepared.graph.find_nodes(op="call_module", target="layer")] == ["layer"]
+    assert "layer.linear" in {line.name for line in qt.quantization_report(prepared).layers if line.weight}
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(IMAGE), model(IMAGE))
+
+
+def test_a_capture_leaves_the_model_as_it_was() -> None:
+    """Also one that fails in the middle of a layer."""
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(x.sum())
+
+    for layer in (nn.BatchNorm2d(4), Fails()):
+        model = nn.Sequential(nn.Dropout(), DropsPaths(), Around(layer)).train()
+        model[2].first.eval()
+        before = [(dict(vars(module)), module.training) for module in model.modules()]
+        with pytest.raises(qt.UntraceableError) if isinstance(layer, Fails) else nullcontext():
+            qt.prepare(model, IMAGE, backend="onnxruntime", capture="export", leaf_modules=[Fails])
+        assert [(dict(vars(module)), module.training) for module in model.modules()] == before
+        assert "training" not in vars(nn.Module)
 
 
 class TwoNames(Around):
