@@ -65,9 +65,9 @@ def prepare(
         model: The float model. It is copied, unless `inplace`.
         example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. With example inputs, Python that branches
             on sizes can be traced (each run then checks that its inputs take the same branches), arguments that they do not
-            give are fixed at their defaults (`*args` and `**kwargs` at nothing), and the model, its graph and the prepared
-            model are run on them once, in eval mode with quantizers off: a model that does not run, or whose graph computes
-            something else, fails here.
+            give are fixed at their defaults (`*args` and `**kwargs` at nothing), and the model and its graph are run on them
+            in eval mode and in the model's own, the prepared model in eval mode with quantizers off: a model that does not
+            run, or whose graph computes something else, fails here.
         backend: The target, which must be given: a name from `qtoolkit.backends`, or a Backend.
         qconfig_mapping: Which layers and ops get which config. Those without a rule get the backend's default.
         leaf_modules: Types of submodules that are not traced. The layers in them are quantized by module replacement, each
@@ -90,9 +90,9 @@ def prepare(
         exclude: What stays in float, with all that is in it: dotted names, regular expressions for whole dotted names, module
             types and functions, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not change it.
         capture: What turns the model's Python into a graph. "trace": torch.fx, which keeps blocks, modes and sizes as they are.
-            "export": torch.export, which follows more Python. Functions then have the branches of eval mode (layers follow
-            their mode), blocks cannot be called on their own, and sizes are those of the example inputs, but for a batch of
-            two or more. `untraced` and `concrete_args` have no effect there, and raise an error.
+            "export": torch.export, which follows more Python. Blocks cannot be called on their own then, and sizes are those
+            of the example inputs, but for a batch of two or more. `untraced` and `concrete_args` have no effect there, and
+            raise an error.
         skip: The earlier name of `untraced`.
         forward: The earlier name of `training_arithmetic`.
 

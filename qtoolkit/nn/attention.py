@@ -13,7 +13,7 @@ from qtoolkit.nn.module import QuantModule, activation_quantizer
 from qtoolkit.nn.on_codes import TakesCodes, of_call
 from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.nn.projection import Projection
-from qtoolkit.nn.quantized_attention import Attends
+from qtoolkit.nn.quantized_attention import Attends, as_summand
 from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.quantizer import Quantizer
 
@@ -67,7 +67,8 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
     It quantizes the weights of the projections and the inputs of each matrix product: scaled query and key, softmax output
     and value, and the input of the output projection. The module's own inputs are quantized by the graph pass, or by
     `input_quantizer`, one for query, key and value. Masks, biases and softmax stay float. Both `need_weights` modes
-    compute the same ops; no fused float kernel is used.
+    compute the same ops; no fused float kernel is used. Where the masks leave a query no key, its output before the output
+    projection is 0, as in torch's module without weights, which returns NaN with them.
 
     Args:
         *args: Arguments of torch.nn.MultiheadAttention.
@@ -169,11 +170,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
             ("value_quantizer", self._heads(v, along)),
         )
         operands, codes = zip(*(parts.quantized(*each) for each in of_heads), strict=True)
-
-        def softmax(scores: Tensor) -> Tensor:
-            return torch.softmax(scores if mask is None else scores + mask, dim=-1)
-
-        y, weights = self._attend(operands, codes, softmax, mask, in_one_op=not need_weights)
+        y, weights = self._attend(operands, codes, mask, in_one_op=not need_weights)
         weights = weights if need_weights else None
         y = parts.projected(self.out_projection, *parts.quantized("out_proj_input_quantizer", self._joined(y, along)))
         if weights is not None and average_attn_weights:
@@ -297,6 +294,4 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
 
 
 def _as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
-    return mask.to(dtype)
+    return as_summand(mask, dtype) if mask.dtype == torch.bool else mask.to(dtype)

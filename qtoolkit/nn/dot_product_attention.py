@@ -1,6 +1,5 @@
 """Scaled dot-product attention as a module, float and quantized, for models that are not traced."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.nn import functional as F
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.module import QuantModule, activation_quantizer, is_active
 from qtoolkit.nn.output_grid import quantized_for
-from qtoolkit.nn.quantized_attention import Attends
+from qtoolkit.nn.quantized_attention import Attends, as_summand
 from qtoolkit.quantizers.codes import TensorCodes
 
 QUANTIZERS = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer")
@@ -121,7 +120,7 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Att
         k, of_k = self._heads_of(query, *quantized_for(self.training_arithmetic, self.key_quantizer, key))
         v, of_v = self._heads_of(query, *quantized_for(self.training_arithmetic, self.value_quantizer, value))
         one_op = attn_mask is None and not self.is_causal
-        y, _ = self._attend((q, k, v), (of_q, of_k, of_v), partial(self._softmax, attn_mask), in_one_op=one_op)
+        y, _ = self._attend((q, k, v), (of_q, of_k, of_v), self._summand(attn_mask, q, k), in_one_op=one_op)
         return y
 
     def _heads_of(self, query: Tensor, x: Tensor, known: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
@@ -130,12 +129,8 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Att
             return x, known
         return x.repeat_interleave(query.size(-3) // x.size(-3), -3), None
 
-    def _softmax(self, mask: Tensor | None, scores: Tensor) -> Tensor:
-        """Return the softmax of the masked scores. A row that is masked entirely gives zeros, as in torch's function."""
+    def _summand(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+        """Return what is added to the scores, or None."""
         if self.is_causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if mask is None:
-            return scores.softmax(-1)
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        masked_rows = (scores == -torch.inf).all(-1, keepdim=True)
-        return scores.masked_fill(masked_rows, 0.0).softmax(-1).masked_fill(masked_rows, 0.0)
+            mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+        return as_summand(~mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask

@@ -1,6 +1,7 @@
 """The products of an attention with quantized operands; in training one op, which keeps query, key and value alone."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,23 +42,24 @@ class Attends(TrainsOnCodes):
         self,
         operands: tuple[Tensor, Tensor, Tensor],
         known: Sequence[TensorCodes | None],
-        softmax: Callable[[Tensor], Tensor],
         mask: Tensor | None = None,
         *,
         in_one_op: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attended values, and the attention weights, quantized and with dropout in training.
 
-        `softmax` returns the weights of scores. With `in_one_op` one op may do all, which returns no attention weights; it adds
-        `mask` to the scores before its softmax.
+        `mask` is added to the scores before the softmax. A row of it that masks all keys gives zeros, as in torch's function,
+        not the NaN of a softmax. With `in_one_op` one op may do all, which returns no attention weights.
         """
         (q, k, v), arithmetic, (of_scores, of_values) = operands, self.training_arithmetic, self.products
+        mask, empty = _without_empty_rows(mask)
         if in_one_op and not (self.dropout_p and self.training):
             sources = (*of_scores, of_values[1])
             y = quantized_attention(operands, sources, known, mask, self.softmax_quantizer, arithmetic)
             if y is not None:
-                return y, None
-        weights = softmax(product(torch.matmul, q, k.transpose(-2, -1), of_scores, arithmetic))
+                return _with_zeros(y, empty), None
+        scores = product(torch.matmul, q, k.transpose(-2, -1), of_scores, arithmetic)
+        weights = _with_zeros(torch.softmax(scores if mask is None else scores + mask, dim=-1), empty)
         dropped = F.dropout(quantized(self.softmax_quantizer, weights), self.dropout_p, self.training)
         return product(torch.matmul, dropped, v, of_values, arithmetic), dropped
 
@@ -102,6 +104,23 @@ def quantized_attention(
     how = autocast_type(query), query.is_cpu
     y, *_ = _attention_fake_quant(*arguments, mask, *how, *grid, is_learned(grid))
     return y  # type: ignore[no-any-return]  # a Tensor
+
+
+def as_summand(masked: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores to mask where a tensor of booleans is True."""
+    return torch.zeros_like(masked, dtype=dtype).masked_fill(masked, -math.inf)
+
+
+def _without_empty_rows(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return a mask with zeros in the rows that mask all keys, and which rows these are: (..., target, 1)."""
+    if mask is None:
+        return None, None
+    empty = mask.amax(-1, keepdim=True) == -math.inf
+    return mask.masked_fill(empty, 0.0), empty
+
+
+def _with_zeros(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.masked_fill(rows, 0.0)
 
 
 def _fits(operands: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> bool:

@@ -190,6 +190,58 @@ def test_a_replaced_lstm_that_projects_is_exported(exporter: str, tmp_path) -> N
     assert qt.export_onnx(model, x, tmp_path / "model.onnx", exporter=exporter).verification.layer_codes.are_ties()
 
 
+class PaddedEncoder(nn.Module):
+    """A layer of torch's encoder with a mask of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.out(self.layer(x, src_key_padding_mask=padding))
+
+
+class PaddedFunction(nn.Module):
+    """An attention by torch's function with a mask of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, self.mask_of(padding)[:, None, None])
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def mask_of(self, padding: Tensor) -> Tensor:
+        return ~padding
+
+
+class PaddedFloatFunction(PaddedFunction):
+    """The same with a mask of floats."""
+
+    def mask_of(self, padding: Tensor) -> Tensor:
+        return torch.zeros_like(padding, dtype=torch.float32).masked_fill(padding, -torch.inf)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("net", [PaddedEncoder, PaddedFunction, PaddedFloatFunction])
+def test_a_sample_of_padding_alone_is_finite_in_the_file(net: type[nn.Module], exporter: str, tmp_path) -> None:
+    """prepare compares the graph with the model off torch's fused kernel, which returns NaN for such a sample."""
+    torch.manual_seed(0)
+    x, padding = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+    padding[1] = True
+    padding[0, 3:] = True
+    model = net().eval()
+    expected = model(x, padding).detach()
+    prepared = qt.prepare(model, (x, padding), backend="onnxruntime")
+    qt.calibrate(prepared, [(x, padding)], progress=False)
+    result = qt.export_onnx(prepared, (x, padding), tmp_path / "model.onnx", exporter=exporter)
+    assert result.verification.layer_codes.differing == 0
+    assert result.verification.output_error < 1e-5
+    torch.testing.assert_close(qt.convert(prepared, arithmetic="integer")(x, padding), expected, atol=0.1, rtol=0)
+
+
 class Attends(nn.Module):
     """A self-attention without heads, and a softplus with a threshold of its own."""
 

@@ -51,7 +51,13 @@ def masks_of(kind: str, source: int, batched: bool) -> dict[str, object]:
     padding = torch.zeros(B, source, dtype=torch.bool)
     padding[1, -2:] = True
     padding = padding if batched else padding[1]
+    empty = padding.clone()
+    empty[1 if batched else ...] = True
+    behind_the_first = padding.clone()
+    behind_the_first[..., 0] = True
     causal = torch.ones(L, source, dtype=torch.bool).triu(1)
+    row = torch.zeros(L, source, dtype=torch.bool)
+    row[2] = True
     copies = B * HEADS if batched else HEADS
     return {
         "none": {},
@@ -61,7 +67,16 @@ def masks_of(kind: str, source: int, batched: bool) -> dict[str, object]:
         "float_mask": {"attn_mask": torch.randn(L, source)},
         "per_head": {"attn_mask": torch.randn(copies, L, source)},
         "both": {"attn_mask": causal, "key_padding_mask": padding},
+        # Some queries have no key.
+        "no_key": {"key_padding_mask": empty},
+        "no_key_float": {"key_padding_mask": torch.zeros(empty.shape).masked_fill(empty, -torch.inf)},
+        "no_key_in_a_row": {"attn_mask": row},
+        "no_key_in_a_float_row": {"attn_mask": torch.randn(L, source).masked_fill(row, -torch.inf)},
+        "no_key_of_both": {"attn_mask": causal, "key_padding_mask": behind_the_first},
     }[kind]
+
+
+EMPTY = ("no_key", "no_key_float", "no_key_in_a_row", "no_key_in_a_float_row", "no_key_of_both")
 
 
 @pytest.mark.parametrize("mask", ["none", "padding", "float_padding", "causal", "float_mask", "per_head", "both"])
@@ -84,6 +99,46 @@ def test_with_quantizers_off_it_is_torchs(options: str, self_attention: bool, ma
                 assert (weights is None) == (expected_weights is None)
                 if weights is not None:
                     torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", EMPTY)
+@pytest.mark.parametrize("options", ["plain", "batch_first", "other_dims", "bias_kv", "zero_attn"])
+def test_a_query_without_keys_gives_zeros_as_torchs(options: str, mask: str) -> None:
+    """Outputs and gradients are torch's with quantizers off, and finite with them; with attention weights torch returns NaN."""
+    layer, ours = pair(**OPTIONS[options])
+    args, kwargs = inputs(layer, False), masks_of(mask, S, True)
+    for training in (True, False):
+        expected = layer.train(training)(*args, **kwargs, need_weights=False)[0]
+        layer.zero_grad()
+        expected.square().sum().backward()
+        assert expected.isfinite().all()
+        for need in (False, True):
+            ours.train(training).zero_grad()
+            with qt.disable_quantization(ours):
+                y = ours(*args, **kwargs, need_weights=need)[0]
+            torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+            y.square().sum().backward()
+            for name, parameter in layer.named_parameters():
+                torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-5)
+    with torch.no_grad(), qt.calibrating(ours):
+        ours(*args, **kwargs, need_weights=False)
+    ours.zero_grad()
+    y = ours.train()(*args, **kwargs, need_weights=False)[0]
+    y.square().sum().backward()
+    assert all(t.isfinite().all() for t in (y, *(p.grad for p in ours.parameters() if p.grad is not None)))
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([[True, False], [False, False]]), torch.tensor([[0.5], [-torch.inf]])])
+def test_a_query_without_keys_in_dot_product_attention(mask: Tensor) -> None:
+    ours = qt.nn.QuantScaledDotProductAttention(activation_spec=qt.QuantSpec())
+    q, k, v = (torch.randn(1, 2, 2, 4).requires_grad_() for _ in range(3))
+    with qt.calibrating(ours):
+        y = ours(q, k, v, mask)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(y[:, :, 1], torch.zeros(1, 2, 4))
+    gradients = torch.autograd.grad(ours(q, k, v, mask).square().sum(), (q, k, v))
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -315,7 +370,7 @@ def attended(layer: nn.Module, **kwargs: object) -> tuple[int, list[Tensor]]:
 
 
 @pytest.mark.parametrize("spec", [LEARNED, AFFINE, qt.QuantSpec(bits=4)], ids=["learned", "affine", "four bits"])
-@pytest.mark.parametrize("mask", ["none", "padding", "causal", "float_mask", "per_head", "both"])
+@pytest.mark.parametrize("mask", ["none", "padding", "causal", "float_mask", "per_head", "both", *EMPTY])
 def test_a_step_attends_in_one_op(spec: qt.QuantSpec, mask: str) -> None:
     """Its values and gradients are those of the ops one by one, bit for bit on a CPU."""
     layer, masks = trains({}, spec), masks_of(mask, L, True)

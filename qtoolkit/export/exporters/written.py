@@ -36,8 +36,8 @@ class OpsWritten(TorchFunctionMode):
     of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area". A softplus with
     a threshold of its own becomes a choice of two tensors ("torchscript" drops it). An LSTM that projects its states is
     refused ("dynamo" drops the projection). A resize to the nearest pixel whose quotients a file rounds to others takes its
-    pixels by index. An attention without heads gets one
-    ("dynamo" takes no others). Errors begin with `what`.
+    pixels by index. An attention without heads gets one ("dynamo" takes no others), and returns zeros where its mask leaves a
+    query no key (exporters write the mean of the values). Errors begin with `what`.
     """
 
     def __init__(self, what: str, constant_sizes: bool) -> None:
@@ -110,10 +110,12 @@ class OpsWritten(TorchFunctionMode):
         **options: Any,
     ) -> Tensor:
         if {query.dim(), key.dim(), value.dim()} != {3}:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-        q, k, v = (each.unsqueeze(1) for each in (query, key, value))
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **options).squeeze(1)
+            y = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        else:
+            mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+            q, k, v = (each.unsqueeze(1) for each in (query, key, value))
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **options).squeeze(1)
+        return y if attn_mask is None else y.masked_fill(_without_keys(attn_mask), 0.0)
 
     def _pool(
         self,
@@ -151,6 +153,11 @@ class OpsWritten(TorchFunctionMode):
         # A traced size is a tensor.
         known = all(isinstance(size, int) or (self.constant_sizes and isinstance(size, Tensor)) for size in sizes)
         return floor if known and sizes == without else (args, named)
+
+
+def _without_keys(mask: Tensor) -> Tensor:
+    """Return for which queries a mask of attention, of booleans or summands, masks all keys: (..., target, 1)."""
+    return ~mask.any(-1, keepdim=True) if mask.dtype == torch.bool else mask.amax(-1, keepdim=True) == -math.inf
 
 
 def _resize(

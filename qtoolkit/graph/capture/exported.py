@@ -1,14 +1,17 @@
 """Capture a model by torch.export, which follows Python that symbolic tracing does not; its graph is then traced as any model.
 
-torch.export writes ops of aten and notes which module called them. The calls of torch's own layers become calls of these
-modules again, so that batch norms and dropouts follow their mode, and names and parameters are those of the model. The other
-ops become torch's functions and methods.
+torch.export does not look into the modules that a trace keeps whole, nor into those that read their training mode and have no
+layers: the graph calls them, so that batch norms and dropouts follow their mode, and names and parameters are those of the
+model. What it looks into becomes torch's functions and methods. Where other modules read their mode, it captures both modes,
+and the graph takes what differs by the mode.
 """
 
 import inspect
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import groupby
+from contextlib import redirect_stderr
+from functools import partial
+from io import StringIO
 from operator import attrgetter
 from typing import Any
 
@@ -17,17 +20,28 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from qtoolkit.errors import first_line
+from qtoolkit.errors import first_line, some
+from qtoolkit.graph.block_calls import ROOT, BlockCall
+from qtoolkit.graph.capture.attributes import add_modes, name_in
+from qtoolkit.graph.capture.called_layers import call_layers, called_as_layers
+from qtoolkit.graph.capture.mode_reads import readers_of_modes
+from qtoolkit.graph.capture.rewrites import both_modes
+from qtoolkit.graph.capture.rewrites.both_modes import Traced
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
+from qtoolkit.graph.capture.same_outputs import without_fast_path
+from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError
 from qtoolkit.model_inputs import bind, split
-from qtoolkit.model_state import evaluating
+from qtoolkit.model_state import RandomState, evaluating
+from qtoolkit.nn import QAT_MODULES
+from qtoolkit.op_kinds.facts import set_facts
 
 GUARDS = "_guards_fn"  # the check of the inputs, which a graph of qtoolkit makes itself
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "sym_constrain_range")
 LIFTS = ("lift_fresh", "lift_fresh_copy")  # of constants
 ALIAS = "alias"  # of a whole tensor, as x[..., :n] is for all of its n columns
 DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+BY_MODE = ("train", "training", "dropout_p")  # arguments of ops that another mode may change
 SPACES = ("linalg", "fft", "special")  # of torch, whose functions aten names with a prefix
 # Ops of aten that are methods with another name in Python.
 METHODS = {"sym_size": "size", "sym_stride": "stride", "sym_numel": "numel", **dict.fromkeys(LIFTS, "clone")}
@@ -46,16 +60,33 @@ RESIZES = {
 def run(model: nn.Module, example_inputs: Any, leaf_modules: Sequence[type[nn.Module]] = ()) -> fx.GraphModule:
     """Return a graph module with the parameters, buffers and layers of a model, under their names, in the model's mode.
 
-    The graph has the branches of eval mode, and of the example inputs. Batch sizes above 1 may change, if the model allows it.
-    Modules of the types `leaf_modules` are called as torch's layers are. Raises UntraceableError: torch.export cannot capture
-    the model; ValueError: there are no example inputs.
+    The graph has the branches of the example inputs. Batch sizes above 1 may change, if the model allows it. Modules of the
+    types `leaf_modules` are called as torch's layers are. Raises UntraceableError: torch.export cannot capture the model, or it
+    is in training mode, which computes other ops than eval mode; ValueError: there are no example inputs.
     """
     if example_inputs is None:
         raise ValueError('prepare: capture="export" runs the model on example_inputs; pass them.')
+    tracer = ModelTracer(leaf_modules)
+    names = {module: name for name, module in model.named_modules() if name}
+    layers = {module: name for module, name in names.items() if tracer.is_leaf_module(module, name)}
+    readers = readers_of_modes(model, example_inputs) - layers.keys()
+    whole = {module: names[module] for module in readers if module in names and not _has_layers(module)}
+    branching = readers - whole.keys()
+    captured, modes = _in_both_modes(model, example_inputs, layers | whole, branching)
+    return _module_of(model, captured, modes)
+
+
+def _has_layers(module: nn.Module) -> bool:
+    """Return whether a layer with weights to quantize is in a module."""
+    return any(isinstance(part, tuple(QAT_MODULES)) for part in module.modules())
+
+
+def _captured(model: nn.Module, example_inputs: Any, called: Mapping[nn.Module, str]) -> fx.GraphModule:
+    """Return the program of torch.export for a model in its mode, with calls of modules and functions of torch."""
     args, kwargs = split(example_inputs)
     try:
         shapes = tree_map(_shapes_of, dict(bind(model, example_inputs)))
-        with evaluating(model), torch.no_grad():
+        with torch.no_grad(), without_fast_path(), called_as_layers(called) as calls:
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # the user's forward may raise anything on fake tensors
         raise UntraceableError(
@@ -63,15 +94,14 @@ def run(model: nn.Module, example_inputs: Any, leaf_modules: Sequence[type[nn.Mo
             f"{WITHOUT_TRACING}."
         ) from error
     exported: Any = program.module()
-    graph = exported.graph
     _check_ops(model, exported)
-    for node in graph.find_nodes(op="call_module", target=GUARDS):
-        graph.erase_node(node)
-    _call_layers(model, graph, tuple(leaf_modules))
-    for node in list(graph.nodes):
+    for node in exported.graph.find_nodes(op="call_module", target=GUARDS):
+        exported.graph.erase_node(node)
+    call_layers(exported.graph, calls)
+    for node in list(exported.graph.nodes):
         if calls_aten(node):
             _call_torch(node)
-    return _module_of(model, exported, graph)
+    return exported  # type: ignore[no-any-return]  # a GraphModule
 
 
 def calls_aten(node: fx.Node) -> bool:
@@ -96,41 +126,84 @@ def _shapes_of(value: Any) -> Any:
     return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.dim() and len(value) > 1 else None
 
 
-# ---- layers
+# ---- modes
 
 
-def _call_layers(model: nn.Module, graph: fx.Graph, leaf_modules: tuple[type[nn.Module], ...]) -> None:
-    """Replace the ops of a layer of torch by a call of the layer, where it takes one tensor and returns one."""
-    layers = dict(model.named_modules(remove_duplicate=False))
-    calls = groupby(list(graph.nodes), key=lambda node: next(reversed(node.meta.get("nn_module_stack") or {"": None})))
-    for _, group in calls:
-        nodes = list(group)
-        stack = nodes[0].meta.get("nn_module_stack")
-        path = [*stack.values()][-1][0] if stack and nodes[0].op == "call_function" else ""
-        layer = layers.get(path)
-        if path and layer is not None and (isinstance(layer, leaf_modules) or _is_layer(layer, path)):
-            _call_layer(graph, nodes, path)
+def _in_both_modes(
+    model: nn.Module,
+    example_inputs: Any,
+    called: Mapping[nn.Module, str],
+    branching: Collection[nn.Module],
+) -> tuple[fx.GraphModule, dict[nn.Module, fx.Node]]:
+    """Return a program that follows the modes of some submodules, and the node that reads the mode of each.
+
+    Where the programs of both modes do not become one, it is that of eval mode; UntraceableError if one of these submodules is
+    in training mode.
+    """
+    modes: dict[nn.Module, fx.Node] = {}
+    trained = [name or type(model).__name__ for name, m in model.named_modules() if m in branching and m.training]
+    before = RandomState.now()
+    with evaluating(model):
+        in_eval = _captured(model, example_inputs, called)
+        if not branching:
+            return in_eval, modes
+        drawn = RandomState.now()
+        before.restore()
+        for module in (model, *branching):
+            module.training = True
+        try:
+            with redirect_stderr(StringIO()):  # to which torch writes how far it came, where it fails
+                in_training = _captured(model, example_inputs, called)
+            own, other = (_traced(program, model) for program in (in_training, in_eval))
+            mode_of = partial(_mode_node, in_training.graph, model, modes)
+            may_be_one = drawn == RandomState.now() and _agree(in_training, in_eval, model)
+            if may_be_one and both_modes.merge(own, other, branching, mode_of):
+                return in_training, modes
+        except UntraceableError:
+            pass
+    if trained:
+        raise UntraceableError(
+            f"prepare: the forward of {some(trained)} reads self.training, and torch.export captures other ops in training "
+            f"mode than in eval mode, of which no graph could follow the mode. Let layers follow it, such as nn.Dropout and "
+            f"nn.BatchNorm2d, or move what reads the mode into a submodule without layers; prepare the model in eval mode, "
+            f"whose branches the graph then has in both modes; or {WITHOUT_TRACING}.",
+            trained[0],
+        )
+    return in_eval, {}
 
 
-def _is_layer(module: nn.Module, path: str) -> bool:
-    parameters = inspect.signature(module.forward).parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    return fx.Tracer().is_leaf_module(module, path) and len(required) == 1 and not isinstance(module, nn.RNNBase)
+def _agree(one: fx.GraphModule, two: fx.GraphModule, model: nn.Module) -> bool:
+    """Return whether two programs of a model return the same containers, and have equal constants under the same names."""
+    read = ({str(node.target) for node in gm.graph.find_nodes(op="get_attr")} for gm in (one, two))
+    own = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    constants = set.intersection(*read).difference(name for tensors in own for name, _ in tensors)
+    pairs = [(attrgetter(name)(one), attrgetter(name)(two)) for name in constants]
+    return one._out_spec == two._out_spec and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-def _call_layer(graph: fx.Graph, nodes: list[fx.Node], path: str) -> None:
-    inside, last = set(nodes), nodes[-1]
-    taken = {source for node in nodes for source in node.all_input_nodes} - inside
-    inputs = [source for source in taken if source.op != "get_attr"]
-    given = [node for node in nodes if any(user not in inside for user in node.users)]
-    own = all(str(s.target).rpartition(".")[0] == path for s in taken if s.op == "get_attr")
-    if len(inputs) != 1 or given != [last] or not own:
-        return
-    with graph.inserting_before(nodes[0]):
-        call = graph.create_node("call_module", path, (inputs[0],))
-    last.replace_all_uses_with(call)
-    for node in reversed(nodes):
-        graph.erase_node(node)
+def _traced(program: fx.GraphModule, model: nn.Module) -> Traced:
+    """Return the graph of a program for `both_modes`; each node gets the call of the submodule that made it."""
+    calls = [BlockCall("")]
+    known: dict[tuple[str, ...], int] = {(): ROOT}
+    for node in program.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        path: tuple[str, ...] = ()
+        for name in (str(name).partition("@")[0] for name, _ in stack.values()):  # the second call of x is x@1
+            parent, path = known[path], (*path, name) if name else path
+            if path not in known:
+                known[path] = len(calls)
+                calls.append(BlockCall(name, parent))
+        set_facts(node, call=known[path])
+    return Traced(model, program.graph, {}, calls)
+
+
+def _mode_node(graph: fx.Graph, model: nn.Module, modes: dict[nn.Module, fx.Node], module: nn.Module) -> fx.Node:
+    """Return the node that reads the mode of a submodule, before all ops of a graph."""
+    if module not in modes:
+        path = next(name for name, each in model.named_modules() if each is module)
+        with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+            modes[module] = graph.create_node("call_module", f"{path}.{name_in(module)}".removeprefix("."), (), {})
+    return modes[module]
 
 
 # ---- ops
@@ -138,8 +211,9 @@ def _call_layer(graph: fx.Graph, nodes: list[fx.Node], path: str) -> None:
 
 def _call_torch(node: fx.Node) -> None:
     """Let a node call what Python calls for an op of aten."""
-    schema, args = node.target._schema, tuple[Any, ...](node.args)  # type: ignore[union-attr]
+    schema = node.target._schema  # type: ignore[union-attr]
     name = schema.name.rpartition("::")[2]
+    node.args = args = _up_to_mode(schema, tuple[Any, ...](node.args))
     node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("layout", "pin_memory")}
     if name in ASSERTIONS:
         node.graph.erase_node(node)
@@ -159,6 +233,13 @@ def _call_torch(node: fx.Node) -> None:
         function = _function_of(schema, name, len(args))
         node.op = "call_method" if function is None else "call_function"
         node.target = function or METHODS.get(name, name)
+
+
+def _up_to_mode(schema: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an op with the one that depends on the mode, which torch leaves out where it has its default."""
+    names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    count = max((names.index(name) + 1 for name in BY_MODE if name in names), default=0)
+    return (*args, *(argument.default_value for argument in schema.arguments[len(args) : count]))
 
 
 def _changes_its_input(node: fx.Node) -> bool:
@@ -181,14 +262,16 @@ def _function_of(schema: Any, name: str, count: int) -> Callable[..., Any] | Non
 # ---- the result
 
 
-def _module_of(model: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+def _module_of(model: nn.Module, captured: fx.GraphModule, modes: Mapping[nn.Module, fx.Node]) -> fx.GraphModule:
     """Return a graph module with the parameters, buffers and called layers of a model, and the constants of the program."""
-    called = {model.get_submodule(str(node.target)) for node in graph.find_nodes(op="call_module")}
+    graph, read = captured.graph, set(modes.values())
+    called = {model.get_submodule(str(node.target)) for node in graph.find_nodes(op="call_module") if node not in read}
     root = _without_forward(model, called, {})
+    add_modes(root, graph, modes)
     for node in graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if "." not in name and not hasattr(root, name):
-            root.register_buffer(name, getattr(exported, name), persistent=False)
+            root.register_buffer(name, getattr(captured, name), persistent=False)
     result = fx.GraphModule(root, graph, type(model).__name__)
     held = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
     vars(result).update({name: vars(root)[name] for name in held})

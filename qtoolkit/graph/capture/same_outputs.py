@@ -1,57 +1,104 @@
 """Compare what a traced graph computes with what the model's forward does: Python may have decided by what no trace sees."""
 
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from qtoolkit.errors import first_line
+from qtoolkit.errors import first_line, some
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError
 from qtoolkit.model_inputs import split, tensors_of
-from qtoolkit.model_state import RandomState, evaluating, values_kept
+from qtoolkit.model_state import RandomState, evaluating, random_state_kept, values_kept
 
 # The graph has the ops of forward in their order, so that only kernels without a fixed order of sums differ at all.
 TOLERANCE = 1e-3  # of the norm of an output, or of the number of its elements
 
 
 class Expected:
-    """What a model returns for example inputs in eval mode, before its graph is made; its state does not change."""
+    """What a model computes for example inputs in its own mode and in eval mode, before its graph is made.
 
-    def __init__(self, model: nn.Module, example_inputs: Any, concrete_args: Mapping[str, Any]) -> None:
+    That are its outputs and its buffers after the forward. Its state does not change. With `of_own_mode` it is not run in eval
+    mode, unless that is its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, example_inputs: Any, concrete_args: Mapping[str, Any], of_own_mode: bool
+    ) -> None:
         self.name, self.random = type(model).__name__, RandomState.now()
         self.args, self.kwargs = split(example_inputs)
-        self.outputs: list[Tensor] | None = None
-        with suppress(Exception):  # the run of the prepared model reports what forward raises
-            self.outputs = self._run(model, {**concrete_args, **self.kwargs})
+        given, trains = {**concrete_args, **self.kwargs}, any(module.training for module in model.modules())
+        self.computed: dict[bool, Computed] = {}
+        for evaluates in (True, False) if trains else (True,):
+            # The run of the prepared model reports what forward raises in eval mode; training mode may refuse such inputs.
+            with suppress(Exception):
+                if not (evaluates and trains and of_own_mode):
+                    self.computed[evaluates] = self._run(model, given, evaluates)
 
     def check(self, traced: fx.GraphModule) -> None:
-        """Raise UntraceableError if a graph returns anything else. A model that does not run is not compared."""
-        difference = "" if self.outputs is None else self._difference_of(traced, self.outputs)
-        if difference:
-            raise UntraceableError(
-                f"prepare: cannot trace {self.name}: for the example inputs its graph {difference}. Its forward decides in "
-                f"Python by something that a trace does not see. Remedies: let each branch depend on arguments and on sizes "
-                f"alone; make the submodule that decides a leaf module with untraced=[...]; {WITHOUT_TRACING}."
-            )
+        """Raise UntraceableError if a graph computes anything else. A model that does not run is not compared."""
+        for evaluates, expected in self.computed.items():
+            difference = self._difference_of(traced, expected, evaluates)
+            if difference:
+                mode = "" if evaluates else ", in training mode"
+                raise UntraceableError(
+                    f"prepare: cannot trace {self.name}: for the example inputs its graph {difference}{mode}. Its forward "
+                    f"decides in Python by something that a trace does not see. Remedies: let each branch depend on arguments "
+                    f"and on sizes alone; make the submodule that decides a leaf module with untraced=[...]; {WITHOUT_TRACING}."
+                )
 
-    def _difference_of(self, traced: fx.GraphModule, expected: list[Tensor]) -> str:
-        """Return in words how the outputs of a graph differ; "" where they do not."""
+    def _difference_of(self, traced: fx.GraphModule, expected: "Computed", evaluates: bool) -> str:
+        """Return in words how a graph computes; "" where it computes as expected."""
         try:
-            return _difference(self._run(traced, self.kwargs), expected)
+            found = self._run(traced, self.kwargs, evaluates)
         except Exception as error:
             return f"fails ({type(error).__name__}: {first_line(error)})"
+        differs = _difference(found.outputs, expected.outputs)
+        if differs or evaluates:
+            return differs
+        common = found.buffers.keys() & expected.buffers.keys()
+        far = [name for name in sorted(common) if _difference([found.buffers[name]], [expected.buffers[name]])]
+        return f"leaves other values than the model in {some(list(map(repr, far)))}" if far else ""
 
-    def _run(self, model: nn.Module, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    def _run(self, model: nn.Module, kwargs: Mapping[str, Any], evaluates: bool) -> "Computed":
         args, kwargs = tree_map(_cloned, (self.args, dict(kwargs)))  # a forward may change its inputs in place
-        self.random.restore()
-        try:
-            with torch.no_grad(), evaluating(model), values_kept([*model.buffers()]):
-                return [tensor.clone() for tensor in tensors_of(model(*args, **kwargs))]
-        finally:
+        with (
+            torch.no_grad(),
+            random_state_kept(model),
+            evaluating(model) if evaluates else nullcontext(),
+            values_kept([*model.buffers()]),
+            without_fast_path(),
+            warnings.catch_warnings(action="ignore"),
+        ):
             self.random.restore()
+            for device in {p.device.index for p in model.parameters() if p.is_cuda}:
+                torch.cuda.default_generators[device].manual_seed(0)
+            outputs = [tensor.clone() for tensor in tensors_of(model(*args, **kwargs))]
+            statistics = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
+            return Computed(outputs, statistics)
+
+
+class Computed(NamedTuple):
+    """What a run of a model has computed."""
+
+    outputs: list[Tensor]
+    buffers: dict[
+        str, Tensor
+    ]  # of floating-point numbers; a batch norm of torch may count batches that the model does not
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Run torch's transformers in a block as in training: their fused kernels return NaN for a query without keys."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _cloned(value: Any) -> Any:

@@ -16,7 +16,7 @@ from qtoolkit.graph.capture.exported import calls_aten
 from qtoolkit.graph.capture.rewrites import both_modes, functional_layers, in_place, subclasses, torch_modes
 from qtoolkit.graph.capture.rewrites import functional_batch_norms as norms
 from qtoolkit.graph.capture.rewrites.blocks import with_blocks
-from qtoolkit.graph.capture.rewrites.both_modes import Traced
+from qtoolkit.graph.capture.rewrites.both_modes import Traced, note_training_mode
 from qtoolkit.graph.capture.same_outputs import Expected
 from qtoolkit.graph.capture.signature import FIXED_TYPES, Arguments
 from qtoolkit.graph.capture.tracer import ModelTracer
@@ -86,8 +86,10 @@ def run(
         return _Trace(tracer, Traced(model, graph, tracer.modes, tracer.blocks.calls))
 
     (tracer, traced), batch_norms, branches = _in_both_modes(model, trace_once)
-    compares = example_inputs is not None and not branches  # with branches it follows the other mode
-    expected = Expected(original, example_inputs, concrete_args or {}) if compares else None
+    note_training_mode(traced.graph)
+    expected = None
+    if example_inputs is not None:  # with branches the graph is that of the model's mode in both modes
+        expected = Expected(original, example_inputs, concrete_args or {}, of_own_mode=bool(branches))
     if model.training:
         _warn_of_modes(branches)
     if tracer.checkpointed:

@@ -1,7 +1,10 @@
 """Models that torch.export captures: layers, names, modes and state dicts are those of the model, and all passes as usual."""
 
+import copy
+import pickle
 import random
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -230,3 +233,407 @@ def test_ops_are_those_of_a_trace(op: str) -> None:
         with qt.disable_quantization(prepared):
             assert torch.equal(prepared(X), model(X))
     assert kinds[0] == kinds[1]
+
+
+# ---- modes
+
+
+class OwnNorm(nn.BatchNorm2d):
+    """A subclass that computes as torch's batch norm."""
+
+
+class ScaledNorm(nn.BatchNorm2d):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class FunctionalNorm(nn.Module):
+    """A batch norm by torch's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+class NormWithActivation(nn.BatchNorm2d):
+    """A batch norm as timm writes it: its function, a count of batches, and an activation."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps)
+        return self.act(y)
+
+
+class Drops(nn.Module):
+    """A dropout by torch's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training)
+
+
+class DropsPaths(nn.Module):
+    """Stochastic depth, as timm writes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        return x * x.new_empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(0.5) / 0.5
+
+
+class Around(nn.Module):
+    """A layer behind a convolution and before a linear one, in a forward that draws random numbers: only an export takes it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Conv2d(3, 4, 3), layer, nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) if random.random() < 2 else x
+        return self.last(self.of_layer(x))
+
+    def of_layer(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class AroundSequence(Around):
+    """A layer of sequences of 5 features, with its arguments and results."""
+
+    def of_layer(self, x: Tensor) -> Tensor:
+        x = x.flatten(1, 2)
+        x = self.layer(x, x, x) if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)
+        return x[0] if isinstance(x, tuple) else x
+
+
+def around_in_forward(function: str) -> type[nn.Module]:
+    """Return a network whose own forward calls a function that depends on its mode."""
+    calls = {
+        "dropout": lambda self, x: F.dropout(x, 0.5, self.training),
+        "dropout2d": lambda self, x: F.dropout2d(x, 0.5, self.training),
+        "alpha dropout": lambda self, x: F.alpha_dropout(x, 0.5, self.training),
+        "rrelu": lambda self, x: F.rrelu(x, 0.1, 0.3, self.training),
+        "batch norm": lambda self, x: F.batch_norm(x, self.mean, self.var, training=self.training),
+        "attention": lambda self, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5 * self.training),
+        "rate": lambda self, x: x * (0.5 if self.training else 1.0),
+        "paths": lambda self, x: x * torch.rand(x.shape[0], 1, 1, 1) if self.training else x,
+    }
+
+    class InForward(Around):
+        def __init__(self) -> None:
+            super().__init__(nn.Identity())
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def of_layer(self, x: Tensor) -> Tensor:
+            return calls[function](self, x)
+
+    return InForward
+
+
+IMAGE = torch.randn(4, 3, 7, 7, generator=torch.Generator().manual_seed(1)) * 2 + 1
+LAYERS = {
+    "batch norm": lambda: Around(nn.BatchNorm2d(4)),
+    "equivalent subclass": lambda: Around(OwnNorm(4)),
+    "subclass": lambda: Around(ScaledNorm(4)),
+    "functional batch norm": lambda: Around(FunctionalNorm()),
+    "batch norm with an activation": lambda: Around(NormWithActivation(4)),
+    "instance norm": lambda: Around(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
+    "functional dropout": lambda: Around(Drops()),
+    "stochastic depth": lambda: Around(DropsPaths()),
+    "dropout2d": lambda: Around(nn.Dropout2d()),
+    "alpha dropout": lambda: Around(nn.AlphaDropout()),
+    "feature alpha dropout": lambda: Around(nn.FeatureAlphaDropout()),
+    "rrelu": lambda: Around(nn.RReLU()),
+    "attention": lambda: AroundSequence(nn.MultiheadAttention(5, 1, dropout=0.5, batch_first=True)),
+    "lstm": lambda: AroundSequence(nn.LSTM(5, 5, 2, dropout=0.5, batch_first=True)),
+    "gru": lambda: AroundSequence(nn.GRU(5, 5, 2, dropout=0.5, batch_first=True)),
+    "encoder layer": lambda: AroundSequence(nn.TransformerEncoderLayer(5, 1, 8, 0.0, batch_first=True)),
+    "encoder": lambda: AroundSequence(
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(5, 1, 8, 0.0, batch_first=True), 2)
+    ),
+    **{
+        f"{name} in forward": around_in_forward(name)
+        for name in ("dropout", "dropout2d", "alpha dropout", "rrelu", "batch norm", "attention", "rate", "paths")
+    },
+}
+
+
+def check_modes(model: nn.Module, prepared: nn.Module, x: Tensor, atol: float = 1e-5) -> None:
+    """With quantizers off, outputs and statistics are the model's in both modes, with the same random numbers."""
+    with qt.disable_quantization(prepared), torch.no_grad():
+        for training in (True, False, True):
+            torch.manual_seed(2)
+            expected = model.train(training)(x)
+            torch.manual_seed(2)
+            torch.testing.assert_close(prepared.train(training)(x), expected, atol=atol, rtol=1e-4)
+            found = dict(prepared.named_buffers())
+            for name, buffer in model.named_buffers():
+                torch.testing.assert_close(found[name], buffer, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("training", [True, False])
+def test_the_graph_follows_the_mode(name: str, training: bool) -> None:
+    """It stayed in eval mode, and statistics stood still; in eval mode batch norms are folded, and the others follow too."""
+    torch.manual_seed(0)
+    model = LAYERS[name]().train(training)
+    prepared = qt.prepare(model, IMAGE, backend="onnxruntime", capture="export")
+    if training or not any(map(is_norm, model.modules())):
+        check_modes(model, prepared, IMAGE)
+    else:
+        with qt.disable_quantization(prepared):
+            torch.testing.assert_close(prepared(IMAGE), model(IMAGE), atol=1e-5, rtol=1e-4)
+
+
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.BatchNorm2d)
+
+
+def test_what_follows_the_mode_is_converted_and_exported(tmp_path) -> None:
+    torch.manual_seed(0)
+    for name in ("batch norm with an activation", "dropout in forward", "paths in forward", "attention in forward"):
+        prepared = qt.prepare(LAYERS[name]().train(), IMAGE, backend="onnxruntime", capture="export")
+        qt.calibrate(prepared, [IMAGE], progress=False)
+        prepared.train()(IMAGE).sum().backward()
+        converted = qt.convert(prepared)
+        assert torch.equal(converted(IMAGE), prepared.eval()(IMAGE))
+        assert not any(is_norm(module) for module in converted.modules())
+        found = qt.export_onnx(converted, IMAGE, tmp_path / "model.onnx").verification
+        assert found.layer_codes.differing == 0
+
+
+def test_batch_norms_with_an_activation_are_folded() -> None:
+    model = LAYERS["batch norm with an activation"]().train()
+    prepared = qt.prepare(model, IMAGE, backend="onnxruntime", capture="export")
+    lines = {line.name: line for line in qt.quantization_report(prepared).layers}
+    assert lines["layer"].status == qt.quantization_report(qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)),
+        IMAGE, backend="onnxruntime")).layers[1].status  # fmt: skip
+
+
+def test_copies_follow_the_mode() -> None:
+    torch.manual_seed(0)
+    for name in ("dropout in forward", "paths in forward", "functional batch norm", "lstm"):
+        model = LAYERS[name]().train()
+        prepared = qt.prepare(model, IMAGE, backend="onnxruntime", capture="export")
+        copied = copy.deepcopy(prepared)
+        for each in (prepared, copied, pickle.loads(pickle.dumps(prepared))):
+            check_modes(copy.deepcopy(model), each, IMAGE)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "attention", "encoder"])
+def test_layers_are_those_of_a_trace(name: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(1, 2), LAYERS[name]().layer, Last()).eval()
+    if name == "attention":
+        model[2] = AttendsToItself(model[2])
+    reports = [
+        {line.name: (line.kind, line.status, line.weight) for line in qt.quantization_report(prepared).layers}
+        for capture in ("trace", "export")
+        for prepared in [qt.prepare(model, IMAGE, backend="onnxruntime", capture=capture)]
+    ]
+    of_layers = [{name: line for name, line in report.items() if name.startswith("2")} for report in reports]
+    assert of_layers[0] == of_layers[1] != {}
+
+
+class Last(nn.Module):
+    """A linear layer of the first result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
+        return self.linear(x[0] if isinstance(x, tuple) else x)
+
+
+class AttendsToItself(nn.Module):
+    """A self-attention."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.attention(x, x, x)
+
+
+class Leaf(nn.Module):
+    """A module with arguments and results of several kinds, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, factor: float, *, pair: list[Tensor], more: dict[str, Tensor]) -> dict[str, object]:
+        y = self.linear(x) * factor + pair[0] - pair[1]
+        return {"pair": (y, y * more["by"]), "none": None, "size": y.shape[1], "again": [y]}
+
+
+def test_a_leaf_module_takes_and_returns_containers() -> None:
+    class Calls(Around):
+        def of_layer(self, x: Tensor) -> Tensor:
+            found = self.layer(x, 2.0, pair=[x, x + 1], more={"by": x})
+            assert found["none"] is None
+            return found["pair"][1] * found["size"] + found["again"][0]
+
+    torch.manual_seed(0)
+    model = Calls(Leaf()).eval()
+    prepared = qt.prepare(model, IMAGE, backend="onnxruntime", capture="export", leaf_modules=[Leaf])
+    assert [str(node.target) for node in prepared.graph.find_nodes(op="call_module", target="layer")] == ["layer"]
+    assert "layer.linear" in {line.name for line in qt.quantization_report(prepared).layers if line.weight}
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(IMAGE), model(IMAGE))
+
+
+def test_a_capture_leaves_the_model_as_it_was() -> None:
+    """Also one that fails in the middle of a layer."""
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(x.sum())
+
+    for layer in (nn.BatchNorm2d(4), Fails()):
+        model = nn.Sequential(nn.Dropout(), DropsPaths(), Around(layer)).train()
+        model[2].first.eval()
+        before = [(dict(vars(module)), module.training) for module in model.modules()]
+        with pytest.raises(qt.UntraceableError) if isinstance(layer, Fails) else nullcontext():
+            qt.prepare(model, IMAGE, backend="onnxruntime", capture="export", leaf_modules=[Fails])
+        assert [(dict(vars(module)), module.training) for module in model.modules()] == before
+        assert "training" not in vars(nn.Module)
+
+
+class TwoNames(Around):
+    """A batch norm under two names."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm2d(4))
+        self.block = nn.Sequential(self.layer, nn.ReLU())
+
+    def of_layer(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+class CalledByBoth(TwoNames):
+    """The same, called by both names."""
+
+    def of_layer(self, x: Tensor) -> Tensor:
+        return self.block(x) + self.layer(x)
+
+
+class TiedWeight(Around):
+    """A batch norm whose weight is also that of another one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm2d(4))
+        self.second, self.third = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.third.weight = self.layer.weight
+
+    def of_layer(self, x: Tensor) -> Tensor:
+        return self.third(self.second(F.relu(self.layer(x))))
+
+
+class BlockTwice(Around):
+    """A block with a batch norm and a dropout, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.PReLU()))
+
+    def of_layer(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x))
+
+
+class InstanceNormTwice(CalledByBoth):
+    """An instance norm with statistics, called by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = self.block[0] = nn.InstanceNorm2d(4, track_running_stats=True)
+
+
+@pytest.mark.parametrize("net", [TwoNames, CalledByBoth, TiedWeight, BlockTwice, InstanceNormTwice])
+def test_shared_layers_follow_the_mode(net: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = net().train()
+    check_modes(model, qt.prepare(model, IMAGE, backend="onnxruntime", capture="export"), IMAGE)
+
+
+def test_arguments_of_layers_are_kept() -> None:
+    """A transposed convolution takes an output size, and an attention masks: each is a call of the quantized layer."""
+
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.attention = nn.ConvTranspose2d(3, 4, 3, 2, 1), nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = self.up(x, output_size=[2 * x.shape[2], 2 * x.shape[3]])
+            z, weights = self.attention(y[:, 0], y[:, 1], y[:, 1], key_padding_mask=mask, average_attn_weights=False)
+            return y, z, weights
+
+    torch.manual_seed(0)
+    model, inputs = Given().eval(), (torch.randn(2, 3, 4, 4), torch.tensor([[False] * 7 + [True]] * 2))
+    prepared = qt.prepare(model, inputs, backend="onnxruntime", capture="export")
+    quantized = {line.name for line in qt.quantization_report(prepared).layers if line.weight}
+    assert quantized == {"up", "attention"}
+    with qt.disable_quantization(prepared):
+        for found, expected in zip(prepared(*inputs), model(*inputs), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        more = tuple(torch.cat([x, x, x]) for x in inputs)
+        torch.testing.assert_close(prepared(*more)[1], model(*more)[1], atol=1e-5, rtol=1e-5)
+
+
+class Auxiliary(Around):
+    """A network that returns more in training."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(4, 4, 1))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y = self.first(x)
+        return (self.last(y), self.layer(y)) if self.training else self.last(y)
+
+
+class DrawsInTraining(Around):
+    """A network that drops a layer by Python's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(4, 4, 1))
+
+    def of_layer(self, x: Tensor) -> Tensor:
+        return x if self.training and random.random() < 0.5 else self.layer(x)
+
+
+class OfValues(Around):
+    """A network that decides by values in training."""
+
+    def of_layer(self, x: Tensor) -> Tensor:
+        return x * 2 if self.training and x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    "net", [Auxiliary, DrawsInTraining, lambda: OfValues(nn.Identity())], ids=["outputs", "draws", "values"]
+)
+def test_what_depends_on_the_mode_and_cannot_follow_it_is_an_error(net) -> None:
+    """In eval mode the graph has the branch of eval mode."""
+    torch.manual_seed(0)
+    block = net()
+    model = nn.Sequential(nn.Identity(), block).train()
+    for road, name in ((model, "1"), (block, type(block).__name__)):
+        sentence = (
+            f"prepare: the forward of {name} reads self.training, and torch.export captures other ops in training mode"
+        )
+        with pytest.raises(qt.UntraceableError, match=re.escape(sentence)) as error:
+            qt.prepare(road, IMAGE, backend="onnxruntime", capture="export")
+        assert error.value.untraced == name
+    prepared = qt.prepare(model.eval(), IMAGE, backend="onnxruntime", capture="export")
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(IMAGE), model(IMAGE), atol=1e-5, rtol=1e-5)

@@ -146,3 +146,39 @@ def test_a_forward_may_change_its_input_in_place() -> None:
             return self.layer(x.mul_(2))
 
     assert qt.prepare(Scaling().eval(), (X.clone(),), backend="tensorrt") is not None
+
+
+class IsTrue(nn.Module):
+    """A forward whose branch a trace does not see: the mode of a traced module is no bool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (2 if self.training is True else 1)
+
+
+class KeepsAverage(nn.Module):
+    """The same, with a buffer that training writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training is True:
+            self.average.lerp_(x.mean((0, 1)), 0.1)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("net", "what"), [(IsTrue, "computes other values than the model in output 0"),
+        (KeepsAverage, "leaves other values than the model in 'average'")],
+)  # fmt: skip
+def test_a_graph_is_compared_in_training_mode_too(net: type[nn.Module], what: str) -> None:
+    model = net()
+    with pytest.raises(qt.UntraceableError, match=f"{what}, in training mode"):
+        qt.prepare(model.train(), X, backend="onnxruntime")
+    assert qt.prepare(model.eval(), X, backend="onnxruntime") is not None

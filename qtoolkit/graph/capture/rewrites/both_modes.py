@@ -83,7 +83,6 @@ def merge(
         return False
     for node, owner, args, kwargs in chosen:
         _put_choices(node, owner, args, kwargs, mode_of)
-    _note_training_mode(own.graph)
     return True
 
 
@@ -227,8 +226,8 @@ def _put_choices(
     node.args, node.kwargs = map_leaves(args, written), map_leaves(kwargs, written)
 
 
-def _note_training_mode(graph: fx.Graph) -> None:
-    """Note which nodes training mode alone takes; not what it returns alone, which is a head of the model."""
+def note_training_mode(graph: fx.Graph) -> None:
+    """Note which nodes of a merged graph training mode alone takes; not what it returns alone, which is a head of the model."""
     for node in reversed(graph.nodes):
         if node.users and all(facts_of(user).in_training or _is_choice_in_training(node, user) for user in node.users):
             set_facts(node, in_training=True)

@@ -1,0 +1,137 @@
+"""Calls of layers into which torch.export does not look: each is one node of its program, with all arguments and results."""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import (
+    GetAttrKey,
+    KeyPath,
+    MappingKey,
+    SequenceKey,
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+
+_library = torch.library.Library("qtoolkit_capture", "DEF")  # type: ignore[no-untyped-call]
+_library.define("layer(int call, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class LayerCall:
+    """A call of a layer while torch.export runs: torch sees its tensors and sizes, and this the rest."""
+
+    path: str  # of the layer
+    compute: Callable[..., Any]
+    arguments: list[Any]  # the leaves of the positional and keyword arguments
+    spec: TreeSpec
+    outputs: list[Any] = field(default_factory=list)  # the leaves of the result
+    output_spec: TreeSpec | None = None
+    places: list[KeyPath] = field(default_factory=list)  # of the tensors among these leaves
+
+    def run(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> list[Tensor]:
+        """Call the layer with fake tensors; return new tensors, of which none is an input."""
+        args, kwargs = self.given(tensors, sizes)
+        with_paths, self.output_spec = tree_flatten_with_path(self.compute(*args, **kwargs))
+        self.outputs = [value for _, value in with_paths]
+        self.places = [path for path, value in with_paths if isinstance(value, Tensor)]
+        return [value.clone() for value in self.outputs if isinstance(value, Tensor)]
+
+    def given(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> Any:
+        """Return the arguments, with other tensors and sizes."""
+        return tree_unflatten(_replaced(self.arguments, tensors, sizes), self.spec)
+
+    def result(self, tensors: Sequence[Any]) -> Any:
+        """Return the result, with other tensors."""
+        assert self.output_spec is not None
+        return tree_unflatten(_replaced(self.outputs, tensors, ()), self.output_spec)
+
+
+_calls: ContextVar[list[LayerCall]] = ContextVar("calls")
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
+
+
+def _run(call: int, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
+    token = _inside.set(True)
+    try:
+        return _calls.get()[call].run(tensors, sizes)
+    finally:
+        _inside.reset(token)
+
+
+torch.library.register_fake("qtoolkit_capture::layer", _run, lib=_library)
+
+
+@contextmanager
+def called_as_layers(layers: Mapping[nn.Module, str]) -> Iterator[list[LayerCall]]:
+    """Let each call of some modules, given with their paths, be one op in a block, unless another of them makes it."""
+    calls: list[LayerCall] = []
+    token = _calls.set(calls)
+    for layer, path in layers.items():
+        vars(layer)["_call_impl"] = _call_of(layer, path)  # its hooks are part of the call
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
+        for layer in layers:
+            del vars(layer)["_call_impl"]
+
+
+def _call_of(layer: nn.Module, path: str) -> Callable[..., Any]:
+    compute: Callable[..., Any] = layer._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or _inside.get():  # as the branches of torch.cond are
+            return compute(*args, **kwargs)
+        arguments, spec = tree_flatten((args, kwargs))
+        calls, made = _calls.get(), LayerCall(path, compute, arguments, spec)
+        calls.append(made)
+        tensors, sizes = ([value for value in arguments if isinstance(value, kind)] for kind in (Tensor, torch.SymInt))
+        return made.result(torch.ops.qtoolkit_capture.layer(len(calls) - 1, tensors, sizes))
+
+    return call
+
+
+def _replaced(leaves: Sequence[Any], tensors: Sequence[Any], sizes: Sequence[Any]) -> list[Any]:
+    of_tensors, of_sizes = iter(tensors), iter(sizes)
+    return [
+        next(of_tensors) if isinstance(leaf, Tensor) else next(of_sizes) if isinstance(leaf, torch.SymInt) else leaf
+        for leaf in leaves
+    ]
+
+
+def call_layers(graph: fx.Graph, calls: Sequence[LayerCall]) -> None:
+    """Replace these ops of a graph by calls of the layers."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.qtoolkit_capture.layer.default):
+        index, tensors, sizes = node.args
+        call = calls[index]
+        args, kwargs = call.given(tensors, sizes)
+        with graph.inserting_before(node):
+            layer = graph.create_node("call_module", call.path, args, kwargs)
+            layer.meta.update(node.meta)
+            for item in list(node.users):
+                item.replace_all_uses_with(_item(layer, call.places[item.args[1]]))
+                graph.erase_node(item)
+        graph.erase_node(node)
+
+
+def _item(node: fx.Node, path: KeyPath) -> fx.Node:
+    """Return the node of an item of a layer's result."""
+    for key in path:
+        match key:
+            case GetAttrKey(name):
+                item = node.graph.call_function(getattr, (node, name))
+            case SequenceKey(place) | MappingKey(place):
+                item = node.graph.call_function(operator.getitem, (node, place))
+            case _:
+                raise TypeError(f"{node.target} returns a container that is not known to torch.fx.")
+        item.meta.update(node.meta)
+        node = item
+    return node
