@@ -9,6 +9,7 @@ from qtoolkit.export.files.graph import Constants, constant_input, maker_of, rep
 from qtoolkit.export.files.kinds import axes_of
 from qtoolkit.export.passes.repeated_pairs import is_on_codes
 from qtoolkit.op_kinds.reached import reached
+from qtoolkit.op_kinds.rules import is_over_positions
 
 END = np.iinfo(np.int64).max  # of a Slice: behind the last place of any dimension
 
@@ -31,7 +32,7 @@ def _write_global_pool(model: onnx_ir.Model, mean: onnx_ir.Node) -> None:
     axes = axes_of(mean)
     if source is None or shape is None or len(shape) < 3 or axes is None or not is_on_codes(source):
         return
-    if sorted(axis % len(shape) for axis in axes) != list(range(2, len(shape))):
+    if not is_over_positions(axes, len(shape)):
         return
     pool = onnx_ir.node("GlobalAveragePool", [source], name=mean.name)
     pool.outputs[0].type = output.type
