@@ -102,7 +102,7 @@ class _Reader:
             taken += [value for body in _bodies(node) for value in self._taken_by(body)]
             sources = list(dict.fromkeys(self.made[value] for value in taken if value in self.made))
         if weighted is None:
-            return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node)))
+            return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node), **_of_windows(node)))
         weight = ConstantWeight.of(weighted)
         bias = None if input_at(node, 2) is None else ConstantWeight.of(input_at(node, 2))
         codes = weight.codes
@@ -145,6 +145,14 @@ def _stays_with_quantizer(node: onnx_ir.Node, source: Op) -> bool:
     maker = node.inputs[0].producer() if node.inputs[0] is not None else None
     on_codes = maker is not None and maker.op_type != "DequantizeLinear"
     return on_codes and source.node.op_type == "QuantizeLinear" and node.op_type in ("Clip", "Cast")
+
+
+def _of_windows(node: onnx_ir.Node) -> dict[str, bool]:
+    """Return the facts about the windows of an average pool; {} of other nodes."""
+    if node.op_type != "AveragePool":
+        return {}
+    beyond, counts = (bool(node.attributes.get_int(name, 0)) for name in ("ceil_mode", "count_include_pad"))
+    return {"reaches_beyond": beyond, "counts_padding": counts}
 
 
 def _bodies(node: onnx_ir.Node) -> list[onnx_ir.Graph]:
