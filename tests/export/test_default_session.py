@@ -60,6 +60,17 @@ EXPERTS = {
 }
 
 
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_openvino_computes_batches_of_weights(tmp_path, experts: str) -> None:
+    """With a scale for each column it returned what its memory held before."""
+    openvino = pytest.importorskip("openvino", reason="the file is not executed: install the extra [openvino]")
+    product, sizes = EXPERTS[experts]
+    model = converted(Product(product, *sizes), "openvino")
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    assert_close(torch.from_numpy(compiled(X.numpy())[0]), model, X)
+
+
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("backend", ["tensorrt", "openvino"])
 @pytest.mark.parametrize("experts", EXPERTS)
