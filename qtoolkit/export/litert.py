@@ -20,8 +20,9 @@ from qtoolkit.graph.passes import integers
 from qtoolkit.instead import in_any_order
 from qtoolkit.integer.kernels import Kernel
 from qtoolkit.model_state import deepcopy_model
+from qtoolkit.quantizers.frozen import rounding_of
 from qtoolkit.runtimes.execution import Layer
-from qtoolkit.runtimes.table import LITERT, LITERT_RUNTIMES
+from qtoolkit.runtimes.table import LITERT, LITERT_RUNTIMES, XNNPACK, LitertRuntime
 from qtoolkit.version import __version__
 
 
@@ -37,7 +38,8 @@ class LitertResult:
         inputs: The layout of each input of the file, by its name: "NHWC" where the model has NCHW; "as in the model" otherwise.
         outputs: The same of each output.
         reasons: Why a layer computes in float, by its name.
-        verification: The comparison with LiteRT's reference kernels, or None with `verify=False`.
+        verification: The comparison with LiteRT's reference kernels, or with the delegate XNNPACK for a model in its
+            arithmetic; None with `verify=False`.
     """
 
     path: Path
@@ -91,7 +93,8 @@ def export_litert(
         io_type: "float32", or "int8" ("int16" with the backend "litert-16x8") for codes at the inputs and outputs that have a
             quantizer of this type.
         verify: Run the file with LiteRT's reference kernels, and compare all codes with the model's, which computes as they
-            do: `convert(arithmetic="integer", runtime="litert")`, if it has a graph.
+            do: `convert(arithmetic="integer", runtime="litert")`, if it has a graph. A model in the arithmetic of XNNPACK,
+            `convert(arithmetic="integer")`, is compared with that delegate.
 
     Returns:
         The path, the size, the layouts, the ops that compute in integers and in float, and the comparison.
@@ -130,9 +133,15 @@ def export_litert(
 def _verified(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], file: Path) -> RuntimeCodes:
     args, kwargs = inputs
     computing = _as_the_reference_kernels(model)
-    compared = verify_file(computing, kwargs or args, file, ("litert",), progress=False).runtimes["litert"]
+    runtime = _runtime_of(computing)
+    compared = verify_file(computing, kwargs or args, file, (runtime,), progress=False).runtimes[runtime]
     compared.check()
     return compared
+
+
+def _runtime_of(model: nn.Module) -> LitertRuntime:
+    """Return whose kernels a model is compared with: the delegate's in XNNPACK's arithmetic, otherwise the reference ones."""
+    return "litert-xnnpack" if rounding_of(model) is XNNPACK.quantizes_as else "litert"
 
 
 def _as_the_reference_kernels(model: nn.Module) -> nn.Module:

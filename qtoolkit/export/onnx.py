@@ -146,7 +146,8 @@ def export_onnx(
 
     Raises:
         RuntimeError: A quantizer saw no data (calibrate first), torch's exporter cannot export the model, an op does not
-            exist in the opset, or onnxruntime's codes differ.
+            exist in the opset, or onnxruntime's codes differ. Or onnxruntime is the target, and does not run the file in a
+            session without options; for other targets `verification.refused` says so.
         ValueError: An option is unknown or out of range, there are more names than tensors, ONNX does not support a
             quantizer's format, or `backend` is not the one that the model records.
         TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`; it records no backend,
@@ -190,7 +191,9 @@ def export_onnx(
     finish = partial(_finish, backend=target, opset=chosen, integer_weights=integer_weights)
     request = Request(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
 
-    compared = partial(_compared, source=source, request=request, dynamic_batch=dynamic_batch, progress=progress)
+    compared = partial(
+        _compared, source=source, request=request, backend=target, dynamic_batch=dynamic_batch, progress=progress
+    )
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
         with _stored_as(stored_as, source.grids.values()):
@@ -242,11 +245,14 @@ def _target(model: nn.Module, backend: str | Backend | None) -> Backend:
     return recorded
 
 
-def _compared(file: Path, source: Source, request: "Request", dynamic_batch: bool, progress: bool) -> "Verification":
+def _compared(
+    file: Path, source: Source, request: "Request", backend: Backend, dynamic_batch: bool, progress: bool
+) -> "Verification":
     """Compare a file with its model on the example inputs, which is returned, and with dynamic dimensions on others too.
 
-    Raises RuntimeError: the file computes something else.
+    Raises RuntimeError: the file computes something else, or onnxruntime is its target and does not run it.
     """
+    from qtoolkit.export.files.files import refusal_of_default_session
     from qtoolkit.export.verification.verify import compare_layers
 
     inputs = request.inputs
@@ -256,7 +262,13 @@ def _compared(file: Path, source: Source, request: "Request", dynamic_batch: boo
         found.check()
         if shapes is not None:
             _compare_other_sizes(source.model, inputs.of_other_sizes(shapes), file, progress)
-    return found
+    refused = refusal_of_default_session(file, inputs.tensors)
+    if refused and ONNXRUNTIME.runs(backend):
+        raise RuntimeError(
+            f"export_onnx: onnxruntime runs the file without graph optimizations, but not in its default session: {refused}. "
+            f"Report it with the model; verify=False writes the file nevertheless."
+        )
+    return replace(found, refused=refused)
 
 
 def _compare_other_sizes(model: nn.Module, example_inputs: Any, file: Path, progress: bool) -> None:
@@ -387,7 +399,13 @@ def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weight
 
     from qtoolkit.export.pairs.lowering import lower
     from qtoolkit.export.passes.fusible import write_fusible_forms
-    from qtoolkit.export.passes.onnxruntime import drop_saturated_clips, keep_float_softmax, keep_float_weights
+    from qtoolkit.export.passes.onnxruntime import (
+        drop_saturated_clips,
+        keep_float_products,
+        keep_float_softmax,
+        keep_float_weights,
+        keep_small_floats,
+    )
     from qtoolkit.export.passes.repeated_pairs import keep_products_of_codes, quantize_moved_codes, repeat_pairs
     from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 
@@ -396,11 +414,13 @@ def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weight
     write_fusible_forms(model)
     quantize_moved_codes(model, opset)
     keep_products_of_codes(model, opset)
+    keep_float_products(model)
     if backend.sub_pixel:
         write_sub_pixel_convolutions(model)
     if backend.integer_bias:
         keep_float_weights(model)
     if ONNXRUNTIME.runs(backend):
         keep_float_softmax(model)
+        keep_small_floats(model)
     onnxscript.optimizer.remove_unused_nodes(model)
     repeat_pairs(model, backend.repeated_pairs)

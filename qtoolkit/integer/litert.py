@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, SumKernel, output_of, takes_two
-from qtoolkit.integer.onnxruntime import GLOBAL_IF_ONE, MEANS, QLinearMul
+from qtoolkit.integer.onnxruntime import GLOBAL_IF_ONE, QLinearMul, sums_of_means
 from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, called_by
-from qtoolkit.op_kinds.table import CONCATS, MOVES
+from qtoolkit.op_kinds.table import CONCATS, MEANS, MOVES
 from qtoolkit.ops.requantize import (
     average_codes,
     hard_swish_codes,
@@ -140,9 +140,8 @@ class AveragePool(OpKernel):
         """Return the sums of windows, and the numbers of elements in them."""
         op = self._op[0]
         if self.object_type in GLOBAL_IF_ONE:  # export_litert takes no windows of different sizes
-            means = op(codes, *args, **kwargs)
-            count = codes.numel() // means.numel()
-            return (means * count).round(), torch.full_like(means, count)
+            sums, count = sums_of_means(op, codes, *args, **kwargs)
+            return sums, torch.full_like(sums, count)
         size, stride, padding, counts_padding = _window_of(op, *args, **kwargs)
         pool: Callable[..., Tensor] = POOLS.get(type(op), op)
         count = math.prod(size) if isinstance(size, tuple | list) else size ** (1 + [*POOLS.values()].index(pool))
@@ -172,9 +171,8 @@ class Mean(OpKernel):
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (source,), output = self.inputs, output_of(self)
-        means = self._op[0](source.centred(x).double(), *args, **kwargs)
-        count = x.numel() // means.numel()
-        return requantized((means * count).round(), source.scale.double() / output.scale.double(), output, count)
+        sums, count = sums_of_means(self._op[0], source.centred(x), *args, **kwargs)
+        return requantized(sums, source.scale.double() / output.scale.double(), output, count)
 
 
 class Table(OpKernel):

@@ -5,10 +5,9 @@ Sources are files of onnxruntime 1.30 under onnxruntime/core, read and then comp
 In the formulas, xs, ws, ys are scales of input, weight and output, xz and yz zero points, and f32(...) rounds to float32.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -20,7 +19,7 @@ from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, called_by
-from qtoolkit.op_kinds.table import CONCATS, MOVES, calls_where
+from qtoolkit.op_kinds.table import CONCATS, MEANS, MOVES
 from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.verdicts import Cause, Refusal
@@ -110,13 +109,15 @@ class QLinearGlobalAveragePool(OpKernel):
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (source,), output = self.inputs, output_of(self)
-        count = x.shape[2:].numel()
-        sums = source.centred(x).double().sum(tuple(range(2, x.dim())), keepdim=self._keeps_dimensions(*args, **kwargs))
+        sums, count = sums_of_means(self._op[0], source.centred(x), *args, **kwargs)
         return output.rounded(sums, source.scale / (output.scale * count))
 
-    def _keeps_dimensions(self, dim: Any = None, keepdim: bool = False, **_: Any) -> bool:
-        """Return whether the op, a pool or a mean with these arguments, keeps the dimensions of the map."""
-        return keepdim or self._op[0] not in (torch.mean, Tensor.mean)
+
+def sums_of_means(mean: Callable[..., Tensor], codes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
+    """Return the sums of codes of which an op with these arguments returns the means, in float64, and how many each has."""
+    means = mean(codes.double(), *args, **kwargs)
+    count = codes.numel() // max(means.numel(), 1)
+    return (means * count).round(), count
 
 
 class QLinearAveragePool(OpKernel):
@@ -214,7 +215,6 @@ _KERNELS: Mapping[str, type[OpKernel]] = {
     "matmul": QLinearMatMulOfTwo,
     "avg_pool": QLinearAveragePool,
 }
-MEANS = calls_where(lambda kind: kind.means_over_dims)
 GLOBAL_IF_ONE = (
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),

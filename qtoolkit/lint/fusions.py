@@ -172,6 +172,21 @@ def _unknown_op(op: Op, backend: Backend) -> Iterator[Broken]:
         )
 
 
+def _windows_beyond(op: Op, backend: Backend) -> Iterator[Broken]:
+    """Find average pools whose windows beyond the edge onnxruntime's integer kernel divides by their whole size."""
+    between = op.quantizer is None and all(source.quantizer for source in op.inputs)
+    if not op.node.reaches_beyond or not between or not any(user.is_quantizer for user in op.users):
+        return
+    padded = any(source.kind.pads_with_zero for source in op.inputs)  # which becomes part of the pool
+    if op.node.counts_padding or padded:
+        yield (
+            "onnxruntime's integer kernel divides windows beyond the edge (ceil_mode) by their whole size where padding "
+            "counts; the model divides by the part inside of the padding.",
+            "Put a Pad, a QuantizeLinear and a DequantizeLinear of the same scale in front of it, with count_include_pad=0, as "
+            "qtoolkit.export_onnx does.",
+        )
+
+
 def _for_floats_only(op: Op, backend: Backend) -> Iterator[Broken]:
     """Find quantizers that cost accuracy and bring no integer kernel."""
     if not op.is_quantizer or op.of_weight or not op.inputs:
@@ -189,6 +204,7 @@ def _for_floats_only(op: Op, backend: Backend) -> Iterator[Broken]:
 FUSIONS = (
     Rule("quantized-output", _float_output, ONNXRUNTIME.rules, lambda b: bool(b.needs_quantized_output)),
     Rule("repeated-pair", _unrepeated_pair, ONNXRUNTIME.rules, lambda b: bool(b.repeated_pairs)),
+    Rule("edge-windows", _windows_beyond, ONNXRUNTIME.rules, ONNXRUNTIME.runs),
     Rule("one-type", _mixed_types, ONNXRUNTIME.rules, ONNXRUNTIME.runs),
     Rule("saturation", _activation_before_quantizer, CLIP_FUSION, ONNXRUNTIME.runs),
     Rule("silu", _inside_silu, MODEL_OPTIMIZER, lambda b: not b.splits_silu and not b.quantize_outputs),

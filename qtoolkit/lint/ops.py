@@ -77,6 +77,9 @@ class FileNode:
     bias: Codes | None = None  # of a layer, the codes of its bias; None where it stays float or has none
     # of a clip, its bounds, infinite where it has none; None of other nodes, and where they are computed
     bounds: tuple[float, float] | None = None
+    # of an average pool, whether its windows may reach beyond the padded input (`ceil_mode`), and whether padding counts
+    reaches_beyond: bool = False
+    counts_padding: bool = False
 
 
 @dataclass(frozen=True)

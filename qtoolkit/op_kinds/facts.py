@@ -15,6 +15,8 @@ class NodeFacts:
     is_number: bool = False  # the node returned a number, or several, and no tensor
     is_discrete: bool = False  # the node returned a tensor of integers or booleans, or several, and nothing else
     is_sequence: bool = False  # the node returned a list or a tuple with tensors
+    # the number of dimensions of the tensor that the node takes first; None where it takes none, or where it is not known
+    input_dims: int | None = None
     # the node calls a module that returns its input in eval mode, and has another value in training mode
     returns_input: bool = False
     in_training: bool = False  # training mode alone takes what the node computes, before an op of both modes

@@ -20,6 +20,7 @@ DISCRETE = frozenset((
     "isfinite", "logical_and", "logical_or", "logical_not", "logical_xor", "and_", "or_", "xor", "invert", "bool", "int",
     "long", "argmax", "argmin", "argsort",
 ))  # fmt: skip
+IMAGES = (4, 5)  # the dimensions of images and volumes, with those of the batch and the channels
 CASTS = ("float", "double", "half", "bfloat16", "to", "type_as", "cpu", "cuda")  # methods
 UPSAMPLE_KINDS = {
     **dict.fromkeys(("nearest", "nearest-exact"), "upsample_nearest"),
@@ -152,8 +153,21 @@ def einsum(node: fx.Node) -> str:
 def mean(node: fx.Node) -> str:
     """Return "avg_pool" for a mean over the spatial dimensions."""
     dims = argument(node, 1, "dim")
-    dims = sorted(dims) if isinstance(dims, list | tuple) else dims
-    return "avg_pool" if dims in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1]) else "mean"
+    return "avg_pool" if is_over_image(dims, facts_of(node).input_dims) else "mean"
+
+
+def is_over_image(dims: Any, rank: int | None) -> bool:
+    """Return whether a reduction is over all positions of an image or of a volume, of four or five dimensions.
+
+    Where the number of dimensions is not known (None), dimensions that may be these are taken for them.
+    """
+    return any(is_over_positions(dims, image) for image in IMAGES if rank in (None, image))
+
+
+def is_over_positions(dims: Any, rank: int) -> bool:
+    """Return whether a reduction is over all dimensions behind that of the channels."""
+    are_numbers = isinstance(dims, list | tuple) and all(isinstance(dim, int) for dim in dims)
+    return are_numbers and sorted(dim % rank for dim in dims) == list(range(2, rank))
 
 
 def upsample(node: fx.Node) -> str:

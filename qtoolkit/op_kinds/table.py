@@ -258,6 +258,9 @@ def calls_where(holds: Callable[[OpKind], bool]) -> frozenset[Any]:
     return frozenset(call for form in forms for call in (*form.functions, *form.methods))
 
 
+MEANS = calls_where(lambda kind: kind.means_over_dims)
+
+
 def bounds_of_module(module: nn.Module) -> Bounds | None:
     """Return what the module of a piecewise linear activation computes; None for other modules."""
     entry = OF_MODULE.get(type(module))

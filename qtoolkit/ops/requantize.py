@@ -30,6 +30,18 @@ def fake_quant_by_factor(x: Tensor, scale: Tensor, zero_point: Tensor | None, qm
     return _fake_quant_by_factor(x, scale, zero_point, qmin, qmax)
 
 
+def fake_quant_by_reciprocal(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
+    """Return `fake_quant` of one grid as XNNPACK computes it: x times f32(1 / scale), halves rounded to even.
+
+    Example:
+        >>> fake_quant_by_reciprocal(torch.tensor([0.3, 9.0]), torch.tensor(0.25), torch.tensor(2.0), -8, 7)
+        tensor([0.2500, 1.2500])
+    """
+    step, zero = scale.reshape(()), 0.0 if zero_point is None else zero_point.reshape(())
+    nearest = requantize(x.to(step.dtype), 1 / step, step, qmin - qmax, qmax - qmin)
+    return nearest.clamp((qmin - zero) * step, (qmax - zero) * step).to(x.dtype)
+
+
 def fake_quant_away(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
     """Return `fake_quant` of one grid as LiteRT computes it: halves are rounded away from zero.
 

@@ -167,6 +167,12 @@ class Grid(Quantizer):
         return ops.dequantize(codes, self.scale, self.zero_point, *grid, self.scale.dtype)
 
 
+def rounding_of(model: nn.Module) -> QuantizesAs | None:
+    """Return how the quantizers of a model in the arithmetic of a runtime round floats; None where they do as `fake_quant`."""
+    grids = (module for module in model.modules() if isinstance(module, Grid))
+    return next((grid.quantizes_as for grid in grids if grid.quantizes_as is not None), None)
+
+
 class DynamicActivation(Quantizer):
     """The quantizer of an activation in a converted model whose scales are computed from each input.
 

@@ -16,7 +16,7 @@ from qtoolkit.integer.kernels import LayerKernel, OpKernel
 from qtoolkit.nn.refusals import refusal_of
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.ops.requantize import fake_quant_away, fake_quant_by_factor
+from qtoolkit.ops.requantize import fake_quant_away, fake_quant_by_factor, fake_quant_by_reciprocal
 from qtoolkit.quantizers.capability import NO_CODES
 from qtoolkit.quantizers.frozen import Grid, QuantizesAs
 from qtoolkit.runtimes.execution import Execute, Executed
@@ -135,6 +135,7 @@ XNNPACK = Runtime(
     xnnpack.layer_kernel,
     xnnpack.op_kernel,
     absorbs=xnnpack.ABSORBS,
+    quantizes_as=fake_quant_by_reciprocal,
     package="executorch",
     extra="executorch",
     tie_share=1e-5,

@@ -19,7 +19,8 @@ from qtoolkit.model_state import deepcopy_model, values_unchanged_on_error
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.computed_weights import is_parametrized
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.op_kinds.rules import argument, called_module, module_of
+from qtoolkit.op_kinds.rules import argument, called_by, called_module, module_of
+from qtoolkit.op_kinds.table import MEANS
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.shared_modules import names_by_module, owners_of_parameters
 from qtoolkit.tuning.channels import LAYERS, ChannelView
@@ -359,10 +360,10 @@ def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:
 
 def _keeps_channels(node: fx.Node, kind: OpKind, dims: int) -> bool:
     """Return whether an op on channels of some dimensions passes on a positive factor of each channel."""
-    if kind.means_over_dims:  # over positions, as (2, 3) or (-2, -1)
+    if called_by(node) in MEANS:  # over positions, as (2, 3) or (-2, -1); a linear layer has its channels last
         over = argument(node, 1, "dim")
         over = over if isinstance(over, tuple | list) else (over,)
-        return all(isinstance(d, int) and (d >= 2 or -dims <= d < 0) for d in over)
+        return all(isinstance(d, int) and ((dims > 0 and d >= 2) or -dims <= d < 0) for d in over)
     if kind.pads_with_zero and node.op == "call_function":  # of positions only
         pads = argument(node, 1, "pad")
         return isinstance(pads, tuple | list) and not any(pads[2 * dims :])

@@ -1,5 +1,7 @@
 """Rewrites for integer kernels: what onnxruntime then computes in integers, and that no code changes."""
 
+from dataclasses import replace
+
 import onnx
 import pytest
 import torch
@@ -73,6 +75,28 @@ def test_windows_beyond_the_edge_count_what_lies_inside(
     result = verify(qt.convert(prepared, arithmetic="integer"), X, path)
     assert [str(verdict) for verdict in result.check().values()] == ["equal"]
     assert "QLinearAveragePool" in [layer.kernel for layer in result.runtimes["onnxruntime"].integer_layers]
+
+
+PADDED_POOLS = {
+    "of the pool": lambda y: F.avg_pool2d(y, 3, 2, 1, True),
+    "of its own": lambda y: F.avg_pool2d(F.pad(y, (1, 1, 1, 1)), 3, 2, 0, True),
+    "moved": lambda y: F.avg_pool2d(F.pad(y, (1, 1, 1, 1)).transpose(2, 3), 3, 2, 0, True),
+    "of what was moved": lambda y: F.avg_pool2d(F.pad(y.transpose(2, 3), (1, 1, 1, 1)), 3, 2, 0, True),
+}
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "openvino", "qnn"])
+@pytest.mark.parametrize("padding", PADDED_POOLS)
+def test_windows_beyond_a_padding_count_what_lies_inside_for_all_targets(tmp_path, padding: str, backend: str) -> None:
+    """onnxruntime's optimizations made one integer pool of a padding and a pool, which counts what lies beyond."""
+    own, pool = qt.backends[backend].qconfig, PADDED_POOLS[padding]
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(own.activation, replace(own.weight, bits=7)))
+    prepared = qt.prepare(Between(lambda m, y, x: pool(y)).eval(), X, backend=backend, qconfig_mapping=mapping)
+    qt.calibrate(prepared, [X], progress=False)
+    path = qt.export_onnx(qt.convert(prepared), X, tmp_path / "m.onnx").path
+    codes = verify(qt.convert(prepared), X, path).runtimes["onnxruntime"]
+    assert codes.layer_codes.steps <= 1
+    assert lint(path, backend) == ()
 
 
 @pytest.mark.parametrize(("exporter", "opset"), OPSETS)

@@ -110,6 +110,52 @@ def test_the_delegate_computes_the_codes_of_xnnpacks_arithmetic(tmp_path) -> Non
     assert found.runtimes["litert-xnnpack"].output_difference == 0
 
 
+TIES = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(8)) + 1e-3
+
+
+def with_ties(scale: float) -> Tensor:
+    """Return inputs in [0, 1), each a float32 next to the middle between two codes, where roundings are told apart."""
+    codes = (TIES / scale).floor() + 0.5
+    middle = (codes.double() * scale).float()
+    return torch.stack([middle, middle.nextafter(torch.tensor(2.0)), middle.nextafter(torch.tensor(-2.0))], 1).flatten(
+        0, 1
+    )
+
+
+@pytest.mark.parametrize("io_type", ["float32", "int8"])
+@pytest.mark.parametrize(("runtime", "kernels"), [("litert", "litert"), ("xnnpack", "litert-xnnpack")])
+def test_floats_are_quantized_as_the_kernels_do(tmp_path, runtime: str, kernels: str, io_type: str) -> None:
+    """The reference kernels round x / scale away from zero, the delegate x * (1 / scale) to even."""
+    model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), TIES[:1], backend="litert")
+    qt.calibrate(model, [TIES], progress=False)
+    x = with_ties(float(next(q.scale for name, q in qt.quantizers_of(model).items() if name.startswith("activation"))))
+    export_litert(model, TIES[:1], tmp_path / "model.tflite", io_type=io_type)
+    integer = qt.convert(model, arithmetic="integer", runtime=runtime)
+    codes = verify(integer, x, tmp_path / "model.tflite", (kernels,), progress=False).runtimes[kernels]
+    assert codes.codes.differing == 0
+    assert codes.check() is Verdict.EQUAL
+    assert (codes.share == 0) == (kernels == "litert")
+
+
+def test_a_code_that_differs_from_the_reference_kernels_is_no_rounding(tmp_path) -> None:
+    """Their arithmetic promises none; a model in another one is told so."""
+    model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), TIES[:1], backend="litert")
+    qt.calibrate(model, [TIES], progress=False)
+    path, x = export_litert(model, TIES[:1], tmp_path / "model.tflite").path, with_ties(1 / 255)
+    other = qt.convert(model, arithmetic="integer", runtime="xnnpack")
+    codes = verify(other, x, path, ("litert",), progress=False).runtimes["litert"]
+    assert codes.codes.differing > 0
+    assert "runtime='litert')" in codes.remark
+    result = export_litert(other, x[:1], tmp_path / "again.tflite")
+    assert "XNNPACK" in result.verification.runtime
+    assert result.verification.verdict is Verdict.EQUAL
+    exact = qt.convert(model, arithmetic="integer", runtime="litert")
+    with torch.no_grad():
+        exact.get_submodule("0").integer_kernel.bias[0] += 40  # a difference of at most a step
+    with pytest.raises(RuntimeError, match="verify: .* differ .* in ai-edge-litert"):
+        verify(exact, x, path, ("litert",), progress=False).check()
+
+
 def test_codes_outside(tmp_path) -> None:
     model = prepared(Net())
     result = export_litert(model, X[:1], tmp_path / "model.tflite", io_type="int8")

@@ -123,6 +123,43 @@ def test_means_of_the_whole_map(tmp_path, mean: nn.Module) -> None:
     assert_equal_codes(model, X, tmp_path / "m.onnx")
 
 
+class Gated(nn.Module):
+    """Means over some of the dimensions behind the channels, by which the tensor itself is multiplied."""
+
+    def __init__(self, shape: tuple[int, ...], dims: tuple[int, ...]) -> None:
+        super().__init__()
+        self.conv, self.mean, self.last, self.shape = (
+            nn.Conv2d(6, 8, 3),
+            Mean(dims, keepdim=True),
+            nn.Conv2d(8, 4, 1),
+            shape,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv(x)).reshape(self.shape)
+        return self.last((x * self.mean(x)).reshape(3, 8, 12, 12))
+
+
+PARTS = [
+    ((3, 8, 3, 4, 12), (-2, -1)),
+    ((3, 8, 3, 4, 12), (2, 3)),
+    ((24, 12, 12), (-2, -1)),
+    ((3, 8, 2, 6, 3, 4), (2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize("examples", [(X,), None], ids=["examples", "no examples"])
+@pytest.mark.parametrize(("shape", "dims"), PARTS)
+def test_means_of_parts_of_the_map(tmp_path, shape: tuple[int, ...], dims: tuple[int, ...], examples) -> None:
+    prepared = qt.prepare(Gated(shape, dims).eval(), examples, backend="onnxruntime")
+    qt.calibrate(prepared, [X], progress=False)
+    integer, y = qt.convert(prepared, arithmetic="integer"), qt.convert(prepared)(X)
+    assert (integer(X) - y).abs().max() < 0.02 * y.abs().max()
+    if examples is not None:  # which tell how many dimensions there are
+        assert integer.plan.computed["mean"].kernel is None
+        assert_equal_codes(integer, X, tmp_path / "m.onnx", exact=False)
+
+
 class Viewed(nn.Module):
     """The head of many a first network: `view` takes rows alone, and int8 convolutions return channels_last."""
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 import qtoolkit as qt
 from qtoolkit.export.files.kinds import BINARY, DECIDED
+from qtoolkit.op_kinds import rules
+from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import (
     KINDS,
@@ -106,3 +109,27 @@ def test_any_class_may_declare_its_kind() -> None:
 
     assert kind_of_type(Own) is KINDS["linear"]
     assert kind_of_type(object) is OTHER
+
+
+@pytest.mark.parametrize(
+    ("dims", "rank", "kind"),
+    [
+        ((2, 3), 4, "avg_pool"),
+        ((-1, 2), 4, "avg_pool"),
+        ((2, 3, 4), 5, "avg_pool"),
+        ((-2, -1), None, "avg_pool"),
+        ((-3, -2, -1), None, "avg_pool"),
+        ((2, 3), 5, "mean"),
+        ((-2, -1), 5, "mean"),
+        ((-2, -1), 3, "mean"),
+        ((2,), 3, "mean"),
+        ((2, 3, 4), 6, "mean"),
+        (-1, 4, "mean"),
+        (None, 4, "mean"),
+    ],
+)
+def test_a_mean_over_an_image_has_all_dimensions_behind_the_channels(dims: object, rank: int | None, kind: str) -> None:
+    graph = fx.Graph()
+    node = graph.call_method("mean", (graph.placeholder("x"), dims))
+    set_facts(node, input_dims=rank)
+    assert rules.mean(node) == kind

@@ -155,6 +155,25 @@ def test_factors_pass_through_ops_on_positions(between: Callable[[Tensor], Tenso
     torch.testing.assert_close(result.model(x), model(x), rtol=1e-6, atol=1e-9)
 
 
+class Rows(nn.Module):
+    """A linear layer, a mean over dimensions of its output, whose last one has its channels, and another layer."""
+
+    def __init__(self, dims: int | tuple[int, ...]) -> None:
+        super().__init__()
+        self.a, self.b, self.dims = nn.Linear(3, 4), nn.Linear(4, 4), dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)).mean(self.dims))
+
+
+@pytest.mark.parametrize(("shape", "dims"), [((2, 4, 3), 2), ((2, 4, 5, 3), (2, 3)), ((2, 4, 5, 3), (-2, -1))])
+def test_no_factor_passes_through_a_mean_over_the_channels(shape: tuple[int, ...], dims: int | tuple[int, ...]) -> None:
+    model, x = uneven(Rows(dims)).double(), torch.randn(shape, dtype=torch.double)
+    result = qt.tuning.equalize(model, x, progress=False)
+    assert result.pairs == ()
+    torch.testing.assert_close(result.model(x), model(x), rtol=1e-6, atol=1e-9)
+
+
 def test_the_users_model_stays_unless_in_place() -> None:
     model, x = nets.trained(Residual(), 4, 3, 8, 8).eval(), torch.randn(4, 3, 8, 8)
     before = copy.deepcopy(model.state_dict())

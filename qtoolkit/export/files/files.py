@@ -112,8 +112,7 @@ class OpenedFile:
         """
         constants = {t.name: self.constant(t) for t in self.proto.graph.initializer if t.name in names}
         session = self._session([name for name in dict.fromkeys(names) if name not in constants])
-        inputs_of_file = [value.name for value in session.get_inputs()]
-        feeds = {name: x.detach().cpu().numpy() for name, x in zip(inputs_of_file, inputs, strict=True)}
+        feeds = _feeds(session, inputs)
         outputs = [value.name for value in session.get_outputs()]
         try:
             found = session.run(outputs, feeds)
@@ -199,6 +198,26 @@ class OpenedFile:
                 f"verify_onnx: onnxruntime cannot run the file on the CPU: {first_line(error)}. If the target can, pass "
                 f"verify=False to write it without verification; models in float32 run everywhere."
             ) from error
+
+
+def refusal_of_default_session(path: Path, inputs: Sequence[Tensor]) -> str:
+    """Return why onnxruntime does not run a file on inputs in a session without options, as users open it; "" if it does."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # onnxruntime prints the error otherwise, which is returned here
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session.run(None, _feeds(session, inputs))
+    except Exception as error:  # onnxruntime's errors have no base class of their own
+        return first_line(error)
+    return ""
+
+
+def _feeds(session: Any, inputs: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the inputs of a session by their names."""
+    names = [value.name for value in session.get_inputs()]
+    return {name: x.detach().cpu().numpy() for name, x in zip(names, inputs, strict=True)}
 
 
 def _take_out_weights(model: onnx.ModelProto) -> dict[str, Any]:

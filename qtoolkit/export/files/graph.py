@@ -38,6 +38,11 @@ def has_one_scale(pair: onnx_ir.Node) -> bool:
     return scale is not None and scale.size == 1
 
 
+def is_of_one(node: onnx_ir.Node) -> bool:
+    """Return whether a node is the Max of one tensor, which is the tensor (`qtoolkit.export.passes.onnxruntime`)."""
+    return node.op_type == "Max" and len(node.inputs) == 1
+
+
 def replace_node(node: onnx_ir.Node, new: Sequence[onnx_ir.Node], value: onnx_ir.Value) -> None:
     """Replace a node by new ones, and its output by a value that they compute."""
     if node.graph is not None:

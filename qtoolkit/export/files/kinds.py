@@ -7,6 +7,7 @@ import numpy as np
 
 from qtoolkit.export.files.graph import constant_input, input_at
 from qtoolkit.op_kinds.kind import OpKind
+from qtoolkit.op_kinds.rules import is_over_image
 from qtoolkit.op_kinds.table import KINDS, OF_ONNX, OTHER
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ def axes_of(reduction: "onnx_ir.Node") -> list[int] | None:
 
 def _over_image(node: "onnx_ir.Node") -> bool:
     """Return whether a node reduces all dimensions of an image."""
-    return sorted(axes_of(node) or ()) in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1])
+    source = input_at(node, 0)
+    shape = None if source is None else source.shape
+    return is_over_image(axes_of(node), None if shape is None else len(shape))
 
 
 DECIDED: Mapping[str, Callable[[Any], str]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir
 
-from qtoolkit.export.files.graph import constant_of, input_at
+from qtoolkit.export.files.graph import constant_of, input_at, is_of_one
 from qtoolkit.export.files.kinds import BINARY, WEIGHTED, bounds_of, kind_by_op
 from qtoolkit.export.files.reading import UnreadableFileError
 from qtoolkit.lint.ops import Codes, FileNode, Layer, Op, WeightGrid
@@ -70,7 +70,7 @@ class _Reader:
         if (not sources and not _bodies(node)) or node in self.gates or node.op_type in SIZES:
             return
         first = self.made.get(input_at(node, 0))
-        if first is not None and _stays_with_quantizer(node, first):
+        if first is not None and (_stays_with_quantizer(node, first) or is_of_one(node)):
             self.made.update(dict.fromkeys(node.outputs, first))
             return
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
@@ -102,9 +102,9 @@ class _Reader:
             taken += [value for body in _bodies(node) for value in self._taken_by(body)]
             sources = list(dict.fromkeys(self.made[value] for value in taken if value in self.made))
         if weighted is None:
-            return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node)))
-        weight = _Weight.of(weighted)
-        bias = None if input_at(node, 2) is None else _Weight.of(input_at(node, 2))
+            return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node), **_of_windows(node)))
+        weight = ConstantWeight.of(weighted)
+        bias = None if input_at(node, 2) is None else ConstantWeight.of(input_at(node, 2))
         codes = weight.codes
         grid = None if codes is None else WeightGrid(codes.bits, weight.axis, codes.block_size > 0, codes.block_size)
         facts = self._facts(node, weight=codes, bias=None if bias is None else bias.codes)
@@ -145,6 +145,14 @@ def _stays_with_quantizer(node: onnx_ir.Node, source: Op) -> bool:
     maker = node.inputs[0].producer() if node.inputs[0] is not None else None
     on_codes = maker is not None and maker.op_type != "DequantizeLinear"
     return on_codes and source.node.op_type == "QuantizeLinear" and node.op_type in ("Clip", "Cast")
+
+
+def _of_windows(node: onnx_ir.Node) -> dict[str, bool]:
+    """Return the facts about the windows of an average pool; {} of other nodes."""
+    if node.op_type != "AveragePool":
+        return {}
+    beyond, counts = (bool(node.attributes.get_int(name, 0)) for name in ("ceil_mode", "count_include_pad"))
+    return {"reaches_beyond": beyond, "counts_padding": counts}
 
 
 def _bodies(node: onnx_ir.Node) -> list[onnx_ir.Graph]:
@@ -209,7 +217,7 @@ def _constant(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Weight:
+class ConstantWeight:
     """A constant, back to how its codes are stored."""
 
     codes: Codes | None  # its codes; None where it stays float
@@ -217,7 +225,7 @@ class _Weight:
     axis: int | None  # the axis that its scales run along; None for one scale, or where it is not known
 
     @classmethod
-    def of(cls, value: Any) -> "_Weight":
+    def of(cls, value: Any) -> "ConstantWeight":
         """Return the weight that nodes compute from constants; what its nodes do not tell is None or ()."""
         node = value.producer()
         if node is None or not node.inputs or node.inputs[0] is None:
@@ -234,7 +242,7 @@ class _Weight:
                 return cls(source.codes, (), None)
             axis = None if source.axis is None else list(order).index(source.axis)
             return cls(source.codes, tuple(source.shape[i] for i in order), axis)
-        if node.op_type in ("Identity", "Cast"):
+        if node.op_type in ("Identity", "Cast", "Clip") or is_of_one(node):
             return source
         return cls(source.codes, _shape(value), None)
 

@@ -7,8 +7,9 @@ import onnx_ir
 
 from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
 from qtoolkit.export.files.kinds import axes_of
-from qtoolkit.export.passes.repeated_pairs import is_on_codes
+from qtoolkit.export.passes.repeated_pairs import is_on_codes, separate
 from qtoolkit.op_kinds.reached import reached
+from qtoolkit.op_kinds.rules import is_over_positions
 
 END = np.iinfo(np.int64).max  # of a Slice: behind the last place of any dimension
 
@@ -31,7 +32,7 @@ def _write_global_pool(model: onnx_ir.Model, mean: onnx_ir.Node) -> None:
     axes = axes_of(mean)
     if source is None or shape is None or len(shape) < 3 or axes is None or not is_on_codes(source):
         return
-    if sorted(axis % len(shape) for axis in axes) != list(range(2, len(shape))):
+    if not is_over_positions(axes, len(shape)):
         return
     pool = onnx_ir.node("GlobalAveragePool", [source], name=mean.name)
     pool.outputs[0].type = output.type
@@ -83,13 +84,13 @@ def _write_counted_pool(model: onnx_ir.Model, pool: onnx_ir.Node) -> None:
     """Write a pool with ceil_mode, which counts its padding, as a padding and a pool that counts what lies inside of it.
 
     Both divide by the part of a window that lies inside of the padded input. onnxruntime's integer kernel divides by the whole
-    window, also where it reaches beyond, if `count_include_pad` is 1.
+    window, also where it reaches beyond, if `count_include_pad` is 1. Its default optimizations make that of a padding and a
+    pool, unless a pair is between them.
     """
     attributes, source = pool.attributes, pool.inputs[0]
-    counts_padding = attributes.get_int("ceil_mode", 0) and attributes.get_int("count_include_pad", 0)
-    if source is None or not counts_padding or not is_on_codes(source):
+    if source is None or not attributes.get_int("ceil_mode", 0) or not is_on_codes(source):
         return
-    pads = list(attributes.get_ints("pads") or ())
+    pads = list(attributes.get_ints("pads") or ()) if attributes.get_int("count_include_pad", 0) else []
     attributes["count_include_pad"] = onnx_ir.AttrInt64("count_include_pad", 0)
     if any(pads):
         attributes["pads"] = onnx_ir.AttrInt64s("pads", [0] * len(pads))
@@ -99,6 +100,9 @@ def _write_counted_pool(model: onnx_ir.Model, pool: onnx_ir.Node) -> None:
         padding.outputs[0].type = source.type
         model.graph.insert_before(pool, padding)
         pool.replace_input_with(0, padding.outputs[0])
+    pad = maker_of(pool.inputs[0], "Pad")
+    if pad is not None:
+        separate(model, pad, pool)
 
 
 def _write_concat(model: onnx_ir.Model, pad: onnx_ir.Node) -> None:

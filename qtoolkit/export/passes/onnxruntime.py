@@ -1,16 +1,22 @@
-"""What onnxruntime's default optimizations break, unless it is written otherwise: clips, float weights and softmaxes."""
+"""What onnxruntime's default optimizations break, unless it is written otherwise.
+
+Clips, float weights, softmaxes, products with scales that its kernel does not take, and small floats.
+"""
 
 import numpy as np
 import onnx_ir
 
+from qtoolkit.errors import present
 from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, input_at, maker_of
-from qtoolkit.export.files.kinds import bounds_of, ops_where
-from qtoolkit.export.files.ops import layer_of
+from qtoolkit.export.files.kinds import WEIGHTED, bounds_of, ops_where
+from qtoolkit.export.files.ops import ConstantWeight, layer_of
 from qtoolkit.export.passes.repeated_pairs import is_on_codes, moved_inputs
 from qtoolkit.lint.ops import Array
 from qtoolkit.op_kinds.reached import reached
 
 CLIPS = ops_where(lambda kind: kind.clips)
+SMALL_FLOATS = (onnx_ir.DataType.FLOAT8E4M3FN, onnx_ir.DataType.FLOAT8E5M2, onnx_ir.DataType.FLOAT4E2M1)
+PRODUCTS = WEIGHTED - {"ConvTranspose"}  # for which onnxruntime has integer kernels
 LAYERS = ops_where(lambda kind: kind.layer)
 SIGNIFICAND = 24  # bits of a float32
 LEAST_EXPONENT = -126 + SIGNIFICAND  # so that steps are normal numbers
@@ -124,13 +130,55 @@ def keep_float_softmax(model: onnx_ir.Model) -> None:
     """
     for node in list(model.graph):
         source = node.inputs[0] if node.op_type == "Softmax" else None
-        if source is None or not is_on_codes(source) or not _is_quantized(node.outputs[0]):
+        if source is not None and is_on_codes(source) and _is_quantized(node.outputs[0]):
+            _take_maximum(model, node, 0, f"{node.name}.input")
+
+
+def keep_float_products(model: onnx_ir.Model) -> None:
+    """Write a Max of one tensor, which is the tensor, behind each weight with scales that onnxruntime's kernels do not take.
+
+    They take a scale for each output channel. Where as many scales run along another axis, they are taken for those; of other
+    numbers, and of a batch of matrices, the kernel raises an error when it runs (cpu/quantization/matmul_integer_base.h).
+    """
+    for node in list(model.graph):
+        if node.op_type in PRODUCTS and _has_other_scales(node):
+            _take_maximum(model, node, 1, f"{node.name}.weight")
+
+
+def _has_other_scales(node: onnx_ir.Node) -> bool:
+    value = node.inputs[1]
+    if value is None or not is_on_codes(value):
+        return False
+    weight = ConstantWeight.of(value)
+    if weight.axis is None:
+        return False
+    is_batch = node.op_type == "MatMul" and len(weight.shape) > 2
+    return is_batch or weight.axis != layer_of(node, weight.shape).output_axis
+
+
+def keep_small_floats(model: onnx_ir.Model) -> None:
+    """Write a Max of one tensor, which is the tensor, on both sides of each pair of a small float format.
+
+    onnxruntime makes integer kernels of the ops between pairs, which take no such numbers, so that the model does not load;
+    and it drops a ReLU in front of a pair whose zero point is 0, as if the pair had no numbers below it.
+    """
+    for node in list(model.graph):
+        zero_point = input_at(node, 2) if node.op_type in ("QuantizeLinear", "DequantizeLinear") else None
+        if zero_point is None or zero_point.dtype not in SMALL_FLOATS:
             continue
-        same = onnx_ir.node("Max", [source], name=f"{node.name}.input")
-        (value,) = same.outputs
-        value.type, value.shape = source.type, source.shape
-        model.graph.insert_before(node, same)
-        node.replace_input_with(0, value)
+        ends = [(node, 0)] if node.op_type == "QuantizeLinear" else tuple(node.outputs[0].uses())
+        for user, index in ends:
+            _take_maximum(model, user, index, f"{user.name}.{index}")
+
+
+def _take_maximum(model: onnx_ir.Model, node: onnx_ir.Node, index: int, name: str) -> None:
+    """Let a node take the Max of one of its inputs alone."""
+    source = present(node.inputs[index], f"input {index} of {node.name!r}")
+    same = onnx_ir.node("Max", [source], name=name)
+    (value,) = same.outputs
+    value.type, value.shape = source.type, source.shape
+    model.graph.insert_before(node, same)
+    node.replace_input_with(index, value)
 
 
 def _is_quantized(value: onnx_ir.Value) -> bool:

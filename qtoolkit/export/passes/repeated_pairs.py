@@ -24,7 +24,7 @@ def repeat_pairs(model: onnx_ir.Model, ops: Collection[str]) -> None:
     """
     for node in list(model.graph):
         moved = moved_inputs(node) if node.op_type in ops else ()
-        pair = _pair_of(moved) if moved else None
+        pair = _pair_of(moved)
         for output in _moved_outputs(node) if pair is not None else ():
             users = list(output.uses())
             if any(user.op_type != "QuantizeLinear" for user, _ in users):
@@ -41,12 +41,21 @@ def moved_inputs(node: onnx_ir.Node) -> Sequence[onnx_ir.Value | None]:
 
 def is_on_codes(value: onnx_ir.Value) -> bool:
     """Return whether a tensor has the values of codes: of a DequantizeLinear, or moved from there."""
+    return all(maker_of(each, "DequantizeLinear") or _moved_from(each) for each in reached([value], _moved_from))
 
-    def moved(value: onnx_ir.Value) -> list[onnx_ir.Value]:
-        maker = value.producer()
-        return [] if maker is None else [source for source in moved_inputs(maker) if source is not None]
 
-    return all(maker_of(each, "DequantizeLinear") or moved(each) for each in reached([value], moved))
+def _moved_from(value: onnx_ir.Value) -> list[onnx_ir.Value]:
+    maker = value.producer()
+    return [] if maker is None else [source for source in moved_inputs(maker) if source is not None]
+
+
+def separate(model: onnx_ir.Model, first: onnx_ir.Node, second: onnx_ir.Node) -> None:
+    """Repeat the pair behind an op that moves values of codes, whose output another one takes, so that they stay two."""
+    output = first.outputs[0]
+    pair = _pair_of([each for each in reached([output], _moved_from) if maker_of(each, "DequantizeLinear")])
+    if pair is not None:
+        last = _insert_pair(model, first, output, pair)
+        second.replace_input_with(list(second.inputs).index(output), last)
 
 
 def _moved_outputs(node: onnx_ir.Node) -> Sequence[onnx_ir.Value]:
@@ -71,7 +80,7 @@ def _insert_pair(model: onnx_ir.Model, node: onnx_ir.Node, output: onnx_ir.Value
 def _pair_of(values: Sequence[onnx_ir.Value | None]) -> Any:
     """Return the scale and the zero point that all of these tensors have; None if they do not come from such pairs."""
     pairs = [_constants_of_pair(value) for value in values]
-    first = pairs[0]
+    first = pairs[0] if pairs else None
     if first is None or any(pair is None or pair[1:] != first[1:] for pair in pairs):
         return None
     return first[0]

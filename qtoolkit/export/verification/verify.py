@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from qtoolkit.export.files.files import OpenedFile
 
 
+WITHOUT_OPTIMIZATIONS = "onnxruntime without graph optimizations (ORT_DISABLE_ALL)"
+
+
 @dataclass(frozen=True)
 class Verification:
     """How onnxruntime's results compare with the model's.
@@ -69,6 +72,8 @@ class Verification:
         drawn: Quantizers whose codes depend on random numbers, such as those of `torch.randn_like`: each run draws others, so
             that `layer_codes` leaves them out. The ops behind them are compared from the runtime's codes.
         nan: Quantizers that get NaN, for which there is nothing to compare.
+        refused: Why onnxruntime does not run the file in a session without options, although it does without graph
+            optimizations; "" where it runs, and where nobody tried (`verify_onnx`).
     """
 
     weight_codes: CodeCount
@@ -81,6 +86,7 @@ class Verification:
     output_error: float = 0.0
     drawn: tuple[str, ...] = ()
     nan: tuple[str, ...] = ()
+    refused: str = ""
 
     @classmethod
     def of(cls, follower: Follower, followed: Followed, outputs: Sequence[Any], **facts: Any) -> "Verification":
@@ -136,6 +142,8 @@ class Verification:
         lines += [f"not executed, or not used, for these inputs: {', '.join(self.unreached)}"] if self.unreached else []
         lines += [f"not compared, as each run draws others: {', '.join(self.drawn)}"] if self.drawn else []
         lines += [f"NaN, for which nothing can be compared: {', '.join(self.nan)}"] if self.nan else []
+        runs = f"runs in:          {WITHOUT_OPTIMIZATIONS}; not in its default session: {self.refused}"
+        lines += [runs] if self.refused else []
         return "\n".join(lines)
 
 

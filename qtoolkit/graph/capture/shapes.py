@@ -34,6 +34,11 @@ def is_sequence_of_tensors(value: Any) -> bool:
     return isinstance(value, tuple | list) and any(isinstance(t, Tensor) for t in value)
 
 
+def dims_of(value: Any) -> int | None:
+    """Return the number of dimensions of a tensor; None of other values."""
+    return value.dim() if isinstance(value, Tensor) else None
+
+
 class ShapePropagation:
     """Values of a graph's nodes, computed as the nodes are made, without data and without touching the model.
 

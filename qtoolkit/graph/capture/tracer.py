@@ -35,7 +35,14 @@ from qtoolkit.graph.capture.functions import (
 from qtoolkit.graph.capture.proxy import SizedProxy, TensorProxy
 from qtoolkit.graph.capture.rewrites.subclasses import equivalent_type
 from qtoolkit.graph.capture.rewrites.torch_modes import TorchModes
-from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, holds_no_floats, is_plain, is_sequence_of_tensors
+from qtoolkit.graph.capture.shapes import (
+    UNKNOWN,
+    ShapePropagation,
+    dims_of,
+    holds_no_floats,
+    is_plain,
+    is_sequence_of_tensors,
+)
 from qtoolkit.graph.capture.signature import Arguments, Call
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
 from qtoolkit.graph.nodes import node_name
@@ -329,6 +336,7 @@ class ModelTracer(fx.Tracer):
                 set_facts(node, is_number=True)
             value = self.shapes[node]
             set_facts(node, is_discrete=holds_no_floats(value), is_sequence=is_sequence_of_tensors(value))
+            set_facts(node, input_dims=next((dims_of(self.shapes[source]) for source in node.all_input_nodes), None))
         if is_op and kind != "get_attr" and not torch.is_grad_enabled():
             self.without_grad.append(node)
         return node

@@ -69,7 +69,7 @@ def _put_kernel(
     """Let a kernel compute an op, if there is one; return how it computes, or None for an op that takes no codes."""
     sources = [_grid_behind(source, runtime) for source in tensor_inputs(node)]
     grids = [grid for grid in sources if grid is not None]
-    unknown = is_quantizer(node) or not (grids or _has_quantized_weight(node))
+    unknown = node.op == "output" or is_quantizer(node) or not (grids or _has_quantized_weight(node))
     if unknown or kind_of(node).name in runtime.carries:
         return None
     if quantizes_its_input(node):

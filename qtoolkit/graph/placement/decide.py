@@ -30,6 +30,10 @@ from qtoolkit.lint.residual import free_branch, fuses
 from qtoolkit.op_kinds.rules import written_out
 from qtoolkit.verdicts import Verdict
 
+# Runtimes whose product takes one scale of a batch of matrices: with several, onnxruntime's fails
+# (cpu/quantization/quantize_linear_matmul.cc), and OpenVINO 2026.4 returns what its memory held before.
+ONE_SCALE_OF_A_BATCH = ("onnxruntime", "openvino")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -258,8 +262,7 @@ def spec_of_weight(request: Request, roles: Roles, dims: int) -> QuantSpec:
     if isinstance(node.args[0] if node.args else None, str):
         return replace(spec, axis=_einsum_axis(node, weight))
     is_first = weight is tensor_inputs(node)[0]
-    # onnxruntime's product takes one scale of a batch of matrices (cpu/quantization/quantize_linear_matmul.cc).
-    is_refused_batch = dims > 2 and not is_first and roles.backend.runtime == "onnxruntime"
+    is_refused_batch = dims > 2 and not is_first and roles.backend.runtime in ONE_SCALE_OF_A_BATCH
     has_one = spec.group_size is None and (dims < 2 or is_refused_batch)
     return replace(spec, axis=None if has_one else -2 if is_first else -1)
 

@@ -20,14 +20,20 @@ from qtoolkit.export.files.reading import UnreadableFileError
 from qtoolkit.export.tflite.flatbuffer import IDENTIFIER, METADATA
 from qtoolkit.export.verification.codes import CodeCount, largest_difference
 from qtoolkit.export.verification.follower import Follower, NodeCodes, Nodes, check_names, in_shapes_of_calls
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.quantizers.frozen import QuantizesAs, rounding_of
 from qtoolkit.runtimes.execution import Executed, Layer
-from qtoolkit.runtimes.table import LITERT_RUNTIMES
+from qtoolkit.runtimes.table import LITERT, LITERT_RUNTIMES
 
 PLACE = 4  # of the identifier in a file
 # Kernels whose fixed point or table is coarser than float, and the share of codes that they may change by one step.
 COARSE = {"LEAKY_RELU": 5e-2, "HARD_SWISH": 1e-2, "BATCH_MATMUL": 5e-3, "RESIZE_BILINEAR": 5e-2}
 # On int16, one step is 1/65536 of the range: factors with 15 bits, and tables between whose places kernels interpolate, show.
 OF_INT16 = 0.1
+OF_ANOTHER = (
+    "The model has the arithmetic of other kernels: qtoolkit.convert(prepared, arithmetic='integer', runtime='litert') has "
+    "that of the reference kernels, and runtime='xnnpack' that of the delegate."
+)
 COARSE_ON_INT16 = dict.fromkeys(("LEAKY_RELU", "TANH", "LOGISTIC", "SOFTMAX"), 1.0)
 
 
@@ -42,7 +48,7 @@ class LitertFile:
         self.plain = _interpreter(self.content, True, path)  # which checks the flatbuffer
         self.plain.allocate_tensors()
         self.facts = self._facts()
-        self.tensors = tensors
+        self.tensors, self.rounding = tensors, rounding_of(model)
         # the names of the quantizers of activations, in the order of the file, and of codes that do not depend on the inputs
         self.quantizers = list(dict.fromkeys(name for name, *_ in self.facts["quantizers"]))
         self.constants = {*self.facts["constants"]}
@@ -75,6 +81,9 @@ class LitertFile:
         coarse = COARSE_ON_INT16 if wide else COARSE
         shares = (coarse.get(layer.kernel, OF_INT16 if wide else 0.0) for layer in layers)
         how = "reference kernels" if references else "XNNPACK"
+        share = max(LITERT_RUNTIMES[runtime].tie_share, *shares)
+        if references and _computes_exactly(follower.model) and all(layer.integer for layer in layers):
+            share = 0.0  # the model computes as these kernels do
         executed = Executed(
             f"ai-edge-litert {version('ai-edge-litert')} ({how})",
             outputs,
@@ -82,7 +91,8 @@ class LitertFile:
             layers,
             self.facts["conversions"],
             change,
-            max(LITERT_RUNTIMES[runtime].tie_share, *shares),
+            share,
+            remark="" if self.rounding in (None, LITERT_RUNTIMES[runtime].quantizes_as) else OF_ANOTHER,
             steps=2 if wide else 1,
         )
         return executed, in_shapes_of_calls(zip(names, codes, strict=True), follower)
@@ -148,7 +158,7 @@ class LitertFile:
         results = []
         for batch in self.batches:
             for detail, order, x in zip(interpreter.get_input_details(), self.facts["inputs"], batch, strict=True):
-                interpreter.set_tensor(detail["index"], _as_input(x, detail, order))
+                interpreter.set_tensor(detail["index"], _as_input(x, detail, order, self.rounding))
             interpreter.invoke()
             outputs = [
                 _as_floats(interpreter.get_tensor(detail["index"]), detail).transpose(np.argsort(order))
@@ -159,6 +169,16 @@ class LitertFile:
             results.append((outputs, codes))
         joined = [[np.concatenate(parts) for parts in zip(*each, strict=True)] for each in zip(*results, strict=True)]
         return joined[0], joined[1]
+
+
+def _computes_exactly(model: nn.Module) -> bool:
+    """Return whether a model computes all its ops in the arithmetic of the reference kernels."""
+    plan = model.plan if isinstance(model, QuantizedGraphModule) else None
+    return (
+        plan is not None
+        and rounding_of(model) is LITERT.quantizes_as
+        and all(how.kernel for how in plan.computed.values())
+    )
 
 
 def _content(path: Path) -> bytes:
@@ -185,14 +205,15 @@ def _interpreter(content: bytes, references: bool, path: Path) -> Any:
         raise UnreadableFileError(f"LiteRT cannot open {str(path)!r}: {first_line(error)}.") from error
 
 
-def _as_input(x: Tensor, detail: Mapping[str, Any], order: Sequence[int]) -> Any:
-    """Return an input as the file takes it: floats, or codes by the grid of its tensor."""
+def _as_input(x: Tensor, detail: Mapping[str, Any], order: Sequence[int], rounding: QuantizesAs | None) -> Any:
+    """Return an input as the file takes it: floats, or codes by the grid of its tensor, rounded as the model does."""
     values = x.detach().cpu().float().permute(tuple(order)).contiguous()
     if detail["dtype"] is np.float32:
         return values.numpy()
     limits = np.iinfo(detail["dtype"])
-    dtype = getattr(torch, limits.dtype.name)
-    return ops.quantize(values, *_grid_of(detail), limits.min, limits.max, dtype=dtype).numpy()
+    dtype, bounds = getattr(torch, limits.dtype.name), (limits.min, limits.max)
+    values = values if rounding is None else rounding(values, *_grid_of(detail), *bounds)
+    return ops.quantize(values, *_grid_of(detail), *bounds, dtype=dtype).numpy()
 
 
 def _as_floats(array: Any, detail: Mapping[str, Any]) -> Any:
