@@ -106,7 +106,8 @@ def calibrate(
         synchronize: In a process group, merge the ranges of all ranks; every rank must then call this. False merges nothing.
         method: How the ranges of all activations are chosen: an observer with its default options, such as "minmax" or
             "clip_std"; or from a histogram by "mse", "l2", "entropy" or "percentile" (99.99 %). A spec's `observer_args` take
-            other options. The specs of their quantizers then say so. None follows the specs.
+            other options. The specs of their quantizers then say so. None follows the specs. Histograms count the values of
+            padding like all others: pass batches without it, such as texts of about one length.
 
     Returns:
         The ranges, and the quantizers that saw no data.

@@ -80,6 +80,13 @@ def load_sentences(folder: Path, pairs: int, seen: int) -> Sentences:
         return Sentences(ids, length, archive["score"][:pairs], seen)
 
 
+def padded(batch: Batch, tokens: int) -> Batch:
+    """Return a batch with at least so many tokens a sentence: ids and mask are 0 behind its own."""
+    ids, mask = batch
+    missing = max(tokens - ids.size(1), 0)
+    return F.pad(ids, (0, missing)), F.pad(mask, (0, missing))
+
+
 @dataclass(frozen=True)
 class Correlation:
     """Correlations of the cosines of pairs with their scores, times 100: of all pairs, and of those not seen before."""
@@ -90,13 +97,17 @@ class Correlation:
 
 
 @torch.no_grad()
-def correlation(model: nn.Module, sentences: Sentences) -> Correlation:
-    """Return how well the cosines of a model's embeddings follow the scores."""
-    from scipy.stats import pearsonr, spearmanr
-
+def embeddings_of(model: nn.Module, sentences: Sentences) -> Tensor:
+    """Return a model's embeddings of all sentences, (2 * pairs, width)."""
     parts = [(places, model(*batch)) for places, batch in sentences.batches(slice(None), 100)]
     places = torch.cat([places for places, _ in parts])
-    embeddings = torch.cat([embedding for _, embedding in parts])[places.argsort()]
+    return torch.cat([embedding for _, embedding in parts])[places.argsort()]
+
+
+def correlation(embeddings: Tensor, sentences: Sentences) -> Correlation:
+    """Return how well the cosines of embeddings follow the scores."""
+    from scipy.stats import pearsonr, spearmanr
+
     one, two = embeddings.chunk(2)
     cosine, score, seen = (one * two).sum(1).numpy(), sentences.score, sentences.seen
     found = spearmanr(cosine, score)[0], pearsonr(cosine, score)[0], spearmanr(cosine[seen:], score[seen:])[0]

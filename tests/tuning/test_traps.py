@@ -117,6 +117,22 @@ def test_mse_is_the_safest_choice_of_ranges(bits: int) -> None:
     assert all(worst["mse"] <= worst[method] for method in methods)
 
 
+def test_padding_makes_squared_error_unsafe() -> None:
+    # Texts of 11 tokens, the first of which has one large feature, as [CLS] has in a BERT; padding has none.
+    torch.manual_seed(0)
+    text, padding = 0.6 * torch.randn(64, 11, 384), 0.6 * torch.randn(64, 117, 384)
+    text[:, 0, 0] = 12.0
+    errors = {}
+    for name, x in {"text": text, "padded": torch.cat((text, padding), 1)}.items():
+        for method in ("minmax", "mse"):
+            prepared = qt.prepare(nn.Sequential(nn.Linear(384, 1)).eval(), text, backend="onnxruntime")
+            qt.calibrate(prepared, x.split(16), method=method, progress=False)
+            quantizer = qt.quantizers_of(prepared)["activation_quantizers.input_1"]
+            errors[name, method] = float((quantizer(text) - text).square().mean())
+    assert errors["text", "mse"] < errors["text", "minmax"]
+    assert errors["padded", "mse"] > 1.3 * errors["padded", "minmax"]
+
+
 def with_long_tails() -> tuple[nn.Module, Tensor, Tensor]:
     """Return a net for samples of small values and a rare large one, whose size is the class, as in EfficientNet-Lite0."""
     labels, width = torch.randint(4, (4096,)), 512
