@@ -87,13 +87,8 @@ class Method:
         if self.embedding is not None:
             mapping.set_object_type(nn.Embedding, qt.QConfig(None, self.embedding))
         if self.graph:
-<<<<<<< HEAD
-            return qt.prepare(model, batch, backend="tensorrt-nlp", qconfig_mapping=mapping)
-        return qt.quant_modules.replace(model, mapping, backend="tensorrt")
-=======
             return qt.prepare(model, batch, backend=self.graph, qconfig_mapping=mapping)
-        return qt.quant_modules.replace(model, mapping)
->>>>>>> h6
+        return qt.quant_modules.replace(model, mapping, backend="tensorrt")
 
 
 def _gptq(model: nn.Module, setting: Setting) -> None:
