@@ -223,6 +223,18 @@ def test_other_files_have_none(tmp_path) -> None:
     assert unoptimized.runtimes["onnxruntime"].verdict is not Verdict.SATURATES
 
 
+@pytest.mark.usefixtures("saturating")
+def test_a_file_for_tensorrt_has_the_verdict_too(tmp_path) -> None:
+    """Without ReLUs, which onnxruntime joins to a convolution of signed codes only in float."""
+    torch.manual_seed(0)
+    prepared = qt.prepare(nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 32, 3)).eval(), IMAGES, backend="tensorrt")
+    qt.calibrate(prepared, [IMAGES], progress=False)
+    path = qt.export_onnx(prepared, IMAGES, tmp_path / "m.onnx", progress=False).path
+    found = qt.export.verify(path, qt.convert(prepared), IMAGES).runtimes["onnxruntime"]
+    assert found.verdict is Verdict.SATURATES
+    assert found.saturating == ("0",)
+
+
 def test_weights_of_seven_bits_are_safe(tmp_path) -> None:
     assert has_wide_weights_in(written(tmp_path, backend="tensorrt")[0])
     for integer_weights in (True, False):
