@@ -13,7 +13,7 @@ SECOND = $(MAKE) -C build/second TORCH=torch==2.13.0 QTOOLKIT_CUDA=0
 WITHOUT_TORCH = $(addprefix --ignore-glob=tests/, cli debug/test_report_in_a_browser.py ops/test_cuda_* ops/test_instruction_sets.py \
   $(addsuffix .py, $(addprefix test_, benchmarks examples house notebooks readme site site_in_a_browser sweep wheel)))
 
-.PHONY: demo test test-all lint unit docs build wheel environments frameworks second second-environment sanitize fuzz browser clean \
+.PHONY: demo test test-all lint unit docs build wheel environments frameworks second second-environment sanitize fuzz browser emulator clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench
 
 demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
@@ -83,6 +83,9 @@ gpu-bench:                   ## ops beside a copy of the same bytes, training st
 
 browser:                     ## the browser that tests open reports in, on Debian, as root; without it they are skipped
 	apt-get update && apt-get install --yes --no-install-recommends chromium fonts-liberation
+
+emulator:                    ## an emulated processor without VNNI, on which tests run files, on Debian, as root; without it they run on this one alone
+	apt-get update && apt-get install --yes --no-install-recommends qemu-user
 
 fuzz: $(VENV)/built          ## a million calls of ops, and many damaged files, JSON texts and state dicts; an hour on one core
 	@echo "== fuzz"

@@ -7,7 +7,8 @@ python benchmarks/export.py --json FILE         writes the figures too
 
 Each model is exported in float and in int8, prepared for the runtime that executes it; quantize_static quantizes the float file
 with the same calibration batches (QDQ, uint8 activations, int8 weights per channel). ExecuTorch and LiteRT have files of their
-own, with XNNPACK; ai-edge-quantizer, where it is installed, quantizes LiteRT's float file with the same images. All
+own, with XNNPACK; for onnxruntime there are files with int8 weights too, of eight bits and of seven, whose sums are faster on
+processors with VNNI; ai-edge-quantizer, where it is installed, quantizes LiteRT's float file with the same images. All
 files of one model and one runtime are timed in turn, and times are multiples of the float file's in that runtime.
 """
 
@@ -17,6 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from qtoolkit.runtimes.table import EXECUTES
 
 GOAL = "below 1, and no slower than quantize_static"
 FLOAT, OURS, STATIC = "float", "qtoolkit", "quantize_static"
+IN_INT8, OF_7_BITS = "qtoolkit, int8 weights", "qtoolkit, 7-bit weights"
 EXECUTORCH, LITERT = "executorch", "litert"
 PACKAGES = {LITERT: "ai_edge_litert"}  # where the package has another name than the runtime
 Files = dict[str, tuple[Path, Sequence[Layer]]]
@@ -89,13 +92,26 @@ def write_files(subject: Subject, folder: Path, runtime: str) -> Files:
     dynamic: Any = ({0: "batch", **({2: "height", 3: "width"} if "Set5" in subject.unit else {})},)
     example = torch.cat([subject.example] * 2)  # a batch of one would fix the dimension
     torch.onnx.export(subject.model, (example,), paths[FLOAT], dynamo=True, dynamic_shapes=dynamic, verbose=False)
-    prepared = qt.prepare(subject.model, (example,), backend=runtime)
-    qt.calibrate(prepared, subject.calibration, progress=False)
-    qt.export_onnx(prepared, (example,), paths[OURS], dynamic_shapes=dynamic, verify=False)
+    own = qt.backends[runtime].qconfig
+    export = partial(qt.export_onnx, example_inputs=(example,), dynamic_shapes=dynamic, verify=False)
+    prepared = calibrated(subject, example, runtime, own)
+    export(prepared, path=paths[OURS])
+    if runtime == "onnxruntime":
+        paths |= {name: folder / f"{name}.onnx" for name in (IN_INT8, OF_7_BITS)}
+        export(prepared, path=paths[IN_INT8], weight_codes="int8")
+        seven = replace(own, weight=replace(own.weight, bits=7))
+        export(calibrated(subject, example, runtime, seven), path=paths[OF_7_BITS])
     quantize_static(paths[FLOAT], paths[STATIC], subject.calibration)
     return {
         name: (path, EXECUTES[runtime](path, [subject.example], [], {}, True).layers) for name, path in paths.items()
     }
+
+
+def calibrated(subject: Subject, example: Tensor, runtime: str, config: qt.QConfig) -> torch.nn.Module:
+    """Prepare a model for a runtime with this config, and calibrate it."""
+    prepared = qt.prepare(subject.model, (example,), runtime, qt.QConfigMapping().set_global(config))
+    qt.calibrate(prepared, subject.calibration, progress=False)
+    return prepared
 
 
 def files_of_litert(subject: Subject, folder: Path) -> Files:

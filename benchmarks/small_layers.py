@@ -97,7 +97,7 @@ def step_of(layer: Layer, images: int, size: int, forward: str, device: str = "c
     x = torch.randn(images, layer.channels, size, size)
     if device != "cpu":
         x, model = x.to(device, memory_format=torch.channels_last), model.to(device, memory_format=torch.channels_last)
-    prepared = qt.prepare(model, (x,), training_arithmetic=forward)
+    prepared = qt.prepare(model, (x,), training_arithmetic=forward, backend="tensorrt")
     qt.calibrate(prepared.eval(), [x], progress=False)
     prepared.train()
 

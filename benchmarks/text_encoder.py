@@ -75,7 +75,7 @@ class Method:
             mapping.set_object_type(nn.Embedding, qt.QConfig(None, self.embedding))
         if self.graph:
             return qt.prepare(model, batch, backend="tensorrt-nlp", qconfig_mapping=mapping)
-        return qt.quant_modules.replace(model, mapping)
+        return qt.quant_modules.replace(model, mapping, backend="tensorrt")
 
 
 def _gptq(model: nn.Module, setting: Setting) -> None:

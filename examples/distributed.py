@@ -32,7 +32,7 @@ def network() -> nn.Module:
     model = nn.Sequential(*layers, nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2))
     model.extend([nn.Flatten(), nn.Linear(128, 10)])
     learned = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(axis=0, quantizer="lsq"))
-    return qt.prepare(model.train(), qconfig_mapping=qt.QConfigMapping().set_global(learned))
+    return qt.prepare(model.train(), qconfig_mapping=qt.QConfigMapping().set_global(learned), backend="tensorrt")
 
 
 def digits() -> TensorDataset:

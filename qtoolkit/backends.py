@@ -19,9 +19,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from qtoolkit.config import QConfig, QuantSpec
+from qtoolkit.config.formats import WeightCodes
 from qtoolkit.errors import check_known, shown
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import ACTIVATIONS, CONCATS, KINDS, MOVES
+
+# The default of a required argument `backend` that stands behind optional ones.
+REQUIRED = "<required>"
 
 Role = Literal["compute", "merge", "concat", "transparent", "activation", "float"]
 # The roles of ops whose inputs are quantized.
@@ -43,6 +47,8 @@ class Backend:
             layer, so that the target can fuse the add into the layer.
         shared_concat: Whether the inputs of a concat share one scale. If not, each input and the output have their own.
         integer_weights: Whether weights are exported as integers (DequantizeLinear alone), not as floats with both nodes.
+        weight_codes: The type in which ONNX files store signed codes of 8 bits of weights: "int8"; or "uint8", the same codes
+            128 higher with a zero point of 128, whose sums onnxruntime computes exactly on every processor.
         integer_bias: Whether the target adds biases to integer sums, in int32, in steps of input scale times weight scale.
             Training and the exported file then have them on that grid.
         runtime: The entry of `qtoolkit.runtimes.table.RUNTIMES` whose integer arithmetic the target has; None for none.
@@ -70,6 +76,7 @@ class Backend:
         same_grid: Kinds that compute on codes with one grid for their input and their output, which then share a quantizer.
         output_specs: The spec of the output of kinds whose grid the target fixes, in the bits of that spec.
         batch_norm: How a layer takes over the batch norm after it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
+        title: What the target is, in a few words.
 
     Raises:
         ValueError: A kind of op, a role or an option is not known.
@@ -89,6 +96,7 @@ class Backend:
     residual_add: Literal["both", "identity"] = "both"
     shared_concat: bool = True
     integer_weights: bool = True
+    weight_codes: WeightCodes = "int8"
     integer_bias: bool = False
     runtime: str | None = None
     advice: tuple[str, ...] = ()
@@ -107,6 +115,7 @@ class Backend:
     same_grid: tuple[str, ...] = ()
     output_specs: Mapping[str, QuantSpec] = field(default_factory=dict)
     batch_norm: Literal["unscale", "frozen", "two_convolutions", "std_correction"] = "unscale"
+    title: str = ""
 
     def __post_init__(self) -> None:
         for kind, role in self.roles.items():
@@ -115,6 +124,7 @@ class Backend:
         for kind in (*self.needs_quantized_output, *self.joined_activations, *self.same_grid, *self.output_specs):
             check_known(f"kind of op in Backend {self.name!r}:", kind, KINDS)
         check_known(f"residual_add of Backend {self.name!r}:", self.residual_add, ("both", "identity"))
+        check_known(f"weight_codes of Backend {self.name!r}:", self.weight_codes, get_args(WeightCodes))
         if self.conv_transpose_axis not in (0, 1):
             raise ValueError(
                 f"Backend {self.name!r}: conv_transpose_axis must be 0 (input channels) or 1 (output channels), got "
@@ -191,6 +201,7 @@ _LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 # there is none; in half precision it is fused as it stands. Attention of matrix products and a softmax has all of them.
 TENSORRT = Backend(
     name="tensorrt",
+    title="TensorRT 10",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
     roles=_roles(compute=(*_PRODUCTS, "avg_pool", "upsample_linear"), merge=("add",)),
     residual_add="identity",
@@ -206,26 +217,30 @@ TENSORRT = Backend(
 TENSORRT_NLP = replace(
     TENSORRT,
     name="tensorrt-nlp",
+    title="TensorRT 10, transformers: linear layers, matmuls and adds alone",
     roles=_roles(compute=("linear", "matmul", "attention"), merge=("add",), concat=()),
 )
 
 # TensorRT 8: its kernels take the scales of a transposed convolution along axis 0 (NVIDIA/TensorRT #1694, #1699, #2380), and
 # it rejects grouped ones (#1934).
-TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_conv_transpose=False)
+TENSORRT8 = replace(TENSORRT, name="tensorrt8", title="TensorRT 8", conv_transpose_axis=0, grouped_conv_transpose=False)
 
-# onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point, weights
-# int8 symmetric per channel (U8S8). What follows was measured with 1.30 at its default optimization level (the table in
-# docs/runtimes.md), and agrees with its selectors (onnxruntime/core/optimizer/qdq_transformer/selectors_actions/
-# qdq_selectors.cc): QLinearConv, QLinearAdd, QLinearMul, QLinearAveragePool, QLinearSigmoid and QLinearLeakyRelu are fused only
-# if their one output goes to a QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join
-# that the saturation of a QuantizeLinear replaces. Transposed convolutions have no integer kernel, and between Q/DQ nodes
-# onnxruntime quantizes the weight of a float one itself: the file has a convolution and a DepthToSpace instead, which run on
-# codes. One that only outputs of the graph take is fastest without Q/DQ nodes. Linear resizes have no integer kernel either:
-# between Q/DQ nodes they are slower than in float. F.scaled_dot_product_attention is written as products around a softmax,
-# which run in float even between Q/DQ nodes. Ops with a constant stay float, because the constant has no quantizer. Biases are
-# int32 (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+# onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point,
+# weights symmetric per channel. The file stores weights in uint8 with a zero point of 128 (U8U8): processors without VNNI add
+# products of uint8 and int8 codes in 16 bits, which saturate (the same page, "When and why do I need to try U8U8?"). What
+# follows was measured with 1.30 at its default optimization level (the table in docs/runtimes.md), and agrees with its
+# selectors (onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc): QLinearConv, QLinearAdd,
+# QLinearMul, QLinearAveragePool, QLinearSigmoid and QLinearLeakyRelu are fused only if their one output goes to a
+# QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join that the saturation of a
+# QuantizeLinear replaces. Transposed convolutions have no integer kernel, and between Q/DQ nodes onnxruntime quantizes the
+# weight of a float one itself: the file has a convolution and a DepthToSpace instead, which run on codes. One that only
+# outputs of the graph take is fastest without Q/DQ nodes. Linear resizes have no integer kernel either: between Q/DQ nodes
+# they are slower than in float. F.scaled_dot_product_attention is written as products around a softmax, which run in float
+# even between Q/DQ nodes. Ops with a constant stay float, because the constant has no quantizer. Biases are int32
+# (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
 ONNXRUNTIME = Backend(
     name="onnxruntime",
+    title="onnxruntime on CPUs",
     qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),
     roles=_roles(
         compute=(*_PRODUCTS, "embedding", "avg_pool", "sigmoid", "leaky_relu"),
@@ -236,6 +251,7 @@ ONNXRUNTIME = Backend(
     joined_activations=("relu", "relu6", "clamp"),
     repeated_pairs=_MOVING_OPS,
     sub_pixel=True,
+    weight_codes="uint8",
     integer_bias=True,
     runtime="onnxruntime",
 )
@@ -247,6 +263,7 @@ ONNXRUNTIME = Backend(
 # NNCF gives its query and key, and its softmax has no quantizer: measured with 2026.4 (docs/runtimes.md).
 OPENVINO = Backend(
     name="openvino",
+    title="OpenVINO on CPUs",
     qconfig=QConfig(activation=_SIGNED, weight=QuantSpec(bits=7, axis=0)),
     roles=_roles(
         compute=(*_ALL_PRODUCTS, "scale", "avg_pool", "mean", "upsample_linear"),
@@ -261,6 +278,7 @@ OPENVINO = Backend(
 # per tensor, weights too; inputs and outputs of every op, after ReLU and flatten; each concat input has its own encoding.
 SNPE = Backend(
     name="snpe",
+    title="SNPE (Qualcomm)",
     qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
     roles=_roles(compute=(*_ALL_PRODUCTS, *_IN_INTEGERS), merge=("add", "sub", "mul", "div")),
     shared_concat=False,
@@ -276,6 +294,7 @@ SNPE = Backend(
 QNN = replace(
     SNPE,
     name="qnn",
+    title="QNN (Qualcomm's HTP)",
     roles=_roles(
         compute=(*_ALL_PRODUCTS, *_IN_INTEGERS, "layer_norm", "instance_norm", "softmax"),
         merge=("add", "sub", "mul", "div"),
@@ -286,6 +305,7 @@ QNN = replace(
 # inputs, weights and outputs of all ops that the DPU computes.
 VITIS = Backend(
     name="vitis",
+    title="Vitis AI (Xilinx' DPU)",
     qconfig=QConfig(activation=_POW2, weight=_POW2),
     roles=_roles(compute=(*_LAYERS, *_IN_INTEGERS), merge=("add", "mul")),
     quantize_outputs=True,
@@ -293,18 +313,26 @@ VITIS = Backend(
 )
 
 # PPL (OpenPPL on CUDA). Source: MQBench's PPLCUDA scheme and TotalINT placement: uint8 with a zero point, weights per channel.
-PPL = replace(SNPE, name="ppl", qconfig=QConfig(activation=_AFFINE, weight=replace(_AFFINE, axis=0)))
+PPL = replace(
+    SNPE, name="ppl", title="OpenPPL on CUDA", qconfig=QConfig(activation=_AFFINE, weight=replace(_AFFINE, axis=0))
+)
 
 # PPL with activations of 16 bits. Source: MQBench's PPLW8A16: uint8 weights and uint16 activations with zero points.
-PPL_W8A16 = replace(PPL, name="ppl-w8a16", qconfig=QConfig(activation=replace(_AFFINE, bits=16), weight=_AFFINE))
+PPL_W8A16 = replace(
+    PPL,
+    name="ppl-w8a16",
+    title="OpenPPL on CUDA, activations of 16 bits",
+    qconfig=QConfig(activation=replace(_AFFINE, bits=16), weight=_AFFINE),
+)
 
 # STPU (SenseTime). Source: MQBench's STPU scheme and TotalINT placement: int8 in [-127, 127] per tensor for weights too.
-STPU = replace(SNPE, name="stpu", qconfig=QConfig(activation=_NARROW, weight=_NARROW))
+STPU = replace(SNPE, name="stpu", title="STPU (SenseTime)", qconfig=QConfig(activation=_NARROW, weight=_NARROW))
 
 # Tengine, uint8. Source: MQBench's Tengine_u8: as SNPE, with concat, hardswish and sigmoid quantized as ops of their own.
 TENGINE = replace(
     SNPE,
     name="tengine",
+    title="Tengine",
     roles=_roles(compute=(*_LAYERS, *_IN_INTEGERS, "hardswish", "sigmoid"), merge=("add", "mul")),
 )
 
@@ -312,6 +340,7 @@ TENGINE = replace(
 # inputs of layers, pools, batch norms, interpolations, adds and products; concats stay float.
 NNIE = Backend(
     name="nnie",
+    title="NNIE (HiSilicon)",
     qconfig=QConfig(activation=_LOGARITHMIC, weight=_LOGARITHMIC),
     roles=_roles(compute=(*_LAYERS, "avg_pool", "upsample_linear", "batch_norm"), merge=("add", "mul"), concat=()),
 )
@@ -322,6 +351,7 @@ NNIE = Backend(
 # input.
 TVM = Backend(
     name="tvm",
+    title="TVM",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
     roles=_roles(compute=(*_LAYERS, "scale", "matmul", "avg_pool", "mean"), merge=("add", "sub", "mul")),
     shared_concat=False,
@@ -337,6 +367,7 @@ TVM = Backend(
 # int32 in steps of input scale times weight scale.
 XNNPACK = Backend(
     name="xnnpack",
+    title="ExecuTorch with XNNPACK",
     qconfig=QConfig(activation=replace(_AFFINE, signed=True), weight=replace(_PER_CHANNEL, narrow=True)),
     roles=_roles(compute=(*_LAYERS, "avg_pool", "mean"), merge=("add", "sub", "mul")),
     grouped_conv_transpose=False,
@@ -366,6 +397,7 @@ def _fixed(low: float, high: float) -> QuantSpec:
 # A SiLU is a logistic and a product.
 LITERT = Backend(
     name="litert",
+    title="LiteRT (TensorFlow Lite)",
     qconfig=QConfig(activation=replace(_AFFINE, signed=True), weight=replace(_PER_CHANNEL, narrow=True)),
     roles={**_roles(compute=_LITERT_OPS, merge=_LITERT_MERGES), **dict.fromkeys(_FLOAT_IN_LITERT, "float")},
     grouped_conv_transpose=False,
@@ -386,6 +418,7 @@ _OF_16_BITS = QuantSpec(bits=16, observer="constant", observer_args={"low": -327
 LITERT_16X8 = replace(
     LITERT,
     name="litert-16x8",
+    title="LiteRT, activations of 16 bits",
     qconfig=QConfig(activation=QuantSpec(bits=16), weight=LITERT.qconfig.weight),
     roles={**LITERT.roles, "hardswish": "float", "gelu": "float"},
     output_specs=dict.fromkeys(LITERT.output_specs, _OF_16_BITS),
@@ -396,6 +429,7 @@ LITERT_16X8 = replace(
 # the last layer in 8 bits. A global rule sets the widths of the others.
 ACADEMIC = Backend(
     name="academic",
+    title="the setting of papers",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
     roles=_roles(compute=_LAYERS, concat=()),
     unsigned_after_relu=True,
@@ -407,6 +441,7 @@ ACADEMIC = Backend(
 ACADEMIC_NLP = replace(
     ACADEMIC,
     name="academic-nlp",
+    title="the setting of papers on transformers",
     roles=_roles(compute=("linear", "matmul", "attention", "dot_product_attention"), concat=()),
     end_bits=None,
 )
@@ -420,10 +455,29 @@ backends: Mapping[str, Backend] = {backend.name: backend for backend in _ALL}
 MEANT = {"ort": "onnxruntime", "trt": "tensorrt"}
 
 
-def backend_of(backend: str | Backend) -> Backend:
-    """Return a backend by its name, or raise ValueError with the nearest one; a Backend is returned as it is."""
+def backend_of(backend: str | Backend, required: str = "backend is required") -> Backend:
+    """Return a backend by its name; a Backend is returned as it is.
+
+    Raises:
+        TypeError: The argument was left out. The sentence begins with `required`, and lists the targets.
+        ValueError: The name is unknown. The sentence has the nearest one.
+
+    Example:
+        >>> backend_of("tensorrt") is qt.backends["tensorrt"]
+        True
+        >>> backend_of(REQUIRED)
+        Traceback (most recent call last):
+        ...
+        TypeError: backend is required: it is the target that the model is deployed to. Name it, as in backend="onnxruntime"...
+    """
     if isinstance(backend, Backend):
         return backend
+    if backend == REQUIRED:
+        targets = "\n".join(f"  {name:<14}{target.title}" for name, target in backends.items())
+        raise TypeError(
+            f'{required}: it is the target that the model is deployed to. Name it, as in backend="onnxruntime". The '
+            f"targets are:\n{targets}"
+        )
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a name or a qtoolkit.Backend, got {shown(backend)}.")
     check_known("backend", backend, backends, MEANT)

@@ -123,7 +123,7 @@ def calibrate(
 
     Example:
         >>> import qtoolkit as qt
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt")
         >>> report = qt.calibrate(prepared, [torch.ones(8, 4), 2 * torch.ones(8, 4)], progress=False)
         >>> report.ranges["activation_quantizers.input_1"]
         (1.0, 2.0)
@@ -184,7 +184,7 @@ class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
 
     Example:
         >>> import qtoolkit as qt
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt")
         >>> with torch.no_grad(), calibrating(prepared):
         ...     for batch in (torch.ones(8, 4), 2 * torch.ones(8, 4)):
         ...         _ = prepared(batch)

@@ -21,9 +21,12 @@ FORMATS = {
     **dict.fromkeys(("float8_e5m2", "bf8"), "e5m2"),
     **dict.fromkeys(("fp4", "float4", "float4_e2m1fn_x2"), "e2m1"),
 }
-PREPARE = "qtoolkit.prepare(model, example_inputs), which prepares for QAT in training mode and for PTQ in eval mode"
+PREPARE = (
+    "qtoolkit.prepare(model, example_inputs, backend=...), which prepares for QAT in training mode and for PTQ in eval "
+    "mode"
+)
 DEFAULT = "qtoolkit.prepare(model, example_inputs, backend=...): the default config is that of the backend"
-STUBS = "qtoolkit.prepare(model, example_inputs), which places the quantizers; it needs no stubs"
+STUBS = "qtoolkit.prepare(model, example_inputs, backend=...), which places the quantizers; it needs no stubs"
 # For names that the package does not have.
 WAYS = {
     **dict.fromkeys(("prepare_qat", "prepare_ptq", "prepare_fx", "prepare_qat_fx"), PREPARE),

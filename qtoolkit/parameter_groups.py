@@ -56,7 +56,7 @@ def parameter_groups(
     Example:
         >>> learned = qt.QuantSpec(quantizer="lsq")
         >>> mapping = qt.QConfigMapping().set_global(qt.QConfig(learned, learned))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), qconfig_mapping=mapping)
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), qconfig_mapping=mapping, backend="tensorrt")
         >>> groups = qt.parameter_groups(prepared, lr=0.1, weight_decay=1e-4, scale_lr=0.01)
         >>> for group in groups:
         ...     print(group["name"], group["lr"], group["weight_decay"], group["param_names"])

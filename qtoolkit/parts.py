@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtoolkit.backends import Backend, backend_of, backends
+from qtoolkit.backends import REQUIRED, Backend, backend_of, backends
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Exclude, with_excluded
 from qtoolkit.errors import check_flags, check_sequence, some
@@ -25,7 +25,7 @@ def prepare_parts(
     model: nn.Module,
     example_inputs: Any,
     parts: Sequence[str] | None = None,
-    backend: str | Backend = "tensorrt",
+    backend: str | Backend = REQUIRED,
     qconfig_mapping: QConfigMapping | None = None,
     inplace: bool = False,
     *,
@@ -43,7 +43,7 @@ def prepare_parts(
         example_inputs: A tuple of inputs, a mapping of keyword inputs, or one input. The model runs on them in eval mode.
         parts: Dotted names of the submodules that are prepared, without those inside of others. None: the outermost that
             trace, have at least two layers, and are called once in that run.
-        backend: As in `prepare`.
+        backend: The target, which must be given, as in `prepare`.
         qconfig_mapping: As in `prepare`, by names in the whole model. Rules for functions by the names of their nodes have no
             effect.
         inplace: Change the model itself. If the call fails, the model is unchanged.
@@ -55,7 +55,7 @@ def prepare_parts(
     Raises:
         ValueError: A part is not in the model, is not called exactly once, or lies in another one; or no submodule traces.
         UntraceableError: A part that is named does not trace.
-        TypeError: `parts` is one string.
+        TypeError: `backend` is left out, or `parts` is one string.
 
     Example:
         >>> class Net(torch.nn.Module):
@@ -66,7 +66,7 @@ def prepare_parts(
         ...     def forward(self, x):
         ...         x = self.body(x)
         ...         return [self.head(row) for row in x if row.sum() > 0]
-        >>> prepared = prepare_parts(Net(), torch.ones(3, 4))
+        >>> prepared = prepare_parts(Net(), torch.ones(3, 4), backend="onnxruntime")
         >>> type(prepared).__name__, type(prepared.body).__name__, type(prepared.head).__name__
         ('Net', 'Sequential', 'QuantLinear')
         >>> isinstance(prepared.body, qt.graph.QuantizedGraphModule)

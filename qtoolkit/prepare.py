@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from qtoolkit.backends import Backend, backend_of
+from qtoolkit.backends import REQUIRED, Backend, backend_of
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import (
     Exclude,
@@ -38,7 +38,7 @@ from qtoolkit.quantizers.switches import disable_quantization
 def prepare(
     model: nn.Module,
     example_inputs: Any = None,
-    backend: str | Backend = "tensorrt",
+    backend: str | Backend = REQUIRED,
     qconfig_mapping: QConfigMapping | None = None,
     leaf_modules: Sequence[type[nn.Module]] = (),
     untraced: Sequence[str] = (),
@@ -67,7 +67,7 @@ def prepare(
             give are fixed at their defaults (`*args` and `**kwargs` at nothing), and the model, its graph and the prepared
             model are run on them once, in eval mode with quantizers off: a model that does not run, or whose graph computes
             something else, fails here.
-        backend: A name from `qtoolkit.backends`, or a Backend.
+        backend: The target, which must be given: a name from `qtoolkit.backends`, or a Backend.
         qconfig_mapping: Which layers and ops get which config. Those without a rule get the backend's default.
         leaf_modules: Types of submodules that are not traced. The layers in them are quantized by module replacement, each
             with a quantizer of its input; batch norms in them do not change.
@@ -102,7 +102,7 @@ def prepare(
         UntraceableError: The model's Python cannot be traced, which the error explains with the source line and the remedies;
             or its graph computes something else than its forward for the example inputs.
         ValueError: A backend, a layer name or an option is not known. The error names the nearest known one.
-        TypeError: An argument is of a wrong type.
+        TypeError: `backend` is left out, or an argument is of a wrong type.
 
     Example:
         >>> from torch import nn
@@ -111,7 +111,7 @@ def prepare(
         >>> [name for name, _ in prepared.named_modules() if "quantizers." in name and "observer" not in name]
         ['activation_quantizers.input_1']
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> [type(layer).__name__ for layer in prepare(model, exclude="2").children()][:3]
+        >>> [type(layer).__name__ for layer in prepare(model, backend="onnxruntime", exclude="2").children()][:3]
         ['QuantLinear', 'ReLU', 'Linear']
     """
     check_flags("prepare", inplace=inplace)
@@ -229,10 +229,10 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
 def _check_example_inputs(example_inputs: Any) -> None:
     """Raise TypeError for a backend or a mapping as the second argument, where some other tools take it."""
     if isinstance(example_inputs, str | Backend | QConfigMapping):
-        name = "qconfig_mapping" if isinstance(example_inputs, QConfigMapping) else "backend"
+        names = "backend=..., qconfig_mapping=..." if isinstance(example_inputs, QConfigMapping) else "backend=..."
         raise TypeError(
             f"prepare: example_inputs must be what the model takes, got {with_article(type(example_inputs))}; write "
-            f"prepare(model, example_inputs, {name}=...)."
+            f"prepare(model, example_inputs, {names})."
         )
 
 

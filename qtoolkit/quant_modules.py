@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from torch import nn
 
-from qtoolkit.backends import Backend, backend_of
+from qtoolkit.backends import REQUIRED, Backend, backend_of
 from qtoolkit.config import QConfigMapping, QuantSpec
 from qtoolkit.config.mapping import (
     PLAIN_NAME,
@@ -62,7 +62,7 @@ def replace(
     *,
     exclude: Exclude | None = None,
     custom: QatModules | None = None,
-    backend: str | Backend = "tensorrt",
+    backend: str | Backend = REQUIRED,
     quantize: Literal["inputs", "outputs"] = "inputs",
     training_arithmetic: Arithmetic = "auto",
     save: Saved = "codes",
@@ -96,8 +96,8 @@ def replace(
             module types, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not change it.
         custom: Float type -> QAT type, in addition to `qtoolkit.nn.REPLACED_MODULES`. A QAT type has a class method
             `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`.
-        backend: A name from `qtoolkit.backends`, or a Backend. It gives the default config and the kinds of layers that are
-            quantized.
+        backend: The target, which must be given: a name from `qtoolkit.backends`, or a Backend. It gives the default config
+            and the kinds of layers that are quantized.
         quantize: "inputs": layers quantize their inputs. "outputs": layers quantize their outputs, by a forward hook that runs
             before all others; a layer with several outputs quantizes the first. A chain of `qtoolkit.fuse_modules` quantizes
             the output of its last module. QuantStub and FloatFunctional quantize their outputs too, as in torch.ao's eager
@@ -112,12 +112,12 @@ def replace(
 
     Raises:
         ValueError: A name or option is not known, a spec does not fit a weight, or the model is already prepared.
-        TypeError: An argument has a wrong type, or the model cannot be copied.
+        TypeError: `backend` is left out, an argument has a wrong type, or the model cannot be copied.
         UntraceableError: The model is wrapped or compiled, or has lazy parameters.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> replaced = replace(model, exclude="2")
+        >>> replaced = replace(model, backend="tensorrt", exclude="2")
         >>> [type(layer).__name__ for layer in replaced]
         ['QuantLinear', 'ReLU', 'Linear']
         >>> report = qt.calibrate(replaced, [torch.ones(1, 4)], progress=False)
@@ -178,7 +178,7 @@ def initialize(
     custom: QatModules | None = None,
     *,
     exclude: Exclude | None = None,
-    backend: str | Backend = "tensorrt",
+    backend: str | Backend = REQUIRED,
 ) -> Active:
     """Make the constructors of torch's layers build layers that quantize their inputs and weights, from now on.
 
@@ -204,10 +204,10 @@ def initialize(
 
     Raises:
         ValueError: A name is not known, or a rule is for a layer's name: layers have no names when they are built.
-        TypeError: An argument has a wrong type.
+        TypeError: `backend` is left out, or an argument has a wrong type.
 
     Example:
-        >>> with initialize(exclude=torch.nn.Conv2d):
+        >>> with initialize(backend="tensorrt", exclude=torch.nn.Conv2d):
         ...     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8, 2))
         >>> [type(layer).__name__ for layer in model]
         ['Conv2d', 'Flatten', 'QuantLinear']
@@ -229,7 +229,7 @@ def deactivate() -> None:
     """Restore the constructors of torch's layers. If they are not changed, the call has no effect.
 
     Example:
-        >>> _ = initialize()
+        >>> _ = initialize(backend="tensorrt")
         >>> type(torch.nn.Linear(4, 2)).__name__
         'QuantLinear'
         >>> deactivate()

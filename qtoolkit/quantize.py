@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import nn
 
 from qtoolkit import quant_modules
-from qtoolkit.backends import Backend, backend_of
+from qtoolkit.backends import REQUIRED, Backend, backend_of
 from qtoolkit.batches import Caller, check_batches, no_batch, recorded_inputs
 from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfigMapping
@@ -75,7 +75,7 @@ class QuantizeResult:
 def quantize(
     model: nn.Module,
     batches: Iterable[Any],
-    backend: str | Backend = "tensorrt",
+    backend: str | Backend = REQUIRED,
     path: str | os.PathLike[str] = "model.onnx",
     *,
     exclude: Exclude | None = None,
@@ -102,7 +102,7 @@ def quantize(
         model: The float model.
         batches: Any iterable of batches, as `calibrate` takes it: a few hundred samples like those that the file will get. The
             first batch gives the shapes, and is what the codes are compared on.
-        backend: A name from `qtoolkit.backends`, or a Backend.
+        backend: The target, which must be given: a name from `qtoolkit.backends`, or a Backend.
         path: The file to write.
         exclude: What stays in float: names, regular expressions, types, as `prepare` takes it.
         qconfig_mapping: Which layers and ops get which config, as `prepare` takes it.
@@ -121,7 +121,8 @@ def quantize(
             steps have warnings of their own.
 
     Raises:
-        TypeError: An argument is of a wrong type, or the batches do not match the signature of the model's forward.
+        TypeError: `backend` is left out, an argument is of a wrong type, or the batches do not match the signature of the
+            model's forward.
         ValueError: A name is unknown, there is no batch, the path is a folder, or a step refuses the model or the data.
         RuntimeError: The model cannot be exported, or no data reached a quantizer. As `UntraceableError`: the model is wrapped
             or compiled, or has lazy parameters.

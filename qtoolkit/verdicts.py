@@ -59,7 +59,7 @@ class Verdict:
     """The status of an op or a layer, with its cause, and a sentence for people where there is more to say.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)), backend="tensorrt")
         >>> prepared.plan.status["_1"].text
         'float: a softmax, which tensorrt computes in float'
     """

@@ -54,8 +54,8 @@ def of_loops() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(4)), torch.linspace(-1, 1, 6)
 
 
-def calibrated(model: nn.Module, batches: list[Any], **options: Any) -> nn.Module:
+def calibrated(model: nn.Module, batches: list[Any], backend: str = "tensorrt", **options: Any) -> nn.Module:
     """Return a model replaced and calibrated."""
-    replaced = qt.quant_modules.replace(model, **options)
+    replaced = qt.quant_modules.replace(model, backend=backend, **options)
     qt.calibrate(replaced, batches, progress=False)
     return replaced

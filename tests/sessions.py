@@ -1,14 +1,23 @@
-"""Files in onnxruntime at its default optimizations, with exact sums on processors without VNNI too."""
+"""Files in onnxruntime, in the session that users get: without any option."""
 
 from pathlib import Path
 
 import onnxruntime
 
-from qtoolkit.export.verification.runtimes.onnxruntime_cpu import EXACT_SUMS
+from qtoolkit.export.files.files import OpenedFile
+from qtoolkit.export.verification.runtimes.saturating_sums import has_wide_weights, processor_saturates
 
 
-def exact_session(path: Path) -> onnxruntime.InferenceSession:
+def default_session(path: str | Path) -> onnxruntime.InferenceSession:
     """Return a session of a file."""
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry(*EXACT_SUMS)
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+
+def has_wide_weights_in(path: str | Path) -> bool:
+    """Return whether a file has int8 codes of weights whose sums of products may saturate."""
+    return has_wide_weights(OpenedFile.of(Path(path)))
+
+
+def saturates_here(path: str | Path) -> bool:
+    """Return whether integer sums of a file may be wrong in onnxruntime on this processor."""
+    return processor_saturates() and has_wide_weights_in(path)

@@ -21,7 +21,7 @@ def net() -> nn.Module:
 
 X = torch.ones(2, 4)
 OF_MODULES: dict[str, Callable[[object], object]] = {
-    "prepare: model": qt.prepare,
+    "prepare: model": lambda m: qt.prepare(m, backend="tensorrt"),
     "calibrate: prepared": lambda m: qt.calibrate(m, [X]),
     "convert: the model": qt.convert,
     "export_onnx: the model": lambda m: qt.export_onnx(m, X, "unwritten.onnx"),
@@ -33,10 +33,10 @@ OF_MODULES: dict[str, Callable[[object], object]] = {
     "load_amax: model": lambda m: load_amax(m, {}),
     "freeze_batch_norm: model": qt.freeze_batch_norm,
     "unfreeze_batch_norm: model": qt.unfreeze_batch_norm,
-    "replace: model": qt.quant_modules.replace,
+    "replace: model": lambda m: qt.quant_modules.replace(m, backend="tensorrt"),
     "fuse_modules: model": lambda m: qt.fuse_modules(m, [["0", "1"]]),
     "compare: quantized": lambda m: qt.debug.compare(net(), m, X),
-    "compare: float_model": lambda m: qt.debug.compare(m, qt.prepare(net()), X),
+    "compare: float_model": lambda m: qt.debug.compare(m, qt.prepare(net(), backend="tensorrt"), X),
     "sensitivity: model": lambda m: qt.debug.sensitivity(m, len),
     "draw: graph_module": lambda m: qt.debug.draw(m, "unwritten.svg"),
     "report: model": lambda m: qt.debug.report(m, "unwritten.html"),
@@ -66,7 +66,7 @@ def test_what_is_no_module_is_named(start: str, value: object) -> None:
 )
 def test_options_of_prepare(options: dict[str, object], words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        qt.prepare(net(), **options)
+        qt.prepare(net(), **{"backend": "tensorrt", **options})
 
 
 def flags() -> Iterator[tuple[str, Callable[..., object], str]]:
@@ -103,7 +103,7 @@ def test_the_best_known_options_are_among_them() -> None:
 
 @pytest.mark.parametrize("evaluate", ["accuracy", None])
 def test_what_is_no_function_does_not_evaluate(evaluate: object) -> None:
-    prepared = qt.prepare(net().eval())
+    prepared = qt.prepare(net().eval(), backend="tensorrt")
     qt.calibrate(prepared, [X], progress=False)
     with pytest.raises(TypeError, match=f"sensitivity: evaluate must be a function of a model, got {evaluate!r}"):
         qt.debug.sensitivity(prepared, evaluate, progress=False)
@@ -121,13 +121,13 @@ def test_what_is_no_function_does_not_evaluate(evaluate: object) -> None:
 )
 def test_arguments_of_calibrate(arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(TypeError, match=f"calibrate: {words}"):
-        qt.calibrate(qt.prepare(net()), *arguments)
+        qt.calibrate(qt.prepare(net(), backend="tensorrt"), *arguments)
 
 
 @pytest.mark.parametrize("state_dict", [None, 5, [X]])
 def test_a_checkpoint_is_a_mapping(state_dict: object) -> None:
     with pytest.raises(TypeError, match="load_amax: state_dict must be a mapping of names to tensors, got"):
-        load_amax(qt.prepare(net()), state_dict)
+        load_amax(qt.prepare(net(), backend="tensorrt"), state_dict)
 
 
 def conv_net() -> nn.Module:
@@ -165,13 +165,13 @@ MISFITS = {
 def test_inputs_that_a_model_does_not_take_are_named(case: str) -> None:
     make, inputs, words = MISFITS[case]
     with pytest.raises(TypeError, match=f"^prepare: example_inputs do not fit the model: {words}"):
-        qt.prepare(make(), inputs)
+        qt.prepare(make(), inputs, backend="tensorrt")
     with pytest.raises(RuntimeError, match=f"^calibrate: a batch does not fit the model: {words}"):
-        qt.calibrate(qt.prepare(make()), [inputs], progress=False)
+        qt.calibrate(qt.prepare(make(), backend="tensorrt"), [inputs], progress=False)
 
 
 def test_inputs_in_a_list_are_named_by_the_export(tmp_path: Path) -> None:
-    prepared = qt.prepare(conv_net(), IMAGES)
+    prepared = qt.prepare(conv_net(), IMAGES, backend="tensorrt")
     qt.calibrate(prepared, [IMAGES], progress=False)
     words = "example_inputs do not fit the model: a list is one argument, 'input'; write a tuple"
     with pytest.raises(TypeError, match=f"^export_onnx: {words}"):
@@ -184,8 +184,8 @@ def test_inputs_in_a_list_are_named_by_the_export(tmp_path: Path) -> None:
 def test_inputs_without_a_tensor_are_named(value: object, tmp_path: Path) -> None:
     words = f"do(es)? not fit the model: 'input' is {value!r}, and no input is a tensor"
     with pytest.raises(TypeError, match=f"^prepare: example_inputs {words}"):
-        qt.prepare(conv_net(), value)
-    prepared = qt.prepare(conv_net(), IMAGES)
+        qt.prepare(conv_net(), value, backend="tensorrt")
+    prepared = qt.prepare(conv_net(), IMAGES, backend="tensorrt")
     with pytest.raises(RuntimeError, match=f"^calibrate: a batch {words}"):
         qt.calibrate(prepared, [value], progress=False)
     qt.calibrate(prepared, [IMAGES], progress=False)
@@ -195,7 +195,7 @@ def test_inputs_without_a_tensor_are_named(value: object, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("path", [None, io.BytesIO(), 5, ""])
 def test_a_value_that_is_no_path_is_named(path: object) -> None:
-    prepared = qt.prepare(conv_net(), IMAGES)
+    prepared = qt.prepare(conv_net(), IMAGES, backend="tensorrt")
     qt.calibrate(prepared, [IMAGES], progress=False)
     with pytest.raises(
         TypeError, match=r'^export_onnx: path must be the file to write, got .*; write path="model\.onnx"'
@@ -221,7 +221,7 @@ def test_a_file_is_no_folder_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    prepared = qt.prepare(conv_net(), IMAGES)
+    prepared = qt.prepare(conv_net(), IMAGES, backend="tensorrt")
     qt.calibrate(prepared, [IMAGES], progress=False)
     with pytest.raises(
         IsADirectoryError, match=r"^export_onnx: path must be the file to write, got the folder .*model.onnx'"
@@ -235,7 +235,7 @@ def test_a_path_with_the_ending_of_another_format_is_refused(tmp_path: Path) -> 
     words = (
         r"^{0}: path must not end in '\.tflite', of which {0} writes none, got .*; write path='model.onnx', or call qt"
     )
-    prepared = qt.prepare(conv_net(), IMAGES)
+    prepared = qt.prepare(conv_net(), IMAGES, backend="tensorrt")
     qt.calibrate(prepared, [IMAGES], progress=False)
     with pytest.raises(ValueError, match=words.format("quantize")):
         qt.quantize(conv_net(), [IMAGES], backend="litert", path=tmp_path / "model.tflite", progress=False)
@@ -248,7 +248,7 @@ def test_a_path_with_the_ending_of_another_format_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("forward", [lambda model, batch: None, lambda model, batch: conv_net()(batch)])
 def test_a_forward_that_calls_another_model_calibrates_nothing(forward: object) -> None:
-    prepared = qt.prepare(conv_net(), IMAGES)
+    prepared = qt.prepare(conv_net(), IMAGES, backend="tensorrt")
     qt.calibrate(prepared, [IMAGES], progress=False)
     state = {name: value.clone() for name, value in prepared.state_dict().items() if isinstance(value, torch.Tensor)}
     words = r"^calibrate: no data reached the quantizers .* in 1 batches; forward\(model, batch\) must call the model"
@@ -258,7 +258,7 @@ def test_a_forward_that_calls_another_model_calibrates_nothing(forward: object) 
 
 
 def test_a_runtime_is_of_integer_arithmetic() -> None:
-    prepared = qt.prepare(conv_net(), IMAGES)
+    prepared = qt.prepare(conv_net(), IMAGES, backend="tensorrt")
     qt.calibrate(prepared, [IMAGES], progress=False)
     with pytest.raises(
         ValueError, match=r"^convert: runtime='litert' is whose integer arithmetic .* or leave runtime out"
@@ -268,18 +268,18 @@ def test_a_runtime_is_of_integer_arithmetic() -> None:
 
 def test_a_list_of_inputs_is_one_argument() -> None:
     with pytest.raises(TypeError, match="a list is one argument, 'input'; write a tuple for the arguments of forward"):
-        qt.prepare(conv_net(), [IMAGES])
+        qt.prepare(conv_net(), [IMAGES], backend="tensorrt")
 
 
 def test_inputs_of_another_shape_are_named_with_the_error_of_torch() -> None:
     with pytest.raises(
         RuntimeError, match=r"^prepare: .*'input' has the shape \(2, 5, 8, 8\), .*Error: Given groups=1"
     ):
-        qt.prepare(conv_net(), torch.ones(2, 5, 8, 8))
+        qt.prepare(conv_net(), torch.ones(2, 5, 8, 8), backend="tensorrt")
 
 
 def test_an_array_that_is_exported_is_named(tmp_path: Path) -> None:
-    prepared = qt.prepare(conv_net(), IMAGES)
+    prepared = qt.prepare(conv_net(), IMAGES, backend="tensorrt")
     qt.calibrate(prepared, [IMAGES], progress=False)
     with pytest.raises(
         TypeError, match="^export_onnx: example_inputs do not fit the model: 'input' is an array of type"
@@ -288,7 +288,7 @@ def test_an_array_that_is_exported_is_named(tmp_path: Path) -> None:
 
 
 def test_a_converted_model_is_not_calibrated() -> None:
-    prepared = qt.prepare(net())
+    prepared = qt.prepare(net(), backend="tensorrt")
     qt.calibrate(prepared, [X], progress=False)
     with pytest.raises(ValueError, match="^calibrate: a converted model has fixed scales; calibrate the prepared one"):
         qt.calibrate(qt.convert(prepared), [X], progress=False)
@@ -301,7 +301,7 @@ def test_a_class_of_the_same_name_is_told_apart() -> None:
     )
     for quantize in (qt.prepare, qt.quant_modules.replace):
         with pytest.raises(TypeError, match=words):
-            quantize(net(), qconfig_mapping=other)
+            quantize(net(), qconfig_mapping=other, backend="tensorrt")
     config = type("QConfig", (), {"__module__": "torch.ao.quantization"})()
     with pytest.raises(TypeError, match="a config must be a QConfig or None, got torch.ao.quantization.QConfig"):
         qt.QConfigMapping().set_global(config)

@@ -69,7 +69,8 @@ TOKENS = {"input_ids": IDS, "attention_mask": MASK}
 
 
 def quantized(kind: str, model: nn.Module, **options: object) -> nn.Module:
-    return qt.prepare(model, **options) if kind == "prepare" else qt.quant_modules.replace(model, **options)
+    quantize = qt.prepare if kind == "prepare" else qt.quant_modules.replace
+    return quantize(model, backend="tensorrt", **options)
 
 
 def calibrated(model: nn.Module | None = None) -> nn.Module:
@@ -114,7 +115,7 @@ def test_a_dict_with_labels_calibrates(kind: str, name: str) -> None:
 @pytest.mark.parametrize("example", [TOKENS, (IDS, MASK)], ids=["mapping", "tuple"])
 def test_a_graph_takes_no_labels_that_were_not_in_its_example_inputs(example: object) -> None:
     """The signature of the graph still has the argument, which tracing has fixed at None."""
-    prepared = qt.prepare(Text(), example)
+    prepared = qt.prepare(Text(), example, backend="tensorrt")
     assert "labels" in inspect.signature(prepared.forward).parameters
     labels = LABELS[:4] % 4
     batch = {**TOKENS, "labels": labels} if isinstance(example, dict) else [IDS, MASK, labels]
@@ -125,11 +126,14 @@ def test_a_graph_takes_no_labels_that_were_not_in_its_example_inputs(example: ob
 @pytest.mark.parametrize(
     ("make", "batch"),
     [
-        (lambda: qt.quant_modules.replace(Text()), {**TOKENS, "labels": LABELS[:4] % 4}),
-        (lambda: qt.prepare(Text(), {**TOKENS, "labels": LABELS[:4] % 4}), {**TOKENS, "labels": LABELS[:4] % 4}),
-        (lambda: qt.quant_modules.replace(Text()), [IDS, MASK, LABELS[:4] % 4]),
-        (lambda: qt.prepare(Net()), IMAGES),
-        (lambda: qt.prepare(Net()), (IMAGES,)),
+        (lambda: qt.quant_modules.replace(Text(), backend="tensorrt"), {**TOKENS, "labels": LABELS[:4] % 4}),
+        (
+            lambda: qt.prepare(Text(), {**TOKENS, "labels": LABELS[:4] % 4}, backend="tensorrt"),
+            {**TOKENS, "labels": LABELS[:4] % 4},
+        ),
+        (lambda: qt.quant_modules.replace(Text(), backend="tensorrt"), [IDS, MASK, LABELS[:4] % 4]),
+        (lambda: qt.prepare(Net(), backend="tensorrt"), IMAGES),
+        (lambda: qt.prepare(Net(), backend="tensorrt"), (IMAGES,)),
     ],
     ids=["replaced", "in the graph", "list", "tensor", "tuple of one"],
 )
@@ -140,7 +144,7 @@ def test_labels_that_forward_takes_are_passed(make: Callable[[], nn.Module], bat
 
 
 def test_a_hook_may_take_the_labels() -> None:
-    seen, model = [], qt.quant_modules.replace(Net())
+    seen, model = [], qt.quant_modules.replace(Net(), backend="tensorrt")
     model.register_forward_pre_hook(lambda module, args: (seen.append(args[1]), args[:1])[1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -178,14 +182,14 @@ def test_post_training_methods_take_the_same_batches() -> None:
 @pytest.mark.parametrize("batches", [IMAGES, {"input_ids": IDS}], ids=["tensor", "dict"])
 def test_one_batch_without_a_list(batches: object) -> None:
     with pytest.raises(TypeError, match=r"^calibrate: batches must be an iterable of batches.*; write \[batch\]"):
-        qt.calibrate(qt.prepare(Net()), batches)
+        qt.calibrate(qt.prepare(Net(), backend="tensorrt"), batches)
 
 
 # ---- prepare
 
 
 def test_prepare_takes_the_model_alone() -> None:
-    prepared = qt.prepare(Net())
+    prepared = qt.prepare(Net(), backend="tensorrt")
     qt.calibrate(prepared, [IMAGES], progress=False)
     assert prepared(IMAGES).shape == (8, 10)
 
@@ -197,8 +201,8 @@ class BranchesOnSizes(Net):
 
 def test_a_model_that_needs_example_inputs_says_so() -> None:
     with pytest.raises(qt.UntraceableError, match="pass example_inputs, which determine the sizes"):
-        qt.prepare(BranchesOnSizes())
-    qt.prepare(BranchesOnSizes(), IMAGES)
+        qt.prepare(BranchesOnSizes(), backend="tensorrt")
+    qt.prepare(BranchesOnSizes(), IMAGES, backend="tensorrt")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +210,10 @@ def test_a_model_that_needs_example_inputs_says_so() -> None:
     [
         ("tensorrt", r"got a str; write prepare\(model, example_inputs, backend=\.\.\.\)"),
         (qt.backends["tensorrt"], r"got a Backend; write prepare\(model, example_inputs, backend=\.\.\.\)"),
-        (qt.QConfigMapping(), r"got a QConfigMapping; write prepare\(model, example_inputs, qconfig_mapping=\.\.\.\)"),
+        (
+            qt.QConfigMapping(),
+            r"got a QConfigMapping; write prepare\(model, example_inputs, backend=\.\.\., qconfig_mapping=\.\.\.\)",
+        ),
     ],
     ids=["name", "backend", "mapping"],
 )
@@ -233,17 +240,17 @@ def test_an_example_of_another_shape_names_it_and_the_layer(case: str, tmp_path:
     with pytest.raises(
         RuntimeError, match=f"^prepare: example_inputs do {words}cannot take; pass inputs of the shapes"
     ):
-        qt.prepare(Net(), x)
+        qt.prepare(Net(), x, backend="tensorrt")
     with pytest.raises(RuntimeError, match=f"^export_onnx: example_inputs do {words}"):
         qt.export_onnx(calibrated(), x, tmp_path / "model.onnx", progress=False)
     with pytest.raises(RuntimeError, match=f"^calibrate: a batch does {words}"):
-        qt.calibrate(qt.quant_modules.replace(Net()), [x], progress=False)
+        qt.calibrate(qt.quant_modules.replace(Net(), backend="tensorrt"), [x], progress=False)
     with pytest.raises(ValueError, match=f"^calibrate: a batch does not fit the model: 'x' has the shape {given}, "):
-        qt.calibrate(qt.prepare(Net()), [x], progress=False)
+        qt.calibrate(qt.prepare(Net(), backend="tensorrt"), [x], progress=False)
     with pytest.raises(ValueError, match=f"^report: inputs do {words}"):
         qt.debug.report(calibrated(), x, tmp_path / "report.html", progress=False)
     for quantize in (qt.prepare, qt.quant_modules.replace):
-        model = quantize(Net().eval())
+        model = quantize(Net().eval(), backend="tensorrt")
         qt.calibrate(model, [IMAGES], progress=False)
         with pytest.raises(ValueError, match=f"^compare: inputs do not fit the model: 'x' has the shape {given}, "):
             qt.debug.compare(Net().eval(), model, x, progress=False)
@@ -257,11 +264,13 @@ def test_errors_of_other_causes_are_not_about_shapes() -> None:
                 raise RuntimeError("no device has this size of memory.")
             return x
 
-    model = qt.quant_modules.replace(Net())
+    model = qt.quant_modules.replace(Net(), backend="tensorrt")
     with pytest.raises(RuntimeError, match="^quantizer 'conv.input_quantizer' has no range yet"):
         model(IMAGES)
     with pytest.raises(ValueError, match="the model was prepared for inputs of other sizes"):
-        qt.calibrate(qt.prepare(BranchesOnSizes(), IMAGES), [torch.randn(2, 3, 9, 8)], progress=False)
+        qt.calibrate(
+            qt.prepare(BranchesOnSizes(), IMAGES, backend="tensorrt"), [torch.randn(2, 3, 9, 8)], progress=False
+        )
 
 
 # ---- what is excluded: one rule for prepare and replace
@@ -320,7 +329,7 @@ def test_exclude_takes_functions_and_ops_of_a_graph() -> None:
     assert "excluded by add" in status(exclude=torch.add)
     assert "excluded by 'add'" in status(exclude="add")
     with pytest.warns(UserWarning, match="^replace: exclude names add, which is a function"):
-        qt.quant_modules.replace(Adds(), exclude=torch.add)
+        qt.quant_modules.replace(Adds(), exclude=torch.add, backend="tensorrt")
 
 
 def test_a_layer_with_two_names_is_excluded_by_either() -> None:
@@ -364,18 +373,18 @@ def test_a_type_that_is_not_in_the_model_is_said(kind: str) -> None:
 
 
 def test_initialize_excludes_types() -> None:
-    with qt.quant_modules.initialize(exclude=[nn.Conv2d]):
+    with qt.quant_modules.initialize(exclude=[nn.Conv2d], backend="tensorrt"):
         assert (type(nn.Conv2d(3, 4, 3)), type(nn.Linear(4, 4))) == (nn.Conv2d, qt.nn.QuantLinear)
     with pytest.raises(ValueError, match="^initialize: exclude has the name 'conv', but layers have no names"):
-        qt.quant_modules.initialize(exclude="conv")
+        qt.quant_modules.initialize(exclude="conv", backend="tensorrt")
 
 
 def test_the_earlier_ignore_keeps_its_patterns_and_is_the_same_rule() -> None:
     for ignore in ("head.*", ["head"], lambda name, module: name == "head"):
-        assert float_layers(qt.quant_modules.replace(Net(), ignore=ignore)) == {"head.0", "head.2"}
+        assert float_layers(qt.quant_modules.replace(Net(), ignore=ignore, backend="tensorrt")) == {"head.0", "head.2"}
     odd = nn.ModuleDict({"a+b": nn.Linear(2, 2), "a": nn.Linear(2, 2)})
-    assert float_layers(qt.quant_modules.replace(odd, ignore="a+b")) == {"a+b"}
-    both = qt.quant_modules.replace(Net(), None, "conv", exclude="head.0")
+    assert float_layers(qt.quant_modules.replace(odd, ignore="a+b", backend="tensorrt")) == {"a+b"}
+    both = qt.quant_modules.replace(Net(), None, "conv", exclude="head.0", backend="tensorrt")
     assert float_layers(both) == {"conv", "head.0"}
 
 
@@ -386,11 +395,11 @@ def test_exclusions_are_kept_in_text_copies_pickles_and_checkpoints(tmp_path: Pa
         assert again.match("head.0", None).qconfig is None
     assert mapping != qt.QConfigMapping().set_global(None)
     assert "exclude" not in json.loads(qt.QConfigMapping().to_json()), "texts without exclusions are as they were"
-    prepared = qt.prepare(Net(), exclude="conv")
+    prepared = qt.prepare(Net(), exclude="conv", backend="tensorrt")
     qt.calibrate(prepared, [IMAGES], progress=False)
     qt.save_checkpoint(prepared, tmp_path / "model.safetensors")
     found = qt.load_checkpoint(prepared, tmp_path / "model.safetensors")
-    restored = qt.prepare(Net(), qconfig_mapping=qt.QConfigMapping.from_json(found.mapping))
+    restored = qt.prepare(Net(), qconfig_mapping=qt.QConfigMapping.from_json(found.mapping), backend="tensorrt")
     assert float_layers(restored) == {"conv"}
 
 
@@ -420,13 +429,13 @@ def test_texts_with_wrong_exclusions(text: str, words: str) -> None:
 
 
 def test_skip_is_now_untraced() -> None:
-    assert qt.prepare(Net(), untraced=["head"]).plan.tracing.skip == ("head",)
+    assert qt.prepare(Net(), untraced=["head"], backend="tensorrt").plan.tracing.skip == ("head",)
     with pytest.warns(DeprecationWarning, match="^prepare: the argument 'skip' is now called 'untraced'") as said:
-        prepared = qt.prepare(Net(), skip=["head"])
+        prepared = qt.prepare(Net(), skip=["head"], backend="tensorrt")
     assert said[0].filename == __file__
     assert prepared.plan.tracing.skip == ("head",)
     with pytest.raises(TypeError, match="^prepare: 'skip' is the earlier name of 'untraced'; pass untraced alone"):
-        qt.prepare(Net(), skip=["head"], untraced=["head"])
+        qt.prepare(Net(), skip=["head"], untraced=["head"], backend="tensorrt")
     assert qt.prepare(Net(), None, "tensorrt", None, (), ["head"]).plan.tracing.skip == ("head",), "by position"
 
 
@@ -568,9 +577,12 @@ def test_arguments_that_are_missing_are_named() -> None:
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        ("prepare_qat", r"qtoolkit\.prepare\(model, example_inputs\), which prepares for QAT in training mode"),
-        ("prepare_fx", r"qtoolkit\.prepare\(model, example_inputs\)"),
-        ("prepare_qat_fx", r"qtoolkit\.prepare\(model, example_inputs\)"),
+        (
+            "prepare_qat",
+            r"qtoolkit\.prepare\(model, example_inputs, backend=\.\.\.\), which prepares for QAT in training mode",
+        ),
+        ("prepare_fx", r"qtoolkit\.prepare\(model, example_inputs, backend=\.\.\.\)"),
+        ("prepare_qat_fx", r"qtoolkit\.prepare\(model, example_inputs, backend=\.\.\.\)"),
         ("convert_fx", r"qtoolkit\.convert\(prepared\)"),
         ("get_default_qat_qconfig", r"qtoolkit\.prepare\(model, example_inputs, backend=\.\.\.\)"),
         ("QuantDescriptor", r"qtoolkit\.QuantSpec"),
@@ -766,7 +778,7 @@ def test_a_model_of_ultralytics_is_told_which_trainer_trains_it() -> None:
     kind = type("DetectionModel", (Net,), {"__module__": "ultralytics.nn.tasks"})
     for quantize in (qt.prepare, qt.quant_modules.replace):
         with pytest.warns(UserWarning, match=r"trainer=qtoolkit\.integrations\.ultralytics\.trainer\(yolo\)") as found:
-            quantize(kind())
+            quantize(kind(), backend="tensorrt")
         assert [Path(warning.filename) for warning in found] == [Path(__file__)]
 
 

@@ -124,7 +124,7 @@ print(len(after), len(before), sorted(new & {"onnx", "sympy", "torch._dynamo", "
 A_COMPILATION = """
 import torch
 import qtoolkit as qt
-model = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).train(), torch.randn(8, 4))
+model = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).train(), torch.randn(8, 4), backend="tensorrt")
 qt.calibrate(model, [torch.randn(8, 4)], progress=False)
 torch.compile(model, backend="eager", fullgraph=True)(torch.randn(8, 4))
 print("compiled")

@@ -46,9 +46,11 @@ class Net(nn.Module):
 
 LAYERS = ("block.fc", "block.inner.fc", "block.inner.conv", "shared", "last")
 ROADS: dict[str, Callable[[qt.QConfigMapping], nn.Module]] = {
-    "traced": lambda mapping: qt.prepare(Net(), qconfig_mapping=mapping),
-    "block is a leaf module": lambda mapping: qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"]),
-    "replaced": lambda mapping: qt.quant_modules.replace(Net(), mapping),
+    "traced": lambda mapping: qt.prepare(Net(), qconfig_mapping=mapping, backend="tensorrt"),
+    "block is a leaf module": lambda mapping: qt.prepare(
+        Net(), qconfig_mapping=mapping, untraced=["block"], backend="tensorrt"
+    ),
+    "replaced": lambda mapping: qt.quant_modules.replace(Net(), mapping, backend="tensorrt"),
 }
 over_roads = pytest.mark.parametrize("road", ROADS.values(), ids=ROADS)
 
@@ -134,7 +136,7 @@ def test_a_rule_for_a_module_does_not_bring_in_ops_that_the_target_leaves_in_flo
             return self.fc(torch.softmax(x, -1))
 
     mapping = qt.QConfigMapping().set_module_name("0", W4)
-    report = qt.quantization_report(qt.prepare(nn.Sequential(Gate()), qconfig_mapping=mapping))
+    report = qt.quantization_report(qt.prepare(nn.Sequential(Gate()), qconfig_mapping=mapping, backend="tensorrt"))
     assert [(line.kind, line.status) for line in report.layers] == [("softmax", "float"), ("linear", "quantized")]
 
 
@@ -258,8 +260,8 @@ class Stages(nn.Module):
 def test_every_road_takes_the_name_of_every_submodule(name: str) -> None:
     mapping = qt.QConfigMapping().set_module_name(name, None)
     model = Stages().eval()
-    prepared = qt.prepare(model, torch.randn(2, 8), qconfig_mapping=mapping)
-    replaced = qt.quant_modules.replace(model, mapping)
+    prepared = qt.prepare(model, torch.randn(2, 8), qconfig_mapping=mapping, backend="tensorrt")
+    replaced = qt.quant_modules.replace(model, mapping, backend="tensorrt")
     floats = {f"{name}.{part}".strip(".") for part, _ in model.get_submodule(name).named_modules()}
     for ours in (prepared, replaced):
         quantized = {line.name for line in qt.quantization_report(ours).quantized}
@@ -270,8 +272,8 @@ def test_every_road_takes_the_name_of_every_submodule(name: str) -> None:
 def test_the_name_of_a_model_that_is_a_layer_is_empty() -> None:
     mapping = qt.QConfigMapping().set_module_name("", W4)
     for ours in (
-        qt.prepare(nn.Linear(8, 8), torch.randn(2, 8), qconfig_mapping=mapping),
-        qt.quant_modules.replace(nn.Linear(8, 8), mapping),
+        qt.prepare(nn.Linear(8, 8), torch.randn(2, 8), qconfig_mapping=mapping, backend="tensorrt"),
+        qt.quant_modules.replace(nn.Linear(8, 8), mapping, backend="tensorrt"),
     ):
         assert qt.quantization_report(ours).layers[0].weight == "int4 per-channel(0)"
 
@@ -283,8 +285,8 @@ def test_the_name_of_a_model_that_is_a_layer_is_empty() -> None:
 def test_names_of_nodes_are_answered_with_those_of_their_modules(given: str, meant: str) -> None:
     mapping = qt.QConfigMapping().set_module_name(given, None)
     for call in (
-        lambda: qt.prepare(Stages(), qconfig_mapping=mapping),
-        lambda: qt.quant_modules.replace(Stages(), mapping),
+        lambda: qt.prepare(Stages(), qconfig_mapping=mapping, backend="tensorrt"),
+        lambda: qt.quant_modules.replace(Stages(), mapping, backend="tensorrt"),
     ):
         with pytest.raises(ValueError, match=f"unknown layer '{given}'; did you mean '{meant}'"):
             call()
@@ -296,7 +298,7 @@ def test_a_node_name_wins_over_a_nearer_spelling() -> None:
         {"layers_1": nn.Linear(2, 2), "layers": nn.ModuleList([nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)])])}
     )
     with pytest.raises(ValueError, match=r"did you mean 'layers\.1\.0'"):
-        qt.quant_modules.replace(model, mapping)
+        qt.quant_modules.replace(model, mapping, backend="tensorrt")
 
 
 def test_the_names_of_a_report_are_names_of_a_config() -> None:
@@ -325,7 +327,13 @@ class WithoutElements(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("road", [lambda m, x: qt.prepare(m, (x,)), lambda m, x: qt.quant_modules.replace(m)])
+@pytest.mark.parametrize(
+    "road",
+    [
+        lambda m, x: qt.prepare(m, (x,), backend="tensorrt"),
+        lambda m, x: qt.quant_modules.replace(m, backend="tensorrt"),
+    ],
+)
 def test_a_weight_without_elements_stays_in_float(road: Callable[[nn.Module, Tensor], nn.Module]) -> None:
     x = torch.randn(5, 4)
     model = road(WithoutElements(), x)

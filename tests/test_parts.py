@@ -90,10 +90,10 @@ class Net(nn.Module):
 
 
 def test_what_is_called_several_times_is_replaced() -> None:
-    prepared = qt.prepare_parts(Net(), torch.ones(3, 4))
+    prepared = qt.prepare_parts(Net(), torch.ones(3, 4), backend="tensorrt")
     assert parts_of(prepared) == ["body"]
     assert type(prepared.head[0]).__name__ == "QuantLinear"
-    assert parts_of(qt.prepare_parts(Net(), torch.ones(1, 4))) == ["body", "head"]
+    assert parts_of(qt.prepare_parts(Net(), torch.ones(1, 4), backend="tensorrt")) == ["body", "head"]
 
 
 def test_example_inputs_write_no_buffers() -> None:
@@ -106,12 +106,12 @@ def test_example_inputs_write_no_buffers() -> None:
             self.count.add_(1)
             return super().forward(x)
 
-    prepared = qt.prepare_parts(Counts(), torch.ones(3, 4))
+    prepared = qt.prepare_parts(Counts(), torch.ones(3, 4), backend="tensorrt")
     assert prepared.count == 0
 
 
 def test_parts_are_named() -> None:
-    prepared = qt.prepare_parts(Net(), torch.ones(3, 4), parts=["body.2"])
+    prepared = qt.prepare_parts(Net(), torch.ones(3, 4), parts=["body.2"], backend="tensorrt")
     assert parts_of(prepared) == ["body.2"]
     assert type(prepared.body[0]).__name__ == "QuantLinear"
 
@@ -119,7 +119,7 @@ def test_parts_are_named() -> None:
 def test_rules_and_exclusions_name_layers_of_the_whole_model() -> None:
     w4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
     mapping = qt.QConfigMapping().set_module_name_regex(r"body\.2\..*", w4).set_module_name("head.2", w4)
-    prepared = qt.prepare_parts(Net(), torch.ones(3, 4), qconfig_mapping=mapping, exclude="body.0")
+    prepared = qt.prepare_parts(Net(), torch.ones(3, 4), qconfig_mapping=mapping, exclude="body.0", backend="tensorrt")
     assert type(prepared.body.get_submodule("0")) is nn.Linear
     assert prepared.body.get_submodule("2.0").weight_quantizer.spec.bits == 4
     assert prepared.head[2].weight_quantizer.spec.bits == 4
@@ -128,13 +128,13 @@ def test_rules_and_exclusions_name_layers_of_the_whole_model() -> None:
 
 def test_inplace_and_an_error_that_changes_nothing() -> None:
     model = Net()
-    assert qt.prepare_parts(model, torch.ones(3, 4), inplace=True) is model
+    assert qt.prepare_parts(model, torch.ones(3, 4), inplace=True, backend="tensorrt") is model
     assert parts_of(model) == ["body"]
     model = Net().train()
     model.body.eval()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match="parts names 'nobody', but the model has no submodule of this name"):
-        qt.prepare_parts(model, torch.ones(3, 4), parts=["body", "nobody"], inplace=True)
+        qt.prepare_parts(model, torch.ones(3, 4), parts=["body", "nobody"], inplace=True, backend="tensorrt")
     assert not parts_of(model)
     assert (model.training, model.body.training, model.head.training) == (True, False, True)
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -152,14 +152,14 @@ def test_inplace_and_an_error_that_changes_nothing() -> None:
 )
 def test_errors(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        qt.prepare_parts(Net(), torch.ones(3, 4), **options)
+        qt.prepare_parts(Net(), torch.ones(3, 4), **{"backend": "tensorrt", **options})
 
 
 def test_one_string_for_the_parts() -> None:
     with pytest.raises(TypeError, match=r"got a backend; write backend='onnxruntime'"):
-        qt.prepare_parts(Net(), torch.ones(3, 4), "onnxruntime")
+        qt.prepare_parts(Net(), torch.ones(3, 4), "onnxruntime", backend="tensorrt")
     with pytest.raises(TypeError, match=r"got the string 'body'; write parts=\['body'\]"):
-        qt.prepare_parts(Net(), torch.ones(3, 4), "body")
+        qt.prepare_parts(Net(), torch.ones(3, 4), "body", backend="tensorrt")
 
 
 def test_a_part_that_does_not_trace() -> None:
@@ -178,11 +178,11 @@ def test_a_part_that_does_not_trace() -> None:
             return self.part(x)
 
     with pytest.raises(qt.UntraceableError):
-        qt.prepare_parts(Outer(), torch.ones(1, 4), parts=["part"])
+        qt.prepare_parts(Outer(), torch.ones(1, 4), parts=["part"], backend="tensorrt")
     with pytest.raises(ValueError, match="no submodule with two layers or more traces"):
-        qt.prepare_parts(Outer(), torch.ones(1, 4))
+        qt.prepare_parts(Outer(), torch.ones(1, 4), backend="tensorrt")
 
 
 def test_inputs_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="prepare_parts: example_inputs do not fit the model"):
-        qt.prepare_parts(Net(), torch.ones(3, 5))
+        qt.prepare_parts(Net(), torch.ones(3, 5), backend="tensorrt")

@@ -90,11 +90,13 @@ def images() -> tuple[Tensor, ...]:
 
 def everything(training: bool, **options: object) -> nn.Module:
     model = Everything().train(training)
-    return calibrated(qt.prepare(model, images(), preserve_attributes=["classes"], **options), images())
+    return calibrated(
+        qt.prepare(model, images(), preserve_attributes=["classes"], **{"backend": "tensorrt", **options}), images()
+    )
 
 
 def replaced(model: nn.Module, inputs: tuple[Tensor, ...], **options: object) -> nn.Module:
-    return calibrated(qt.quant_modules.replace(model, **options), inputs)
+    return calibrated(qt.quant_modules.replace(model, **{"backend": "tensorrt", **options}), inputs)
 
 
 def with_batch_norm() -> nn.Sequential:
@@ -112,12 +114,12 @@ def chained() -> nn.Module:
 
 def fused_by_a_pattern() -> nn.Module:
     patterns = {(nn.Linear, nn.Linear): Twice}
-    prepared = qt.prepare(nn.Sequential(linear_of(8), linear_of(8)), rows(), fuse_patterns=patterns)
+    prepared = qt.prepare(nn.Sequential(linear_of(8), linear_of(8)), rows(), fuse_patterns=patterns, backend="tensorrt")
     return calibrated(prepared, rows())
 
 
 def hooked() -> nn.Module:
-    prepared = calibrated(qt.prepare(with_batch_norm(), rows()), rows())
+    prepared = calibrated(qt.prepare(with_batch_norm(), rows(), backend="tensorrt"), rows())
     prepared.get_submodule("3").register_forward_hook(with_a_hook)
     return prepared
 
@@ -125,7 +127,7 @@ def hooked() -> nn.Module:
 def with_observer(observer: str, quantizer: str) -> nn.Module:
     spec = qt.QuantSpec(observer=observer, quantizer=quantizer)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, spec))
-    return calibrated(qt.prepare(with_batch_norm(), rows(), qconfig_mapping=mapping), rows())
+    return calibrated(qt.prepare(with_batch_norm(), rows(), qconfig_mapping=mapping, backend="tensorrt"), rows())
 
 
 def test_the_class_of_quantizers_has_a_name_of_its_own() -> None:
@@ -150,7 +152,7 @@ def rows(count: int = 8) -> tuple[Tensor, ...]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
     "trained": (lambda: everything(True, backend="onnxruntime"), images),
     "evaluated": (lambda: everything(False, backend="onnxruntime"), images),
-    "not calibrated": (lambda: off(qt.prepare(Everything().train(), images())), images),
+    "not calibrated": (lambda: off(qt.prepare(Everything().train(), images(), backend="tensorrt")), images),
     "leaf modules": (lambda: everything(True, untraced=["attention", "lstm"]), images),
     "converted": (lambda: qt.convert(everything(True, backend="onnxruntime")), images),
     "converted leaf modules": (lambda: qt.convert(everything(False, untraced=["attention", "lstm"])), images),

@@ -45,7 +45,7 @@ def test_an_untraceable_model_is_told_the_line_and_the_remedy() -> None:
     model = nets.ControlFlow()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(qt.UntraceableError) as error:
-        qt.prepare(model)
+        qt.prepare(model, backend="tensorrt")
     words = str(error.value)
     assert "nets.py, line" in words
     assert "`if x.sum() > 0:" in words
@@ -57,7 +57,7 @@ def test_an_untraceable_model_is_told_the_line_and_the_remedy() -> None:
 
 @pytest.mark.parametrize("how", [{"untraced": ["block"]}, {"leaf_modules": [nets.ControlFlow.Block]}])
 def test_the_remedy_works(how: dict[str, object]) -> None:
-    prepared = qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),), **how)
+    prepared = qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),), backend="tensorrt", **how)
     report = qt.quantization_report(prepared)
     assert [line.name for line in report.quantized] == ["first", "block", "block.fc"]
     assert report.left_float == ()
@@ -65,28 +65,32 @@ def test_the_remedy_works(how: dict[str, object]) -> None:
 
 def test_unknown_names_say_the_nearest() -> None:
     with pytest.raises(ValueError, match="unknown submodule 'blok'; did you mean 'block'"):
-        qt.prepare(nets.ControlFlow(), untraced=["blok"])
+        qt.prepare(nets.ControlFlow(), untraced=["blok"], backend="tensorrt")
     with pytest.raises(ValueError, match="unknown backend 'tensort'; did you mean 'tensorrt'"):
         qt.prepare(nets.LinearNet(), backend="tensort")
     mapping = qt.QConfigMapping().set_module_name("fc3", None)
     with pytest.raises(ValueError, match="unknown layer 'fc3'; did you mean 'fc"):
-        qt.prepare(nets.LinearNet(), qconfig_mapping=mapping)
+        qt.prepare(nets.LinearNet(), qconfig_mapping=mapping, backend="tensorrt")
     with pytest.raises(ValueError, match="matches no layer's full name"):
-        qt.prepare(nets.LinearNet(), qconfig_mapping=qt.QConfigMapping().set_module_name_regex("conv.*", None))
+        qt.prepare(
+            nets.LinearNet(),
+            qconfig_mapping=qt.QConfigMapping().set_module_name_regex("conv.*", None),
+            backend="tensorrt",
+        )
 
 
 def test_wrapped_models_are_refused() -> None:
     with pytest.raises(qt.UntraceableError, match=r"wrapped in DataParallel; prepare model\.module"):
-        qt.prepare(nn.DataParallel(nets.LinearNet()))
+        qt.prepare(nn.DataParallel(nets.LinearNet()), backend="tensorrt")
 
 
 def test_preserved_attributes_survive() -> None:
     model = nets.LinearNet()
     model.stride, model.label = 32, lambda: "label"
-    prepared = qt.prepare(model, preserve_attributes=["stride", "fc1.in_features"])
+    prepared = qt.prepare(model, preserve_attributes=["stride", "fc1.in_features"], backend="tensorrt")
     assert prepared.stride == 32
     with pytest.raises(ValueError, match="no attribute 'strid'"):
-        qt.prepare(model, preserve_attributes=["strid"])
+        qt.prepare(model, preserve_attributes=["strid"], backend="tensorrt")
 
 
 def test_concrete_args_fix_an_argument() -> None:
@@ -98,7 +102,7 @@ def test_concrete_args_fix_an_argument() -> None:
         def forward(self, x: Tensor, double: bool = False) -> Tensor:
             return self.fc(x) * 2 if double else self.fc(x)
 
-    prepared = qt.prepare(Optional(), concrete_args={"double": False})
+    prepared = qt.prepare(Optional(), concrete_args={"double": False}, backend="tensorrt")
     assert sum(node.op == "call_function" and "mul" in str(node.target) for node in prepared.graph.nodes) == 0
 
 
@@ -125,7 +129,7 @@ def test_with_quantizers_off_training_is_the_float_model(
 
 def test_without_batch_norm_quantizers_off_is_bit_equal() -> None:
     model = nets.Shared()
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     x = torch.randn(3, 4)
     nets.assert_float_when_off(prepared, model, x)
 
@@ -142,7 +146,7 @@ def test_eval_mode_folds_batch_norm_at_once(backend: str) -> None:
 
 def test_training_mode_keeps_names_and_loads_float_weights() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE)
-    prepared = qt.prepare(nets.ConvNet().train())
+    prepared = qt.prepare(nets.ConvNet().train(), backend="tensorrt")
     assert set(model.state_dict()) <= set(prepared.state_dict())
     prepared.load_state_dict(model.state_dict())  # strict
     assert all(torch.equal(prepared.state_dict()[k], v) for k, v in model.state_dict().items())
@@ -150,7 +154,7 @@ def test_training_mode_keeps_names_and_loads_float_weights() -> None:
 
 def test_gradients_with_quantizers_off_are_those_of_the_float_model() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE)
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     x = torch.randn(SHAPE)
     with qt.disable_quantization(prepared):
         prepared(x).square().sum().backward()
@@ -163,7 +167,7 @@ def test_gradients_with_quantizers_off_are_those_of_the_float_model() -> None:
 def test_a_zero_gamma_gives_no_nan() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE)
     nn.init.zeros_(model.bn2.weight)
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     y = prepared.train()(torch.randn(SHAPE))
     y.sum().backward()
@@ -174,7 +178,7 @@ def test_a_zero_gamma_gives_no_nan() -> None:
 
 def test_a_batch_norm_behind_a_layer_with_a_second_user_is_not_linked() -> None:
     model = nets.SecondUser().eval()
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     report = {line.name: line for line in qt.quantization_report(prepared).layers}
     assert "cannot be folded" in report["bn"].reason
     x = torch.randn(2, 3, 4, 4)
@@ -182,7 +186,7 @@ def test_a_batch_norm_behind_a_layer_with_a_second_user_is_not_linked() -> None:
 
 
 def test_shared_layers_stay_shared() -> None:
-    prepared = qt.prepare(nets.Shared())
+    prepared = qt.prepare(nets.Shared(), backend="tensorrt")
     layers = [m for m in prepared.modules() if isinstance(m, qt.nn.QuantLinear)]
     assert len(layers) == 1
     assert sum(node.op == "call_module" and node.target == "fc" for node in prepared.graph.nodes) == 2
@@ -191,7 +195,7 @@ def test_shared_layers_stay_shared() -> None:
 def test_the_users_model_is_not_changed() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE)
     before, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     with torch.no_grad():
         for parameter in prepared.parameters():
@@ -201,7 +205,7 @@ def test_the_users_model_is_not_changed() -> None:
 
 
 def test_layers_go_back_to_float() -> None:
-    prepared = qt.prepare(nets.LinearNet())
+    prepared = qt.prepare(nets.LinearNet(), backend="tensorrt")
     layer = prepared.get_submodule("fc1").to_float()
     assert type(layer) is nn.Linear
     assert layer.weight is prepared.get_submodule("fc1").weight
@@ -233,7 +237,7 @@ def test_nothing_stands_between_a_layer_and_its_batch_norm_or_activation() -> No
 
 @pytest.mark.parametrize("downsample", [False, True])
 def test_tensorrt_leaves_the_main_branch_of_a_residual_add_free(downsample: bool) -> None:
-    prepared = qt.prepare(nets.Residual(downsample))
+    prepared = qt.prepare(nets.Residual(downsample), backend="tensorrt")
     sources = quantized_tensors(prepared)
     assert "bn2" not in sources
     assert ("shortcut" in sources) == downsample
@@ -263,7 +267,7 @@ def test_adding_a_constant_is_no_residual_add() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + 1
 
-    report = qt.quantization_report(qt.prepare(Shift()))
+    report = qt.quantization_report(qt.prepare(Shift(), backend="tensorrt"))
     assert [line.name for line in report.left_float] == ["add"]
 
 
@@ -290,7 +294,7 @@ def test_of_two_specs_for_one_tensor_the_finer_holds() -> None:
             return self.a(x) * self.b(x)
 
     coarse = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
-    prepared = qt.prepare(Twice(), qconfig_mapping=qt.QConfigMapping().set_module_name("a", coarse))
+    prepared = qt.prepare(Twice(), qconfig_mapping=qt.QConfigMapping().set_module_name("a", coarse), backend="tensorrt")
     (quantizer,) = [q for n, q in qt.quantizers_of(prepared).items() if n.startswith(insert.HOLDER)]
     assert quantizer.spec.bits == 8
     assert prepared.get_submodule("a").weight_quantizer.spec.bits == 4
@@ -320,7 +324,9 @@ def test_the_axis_of_a_transposed_convolution() -> None:
     assert (by_input.spec.axis, by_input.group, by_input.scale.numel()) == (0, 1, 8)
     said = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))
     mapping = qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, said)
-    literal = qt.prepare(nets.ConvNet(), qconfig_mapping=mapping).get_submodule("up").weight_quantizer
+    literal = (
+        qt.prepare(nets.ConvNet(), qconfig_mapping=mapping, backend="tensorrt").get_submodule("up").weight_quantizer
+    )
     assert literal.spec.axis == 0
 
 
@@ -337,12 +343,12 @@ def test_a_submodule_of_the_name_of_an_attribute_is_refused(name: str) -> None:
     with pytest.raises(
         ValueError, match=f"^prepare: the model must not have a submodule, .* named '{name}', .*rename it"
     ):
-        qt.prepare(model, (torch.randn(1, 3, 8, 8),))
+        qt.prepare(model, (torch.randn(1, 3, 8, 8),), backend="tensorrt")
 
 
 def test_preparing_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="prepared already"):
-        qt.prepare(prepared_net())
+        qt.prepare(prepared_net(), backend="tensorrt")
 
 
 # ---- as a whole
@@ -410,7 +416,7 @@ def test_inference_mode_around_the_call_is_refused() -> None:
         torch.inference_mode(),
         pytest.raises(RuntimeError, match="prepare: torch.inference_mode is entered around this call"),
     ):
-        qt.prepare(nets.linear_of(), (torch.rand(2, 4),))
+        qt.prepare(nets.linear_of(), (torch.rand(2, 4),), backend="tensorrt")
 
 
 @pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
@@ -439,7 +445,7 @@ def test_attributes_of_prepared_models_are_not_preserved(name: str) -> None:
     if not hasattr(model, name):
         setattr(model, name, 3)
     with pytest.raises(ValueError, match=f"prepare: preserve_attributes must not name '{name}'.* rename it"):
-        qt.prepare(model, preserve_attributes=[name])
+        qt.prepare(model, preserve_attributes=[name], backend="tensorrt")
 
 
 class Scored(nn.Module):
@@ -476,4 +482,4 @@ def test_what_forward_reads_from_its_keywords_must_be_in_the_example_inputs() ->
             return self.fc(tensors[0]) * keywords["scale"]
 
     with pytest.raises(ValueError, match=r"prepare: the model does not run on example_inputs \(KeyError: 'scale'\)"):
-        qt.prepare(Keywords(), (torch.rand(2, 4),))
+        qt.prepare(Keywords(), (torch.rand(2, 4),), backend="tensorrt")

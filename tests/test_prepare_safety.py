@@ -86,7 +86,7 @@ def test_a_failing_pass_leaves_the_users_model_untouched(
     before, torch_state, python_state = snapshot(made), torch.get_rng_state(), random.getstate()
     untraced = ["block"] if isinstance(made, Mixed) else []
     with pytest.raises((ValueError, RuntimeError), match=words):
-        qt.prepare(made, untraced=untraced, inplace=inplace, **kwargs)
+        qt.prepare(made, untraced=untraced, inplace=inplace, backend="tensorrt", **kwargs)
     assert_unchanged(before, made)
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
@@ -96,7 +96,7 @@ def test_success_leaves_the_users_model_and_random_numbers_untouched() -> None:
     model = Mixed().train()
     before, state = snapshot(model), torch.get_rng_state()
     x = torch.zeros(2, 3, 2, 2)
-    prepared = qt.prepare(model, x, untraced=["block"], preserve_attributes=["steps"])
+    prepared = qt.prepare(model, x, untraced=["block"], preserve_attributes=["steps"], backend="tensorrt")
     assert_unchanged(before, model)
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(p is q for p in prepared.parameters() for q in model.parameters())
@@ -105,7 +105,7 @@ def test_success_leaves_the_users_model_and_random_numbers_untouched() -> None:
 def test_in_place_the_parameters_are_the_models_own() -> None:
     model = Mixed().train()
     parameters = dict(model.named_parameters())
-    prepared = qt.prepare(model, untraced=["block"], inplace=True)
+    prepared = qt.prepare(model, untraced=["block"], inplace=True, backend="tensorrt")
     assert all(p is parameters[n] for n, p in prepared.named_parameters() if n in parameters)
     assert parameters.keys() <= dict(prepared.named_parameters()).keys()
 
@@ -114,8 +114,8 @@ def test_a_model_that_cannot_be_copied_says_so() -> None:
     model = linear_of()
     model.source = (i for i in range(3))
     with pytest.raises(TypeError, match="the model cannot be copied .*pass inplace=True and no example_inputs"):
-        qt.prepare(model)
-    assert isinstance(qt.prepare(model, inplace=True), fx.GraphModule)
+        qt.prepare(model, backend="tensorrt")
+    assert isinstance(qt.prepare(model, inplace=True, backend="tensorrt"), fx.GraphModule)
 
 
 def test_types_that_are_not_in_the_model_are_warned_of() -> None:
@@ -123,7 +123,13 @@ def test_types_that_are_not_in_the_model_are_warned_of() -> None:
     mapping = qt.QConfigMapping().set_object_type(nn.Conv2d, None).set_object_type(torch.add, None)
     mapping.set_object_type(nn.Linear, None)
     with pytest.warns(UserWarning, match="is not in the model and has no effect") as caught:
-        qt.prepare(model, qconfig_mapping=mapping, leaf_modules=[nn.LSTM], qat_modules={nn.GRU: qt.nn.QuantLinear})
+        qt.prepare(
+            model,
+            qconfig_mapping=mapping,
+            leaf_modules=[nn.LSTM],
+            qat_modules={nn.GRU: qt.nn.QuantLinear},
+            backend="tensorrt",
+        )
     assert [str(warning.message) for warning in caught] == [
         f"prepare: {what}, which is not in the model and has no effect."
         for what in (
@@ -141,7 +147,7 @@ def test_parameters_of_the_copy_keep_their_attributes(quantized) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     model[2].weight = model[0].weight = nn.Parameter(torch.randn(4, 4))
     model[0].weight._no_weight_decay, model[2].bias.options = True, {"lr": 0.1, "of": model[2].bias}
-    ours = quantized(model).get_submodule
+    ours = quantized(model, backend="tensorrt").get_submodule
     assert ours("2").weight is ours("0").weight
     assert ours("0").weight._no_weight_decay is True
     assert ours("2").bias.options == {"lr": 0.1, "of": ours("2").bias}
@@ -153,4 +159,4 @@ def test_a_copy_has_no_attributes_of_compiled_code() -> None:
     model = nn.Sequential(nn.Linear(4, 2))
     torch._dynamo.mark_static_address(model[0].weight)
     assert vars(model[0].weight)
-    assert not vars(qt.prepare(model).get_submodule("0").weight)
+    assert not vars(qt.prepare(model, backend="tensorrt").get_submodule("0").weight)

@@ -62,7 +62,7 @@ class Loops:
         return self.forward(model, batch).square().mean()
 
     def __call__(self) -> None:
-        prepared, options = qt.prepare(self.model), {"progress": self.progress}
+        prepared, options = qt.prepare(self.model, backend="tensorrt"), {"progress": self.progress}
         qt.calibrate(prepared, self.batches, forward=self.forward, **options)
         qt.debug.sensitivity(prepared, self.error, higher_is_better=False, **options)
         qt.tuning.bias_correction(prepared, self.batches, forward=self.forward, **options)

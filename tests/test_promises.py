@@ -134,7 +134,7 @@ def learning() -> qt.QConfigMapping:
 
 def trainable() -> nn.Module:
     torch.manual_seed(0)
-    prepared = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE).train(), qconfig_mapping=learning())
+    prepared = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE).train(), qconfig_mapping=learning(), backend="tensorrt")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     return prepared.train()
 
@@ -194,7 +194,7 @@ def test_train_resumed_is_train_without_a_break(tmp_path, sizes: list[int]) -> N
     for x in batches[3:]:
         take_step(one, optimizer, x)
 
-    other = qt.prepare(nets.ConvNet().train(), qconfig_mapping=learning())
+    other = qt.prepare(nets.ConvNet().train(), qconfig_mapping=learning(), backend="tensorrt")
     resumed = torch.optim.Adam(other.parameters(), 1e-3)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     other.load_state_dict(state["model"])
@@ -288,7 +288,7 @@ def test_train_with_sync_batch_norm_takes_the_statistics_of_all_ranks(of_two_ran
 
 def test_export_passes_the_checker(tmp_path) -> None:
     onnx = pytest.importorskip("onnx")
-    prepared = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE).eval())
+    prepared = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE).eval(), backend="tensorrt")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     result = qt.export_onnx(prepared, torch.randn(SHAPE), tmp_path / "model.onnx")
     onnx.checker.check_model(str(result.path), full_check=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from fnmatch import fnmatch
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
@@ -22,6 +23,7 @@ from tests import pages
 
 DOCS = Path(__file__).parents[1] / "docs"
 sentences = SimpleNamespace(**run_path(str(DOCS / "sentences.py")))
+CONFIGS_AND_STEPS = ("api/config.html", "api/qtoolkit.html")
 MODULES = (qt, qt.nn, qt.ops, qt.tuning, qt.tuning.mixed_precision, qt.export, qt.debug)
 REFERENCE = re.findall(
     r"^::: (\S+)$", "\n".join(page.read_text() for page in DOCS.glob("api/*.md")), flags=re.MULTILINE
@@ -135,6 +137,18 @@ def test_names_of_tools_that_a_script_had_lead_to_the_reference() -> None:
     assert {"qtoolkit.QuantSpec", "qtoolkit.prepare.prepare", "qtoolkit.nn.QuantConv2d"} <= {at for _, at in targets}
     types = {pages.target_of("api/qtoolkit.html", link) for link in pages.text_of("api/qtoolkit.html").links}
     assert ("api/config.html", "qtoolkit.QConfigMapping") in types
+
+
+def test_the_reference_shows_the_defaults_of_classes_and_functions() -> None:
+    pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")
+    shown = {page: re.sub(r"<[^>]+>", "", unescape((pages.built() / page).read_text())) for page in CONFIGS_AND_STEPS}
+    configs, steps = shown.values()
+    spec = configs[configs.index("QuantSpec(\n") : configs.index("How one kind of tensor")]
+    assert all(f"    {field.name}: " in spec for field in dataclass_fields(qt.QuantSpec))
+    assert {'observer: str = "minmax"', "bits: int = 8", "signed: bool = True"} <= {
+        line.strip(" ,") for line in spec.splitlines()
+    }
+    assert steps.count("    backend: str | Backend = REQUIRED,\n") == 3  # quantize, prepare and prepare_parts
 
 
 @pytest.mark.parametrize("folder", ["csrc", "qtoolkit", "examples", "benchmarks"])

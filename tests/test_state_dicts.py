@@ -47,7 +47,7 @@ def test_prepared(kind: str) -> None:
 
 
 def test_replaced() -> None:
-    replaced = qt.quant_modules.replace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
+    replaced = qt.quant_modules.replace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), backend="tensorrt")
     assert sorted(replaced.state_dict()) == sorted(
         [
             *("0.weight", "0.bias", *(f"1.{tensor}" for tensor in BATCH_NORM)),
@@ -211,7 +211,7 @@ def test_other_bits_are_an_error_without_the_metadata_too() -> None:
     def replaced(bits: int, **options: bool) -> nn.Module:
         spec, weight = qt.QuantSpec(bits=bits, **options), qt.QuantSpec(bits=bits, axis=0)
         mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, weight))
-        model = qt.quant_modules.replace(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), mapping)
+        model = qt.quant_modules.replace(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), mapping, backend="tensorrt")
         qt.calibrate(model, [torch.randn(8, 6)], progress=False)
         return model.train()
 

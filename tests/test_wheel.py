@@ -215,7 +215,7 @@ def test_readers_tasks_run_from_the_wheel_without_a_compiler(bare: Bare, tmp_pat
 # What the table of troubleshooting explains is what is raised.
 ERROR = """
 import torch, qtoolkit as qt
-prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt")
 try:
     prepared(torch.zeros(1, 4))
 except RuntimeError as error:

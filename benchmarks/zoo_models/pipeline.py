@@ -160,7 +160,12 @@ class _Steps:
         """Return whether torch.export captures a part, and its graph can be traced."""
         self.leaves, self.outcome.skip = (), ()
         try:
-            qt.prepare(copy.deepcopy(part.module).train(self.recipe.training), _example(part), capture="export")
+            qt.prepare(
+                copy.deepcopy(part.module).train(self.recipe.training),
+                _example(part),
+                capture="export",
+                backend=self.backend,
+            )
         except qt.UntraceableError:
             return False
         self.outcome.captured = True

@@ -86,7 +86,7 @@ def save_checkpoint(
 
     Example:
         >>> import tempfile
-        >>> model = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).train())
+        >>> model = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).train(), backend="tensorrt")
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     qt.save_checkpoint(model, folder + "/last.safetensors", optimizer, state={"epoch": 3})
@@ -143,7 +143,7 @@ def load_checkpoint(
     Example:
         >>> import tempfile
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-        >>> prepared = qt.prepare(model)
+        >>> prepared = qt.prepare(model, backend="tensorrt")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.save(model.state_dict(), folder + "/float.pt")
         ...     found = qt.load_checkpoint(folder + "/float.pt", prepared)

@@ -7,7 +7,7 @@ import platform
 import sys
 import traceback
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -29,6 +29,7 @@ from qtoolkit.export.lint import lint as lint_file
 from qtoolkit.export.lint import rules_of
 from qtoolkit.export.verification.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.export.verification.codes import CodeCount
+from qtoolkit.export.verification.deployed import RuntimeCodes
 from qtoolkit.quantize import QuantizeResult
 from qtoolkit.quantize import quantize as quantize_model
 from qtoolkit.runtimes.table import EXECUTES, RUNTIMES
@@ -72,7 +73,8 @@ def verify(arguments: argparse.Namespace) -> Answer:
         arguments.file, _arrays(arguments.inputs), runtimes, _program(arguments.model), arguments.seed
     )
     data = {"file": arguments.file, "allowed": arguments.allow, "runtimes": _codes(found)}
-    return Answer(data, lambda: tables.codes(data), found.share > arguments.allow)
+    saturates = any(codes.saturating for codes in found.runtimes.values())
+    return Answer(data, lambda: tables.codes(data), saturates or found.share > arguments.allow)
 
 
 def info(arguments: argparse.Namespace) -> Answer:
@@ -118,6 +120,7 @@ def _codes(found: RuntimeComparison) -> list[dict[str, Any]]:
         entry = {"runtime": name, "version": codes.runtime, **counted(codes.codes), "first_difference": first}
         entry |= {"output_difference": codes.output_difference, "not_compared": list(codes.not_compared)}
         entry |= {"program_difference": found.program.get(name), "quantizers": quantizers, "remark": codes.remark}
+        entry["saturating"] = list(codes.saturating)
         entry["integer_layers"] = [{"layer": layer.name, "kernel": layer.kernel} for layer in codes.integer_layers]
         entry["float_layers"] = [{"layer": layer.name, "kernel": layer.kernel} for layer in codes.float_layers]
         listed.append(entry)
@@ -172,7 +175,7 @@ def quantize(arguments: argparse.Namespace) -> Answer:
             dynamic_batch=not arguments.constant_batch,
         )
     data = _data(arguments.backend, result)
-    return Answer(data, lambda: tables.quantized(data), result.verdict is Verdict.DIFFERENT)
+    return Answer(data, lambda: tables.quantized(data), result.verdict in (Verdict.SATURATES, Verdict.DIFFERENT))
 
 
 def load(option: str, reference: str) -> Any:
@@ -240,13 +243,13 @@ def _data(backend: str, result: QuantizeResult) -> dict[str, Any]:
         },
         "codes": {name: counted(count) for name, count in _counts(result).items()},
         "verdict": None if result.verdict is None else str(result.verdict),
-        "notes": list(result.notes),
+        "notes": [*result.notes, *(codes.remark for codes in _runtimes(result).values() if codes.remark)],
     }
 
 
 def _counts(result: QuantizeResult) -> dict[str, CodeCount]:
     """Return the codes that were compared, by what they are of."""
-    layers, runtimes = result.export.verification, result.verification
+    layers = result.export.verification
     counts = {}
     if layers is not None:
         counts = {
@@ -254,5 +257,9 @@ def _counts(result: QuantizeResult) -> dict[str, CodeCount]:
             "quantizers": layers.quantizer_codes,
             "layer by layer": layers.layer_codes,
         }
-    end_to_end = {} if runtimes is None else runtimes.runtimes
-    return counts | {f"end to end in {runtime}": codes.codes for runtime, codes in end_to_end.items()}
+    return counts | {f"end to end in {runtime}": codes.codes for runtime, codes in _runtimes(result).items()}
+
+
+def _runtimes(result: QuantizeResult) -> Mapping[str, RuntimeCodes]:
+    """Return the comparison with each runtime."""
+    return {} if result.verification is None else result.verification.runtimes

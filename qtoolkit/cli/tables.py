@@ -61,6 +61,8 @@ def _codes_of_runtime(file: str, run: dict[str, Any]) -> list[str | Table]:
     }
     if run["program_difference"] is not None:
         facts["outputs, largest difference from the program"] = f"{run['program_difference']:.3g}"
+    if run["saturating"]:
+        facts["layers whose sums saturate on this processor"] = ", ".join(run["saturating"])
     if run["remark"]:
         facts["remark"] = run["remark"]
     if run["not_compared"]:

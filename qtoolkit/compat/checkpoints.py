@@ -51,7 +51,7 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
         KeyError: strict, and the checkpoint has no ranges, or has entries of quantizers that the model does not have.
 
     Example:
-        >>> model = qt.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        >>> model = qt.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2)), backend="tensorrt")
         >>> amax = {"0._input_quantizer._amax": torch.tensor(1.27), "0._weight_quantizer._amax": torch.ones(2, 1)}
         >>> load_amax(model, amax)
         ('0.weight_quantizer', 'activation_quantizers.input_1')

@@ -63,7 +63,7 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress:
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
-        >>> prepared = qt.prepare(model)
+        >>> prepared = qt.prepare(model, backend="tensorrt")
         >>> batch = torch.rand(64, 8)
         >>> report = qt.calibrate(prepared, [batch], progress=False)
         >>> result = qt.debug.compare(model, prepared, batch)

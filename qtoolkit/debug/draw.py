@@ -46,7 +46,7 @@ def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
 
     Example:
         >>> import tempfile
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()), backend="tensorrt")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     qt.debug.draw(prepared, folder + "/model.svg")
         ...     "int8" in open(folder + "/model.svg").read()

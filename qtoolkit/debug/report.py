@@ -72,7 +72,8 @@ def report(
 
     Example:
         >>> import tempfile
-        >>> prepared, x = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1))), torch.rand(8, 4)
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)), backend="tensorrt")
+        >>> x = torch.rand(8, 4)
         >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     qt.debug.report(prepared, x, folder + "/report.html", accuracy={"float": 0.91, "int8": 0.909})

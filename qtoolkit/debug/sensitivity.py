@@ -171,7 +171,7 @@ def sensitivity(
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
-        >>> prepared, x = qt.prepare(model), torch.rand(64, 8)
+        >>> prepared, x = qt.prepare(model, backend="tensorrt"), torch.rand(64, 8)
         >>> report = qt.calibrate(prepared, [x], progress=False)
         >>> def loss(m):
         ...     with torch.no_grad():
@@ -180,7 +180,8 @@ def sensitivity(
         >>> result.float_score, sorted(row.name for row in result.rows)
         (0.0, ['0', '2'])
         >>> mapping = result.to_qconfig_mapping(keep_float=1)
-        >>> [line.name for line in qt.quantization_report(qt.prepare(model, qconfig_mapping=mapping)).quantized]
+        >>> again = qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt")
+        >>> [line.name for line in qt.quantization_report(again).quantized]
         ['0']
     """
     check_flags("sensitivity", higher_is_better=higher_is_better, progress=progress)

@@ -230,7 +230,7 @@ def watch(model: nn.Module, every: int = 20, writer: SummaryWriter | None = None
         ValueError: The model has no quantizers that train, or `every` is not positive.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2))).train()
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt").train()
         >>> _ = qt.calibrate(prepared, [torch.linspace(-1, 1, 8).reshape(2, 4)], progress=False)
         >>> optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
         >>> with qt.debug.watch(prepared) as seen:

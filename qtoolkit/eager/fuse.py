@@ -52,7 +52,7 @@ def fuse_modules(
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
-        >>> replaced = qt.quant_modules.replace(fuse_modules(model, ["0", "1", "2"]))
+        >>> replaced = qt.quant_modules.replace(fuse_modules(model, ["0", "1", "2"]), backend="tensorrt")
         >>> type(replaced[0]).__name__, type(replaced[1]).__name__
         ('QuantConv2d', 'QuantBatchNorm2d')
         >>> [type(layer).__name__ for layer in fuse_modules(model.eval(), ["0", "1", "2"])]

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Plan
@@ -47,6 +48,12 @@ def plan_of(model: nn.Module) -> Plan | None:
     if isinstance(model, QuantizedGraphModule):
         return model.plan
     return next((record.plan for _, record in records_in(model) if record.plan is not None), None)
+
+
+def backend_in(model: nn.Module) -> Backend | None:
+    """Return the backend of a model, else that of the first part that has one; None if none was prepared or replaced."""
+    plans = (part.plan if isinstance(part, QuantizedGraphModule) else record_of(part).plan for part in model.modules())
+    return next((plan.backend for plan in plans if plan is not None), None)
 
 
 def chains_of(model: nn.Module) -> list[tuple[str, ...]]:

@@ -3,7 +3,8 @@
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
-from qtoolkit.backends import Backend, backends
-from qtoolkit.eager.record import plan_of
-from qtoolkit.errors import check_flags, check_known
+from qtoolkit.backends import REQUIRED, Backend, backend_of
+from qtoolkit.config.formats import WeightCodes
+from qtoolkit.eager.record import backend_in
+from qtoolkit.errors import check_flags, check_known, some
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.written import OpsWritten
 from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source, check_outputs
@@ -28,6 +30,7 @@ from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import split, tensors_of
 from qtoolkit.model_state import evaluating
 from qtoolkit.progress import progress_bar, step
+from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.table import ONNXRUNTIME
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class ExportResult:
         dequantize_nodes: Number of DequantizeLinear nodes.
         bytes: Size of the file, and of its weights where they are in a file of their own.
         verification: Comparison with onnxruntime's codes, or None with `verify=False`.
-        weights: How the file stores the quantized weights, and which arguments would store fewer bytes.
+        weights: How the file stores the quantized weights, which arguments would store fewer bytes, and what the type costs.
     """
 
     path: Path
@@ -84,6 +87,9 @@ def export_onnx(
     integer_weights: bool | None = None,
     dynamic_batch: bool = False,
     progress: bool = True,
+    *,
+    weight_codes: WeightCodes | None = None,
+    backend: str | Backend | None = None,
 ) -> ExportResult:
     """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
@@ -122,9 +128,13 @@ def export_onnx(
             also on inputs of other sizes, if the model takes them.
         exporter: "dynamo" (torch.export-based) or "torchscript" (deprecated in torch).
         integer_weights: True stores weights as integers with DequantizeLinear alone; False stores them as floats with both
-            nodes; None follows the backend that the model was prepared for ("tensorrt" if the model records none).
+            nodes; None follows the backend.
         dynamic_batch: Make dimension 0 of all inputs dynamic, under the name "batch". Excludes dynamic_shapes.
         progress: Show a progress bar.
+        weight_codes: The type of signed codes of 8 bits of weights: "int8", or "uint8" with a zero point of 128, whose sums
+            onnxruntime computes exactly on every processor; None follows the backend (`Backend.weight_codes`).
+        backend: The target, for a model that records none: one with quantizers of your own, or a layer that was taken out of
+            a model. Models of `prepare`, `replace`, `initialize` and `convert` record theirs.
 
     Returns:
         The path, the opset, the number of nodes, the size and the verification.
@@ -133,10 +143,11 @@ def export_onnx(
         RuntimeError: A quantizer saw no data (calibrate first), torch's exporter cannot export the model, an op does not
             exist in the opset, or onnxruntime's codes differ. Or onnxruntime is the target, and does not run the file in a
             session without options; for other targets `verification.refused` says so.
-        ValueError: An option is unknown or out of range, there are more names than tensors, or ONNX does not support a
-            quantizer's format.
-        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`; it computes in
-            float64; it returns anything but tensors; or the example inputs do not match its forward.
+        ValueError: An option is unknown or out of range, there are more names than tensors, ONNX does not support a
+            quantizer's format, or `backend` is not the one that the model records.
+        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`; it records no backend,
+            and none is given; it computes in float64; it returns anything but tensors; or the example inputs do not match its
+            forward.
         ImportError: The extra [onnx] is not installed.
 
     Example:
@@ -152,6 +163,8 @@ def export_onnx(
     if integer_weights is not None:
         check_flags("export_onnx", integer_weights=integer_weights)
     check_known("exporter", exporter, get_args(Exporter))
+    if weight_codes is not None:
+        check_known("weight_codes of export_onnx:", weight_codes, get_args(WeightCodes))
     if dynamic_batch and dynamic_shapes is not None:
         raise ValueError(
             "export_onnx: dynamic_batch=True makes dimension 0 of all inputs dynamic, and dynamic_shapes names dimensions one "
@@ -166,23 +179,53 @@ def export_onnx(
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
     inputs = Inputs.of(source, input_names)
-    chosen, plan = choose(opset, source), plan_of(source.model)
-    backend = backends["tensorrt"] if plan is None else plan.backend
+    chosen, target = choose(opset, source), _target(source.model, backend)
     if integer_weights is None:
-        integer_weights = backend.integer_weights
-    finish = partial(_finish, backend=backend, opset=chosen, integer_weights=integer_weights)
+        integer_weights = target.integer_weights
+    stored_as = target.weight_codes if weight_codes is None else weight_codes
+    finish = partial(_finish, backend=target, opset=chosen, integer_weights=integer_weights)
     request = Request(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
 
     compared = partial(
-        _compared, source=source, request=request, backend=backend, dynamic_batch=dynamic_batch, progress=progress
+        _compared, source=source, request=request, backend=target, dynamic_batch=dynamic_batch, progress=progress
     )
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
-        exported = written(request, chosen, exporter, finish, dynamic_batch)
+        with _stored_as(stored_as, source.grids.values()):
+            exported = written(request, chosen, exporter, finish, dynamic_batch)
         size, verification = _saved(exported, Path(path), chosen, compared if verify else None, bar)
+    if stored_as == "int8" and ONNXRUNTIME.runs(target):
+        _warn_of_saturation(path, source.grids)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
     return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, source.grids, chosen))
+
+
+@contextmanager
+def _stored_as(weight_codes: WeightCodes, grids: Iterable[Grid]) -> Iterator[None]:
+    """Let quantizers record codes of this type for the duration of a `with` block."""
+    before = {grid: grid.weight_codes for grid in grids}
+    try:
+        for grid in before:
+            grid.weight_codes = weight_codes
+        yield
+    finally:
+        for grid, own in before.items():
+            grid.weight_codes = own
+
+
+def _target(model: nn.Module, backend: str | Backend | None) -> Backend:
+    """Return the backend that a model records; for a model that records none, the given one."""
+    recorded = backend_in(model)
+    if recorded is None:
+        required = "export_onnx: this model records no backend, so that the argument backend is required"
+        return backend_of(REQUIRED if backend is None else backend, required)
+    if backend is not None and backend_of(backend) != recorded:
+        raise ValueError(
+            f"export_onnx: the model was prepared for {recorded.name!r}, got backend={backend_of(backend).name!r}; leave "
+            f"backend out, or prepare the float model for the other target."
+        )
+    return recorded
 
 
 def _compared(
@@ -307,6 +350,19 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
         warnings.warn(
             f"export_onnx: {', '.join(map(repr, names))} came into the model after it was quantized and is float in the file; "
             f"make that change in the float model, and quantize it again.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_saturation(path: str | os.PathLike[str], grids: Mapping[str, Grid]) -> None:
+    from qtoolkit.export.verification.runtimes.saturating_sums import processor_saturates
+
+    names = [name for name, grid in grids.items() if grid.quantizing and grid.shifts]
+    if names and processor_saturates():
+        warnings.warn(
+            f"export_onnx: {str(path)!r} has int8 codes at {some(names)}, and onnxruntime's sums of their products saturate on "
+            f"processors without VNNI, as this one is: its results are wrong here. Pass weight_codes='uint8', whose sums are "
+            f"exact on every processor, or quantize weights to 7 bits.",
             stacklevel=4,
         )
 

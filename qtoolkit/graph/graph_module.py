@@ -86,7 +86,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         model_class: The class of models that it is an instance of.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)), backend="tensorrt")
         >>> isinstance(prepared, qt.graph.QuantizedGraphModule), list(prepared.state_dict())[:2]
         (True, ['0.weight', '0.bias'])
     """

@@ -34,7 +34,7 @@ def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ..
 
     Example:
         >>> from qtoolkit.graph.lint import lint
-        >>> lint(qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())))
+        >>> lint(qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()), backend="tensorrt"))
         ()
     """
     check_flags("lint", advice=advice)

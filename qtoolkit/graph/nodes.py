@@ -235,7 +235,7 @@ class QuantizerHolder(nn.Module):
     """The submodule of a prepared model that holds quantizers of its graph. What replaces one takes its role.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt")
         >>> prepared.activation_quantizers.input_1 = qt.TensorQuantizer(qt.QuantSpec(bits=4))
         >>> prepared.activation_quantizers.input_1.inserted
         True

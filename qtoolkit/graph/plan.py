@@ -45,7 +45,7 @@ class Edge:
         why: The rule that asks for it, in words.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)), backend="tensorrt")
         >>> [edge.quantizer for edge in prepared.plan.edges]
         ['activation_quantizers.input_1', '0.weight_quantizer']
     """
@@ -76,7 +76,7 @@ class Tracing:
         values: The numbers, strings, flags and None among the attributes of the model itself.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)), backend="tensorrt")
         >>> prepared.plan.tracing.training
         True
     """
@@ -108,7 +108,7 @@ class Plan:
             with arithmetic="integer".
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)), backend="tensorrt")
         >>> prepared.plan.backend.name, {name: str(verdict.status) for name, verdict in prepared.plan.status.items()}
         ('tensorrt', {'input_1': 'float', '_0': 'quantized', '_1': 'float', 'output': 'float'})
     """

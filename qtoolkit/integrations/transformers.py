@@ -23,7 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.generic import ModelOutput
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from qtoolkit.backends import backend_of, backends
+from qtoolkit.backends import REQUIRED, backend_of, backends
 from qtoolkit.batches import taken_arguments
 from qtoolkit.checkpoint.record import PLAIN, decode, encode
 from qtoolkit.config import QConfigMapping
@@ -46,7 +46,7 @@ class QtoolkitConfig(QuantizationConfigMixin):
     `from_pretrained` with a float model, it lets that model be quantized by module replacement; call `qtoolkit.calibrate` next.
 
     Args:
-        backend: The name of a backend.
+        backend: The name of the target, which must be given.
         qconfig_mapping: Which layers get which config: a QConfigMapping, or its JSON.
         options: More keyword arguments of `replace`, or of `prepare` where there are inputs.
         inputs: Shape and dtype of the example input for each argument of forward. None: module replacement.
@@ -57,6 +57,7 @@ class QtoolkitConfig(QuantizationConfigMixin):
 
     Raises:
         ValueError: The backend is not known.
+        TypeError: `backend` is left out.
 
     Example:
         >>> from qtoolkit.integrations.transformers import QtoolkitConfig
@@ -66,7 +67,7 @@ class QtoolkitConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        backend: str = "tensorrt",
+        backend: str = REQUIRED,
         qconfig_mapping: QConfigMapping | str | None = None,
         options: Mapping[str, Any] | None = None,
         inputs: Mapping[str, Any] | None = None,
@@ -75,7 +76,8 @@ class QtoolkitConfig(QuantizationConfigMixin):
         version: str = __version__,
         quant_method: str = METHOD,
     ) -> None:
-        self.backend = backend_of(backend).name
+        # A Backend of the user's own has no entry in the table, and is among what is lost.
+        self.backend = backend if lost else backend_of(backend).name
         self.qconfig_mapping = (
             qconfig_mapping.to_json() if isinstance(qconfig_mapping, QConfigMapping) else qconfig_mapping
         )
@@ -350,7 +352,7 @@ def note(model: Any, plan: Plan, options: Mapping[str, Any], inputs: Mapping[str
     lost += ["prepare without example_inputs"] * (traced and inputs is None)
     shapes = {name: (list(x.shape), _name(x.dtype)) for name, x in given.items() if isinstance(x, Tensor)}
     config = QtoolkitConfig(
-        plan.backend.name if plan.backend.name in backends else "tensorrt",
+        plan.backend.name,
         plan.mapping,
         {name: value for name, value in options.items() if value and _is_plain(value)},
         shapes if traced else None,

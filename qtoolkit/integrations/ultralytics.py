@@ -21,6 +21,7 @@ from ultralytics.nn.modules.head import OBB26, Pose26, Segment26
 from ultralytics.nn.tasks import guess_model_task
 from ultralytics.utils.torch_utils import unwrap_model
 
+from qtoolkit.backends import REQUIRED, Backend, backend_of
 from qtoolkit.calibrate import calibrate
 from qtoolkit.config.mapping import Exclude
 from qtoolkit.export.onnx import ExportResult
@@ -168,7 +169,9 @@ def _input_of(layer: Any, x: Any, results: list[Any]) -> Any:
     return [x if index == -1 else results[index] for index in layer.f]
 
 
-def quantize(model: nn.Module, *, exclude: Exclude = (), **options: Any) -> nn.Module:
+def quantize(
+    model: nn.Module, *, backend: str | Backend = REQUIRED, exclude: Exclude = (), **options: Any
+) -> nn.Module:
     """Return a copy of an Ultralytics model whose layers are a graph of `qtoolkit.prepare`.
 
     It stays an Ultralytics model: of its class, with its losses, in its validator and predictor. Train it by `trainer`, or in a
@@ -178,14 +181,15 @@ def quantize(model: nn.Module, *, exclude: Exclude = (), **options: Any) -> nn.M
     Args:
         model: A DetectionModel, SegmentationModel, PoseModel, OBBModel, ClassificationModel or RTDETRDetectionModel of
             Ultralytics: `YOLO(...).model`. In training mode batch norms are trained; in eval mode they are folded at once.
+        backend: The target, which must be given, as `qtoolkit.prepare` takes it.
         exclude: What stays in float, as `qtoolkit.prepare` takes it. Layers have the names that they have in the model.
-        options: Other arguments of `qtoolkit.prepare`, such as `backend`.
+        options: Other arguments of `qtoolkit.prepare`, such as `qconfig_mapping`.
 
     Returns:
         The copy. Its `model.graph` is the graph. Calibrate it next: `qtoolkit.calibrate(quantized, batches_of_images)`.
 
     Raises:
-        TypeError: The model is of another type, or quantized already.
+        TypeError: `backend` is left out, or the model is of another type, or quantized already.
 
     Example:
         >>> from ultralytics.nn.tasks import DetectionModel
@@ -194,7 +198,7 @@ def quantize(model: nn.Module, *, exclude: Exclude = (), **options: Any) -> nn.M
         >>> list(quantized(torch.rand(2, 3, 64, 64)))
         ['boxes', 'scores', 'feats']
     """
-    head = _head_of(model)
+    head, target = _head_of(model), backend_of(backend)
     own: Any = copy.deepcopy(model)
     name = f"model.{len(own.model) - 1}"
     image = next(model.parameters()).new_zeros(1, _channels_of(model), 64, 64)
@@ -203,12 +207,14 @@ def quantize(model: nn.Module, *, exclude: Exclude = (), **options: Any) -> nn.M
     if isinstance(head, RTDETRDecoder):
         of_loss = [f"{name}.dec_score_head.{i}" for i in range(head.num_decoder_layers) if i != head.decoder.eval_idx]
         excluded += [*of_loss, f"{name}.denoising_class_embed"]
-        graph = prepare(RunWithLabels(own), (image, {}), untraced=[name], exclude=excluded, inplace=True, **options)
+        graph = prepare(
+            RunWithLabels(own), (image, {}), target, untraced=[name], exclude=excluded, inplace=True, **options
+        )
         own.model, own.save = RTDETRLayers(graph, name), [0]
         return cast("nn.Module", own)
     _split(own.model[-1])
     excluded.append(Decode)
-    graph = prepare(Run(own), image, leaf_modules=[Decode], exclude=excluded, inplace=True, **options)
+    graph = prepare(Run(own), image, target, leaf_modules=[Decode], exclude=excluded, inplace=True, **options)
     own.model, own.save = Layers(graph, f"{name}.decode.head"), []
     return cast("nn.Module", own)
 
@@ -430,7 +436,8 @@ def trainer(base: Any, batches: int = 8, **options: Any) -> Any:
     Args:
         base: A YOLO, for the trainer of its task, or a class of trainers.
         batches: How many batches of the training set find the ranges before the first step.
-        options: Arguments of `quantize`, such as `backend` and `exclude`. A model that is quantized already keeps its own.
+        options: Arguments of `quantize`: `backend`, which must be given, and others such as `exclude`. A model that is
+            quantized already keeps its own, and needs none.
 
     Returns:
         A subclass of the trainer's class.

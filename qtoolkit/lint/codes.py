@@ -26,7 +26,7 @@ def _zero_point(op: Op, backend: Backend) -> Iterator[Broken]:
         if codes.is_asymmetric or (codes.has_zero_point and codes.zero_point is None):
             yield (
                 f"{what} has a zero point that is not the constant 0; {backend.name} computes symmetric codes only.",
-                "Quantize with symmetric=True.",
+                "Quantize with symmetric=True, and store weights in int8 (weight_codes='int8' of export_onnx).",
             )
 
 
@@ -169,6 +169,15 @@ def _deconvolution_zero_point(op: Op, backend: Backend) -> Iterator[Broken]:
         )
 
 
+def _weight_zero_point(op: Op, backend: Backend) -> Iterator[Broken]:
+    codes = op.node.weight
+    if op.kind.name == "conv" and op.inputs and codes is not None and codes.is_asymmetric:
+        yield (
+            f"the weight of a convolution has a zero point, so that {backend.name} computes it in float.",
+            "Quantize it with symmetric=True, and store it in int8 (weight_codes='int8' of export_onnx).",
+        )
+
+
 CODES = (
     Rule("symmetric", _zero_point, f"{TENSORRT.rules}; {IMPORTER}", TENSORRT.runs),
     *(Rule("code-type", _code_type, each.rules, each.runs) for each in (TENSORRT, ONNXRUNTIME, OPENVINO)),
@@ -180,5 +189,6 @@ CODES = (
     Rule("opset", _opset, ONNX),
     Rule("int4-blocks", _blocks, TENSORRT.rules, TENSORRT.runs),
     Rule("cast", _casts, TENSORRT.rules, TENSORRT.runs),
+    Rule("weight-zero-point", _weight_zero_point, f"measured with 2026.4, {OPENVINO.rules}", OPENVINO.runs),
     Rule("deconvolution-zero-point", _deconvolution_zero_point, OPENVINO.rules, OPENVINO.runs),
 )

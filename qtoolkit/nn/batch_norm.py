@@ -50,7 +50,7 @@ class LinkedBatchNorm(nn.Module):
 
     Example:
         >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).train())
+        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).train(), backend="tensorrt")
         >>> batch_norm = prepared.get_submodule("1")
         >>> isinstance(batch_norm, LinkedBatchNorm), batch_norm.strategy, batch_norm.frozen
         (True, 'unscale', False)
@@ -236,7 +236,7 @@ def freeze_batch_norm(model: nn.Module) -> None:
 
     Example:
         >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), backend="tensorrt")
         >>> freeze_batch_norm(prepared)
         >>> prepared.train().get_submodule("1").training
         False
@@ -252,7 +252,7 @@ def unfreeze_batch_norm(model: nn.Module) -> None:
 
     Example:
         >>> from torch import nn
-        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).train())
+        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).train(), backend="tensorrt")
         >>> freeze_batch_norm(prepared)
         >>> unfreeze_batch_norm(prepared)
         >>> prepared.train().get_submodule("1").training

@@ -431,7 +431,7 @@ def set_training_arithmetic(
         ValueError: A value is not known.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)), backend="tensorrt")
         >>> set_training_arithmetic(prepared, "float")
         >>> prepared.get_submodule("0").training_arithmetic
         TrainingArithmetic(forward='float', save='codes')

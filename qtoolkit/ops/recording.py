@@ -77,6 +77,11 @@ def are_ops_taken() -> bool:
     return _takes_ops.get()
 
 
+def is_written_to_file() -> bool:
+    """Return whether what is computed becomes nodes of an ONNX file, also where the caller of the exporter notes the ops."""
+    return are_ops_taken() or is_recorded_for_onnx()
+
+
 def recorded(
     x: Tensor,
     scale: Tensor,

@@ -102,7 +102,7 @@ class enable_quantization(Switch):  # noqa: N801
     """Enable quantizers: from the call on, or only inside a `with` block.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt")
         >>> _ = qt.disable_quantization(prepared)
         >>> with qt.enable_quantization(prepared):
         ...     print(prepared.get_submodule("0.weight_quantizer").quantizing)
@@ -149,7 +149,7 @@ class stop_on_nonfinite(Switch):  # noqa: N801
     once more and waits for the device.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt")
         >>> _ = qt.calibrate(prepared, [torch.rand(8, 4)], progress=False)
         >>> with qt.stop_on_nonfinite(prepared):
         ...     prepared(torch.full((1, 4), torch.nan))

@@ -31,7 +31,7 @@ def synchronize_ranges(model: nn.Module) -> None:
             be merged several times; or it has a range for each channel, and no data has reached it.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).train())
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).train(), backend="tensorrt")
         >>> _ = qt.calibrate(prepared, [torch.rand(8, 4)], progress=False)
         >>> prepared.get_submodule("activation_quantizers.input_1").observing = True
         >>> for step in range(4):

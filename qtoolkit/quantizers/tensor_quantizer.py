@@ -690,7 +690,7 @@ def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
     """Return a model's quantizers by their dotted names.
 
     Example:
-        >>> list(qt.quantizers_of(qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))))
+        >>> list(qt.quantizers_of(qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt")))
         ['0.weight_quantizer', 'activation_quantizers.input_1']
     """
     check_module(model, "quantizers_of")

@@ -32,7 +32,7 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         TypeError: The model was neither prepared nor replaced, and has no quantizer.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)), backend="tensorrt")
         >>> report = qt.quantization_report(prepared)
         >>> [(line.name, str(line.status), line.reason) for line in report.layers]
         [('0', 'quantized', ''), ('1', 'float', 'float: a softmax, which tensorrt computes in float')]

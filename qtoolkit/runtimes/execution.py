@@ -40,6 +40,7 @@ class Executed:
     remark: str = ""  # what users of this runtime have to know, beside the figures; "" for nothing
     unrounded: tuple[str, ...] = ()  # quantizers at which it does not round unless codes are read; the remark says so
     steps: int = 1  # by how many steps a code may differ
+    saturating: tuple[str, ...] = ()  # layers whose sums of products saturate on this processor; the remark says why
 
 
 # A runtime: (file, inputs, quantizers of the file, the model's grids by name, whether to optimize) -> what it computes.

@@ -93,7 +93,7 @@ def bias_correction(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
         >>> w2 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=2))
-        >>> prepared = qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_global(w2))
+        >>> prepared = qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_global(w2), backend="tensorrt")
         >>> x = torch.rand(64, 8)
         >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> report = qt.tuning.bias_correction(prepared, [x], progress=False)

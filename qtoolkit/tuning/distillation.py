@@ -45,7 +45,7 @@ class Distillation(AbstractContextManager["Distillation"]):
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-        >>> prepared, x = qt.prepare(model.train()), torch.randn(16, 8)
+        >>> prepared, x = qt.prepare(model.train(), backend="tensorrt"), torch.randn(16, 8)
         >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> with qt.tuning.Distillation(prepared, model, temperature=2.0, features=["0"]) as distillation:
         ...     logits = prepared(x)

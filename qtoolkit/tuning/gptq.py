@@ -123,7 +123,7 @@ def gptq(
 
     Example:
         >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0)))
-        >>> prepared = qt.quant_modules.replace(torch.nn.Sequential(torch.nn.Linear(32, 8)).eval(), w3)
+        >>> prepared = qt.quant_modules.replace(torch.nn.Sequential(torch.nn.Linear(32, 8)).eval(), w3, backend="tensorrt")
         >>> x = torch.randn(256, 32) @ torch.randn(32, 32)
         >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> (layer,) = qt.tuning.gptq(prepared, [x], progress=False).layers

@@ -45,7 +45,7 @@ class OscillationDampening:
 
     Example:
         >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=0, quantizer="lsq")))
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)).train(), qconfig_mapping=w3)
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)).train(), qconfig_mapping=w3, backend="tensorrt")
         >>> optimizer = torch.optim.SGD(qt.parameter_groups(prepared), lr=0.1)
         >>> dampening = qt.tuning.OscillationDampening(prepared, total_steps=20)
         >>> for _ in range(10):
@@ -140,7 +140,8 @@ class OscillationFreezing:
 
     Example:
         >>> w4 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=4)))
-        >>> model = qt.quant_modules.replace(torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False)).train(), w4)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False)).train()
+        >>> model = qt.quant_modules.replace(model, w4, backend="tensorrt")
         >>> weight = torch.nn.init.constant_(model.get_parameter("0.weight"), 2.05)
         >>> model.get_submodule("0.weight_quantizer").amax = 7.0  # the grid is that of the integers
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -162,7 +162,7 @@ def reconstruct(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
         >>> w3 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0))
-        >>> prepared = qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_global(w3))
+        >>> prepared = qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_global(w3), backend="tensorrt")
         >>> batches = list(torch.rand(256, 16).split(32))
         >>> _ = qt.calibrate(prepared, batches, progress=False)
         >>> report = qt.tuning.reconstruct(prepared, batches, steps=300, progress=False)

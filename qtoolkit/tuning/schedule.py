@@ -46,7 +46,7 @@ class QuantizationSchedule:
             batch norm to freeze, or a model in `averages` is not a copy of it.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).train())
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).train(), backend="tensorrt")
         >>> optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
         >>> schedule = qt.tuning.QuantizationSchedule(prepared, observe=2, freeze_ranges=4)
         >>> for _ in range(3):

@@ -23,7 +23,7 @@ from qtoolkit.extras import install_command
 from qtoolkit.lint.fusions import FILE_ADVICE
 from qtoolkit.lint.layers import ADVICE
 from tests.export.qdq_files import File, clean
-from tests.export.test_lint_files import codes_for_a_float_op, signed_in_and_unsigned_out, two_quantizers
+from tests.export.test_lint_files import UINT8, codes_for_a_float_op, signed_in_and_unsigned_out, two_quantizers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
 RUN = [sys.executable, "-m", "qtoolkit"]
@@ -97,6 +97,24 @@ def test_verify_finds_codes_that_differ(tmp_path, capsys, monkeypatch) -> None:
     assert "1 of 2048 codes differ, by at most 1 steps" in out
     assert "first difference: q_x" in out
     assert main(["verify", path, "--runtime", "onnxruntime", "--allow", "1e-3"]) == 0
+
+
+def test_verify_says_that_a_file_saturates_on_this_processor(tmp_path, capsys, monkeypatch) -> None:
+    from qtoolkit.export.verification.runtimes import onnxruntime_cpu
+
+    file = File()
+    x = file.pair(file.input("x", 1, 16, 8, 8), zero=128, dtype=UINT8, name="q_x")
+    codes = file.constant(np.full((16, 16, 3, 3), 127, np.int8))
+    weight = file.node("DequantizeLinear", codes, file.constant(np.float32(0.01)), file.constant(np.int8(0)))
+    file.output(file.pair(file.node("Conv", x, weight, name="conv"), zero=128, dtype=UINT8, name="q_y"))
+    path = file.save(tmp_path)
+    for saturates in (False, True):
+        monkeypatch.setattr(onnxruntime_cpu, "processor_saturates", lambda saturates=saturates: saturates)
+        assert main(["verify", path, "--runtime", "onnxruntime", "--allow", "1", "--json"]) == saturates
+        (run,) = json.loads(capsys.readouterr().out)["runtimes"]
+        assert run["saturating"] == ["conv"] * saturates
+    assert main(["verify", path, "--runtime", "onnxruntime", "--allow", "1"]) == 1
+    assert "layers whose sums saturate on this processor: conv" in capsys.readouterr().out
 
 
 def test_verify_reads_a_file_whose_output_is_quantized_in_openvino(tmp_path, capsys) -> None:

@@ -110,6 +110,29 @@ def test_a_target_without_a_runtime_has_no_verdict(program: Path, capsys) -> Non
     assert "no runtime of the backend 'tensorrt'" in out
 
 
+def test_what_users_of_the_runtime_must_know_is_a_note(program: Path, monkeypatch, capsys) -> None:
+    from qtoolkit.export.verification.runtimes import onnxruntime_cpu
+
+    monkeypatch.setattr(onnxruntime_cpu, "OF_FLOATS", "QGemm")  # a kernel that rounds its float inputs
+    assert main(typed(program, "model", "batches", "--json")) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert "rounds the float inputs" in note
+    assert main(typed(program, "model", "batches")) == 0
+    assert "model.onnx: onnxruntime rounds the float inputs" in capsys.readouterr().out
+
+
+def test_a_file_that_saturates_is_exit_code_1(program: Path, monkeypatch, capsys) -> None:
+    from qtoolkit.export.verification.runtimes import onnxruntime_cpu
+
+    monkeypatch.setattr(onnxruntime_cpu, "processor_saturates", lambda: True)
+    monkeypatch.setattr(onnxruntime_cpu, "saturating_nodes", lambda optimized, types: optimized.proto.graph.node[:1])
+    with pytest.warns(UserWarning, match="saturate at 16 bits on this processor"):
+        assert main(typed(program, "model", "batches", "--json")) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "saturates on this processor"
+    assert any("weight_codes='uint8'" in note for note in found["notes"])
+
+
 def test_codes_that_differ_are_exit_code_1(program: Path, monkeypatch, capsys) -> None:
     from qtoolkit.export import Verdict
     from qtoolkit.export.verification.deployed import RuntimeCodes

@@ -21,7 +21,7 @@ def by_hand(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 
 def replaced(model: nn.Module, x: Tensor, chains: list[list[str]] | None = None) -> nn.Module:
-    quantized = qt.quant_modules.replace(qt.fuse_modules(model, chains) if chains else model, W3)
+    quantized = qt.quant_modules.replace(qt.fuse_modules(model, chains) if chains else model, W3, backend="tensorrt")
     qt.calibrate(quantized, [x], progress=False)
     return quantized
 
@@ -65,7 +65,7 @@ def test_a_batch_norm_in_a_chain_counts_to_its_layer(mode: str, converted: bool)
 
 def test_layers_in_loops_are_compared_over_all_calls_and_layers_that_are_not_called_have_no_line() -> None:
     model, x = Branches().eval(), 1 + torch.rand(4, 3, 6, 6)
-    quantized = qt.quant_modules.replace(model)
+    quantized = qt.quant_modules.replace(model, backend="tensorrt")
     qt.calibrate(quantized, [x, -x], progress=False)
     result = qt.debug.compare(model, quantized, x, progress=False)
     assert {line.name for line in result.layers} == {"model", "far", "shared", "head"}
@@ -87,7 +87,7 @@ class Doubtful(nn.Module):
 def test_another_way_another_model_and_a_prepared_part_are_errors() -> None:
     model, x = Doubtful().eval(), torch.ones(4, 1)
     nn.init.constant_(model.first.weight, 1.0)
-    quantized = qt.quant_modules.replace(model)
+    quantized = qt.quant_modules.replace(model, backend="tensorrt")
     qt.calibrate(quantized, [x], progress=False)
     quantized.first.input_quantizer.amax = 0.5
     with pytest.raises(
@@ -97,8 +97,8 @@ def test_another_way_another_model_and_a_prepared_part_are_errors() -> None:
     with pytest.raises(ValueError, match="the float model has no first, second; pass the model that qtoolkit.quant"):
         qt.debug.compare(nn.Linear(1, 1), quantized, x, progress=False)
     parts = nn.Sequential(nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1)).eval()
-    mixed = qt.quant_modules.replace(parts, ignore=["0"])
-    mixed[0] = qt.prepare(parts[0])
+    mixed = qt.quant_modules.replace(parts, ignore=["0"], backend="tensorrt")
+    mixed[0] = qt.prepare(parts[0], backend="tensorrt")
     with pytest.raises(ValueError, match="submodule '0' was prepared separately"):
         qt.debug.compare(parts, mixed, x, progress=False)
     with pytest.raises(TypeError, match=r"compare: quantized must be .*, got Linear"):

@@ -29,7 +29,11 @@ def files(tmp_path_factory) -> dict[str, Path]:
     model, hostile = ConvNet().eval(), nn.Sequential().eval()
     for name in ("<script>hacked=1</script>", "<img src=x onerror=hacked=1>", "</script>"):
         hostile.add_module(name, nn.Conv2d(3, 3, 1))
-    models = {"graph": qt.prepare(model), "modules": qt.quant_modules.replace(model), "hostile": qt.prepare(hostile)}
+    models = {
+        "graph": qt.prepare(model, backend="tensorrt"),
+        "modules": qt.quant_modules.replace(model, backend="tensorrt"),
+        "hostile": qt.prepare(hostile, backend="tensorrt"),
+    }
     for name, quantized in models.items():
         qt.calibrate(quantized, [x], progress=False)
         scores = qt.debug.sensitivity(quantized, lambda m: float(m(x).sum().detach()), progress=False)
@@ -144,7 +148,7 @@ SHOWN = "document.querySelector('.layout:not([hidden])')"
 
 
 def test_a_click_unfolds_a_block_and_the_search_zooms_to_an_op_in_another(page: Page, tmp_path) -> None:
-    prepared = qt.prepare(deep().eval())
+    prepared = qt.prepare(deep().eval(), backend="tensorrt")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     qt.debug.report(prepared, tmp_path / "deep.html", progress=False)
     page.open(tmp_path / "deep.html")
@@ -172,7 +176,7 @@ def test_a_click_unfolds_a_block_and_the_search_zooms_to_an_op_in_another(page: 
 
 def test_the_picture_of_the_docs_is_drawn_from_a_page(tmp_path) -> None:
     image = pytest.importorskip("PIL.Image", reason="needs pillow, which is not installed")
-    prepared = qt.prepare(deep().eval())
+    prepared = qt.prepare(deep().eval(), backend="tensorrt")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     qt.debug.report(prepared, tmp_path / "deep.html", progress=False)
     script = run_path(str(DOCS / "report_picture.py"))

@@ -419,7 +419,7 @@ def test_sparse_gradients() -> None:
             return self.fc(self.table(index))
 
     index = torch.tensor([1, 1, 5])
-    model = qt.prepare(Table().train(), index)
+    model = qt.prepare(Table().train(), index, backend="tensorrt")
     qt.calibrate(model, [index], progress=False)
     optimizer = sgd(model.train())
     with qt.debug.watch(model) as watched:

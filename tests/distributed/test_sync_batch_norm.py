@@ -171,7 +171,7 @@ def test_one_process_has_the_bits_of_torch() -> None:
 
 
 def test_a_batch_norm_without_a_layer_is_torchs() -> None:
-    prepared = qt.prepare(nn.Sequential(nn.ReLU(), nn.SyncBatchNorm(3), nn.Conv2d(3, 4, 1)).train())
+    prepared = qt.prepare(nn.Sequential(nn.ReLU(), nn.SyncBatchNorm(3), nn.Conv2d(3, 4, 1)).train(), backend="tensorrt")
     (line,) = (line for line in qt.quantization_report(prepared).layers if line.name == "1")
     assert line.training == "computed by torch: a SyncBatchNorm that no layer is linked to"
 

@@ -97,7 +97,7 @@ def test_copies_and_pickles_of_converted_models_compute_the_same(tmp_path) -> No
 
 def test_a_quantizer_without_data_is_named() -> None:
     far, _ = ways()
-    replaced = qt.quant_modules.replace(Branches().eval())
+    replaced = qt.quant_modules.replace(Branches().eval(), backend="tensorrt")
     report = qt.calibrate(replaced, [far], progress=False)
     assert set(report.unreached) == {"near.input_quantizer", "near.weight_quantizer"}
     with pytest.raises(RuntimeError, match="quantizer 'near.input_quantizer' saw no data"):
@@ -131,8 +131,9 @@ def test_a_prepared_part_of_a_model_is_converted_by_its_graph(tmp_path) -> None:
             return self.head(y) if y.sum() > -1e9 else y
 
     x = torch.randn(4, 3, 8, 8)
-    model = Detector(qt.prepare(nets.trained(nets.ConvNet(), *x.shape), x))  # in training mode: batch norms are linked
-    replaced = qt.quant_modules.replace(model.train(), inplace=True)
+    # In training mode: batch norms are linked.
+    model = Detector(qt.prepare(nets.trained(nets.ConvNet(), *x.shape), x, backend="tensorrt"))
+    replaced = qt.quant_modules.replace(model.train(), inplace=True, backend="tensorrt")
     qt.calibrate(replaced, [x], progress=False)
     converted = qt.convert(replaced)
     torch.testing.assert_close(converted(x), replaced.eval()(x), rtol=1e-5, atol=1e-5)
@@ -167,14 +168,18 @@ def test_models_without_quantizers_are_refused(tmp_path) -> None:
 
 def test_prepare_does_not_quantize_a_replaced_model_again() -> None:
     with pytest.raises(ValueError, match="prepare: the model was quantized by module replacement already"):
-        qt.prepare(qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2))))
+        qt.prepare(qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt"), backend="tensorrt")
     with pytest.raises(ValueError, match="prepare: submodule '1' was quantized by module replacement already"):
-        qt.prepare(nn.Sequential(nn.ReLU(), qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)))))
+        qt.prepare(
+            nn.Sequential(nn.ReLU(), qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt")),
+            backend="tensorrt",
+        )
     layer = qt.nn.QuantLinear(2, 2, weight_spec=qt.QuantSpec(axis=0))
-    assert isinstance(qt.prepare(nn.Sequential(layer)), nn.Module)  # without a quantizer of its input
+    # Without a quantizer of its input.
+    assert isinstance(qt.prepare(nn.Sequential(layer), backend="tensorrt"), nn.Module)
     layer.input_quantizer = qt.TensorQuantizer(qt.QuantSpec())
     with pytest.raises(ValueError, match="submodule '0' was quantized by module replacement already"):
-        qt.prepare(nn.Sequential(layer))
+        qt.prepare(nn.Sequential(layer), backend="tensorrt")
 
 
 # ---- export
@@ -293,7 +298,7 @@ def test_a_submodule_called_model_keeps_its_name(tmp_path, exporter: str) -> Non
             return self.model(x)
 
     x = torch.rand(8, 4)
-    prepared = qt.prepare(Wrapped().eval())
+    prepared = qt.prepare(Wrapped().eval(), backend="tensorrt")
     qt.calibrate(prepared, [x], progress=False)
     for model in (prepared, calibrated(Wrapped(), [x])):
         path = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter=exporter).path
@@ -402,7 +407,7 @@ IMAGES = (8, 3, 6, 6)
 def trained_chain(**options: Any) -> tuple[nn.Module, Tensor]:
     """Return a fused, replaced and calibrated model in training mode, after some steps of training."""
     model = nets.trained(Chain(), *IMAGES)
-    replaced = qt.quant_modules.replace(qt.fuse_modules(model.train(), CHAINS), **options)
+    replaced = qt.quant_modules.replace(qt.fuse_modules(model.train(), CHAINS), backend="tensorrt", **options)
     x = torch.randn(*IMAGES)
     qt.calibrate(replaced, [x], progress=False)
     optimizer = torch.optim.SGD(replaced.parameters(), 0.01)
@@ -471,7 +476,9 @@ def test_sensitivity_takes_a_chain_as_one() -> None:
     assert lines["conv"].quantizers == ("conv.weight_quantizer", "relu.output_quantizer")
     assert lines["relu"].quantizers == lines["bn"].quantizers == ()
     model = qt.fuse_modules(Chain(), CHAINS)
-    again = qt.quant_modules.replace(model, result.to_qconfig_mapping(keep_float=1), quantize="outputs")
+    again = qt.quant_modules.replace(
+        model, result.to_qconfig_mapping(keep_float=1), quantize="outputs", backend="tensorrt"
+    )
     assert not [name for name in qt.quantizers_of(again) if name.startswith(("conv", "bn", "relu"))]
 
 

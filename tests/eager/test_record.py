@@ -23,7 +23,7 @@ def block() -> nn.Sequential:
 
 
 def replaced() -> nn.Module:
-    return replace(qt.fuse_modules(block(), ["0", "1", "2"]))
+    return replace(qt.fuse_modules(block(), ["0", "1", "2"]), backend="tensorrt")
 
 
 def test_a_float_model_has_an_empty_record() -> None:
@@ -68,7 +68,7 @@ def test_chains_are_added_and_stay_when_the_model_is_replaced() -> None:
     model[3] = nn.Conv2d(4, 4, 1)
     qt.fuse_modules(model, ["0", "1"], inplace=True)
     qt.fuse_modules(model, ["3", "4", "5"], inplace=True)
-    replace(model, inplace=True)
+    replace(model, inplace=True, backend="tensorrt")
     assert record_of(model).chains == (("0", "1"), ("3", "4", "5"))
     assert {name for name, verdict in record_of(model).plan.inside.items() if verdict.status == "fused"} == {"1", "4"}
 
@@ -76,6 +76,11 @@ def test_chains_are_added_and_stay_when_the_model_is_replaced() -> None:
 def test_a_failed_change_in_place_leaves_no_record() -> None:
     model = block()
     with pytest.raises(ValueError, match="the axis of a tensor"):
-        replace(model, qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=7))), inplace=True)
+        replace(
+            model,
+            qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=7))),
+            inplace=True,
+            backend="tensorrt",
+        )
     assert record_of(model) == EagerRecord()
     assert type(model[0]) is nn.Conv2d

@@ -232,7 +232,7 @@ def test_what_was_not_converted_is_an_error(road: str, compare, tmp_path) -> Non
     roads = {
         "float": Block(),
         "prepared": qt.prepare(Block().eval(), X, "onnxruntime"),
-        "replaced": qt.quant_modules.replace(Block()),
+        "replaced": qt.quant_modules.replace(Block(), backend="tensorrt"),
         "none": None,
         "number": 3,
     }

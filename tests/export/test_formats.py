@@ -177,7 +177,7 @@ def test_formats_on_the_whole_road(tmp_path, backend: str, format: str) -> None:
     qconfig = qt.QConfig(qt.QuantSpec(**spec), qt.QuantSpec(axis=0, **spec))
     mapping, x = qt.QConfigMapping().set_global(qconfig), torch.randn(SHAPE)
     assert qt.QConfigMapping.from_json(mapping.to_json()) == mapping
-    replaced = qt.quant_modules.replace(Net(), qconfig_mapping=mapping)
+    replaced = qt.quant_modules.replace(Net(), qconfig_mapping=mapping, backend="tensorrt")
     for model in (qt.prepare(Net().train(), x, backend=backend, qconfig_mapping=mapping), replaced):
         qt.calibrate(model, [x], progress=False)
         model.train()(x).square().mean().backward()

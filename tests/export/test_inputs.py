@@ -42,7 +42,11 @@ class ByKeyword(Net):
 
 def calibrated(model: nn.Module, inputs: Any, road: str = "prepare") -> nn.Module:
     model = model.eval()
-    model = qt.quant_modules.replace(model) if road == "replace" else qt.prepare(model, inputs, backend="onnxruntime")
+    model = (
+        qt.quant_modules.replace(model, backend="tensorrt")
+        if road == "replace"
+        else qt.prepare(model, inputs, backend="onnxruntime")
+    )
     qt.calibrate(model, [inputs], progress=False)
     return model
 

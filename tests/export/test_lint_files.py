@@ -205,6 +205,13 @@ def a_deconvolution_of_asymmetric_codes() -> File:
     return deconvolution(zero=128, dtype=UINT8)
 
 
+@breaks("weight-zero-point", "conv", "openvino")
+def a_zero_point_of_a_convolution() -> File:
+    file = File()
+    file.output(file.conv(file.pair(image(file)), zero=128, dtype=UINT8))
+    return file
+
+
 @breaks("weight-bits", "conv")
 def four_bits() -> File:
     file = File()

@@ -101,8 +101,8 @@ def test_weights_are_stored_as_integers_on_the_right_axis(tmp_path, exporter: st
     assert [a.i for a in node.attribute if a.name == "axis"] == [1]
     codes = initializers(result.path)[node.input[0]]
     layer = converted.get_submodule("up")
-    assert codes.dtype == np.int8
-    assert np.array_equal(codes, layer.weight_quantizer.codes(layer.weight).numpy())
+    assert codes.dtype == np.uint8
+    assert np.array_equal(codes.astype(int) - 128, layer.weight_quantizer.codes(layer.weight).numpy())
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
@@ -193,7 +193,9 @@ class InBlocks(nn.Module):
 )
 def test_blocks_that_cannot_be_written(tmp_path, opset: int, words: str, exporter: str) -> None:
     with pytest.raises(ValueError, match=words):
-        qt.export_onnx(InBlocks().eval(), torch.randn(4, 8), tmp_path / "m.onnx", opset=opset, exporter=exporter)
+        qt.export_onnx(
+            InBlocks().eval(), torch.randn(4, 8), tmp_path / "m.onnx", opset, exporter=exporter, backend="tensorrt"
+        )
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
@@ -231,10 +233,7 @@ def test_a_dynamic_batch_of_all_inputs(tmp_path, exporter: str, opset: int, samp
         others = {"list": [torch.randn(batch, 8)], "factor": torch.tensor(0.5), "none": None}
         return {"x": torch.randn(batch, 8), "others": others}
 
-    # Seven bits: onnxruntime's sums do not saturate without VNNI, and its option for exact sums takes no shared layer.
-    seven_bits = qt.QConfig(qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec(7, axis=0))
-    mapping = qt.QConfigMapping().set_global(seven_bits)
-    prepared = qt.prepare(Pair().eval(), inputs(samples), "onnxruntime", mapping)
+    prepared = qt.prepare(Pair().eval(), inputs(samples), "onnxruntime")
     qt.calibrate(prepared, [inputs(8)], progress=False)
     path = tmp_path / "m.onnx"
     qt.export_onnx(prepared, inputs(samples), path, opset=opset, exporter=exporter, dynamic_batch=True)
@@ -439,7 +438,7 @@ def test_the_data_of_a_tensor_is_no_constant_in_the_file(exporter: str, tmp_path
 
 
 def test_export_before_calibration_says_so_and_leaves_no_file(tmp_path) -> None:
-    prepared = qt.prepare(nets.ConvNet().eval())
+    prepared = qt.prepare(nets.ConvNet().eval(), backend="tensorrt")
     with pytest.raises(RuntimeError, match=r"saw no data, so it has no scale: call qtoolkit\.calibrate"):
         qt.export_onnx(prepared, torch.randn(SHAPE), tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []
@@ -493,7 +492,7 @@ def test_converted_equals_the_fake_quant_model_in_eval(backend: str, training: b
 
 def test_forward_fp32_is_the_folded_float_layer() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE)
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     x = torch.randn(SHAPE)
     qt.calibrate(prepared, [x], progress=False)
     layer = qt.convert(prepared).get_submodule("conv1")
@@ -504,12 +503,15 @@ def test_forward_fp32_is_the_folded_float_layer() -> None:
 
 def test_arithmetic_is_checked() -> None:
     with pytest.raises(ValueError, match="unknown arithmetic 'flot'; did you mean 'float'"):
-        qt.convert(qt.prepare(nets.LinearNet()), arithmetic="flot")
+        qt.convert(qt.prepare(nets.LinearNet(), backend="tensorrt"), arithmetic="flot")
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_quantizers_with_scales_of_equal_value_keep_their_names(tmp_path, exporter: str) -> None:
-    prepared = qt.prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval())
+    prepared = qt.prepare(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval(),
+        backend="tensorrt",
+    )
     for quantizer in prepared.activation_quantizers.children():
         quantizer.amax = 4.0
     result = qt.export_onnx(prepared, torch.randn(2, 4), tmp_path / "model.onnx", exporter=exporter)
@@ -614,7 +616,9 @@ def test_an_op_that_no_exporter_can_write_has_another_remedy(exporter: str, tmp_
 
 def test_a_file_that_onnxruntime_cannot_run_is_described(tmp_path: Path) -> None:
     x = torch.rand(2, 4)
-    prepared = qt.prepare(nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 2)).eval(), x)
+    prepared = qt.prepare(
+        nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 2)).eval(), x, backend="tensorrt"
+    )
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)
     file = onnx.load(qt.export_onnx(converted, x, tmp_path / "model.onnx", progress=False).path)

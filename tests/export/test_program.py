@@ -103,7 +103,9 @@ def test_codes_of_a_constant_have_its_name_and_those_of_a_weight_the_layers() ->
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(self.part["query"]) + x
 
-    model = qt.quant_modules.replace(Query().eval(), qt.QConfigMapping().set_global(qt.backends["xnnpack"].qconfig))
+    model = qt.quant_modules.replace(
+        Query().eval(), qt.QConfigMapping().set_global(qt.backends["xnnpack"].qconfig), backend="tensorrt"
+    )
     x = torch.randn(2, 3)
     qt.calibrate(model, [x], progress=False)
     program = qt.export.export_program(model, x)

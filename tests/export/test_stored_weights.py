@@ -31,7 +31,8 @@ ELEMENTS = 6 * 8 + 5 * 6
 @pytest.mark.parametrize(
     ("backend", "bits", "options", "expected"),
     [
-        ("onnxruntime", 8, {}, StoredWeights(2, 8, "INT8", ELEMENTS, "", ELEMENTS)),
+        ("onnxruntime", 8, {}, StoredWeights(2, 8, "UINT8", ELEMENTS, "", ELEMENTS, 'weight_codes="int8"')),
+        ("onnxruntime", 8, {"weight_codes": "int8"}, StoredWeights(2, 8, "INT8", ELEMENTS, "", ELEMENTS)),
         ("onnxruntime", 4, {}, StoredWeights(2, 4, "INT8", ELEMENTS, "opset=21", ELEMENTS // 2)),
         ("onnxruntime", 4, {"opset": 21}, StoredWeights(2, 4, "INT4", ELEMENTS // 2, "", ELEMENTS // 2)),
         ("tensorrt", 8, {}, StoredWeights(2, 8, "FLOAT", 4 * ELEMENTS, "integer_weights=True", ELEMENTS)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.export import verify
+from qtoolkit.export import Verdict, verify
 from qtoolkit.integer.onnxruntime import layer_kernel
 from qtoolkit.verdicts import Cause
 
@@ -73,6 +73,26 @@ def test_no_code_differs(tmp_path, geometry: tuple, weight_axis: int | None, bit
     assert result.verification.weight_codes.differing == result.verification.quantizer_codes.differing == 0
     assert kinds(result.path)["DepthToSpace"] == 2
     assert_no_code_differs(integer, result.path)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("weight_axis", [0, None])
+@pytest.mark.parametrize("geometry", [(3, 2, 1, 1), (4, 2, 1), (3, 2, 1, 1, 2)])
+def test_weights_with_zero_points(tmp_path, geometry: tuple, weight_axis: int | None, signed: bool) -> None:
+    """Padding has the code of zero; where zero points differ between channels, no kernel of integers takes the layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(6, 4, 1), nn.ReLU(), nn.ConvTranspose2d(4, 4, *geometry), nn.ReLU(), nn.Conv2d(4, 4, 1)
+    )
+    affine = qt.QuantSpec(signed=False, symmetric=False)
+    weight = qt.QuantSpec(signed=signed, symmetric=False, axis=weight_axis)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(affine, weight))
+    prepared = qt.prepare(model.eval(), X, "onnxruntime", mapping)
+    qt.calibrate(prepared, [X], progress=False)
+    integer = qt.convert(prepared, arithmetic="integer")
+    path = qt.export_onnx(integer, X, tmp_path / "m.onnx").path
+    assert verify(path, integer, X).check() == {"onnxruntime": Verdict.EQUAL}
+    assert kinds(path)["DepthToSpace"] == (weight_axis is None)
 
 
 class Moved(nn.Module):

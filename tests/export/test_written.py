@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.export import Verdict, verify
-from tests.sessions import exact_session
+from tests.sessions import default_session
 
 IMAGE = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 VOLUME = torch.rand(2, 3, 6, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -82,7 +82,7 @@ def test_a_window_that_begins_in_the_padding_is_not_in_the_file(pool, options: d
     qt.calibrate(model, [x], progress=False)
     converted = qt.convert(model)
     result = qt.export_onnx(converted, x, tmp_path / "model.onnx", **options)
-    session = exact_session(result.path)
+    session = default_session(result.path)
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), converted(x), rtol=0, atol=1e-5)
 
@@ -98,7 +98,10 @@ def test_integer_arithmetic_computes_it_in_float_as_the_runtime_does(name: str, 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_a_divisor_with_windows_beyond_the_edge_is_refused(exporter: str, tmp_path) -> None:
-    model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(3, 2, ceil_mode=True, divisor_override=2)).eval())
+    model = qt.prepare(
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(3, 2, ceil_mode=True, divisor_override=2)).eval(),
+        backend="tensorrt",
+    )
     qt.calibrate(model, [IMAGE], progress=False)
     with pytest.raises(
         ValueError, match=r"export_onnx: an average pool with divisor_override=2 and ceil_mode=True has no"
@@ -133,7 +136,7 @@ def test_windows_that_follow_no_dynamic_size_are_exported(size: object, tmp_path
     converted = qt.convert(model)
     path = qt.export_onnx(converted, IMAGE, tmp_path / "model.onnx", dynamic_shapes=({2: "h"},)).path
     taller = torch.rand(2, 3, 13, 8)
-    (y,) = exact_session(path).run(None, {"input": taller.numpy()})
+    (y,) = default_session(path).run(None, {"input": taller.numpy()})
     torch.testing.assert_close(torch.as_tensor(y), converted(taller), rtol=1e-4, atol=1e-4)
 
 
@@ -151,7 +154,7 @@ def test_a_resize_takes_the_pixels_that_torch_takes(options: dict, exporter: str
     converted = qt.convert(model, arithmetic="integer")
     path = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter=exporter).path
     assert verify(converted, x, path).check() == {"onnxruntime": Verdict.EQUAL}
-    (y,) = exact_session(path).run(None, {"input": x.numpy()})
+    (y,) = default_session(path).run(None, {"input": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), converted(x), rtol=1e-5, atol=1e-5)
 
 
@@ -182,7 +185,7 @@ def test_an_lstm_that_projects_is_refused(exporter: str, arithmetic: str, tmp_pa
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_a_replaced_lstm_that_projects_is_exported(exporter: str, tmp_path) -> None:
     x = torch.rand(2, 5, 8)
-    model = qt.quant_modules.replace(Projected().eval())
+    model = qt.quant_modules.replace(Projected().eval(), backend="tensorrt")
     qt.calibrate(model, [x], progress=False)
     assert qt.export_onnx(model, x, tmp_path / "model.onnx", exporter=exporter).verification.layer_codes.are_ties()
 

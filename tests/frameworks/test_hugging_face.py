@@ -203,15 +203,17 @@ def test_a_transformers_that_lacks_something_is_named(monkeypatch: pytest.Monkey
     with pytest.raises(
         ImportError, match="the installed transformers lacks what qtoolkit needs.*install a later transformers"
     ):
-        qt.quant_modules.replace(built("vit"))
+        qt.quant_modules.replace(built("vit"), backend="tensorrt")
 
 
 def test_what_a_folder_cannot_hold_is_refused(tmp_path: Path) -> None:
     model, inputs = quantized("vit", "prepared")
     with pytest.raises(ValueError, match="this model was converted.*call qtoolkit.convert after from_pretrained"):
         qt.convert(model).save_pretrained(tmp_path)
-    own = changed(qt.backends["onnxruntime"], residual_add="identity")
+    own = changed(qt.backends["onnxruntime"], name="chip", residual_add="identity")
     qt.prepare(built("vit"), inputs, own).save_pretrained(tmp_path / "own")
+    saved = json.loads((tmp_path / "own" / "config.json").read_text())["quantization_config"]
+    assert saved["backend"] == "chip"
     with pytest.raises(ValueError, match=r"quantized with a Backend of its own, which config.json does not hold"):
         hf.ViTForImageClassification.from_pretrained(tmp_path / "own")
     model.save_pretrained(tmp_path / "weights")

@@ -390,7 +390,7 @@ def test_only_the_general_functions_warn_of_the_trainer(recwarn) -> None:
     integration.quantize(model)
     assert [warning for warning in recwarn if "trainer" in str(warning.message)] == []
     with pytest.warns(UserWarning, match="replace: the trainer of ultralytics builds a float model of its own"):
-        qt.quant_modules.replace(model)
+        qt.quant_modules.replace(model, backend="tensorrt")
 
 
 def test_the_class_of_a_trainer_goes_into_the_processes_of_several_gpus() -> None:

@@ -116,4 +116,6 @@ def test_what_is_no_model_of_it_is_refused(integration: Any) -> None:
     with pytest.raises(TypeError, match=r"heads Classify, Detect, .*RTDETRDecoder; got Linear\."):
         integration.quantize(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="are quantized already"):
-        integration.quantize(integration.quantize(float_model()))
+        integration.quantize(integration.quantize(float_model(), backend="onnxruntime"))
+    with pytest.raises(TypeError, match="^backend is required: "):
+        integration.quantize(float_model())

@@ -94,14 +94,14 @@ def test_a_block_without_a_part_of_its_own_cannot_be_called(name: str) -> None:
     with pytest.raises(
         RuntimeError, match=rf"a {kind} of a .* cannot be called on its own: {why}.*prepare\(\.\.\., untraced="
     ):
-        qt.prepare(Twice()).get_submodule(name)(X)
+        qt.prepare(Twice(), backend="tensorrt").get_submodule(name)(X)
 
 
 @pytest.mark.parametrize(
     "register", ["forward_pre_hook", "forward_hook", "full_backward_hook", "full_backward_pre_hook"]
 )
 def test_such_a_block_takes_no_hooks(register: str) -> None:
-    prepared = off(qt.prepare(Twice()))
+    prepared = off(qt.prepare(Twice(), backend="tensorrt"))
     getattr(prepared.block.conv, f"register_{register}")(lambda *args: None)
     prepared(X)
     with removed(getattr(prepared.block, f"register_{register}")(lambda *args: None)), refuses("the model calls it 2"):
@@ -115,7 +115,7 @@ def test_such_a_block_cannot_be_wrapped_sharded_or_compiled() -> None:
     def given_a_forward(model: nn.Module) -> None:
         model.block.forward = lambda x: x
 
-    wrapped, compiled, replaced, sharded = (off(qt.prepare(Twice())) for _ in range(4))
+    wrapped, compiled, replaced, sharded = (off(qt.prepare(Twice(), backend="tensorrt")) for _ in range(4))
     apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, Block))
     compiled.block.compile(backend="eager")
     given_a_forward(replaced)
@@ -128,12 +128,12 @@ def test_such_a_block_cannot_be_wrapped_sharded_or_compiled() -> None:
 
 def test_every_block_takes_hooks_of_all_modules() -> None:
     with called_one_by_one():
-        off(qt.prepare(Twice()))(X)
+        off(qt.prepare(Twice(), backend="tensorrt"))(X)
 
 
 @pytest.mark.parametrize("name", ["stem", "blocks"])
 def test_a_block_is_replaced_by_a_wrapper_only(name: str) -> None:
-    prepared = off(qt.prepare(Stages()))
+    prepared = off(qt.prepare(Stages(), backend="tensorrt"))
     prepared.blocks[1] = checkpoint_wrapper(prepared.blocks[1])
     assert prepared.blocks[1].conv is prepared.get_submodule("blocks.1.conv")
     assert not runs_its_graph(prepared)
@@ -148,7 +148,7 @@ def test_a_block_is_replaced_by_a_wrapper_only(name: str) -> None:
 
 
 def test_layers_of_a_wrapped_block_can_be_replaced() -> None:
-    prepared = off(qt.prepare(Stages()))
+    prepared = off(qt.prepare(Stages(), backend="tensorrt"))
     prepared.blocks[1] = checkpoint_wrapper(prepared.blocks[1])
     for name in ("blocks.1.relu", "blocks.1._checkpoint_wrapped_module.relu"):
         new = nn.Tanh()
@@ -214,7 +214,7 @@ class Weight(nn.Conv2d):
 )  # fmt: skip
 def test_a_block_is_of_its_class(copied) -> None:
     model = nn.Sequential(Named(), Weight(4, 4, 1), nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, 8))
-    prepared = qt.prepare(model, (X,), preserve_attributes=["0.channels"])
+    prepared = qt.prepare(model, (X,), preserve_attributes=["0.channels"], backend="tensorrt")
     qt.calibrate(prepared, [X], progress=False)
     Named.modes = 0
     named, weight, _, layer = copied(prepared)
@@ -263,7 +263,7 @@ def test_pickles_load_without_the_class() -> None:
     class Layers(nn.Sequential):
         pass
 
-    prepared = qt.prepare(nn.Sequential(Local(), Layers(Block())).eval(), (X,))
+    prepared = qt.prepare(nn.Sequential(Local(), Layers(Block())).eval(), (X,), backend="tensorrt")
     qt.calibrate(prepared, [X], progress=False)
     once = pickle.loads(pickle.dumps(prepared))
     for loaded in (once, pickle.loads(pickle.dumps(once))):
@@ -286,7 +286,7 @@ def test_the_names_of_blocks_in_earlier_pickles_load(name: str) -> None:
 
 def test_a_sequential_model_is_read_by_index() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Sequential(Block()), nn.ReLU())
-    prepared = qt.prepare(model, (X,))
+    prepared = qt.prepare(model, (X,), backend="tensorrt")
     qt.calibrate(prepared, [X], progress=False)
     for ours in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared)), qt.convert(prepared)):
         assert isinstance(ours, nn.Sequential)
@@ -298,7 +298,7 @@ def test_a_sequential_model_is_read_by_index() -> None:
     ):
         prepared[:2](X)
     with pytest.raises(TypeError, match="no len"):
-        len(qt.prepare(Stages()))
+        len(qt.prepare(Stages(), backend="tensorrt"))
 
 
 def test_the_remedy_works() -> None:
@@ -315,14 +315,17 @@ def test_the_remedy_works() -> None:
 
 def test_layers_can_be_replaced() -> None:
     model = Stages().eval()
-    prepared = qt.prepare(model, (X,))
+    prepared = qt.prepare(model, (X,), backend="tensorrt")
     model.blocks[0].relu = prepared.blocks[0].relu = nn.Tanh()
     nets_equal = [torch.allclose(a, b, atol=1e-5) for a, b in zip(off(prepared)(X), model(X), strict=True)]
     assert nets_equal == [True, True]
 
 
 def test_no_layer_is_added_or_removed() -> None:
-    prepared, sequential = qt.prepare(Stages()), qt.prepare(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()))
+    prepared, sequential = (
+        qt.prepare(Stages(), backend="tensorrt"),
+        qt.prepare(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), backend="tensorrt"),
+    )
     for container in (prepared.stem, prepared.blocks, sequential):
         with pytest.raises(RuntimeError, match="no layer can be added to a .* of a prepared model"):
             container.append(nn.ReLU())
@@ -374,7 +377,7 @@ class Tempered(nn.Module):
 
 
 def test_a_number_that_the_graph_has_already_is_not_changed_without_a_word(recwarn) -> None:
-    prepared = copy.deepcopy(qt.prepare(Annealed()))
+    prepared = copy.deepcopy(qt.prepare(Annealed(), backend="tensorrt"))
     prepared.alpha, prepared.block.temperature, prepared.block.mine = 1.0, 2, "something new"
     qt.calibrate(prepared.train().eval(), [torch.randn(2, 4)], progress=False)
     qt.convert(pickle.loads(pickle.dumps(prepared)))

@@ -120,38 +120,38 @@ def rules(prepared: nn.Module) -> dict[str, str]:
 
 
 def test_both_branches_of_a_residual_add() -> None:
-    prepared = qt.prepare(nets.Residual(False))
+    prepared = qt.prepare(nets.Residual(False), backend="tensorrt")
     insert(prepared, "bn2")
     assert "both inputs of a residual add are quantized" in rules(prepared)["add"]
     assert "Leave the branch of 'conv2'" in str(next(f for f in lint(prepared) if f.where == "add"))
 
 
 def test_no_branch_of_a_residual_add() -> None:
-    prepared = qt.prepare(nets.Residual(True))
+    prepared = qt.prepare(nets.Residual(True), backend="tensorrt")
     remove(prepared, "shortcut")
     assert "no input of a residual add is quantized" in rules(prepared)["add"]
 
 
 @pytest.mark.parametrize(("after", "user"), [("down", "bn1"), ("bn1", "relu"), ("up", "relu_2")])
 def test_a_quantizer_inside_a_unit(after: str, user: str) -> None:
-    prepared = qt.prepare(UNet())
+    prepared = qt.prepare(UNet(), backend="tensorrt")
     insert(prepared, after)
     assert f"stands between '{after}' and '{user}'" in rules(prepared)["activation_quantizers.extra"]
 
 
 def test_some_inputs_only() -> None:
-    prepared = qt.prepare(Probe(lambda m, x, y: x @ y))
+    prepared = qt.prepare(Probe(lambda m, x, y: x @ y), backend="tensorrt")
     remove(prepared, "y")
     assert "'y' is not" in rules(prepared)["matmul"]
-    layer = qt.prepare(UNet())
+    layer = qt.prepare(UNet(), backend="tensorrt")
     remove(layer, "x")
     assert "'x' is not" in rules(layer)["down"]
     weights = qt.QConfigMapping().set_module_name("head", qt.QConfig(None, qt.QuantSpec(axis=0)))
-    assert "'relu_4' is not" in rules(qt.prepare(UNet(), qconfig_mapping=weights))["head"]
+    assert "'relu_4' is not" in rules(qt.prepare(UNet(), qconfig_mapping=weights, backend="tensorrt"))["head"]
 
 
 def test_a_concat_with_two_scales() -> None:
-    prepared = qt.prepare(UNet())
+    prepared = qt.prepare(UNet(), backend="tensorrt")
     remove(prepared, "relu_2")
     insert(prepared, "relu_2")
     assert "have different scales" in rules(prepared)["cat"]
@@ -160,19 +160,19 @@ def test_a_concat_with_two_scales() -> None:
 def test_a_pool_whose_output_is_float() -> None:
     model = Probe(lambda m, x, y: torch.exp(F.avg_pool2d(m.first(x), 2)))
     asked = qt.QConfigMapping().set_module_name("avg_pool2d", BOTH)
-    prepared = qt.prepare(model, qconfig_mapping=asked)
+    prepared = qt.prepare(model, qconfig_mapping=asked, backend="tensorrt")
     assert "takes quantized inputs and its output is not quantized" in rules(prepared)["avg_pool2d"]
     assert rules(qt.prepare(model, backend="onnxruntime")) == {}
 
 
 def test_a_quantizer_after_a_pad() -> None:
-    prepared = qt.prepare(UNet())
+    prepared = qt.prepare(UNet(), backend="tensorrt")
     insert(prepared, "pad")
     assert "cannot become part of the layer" in rules(prepared)["activation_quantizers.extra"]
 
 
 def test_two_quantizers_on_one_tensor() -> None:
-    prepared = qt.prepare(UNet())
+    prepared = qt.prepare(UNet(), backend="tensorrt")
     source = next(n for n in prepared.graph.nodes if n.name == "x")
     prepared.add_submodule("activation_quantizers.extra", qt.TensorQuantizer(qt.QuantSpec(), inserted=True))
     with prepared.graph.inserting_after(source):
@@ -189,7 +189,9 @@ def test_transposed_convolutions_with_groups() -> None:
 
 def test_widths_that_the_target_does_not_compute() -> None:
     four = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=4, axis=0))
-    prepared = qt.prepare(nets.LinearNet(), qconfig_mapping=qt.QConfigMapping().set_module_name("fc1", four))
+    prepared = qt.prepare(
+        nets.LinearNet(), qconfig_mapping=qt.QConfigMapping().set_module_name("fc1", four), backend="tensorrt"
+    )
     assert rules(prepared) == {"fc1": "tensorrt computes with weights of 8 bits, not 4."}
     free = replace(qt.backends["tensorrt"], weight_bits=None)
     mapping = qt.QConfigMapping().set_module_name("fc1", four)

@@ -55,7 +55,8 @@ def assert_equal_codes(model: nn.Module, x: Tensor, path: object, exact: bool = 
     codes = result.runtimes["onnxruntime"]
     if exact:
         assert codes.codes.differing == 0, result
-        assert codes.output_difference == 0, result
+        # A last layer in float rounds in the order of each processor's instructions.
+        assert codes.output_difference == 0 or codes.float_layers, result
 
 
 @pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.sweep(1)), "torchscript"])

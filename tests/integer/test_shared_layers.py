@@ -58,15 +58,8 @@ SHARED: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor, Call, Call], 
 }
 
 
-# The products of weights of seven bits do not saturate without VNNI, where onnxruntime's option for exact sums does not take
-# weights that two nodes share.
-MAPPING = qt.QConfigMapping().set_global(
-    qt.QConfig(qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec(7, axis=0))
-)
-
-
 def prepared(model: nn.Module) -> nn.Module:
-    model = qt.prepare(model.eval(), X[:1], "onnxruntime", MAPPING)
+    model = qt.prepare(model.eval(), X[:1], "onnxruntime")
     qt.calibrate(model, [X], progress=False)
     return model
 

@@ -254,7 +254,7 @@ def test_without_affine_parameters(training: bool) -> None:
     model, x = float_model("conv3d")
     model[1] = nn.BatchNorm3d(6, affine=False).double()
     model(x)
-    prepared = qt.prepare(model.train(training)).double()
+    prepared = qt.prepare(model.train(training), backend="tensorrt").double()
     with qt.disable_quantization(prepared):
         torch.testing.assert_close(prepared(x), model(x), rtol=1e-9, atol=1e-9)
     qt.calibrate(prepared, [x], progress=False)
@@ -264,7 +264,7 @@ def test_without_affine_parameters(training: bool) -> None:
 def test_a_batch_norm_without_running_statistics_is_not_linked_and_is_reported() -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, track_running_stats=False))
     for training in (True, False):
-        prepared = qt.prepare(model.train(training))
+        prepared = qt.prepare(model.train(training), backend="tensorrt")
         (line,) = qt.quantization_report(prepared).left_float
         assert line.name == "1"
         assert "it has no running statistics: track_running_stats=False" in line.reason
@@ -278,7 +278,7 @@ def test_a_batch_norm_of_other_channels_is_not_linked() -> None:
     model = nets.trained(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(7)), 4, 7, 5)
     x = torch.randn(4, 7, 5)
     for training in (True, False):
-        prepared = qt.prepare(model.train(training), x)
+        prepared = qt.prepare(model.train(training), x, backend="tensorrt")
         (line,) = qt.quantization_report(prepared).left_float
         assert "it has 7 channels and its layer 6" in line.reason
         nets.assert_float_when_off(prepared, model, x)
@@ -289,8 +289,8 @@ def test_as_many_channels_as_the_length_are_an_error_with_a_remedy_that_works(tr
     model = nets.trained(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), 4, 6, 5).train(training)
     x = torch.randn(4, 6, 5)
     with pytest.raises(ValueError, match=r"needs inputs of 2 dimensions, got \(4, 6, 5\).*Leave it unfolded"):
-        qt.prepare(model, x)
-    prepared = qt.prepare(model, x, qconfig_mapping=qt.QConfigMapping().set_module_name("1", None))
+        qt.prepare(model, x, backend="tensorrt")
+    prepared = qt.prepare(model, x, qconfig_mapping=qt.QConfigMapping().set_module_name("1", None), backend="tensorrt")
     nets.assert_float_when_off(prepared, model, x)
     (line,) = qt.quantization_report(prepared).left_float
     assert "the qconfig_mapping leaves it in float" in line.reason
@@ -339,7 +339,7 @@ class TwoNames(nn.Module):
 @pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_layers_are_relinked_in_parts_of_a_larger_model_and_under_all_names(copied) -> None:
     x = torch.randn(2, 3, 4, 4)
-    prepared = qt.prepare(nets.trained(TwoNames(), 2, 3, 4, 4))
+    prepared = qt.prepare(nets.trained(TwoNames(), 2, 3, 4, 4), backend="tensorrt")
     qt.calibrate(prepared, [x], progress=False)
     expected = prepared.eval()(x)
     model = nn.SyncBatchNorm.convert_sync_batchnorm(copied(nn.ModuleDict({"body": prepared}))).train()
@@ -416,7 +416,7 @@ def test_a_frozen_batch_norm_is_folded_in_both_modes(make, training: bool, layer
 
 
 def test_a_frozen_batch_norm_without_a_layer_before_it_is_reported() -> None:
-    prepared = qt.prepare(nn.Sequential(nn.ReLU(), FrozenBatchNorm2d(3)), torch.randn(1, 3, 2, 2))
+    prepared = qt.prepare(nn.Sequential(nn.ReLU(), FrozenBatchNorm2d(3)), torch.randn(1, 3, 2, 2), backend="tensorrt")
     lines = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
     assert "no layer right before it" in lines["1"]
 
@@ -458,6 +458,6 @@ def test_the_range_before_calibration_is_that_of_the_weight_as_folded(training: 
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train(training)
     nn.init.constant_(model[1].weight, 3.0)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=0)))
-    quantizer = qt.prepare(model, qconfig_mapping=mapping).get_submodule("0.weight_quantizer")
+    quantizer = qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt").get_submodule("0.weight_quantizer")
     wanted = 3 * model[0].weight.detach().flatten(1).abs().amax(1) / (1 + model[1].eps) ** 0.5
     torch.testing.assert_close(quantizer.amax, wanted)

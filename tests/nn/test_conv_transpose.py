@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from tests import nets, reference, reference_layers
-from tests.sessions import exact_session
+from tests.sessions import default_session
 
 DIMS = (1, 2, 3)
 GROUPS = (1, 2, 4)
@@ -215,7 +215,7 @@ def test_the_axis_is_that_of_the_backend(tmp_path, dims: int, axis: int) -> None
 def test_the_fold_is_exact_to_1e_6(dims: int, groups: int) -> None:
     x = data(dims)
     model = nets.trained(block(dims, groups, "dilation", relu=False), *x.shape).eval()
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in prepared.modules())
     with qt.disable_quantization(prepared):
         difference = (prepared(x) - model(x)).abs().max()
@@ -234,7 +234,7 @@ def straight_through(x: Tensor, scale: Tensor, axis: int | None, groups: int, sp
 def test_gradients_equal_those_of_plain_torch(dims: int, groups: int) -> None:
     x = data(dims, torch.float64)
     model = nets.trained(block(dims, groups, "output_padding", relu=False), *x.shape).double()
-    prepared = qt.prepare(model).double()
+    prepared = qt.prepare(model, backend="tensorrt").double()
     qt.calibrate(prepared, [x], progress=False)
     layer, bn = model
     with torch.no_grad():  # so that some weights are clamped
@@ -318,7 +318,7 @@ def test_an_output_size_with_a_batch_norm_exports(tmp_path, dims: int, training:
     qt.calibrate(prepared, [x], progress=False)
     result = qt.export_onnx(prepared, x, tmp_path / "m.onnx")
     assert result.verification.weight_codes.differing == 0
-    (y,) = exact_session(result.path).run(None, {"x": x.numpy()})
+    (y,) = default_session(result.path).run(None, {"x": x.numpy()})
     np.testing.assert_allclose(y, qt.convert(prepared)(x).detach().numpy(), rtol=1e-4, atol=1e-4)
 
 

@@ -148,7 +148,9 @@ def test_codes_in_onnxruntime(tmp_path: Path, exporter: str) -> None:
     used = {kind: table[kind] for kind in map(type, Block().children())}
     for kind in used:
         mapping.set_object_type(kind, qt.QConfig(qt.QuantSpec(), qt.QuantSpec()))
-    prepared = qt.prepare(Outer().eval(), x, untraced=["block"], qat_modules=used, qconfig_mapping=mapping)
+    prepared = qt.prepare(
+        Outer().eval(), x, untraced=["block"], qat_modules=used, qconfig_mapping=mapping, backend="tensorrt"
+    )
     qt.calibrate(prepared, [x], progress=False)
     assert len(qt.quantizers_of(prepared)) == 2 + (1 + 2 + 2 + 1 + 4 + 1)
     codes = qt.export_onnx(prepared, x, tmp_path / "m.onnx", exporter=exporter).verification

@@ -31,7 +31,7 @@ def pair(mapping: qt.QConfigMapping | None = None) -> tuple[nn.Module, nn.Module
         for mine, its in zip(ours[::2], linear[::2], strict=True):
             its.weight.copy_(mine.weight.normal_().t())
             its.bias.copy_(mine.bias.normal_())
-    replaced = [qt.quant_modules.replace(net, mapping) for net in (ours, linear)]
+    replaced = [qt.quant_modules.replace(net, mapping, backend="tensorrt") for net in (ours, linear)]
     for net in replaced:
         qt.calibrate(net, [X], progress=False)
     return replaced[0], replaced[1]
@@ -70,12 +70,12 @@ def test_other_specs(spec: qt.QuantSpec) -> None:
 
 def test_a_rule_by_type_says_the_axis_of_the_weight_itself() -> None:
     mapping = qt.QConfigMapping().set_object_type(Conv1D, qt.QConfig(qt.QuantSpec(8), qt.QuantSpec(8, axis=0)))
-    assert qt.quant_modules.replace(Conv1D(6, 8), mapping).weight_quantizer.spec.axis == 0
+    assert qt.quant_modules.replace(Conv1D(6, 8), mapping, backend="tensorrt").weight_quantizer.spec.axis == 0
 
 
 @pytest.mark.parametrize("forward", ["auto", "integer"])
 def test_the_report_says_that_it_trains_in_float(forward: str) -> None:
-    replaced = qt.quant_modules.replace(nn.Sequential(Conv1D(6, 8)), training_arithmetic=forward)
+    replaced = qt.quant_modules.replace(nn.Sequential(Conv1D(6, 8)), training_arithmetic=forward, backend="tensorrt")
     (line,) = qt.quantization_report(replaced).layers
     assert line.kind == "linear"
     assert line.training == "float, saves floats: there is no integer kernel for a Conv1D"
@@ -85,10 +85,10 @@ def test_state_dicts_copies_and_pickles(tmp_path: Path) -> None:
     ours, _ = pair()
     model = nn.Sequential(Conv1D(6, 8), nn.ReLU(), Conv1D(4, 6))
     model.load_state_dict({name: value for name, value in ours.state_dict().items() if "quantizer" not in name})
-    fresh = qt.quant_modules.replace(model)
+    fresh = qt.quant_modules.replace(model, backend="tensorrt")
     fresh.load_state_dict(ours.state_dict())
     qt.save_checkpoint(ours, tmp_path / "m.safetensors")
-    loaded = qt.quant_modules.replace(nn.Sequential(Conv1D(6, 8), nn.ReLU(), Conv1D(4, 6)))
+    loaded = qt.quant_modules.replace(nn.Sequential(Conv1D(6, 8), nn.ReLU(), Conv1D(4, 6)), backend="tensorrt")
     qt.load_checkpoint(tmp_path / "m.safetensors", loaded)
     for other in (fresh, loaded, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert torch.equal(other(X), ours(X))
@@ -124,7 +124,7 @@ def test_a_language_model_with_tied_embeddings(tmp_path: Path) -> None:
     config = GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config).eval()
     ids = torch.randint(0, 64, (2, 8))
-    replaced = qt.quant_modules.replace(model)
+    replaced = qt.quant_modules.replace(model, backend="tensorrt")
     qt.calibrate(replaced, [{"input_ids": ids}], progress=False)
     layers = [module for module in replaced.modules() if isinstance(module, QuantTransformersConv1D)]
     assert len(layers) == 4
@@ -138,7 +138,7 @@ def test_a_language_model_with_tied_embeddings(tmp_path: Path) -> None:
 
 
 def test_initialize_builds_it() -> None:
-    with qt.quant_modules.initialize():
+    with qt.quant_modules.initialize(backend="tensorrt"):
         assert type(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)).transformer.h[0].mlp.c_fc) is (
             QuantTransformersConv1D
         )

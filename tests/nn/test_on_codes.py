@@ -56,9 +56,9 @@ def quantized(road: str, config: qt.QConfig = LSQ, model: nn.Module | None = Non
     torch.manual_seed(0)
     model, mapping = (Net() if model is None else model).train(), qt.QConfigMapping().set_global(config)
     if road == "graph":
-        prepared = qt.prepare(model, (images(),), qconfig_mapping=mapping, **options)
+        prepared = qt.prepare(model, (images(),), qconfig_mapping=mapping, backend="tensorrt", **options)
     else:
-        prepared = qt.quant_modules.replace(model, mapping, **options)
+        prepared = qt.quant_modules.replace(model, mapping, backend="tensorrt", **options)
     qt.calibrate(prepared.eval(), [images()], progress=False)
     return prepared.train()
 
@@ -197,9 +197,11 @@ def test_a_code_takes_a_byte_or_less_and_is_kept_once(road: str) -> None:
         config = qt.QConfig(qt.QuantSpec(bits=bits), qt.QuantSpec(bits=bits, axis=0))
         mapping = qt.QConfigMapping().set_global(config)
         if road == "graph":
-            model = qt.prepare(Twice().train(), (x,), qconfig_mapping=mapping, training_arithmetic="float")
+            model = qt.prepare(
+                Twice().train(), (x,), qconfig_mapping=mapping, training_arithmetic="float", backend="tensorrt"
+            )
         else:
-            model = qt.quant_modules.replace(Twice().train(), mapping, training_arithmetic="float")
+            model = qt.quant_modules.replace(Twice().train(), mapping, training_arithmetic="float", backend="tensorrt")
         qt.calibrate(model.eval(), [x], progress=False)
         consumers = 1 if road == "graph" else 2  # by modules each layer quantizes its own input
         assert bytes_kept(model.train(), x) <= consumers * size * per_element + 4096
@@ -409,7 +411,11 @@ def test_a_batch_that_changes_behind_its_quantizer_is_an_error() -> None:
 def test_an_output_has_the_memory_format_of_a_batch_with_other_strides(x: Tensor) -> None:
     model = nn.Sequential(nn.Conv2d(x.size(1), 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
     prepared = qt.prepare(
-        model, (x,), qconfig_mapping=qt.QConfigMapping().set_global(LSQ), training_arithmetic="integer"
+        model,
+        (x,),
+        qconfig_mapping=qt.QConfigMapping().set_global(LSQ),
+        training_arithmetic="integer",
+        backend="tensorrt",
     )
     qt.calibrate(prepared, [x], progress=False)
     assert prepared(x).is_contiguous()
@@ -450,7 +456,9 @@ def test_auto_computes_small_inputs_in_float() -> None:
 def test_from_how_many_positions_on_auto_computes_on_codes(layer, sizes: tuple, positions: int, monkeypatch) -> None:
     """Positions are output pixels, input pixels of a transposed convolution, and rows."""
     monkeypatch.setattr(on_codes, "HAS_INT8", True)
-    layer = qt.quant_modules.replace(nn.Sequential(layer), qt.QConfigMapping().set_global(FIXED))[0].train()
+    layer = qt.quant_modules.replace(nn.Sequential(layer), qt.QConfigMapping().set_global(FIXED), backend="tensorrt")[
+        0
+    ].train()
     least = on_codes.least_positions(layer)
     assert least == min(256 + -(-(2**25) // layer.weight.numel()), 2048)
     x = torch.zeros(sizes)
@@ -468,7 +476,11 @@ def test_a_small_image_is_converted_rather_than_a_large_weight() -> None:
     x = torch.randn(1, 8, 6, 6, generator=torch.Generator().manual_seed(0))
     mapping = qt.QConfigMapping().set_global(LSQ)
     prepared = qt.prepare(
-        nn.Sequential(nn.Conv2d(8, 64, 5)), (x,), qconfig_mapping=mapping, training_arithmetic="float"
+        nn.Sequential(nn.Conv2d(8, 64, 5)),
+        (x,),
+        qconfig_mapping=mapping,
+        training_arithmetic="float",
+        backend="tensorrt",
     )
     qt.calibrate(prepared.eval(), [x], progress=False)
     models = copy.deepcopy(prepared).train(), prepared.train()
@@ -580,7 +592,7 @@ def test_an_empty_batch_and_a_single_image(forward: str) -> None:
 
 def test_sums_that_int32_may_not_hold_are_computed_in_float() -> None:
     model = nn.Sequential(nn.Linear(80_000, 2))
-    prepared = qt.quant_modules.replace(model, training_arithmetic="integer")
+    prepared = qt.quant_modules.replace(model, training_arithmetic="integer", backend="tensorrt")
     qt.calibrate(prepared, [torch.ones(1, 80_000)], progress=False)
     (line,) = qt.quantization_report(prepared).layers
     assert line.training == "float (its sums may exceed int32), saves codes"

@@ -66,9 +66,9 @@ def quantized(road: str, config: qt.QConfig = LSQ, model: nn.Module | None = Non
     torch.manual_seed(0)
     model, mapping = (Attention() if model is None else model).train(), qt.QConfigMapping().set_global(config)
     if road == "graph":
-        prepared = qt.prepare(model, (sequences(),), qconfig_mapping=mapping, **options)
+        prepared = qt.prepare(model, (sequences(),), qconfig_mapping=mapping, **{"backend": "tensorrt", **options})
     else:
-        prepared = qt.quant_modules.replace(model, mapping, **options)
+        prepared = qt.quant_modules.replace(model, mapping, **{"backend": "tensorrt", **options})
     qt.calibrate(prepared.eval(), [sequences()], progress=False)
     return prepared.train()
 
@@ -119,9 +119,9 @@ class Product(nn.Module):
 def product_of(road: str, config: qt.QConfig, given: tuple[Tensor, Tensor], **options: str) -> nn.Module:
     mapping = qt.QConfigMapping().set_global(config)
     if road == "graph":
-        prepared = qt.prepare(Product().train(), given, qconfig_mapping=mapping, **options)
+        prepared = qt.prepare(Product().train(), given, qconfig_mapping=mapping, **{"backend": "tensorrt", **options})
     else:
-        prepared = qt.quant_modules.replace(Product().train(), mapping, **options)
+        prepared = qt.quant_modules.replace(Product().train(), mapping, **{"backend": "tensorrt", **options})
     qt.calibrate(prepared.eval(), [given], progress=False)
     return prepared.train()
 
@@ -329,7 +329,7 @@ def test_fused_attention_compiles_and_reports() -> None:
 def test_the_report_knows_operands_without_codes(spec: qt.QuantSpec) -> None:
     """Shaped values and those with scales of their own have none, in training and after conversion."""
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, qt.QuantSpec()))
-    model = qt.quant_modules.replace(nn.Sequential(Square()).train(), mapping)
+    model = qt.quant_modules.replace(nn.Sequential(Square()).train(), mapping, backend="tensorrt")
     qt.calibrate(model, [torch.randn(2, 4, 4)], progress=False)
     for each in (model, qt.convert(model)):
         (line,) = (line for line in qt.quantization_report(each).layers if line.kind == "matmul")

@@ -484,7 +484,7 @@ class Tagger(nn.Module):
 
 
 def test_a_graph_leaves_it_in_float_by_kind() -> None:
-    prepared = qt.prepare(Tagger().eval(), torch.randn(B, T, F))
+    prepared = qt.prepare(Tagger().eval(), torch.randn(B, T, F), backend="tensorrt")
     line = next(line for line in qt.quantization_report(prepared).layers if line.name == "rnn")
     assert (line.kind, line.status) == ("recurrent", "float")
     assert type(prepared.rnn) is nn.LSTM

@@ -56,9 +56,9 @@ def linked(road: str, name: str, model: nn.Module) -> Any:
     """A model whose batch norms multiply the weights before they are quantized; its activations stay in float."""
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, spec_of(name)))
     if road == "prepare":
-        return qt.prepare(model, qconfig_mapping=mapping)
+        return qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt")
     fused = qt.fuse_modules(model, [["0", "1"], ["3", "4"]])
-    return qt.quant_modules.replace(fused, mapping)
+    return qt.quant_modules.replace(fused, mapping, backend="tensorrt")
 
 
 def batch(seed: int) -> Tensor:
@@ -85,7 +85,7 @@ def test_a_training_is_that_of_weights_that_are_quantized_before_the_batch_norm(
     Without gamma, whose gradient here has the rounding errors too. The first variances move by a factor of 600.
     """
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, spec_of(name)))
-    plain: Any = qt.quant_modules.replace(layers(affine=False), mapping)
+    plain: Any = qt.quant_modules.replace(layers(affine=False), mapping, backend="tensorrt")
     for index in (1, 4):  # apart from its layer
         plain[index] = nn.Sequential(plain[index])
     model = linked(road, name, layers(affine=False))
@@ -172,7 +172,9 @@ def test_a_batch_norm_that_begins_with_zeros_trains_as_without_quantizers(road: 
 def test_what_stays_as_it_is() -> None:
     """Powers of two, and ranges that were set or frozen."""
     for spec in (qt.QuantSpec(axis=0, quantizer="tqt"), qt.QuantSpec(axis=0, pow2_scale=True)):
-        model = qt.prepare(layers(), qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(None, spec)))
+        model = qt.prepare(
+            layers(), qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(None, spec)), backend="tensorrt"
+        )
         assert not any(layer.takes_factor for layer in layers_of(model))
         assert not any("_factor" in key for key in model.state_dict())
     model = linked("prepare", "histogram", layers())

@@ -28,9 +28,9 @@ class Adapter(nn.Module):
 def quantized(road: str) -> nn.Module:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2)).train()
     if road == "graph":
-        model = qt.prepare(model, IMAGES)
+        model = qt.prepare(model, IMAGES, backend="tensorrt")
     else:
-        model = qt.quant_modules.replace(qt.fuse_modules(model, [["0", "1"]])).train()
+        model = qt.quant_modules.replace(qt.fuse_modules(model, [["0", "1"]]), backend="tensorrt").train()
     qt.calibrate(model, [IMAGES], progress=False)
     return model
 

@@ -575,7 +575,7 @@ def test_calibrate_with_histograms(method: str, how: dict) -> None:
     args = {"method": method, "bins": 512, "percentile": 99.0}
     activation = spec(observer_args=args, **how)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, qt.QuantSpec(axis=0)))
-    prepared = qt.prepare(model, qconfig_mapping=mapping)
+    prepared = qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt")
     others = [copy.deepcopy(prepared) for _ in range(2)]
     report = qt.calibrate(prepared, [x], progress=False)
     for other, size in zip(others, (8, 1), strict=True):

@@ -79,7 +79,7 @@ def used(road: str, activation: qt.QuantSpec, weight: qt.QuantSpec, x: Tensor, m
     """Build, calibrate, train, convert."""
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
     if road == "replace":
-        prepared = qt.quant_modules.replace(model.train(), qconfig_mapping=mapping)
+        prepared = qt.quant_modules.replace(model.train(), qconfig_mapping=mapping, backend="tensorrt")
     else:
         prepared = qt.prepare(model.train(road == "prepare"), x, backend="onnxruntime", qconfig_mapping=mapping)
     qt.calibrate(prepared, [x], progress=False)

@@ -83,7 +83,9 @@ def test_dorefa_names_the_quantizer_that_it_does_not_fit() -> None:
         qt.TensorQuantizer(spec, name="x")
     unsigned = qt.QConfig(None, qt.QuantSpec(bits=4, signed=False, quantizer="dorefa"))
     with pytest.raises(ValueError, match="quantizer '0.weight_quantizer': .* of a weight needs signed=True, got False"):
-        qt.prepare(nn.Sequential(nn.Linear(4, 2)), qconfig_mapping=qt.QConfigMapping().set_global(unsigned))
+        qt.prepare(
+            nn.Sequential(nn.Linear(4, 2)), qconfig_mapping=qt.QConfigMapping().set_global(unsigned), backend="tensorrt"
+        )
 
 
 @pytest.mark.parametrize("name", ["lsq", "pact", "dsq", "tqt", "apot", "qil"])
@@ -93,7 +95,7 @@ def test_a_learned_quantizer_of_zeros_warns_by_name(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     nn.init.zeros_(model[1].weight)
     with pytest.warns(UserWarning, match=f"'1.weight_quantizer' has seen zeros only, so quantizer='{name}'.*'fixed'"):
-        prepared = qt.prepare(model, torch.ones(2, 4), qconfig_mapping=mapping)
+        prepared = qt.prepare(model, torch.ones(2, 4), qconfig_mapping=mapping, backend="tensorrt")
     with pytest.warns(UserWarning, match="quantizer 'activation_quantizers.input_1' has seen zeros only"):
         qt.calibrate(prepared, [torch.zeros(2, 4)], progress=False)
 

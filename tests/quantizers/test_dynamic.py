@@ -104,7 +104,7 @@ def quantized(road: str, specs: tuple[dict[str, Any], dict[str, Any]]) -> nn.Mod
     mapping = mapping_of(*specs)
     if road == "prepare":
         return qt.prepare(Net().train(), X, backend="onnxruntime", qconfig_mapping=mapping)
-    return qt.quant_modules.replace(Net().train(), qconfig_mapping=mapping)
+    return qt.quant_modules.replace(Net().train(), qconfig_mapping=mapping, backend="tensorrt")
 
 
 @pytest.mark.parametrize("road", ["prepare", "replace"])
@@ -214,9 +214,13 @@ def test_a_weight_is_not_dynamic_and_a_block_fits_its_axis() -> None:
     with pytest.raises(
         ValueError, match="quantizer '0.weight_quantizer': dynamic=True is for activations, got a weight"
     ):
-        qt.prepare(nn.Sequential(nn.Linear(4, 2)), qconfig_mapping=mapping_of(None, {"dynamic": True}))
+        qt.prepare(
+            nn.Sequential(nn.Linear(4, 2)), qconfig_mapping=mapping_of(None, {"dynamic": True}), backend="tensorrt"
+        )
     with pytest.raises(ValueError, match="layer '0': group_size must divide dimension -1 of a tensor of shape"):
-        qt.prepare(nn.Sequential(nn.Linear(48, 2)), qconfig_mapping=mapping_of(None, {"format": "mxfp4"}))
+        qt.prepare(
+            nn.Sequential(nn.Linear(48, 2)), qconfig_mapping=mapping_of(None, {"format": "mxfp4"}), backend="tensorrt"
+        )
     with pytest.raises(ValueError, match="must divide dimension -1"):
         qt.TensorQuantizer(qt.QuantSpec(format="mxfp4"))(torch.randn(4, 48))
 

@@ -362,7 +362,11 @@ def ensemble(make) -> float:
 def transformed(how: str, frozen: bool = False) -> nn.Module:
     torch.manual_seed(0)
     float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
-    model = qt.prepare(float_model) if how == "prepared" else qt.quant_modules.replace(float_model)
+    model = (
+        qt.prepare(float_model, backend="tensorrt")
+        if how == "prepared"
+        else qt.quant_modules.replace(float_model, backend="tensorrt")
+    )
     qt.calibrate(model, [torch.rand(4, 3, 8, 8)], progress=False)
     return qt.freeze_ranges(model) and model if frozen else model
 
@@ -397,9 +401,9 @@ def test_convert_says_which_weights_a_frozen_range_clips(how: str, recwarn) -> N
     torch.manual_seed(0)
     float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).train()
     if how == "replaced and fused":
-        model = qt.quant_modules.replace(qt.fuse_modules(float_model, [["0", "1"], ["2", "3"]]))
+        model = qt.quant_modules.replace(qt.fuse_modules(float_model, [["0", "1"], ["2", "3"]]), backend="tensorrt")
     else:
-        model = qt.prepare(float_model)
+        model = qt.prepare(float_model, backend="tensorrt")
     qt.calibrate(model, [torch.rand(8, 3, 8, 8)], progress=False)
     quantizer = model.get_submodule("0.weight_quantizer")
     if how == "set by amax":

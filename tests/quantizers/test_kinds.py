@@ -80,7 +80,9 @@ def quantized(name: str, road: str, axis: int | None = 0) -> nn.Module:
             net, X, backend="onnxruntime", qconfig_mapping=mapping_of(name, axis), training_arithmetic="float"
         )
     else:
-        model = qt.quant_modules.replace(net, qconfig_mapping=mapping_of(name, axis), training_arithmetic="float")
+        model = qt.quant_modules.replace(
+            net, qconfig_mapping=mapping_of(name, axis), training_arithmetic="float", backend="tensorrt"
+        )
     qt.calibrate(model, [X], progress=False)
     return model.train()
 
@@ -222,7 +224,9 @@ def test_layers_without_a_normalization_keep_the_size_of_their_weights(name: str
 def test_what_normalizes_behind_a_relu_takes_out_the_size(norm: type[nn.Module]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        qt.prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), norm(4)), qconfig_mapping=mapping_of("qil"))
+        qt.prepare(
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), norm(4)), qconfig_mapping=mapping_of("qil"), backend="tensorrt"
+        )
 
 
 @pytest.mark.parametrize("name", SPECS)

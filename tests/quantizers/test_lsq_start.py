@@ -235,7 +235,9 @@ def test_a_weight_that_a_batch_norm_multiplies_trains_as_the_weight_itself(bits:
     conv, bn = nn.Conv2d(3, 2, 3, bias=False), nn.BatchNorm2d(2)
     nn.init.constant_(bn.weight, gamma)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, lsq(bits, axis=0)))
-    model = qt.prepare(nn.Sequential(conv, bn), (torch.randn(2, 3, 8, 8),), qconfig_mapping=mapping).train()
+    model = qt.prepare(
+        nn.Sequential(conv, bn), (torch.randn(2, 3, 8, 8),), qconfig_mapping=mapping, backend="tensorrt"
+    ).train()
     quantizer, x = model.get_submodule("0").weight_quantizer, torch.randn(4, 3, 8, 8)
     optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.5)
     before = quantizer.scale.detach().clone()
@@ -266,7 +268,7 @@ def growths_and_loss(rates: bool) -> tuple[Tensor, float]:
         *(nn.Flatten(), nn.Linear(256, 10)),
     )
     mapping = qt.QConfigMapping().set_global(qt.QConfig(lsq(8), lsq(8, axis=0)))
-    model = qt.prepare(net, (x[:2],), qconfig_mapping=mapping)
+    model = qt.prepare(net, (x[:2],), qconfig_mapping=mapping, backend="tensorrt")
     qt.calibrate(model, x[:256].split(64), progress=False)
     quantizers = list(qt.quantizers_of(model).values())
     if not rates:

@@ -311,7 +311,11 @@ def test_a_model_trains_with_it_on_both_roads(observer: str) -> None:
     x = torch.randn(16, 6)
     for build in (qt.prepare, qt.quant_modules.replace):
         torch.manual_seed(0)
-        model = build(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)).train(), qconfig_mapping=mapping)
+        model = build(
+            nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)).train(),
+            qconfig_mapping=mapping,
+            backend="tensorrt",
+        )
         report = qt.calibrate(model, x.split(4), progress=False)
         assert not report.unreached
         weight = model.get_submodule("0.weight_quantizer")
@@ -407,7 +411,7 @@ def test_calibrate_takes_every_observer_as_a_method() -> None:
     spec = qt.QuantSpec(pow2_scale=True)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, spec))
     for observer in OBSERVERS:
-        model = qt.prepare(nn.Sequential(nn.Linear(4, 3)).eval(), qconfig_mapping=mapping)
+        model = qt.prepare(nn.Sequential(nn.Linear(4, 3)).eval(), qconfig_mapping=mapping, backend="tensorrt")
         qt.calibrate(model, x.split(8), progress=False, method=observer)
         quantizer = qt.quantizers_of(model)["activation_quantizers.input_1"]
         assert quantizer.spec.observer == observer

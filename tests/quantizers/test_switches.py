@@ -87,7 +87,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
 
 def replaced_net(activations: qt.QuantSpec) -> nn.Module:
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activations, qt.QuantSpec(axis=0)))
-    replaced = qt.quant_modules.replace(Net().eval(), mapping)
+    replaced = qt.quant_modules.replace(Net().eval(), mapping, backend="tensorrt")
     qt.calibrate(replaced, [X], progress=False)
     return replaced
 

@@ -394,7 +394,7 @@ def test_a_range_upside_down_is_an_error(symmetric: bool) -> None:
 @pytest.mark.parametrize("name", ["0.weight_quantizer", "activation_quantizers.input_1"])
 def test_a_spec_with_other_codes_is_refused_where_it_would_take_effect(name: str) -> None:
     x = torch.rand(8, 4)
-    model = qt.prepare(nn.Sequential(nn.Linear(4, 4)).eval(), x)
+    model = qt.prepare(nn.Sequential(nn.Linear(4, 4)).eval(), x, backend="tensorrt")
     qt.calibrate(model, [x], progress=False)
     quantizer = model.get_submodule(name)
     quantizer.spec = replace(quantizer.spec, observer="moving_average")

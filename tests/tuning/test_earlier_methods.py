@@ -22,7 +22,11 @@ def calibrated(
     model[1].running_var.uniform_(0.5, 1.5)
     w = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=bits, axis=0)))
     model.train(train).to(dtype)
-    prepared = qt.prepare(model, qconfig_mapping=w) if road == "prepare" else qt.quant_modules.replace(model, w)
+    prepared = (
+        qt.prepare(model, qconfig_mapping=w, backend="tensorrt")
+        if road == "prepare"
+        else qt.quant_modules.replace(model, w, backend="tensorrt")
+    )
     qt.calibrate(prepared, batches(dtype), progress=False)
     return prepared
 
@@ -80,7 +84,7 @@ def test_weights_of_training_are_not_rounded() -> None:
 
 
 def test_a_layer_with_a_scale_for_each_weight_is_not_taken_for_a_rounded_one() -> None:
-    prepared = qt.prepare(nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 4, 1)).eval())
+    prepared = qt.prepare(nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 4, 1)).eval(), backend="tensorrt")
     images = [torch.randn(8, 8, 4, 4)]
     qt.calibrate(prepared, images, progress=False)
     with warnings.catch_warnings():
@@ -92,7 +96,7 @@ def test_a_constant_weight_is_not_rounded() -> None:
     """It lies on its codes by itself, and none is chosen."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     nn.init.constant_(model[0].weight, 1 / 9)
-    prepared = qt.prepare(model.eval())
+    prepared = qt.prepare(model.eval(), backend="tensorrt")
     qt.calibrate(prepared, BATCHES, progress=False)
     assert not warned("bias_correction", prepared)
 

@@ -92,7 +92,7 @@ def test_a_depthwise_net_per_tensor_needs_it() -> None:
     per_tensor = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=8)))
     errors = []
     for each in (model, qt.tuning.equalize(model, x).model):
-        prepared = qt.prepare(each, x, qconfig_mapping=per_tensor)
+        prepared = qt.prepare(each, x, qconfig_mapping=per_tensor, backend="tensorrt")
         qt.calibrate(prepared, [x], progress=False)
         errors.append(float((prepared(x) - model(x)).detach().square().mean() / model(x).detach().square().mean()))
     assert errors[1] < errors[0] / 10
@@ -207,7 +207,7 @@ def test_a_hidden_use_of_a_tensor_is_found_and_nothing_is_changed() -> None:
 def test_bad_arguments() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
     with pytest.raises(TypeError, match="equalize it before it is prepared"):
-        qt.tuning.equalize(qt.prepare(model), x)
+        qt.tuning.equalize(qt.prepare(model, backend="tensorrt"), x)
     with pytest.raises(ValueError, match="unknown layer in skip of equalize '1'"):
         qt.tuning.equalize(model, x, skip=["1"])
     with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
@@ -241,7 +241,9 @@ def test_one_scale_for_all_channels_of_activations_needs_it() -> None:
 
     def error(network: nn.Module) -> float:
         a4 = qt.QConfig(qt.QuantSpec(bits=4, signed=False, symmetric=False), qt.QuantSpec(bits=16, axis=0))
-        prepared = qt.quant_modules.replace(network, qt.QConfigMapping().set_module_name("2", a4), ignore="0")
+        prepared = qt.quant_modules.replace(
+            network, qt.QConfigMapping().set_module_name("2", a4), ignore="0", backend="tensorrt"
+        )
         qt.calibrate(prepared, [x], progress=False)
         with torch.no_grad():
             return float((prepared(x) - y).square().mean())

@@ -65,7 +65,11 @@ def test_int8_activations_lose_less(norm: type[nn.Module], road: str) -> None:
     model, x = Block(norm).eval(), torch.randn(16, 8, 16)
     errors = []
     for each in (model, qt.tuning.smooth_quant(model, [x], progress=False).model):
-        prepared = qt.prepare(each, x) if road == "prepare" else qt.quant_modules.replace(each)
+        prepared = (
+            qt.prepare(each, x, backend="tensorrt")
+            if road == "prepare"
+            else qt.quant_modules.replace(each, backend="tensorrt")
+        )
         qt.calibrate(prepared, [x], progress=False)
         with torch.no_grad():
             errors.append(float((prepared(x) - model(x)).square().mean()))
@@ -139,7 +143,7 @@ def test_bad_arguments() -> None:
         with pytest.raises(error, match=words):
             qt.tuning.smooth_quant(model, **{"batches": [x], "progress": False, **arguments})
     with pytest.raises(TypeError, match="smooth it before it is prepared"):
-        qt.tuning.smooth_quant(qt.prepare(model, x), [x])
+        qt.tuning.smooth_quant(qt.prepare(model, x, backend="tensorrt"), [x])
 
 
 class Language(nn.Module):

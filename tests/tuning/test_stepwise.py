@@ -214,8 +214,10 @@ def test_biases_are_those_of_runs_from_the_inputs(name: str, memory: int, monkey
 def test_layers_in_a_leaf_module_that_changes_its_input() -> None:
     batches = [torch.randn(4, 4) for _ in range(2)]
     mapping = qt.QConfigMapping().set_global(W3)
-    prepared = qt.prepare(WithLeaf().eval(), batches[0], qconfig_mapping=mapping, leaf_modules=[Leaf])
-    leaf = qt.quant_modules.replace(prepared.get_submodule("leaf"), mapping)
+    prepared = qt.prepare(
+        WithLeaf().eval(), batches[0], qconfig_mapping=mapping, leaf_modules=[Leaf], backend="tensorrt"
+    )
+    leaf = qt.quant_modules.replace(prepared.get_submodule("leaf"), mapping, backend="tensorrt")
     prepared.set_submodule("leaf", leaf)
     qt.calibrate(prepared, batches, progress=False)
     other = watched(prepared, "")

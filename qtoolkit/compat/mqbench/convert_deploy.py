@@ -11,7 +11,7 @@ from torch import nn
 
 from qtoolkit.compat.mqbench.platforms import BackendType, platform_of
 from qtoolkit.convert import check_quantized
-from qtoolkit.eager.record import plan_of
+from qtoolkit.eager.record import backend_in
 from qtoolkit.errors import check_known
 from qtoolkit.export.backend_files import encodings
 from qtoolkit.export.onnx import export_onnx
@@ -63,17 +63,18 @@ def convert_deploy(
             "convert_deploy: deploy_to_qlinear must be False; onnxruntime makes integer ops of the Q/DQ nodes itself."
         )
     check_quantized(model, "convert_deploy")
-    plan = plan_of(model)
-    if plan is not None and plan.backend.name != platform.backend:
+    recorded = backend_in(model)
+    if recorded is not None and recorded.name != platform.backend:
         raise ValueError(
-            f"convert_deploy: the model was prepared for {plan.backend.name!r}, got a backend_type that stands for "
+            f"convert_deploy: the model was prepared for {recorded.name!r}, got a backend_type that stands for "
             f"{platform.backend!r}; pass the BackendType that it was prepared for."
         )
     inputs, names = _inputs(model, input_shape_dict, dummy_input)
     options.setdefault("input_names", names)
     stem, files = Path(output_path) / model_name, []
     if platform.qdq:
-        files.append(export_onnx(model, inputs, stem.with_name(f"{model_name}.onnx"), **options).path)
+        path, backend = stem.with_name(f"{model_name}.onnx"), recorded or platform.backend
+        files.append(export_onnx(model, inputs, path, backend=backend, **options).path)
     if platform.own_files:
         written = encodings(model, platform.backend, inputs, stem, **options)
         files += [written.model, *written.files]

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from qtoolkit.export.exporters.translation import DOMAIN, TRANSLATIONS, placeholder
 from qtoolkit.export.files.graph import unused_name
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.ops.recording import ops_taken
 from qtoolkit.quantizers.frozen import Grid
 
 
@@ -27,7 +28,7 @@ class _Call:
     """The call of a quantizing op on a constant."""
 
     kept: str  # the name of the buffer that stands for its result
-    # the dotted names of its tensors: the constant, the scale, and the zero point if there is one; "" of a computed scale
+    # the dotted names of its tensors: the constant, the scale, and the zero point if there is one; "" of computed ones
     names: Sequence[str]
     tensors: Sequence[Tensor]  # their values
     settings: Mapping[str, Any]  # its other arguments by name
@@ -40,7 +41,7 @@ class QuantizedConstants:
         self._model = model
         self._named = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._calls: dict[_Quantizing, _Call | None] = {}  # None: of several constants, or of none
-        with _replaced({method: self._recording(method) for method in _quantizing(model)}):
+        with ops_taken(), _replaced({method: self._recording(method) for method in _quantizing(model)}):
             run()
 
     def _recording(self, method: "_Quantizing") -> Callable[[Tensor], Any]:
@@ -100,9 +101,10 @@ class QuantizedConstants:
                 continue
             x.name = unused_name(graph, call.names[0])
             graph.register_initializer(x)
-            scale = call.names[1] or unused_name(graph, f"{x.name}.scale")
-            names = scale, *call.names[2:]
-            grid = [_constant(graph, name, tensor) for name, tensor in zip(names, call.tensors[1:], strict=True)]
+            grid = [
+                _constant(graph, name or unused_name(graph, f"{x.name}.{part}"), tensor)
+                for part, name, tensor in zip(("scale", "zero_point"), call.names[1:], call.tensors[1:], strict=False)
+            ]
             node = placeholder([x, *grid], call.settings)
             y = node.outputs[0]
             y.name, y.shape, y.type = f"{x.name}.quantized", x.shape, x.type

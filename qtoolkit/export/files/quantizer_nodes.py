@@ -36,6 +36,7 @@ class QuantizerNode:
     values: str  # the values of the codes
     is_constant: bool  # whether the codes do not depend on the inputs of the model
     quantize: str  # the name of the QuantizeLinear node; "" where the file stores the codes
+    zero_points: str  # the zero points of the DequantizeLinear node; "" where it has none
 
     @property
     def is_stored(self) -> bool:
@@ -67,7 +68,8 @@ def pairs(graph: Any) -> list[QuantizerNode]:
         quantizes = origin is not None and origin.op_type == "QuantizeLinear"
         source, quantize = (origin.input[0], origin.name) if origin is not None and quantizes else (codes, "")
         name = quantize or node.name or codes
-        found.append(QuantizerNode(name, source, codes, node.output[0], codes not in varying, quantize))
+        zero_points = node.input[2] if len(node.input) > 2 else ""
+        found.append(QuantizerNode(name, source, codes, node.output[0], codes not in varying, quantize, zero_points))
     return found
 
 

@@ -91,18 +91,15 @@ class _Lowering(PairForm[onnx_ir.Value]):
         return self.scale
 
     def _zero_points(self) -> onnx_ir.Value:
-        dtype, of_weight = self.storage.dtype, _constant(self.x) is not None
-        name = f"{(self.x if of_weight else self.scale).name}.zero"
-        # Weights share none: where onnxruntime makes them uint8 (session.x64quantprecision), it fails at the second use.
-        add = self.constants.add if of_weight else self.constants.shared
+        dtype, name = self.storage.dtype, f"{self.scale.name}.zero"
         if self.zero_point is None:
             scale = _constant(self.scale)
             sizes = _sizes(self.scale) if scale is None else scale.shape
-            return add(np.zeros(sizes, np.float32), dtype, name)
+            return self.constants.shared(np.zeros(sizes, np.float32), dtype, name)
         zero_point = _constant(self.zero_point)
         if zero_point is None:
             return self.node_of("Cast", self.zero_point, to=dtype)
-        return add(zero_point, dtype, name)
+        return self.constants.shared(zero_point, dtype, name)
 
     def _stored(self, constant: Array) -> onnx_ir.Value:
         zero_point = None if self.zero_point is None else _constant(self.zero_point)

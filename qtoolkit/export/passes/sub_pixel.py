@@ -89,7 +89,7 @@ class _Rewriting:
         if stored.in_rows:
             y = self._add("Reshape", [y, self._constant([self.groups * sides[0], sides[1], *stored.sizes])])
         zeros = [0, 0, *(form.front for form in forms), 0, 0, *(form.back for form in forms)]
-        y = self._add("Pad", [y, self._constant(zeros)]) if any(zeros) else y
+        y = self._add("Pad", [y, self._constant(zeros), *stored.zeros(self.constants)]) if any(zeros) else y
         y = self._add("Reshape", [y, self._constant([self.groups, *sides, taps[0], stride, taps[1], stride])])
         ends = (self._constant(part) for part in ([-1, -1], [LAST, LAST], [3, 5], [-1, -1]))
         y = self._add("Slice", [y, *ends]) if max(taps) > 1 else y
@@ -157,7 +157,7 @@ class _Stored:
     def of(cls, weight: Any, groups: int) -> "_Stored | None":
         """Return the codes of a weight; None where it has none, or where its scales run along other channels.
 
-        None too where onnxruntime has no integer kernels for it: codes of 4 bits and values in bfloat16.
+        None too where onnxruntime has no integer kernels for it: codes of 4 bits, zero points that differ, values in bfloat16.
         """
         value, shape = weight, _sizes_of(weight)
         while (maker := value.producer()) is not None and maker.op_type in ("Reshape", "Transpose"):
@@ -169,11 +169,22 @@ class _Stored:
             return None
         if dequantize.inputs[0].dtype.itemsize < 1 or "output_dtype" in dequantize.attributes:
             return None
+        zero_point = constant_input(dequantize, 2)
+        if zero_point is not None and np.unique(zero_point).size > 1:
+            return None
         along_outputs = dequantize.attributes.get_int("axis", 1) == (0 if in_rows else 1) and (in_rows or groups == 1)
         if scale.size > 1 and not along_outputs:
             return None
         sides = [shape[0] // groups, shape[1]]
         return cls(dequantize, in_rows, sides[::-1] if in_rows else sides, shape[2:])
+
+    def zeros(self, constants: Constants) -> list[Any]:
+        """Return the code of zero, as Pad takes it; nothing for 0, which is its default."""
+        zero_point = constant_input(self.dequantize, 2)
+        if zero_point is None or not zero_point.any():
+            return []
+        dtype = self.dequantize.inputs[0].dtype
+        return [constants.shared(zero_point.reshape(-1)[0], dtype, f"{self.dequantize.inputs[0].name}.of_zero")]
 
 
 def _sizes_of(weight: Any) -> list[int] | None:

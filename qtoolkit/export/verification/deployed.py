@@ -30,11 +30,14 @@ class Verdict(Enum):
         EQUAL: All codes that were compared are the same, end to end.
         ROUNDING: Codes differ end to end, but each quantizer's, computed from the runtime's own codes before it, differ by no
             more than the runtime's order of rounding explains.
+        SATURATES: The runtime's integer sums saturate on this processor, so that its codes are wrong for some inputs, or for
+            these: the file has int8 weights, and the processor has no VNNI instructions.
         DIFFERENT: The runtime computes something else than the model.
     """
 
     EQUAL = "equal"
     ROUNDING = "rounding"
+    SATURATES = "saturates on this processor"
     DIFFERENT = "different"
 
     def __str__(self) -> str:
@@ -66,6 +69,7 @@ class RuntimeCodes:
         nan: The quantizers of the model that get NaN, for which there is nothing to compare.
         output_error: The largest difference of the outputs when the model computes them from the runtime's codes, as a share of
             the largest value: of the outputs of an ONNX file behind ops whose results change little where their inputs do.
+        saturating: The layers whose sums of products may saturate on this processor.
     """
 
     runtime: str
@@ -84,6 +88,7 @@ class RuntimeCodes:
     steps: int = 1
     nan: tuple[str, ...] = ()
     output_error: float = 0.0
+    saturating: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -110,6 +115,7 @@ class RuntimeCodes:
             executed.remark,
             unrounded=executed.unrounded,
             steps=executed.steps,
+            saturating=executed.saturating,
             **model,
         )
 
@@ -152,14 +158,16 @@ class RuntimeCodes:
         quantizer, by one step: any of values at a rounding boundary, and a share of the others. An output must be the model's
         up to rounding.
         """
-        return Verdict.DIFFERENT if self.output_error > OUTPUT_ERROR else self._verdict_of_codes
-
-    @property
-    def _verdict_of_codes(self) -> Verdict:
         compared_nothing = self.not_compared and not self.codes.compared
         has_nan = bool(self.nan) or math.isnan(self.output_difference)
         if self.other_weights or self.unrounded or compared_nothing or has_nan:
             return Verdict.DIFFERENT
+        if self.saturating:
+            return Verdict.SATURATES
+        return Verdict.DIFFERENT if self.output_error > OUTPUT_ERROR else self._verdict_of_codes
+
+    @property
+    def _verdict_of_codes(self) -> Verdict:
         if not self.codes.differing:
             return Verdict.EQUAL
         few = self.layer_codes.are_ties(self.share, self.steps)
@@ -173,7 +181,8 @@ class RuntimeCodes:
             rounding alone explains them; this is never returned where all layers of onnxruntime run in integers.
 
         Raises:
-            RuntimeError: The verdict is `Verdict.DIFFERENT`; the message says which of the causes it is, and the first place.
+            RuntimeError: The verdict is `Verdict.SATURATES` or `Verdict.DIFFERENT`; the message says which of the causes it is,
+                and the first place.
 
         Warns:
             UserWarning: Quantizers could not be compared, or rounding in a few places has changed more codes behind them than
@@ -181,6 +190,8 @@ class RuntimeCodes:
         """
         check_numbers(self.output_difference, self.nan, "verify")
         verdict = self.verdict
+        if verdict is Verdict.SATURATES:
+            raise RuntimeError(f"verify: {self.codes} in {self.runtime}, at {_first(self.saturating)}. {self.remark}")
         if verdict is Verdict.DIFFERENT:
             self._check_comparable()
             if self._verdict_of_codes is not Verdict.DIFFERENT:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ from qtoolkit.instead import in_any_order
 from qtoolkit.model_inputs import call_arguments, naming_misfits, tensors_of
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.progress import note, progress_bar
+from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Executed
 from qtoolkit.runtimes.table import EXECUTES, LITERT_RUNTIMES, RUNTIMES, ExecutingRuntime, LitertRuntime
 
@@ -201,12 +203,13 @@ def compare_layers(
     taken = {name for node in file.proto.graph.node for name in node.input}
     pools = [node for node in file.proto.graph.node if node.op_type == "MaxPool" and len(node.output) > 1]
     positions = [node.output[1] for node in pools if node.output[1] in taken]
-    names = [name for node in nodes for name in (node.source, node.codes)]
+    grids = {node.quantizer: grid_named(converted, node.quantizer) for node in nodes}
+    names = [name for node in nodes for name in (node.source, node.codes, *_shifting(node, grids))]
     values = file.run(tensors_of((args, kwargs)), [*names, *positions])
     with naming_misfits(converted, inputs, "verify_onnx: inputs do"):
         follower = Follower(converted, args, kwargs)
     with ChosenMaxima(values[name] for name in positions):
-        followed = follower.layer_by_layer(_by_quantizer(nodes, values), complete=True, progress=progress)
+        followed = follower.layer_by_layer(_by_quantizer(nodes, values, grids), complete=True, progress=progress)
     outputs = [values[output.name] for output in file.proto.graph.output]
     return Verification.of(
         follower,
@@ -217,10 +220,27 @@ def compare_layers(
     )
 
 
-def _by_quantizer(nodes: Sequence[QuantizerNode], codes: Mapping[str, Any]) -> dict[str, list[NodeCodes]]:
+def _by_quantizer(
+    nodes: Sequence[QuantizerNode], tensors: Mapping[str, Any], grids: Mapping[str, Grid]
+) -> dict[str, list[NodeCodes]]:
     """Return the nodes of each quantizer whose codes are there, by the names of their tensors."""
-    there = (node for node in nodes if node.codes in codes)
-    return by_quantizer((node.quantizer, NodeCodes(codes[node.codes], node.is_constant)) for node in there)
+    there = (node for node in nodes if node.codes in tensors)
+    return by_quantizer((node.quantizer, _node_codes(node, tensors, grids)) for node in there)
+
+
+def _shifting(node: QuantizerNode, grids: Mapping[str, Grid]) -> tuple[str, ...]:
+    """Return the name of a node's zero points, if its codes may be higher in the file than in the model."""
+    return (node.zero_points,) if grids[node.quantizer].shifts and node.zero_points else ()
+
+
+def _node_codes(node: QuantizerNode, tensors: Mapping[str, Any], grids: Mapping[str, Grid]) -> NodeCodes:
+    """Return the codes of a node as the model's quantizer numbers them: higher or lower by what the zero points are."""
+    codes, grid = tensors[node.codes], grids[node.quantizer]
+    for name in _shifting(node, grids):
+        # A transposed convolution may have each channel's zero point several times.
+        own = 0 if grid.zero_point is None else int(grid.zero_point.min())
+        codes = codes.astype(np.int16) - (int(tensors[name].min()) - own)
+    return NodeCodes(codes, node.is_constant)
 
 
 def _codes_of_own_inputs(nodes: Sequence[QuantizerNode], values: Mapping[str, Any], follower: Follower) -> CodeCount:
@@ -358,19 +378,22 @@ class OnnxFile:
         # Quantizers of codes that do not depend on the inputs.
         self.constants = {node.quantizer for node in self.constant} - varying
         # Constants that quantizers of other tensors quantize too, such as the zeros that a state begins with.
-        self.among_others = [node.codes for node in self.constant if node.quantizer in varying]
+        among_others = [node for node in self.constant if node.quantizer in varying]
+        self.among_others = [name for node in among_others for name in (node.codes, *_shifting(node, self.grids))]
         self.smooth_outputs = _smooth_outputs(self.file.proto.graph, self.nodes)
 
     def compare_weights(self, follower: Follower) -> dict[str, CodeCount]:
         """Compare the codes of the layers' weights with the model's, by the names of their quantizers."""
         weights = [node for node in self.constant if node.quantizer in follower.weights]
-        return follower.compare_weights(_by_quantizer(weights, self.file.constants([node.codes for node in weights])))
+        names = [name for node in weights for name in (node.codes, *_shifting(node, self.grids))]
+        return follower.compare_weights(_by_quantizer(weights, self.file.constants(names), self.grids))
 
     def execute(self, runtime: str, follower: Follower) -> tuple[Executed, Nodes]:
         """Run the file, and return its codes by quantizer."""
         varying = [node for node in self.nodes if not node.is_constant]
         executed = EXECUTES[runtime](self.path, self.tensors, varying, self.grids, self.optimized)
-        return executed, _by_quantizer(self.nodes, {**self.file.constants(self.among_others), **executed.codes})
+        codes = {**self.file.constants(self.among_others), **executed.codes}
+        return executed, _by_quantizer(self.nodes, codes, self.grids)
 
 
 def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str) -> "OpenedFile":

@@ -19,7 +19,7 @@ STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 # The argument with which language models return what they have computed for the next token.
 CACHE = "use_cache"
 # The remedy that helps with every model: its layers are replaced, and its Python stays as it is.
-WITHOUT_TRACING = "quantize the model without tracing it, by qtoolkit.quant_modules.replace(model)"
+WITHOUT_TRACING = "quantize the model without tracing it, by qtoolkit.quant_modules.replace(model, backend=...)"
 
 
 class UntraceableError(RuntimeError):
@@ -33,7 +33,7 @@ class UntraceableError(RuntimeError):
         ...     def forward(self, x):
         ...         return x if x.sum() > 0 else -x
         >>> try:
-        ...     qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), Branch()))
+        ...     qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), Branch()), backend="tensorrt")
         ... except qt.UntraceableError as error:
         ...     print(error.untraced)
         1
@@ -100,9 +100,9 @@ def _remedies(model: nn.Module, name: str, kind: str) -> Iterable[str]:
     else:
         yield "move that code into a submodule and make it a leaf module with untraced or leaf_modules"
         with_layers = [n for n, part in model.named_children() if any(type(m) in QAT_MODULES for m in part.modules())]
-        children = [f"model.{child} = qtoolkit.prepare(model.{child})" for child in with_layers]
+        children = [f"model.{child} = qtoolkit.prepare(model.{child}, backend=...)" for child in with_layers]
         if children:
-            yield "let qtoolkit.prepare_parts(model, example_inputs) prepare the submodules that trace"
+            yield "let qtoolkit.prepare_parts(model, example_inputs, backend=...) prepare the submodules that trace"
             yield f"prepare submodules on their own: {', '.join(children)}"
     parameters = [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind not in VARIADIC]
     if CACHE in parameters:

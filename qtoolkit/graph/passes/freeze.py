@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from qtoolkit.eager.record import backend_in
 from qtoolkit.graph.capture.rewrites.both_modes import keep_eval
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import link_inputs
@@ -16,6 +17,7 @@ from qtoolkit.nn.batch_norm import identity_of
 from qtoolkit.nn.computed_weights import bake
 from qtoolkit.nn.layers.embedding import renormalize_table
 from qtoolkit.nn.replacement import replace_in_place
+from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of, take_names
 
 M = TypeVar("M", bound=nn.Module)
@@ -40,6 +42,7 @@ def run(model: M) -> M:
     if model not in graphs:
         _run_on_modules(model)
     _fit_biases(model)
+    _choose_weight_codes(model)
     return model.eval()
 
 
@@ -68,6 +71,14 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
     converted = run(model)
     converted.load_state_dict(state)
     return converted
+
+
+def _choose_weight_codes(model: nn.Module) -> None:
+    """Tell the grids how files of the target store the codes of weights, for exporters that do not know the target."""
+    backend = backend_in(model)
+    for module in model.modules():
+        if isinstance(module, Grid) and backend is not None:
+            module.weight_codes = backend.weight_codes
 
 
 def _fit_biases(model: nn.Module) -> None:

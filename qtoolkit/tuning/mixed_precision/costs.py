@@ -25,7 +25,7 @@ class Layer:
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
         >>> bits = {f"w{n}": qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=n, axis=0)) for n in (4, 8)}
-        >>> search = qt.tuning.mixed_precision.MixedPrecision(model, torch.zeros(1, 8), bits)
+        >>> search = qt.tuning.mixed_precision.MixedPrecision(model, torch.zeros(1, 8), bits, backend="tensorrt")
         >>> search.layers["2"]
         Layer(name='2', kind='linear', weights=64, macs=64)
     """

@@ -8,7 +8,7 @@ import numpy as np
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from qtoolkit.backends import Backend, backend_of
+from qtoolkit.backends import REQUIRED, Backend, backend_of
 from qtoolkit.batches import no_batch
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.debug.sensitivity import sensitivity
@@ -47,7 +47,7 @@ class MixedPrecision:
         example_inputs: Inputs of its forward, as for `qtoolkit.prepare`, of the batch size that bit operations are counted for.
         choices: A config for each name of a choice; None leaves a layer in float. Axis 0 stands for the output channel, as in
             a global rule.
-        backend: The target, as for `qtoolkit.prepare`.
+        backend: The target, which must be given, as for `qtoolkit.prepare`.
         fixed: The choice of layers that have no other, such as the first and the last.
         latency: The latency of each choice of each layer, in any unit.
 
@@ -55,7 +55,7 @@ class MixedPrecision:
         UserWarning: The weights of layers are computed from others (pruned or parametrized): these layers have no choice.
 
     Raises:
-        TypeError: `model` is not a module, or a choice is no config.
+        TypeError: `backend` is left out, `model` is not a module, or a choice is no config.
         ValueError: There is no layer or no choice, a name is unknown, or the table of latencies has no entry for a choice.
 
     Attributes:
@@ -66,7 +66,7 @@ class MixedPrecision:
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
         >>> bits = {name: qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=n, axis=0)) for name, n in (("w4", 4), ("w8", 8))}
-        >>> search = qt.tuning.mixed_precision.MixedPrecision(model, torch.zeros(1, 8), bits)
+        >>> search = qt.tuning.mixed_precision.MixedPrecision(model, torch.zeros(1, 8), bits, backend="tensorrt")
         >>> search.layers["0"]
         Layer(name='0', kind='linear', weights=128, macs=128)
         >>> errors = {"0": {"w4": 0.1, "w8": 0.0}, "2": {"w4": 0.3, "w8": 0.0}}
@@ -75,7 +75,7 @@ class MixedPrecision:
         ({'0': 'w4', '2': 'w8'}, 208.0)
         >>> [(point.costs["size"], round(point.error, 3)) for point in search.front(errors, "size").points]
         [(176.0, 0.4), (208.0, 0.1), (272.0, 0.0)]
-        >>> prepared = qt.prepare(model, qconfig_mapping=best.to_qconfig_mapping())
+        >>> prepared = qt.prepare(model, qconfig_mapping=best.to_qconfig_mapping(), backend="tensorrt")
         >>> prepared.get_submodule("0.weight_quantizer").spec.bits
         4
         >>> search.solve(errors, size=100)
@@ -89,7 +89,7 @@ class MixedPrecision:
         model: nn.Module,
         example_inputs: Any,
         choices: Mapping[str, QConfig | None],
-        backend: str | Backend = "tensorrt",
+        backend: str | Backend = REQUIRED,
         fixed: Mapping[str, str] | None = None,
         latency: Table | None = None,
     ) -> None:

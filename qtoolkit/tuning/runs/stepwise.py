@@ -35,7 +35,8 @@ class Stepwise(AbstractContextManager["Stepwise"]):
     goal needs does not run.
 
     Example:
-        >>> gm = qt.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2)).eval())
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
+        >>> gm = qt.prepare(model.eval(), backend="tensorrt")
         >>> layers = [node for node in gm.graph.nodes if str(node.target) in ("0", "2")]
         >>> data, calls = Batches([torch.ones(1, 2)], None, "example"), []
         >>> _ = gm.get_submodule("0").register_forward_hook(lambda *args: calls.append("0"))

@@ -179,10 +179,10 @@ def run(name: str, pipe: Connection) -> None:
     model, x = Net(TRACED.get(name) or REFUSED[name][0]), torch.randn(2, 4, requires_grad=True)
     expected, text = model(x), ""
     try:
-        prepared = qt.prepare(model, (x,))
+        prepared = qt.prepare(model, (x,), backend="tensorrt")
     except qt.UntraceableError as error:
         text = str(error)
-        prepared = qt.prepare(model, (x,), untraced=[error.untraced])
+        prepared = qt.prepare(model, (x,), untraced=[error.untraced], backend="tensorrt")
     with qt.disable_quantization(prepared):
         y = prepared(x)
     assert torch.equal(y, expected)
@@ -238,14 +238,14 @@ def test_lost_recomputation_is_reported(reentrant: bool) -> None:
     with pytest.warns(
         UserWarning, match=r"prepare: Net uses torch\.utils\.checkpoint; .* stores .* leaf modules with `untraced`"
     ):
-        prepared = qt.prepare(model, (torch.randn(2, 4),))
-    leaf = qt.prepare(model, (torch.randn(2, 4),), untraced=["inner"])
+        prepared = qt.prepare(model, (torch.randn(2, 4),), backend="tensorrt")
+    leaf = qt.prepare(model, (torch.randn(2, 4),), untraced=["inner"], backend="tensorrt")
     assert (layer_runs(prepared, "inner.layers.0"), layer_runs(leaf, "inner.layers.0")) == (1, 2)
 
 
 def test_a_custom_function_is_refused_without_grad_and_example_inputs_too() -> None:
     with torch.no_grad(), pytest.raises(qt.UntraceableError, match="a torch.autograd.Function is called here"):
-        qt.prepare(Net(lambda m, x: round_through(x)))
+        qt.prepare(Net(lambda m, x: round_through(x)), backend="tensorrt")
 
 
 @pytest.mark.parametrize("example", [None, (torch.randn(2, 4),)], ids=["plain", "sized"])
@@ -263,7 +263,7 @@ def test_what_a_graph_would_lose_silently_is_refused(
     function: Callable[[Construct, Tensor], Tensor], words: str, example: object
 ) -> None:
     with pytest.raises(qt.UntraceableError, match=rf"{words}.*test_constructs\.py, line.*untraced=\['inner'\]"):
-        qt.prepare(Net(function), example)
+        qt.prepare(Net(function), example, backend="tensorrt")
 
 
 def test_a_tensor_has_no_attributes_of_other_types() -> None:
@@ -271,9 +271,9 @@ def test_a_tensor_has_no_attributes_of_other_types() -> None:
         return module.layers(x.tensors if hasattr(x, "tensors") else getattr(x, "first", x))
 
     model, x = Net(unpacked), torch.randn(2, 4)
-    nets.assert_float_when_off(qt.prepare(model, x), model, x)
+    nets.assert_float_when_off(qt.prepare(model, x, backend="tensorrt"), model, x)
     with pytest.raises(qt.UntraceableError, match="a traced value has no 'tensors'.*in <lambda>"):
-        qt.prepare(Net(lambda module, x: module.layers(x.tensors)), x)
+        qt.prepare(Net(lambda module, x: module.layers(x.tensors)), x, backend="tensorrt")
 
 
 def test_other_attributes_of_a_value_can_be_set() -> None:
@@ -284,11 +284,13 @@ def test_other_attributes_of_a_value_can_be_set() -> None:
 
     model, x = Net(marked), torch.randn(2, 4)
     for example in (None, x):
-        nets.assert_float_when_off(qt.prepare(model, example), model, x)
+        nets.assert_float_when_off(qt.prepare(model, example, backend="tensorrt"), model, x)
 
 
 def test_the_report_names_the_leaf_module_of_a_custom_function() -> None:
-    prepared = qt.prepare(Net(lambda m, x: m.layers(round_through(x))), (torch.randn(2, 4),), untraced=["inner"])
+    prepared = qt.prepare(
+        Net(lambda m, x: m.layers(round_through(x))), (torch.randn(2, 4),), untraced=["inner"], backend="tensorrt"
+    )
     line = next(line for line in qt.quantization_report(prepared).layers if line.name == "inner")
     assert line.reason == "a leaf module: 2 of 4 layers in it are quantized, by module replacement"
 
@@ -432,7 +434,7 @@ def test_a_loss_that_the_forward_builds_is_traced() -> None:
     prepared = qt.prepare(model, (x,), "onnxruntime")
     nets.assert_float_when_off(prepared, model, x)
     with pytest.raises(qt.UntraceableError, match="the forward builds a Linear.*build it in __init__"):
-        qt.prepare(nn.Sequential(Construct(lambda self, x: nn.Linear(4, 4)(x))), (x,))
+        qt.prepare(nn.Sequential(Construct(lambda self, x: nn.Linear(4, 4)(x))), (x,), backend="tensorrt")
 
 
 @dataclass
@@ -484,7 +486,7 @@ class Decode(nn.Module):
 
 def test_what_a_leaf_module_returns_is_no_container_of_the_graph() -> None:
     model, x = nn.Sequential(nn.Linear(4, 8), Decode()).train(), torch.randn(3, 4)
-    prepared = qt.prepare(model, (x,), leaf_modules=[Decode])
+    prepared = qt.prepare(model, (x,), leaf_modules=[Decode], backend="tensorrt")
     with qt.disable_quantization(prepared):
         torch.testing.assert_close(prepared(x), model(x))
         torch.testing.assert_close(prepared.eval()(x), model.eval()(x))
@@ -498,4 +500,4 @@ def test_an_object_that_a_graph_cannot_hold_is_named() -> None:
         return self.layers(x), Cache()
 
     with pytest.raises(qt.UntraceableError, match="the forward returns a Cache, or passes it to an op"):
-        qt.prepare(Construct(forward), (torch.randn(3, 4),))
+        qt.prepare(Construct(forward), (torch.randn(3, 4),), backend="tensorrt")

@@ -43,7 +43,7 @@ def test_it_has_the_layers_names_and_values_of_the_model(training: bool) -> None
     torch.manual_seed(0)
     model = Untraceable().train(training)
     with pytest.raises(qt.UntraceableError, match='capture the model by torch.export, with capture="export"'):
-        qt.prepare(model, (X,))
+        qt.prepare(model, (X,), backend="tensorrt")
     prepared = captured(model)
     quantized = {line.name for line in qt.quantization_report(prepared).layers if line.weight}
     assert quantized == {"conv", "body.0", "head"}
@@ -117,18 +117,18 @@ def test_shared_layers_stay_shared() -> None:
 )
 def test_options_of_the_trace_are_refused(options: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        qt.prepare(Untraceable(), (X,), capture="export", **options)
+        qt.prepare(Untraceable(), (X,), capture="export", backend="tensorrt", **options)
 
 
 def test_errors() -> None:
     with pytest.raises(ValueError, match=r'capture="export" runs the model on example_inputs; pass them'):
-        qt.prepare(Untraceable(), capture="export")
+        qt.prepare(Untraceable(), capture="export", backend="tensorrt")
     with pytest.raises(ValueError, match="unknown capture of prepare: 'exprot'; did you mean 'export'"):
-        qt.prepare(Untraceable(), (X,), capture="exprot")
+        qt.prepare(Untraceable(), (X,), capture="exprot", backend="tensorrt")
     with pytest.raises(
         qt.UntraceableError, match="torch.export cannot capture ControlFlow .*qtoolkit.quant_modules.replace"
     ):
-        qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),), capture="export")
+        qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),), capture="export", backend="tensorrt")
 
 
 def test_ops_that_take_a_graph_are_refused() -> None:
@@ -141,7 +141,7 @@ def test_ops_that_take_a_graph_are_refused() -> None:
             return torch.cond(x.sum() > 0, self.a, self.b, (x,))
 
     with pytest.raises(qt.UntraceableError, match=r"torch\.export writes 'cond' for Chooses, an op that takes a graph"):
-        qt.prepare(Chooses(), (torch.randn(2, 4),), capture="export")
+        qt.prepare(Chooses(), (torch.randn(2, 4),), capture="export", backend="tensorrt")
 
 
 def test_an_exported_module_is_no_float_model() -> None:
@@ -149,7 +149,7 @@ def test_an_exported_module_is_no_float_model() -> None:
     program = torch.export.export(Untraceable().eval(), (X,), strict=False).module()
     sentence = 'the model is a graph of torch.export; prepare the model itself, with capture="export"'
     with pytest.raises(qt.UntraceableError, match=re.escape(sentence)):
-        qt.prepare(program, (X,))
+        qt.prepare(program, (X,), backend="tensorrt")
 
 
 class Counts(nn.Module):
@@ -174,7 +174,7 @@ def test_buffers_are_written_in_each_forward(capture: str) -> None:
     """torch.export's graph has these ops without users of their results; prepare runs the model, and does not count."""
     torch.manual_seed(0)
     model, x = Counts().train(), torch.randn(3, 4)
-    prepared = qt.prepare(model, x, capture=capture)
+    prepared = qt.prepare(model, x, capture=capture, backend="tensorrt")
     with qt.disable_quantization(prepared):
         for _ in range(3):
             torch.testing.assert_close(prepared(x), model(x))

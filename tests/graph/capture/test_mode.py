@@ -63,7 +63,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
 def test_the_mode_is_the_prepared_models(kind: type[nn.Module], training: bool, measured: bool) -> None:
     model, x = kind().train(training), torch.rand(16, 4)
-    prepared = qt.prepare(model, (x,) if measured else None)
+    prepared = qt.prepare(model, (x,) if measured else None, backend="tensorrt")
     for ours in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
         assert all(m.training is training for name, m in ours.named_modules() if name.endswith("training_mode"))
         assert set(model.state_dict()) <= set(ours.state_dict())
@@ -79,7 +79,7 @@ def test_the_mode_is_the_prepared_models(kind: type[nn.Module], training: bool, 
 
 def test_a_submodule_has_its_own_mode() -> None:
     model, x = Drops().train(), torch.rand(16, 4)
-    prepared = qt.prepare(model, (x,))
+    prepared = qt.prepare(model, (x,), backend="tensorrt")
     prepared.block.eval()
     model.block.eval()
     with qt.disable_quantization(prepared), torch.no_grad():
@@ -102,7 +102,7 @@ class Named(nn.Module):
 
 def test_a_submodule_of_the_users_named_training_mode_stays() -> None:
     model, x = Named().train(), torch.rand(16, 4)
-    prepared = qt.prepare(model, (x,))
+    prepared = qt.prepare(model, (x,), backend="tensorrt")
     assert set(model.state_dict()) <= set(prepared.state_dict())
     with qt.disable_quantization(prepared), torch.no_grad():
         assert torch.equal(prepared.eval()(x), model.eval()(x))

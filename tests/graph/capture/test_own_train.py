@@ -63,7 +63,7 @@ WORDS = r"own classes keeps 'backbone.bn' in eval mode"
 def test_what_is_kept_in_eval_mode_is_named(make: Any) -> None:
     model = Detector(make()).train()
     with pytest.warns(UserWarning, match=WORDS):
-        prepared = qt.prepare(model, (X,))
+        prepared = qt.prepare(model, (X,), backend="tensorrt")
     assert prepared.plan.status["backbone_bn"].text == "folded into the layer before it"
     qt.calibrate(prepared, [X], progress=False)
     qt.freeze_batch_norm(prepared.get_submodule("backbone.bn"))  # as the warning says
@@ -77,7 +77,7 @@ def test_the_model_keeps_its_modes_and_what_is_trained() -> None:
     model.backbone.bn.train()
     model.backbone.conv.bias.requires_grad_(True)
     with pytest.warns(UserWarning, match=WORDS):
-        qt.prepare(model, (X,), inplace=True)
+        qt.prepare(model, (X,), inplace=True, backend="tensorrt")
     assert model.backbone.bn.training
     assert model.backbone.conv.bias.requires_grad
 
@@ -85,7 +85,7 @@ def test_the_model_keeps_its_modes_and_what_is_trained() -> None:
 def test_a_leaf_module_has_its_own_train() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepared = qt.prepare(Detector(FrozenBackbone()).train(), (X,), untraced=["backbone"])
+        prepared = qt.prepare(Detector(FrozenBackbone()).train(), (X,), untraced=["backbone"], backend="tensorrt")
     assert not prepared.train().backbone.bn.training
 
 
@@ -95,4 +95,4 @@ def test_a_leaf_module_has_its_own_train() -> None:
 def test_there_is_no_warning_where_nothing_changes(model: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        qt.prepare(model, (X,))
+        qt.prepare(model, (X,), backend="tensorrt")

@@ -24,7 +24,7 @@ class Recurrent(nn.Module):
 
 
 def prepared(model: nn.Module, x: Tensor = X) -> nn.Module:
-    found = qt.prepare(model.eval(), (x,))
+    found = qt.prepare(model.eval(), (x,), backend="tensorrt")
     qt.calibrate(found, [x], progress=False)
     return found
 
@@ -91,16 +91,16 @@ def test_what_a_trace_does_not_see_is_an_error(decide, difference: str) -> None:
     torch.manual_seed(0)
     model = Deciding(decide)
     with pytest.raises(qt.UntraceableError, match=re.escape(difference)) as error:
-        qt.prepare(model.eval(), (X,))
+        qt.prepare(model.eval(), (X,), backend="tensorrt")
     assert "untraced=[...]" in str(error.value)
-    assert "qtoolkit.quant_modules.replace(model)" in str(error.value)
+    assert "qtoolkit.quant_modules.replace(model, backend=...)" in str(error.value)
 
 
 def test_the_comparison_leaves_the_model_as_it_was() -> None:
     torch.manual_seed(0)
     model = Deciding(lambda m, x: x + m.seen.add_(1)).train()
     random = torch.get_rng_state()
-    found = qt.prepare(model, (X,))
+    found = qt.prepare(model, (X,), backend="tensorrt")
     assert model.seen == 0
     assert torch.equal(torch.get_rng_state(), random)
     assert (model.training, found.training) == (True, True)
@@ -109,7 +109,7 @@ def test_the_comparison_leaves_the_model_as_it_was() -> None:
 def test_a_forward_that_draws_numbers_is_compared_with_the_same_numbers() -> None:
     torch.manual_seed(0)
     model = Deciding(lambda m, x: nn.functional.dropout(x, 0.5, training=True))
-    assert qt.prepare(model.eval(), (X,)) is not None
+    assert qt.prepare(model.eval(), (X,), backend="tensorrt") is not None
 
 
 def test_concrete_args_and_keyword_inputs_are_compared_too() -> None:
@@ -121,7 +121,10 @@ def test_concrete_args_and_keyword_inputs_are_compared_too() -> None:
         def forward(self, x: Tensor, double: bool = False, factor: float = 1.0) -> Tensor:
             return self.layer(x) * (2 if double else 1) * factor
 
-    assert qt.prepare(Scaled().eval(), {"x": X, "factor": 3.0}, concrete_args={"double": True}) is not None
+    assert (
+        qt.prepare(Scaled().eval(), {"x": X, "factor": 3.0}, concrete_args={"double": True}, backend="tensorrt")
+        is not None
+    )
 
 
 def test_a_graph_that_fails_where_the_model_runs_is_an_error() -> None:
@@ -130,7 +133,7 @@ def test_a_graph_that_fails_where_the_model_runs_is_an_error() -> None:
     with pytest.raises(
         qt.UntraceableError, match=r"its graph fails \(RuntimeError: mat1 and mat2 shapes cannot be multiplied"
     ):
-        qt.prepare(model.eval(), (X,))
+        qt.prepare(model.eval(), (X,), backend="tensorrt")
 
 
 def test_a_forward_may_change_its_input_in_place() -> None:
@@ -142,4 +145,4 @@ def test_a_forward_may_change_its_input_in_place() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x.mul_(2))
 
-    assert qt.prepare(Scaling().eval(), (X.clone(),)) is not None
+    assert qt.prepare(Scaling().eval(), (X.clone(),), backend="tensorrt") is not None

@@ -89,7 +89,7 @@ X, MASK = torch.randn(2, 4), torch.ones(2, 4)
 )
 def test_variadic_arguments_without_values_are_empty(kind: type[nn.Module], inputs: Any, training: bool) -> None:
     model = kind().train(training)
-    prepared = qt.prepare(model, inputs)
+    prepared = qt.prepare(model, inputs, backend="tensorrt")
     args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
     with qt.disable_quantization(prepared):
         assert torch.equal(prepared(*args, **kwargs), model(*args, **kwargs))
@@ -109,7 +109,7 @@ def test_values_for_variadic_arguments_stay_inputs() -> None:
             return self.fc(x + more[0] * more[1])
 
     model, inputs = Sums(), (X, torch.randn(4), torch.randn(4))
-    prepared = qt.prepare(model, inputs)
+    prepared = qt.prepare(model, inputs, backend="tensorrt")
     with qt.disable_quantization(prepared):
         assert torch.equal(prepared(X, MASK, 2 * MASK), model(X, MASK, 2 * MASK))
 
@@ -118,26 +118,29 @@ def test_values_for_variadic_arguments_stay_inputs() -> None:
 def test_without_example_inputs_the_error_names_remedies_that_work(kind: type[nn.Module]) -> None:
     model = kind().eval()
     with pytest.raises(
-        qt.UntraceableError, match=r"pass example_inputs.* by qtoolkit\.quant_modules\.replace\(model\)\."
+        qt.UntraceableError,
+        match=r"pass example_inputs.* by qtoolkit\.quant_modules\.replace\(model, backend=\.\.\.\)\.",
     ) as e:
-        qt.prepare(model)
+        qt.prepare(model, backend="tensorrt")
     assert "args" not in str(e.value).partition("fix an argument")[2].partition("with concrete_args")[0]
-    replaced = qt.quant_modules.replace(model)
+    replaced = qt.quant_modules.replace(model, backend="tensorrt")
     nets.assert_float_when_off(replaced, model, X)
 
 
 def test_each_error_of_a_model_that_cannot_be_traced_names_replace() -> None:
     model = nets.ControlFlow()
     with pytest.raises(
-        qt.UntraceableError, match=r"untraced=\['block'\].* by qtoolkit\.quant_modules\.replace\(model\)\."
+        qt.UntraceableError,
+        match=r"untraced=\['block'\].* by qtoolkit\.quant_modules\.replace\(model, backend=\.\.\.\)\.",
     ):
-        qt.prepare(model)
+        qt.prepare(model, backend="tensorrt")
     patched = linear_of()
     patched.forward = lambda x: x
     with pytest.raises(
-        qt.UntraceableError, match=r"define forward in the class, or .*quant_modules\.replace\(model\)\."
+        qt.UntraceableError,
+        match=r"define forward in the class, or .*quant_modules\.replace\(model, backend=\.\.\.\)\.",
     ):
-        qt.prepare(patched)
+        qt.prepare(patched, backend="tensorrt")
 
 
 @pytest.mark.parametrize("example", [None, {"ids": X, "more": X}], ids=["plain", "sized"])
@@ -145,7 +148,7 @@ def test_values_for_variadic_arguments_of_a_decorated_forward_are_refused(exampl
     with pytest.raises(
         qt.UntraceableError, match=r"decorated and takes \*args or \*\*kwargs, .* example_inputs give nothing for"
     ):
-        qt.prepare(Decorated(), example)
+        qt.prepare(Decorated(), example, backend="tensorrt")
 
 
 class WithKeywordOnly(nn.Module):
@@ -161,7 +164,7 @@ class WithKeywordOnly(nn.Module):
 @pytest.mark.parametrize("example", [True, False])
 def test_defaults_before_an_argument_without_one_are_kept(example: bool) -> None:
     model, x, y = WithKeywordOnly().eval(), torch.randn(2, 4), torch.randn(2, 4)
-    prepared = qt.prepare(model, {"x": x, "y": y} if example else None)
+    prepared = qt.prepare(model, {"x": x, "y": y} if example else None, backend="tensorrt")
     qt.calibrate(prepared, [{"x": x, "y": y}], progress=False)
     for ours in (prepared, pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared)):
         with qt.disable_quantization(ours):

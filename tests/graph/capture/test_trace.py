@@ -75,7 +75,7 @@ def test_a_shared_module_is_one_module_under_both_names() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x))
 
-    prepared = qt.prepare(Tied(), (torch.randn(2, 4),))
+    prepared = qt.prepare(Tied(), (torch.randn(2, 4),), backend="tensorrt")
     assert prepared.get_submodule("a") is prepared.get_submodule("b")
     assert isinstance(prepared.get_submodule("b"), qt.nn.QuantLinear)
     for twin in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(copy.deepcopy(prepared)))):
@@ -110,7 +110,7 @@ def test_without_example_inputs_the_error_asks_for_them() -> None:
 
 def test_example_values_are_never_used() -> None:
     with pytest.raises(qt.UntraceableError, match="if x.sum\\(\\) > 0"):
-        qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),))
+        qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),), backend="tensorrt")
 
 
 def test_devices_and_dtypes_are_known() -> None:
@@ -271,7 +271,7 @@ def test_concrete_args_win_over_defaults() -> None:
 
 def test_prepare_runs_with_concrete_args_that_are_no_defaults() -> None:
     model, x = Optional().eval(), torch.randn(2, 4)
-    prepared = qt.prepare(model, (x,), concrete_args={"double": True})
+    prepared = qt.prepare(model, (x,), concrete_args={"double": True}, backend="tensorrt")
     with qt.disable_quantization(prepared):
         assert torch.equal(prepared(x), model(x, double=True))
 
@@ -288,7 +288,7 @@ def test_a_fixed_argument_before_one_without_a_default_has_no_default() -> None:
 def test_prepare_runs_on_keyword_inputs() -> None:
     inputs = {"x": torch.randn(2, 4), "scale": torch.randn(4)}
     model = Keywords().eval()
-    prepared = qt.prepare(model, inputs)
+    prepared = qt.prepare(model, inputs, backend="tensorrt")
     with qt.disable_quantization(prepared):
         assert torch.equal(prepared(**inputs), model(**inputs))
     qt.calibrate(prepared, [inputs], progress=False)
@@ -335,7 +335,7 @@ KEPT = [
 
 def test_attributes_and_methods_survive_every_step() -> None:
     x = torch.randn(3, 4)
-    prepared = qt.prepare(Owner(), (x,), preserve_attributes=KEPT)
+    prepared = qt.prepare(Owner(), (x,), preserve_attributes=KEPT, backend="tensorrt")
     qt.calibrate(prepared, [x], progress=False)
     pickled = pickle.loads(pickle.dumps(copy.deepcopy(prepared)))
     for model in (prepared, copy.deepcopy(prepared), pickled, qt.convert(prepared), qt.convert(pickled)):
@@ -352,7 +352,7 @@ def test_attributes_and_methods_survive_every_step() -> None:
 
 def test_attributes_belong_to_the_copy() -> None:
     model = Owner()
-    prepared = qt.prepare(model, preserve_attributes=["names"])
+    prepared = qt.prepare(model, preserve_attributes=["names"], backend="tensorrt")
     prepared.names.append("bird")
     assert model.names == ["cat", "dog"]
 
@@ -376,7 +376,7 @@ class Decays(nn.Module):
 
 
 def test_what_optimizers_and_transforms_ask_a_model_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = qt.prepare(Decays())
+    prepared = qt.prepare(Decays(), backend="tensorrt")
     data = pickle.dumps(prepared)
     for ours in (prepared, copy.deepcopy(prepared), pickle.loads(data), pickle.loads(pickle.dumps(pickle.loads(data)))):
         assert ours.no_weight_decay() == {"position"}
@@ -393,6 +393,6 @@ def test_a_class_inside_a_function_can_be_pickled_with_what_optimizers_ask_for()
         def no_weight_decay(self) -> set[str]:
             return {"fc.weight"}
 
-    prepared = qt.prepare(Local())
+    prepared = qt.prepare(Local(), backend="tensorrt")
     assert prepared.no_weight_decay() == copy.deepcopy(prepared).no_weight_decay() == {"fc.weight"}
     assert not hasattr(pickle.loads(pickle.dumps(prepared)), "no_weight_decay")

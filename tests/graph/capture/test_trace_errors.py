@@ -42,26 +42,26 @@ def wrapped_in(name: str) -> nn.Module:
 def test_wrapped_models_are_refused_with_what_to_do(name: str) -> None:
     model = wrapped_in(name)
     with pytest.raises(qt.UntraceableError, match=f"the model is wrapped in {name}; {re.escape(trace.WRAPPERS[name])}"):
-        qt.prepare(model)
+        qt.prepare(model, backend="tensorrt")
 
 
 def test_wrapped_submodules_are_named() -> None:
     model = nn.Sequential(linear_of(), nn.DataParallel(linear_of()))
     with pytest.raises(qt.UntraceableError, match="submodule '1' is wrapped in DataParallel"):
-        qt.prepare(model)
+        qt.prepare(model, backend="tensorrt")
 
 
 def test_scripted_submodules_are_leaf_modules() -> None:
     model = nn.Sequential(linear_of(), torch.jit.script(linear_of()))
     x = torch.randn(2, 4)
-    prepared = qt.prepare(model, inplace=True)
+    prepared = qt.prepare(model, inplace=True, backend="tensorrt")
     nets.assert_float_when_off(prepared, model, x)
     assert [line.name for line in qt.quantization_report(prepared).left_float] == ["1"]
 
 
 @pytest.mark.parametrize("quantize", [qt.prepare, qt.quant_modules.replace])
 def test_scripted_submodules_are_trained_in_the_copy(quantize: Callable[[nn.Module], nn.Module]) -> None:
-    prepared = quantize(nn.Sequential(linear_of(), torch.jit.script(linear_of())).train())
+    prepared = quantize(nn.Sequential(linear_of(), torch.jit.script(linear_of())).train(), backend="tensorrt")
     qt.calibrate(prepared, [torch.randn(2, 4)], progress=False)
     copied = copy.deepcopy(prepared) if quantize is qt.prepare else prepared
     for model in (prepared, copied):
@@ -152,7 +152,7 @@ def with_own_forward() -> nn.Module:
 )
 def test_what_a_graph_would_lose_is_refused(model: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(qt.UntraceableError, match=words):
-        qt.prepare(model())
+        qt.prepare(model(), backend="tensorrt")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_what_a_graph_would_lose_is_refused(model: Callable[[], nn.Module], word
 )
 def test_bad_arguments_are_named(kwargs: dict[str, object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        qt.prepare(nets.ControlFlow(), **kwargs)
+        qt.prepare(nets.ControlFlow(), backend="tensorrt", **kwargs)
 
 
 # ---- remedies
@@ -210,11 +210,11 @@ def test_following_the_advice_ends_in_success(example: object) -> None:
     untraced: list[str] = []
     for _ in range(3):
         with pytest.raises(qt.UntraceableError) as error:
-            qt.prepare(nets.TwoBad(), example, untraced=untraced)
+            qt.prepare(nets.TwoBad(), example, untraced=untraced, backend="tensorrt")
         assert f"make that submodule a leaf module with untraced=[{error.value.untraced!r}]" in str(error.value)
         untraced.append(error.value.untraced)
     assert untraced == ["loops.block", "loops", "stage.0"]
-    prepared = qt.prepare(nets.TwoBad(), example, untraced=untraced)
+    prepared = qt.prepare(nets.TwoBad(), example, untraced=untraced, backend="tensorrt")
     quantized = {line.name for line in qt.quantization_report(prepared).quantized}
     assert {"first", "loops.fc", "loops.block.fc", "stage.0.fc"} <= quantized
 
@@ -231,13 +231,13 @@ def test_at_the_root_the_error_says_which_parts_can_be_prepared() -> None:
 
     model, x = Root().eval(), torch.randn(2, 4)
     with pytest.raises(qt.UntraceableError) as error:
-        qt.prepare(model)
+        qt.prepare(model, backend="tensorrt")
     assert error.value.untraced == ""
-    advice = re.findall(r"model\.(\w+) = qtoolkit\.prepare\(model\.\1\)", str(error.value))
+    advice = re.findall(r"model\.(\w+) = qtoolkit\.prepare\(model\.\1, backend=\.\.\.\)", str(error.value))
     assert advice == ["backbone", "head"]
     expected = model(x)
     for name in advice:
-        setattr(model, name, qt.prepare(getattr(model, name)))
+        setattr(model, name, qt.prepare(getattr(model, name), backend="tensorrt"))
     with qt.disable_quantization(model):
         assert torch.equal(model(x), expected)
     assert qt.calibrate(model, [x, -x], progress=False).unreached == ()
@@ -249,7 +249,7 @@ def test_a_function_at_fault_can_be_wrapped() -> None:
             return bends(x)
 
     with pytest.raises(qt.UntraceableError, match=r"make it a single op with torch\.fx\.wrap\('bends'\)"):
-        qt.prepare(Calls())
+        qt.prepare(Calls(), backend="tensorrt")
 
 
 def bends(x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def test_a_concat_that_nothing_takes_quantized_stays_float() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat([x, torch.exp(x)])
 
-    prepared = qt.prepare(Cat())
+    prepared = qt.prepare(Cat(), backend="tensorrt")
     assert activations(prepared) == {}
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
     assert reasons["cat"] == "float: no quantized op takes its output"
@@ -116,7 +116,7 @@ def test_residual_add(backend: str, branches: int, downsample: bool) -> None:
 
 
 def test_the_plan_says_why() -> None:
-    plan = qt.prepare(nets.Residual(False)).plan
+    plan = qt.prepare(nets.Residual(False), backend="tensorrt").plan
     why = {(e.source, e.consumer): e.why for e in plan.edges}
     assert why["relu", "add"] == "identity branch of a residual add, which becomes part of bn2"
     assert why["x", "stem"] == "conv computes on quantized inputs"
@@ -443,7 +443,9 @@ def test_a_quantizer_does_not_move_across_an_excluded_op() -> None:
 
 def test_a_rule_for_a_whole_block_does_not_cut_its_units() -> None:
     model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU()), nn.Conv2d(4, 4, 1))
-    prepared = qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_module_name_regex(r"0\..*", W4))
+    prepared = qt.prepare(
+        model, qconfig_mapping=qt.QConfigMapping().set_module_name_regex(r"0\..*", W4), backend="tensorrt"
+    )
     assert {name: spec.bits for name, spec in activations(prepared).items()} == {"input_1": 4, "_0_2": 8}
 
 
@@ -584,7 +586,9 @@ def test_what_computes_a_weight_is_not_quantized(backend: str) -> None:
 
 def test_a_rule_that_names_an_op_of_parameters_quantizes_it() -> None:
     mapping = qt.QConfigMapping().set_module_name("matmul", BOTH)
-    assert {"a", "b"} <= set(activations(qt.prepare(Lora(), torch.randn(4, 3, 6, 6), qconfig_mapping=mapping)))
+    assert {"a", "b"} <= set(
+        activations(qt.prepare(Lora(), torch.randn(4, 3, 6, 6), qconfig_mapping=mapping, backend="tensorrt"))
+    )
 
 
 def test_a_spec_that_does_not_fit_a_functions_weight_names_the_node() -> None:
@@ -594,7 +598,7 @@ def test_a_spec_that_does_not_fit_a_functions_weight_names_the_node() -> None:
     with pytest.raises(
         ValueError, match=r"'linear': the axis of a tensor of 2 dimensions must lie in \[-2, 1\], got 3"
     ):
-        qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_module_name("linear", wrong))
+        qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_module_name("linear", wrong), backend="tensorrt")
     assert set(model.state_dict()) == set(before)
     assert [type(module) for module in model.modules()] == [Probe, nn.Linear, nn.Linear]
 

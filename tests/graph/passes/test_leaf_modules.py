@@ -60,7 +60,7 @@ def prepared_net(training: bool = False, backend: str = "onnxruntime", **kwargs:
 def test_layers_in_a_submodule_kept_whole_are_quantized(how: dict[str, object]) -> None:
     model = nets.trained(Net(), *SHAPE).eval()
     weights = {name: model.get_submodule(name).weight for name in LAYERS}
-    prepared = qt.prepare(model, torch.randn(SHAPE), inplace=True, **how)
+    prepared = qt.prepare(model, torch.randn(SHAPE), inplace=True, backend="tensorrt", **how)
     for name in LAYERS:
         layer = prepared.get_submodule(name)
         assert isinstance(layer, qt.nn.QuantModule)
@@ -145,7 +145,7 @@ def test_a_changed_scale_inside_is_noticed(tmp_path) -> None:
 
 def test_quantizers_that_no_data_reached_are_named() -> None:
     model = nets.ControlFlow()
-    prepared = qt.prepare(model, untraced=["block"])
+    prepared = qt.prepare(model, untraced=["block"], backend="tensorrt")
     with torch.no_grad():
         prepared.first.weight.zero_()
         prepared.first.bias.fill_(-1)
@@ -162,7 +162,7 @@ W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
 
 
 def bits_of(mapping: qt.QConfigMapping) -> dict[str, int | None]:
-    prepared = qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"])
+    prepared = qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"], backend="tensorrt")
     layers = {name: prepared.get_submodule(name) for name in LAYERS}
     return {n: m.weight_quantizer.spec.bits if isinstance(m, qt.nn.QuantModule) else None for n, m in layers.items()}
 
@@ -188,7 +188,7 @@ def test_rules_reach_inside_the_most_exact_first(mapping: qt.QConfigMapping, con
 
 def test_what_the_mapping_leaves_in_float_is_reported() -> None:
     mapping = qt.QConfigMapping().set_module_name("block", None)
-    report = qt.quantization_report(qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"]))
+    report = qt.quantization_report(qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"], backend="tensorrt"))
     reasons = {line.name: line.reason for line in report.left_float}
     assert reasons["block"] == "float: a leaf module in which no layer is quantized"
     assert reasons["block.conv"] == "float: the qconfig_mapping leaves it in float"
@@ -197,7 +197,7 @@ def test_what_the_mapping_leaves_in_float_is_reported() -> None:
 def test_unknown_names_inside_are_named() -> None:
     mapping = qt.QConfigMapping().set_module_name("block.convv", None)
     with pytest.raises(ValueError, match="unknown layer 'block.convv'; did you mean 'block.conv'"):
-        qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"])
+        qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"], backend="tensorrt")
 
 
 def test_the_axis_of_a_transposed_convolution_is_the_backends() -> None:
@@ -210,7 +210,7 @@ def test_users_qat_types_serve_inside() -> None:
     class QuantOdd(qt.nn.QuantConv2d):
         FLOAT = Odd
 
-    prepared = qt.prepare(Net(), untraced=["block"], qat_modules={Odd: QuantOdd})
+    prepared = qt.prepare(Net(), untraced=["block"], qat_modules={Odd: QuantOdd}, backend="tensorrt")
     assert isinstance(prepared.get_submodule("block.odd"), QuantOdd)
     assert prepared.get_submodule("block.odd").input_quantizer is not None
 
@@ -225,7 +225,9 @@ def test_a_leaf_without_layers_is_float() -> None:
             return self.act(x) * 2
 
     model = nn.Sequential(nn.Linear(3, 3), Scale())
-    lines = {x.name: x for x in qt.quantization_report(qt.prepare(model, leaf_modules=[Scale])).layers}
+    lines = {
+        x.name: x for x in qt.quantization_report(qt.prepare(model, leaf_modules=[Scale], backend="tensorrt")).layers
+    }
     assert lines["1"].reason == "float: a leaf module in which no layer is quantized"
     assert lines["1.act"].status == "float"
 
@@ -273,7 +275,7 @@ def test_shared_layers_stay_shared(training: bool) -> None:
 def test_a_fused_transformer_layer_does_not_pass_by_the_quantizers(layer: bool) -> None:
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)).eval()
     mapping = None if layer else qt.QConfigMapping().set_object_type(nn.MultiheadAttention, None)
-    prepared = qt.prepare(model, untraced=["0"], qconfig_mapping=mapping)
+    prepared = qt.prepare(model, untraced=["0"], qconfig_mapping=mapping, backend="tensorrt")
     report = qt.calibrate(prepared, [torch.randn(2, 3, 8)], progress=False)
     assert report.unreached == ()
     assert {"0.linear1.input_quantizer", "0.linear2.input_quantizer"} <= set(report.ranges)

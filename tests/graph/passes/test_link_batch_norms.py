@@ -73,7 +73,7 @@ over_activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 @over_activations
 def test_fuse_eval_output_equal_to_1e_6(front: tuple[str, bool], activation: str) -> None:
     model, x = chain(front, activation)
-    prepared = qt.prepare(model.eval(), x)
+    prepared = qt.prepare(model.eval(), x, backend="tensorrt")
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in prepared.modules())
     with qt.disable_quantization(prepared):
         ours, theirs = prepared(x), model(x)
@@ -85,7 +85,7 @@ def test_fuse_eval_output_equal_to_1e_6(front: tuple[str, bool], activation: str
 @over_activations
 def test_fuse_train_output_equal(front: tuple[str, bool], activation: str) -> None:
     model, x = chain(front, activation)
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     with qt.disable_quantization(prepared):
         ours, theirs = prepared(x), model(x)
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()  # scaled and un-scaled in float32
@@ -99,7 +99,7 @@ def test_fuse_train_output_equal(front: tuple[str, bool], activation: str) -> No
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_stands_within_a_chain(front: tuple[str, bool], activation: str, training: bool) -> None:
     model, x = chain(front, activation)
-    prepared = qt.prepare(model.train(training), x)
+    prepared = qt.prepare(model.train(training), x, backend="tensorrt")
     layer = prepared.get_submodule("head")
     assert type(layer) is qt.nn.QAT_MODULES[type(model.head)]
     quantizers = [line.source for line in qt.quantization_report(prepared).tensors]
@@ -112,7 +112,7 @@ def test_nothing_stands_within_a_chain(front: tuple[str, bool], activation: str,
 @pytest.mark.parametrize("training", [True, False])
 def test_fuse_leaves_chains_with_a_second_user_untouched(training: bool) -> None:
     model = nets.trained(nets.SecondUser(), 2, 3, 4, 4).train(training)
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     assert type(prepared.get_submodule("bn")) is nn.BatchNorm2d
     assert prepared.get_submodule("conv").batch_norm is None
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).layers}
@@ -132,7 +132,7 @@ def test_a_layer_or_batch_norm_that_is_called_twice_is_not_linked(training: bool
             return self.bn(self.conv(x)) + self.bn(self.other(x))
 
     model = nets.trained(Twice(), 2, 3, 4, 4).train(training)
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
     assert "called more than once" in reasons["bn"]
     x = torch.randn(2, 3, 4, 4)
@@ -195,7 +195,7 @@ def test_a_pattern_replaces_the_chains_that_stand_alone() -> None:
     model = Stack().eval()
     x = torch.randn(3, 4)
     expected = model(x)
-    prepared = qt.prepare(model, x, fuse_patterns={PATTERN: into_linear})
+    prepared = qt.prepare(model, x, fuse_patterns={PATTERN: into_linear}, backend="tensorrt")
     targets = [str(node.target) for node in prepared.graph.nodes if node.op == "call_module"]
     assert isinstance(prepared.get_submodule("a"), nn.Sequential)
     assert "one" not in targets
@@ -216,7 +216,7 @@ def test_a_pattern_may_give_a_layer_that_is_then_quantized() -> None:
         return merged
 
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5)).eval()
-    prepared = qt.prepare(model, fuse_patterns={(nn.Linear, nn.Linear): merge})
+    prepared = qt.prepare(model, fuse_patterns={(nn.Linear, nn.Linear): merge}, backend="tensorrt")
     assert [type(m) for m in prepared.children()][:1] == [qt.nn.QuantLinear]
     x = torch.randn(2, 4)
     with qt.disable_quantization(prepared):
@@ -229,7 +229,9 @@ def test_a_pattern_of_functions_and_methods() -> None:
             return F.relu(x).neg()
 
     model = Clip()
-    prepared = qt.prepare(model, fuse_patterns={(F.relu, Tensor.neg): lambda *_: nn.Threshold(0.0, 0.0)})
+    prepared = qt.prepare(
+        model, fuse_patterns={(F.relu, Tensor.neg): lambda *_: nn.Threshold(0.0, 0.0)}, backend="tensorrt"
+    )
     (node,) = [n for n in prepared.graph.nodes if n.op == "call_module"]
     assert (node.target, type(prepared.get_submodule("relu"))) == ("relu", nn.Threshold)
 
@@ -259,7 +261,7 @@ def test_bad_patterns_leave_the_model_untouched(given: object, error: type[Excep
     model = Stack()
     before, modules = copy.deepcopy(model.state_dict()), dict(model.named_modules())
     with pytest.raises(error) as caught:
-        qt.prepare(model, fuse_patterns=given)
+        qt.prepare(model, fuse_patterns=given, backend="tensorrt")
     assert words in str(caught.value)
     assert dict(model.named_modules()) == modules
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

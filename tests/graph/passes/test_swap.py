@@ -105,14 +105,14 @@ def test_a_swapped_model_trains_compiles_and_exports(tmp_path) -> None:
 def test_convert_equals_the_fake_quant_model_in_eval(net: type[nn.Module], training: bool) -> None:
     model = net() if net is nets.ConvNet else net(True)
     shape = (4, 3, 8, 8) if net is nets.ConvNet else (4, 4, 8, 8)
-    prepared = qt.prepare(nets.trained(model, *shape).train(training))
+    prepared = qt.prepare(nets.trained(model, *shape).train(training), backend="tensorrt")
     x = torch.randn(shape)
     qt.calibrate(prepared, [x], progress=False)
     assert torch.equal(qt.convert(prepared)(x), prepared.eval()(x))
 
 
 def test_convert_folds_batch_norms_and_leaves_no_observer_state() -> None:
-    prepared = qt.prepare(nets.trained(nets.ConvNet(), 4, 3, 8, 8))
+    prepared = qt.prepare(nets.trained(nets.ConvNet(), 4, 3, 8, 8), backend="tensorrt")
     qt.calibrate(prepared, [torch.randn(4, 3, 8, 8)], progress=False)
     converted = qt.convert(prepared)
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm | qt.TensorQuantizer) for m in converted.modules())
@@ -189,14 +189,16 @@ def test_a_mapping_replaces_the_tables_own_choice() -> None:
     class Mine(qt.nn.QuantLinear):
         pass
 
-    prepared = qt.prepare(nn.Sequential(nn.Linear(4, 2)), qat_modules={nn.Linear: Mine})
+    prepared = qt.prepare(nn.Sequential(nn.Linear(4, 2)), qat_modules={nn.Linear: Mine}, backend="tensorrt")
     assert type(prepared.get_submodule("0")) is Mine
 
 
 def test_a_class_of_any_origin_gets_the_specs_and_the_name() -> None:
     model = nn.Sequential(Bilinear2(4))
     rule = qt.QConfigMapping().set_object_type(Bilinear2, qt.backends["tensorrt"].qconfig)
-    prepared = qt.prepare(model, torch.randn(2, 4), qconfig_mapping=rule, qat_modules={Bilinear2: Standalone})
+    prepared = qt.prepare(
+        model, torch.randn(2, 4), qconfig_mapping=rule, qat_modules={Bilinear2: Standalone}, backend="tensorrt"
+    )
     qconfig = qt.backends["tensorrt"].qconfig
     assert prepared.get_submodule("0").arguments == (qconfig.weight, "0", qconfig.activation)
 
@@ -232,7 +234,7 @@ def test_bad_mappings_leave_the_model_untouched(given: object, words: str) -> No
     model = nets.LinearNet()
     before, modules = copy.deepcopy(model.state_dict()), dict(model.named_modules())
     with pytest.raises(TypeError) as caught:
-        qt.prepare(model, qat_modules=given, qconfig_mapping=RULE)
+        qt.prepare(model, qat_modules=given, qconfig_mapping=RULE, backend="tensorrt")
     assert words in str(caught.value)
     assert dict(model.named_modules()) == modules
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -131,7 +131,7 @@ def test_complex_numbers_stay_as_they_are(road: str) -> None:
     torch.manual_seed(0)
     model, z = Spectra().eval(), torch.randn(3, 2, 8, dtype=torch.complex64)
     quantize = qt.prepare if road == "graph" else qt.quant_modules.replace
-    result = quantize(model, z) if road == "graph" else quantize(model)
+    result = quantize(model, z, backend="tensorrt") if road == "graph" else quantize(model, backend="tensorrt")
     qt.calibrate(result, [z], progress=False)
     with qt.disable_quantization(result):
         assert torch.equal(result(z), model(z))
@@ -171,7 +171,7 @@ def test_a_complex_weight_of_a_function_stays_as_it_is(pairs: bool, backend: str
 
 
 def test_complex_inputs_without_examples_are_refused_with_a_remedy() -> None:
-    prepared = qt.prepare(Spectra().eval())
+    prepared = qt.prepare(Spectra().eval(), backend="tensorrt")
     with pytest.raises(
         TypeError, match="a tensor of torch.complex64, .* or give complex inputs in the example_inputs of"
     ):

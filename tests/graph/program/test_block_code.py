@@ -133,7 +133,7 @@ class MakesPair(nn.Module):
 
 def prepared_of(model: nn.Module, inputs: object = (X,), **options: object) -> nn.Module:
     """In one memory format, on any processor: a model that computes on codes converts its inputs as a whole."""
-    prepared = qt.prepare(model, inputs, training_arithmetic="float", **options)
+    prepared = qt.prepare(model, inputs, training_arithmetic="float", **{"backend": "tensorrt", **options})
     mode = prepared.training
     qt.calibrate(
         prepared.eval(), [inputs], progress=False
@@ -374,7 +374,7 @@ def test_fused_chains_keep_their_blocks() -> None:
 
 
 def test_the_code_is_as_before() -> None:
-    prepared = qt.prepare(Net(), (X,))
+    prepared = qt.prepare(Net(), (X,), backend="tensorrt")
     assert "self.stage(" not in prepared.code
     assert "stage_2_conv2" in [node.name for node in prepared.graph.nodes]
 
@@ -387,7 +387,7 @@ def test_code_is_compiled_once_prepare_is_done(monkeypatch: pytest.MonkeyPatch) 
         return compiled(graph, name)
 
     monkeypatch.setattr(program, "compiled", recorded)
-    qt.prepare(Net().train(), (X,))
+    qt.prepare(Net().train(), (X,), backend="tensorrt")
     assert Counter(names) == {"": 3, "stage": 2, "stage.0": 2, "stage.2": 2}, "units and nodes; one model by block too"
 
 
@@ -397,7 +397,7 @@ def test_tracebacks_have_the_lines_of_the_code_as_long_as_it_is_there() -> None:
         return {file for file in linecache.cache if file.startswith("<forward of")}
 
     before = sources()
-    prepared = qt.prepare(Net().train(), (X,))
+    prepared = qt.prepare(Net().train(), (X,), backend="tensorrt")
     qt.calibrate(prepared, [X], progress=False)
     try:
         prepared(X[:, :1])
@@ -411,7 +411,9 @@ def test_tracebacks_have_the_lines_of_the_code_as_long_as_it_is_there() -> None:
 
 
 def test_code_that_is_compiled_again_is_not_wrapped_again() -> None:
-    model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).train(), (torch.randn(2, 3, 8, 8),))
+    model = qt.prepare(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).train(), (torch.randn(2, 3, 8, 8),), backend="tensorrt"
+    )
     depths = []
     for _ in range(2):
         model.divide(model.calls)

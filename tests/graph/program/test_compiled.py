@@ -53,7 +53,7 @@ def test_units_are_ops_that_return_codes(name: str, forward: str) -> None:
 def test_codes_of_a_tensor_that_is_changed_in_place_are_not_taken() -> None:
     layers = (nn.Linear(8, 8), nn.ReLU(), nn.Dropout(1.0, inplace=True), nn.Linear(8, 4))
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    model = qt.prepare(nn.Sequential(*layers).eval(), (x,), training_arithmetic="integer")
+    model = qt.prepare(nn.Sequential(*layers).eval(), (x,), training_arithmetic="integer", backend="tensorrt")
     qt.calibrate(model, [x], progress=False)
     settled(model).train()
     torch._dynamo.reset()
@@ -83,7 +83,7 @@ def in_channels_last(forward: str) -> tuple[nn.Module, Tensor]:
     x = torch.randn(2, 8, 16, 16).contiguous(memory_format=torch.channels_last).requires_grad_()
     mapping = qt.QConfigMapping().set_global(qt.QConfig(SPECS["lsq"][1], SPECS["lsq"][0]))
     model = Net().train().to(memory_format=torch.channels_last)
-    model = qt.prepare(model, (x.detach(),), qconfig_mapping=mapping, training_arithmetic=forward)
+    model = qt.prepare(model, (x.detach(),), qconfig_mapping=mapping, training_arithmetic=forward, backend="tensorrt")
     qt.calibrate(model, [x.detach()], progress=False)
     return settled(model).train(), x
 

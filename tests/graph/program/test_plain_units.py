@@ -181,7 +181,12 @@ def test_the_function_is_kept_once(of: nn.Module) -> None:
 
     mapping = qt.QConfigMapping().set_global(qt.QConfig(LSQ, SPECS["lsq"][0]))
     x = torch.randn(256, 64)
-    model = qt.prepare(nn.Sequential(nn.Linear(64, 64), of, nn.Linear(64, 64)).train(), (x,), qconfig_mapping=mapping)
+    model = qt.prepare(
+        nn.Sequential(nn.Linear(64, 64), of, nn.Linear(64, 64)).train(),
+        (x,),
+        qconfig_mapping=mapping,
+        backend="tensorrt",
+    )
     qt.calibrate(model, [x], progress=False)
     model(x).sum().backward()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):

@@ -321,7 +321,7 @@ def test_a_copy_has_units_of_its_own() -> None:
 
 
 def test_parts_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = qt.prepare(nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).train())
+    model = qt.prepare(nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).train(), backend="tensorrt")
     x = torch.randn(2, 8, 70, 6)
     qt.calibrate(model, [x], progress=False)
     for size in range(3, 70):  # more sizes than plans are kept for
@@ -383,7 +383,7 @@ def ops_of_step(
 ) -> tuple[Counter[str], Counter[str]]:
     """Return the ops of a forward and of a backward of a changed model with learned scales, after two steps."""
     mapping = qt.QConfigMapping().set_global(qt.QConfig(LSQ, SPECS["lsq"][0]))
-    model = qt.prepare(layers.train(), (x,), qconfig_mapping=mapping, **options)
+    model = qt.prepare(layers.train(), (x,), qconfig_mapping=mapping, **{"backend": "tensorrt", **options})
     qt.calibrate(model, [x], progress=False)
     change(model)
     for _ in range(2):
@@ -552,7 +552,9 @@ def test_a_layer_that_reads_an_image_is_in_its_unit(
     torch.manual_seed(0)
     x = torch.rand(2, 3, 9, 9)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(LSQ, SPECS["lsq"][0]))
-    model = qt.prepare(Reader(normalized).train(), (x,), qconfig_mapping=mapping, training_arithmetic=forward)
+    model = qt.prepare(
+        Reader(normalized).train(), (x,), qconfig_mapping=mapping, training_arithmetic=forward, backend="tensorrt"
+    )
     qt.calibrate(model, [x], progress=False)
     model = settled(model).train().to(dtype)
     other = copy.deepcopy(model)
@@ -574,7 +576,7 @@ def test_the_page_shows_the_code_of_units() -> None:
     scope: dict[str, Any] = {"nn": nn, "torch": torch}
     exec(network, scope)
     x = torch.randn(2, 3, 8, 8)
-    model = qt.prepare(scope["Net"]().train(), (x,))
+    model = qt.prepare(scope["Net"]().train(), (x,), backend="tensorrt")
     qt.calibrate(model, [x], progress=False)
     model(x)
     last = [name for name in linecache.cache if name.startswith("<forward of the model>")][-1]
@@ -716,7 +718,7 @@ class Residual(nn.Module):
 def residual(norm: Callable[[int], nn.Module] = nn.BatchNorm2d, bias: bool = True, **options: Any) -> Any:
     torch.manual_seed(0)
     x = torch.randn(3, 4, 6, 6)
-    model = qt.prepare(Residual(norm, bias).train(), (x,), **options)
+    model = qt.prepare(Residual(norm, bias).train(), (x,), **{"backend": "tensorrt", **options})
     qt.calibrate(model, [x], progress=False)
     return settled(model).train()
 

@@ -13,8 +13,6 @@ that is read is the one before it. Three facts of onnxruntime 1.30 are used:
 import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.kinds import CAST, ops_where
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, bodies_in, layer_names
 from qtoolkit.export.verification.codes import largest_difference
-from qtoolkit.export.verification.runtimes.saturating_sums import has_wide_weights, processor_saturates
+from qtoolkit.export.verification.runtimes.saturating_sums import processor_saturates, saturating_nodes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Executed, Layer
 from qtoolkit.runtimes.table import ONNXRUNTIME
@@ -36,12 +34,9 @@ ALIKE = {"QuantizeLinear": 2, "DequantizeLinear": 1}  # the input that has the t
 CONVERSIONS = tuple(ALIKE)
 # Ops that compute nothing: they rearrange values, or are computed once.
 REARRANGES = ops_where(lambda kind: kind.rearranges) | {CAST, "Shape", "ReorderInput", "ReorderOutput", "Constant"}
-# Weights with int8 codes get uint8 codes 128 higher on processors whose sums saturate; it changes nothing on others.
-EXACT_SUMS = ("session.x64quantprecision", "1")
-SATURATES = "Without VNNI, as on this processor, onnxruntime's sums of uint8 times int8 codes saturate at 16 bits"
-SET_IT = f"{SATURATES}, unless options.add_session_config_entry{EXACT_SUMS} of SessionOptions is called, as here."
-NO_REMEDY = (
-    f"{SATURATES}, and it cannot load this file with the session option {'='.join(EXACT_SUMS)}, which avoids that."
+SATURATES = (
+    "onnxruntime's sums of uint8 times int8 codes saturate at 16 bits on this processor, which has no VNNI instructions: "
+    "export the file with weight_codes='uint8', whose sums are exact, or quantize weights to 7 bits."
 )
 # What becomes of a matrix product of floats with a quantized constant, and how to keep the floats.
 OF_FLOATS, KEEP_FLOATS = "MatMulNBits", ("session.qdq_matmulnbits_accuracy_level", "1")
@@ -60,42 +55,29 @@ def execute(
 ) -> Executed:
     """Run a file at the default optimization level, or without optimizations, and read the codes at its quantizers.
 
-    Where sums of int8 products saturate on this processor, a session option makes them exact, and the remark says so, as it
-    says of products whose float inputs are rounded. Raises RuntimeError: onnxruntime cannot run the file.
+    The session is the one that users get: it has no other option. Raises RuntimeError: onnxruntime cannot run the file.
     """
-    saturates = optimized and processor_saturates() and has_wide_weights(OpenedFile.of(path))
-    if saturates:
-        with suppress(RuntimeError):
-            executed = _execute(path, inputs, nodes, grids, optimized, EXACT_SUMS)
-            return replace(executed, remark=f"{SET_IT} {executed.remark}".strip())
-    executed = _execute(path, inputs, nodes, grids, optimized)
-    return replace(executed, remark=f"{NO_REMEDY * saturates} {executed.remark}".strip())
-
-
-def _execute(
-    path: Path,
-    inputs: Sequence[Tensor],
-    nodes: Sequence[QuantizerNode],
-    grids: Mapping[str, Grid],
-    optimized: bool,
-    *entries: tuple[str, str],
-) -> Executed:
     import onnxruntime
 
     with tempfile.TemporaryDirectory() as folder:
-        open_session = functools.partial(_session, path, Path(folder), optimized, entries)
+        open_session = functools.partial(_session, path, Path(folder), optimized)
         session = open_session("default")
         open_session("fused", TO_NHWC)
         fused = OpenedFile.of(Path(folder) / "fused.onnx")
         _keep_constants_once(fused.proto.graph)
+        types = _types(fused.proto.graph)
+        saturating = saturating_nodes(fused, types) if processor_saturates() else ()
         tensors = _tensors_with_codes(open_session, Path(folder), fused.proto.graph, nodes)
         values = fused.run(inputs, list(tensors.values()))
         outputs = session.run(None, {value.name: values[value.name] for value in session.get_inputs()})
     change = largest_difference(outputs, [values[value.name] for value in session.get_outputs()])
-    layers = _layers(fused.proto.graph, layer_names(OpenedFile.of(path).proto.graph))
+    names = layer_names(OpenedFile.of(path).proto.graph)
+    layers = _layers(fused.proto.graph, types, names)
     read = [node for node in nodes if node.codes in tensors]
     codes = {node.codes: _as_in_file(values[tensors[node.codes]], grids[node.quantizer]) for node in read}
     exact = all(layer.integer for layer in layers)
+    remarks = [SATURATES] if saturating else []
+    remarks += [ROUNDS] if any(layer.kernel == OF_FLOATS for layer in layers) else []
     return Executed(
         f"onnxruntime {onnxruntime.__version__}",
         outputs,
@@ -104,13 +86,12 @@ def _execute(
         sum(node.op_type in CONVERSIONS for node in fused.proto.graph.node),
         change,
         0.0 if exact else ONNXRUNTIME.tie_share,
-        ROUNDS if any(layer.kernel == OF_FLOATS for layer in layers) else "",
+        " ".join(remarks),
+        saturating=tuple(_name_of(node, names) for node in saturating),
     )
 
 
-def _session(
-    path: Path, folder: Path, optimized: bool, entries: Sequence[tuple[str, str]], name: str, *disabled: str
-) -> Any:
+def _session(path: Path, folder: Path, optimized: bool, name: str, *disabled: str) -> Any:
     """Return a session, and save its graph under a name in a folder. Large weights are saved beside it."""
     import onnxruntime
 
@@ -122,8 +103,6 @@ def _session(
     key = "session.optimized_model_external_initializers"
     options.add_session_config_entry(f"{key}_file_name", f"{name}.data")
     options.add_session_config_entry(f"{key}_min_size_in_bytes", "1024")
-    for entry in entries:
-        options.add_session_config_entry(*entry)
     try:
         return onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=list(disabled)
@@ -163,11 +142,10 @@ def _as_in_file(codes: Any, grid: Grid) -> Any:
     return codes.astype(np.int16) - 128 if grid.spec.qmin < 0 and codes.dtype == np.uint8 else codes
 
 
-def _layers(graph: Any, names: Mapping[str, str]) -> tuple[Layer, ...]:
-    """Return the nodes of an optimized graph that compute, with their layers' names."""
+def _layers(graph: Any, types: Mapping[str, int], names: Mapping[str, str]) -> tuple[Layer, ...]:
+    """Return the nodes of an optimized graph that compute, with their layers' names; `types` are those of the tensors."""
     import onnx
 
-    types = _types(graph)
     codes = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
     floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     layers = []
@@ -175,8 +153,13 @@ def _layers(graph: Any, names: Mapping[str, str]) -> tuple[Layer, ...]:
         integer = any(types.get(tensor) in codes for tensor in node.input)
         computes = integer or any(types.get(tensor) in floats for tensor in node.output)
         if computes and node.op_type not in CONVERSIONS and node.op_type not in REARRANGES:
-            layers.append(Layer(names.get(node.name, node.name) or node.output[0], node.op_type, integer))
+            layers.append(Layer(_name_of(node, names), node.op_type, integer))
     return tuple(layers)
+
+
+def _name_of(node: Any, names: Mapping[str, str]) -> str:
+    """Return the name of a node for people; `names` are those of the file's nodes."""
+    return names.get(node.name, node.name) or str(node.output[0])
 
 
 def _types(graph: Any) -> dict[str, int]:

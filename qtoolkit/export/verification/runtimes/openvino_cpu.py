@@ -68,12 +68,14 @@ def execute(
     labels = layer_names(file.proto.graph)
     layers, conversions = _layers(plain, labels)
     change = largest_difference(outputs, results[: len(outputs)])
-    remarks = [SATURATES] if processor_saturates() and has_wide_weights(file) else []
+    saturating = tuple(layer.name for layer in layers if layer.integer) if has_wide_weights(file) else ()
+    saturating = saturating if processor_saturates() else ()
+    remarks = [SATURATES] if saturating else []
     unrounded = _unrounded(plain, nodes)
     if unrounded:
         remarks.append(UNROUNDED.format(", ".join(map(repr, unrounded))))
     facts = (codes, layers, conversions, change, OPENVINO.tie_share, " ".join(remarks), unrounded)
-    return Executed(_description(plain), outputs, *facts)
+    return Executed(_description(plain), outputs, *facts, saturating=saturating)
 
 
 def _compiled_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:

@@ -1,18 +1,32 @@
-"""Whether int8 kernels of this processor saturate.
+"""Sums of int8 products that saturate on processors without VNNI.
 
 x86 processors without VNNI (AMD before Zen 4, Intel before Cascade Lake) multiply uint8 by int8 codes with VPMADDUBSW, which
-adds the products of two neighbours in 16 bits: 255 * 127 * 2 does not fit. Codes of weights up to 64 do not overflow.
+adds the products of two neighbours in 16 bits: 255 * 127 * 2 does not fit. Codes of weights up to 64 do not overflow, and
+neither do products of uint8 with uint8 codes, which other instructions compute.
 onnxruntime: docs/performance/model-optimizations/quantization.md, "When and why do I need to try U8U8?".
 """
 
 import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
 from qtoolkit.export.files.files import OpenedFile
+from qtoolkit.quantizers.frozen import LARGEST_SAFE_CODE
 
-SAFE_WEIGHT = 64  # the largest magnitude of a weight's code: 255 * 64 * 2 < 2**15
+# The kernels of onnxruntime that add products of codes.
+PRODUCTS = (
+    "QLinearConv",
+    "QGemm",
+    "QLinearMatMul",
+    "MatMulInteger",
+    "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul",
+    "ConvInteger",
+    "QAttention",
+)
 
 
 @functools.cache
@@ -46,8 +60,31 @@ def has_wide_weights(file: OpenedFile) -> bool:
         if tensor is None:
             continue
         if node.op_type == "QuantizeLinear" and node.output[0] not in clipped:
-            return True
-        stored = tensor.data_type == TensorProto.INT8  # DequantizeLinear takes them, or an op that rearranges them
-        if stored and np.abs(file.constant(tensor).astype(np.int16)).max(initial=0) > SAFE_WEIGHT:
+            zero_point = constants.get(node.input[2]) if len(node.input) > 2 else None
+            if zero_point is not None and zero_point.data_type == TensorProto.INT8:
+                return True
+        if _is_wide(file, tensor):  # DequantizeLinear takes it, or an op that rearranges it
             return True
     return False
+
+
+def saturating_nodes(optimized: OpenedFile, types: Mapping[str, int]) -> Sequence[Any]:
+    """Return the nodes of an optimized graph whose sums may saturate: products of wide int8 codes, stored or computed.
+
+    `types` are the types of the tensors.
+    """
+    constants = {tensor.name: tensor for tensor in optimized.proto.graph.initializer}
+
+    def is_wide(name: str) -> bool:
+        tensor = constants.get(name)
+        return types.get(name) == TensorProto.INT8 if tensor is None else _is_wide(optimized, tensor)
+
+    products = (node for node in optimized.proto.graph.node if node.op_type in PRODUCTS)
+    return [node for node in products if any(map(is_wide, node.input))]
+
+
+def _is_wide(file: OpenedFile, tensor: TensorProto) -> bool:
+    """Return whether a constant, of more dimensions than a zero point has, has int8 codes that are too large."""
+    if tensor.data_type != TensorProto.INT8 or len(tensor.dims) < 2:
+        return False
+    return bool(np.abs(file.constant(tensor).astype(np.int16)).max(initial=0) > LARGEST_SAFE_CODE)

@@ -82,7 +82,7 @@ def test_it_trains_as_before() -> None:
     model, x = settled(NormAct)
     model.train()
     apart = qt.QConfigMapping().set_module_name_regex(".*", None)
-    prepared = qt.prepare(model, (x,), qconfig_mapping=apart)
+    prepared = qt.prepare(model, (x,), qconfig_mapping=apart, backend="tensorrt")
     assert torch.equal(prepared(x), model(x))
     for (name, ours), theirs in zip(prepared.named_buffers(), model.buffers(), strict=True):
         assert torch.equal(ours, theirs), name

@@ -96,7 +96,7 @@ def test_numbers_are_not_changed_in_place() -> None:
 
     x = torch.randn(SHAPE)
     model = Net(between).eval()
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     with qt.disable_quantization(prepared):
         assert torch.equal(prepared(x), model(x))
 
@@ -114,7 +114,7 @@ def test_a_part_may_be_changed_by_an_operator_that_writes_it_back(change: str) -
 
     x = torch.randn(SHAPE)
     model = Net(between).eval()
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     with qt.disable_quantization(prepared):
         assert torch.equal(prepared(x), model(x))
     qt.calibrate(prepared, [x], progress=False)
@@ -133,7 +133,7 @@ def test_a_view_that_is_read_after_the_change_is_an_error_that_names_the_node() 
 
     for between in (through_a_view, before_the_change):
         with pytest.raises(ValueError, match=r"prepare: 'add_' changes .* in place, and 'head' then reads '"):
-            qt.prepare(Net(between))
+            qt.prepare(Net(between), backend="tensorrt")
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -165,7 +165,7 @@ def test_a_change_through_any_view_is_an_error_without_example_inputs_too(view: 
 
     for between in (changes_the_view, changes_an_attribute, changes_the_base):
         with pytest.raises(ValueError, match=r" in place, and 'head' then reads '.*', which shares its memory"):
-            qt.prepare(Net(between))
+            qt.prepare(Net(between), backend="tensorrt")
 
 
 def test_the_shape_of_a_view_may_be_read_after_the_change() -> None:
@@ -175,7 +175,7 @@ def test_the_shape_of_a_view_may_be_read_after_the_change() -> None:
         return y * viewed.size(1) + viewed.shape[0]
 
     model, x = Net(between).eval(), torch.randn(SHAPE)
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     with qt.disable_quantization(prepared):
         assert torch.equal(prepared(x), model(x))
 
@@ -187,7 +187,7 @@ def test_a_copy_of_a_tensor_may_be_changed() -> None:
         return y
 
     model, x = Net(between).eval(), torch.randn(SHAPE)
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     with qt.disable_quantization(prepared):
         assert torch.equal(prepared(x), model(x))
 
@@ -195,7 +195,7 @@ def test_a_copy_of_a_tensor_may_be_changed() -> None:
 def test_a_view_that_nobody_reads_later_is_fine() -> None:
     model = Net(lambda m, y, x: y.transpose(2, 3).add_(x)).eval()
     x = torch.randn(SHAPE)
-    prepared = qt.prepare(model)
+    prepared = qt.prepare(model, backend="tensorrt")
     with qt.disable_quantization(prepared):
         assert torch.equal(prepared(x), model(x))
 
@@ -209,7 +209,7 @@ def test_a_tensor_that_an_op_writes_its_result_to_is_quantized_after_it() -> Non
 
     x, outputs = torch.randn(SHAPE), []
     for function in (between, lambda m, y, x: y + x):
-        prepared = qt.prepare(Net(function).eval(), x)
+        prepared = qt.prepare(Net(function).eval(), x, backend="tensorrt")
         qt.calibrate(prepared, [x], progress=False)
         outputs.append(prepared(x))
     assert torch.equal(*outputs)

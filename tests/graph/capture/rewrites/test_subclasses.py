@@ -70,7 +70,7 @@ def test_such_a_layer_fuses_with_its_batch_norm(training: bool) -> None:
 
 
 def test_a_type_in_leaf_modules_stays_as_it_is() -> None:
-    prepared = qt.prepare(nn.Sequential(Narrow(4)), leaf_modules=[Narrow])
+    prepared = qt.prepare(nn.Sequential(Narrow(4)), leaf_modules=[Narrow], backend="tensorrt")
     assert type(prepared.get_submodule("0")) is Narrow
 
 
@@ -101,7 +101,9 @@ class OwnConvolution(nn.Conv2d):
 def _quantized(mapping: qt.QConfigMapping, *layers: nn.Module) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no warning that a type is not in the model
-        prepared = qt.prepare(nn.Sequential(*layers).eval(), torch.zeros(1, 3, 8, 8), qconfig_mapping=mapping)
+        prepared = qt.prepare(
+            nn.Sequential(*layers).eval(), torch.zeros(1, 3, 8, 8), qconfig_mapping=mapping, backend="tensorrt"
+        )
     return [name for name, layer in prepared.named_modules() if isinstance(layer, qt.nn.QuantConv2d)]
 
 
@@ -120,6 +122,8 @@ def test_a_rule_for_torchs_type_is_for_the_subclasses_that_compute_the_same_unle
     four = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=4, axis=0))
     eight = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))
     mapping = qt.QConfigMapping().set_object_type(nn.Conv2d, eight).set_object_type(Narrow, four)
-    prepared = qt.prepare(nn.Sequential(*layers).eval(), torch.zeros(1, 3, 8, 8), qconfig_mapping=mapping)
+    prepared = qt.prepare(
+        nn.Sequential(*layers).eval(), torch.zeros(1, 3, 8, 8), qconfig_mapping=mapping, backend="tensorrt"
+    )
     bits = [prepared.get_submodule(name).weight_quantizer.spec.bits for name in ("0", "1", "2")]
     assert bits == [4, 8, 8]

@@ -107,14 +107,14 @@ class TakesTuple(Parts):
 )
 def test_what_detached_tensors_cannot_express_is_refused(kind: type[nn.Module], words: str) -> None:
     with pytest.raises(ValueError, match=f"prepare: {words}.* leaf module with untraced"):
-        qt.prepare(kind(), (X,))
+        qt.prepare(kind(), (X,), backend="tensorrt")
 
 
 def test_without_example_inputs_no_grad_is_refused() -> None:
     with pytest.raises(
         qt.UntraceableError, match="no_grad is entered here, .* without example_inputs.* pass example_inputs"
     ):
-        qt.prepare(FrozenPart())
+        qt.prepare(FrozenPart(), backend="tensorrt")
 
 
 class Inner(nn.Module):
@@ -166,8 +166,8 @@ def test_modes_and_random_numbers_are_refused_with_a_remedy_that_works(name: str
     model = nn.Sequential(linear_of(), Inner(function))
     states = random.getstate(), np.random.get_state()[1].tolist()
     with pytest.raises(qt.UntraceableError, match=words) as error:
-        qt.prepare(model, example)
-    prepared = qt.prepare(model, example, untraced=[error.value.untraced or "1"])
+        qt.prepare(model, example, backend="tensorrt")
+    prepared = qt.prepare(model, example, untraced=[error.value.untraced or "1"], backend="tensorrt")
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
     with qt.disable_quantization(prepared), torch.autocast("cpu", torch.bfloat16):
         ours, expected = prepared(X), model(X)
