@@ -57,6 +57,7 @@ EXPERTS = {
     "batch": (torch.bmm, (4, 16, 8)),
     "broadcast": (lambda x, w: x.unsqueeze(1) @ w, (3, 16, 8)),
     "transposed": (lambda x, w: torch.bmm(x, w.transpose(1, 2)), (4, 8, 16)),
+    "einsum": (lambda x, w: torch.einsum("bij,bjk->bik", x, w), (4, 16, 8)),
 }
 
 

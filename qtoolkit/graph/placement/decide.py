@@ -260,21 +260,28 @@ def spec_of_weight(request: Request, roles: Roles, dims: int) -> QuantSpec:
     if spec.axis != 0 or not kind_of(node).of_two_matrices or roles.rule(node).says_axis:
         return spec
     if isinstance(node.args[0] if node.args else None, str):
-        return replace(spec, axis=_einsum_axis(node, weight))
+        # onnxruntime computes an Einsum in float, with any scales; OpenVINO makes products of it.
+        of_batches = spec.group_size is not None or roles.backend.runtime != "openvino"
+        return replace(spec, axis=_einsum_axis(node, weight, of_batches))
     is_first = weight is tensor_inputs(node)[0]
     is_refused_batch = dims > 2 and not is_first and roles.backend.runtime in ONE_SCALE_OF_A_BATCH
     has_one = spec.group_size is None and (dims < 2 or is_refused_batch)
     return replace(spec, axis=None if has_one else -2 if is_first else -1)
 
 
-def _einsum_axis(node: fx.Node, weight: fx.Node) -> int | None:
-    """Return the axis of the last letter that this operand shares with the result alone; None (one scale) without one."""
+def _einsum_axis(node: fx.Node, weight: fx.Node, of_batches: bool) -> int | None:
+    """Return the axis of the last letter that this operand shares with the result alone; None (one scale) without one.
+
+    Also where letters of a batch are in both operands and the result, unless products of batches take several scales.
+    """
     equation = written_out(str(node.args[0]))
-    terms = equation.split("->")[0].split(",")
+    operands_of, result = equation.split("->")
+    terms = operands_of.split(",")
     operands = node.args[1:]
     mine = terms[operands.index(weight)]
     other = terms[1 - operands.index(weight)]
-    own = [] if "." in equation else [i for i, letter in enumerate(mine) if letter not in other]
+    one = "." in equation or (not of_batches and bool({*mine} & {*other} & {*result}))
+    own = [] if one else [i for i, letter in enumerate(mine) if letter not in other]
     return own[-1] if own else None
 
 
