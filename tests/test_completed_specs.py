@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import qtoolkit as qt
+from qtoolkit.compat.mqbench.platforms import PLATFORMS, qconfig_of
 from qtoolkit.config.spec import ALL
 
 X = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -208,3 +209,16 @@ def test_a_backend_of_ones_own_has_complete_specs() -> None:
     own = replace(qt.backends["onnxruntime"], qconfig=qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec()))
     model = qt.prepare(net(), X, backend=own)
     assert {q.spec.describe() for q in qt.quantizers_of(model).values()} == {"int4", "int8"}
+
+
+@pytest.mark.parametrize("name", sorted(PLATFORMS))
+def test_configs_of_mqbench_keep_their_own_meaning(name: str) -> None:
+    platform = PLATFORMS[name]
+    target = qt.backends[platform.backend]
+    scheme = {"bit": 4, "symmetry": True, "per_channel": False, "pot_scale": False, "symmetric_range": False}
+    kinds = {"observer": "MinMaxObserver", "fakequantize": "FixedFakeQuantize", "qscheme": scheme}
+    extra = {} if name == "NNIE" else {f"{side}_{kind}": value for side in "wa" for kind, value in kinds.items()}
+    config = qconfig_of(platform, target, extra)
+    assert {spec.given for spec in (config.activation, config.weight)} == {ALL}
+    for other in qt.backends.values():
+        assert config.completed(other.qconfig) == config

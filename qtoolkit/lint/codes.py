@@ -171,7 +171,8 @@ def _deconvolution_zero_point(op: Op, backend: Backend) -> Iterator[Broken]:
 
 def _weight_zero_point(op: Op, backend: Backend) -> Iterator[Broken]:
     codes = op.node.weight
-    if op.kind.name == "conv" and op.inputs and codes is not None and codes.is_asymmetric:
+    convolution = op.kind.convolves and not op.kind.transposed
+    if convolution and op.inputs and codes is not None and codes.is_asymmetric:
         yield (
             f"the weight of a convolution has a zero point, so that {backend.name} computes it in float.",
             "Quantize it with symmetric=True, and store it in int8 (weight_codes='int8' of export_onnx).",

@@ -1,8 +1,8 @@
 """QuantizerKind: the base class of quantizers; that of those that shape their input first; the rules that several share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +22,34 @@ class Need:
 
     field: str
     value: Any
-    why: str  # the error, with the spec's fields in braces
+    refuse: Callable[[QuantSpec], NoReturn]  # raises ValueError for a spec with another value
 
     def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a spec with another value."""
         if getattr(spec, self.field) != self.value:
-            raise ValueError(f"QuantSpec: {self.why.format_map(spec.values())}")
+            self.refuse(spec)
 
 
-NEEDS_INTEGERS = Need("format", "int", "format={format!r} needs quantizer='fixed', got {quantizer!r}.")
-NEEDS_ANY_SCALE = Need(
-    "pow2_scale",
-    False,
-    "pow2_scale=True needs quantizer='fixed' or 'tqt'; the scales of {quantizer!r} have any value.",
-)
-NEEDS_NO_ZERO_POINT = Need(
-    "symmetric",
-    True,
-    "quantizer={quantizer!r} has no zero point: it needs symmetric=True, got False; take 'lsq_plus' or 'learned_range' for an "
-    "affine grid.",
-)
+def _refuse_format(spec: QuantSpec) -> NoReturn:
+    raise ValueError(f"QuantSpec: format={spec.format!r} needs quantizer='fixed', got {spec.quantizer!r}.")
+
+
+def _refuse_powers(spec: QuantSpec) -> NoReturn:
+    raise ValueError(
+        f"QuantSpec: pow2_scale=True needs quantizer='fixed' or 'tqt'; the scales of {spec.quantizer!r} have any value."
+    )
+
+
+def _refuse_zero_point(spec: QuantSpec) -> NoReturn:
+    raise ValueError(
+        f"QuantSpec: quantizer={spec.quantizer!r} has no zero point: it needs symmetric=True, got False; take 'lsq_plus' "
+        f"or 'learned_range' for an affine grid."
+    )
+
+
+NEEDS_INTEGERS = Need("format", "int", _refuse_format)
+NEEDS_ANY_SCALE = Need("pow2_scale", False, _refuse_powers)
+NEEDS_NO_ZERO_POINT = Need("symmetric", True, _refuse_zero_point)
 
 
 class QuantizerKind:

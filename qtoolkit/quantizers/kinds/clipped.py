@@ -1,7 +1,7 @@
 """Trained ranges: PACT, a trained minimum and maximum, and DSQ, whose gradient is that of a soft staircase."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -85,6 +85,13 @@ class Clipped(FromStart):
         return (quantizer.scale / quantizer._scale).reshape(-1)
 
 
+def _refuse_affine(spec: QuantSpec) -> NoReturn:
+    raise ValueError(
+        f"QuantSpec: quantizer={spec.quantizer!r} trains one bound: it needs symmetric=True, got False; take "
+        f"'learned_range', which trains both bounds."
+    )
+
+
 class PACT(Clipped):
     """The bound of the range is trained (PACT, arXiv 1805.06085): y = round(clamp(x, 0, alpha) / s) s, s = alpha / qmax.
 
@@ -94,14 +101,13 @@ class PACT(Clipped):
     """
 
     label = "pact"
-    NEEDS = (
-        *Clipped.NEEDS,
-        Need(
-            "symmetric",
-            True,
-            "quantizer={quantizer!r} trains one bound: it needs symmetric=True, got False; take 'learned_range', which trains "
-            "both bounds.",
-        ),
+    NEEDS = (*Clipped.NEEDS, Need("symmetric", True, _refuse_affine))
+
+
+def _refuse_symmetric(spec: QuantSpec) -> NoReturn:
+    raise ValueError(
+        f"QuantSpec: quantizer={spec.quantizer!r} trains two bounds: it needs symmetric=False, got True; take 'pact', "
+        f"which trains one bound."
     )
 
 
@@ -113,15 +119,7 @@ class LearnedRange(Clipped):
     """
 
     label = "learned range"
-    NEEDS = (
-        *Clipped.NEEDS,
-        Need(
-            "symmetric",
-            False,
-            "quantizer={quantizer!r} trains two bounds: it needs symmetric=False, got True; take 'pact', which trains one "
-            "bound.",
-        ),
-    )
+    NEEDS = (*Clipped.NEEDS, Need("symmetric", False, _refuse_symmetric))
 
 
 class DSQ(Clipped):

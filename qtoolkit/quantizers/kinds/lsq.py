@@ -1,7 +1,7 @@
 """A trained scale (LSQ), and one with a trained offset (LSQ+)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -78,6 +78,13 @@ def _trained(quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor, Tensor]:
     return quantizer._scale, quantizer._relative_scale, quantizer._rate
 
 
+def _refuse_symmetric(spec: QuantSpec) -> NoReturn:
+    raise ValueError(
+        f"QuantSpec: quantizer={spec.quantizer!r} trains the zero point: it needs symmetric=False, got True; take "
+        f"'lsq' for a symmetric grid, as the paper does for weights."
+    )
+
+
 class LSQPlus(LSQ):
     """Scale s and offset beta are trained (LSQ+, arXiv 2004.09576): y = s clamp(round((x - beta) / s), qmin, qmax) + beta.
 
@@ -87,15 +94,7 @@ class LSQPlus(LSQ):
     """
 
     label = "lsq+"
-    NEEDS = (
-        *LSQ.NEEDS,
-        Need(
-            "symmetric",
-            False,
-            "quantizer={quantizer!r} trains the zero point: it needs symmetric=False, got True; take 'lsq' for a symmetric "
-            "grid, as the paper does for weights.",
-        ),
-    )
+    NEEDS = (*LSQ.NEEDS, Need("symmetric", False, _refuse_symmetric))
 
     def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
         """Return that of LSQ, and the ratio of the offset to the scale at the start."""

@@ -45,8 +45,8 @@ class MixedPrecision:
     Args:
         model: The float model.
         example_inputs: Inputs of its forward, as for `qtoolkit.prepare`, of the batch size that bit operations are counted for.
-        choices: A config for each name of a choice; None leaves a layer in float. Axis 0 stands for the output channel, as in
-            a global rule.
+        choices: A config for each name of a choice; None leaves a layer in float. Fields that a spec leaves out are the
+            backend's, and axis 0 stands for the output channel, as in a global rule.
         backend: The target, which must be given, as for `qtoolkit.prepare`.
         fixed: The choice of layers that have no other, such as the first and the last.
         latency: The latency of each choice of each layer, in any unit.
@@ -60,7 +60,7 @@ class MixedPrecision:
 
     Attributes:
         layers: The layers by name.
-        configs: The config of each choice of each layer, with the axis that the layer's weight has.
+        configs: The config of each choice of each layer, with all fields, and the axis that the layer's weight has.
         costs: The cost of each choice of each layer, by the name of the cost.
 
     Example:
