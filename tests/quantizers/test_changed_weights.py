@@ -301,3 +301,52 @@ def test_prepared_equals_converted_after_each_change(net, road, training, change
     model, x = quantized(net, road, "channels").train(training), NETS[net][1]
     model(x)
     assert_equals_converted(change(model, x), x)
+
+
+# ---- who reads a scale without a forward
+
+
+def test_the_scale_outside_of_a_forward_is_the_one_that_was_taken_last():
+    model, x = quantized("linear", "prepare", "channels").eval(), ROWS
+    quantizer = model.get_submodule("0.weight_quantizer")
+    before = quantizer.scale.clone()
+    multiply_data(model, x)
+    assert torch.equal(quantizer.scale, before)
+    model(x)
+    torch.testing.assert_close(quantizer.scale, 3 * before)
+    multiply_data(model, x)
+    state = model.eval().state_dict()
+    torch.testing.assert_close(state["0.weight_quantizer._scale"], 9 * before)
+
+
+@pytest.mark.parametrize("net", ["linear", "conv_bn", "functions"])
+def test_an_exported_program_has_the_scales_as_constants(net):
+    model, x = quantized(net, "prepare", "channels").eval(), NETS[net][1]
+    multiply_data(model, x)
+    expected = model(x)
+    program = torch.export.export(model, (x,))
+    assert not program.graph_signature.buffers_to_mutate
+    assert torch.equal(program.module()(x), expected)
+
+
+def test_a_compiled_model_in_eval_mode_takes_the_ranges():
+    model, x = quantized("conv_bn", "prepare", "channels").eval(), IMAGE
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            multiply_data(model, x)
+            assert torch.equal(compiled(x), converted(model)(x))
+
+
+class Derived(qt.TensorQuantizer):
+    """A quantizer with a forward of somebody's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("net", ["linear", "conv_bn"])
+def test_a_derived_quantizer_takes_the_ranges(net):
+    model, x = quantized(net, "prepare", "channels").eval(), NETS[net][1]
+    model.get_submodule("0.weight_quantizer").__class__ = Derived
+    assert_equals_converted(multiply_data(model, x), x)
