@@ -6,8 +6,8 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase as fnmatch
 from inspect import signature
 from pathlib import Path
@@ -157,19 +157,18 @@ class _Steps:
                 self.outcome.skip = tuple(dict.fromkeys(re.sub(r"\b\d+\b", "*", leaf) for leaf in self.leaves))
 
     def exports(self, part: Part) -> bool:
-        """Return whether torch.export captures a part, and its graph can be traced."""
+        """Return whether torch.export captures a part, and its graph can be traced; in eval mode, if in no other.
+
+        No graph follows a part that draws random numbers in training mode to choose its ops.
+        """
         self.leaves, self.outcome.skip = (), ()
-        try:
-            qt.prepare(
-                copy.deepcopy(part.module).train(self.recipe.training),
-                _example(part),
-                capture="export",
-                backend=self.backend,
-            )
-        except qt.UntraceableError:
-            return False
-        self.outcome.captured = True
-        return True
+        for training in dict.fromkeys((self.recipe.training, False)):
+            with suppress(qt.UntraceableError):
+                model = copy.deepcopy(part.module).train(training)
+                qt.prepare(model, _example(part), capture="export", backend=self.backend)
+                self.recipe, self.outcome.captured = replace(self.recipe, training=training), True
+                return True
+        return False
 
     def by_graph(self, parts: list[Part]) -> None:
         with self.step("trace"):

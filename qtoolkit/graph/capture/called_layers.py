@@ -117,7 +117,9 @@ def call_layers(graph: fx.Graph, calls: Sequence[LayerCall]) -> None:
             layer = graph.create_node("call_module", call.path, args, kwargs)
             layer.meta.update(node.meta)
             for item in list(node.users):
-                item.replace_all_uses_with(_item(layer, call.places[item.args[1]]))
+                found = _item(layer, call.places[item.args[1]])
+                found.meta.update(item.meta)
+                item.replace_all_uses_with(found)
                 graph.erase_node(item)
         graph.erase_node(node)
 

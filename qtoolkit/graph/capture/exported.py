@@ -8,6 +8,7 @@ and the graph takes what differs by the mode.
 
 import inspect
 import operator
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import partial
@@ -40,7 +41,15 @@ GUARDS = "_guards_fn"  # the check of the inputs, which a graph of qtoolkit make
 ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "sym_constrain_range")
 LIFTS = ("lift_fresh", "lift_fresh_copy")  # of constants
 ALIAS = "alias"  # of a whole tensor, as x[..., :n] is for all of its n columns
-DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+DROPOUTS: Mapping[str, Callable[..., Tensor]] = {
+    "dropout": F.dropout, "alpha_dropout": F.alpha_dropout, "feature_alpha_dropout": F.feature_alpha_dropout,
+    "feature_dropout": torch.feature_dropout,
+}  # fmt: skip
+OF_CHANNELS = {
+    3: F.dropout1d,
+    4: F.dropout2d,
+    5: F.dropout3d,
+}  # by the dimensions of the input, all of them feature_dropout
 BY_MODE = ("train", "training", "dropout_p")  # arguments of ops that another mode may change
 SPACES = ("linalg", "fft", "special")  # of torch, whose functions aten names with a prefix
 # Ops of aten that are methods with another name in Python.
@@ -152,7 +161,8 @@ def _in_both_modes(
         for module in (model, *branching):
             module.training = True
         try:
-            with redirect_stderr(StringIO()):  # to which torch writes how far it came, where it fails
+            # Where torch fails, it writes how far it came.
+            with redirect_stderr(StringIO()), warnings.catch_warnings(action="ignore"):
                 in_training = _captured(model, example_inputs, called)
             own, other = (_traced(program, model) for program in (in_training, in_eval))
             mode_of = partial(_mode_node, in_training.graph, model, modes)
@@ -224,6 +234,10 @@ def _call_torch(node: fx.Node) -> None:
     ):
         node.replace_all_uses_with(args[0])
         node.graph.erase_node(node)
+    elif name in DROPOUTS:
+        dimensions = args[0].meta["val"].dim() if name == "feature_dropout" else 0
+        node.target, node.args = OF_CHANNELS.get(dimensions, DROPOUTS[name]), args[:2]
+        node.kwargs = {"training": True}
     elif name in PLACES:
         node.target, node.args = operator.getitem, (args[0], PLACES[name](*args[1:]))
     elif name in RESIZES and schema.overload_name == "vec":

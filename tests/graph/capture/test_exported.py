@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.graph import by_mode
 from tests import nets
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -319,7 +320,11 @@ def around_in_forward(function: str) -> type[nn.Module]:
     """Return a network whose own forward calls a function that depends on its mode."""
     calls = {
         "dropout": lambda self, x: F.dropout(x, 0.5, self.training),
+        "dropout in place": lambda self, x: F.dropout(x + 1, 0.5, self.training, inplace=True),
         "dropout2d": lambda self, x: F.dropout2d(x, 0.5, self.training),
+        "dropout3d": lambda self, x: F.dropout3d(x[None], 0.5, self.training)[0],
+        "feature alpha dropout": lambda self, x: F.feature_alpha_dropout(x, 0.5, self.training),
+        "instance norm": lambda self, x: F.instance_norm(x, self.mean, self.var, use_input_stats=self.training),
         "alpha dropout": lambda self, x: F.alpha_dropout(x, 0.5, self.training),
         "rrelu": lambda self, x: F.rrelu(x, 0.1, 0.3, self.training),
         "batch norm": lambda self, x: F.batch_norm(x, self.mean, self.var, training=self.training),
@@ -363,7 +368,20 @@ LAYERS = {
     ),
     **{
         f"{name} in forward": around_in_forward(name)
-        for name in ("dropout", "dropout2d", "alpha dropout", "rrelu", "batch norm", "attention", "rate", "paths")
+        for name in (
+            "dropout",
+            "dropout in place",
+            "dropout2d",
+            "dropout3d",
+            "alpha dropout",
+            "feature alpha dropout",
+            "rrelu",
+            "batch norm",
+            "instance norm",
+            "attention",
+            "rate",
+            "paths",
+        )
     },
 }
 
@@ -418,6 +436,15 @@ def test_batch_norms_with_an_activation_are_folded() -> None:
     lines = {line.name: line for line in qt.quantization_report(prepared).layers}
     assert lines["layer"].status == qt.quantization_report(qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)),
         IMAGE, backend="onnxruntime")).layers[1].status  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["dropout", "dropout2d", "dropout3d", "alpha dropout", "feature alpha dropout"])
+def test_dropouts_by_functions_take_the_mode(name: str) -> None:
+    """As in a trace they are one op, behind which values lie on the grid before it."""
+    prepared = qt.prepare(LAYERS[f"{name} in forward"]().train(), IMAGE, backend="onnxruntime", capture="export")
+    assert not prepared.graph.find_nodes(op="call_function", target=by_mode)
+    lines = {line.kind: line for line in qt.quantization_report(prepared).layers}
+    assert lines["identity"].status == "transparent"
 
 
 def test_copies_follow_the_mode() -> None:
