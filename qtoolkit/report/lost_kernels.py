@@ -17,7 +17,7 @@ from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.plan import Plan
 from qtoolkit.lint.layers import refused_bits
 from qtoolkit.nn import QuantWeighted
-from qtoolkit.nn.refusals import FLOAT_OUTPUT, NOT_DIRECT, refusal_of
+from qtoolkit.nn.refusals import FLOAT_OUTPUT, NOT_DIRECT, OTHER_AXIS, refusal_of
 from qtoolkit.op_kinds.rules import called_module, module_of
 from qtoolkit.quantizers.capability import NO_CODES
 from qtoolkit.quantizers.frozen import Grid
@@ -127,6 +127,8 @@ def _refusal(layer: QuantWeighted, source: Quantizer, output: Grid | None, backe
     if source.capability is NO_CODES:
         return NOT_DIRECT
     refusal = refusal_of(layer, weight.capability, source.capability)
+    if refusal is OTHER_AXIS and layer.OP_KIND.transposed and weight.spec.axis == backend.conv_transpose_axis:
+        return None  # the axis that the target takes
     kernel = refusal or runtime.layer_kernel(layer, expected_grid(source), output)
     return kernel if isinstance(kernel, Refusal) else None
 
