@@ -41,7 +41,7 @@ class Optimizer:
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "sgd": Optimizer(partial(torch.optim.SGD, momentum=0.9), 0.01, 1.0, 1e-4),
-    "adam": Optimizer(torch.optim.AdamW, 1e-3, 0.1, 1e-2),  # the rates of docs/training.md
+    "adam": Optimizer(torch.optim.AdamW, 1e-3, 0.1, 1e-2),  # the share of docs/training.md
 }
 
 
