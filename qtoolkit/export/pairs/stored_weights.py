@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Measured with onnxruntime 1.30 on an AMD Zen 5 processor, one thread: docs/runtimes.md, "Processors without VNNI".
 FASTER = (
-    "0.2 to 0.4 of the time on processors with VNNI, wrong sums on others; 7-bit weights are as fast, and exact on all"
+    "0.2 to 0.4 of the time on processors with VNNI, wrong sums on x86 without it; 7-bit weights are as fast, and exact on all"
 )
 
 
