@@ -22,7 +22,7 @@ from qtoolkit.graph.blocks import (
     traced_type,
     warn_of_traced_value,
 )
-from qtoolkit.graph.nodes import QuantizerHolder, is_weight_quantizer, readers_of
+from qtoolkit.graph.nodes import QuantizerHolder, is_quantizer, is_weight_quantizer, readers_of
 from qtoolkit.graph.output_types import returning
 from qtoolkit.graph.placement.sources import link_sources
 from qtoolkit.graph.plan import Plan
@@ -250,11 +250,14 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             quantizer.set_weight_rate(weight, weight)
 
     def _weights_of_functions(self, chosen: Callable[[TensorQuantizer], bool]) -> list[tuple[TensorQuantizer, Tensor]]:
-        """Return the chosen quantizers of weights that a pass inserted, each with its weight, computed."""
+        """Return the chosen quantizers of weights that a pass inserted, each with its weight, computed.
+
+        Those of weights that are computed behind a quantizer without a range, before the calibration, are left out.
+        """
         nodes = [node for node in self.graph.nodes if is_weight_quantizer(node)]
         pairs = [(module_of(node), node.all_input_nodes[0]) for node in nodes]
         found = [(quantizer, node) for quantizer, node in pairs if isinstance(quantizer, TensorQuantizer)]
-        found = [(quantizer, node) for quantizer, node in found if chosen(quantizer)]
+        found = [(quantizer, node) for quantizer, node in found if chosen(quantizer) and _has_ranges(node)]
         values = self.values_of([node for _, node in found])
         return [(quantizer, values[node]) for quantizer, node in found]
 
@@ -294,6 +297,13 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         kind = ClassReference(self.model_class)
         own = type(self).__name__, self.plan, self.kept, facts, self.calls, kind, self._arithmetic
         return restore_graph_module, (rebuild, arguments, *own)
+
+
+def _has_ranges(node: fx.Node) -> bool:
+    """Return whether each quantizer from which a node is computed has a range."""
+    sources = filter(is_quantizer, reached([node], lambda source: source.all_input_nodes))
+    quantizers = map(module_of, sources)
+    return all(quantizer.ready for quantizer in quantizers if isinstance(quantizer, TensorQuantizer))
 
 
 class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
