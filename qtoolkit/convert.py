@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.eager.record import backend_in, check_links, plan_of
+from qtoolkit.eager.record import check_links, plan_of
 from qtoolkit.errors import check_known, shown, some, with_article
 from qtoolkit.finite import check_finite
 from qtoolkit.foreign import refuse_foreign_quantizers
@@ -97,7 +97,7 @@ def in_reference_form(prepared: M) -> M:
     _warn_of_skipped(prepared)
     _warn_of_those_off(prepared)
     copied = deepcopy_model(prepared, what="convert")
-    converted = _for_exporters(freeze.run(copied))
+    converted = freeze.run(copied)
     _warn_of_clipped_weights(prepared, converted)
     return converted
 
@@ -106,17 +106,9 @@ def _restored(prepared: M, state_dict: Mapping[str, Tensor]) -> M:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"convert: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}.")
     _check_chains_and_branches(prepared)
-    restored = _for_exporters(freeze.restore(deepcopy_model(prepared, what="convert"), state_dict))
+    restored = freeze.restore(deepcopy_model(prepared, what="convert"), state_dict)
     check_finite(restored, "convert: state_dict")
     return restored
-
-
-def _for_exporters(converted: M) -> M:
-    """Tell the grids how files of the target store the codes of weights: exporters of torch do not know the target."""
-    backend = backend_in(converted)
-    for grid in named_quantizers(converted, Grid).values():
-        grid.weight_codes = grid.weight_codes if backend is None else backend.weight_codes
-    return converted
 
 
 def _check_chains_and_branches(model: nn.Module) -> None:

@@ -32,6 +32,7 @@ from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
 from qtoolkit.nn.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
+from qtoolkit.quantizers.quantizer import store_weights_as
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.report.lost_kernels import warn_of_lost_kernels
 
@@ -148,6 +149,7 @@ def prepare(
         rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
         _warn_of_types(rules, gm, leaf_modules)
         gm = _quantized(gm, rules, arithmetic, save)
+        store_weights_as(target.weight_codes, gm)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()
         gm.divide(traced.calls)

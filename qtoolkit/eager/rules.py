@@ -18,7 +18,7 @@ from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.registry import QatModules
-from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.quantizer import Quantizer, store_weights_as
 from qtoolkit.shared_modules import modules_by_name
 from qtoolkit.verdicts import Cause, Status, Verdict
 
@@ -118,6 +118,7 @@ def record_plan(model: nn.Module, rules: LayerRules, verdicts: Mapping[str, Verd
     kinds = {name: str(kind_of_module(now[name])) for name in verdicts if name in now}
     mapping = None if rules.mapping is None else rules.mapping.copy()
     update_record(model, plan=Plan(rules.backend, kinds=kinds, inside=verdicts, mapping=mapping))
+    store_weights_as(rules.backend.weight_codes, model)
 
 
 def quantized_otherwise(model: nn.Module, rules: LayerRules) -> list[str]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.config.formats import BLOCKS, LARGEST, WeightCodes
+from qtoolkit.config.formats import BLOCKS, LARGEST
 from qtoolkit.ops.recording import is_recorded_for_onnx, is_written_to_file
 from qtoolkit.ops.requantize import fake_quant_by_factor
 from qtoolkit.quantizers.capability import NO_CODES, Capability
@@ -21,10 +21,6 @@ SMALLEST_CODES = {
     True: (torch.int8, torch.int16),
     False: (torch.uint8, torch.uint16),
 }
-# By how much unsigned codes of 8 bits are higher than signed ones in a file, as their zero point is.
-UINT8_OFFSET = 128
-# The largest magnitude of int8 codes whose products with uint8 codes fit in 16 bits two by two: 255 * 64 * 2 < 2**15.
-LARGEST_SAFE_CODE = 64
 
 
 def code_dtype(qmin: int, qmax: int) -> torch.dtype:
@@ -68,8 +64,6 @@ class Grid(Quantizer):
         shape: What shapes a weight, as given. The export exchanges it for the shaped weight while it writes a file.
         quantizes_as: How a runtime quantizes floats, of x, scale, zero point, qmin and qmax, where it rounds otherwise than
             `fake_quant`; else None.
-        weight_codes: The type in which ONNX files store the codes of a weight, where `shifts` says that both types will do.
-            `qtoolkit.convert` takes it from the backend. The codes of the grid itself do not depend on it.
 
     Raises:
         ValueError: A scale is zero, negative, NaN or infinite.
@@ -84,7 +78,6 @@ class Grid(Quantizer):
     zero_point: Tensor | None
     shape: nn.Module | None
     quantizes_as: QuantizesAs | None = None
-    weight_codes: WeightCodes = "int8"
     _computed_by: tuple[Any, ...] = ()
 
     def __init__(
@@ -113,26 +106,8 @@ class Grid(Quantizer):
             return self.quantizes_as(x, self.scale, self.zero_point, self.spec.qmin, self.spec.qmax)
         x = x if self.shape is None else self.shape(x)
         if self.weight_codes == "uint8" and self.shifts and is_written_to_file():
-            return self._in_uint8(x)
+            return self.in_uint8(x, self.spec)
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
-
-    @property
-    def shifts(self) -> bool:
-        """Whether a file can store the codes in uint8 instead of int8: those of a weight with one byte each.
-
-        Codes of seven bits and fewer stay signed: their sums of products fit in 16 bits. So do those in blocks, which no
-        integer kernel takes.
-        """
-        spec = self.spec
-        one_byte = spec.format == "int" and code_dtype(spec.qmin, spec.qmax) == torch.int8
-        return self.of_weight and one_byte and spec.qmin < -LARGEST_SAFE_CODE and not spec.block_size
-
-    def _in_uint8(self, x: Tensor) -> Tensor:
-        """Return the values as `forward` does, by the codes that the file has."""
-        spec = self.spec
-        signed = torch.zeros_like(self.scale) if self.zero_point is None else self.zero_point
-        code_range = spec.qmin + UINT8_OFFSET, spec.qmax + UINT8_OFFSET
-        return ops.fake_quant(x, self.scale, signed + UINT8_OFFSET, *code_range, spec.axis, self.group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -6,9 +6,16 @@ from typing import Any, ClassVar, NoReturn, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from qtoolkit import ops
 from qtoolkit.config import QuantSpec
+from qtoolkit.config.formats import WeightCodes
 from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.state import KeepsFloat32
+
+# By how much unsigned codes of 8 bits are higher than signed ones in a file, as their zero point is.
+UINT8_OFFSET = 128
+# The largest magnitude of int8 codes whose products with uint8 codes fit in 16 bits two by two: 255 * 64 * 2 < 2**15.
+LARGEST_SAFE_CODE = 64
 
 
 class OptionOfSpec:
@@ -43,6 +50,9 @@ class Quantizer(KeepsFloat32):
     observing: bool = False  # whether forward observes its input, which changes the range
     of_weight: bool = False
     inserted: bool = False
+    # the type in which ONNX files store the codes of a weight, where `shifts` says that both will do; the codes themselves do
+    # not depend on it. Those who know the target set it (`store_weights_as`): exporters of torch do not
+    weight_codes: WeightCodes = "int8"
     _capability: Capability | None = None
 
     def __init__(self, spec: QuantSpec, group: int, name: str, *, of_weight: bool, inserted: bool) -> None:
@@ -74,6 +84,23 @@ class Quantizer(KeepsFloat32):
     def active(self) -> bool:
         """Whether forward does anything with its input."""
         return self.quantizing
+
+    @property
+    def shifts(self) -> bool:
+        """Whether a file can store the codes in uint8 instead of int8: those of a weight with one byte each.
+
+        Codes of seven bits and fewer stay signed: their sums of products fit in 16 bits. So do those in blocks, which no
+        integer kernel takes.
+        """
+        spec = self.spec
+        one_byte = spec.format == "int" and -UINT8_OFFSET <= spec.qmin < -LARGEST_SAFE_CODE
+        return self.of_weight and one_byte and not spec.block_size
+
+    def in_uint8(self, x: Tensor, spec: QuantSpec) -> Tensor:
+        """Return the values of x on the grid of a spec, computed by the codes that the file has."""
+        signed = torch.zeros_like(self.scale) if self.zero_point is None else self.zero_point
+        code_range = spec.qmin + UINT8_OFFSET, spec.qmax + UINT8_OFFSET
+        return ops.fake_quant(x, self.scale, signed + UINT8_OFFSET, *code_range, spec.axis, self.group)
 
     def scale_shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the scale of x.
@@ -146,3 +173,9 @@ def named_quantizers(module: nn.Module, types: type[Q]) -> dict[str, Q]: ...
 def named_quantizers(module: nn.Module, types: type[Quantizer] = Quantizer) -> dict[str, Any]:
     """Return the quantizers of a type in a module by their dotted names; a quantizer itself has the name ""."""
     return {name: part for name, part in module.named_modules() if isinstance(part, types)}
+
+
+def store_weights_as(weight_codes: WeightCodes, module: nn.Module) -> None:
+    """Tell the quantizers in a module in which type ONNX files store the codes of weights."""
+    for quantizer in named_quantizers(module).values():
+        quantizer.weight_codes = weight_codes

@@ -383,7 +383,12 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             )
         if not self.quantizing:
             return x
-        return self.to_grid()(x) if self.dynamic else self.quantize(x)
+        if self.dynamic:
+            y: Tensor = self.to_grid()(x)
+            return y
+        if self.weight_codes == "uint8" and self.shifts and self.capability.direct:
+            return self.in_uint8(x, self.grid_spec)
+        return self.quantize(x)
 
     def _take_part_in_step(self, x: Tensor) -> None:
         """Observe in one of the first steps of a training."""
@@ -613,7 +618,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             inserted=self.inserted,
             shape=shape if self.of_weight else None,
         )
-        grid.quantizing = self.active
+        grid.quantizing, grid.weight_codes = self.active, self.weight_codes
         return grid if shape is None or self.of_weight else ShapedActivation(shape, grid)
 
     # ---- switches

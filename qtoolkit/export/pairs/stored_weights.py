@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import onnx_ir
 
 
-# Measured with onnxruntime 1.30 on an AMD Zen 5 processor, one thread: docs/runtimes.md, "Processors without VNNI".
+# Measured with onnxruntime 1.30 on an AMD Zen 5 processor, one thread: docs/runtimes.md, "Latency".
 FASTER = (
-    "0.2 to 0.4 of the time on processors with VNNI, wrong sums on x86 without it; 7-bit weights are as fast, and exact on all"
+    "0.4 to 0.9 of the time on processors with VNNI, wrong sums on x86 without it; 7-bit weights are as fast, and exact"
 )
 
 

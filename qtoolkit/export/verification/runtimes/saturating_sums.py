@@ -14,7 +14,7 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
 from qtoolkit.export.files.files import OpenedFile
-from qtoolkit.quantizers.frozen import LARGEST_SAFE_CODE
+from qtoolkit.quantizers.quantizer import LARGEST_SAFE_CODE
 
 # The kernels of onnxruntime that add products of codes.
 PRODUCTS = (
