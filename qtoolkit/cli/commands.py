@@ -242,6 +242,7 @@ def _data(backend: str, result: QuantizeResult) -> dict[str, Any]:
             "unreached": list(calibration.unreached),
         },
         "codes": {name: counted(count) for name, count in _counts(result).items()},
+        "in_float": list(export.in_float),
         "verdict": None if result.verdict is None else str(result.verdict),
         "notes": [*result.notes, *(codes.remark for codes in _runtimes(result).values() if codes.remark)],
     }

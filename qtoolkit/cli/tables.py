@@ -104,6 +104,7 @@ def quantized(data: dict[str, Any]) -> str:
         Table(("float layer", "kind", "why"), floats, file),
         f"{file}: {_count(ranges['quantizers'], 'range')} from {ranges['batches']} batches of data",
         *(f"{file}: {name}: {each['differing']} of {each['compared']} codes differ" for name, each in codes.items()),
+        *(f"{file}: in float by the config: {lost}" for lost in data["in_float"]),
         f"{file}: verdict: {data['verdict'] or 'none'}",
         *(f"{file}: {note}" for note in data["notes"]),
     )
