@@ -89,7 +89,18 @@ def test_a_module_by_its_name_and_json(program: Path, model: str, capsys) -> Non
     argv = ["quantize", f"{name}:{model}", "--data", f"{name}:rows", "--backend", "onnxruntime"]
     assert main([*argv, "--out", "deep/net.onnx", "--exporter", "torchscript", "--constant-batch", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["file", "backend", "bytes", "opset", "layers", "ranges", "codes", "in_float", "verdict", "notes"]
+    assert list(found) == [
+        "file",
+        "backend",
+        "bytes",
+        "opset",
+        "layers",
+        "ranges",
+        "codes",
+        "in_float",
+        "verdict",
+        "notes",
+    ]
     assert (found["file"], found["verdict"], found["notes"]) == ("deep/net.onnx", "equal", [])
     assert Path("deep/net.onnx").stat().st_size == found["bytes"]
     assert [count["differing"] for count in found["codes"].values()] == [0, 0, 0, 0]
