@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 NO_GRID = Refusal(Cause.INPUT_CODES, "its inputs are not quantized, or have different quantizers")
 NOT_DIRECT = Refusal(Cause.INPUT_CODES, "its inputs are transformed before rounding, or have dynamic scales")
-NO_BYTES = Refusal(Cause.INPUT_CODES, "its inputs are not quantized to at most 8 bits with one scale")
+NO_BYTES = Refusal(Cause.INPUT_CODES, "its inputs are not quantized to integers of at most 8 bits with one scale")
 NO_INTEGERS = Refusal(Cause.WEIGHT_CODES, "its weight is not quantized to integers of at most 8 bits")
 ZERO_POINT = Refusal(Cause.WEIGHT_CODES, "its weight has a zero point")
 OTHER_AXIS = Refusal(Cause.WEIGHT_CODES, "its weight has scales along another axis than the output channels")
 FLOAT_OUTPUT = Refusal(Cause.OUTPUT_CODES, "its output is not quantized")
-WIDE_OUTPUT = Refusal(Cause.OUTPUT_CODES, "its output is not quantized to at most 8 bits with one scale")
+WIDE_OUTPUT = Refusal(Cause.OUTPUT_CODES, "its output is not quantized to integers of at most 8 bits with one scale")
 OTHER_ARGUMENTS = Refusal(Cause.CALL, "its arguments are not two tensors")
 
 

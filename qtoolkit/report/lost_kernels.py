@@ -48,7 +48,7 @@ def lost_kernels(model: nn.Module) -> tuple[str, ...]:
         >>> with warnings.catch_warnings(action="ignore"):
         ...     prepared = qt.prepare(model, torch.zeros(1, 4), backend="onnxruntime", qconfig_mapping=mapping)
         >>> lost_kernels(prepared)[0]
-        "2 of 2 linear layers ('0', '1'): its inputs are not quantized to at most 8 bits with one scale"
+        "2 of 2 linear layers ('0', '1'): its inputs are not quantized to integers of at most 8 bits with one scale"
     """
     of_kind, lost = Counter[str](), defaultdict[tuple[str, str], list[str]](list)
     found = {layer: (name, refusal) for name, layer, refusal in _refusals(model)}  # once each, though plans overlap

@@ -518,7 +518,9 @@ def test_the_report_says_how_each_layer_computes_in_training() -> None:
     assert {line.training for line in report.layers if line.training} == {"float (as asked), saves floats"}
     wide = qt.QConfig(qt.QuantSpec(bits=16), qt.QuantSpec(axis=0))
     report = qt.quantization_report(quantized("graph", wide))
-    assert "float, saves floats: its inputs are not quantized to at most 8 bits with one scale" in str(report)
+    assert "float, saves floats: its inputs are not quantized to integers of at most 8 bits with one scale" in str(
+        report
+    )
     scales = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))
     report = qt.quantization_report(
         quantized("modules", scales, nn.Sequential(nn.Linear(12, 4)), training_arithmetic="integer")
