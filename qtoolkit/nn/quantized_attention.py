@@ -111,11 +111,16 @@ def as_summand(masked: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(masked, dtype=dtype).masked_fill(masked, -math.inf)
 
 
+def without_keys(mask: Tensor) -> Tensor:
+    """Return for which queries a mask, of booleans (True: takes part) or summands, masks all keys: (..., target, 1)."""
+    return ~mask.any(-1, keepdim=True) if mask.dtype == torch.bool else mask.amax(-1, keepdim=True) == -math.inf
+
+
 def _without_empty_rows(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return a mask with zeros in the rows that mask all keys, and which rows these are: (..., target, 1)."""
     if mask is None:
         return None, None
-    empty = mask.amax(-1, keepdim=True) == -math.inf
+    empty = without_keys(mask)
     return mask.masked_fill(empty, 0.0), empty
 
 

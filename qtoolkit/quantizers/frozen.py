@@ -105,7 +105,7 @@ class Grid(Quantizer):
         if self.quantizes_as is not None and not is_recorded_for_onnx():
             return self.quantizes_as(x, self.scale, self.zero_point, self.spec.qmin, self.spec.qmax)
         x = x if self.shape is None else self.shape(x)
-        if self.weight_codes == "uint8" and self.shifts and is_written_to_file():
+        if self.stored_in_uint8 and is_written_to_file():
             return self.in_uint8(x, self.spec)
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
 

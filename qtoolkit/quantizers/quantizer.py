@@ -96,6 +96,11 @@ class Quantizer(KeepsFloat32):
         one_byte = spec.format == "int" and -UINT8_OFFSET <= spec.qmin < -LARGEST_SAFE_CODE
         return self.of_weight and one_byte and not spec.block_size
 
+    @property
+    def stored_in_uint8(self) -> bool:
+        """Whether a file has the codes in uint8."""
+        return self.weight_codes == "uint8" and self.shifts
+
     def in_uint8(self, x: Tensor, spec: QuantSpec) -> Tensor:
         """Return the values of x on the grid of a spec, computed by the codes that the file has."""
         signed = torch.zeros_like(self.scale) if self.zero_point is None else self.zero_point

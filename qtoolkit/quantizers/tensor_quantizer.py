@@ -386,7 +386,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if self.dynamic:
             y: Tensor = self.to_grid()(x)
             return y
-        if self.weight_codes == "uint8" and self.shifts and self.capability.direct:
+        if self.stored_in_uint8 and self.capability.direct:
             return self.in_uint8(x, self.grid_spec)
         return self.quantize(x)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from qtoolkit.nn.quantized_attention import without_keys
+
 DIMENSIONS: Mapping[Callable[..., Any], int] = {F.avg_pool2d: 2, F.avg_pool3d: 3}
 ADAPTIVE: Mapping[Callable[..., Any], int] = {
     torch.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3,
@@ -115,7 +117,7 @@ class OpsWritten(TorchFunctionMode):
             mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
             q, k, v = (each.unsqueeze(1) for each in (query, key, value))
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **options).squeeze(1)
-        return y if attn_mask is None else y.masked_fill(_without_keys(attn_mask), 0.0)
+        return y if attn_mask is None else y.masked_fill(without_keys(attn_mask), 0.0)
 
     def _pool(
         self,
@@ -153,11 +155,6 @@ class OpsWritten(TorchFunctionMode):
         # A traced size is a tensor.
         known = all(isinstance(size, int) or (self.constant_sizes and isinstance(size, Tensor)) for size in sizes)
         return floor if known and sizes == without else (args, named)
-
-
-def _without_keys(mask: Tensor) -> Tensor:
-    """Return for which queries a mask of attention, of booleans or summands, masks all keys: (..., target, 1)."""
-    return ~mask.any(-1, keepdim=True) if mask.dtype == torch.bool else mask.amax(-1, keepdim=True) == -math.inf
 
 
 def _resize(

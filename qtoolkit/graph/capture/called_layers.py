@@ -20,6 +20,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from qtoolkit.errors import present
+
 _library = torch.library.Library("qtoolkit_capture", "DEF")  # type: ignore[no-untyped-call]
 _library.define("layer(int call, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")  # type: ignore[no-untyped-call]
 
@@ -50,8 +52,8 @@ class LayerCall:
 
     def result(self, tensors: Sequence[Any]) -> Any:
         """Return the result, with other tensors."""
-        assert self.output_spec is not None
-        return tree_unflatten(_replaced(self.outputs, tensors, ()), self.output_spec)
+        spec = present(self.output_spec, f"the result of {self.path!r}")
+        return tree_unflatten(_replaced(self.outputs, tensors, ()), spec)
 
 
 _calls: ContextVar[list[LayerCall]] = ContextVar("calls")

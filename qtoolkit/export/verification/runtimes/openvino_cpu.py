@@ -68,8 +68,8 @@ def execute(
     labels = layer_names(file.proto.graph)
     layers, conversions = _layers(plain, labels)
     change = largest_difference(outputs, results[: len(outputs)])
-    saturating = tuple(layer.name for layer in layers if layer.integer) if has_wide_weights(file) else ()
-    saturating = saturating if processor_saturates() else ()
+    saturates = processor_saturates() and has_wide_weights(file)  # which reads all weights
+    saturating = tuple(layer.name for layer in layers if layer.integer and saturates)
     remarks = [SATURATES] if saturating else []
     unrounded = _unrounded(plain, nodes)
     if unrounded:
