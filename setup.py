@@ -1,7 +1,11 @@
-"""Build the one extension, qtoolkit._C, from csrc/: for the CPU always, for CUDA where its compiler is."""
+"""Build the one extension, qtoolkit._C, from csrc/: for the CPU always, for CUDA where a GPU and its compiler are."""
 
 import os
+import re
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -22,6 +26,9 @@ except ImportError:
 
 ROOT = Path(__file__).parent
 EXPORTS = "csrc/exports.map"  # what the library shows to the linker
+IS_SOURCE = "sdist" in sys.argv
+INSTRUCTION_SETS = ("avx2", "avx512", "plain")
+FILES_OF_A_UNIT = 5  # a folder with fewer has no translation unit of its own
 TYPES_WITH_CUDA = {"0": False, "1": True}
 # What QTOOLKIT_SANITIZE may name (make sanitize): flags, and what is compiled in beside the library.
 SANITIZERS = {
@@ -34,7 +41,7 @@ SANITIZERS = {
 
 
 def with_cuda() -> bool:
-    """Whether to compile CUDA sources: QTOOLKIT_CUDA=0/1 decides, else whether torch and the machine have CUDA."""
+    """Whether to compile CUDA sources: QTOOLKIT_CUDA=0/1 decides, else whether a GPU is visible and its compiler there."""
     wanted = os.environ.get("QTOOLKIT_CUDA", "")
     if wanted not in ("", *TYPES_WITH_CUDA):
         sys.exit(f"QTOOLKIT_CUDA must be 0 or 1, got {wanted!r}.")
@@ -45,7 +52,7 @@ def with_cuda() -> bool:
             f"{torch.version.cuda}) and a CUDA toolkit (CUDA_HOME is {cpp_extension.CUDA_HOME}). Set CUDA_HOME, or "
             f"QTOOLKIT_CUDA=0 for the CPU alone."
         )
-    return TYPES_WITH_CUDA.get(wanted, possible)
+    return TYPES_WITH_CUDA.get(wanted, possible and torch.cuda.is_available())
 
 
 def choose_architectures() -> None:
@@ -70,13 +77,39 @@ def sanitized(sources: list[str], flags: list[str]) -> object:
     )
 
 
-def extension(cuda: bool) -> object:
+def translation_units(files: list[Path]) -> list[str]:
+    """Files in build/units, each of which includes the sources of a folder: most of the time goes into torch's headers.
+
+    The instruction sets stay apart, since each sets a target for what it includes, and take as long as a folder. CUDA's
+    sources are compiled one by one.
+    """
+    units: dict[str, list[Path]] = {}
+    for file in files:
+        sizes = sum(other.parent == file.parent for other in files)
+        apart = file.stem in INSTRUCTION_SETS
+        name = file.stem if apart else file.parent.name if sizes >= FILES_OF_A_UNIT else "others"
+        units.setdefault(name, []).append(file)
+    folder = ROOT / "build" / "units"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, members in units.items():
+        unit = folder / f"{name}.cpp"
+        text = "".join(f'#include "../../{member.relative_to(ROOT)}"\n' for member in members)
+        if not unit.exists() or unit.read_text() != text:  # a file with a new time would be compiled again
+            unit.write_text(text)
+    return [f"build/units/{name}.cpp" for name in units]
+
+
+def sources_of(cuda: bool) -> list[str]:
+    """What to compile; for a source distribution, all that could be."""
     others = {"python", *([] if cuda else ["cuda"])}
-    sources = [
-        str(p.relative_to(ROOT))
-        for p in sorted((ROOT / "csrc").rglob("*"))
-        if p.suffix in (".cpp", ".cu") and p.parent.name not in others
-    ]
+    files = [p for p in sorted((ROOT / "csrc").rglob("*.c*")) if p.parent.name not in others]
+    kernels = [str(p.relative_to(ROOT)) for p in files if p.suffix == ".cu"]
+    files = [p for p in files if p.suffix == ".cpp"]
+    return [*kernels, *([str(p.relative_to(ROOT)) for p in files] if IS_SOURCE else translation_units(files))]
+
+
+def extension(cuda: bool) -> object:
+    sources = sources_of(cuda)
     headers = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".cuh")]
     # The library has no Python in it: one build serves every version of Python.
     common = {"depends": [*headers, EXPORTS], "py_limited_api": True}
@@ -115,17 +148,46 @@ def snapshot() -> Extension:
     )
 
 
+@contextmanager
+def short_lines() -> Iterator[None]:
+    """Of the compiler's commands, which ninja prints whole, print the number and the name of the file alone."""
+    sys.stdout.flush()
+    read, write = os.pipe()
+    before = os.dup(1)
+    os.dup2(write, 1)
+    os.close(write)
+
+    def copy() -> None:
+        with open(read, errors="replace") as lines, open(before, "w", closefd=False) as terminal:
+            for line in lines:
+                command = re.match(r"(\[\d+/\d+\]) .*? -c (?:-o )?\S*?((?:csrc|tests|units)/\S+\.\w+)", line)
+                print(" ".join(command.groups()) if command else line.rstrip(), file=terminal, flush=True)
+
+    reader = threading.Thread(target=copy)
+    reader.start()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(before, 1)
+        reader.join()
+        os.close(before)
+
+
 class Build(cpp_extension.BuildExtension):
-    """Compiles only what changed since the last build for the same torch, by pip too."""
+    """Compiles only what changed since the last build of its kind, by pip too."""
 
     def finalize_options(self) -> None:
         """Name the folder of object files: pip would give a new one each time."""
         super().finalize_options()
-        self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}")
+        self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}-{KERNELS}")
+
+    def build_extensions(self) -> None:
+        with short_lines():
+            super().build_extensions()
 
 
 CUDA = with_cuda() and "QTOOLKIT_SANITIZE" not in os.environ
-IS_SOURCE = "sdist" in sys.argv
 # The library is of one minor version of torch (docs/packaging.md): so is a wheel, which says so in its name and asks for it.
 MINOR = ".".join(torch.__version__.split(".")[:2])
 KERNELS = f"cu{torch.version.cuda.replace('.', '')}" if CUDA else "cpu"

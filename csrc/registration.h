@@ -37,7 +37,9 @@ struct WithoutCuda {
 // Followed by a block of m.impl(name, body). A body serves CPU, CUDA and Meta tensors: it checks the arguments, makes
 // the results, returns them if they are on the meta device, and else launches kernels. Up to there it uses symbolic
 // sizes only, for torch.compile and torch.export.
-#define QT_REGISTER_BODIES(m)                                   \
+#define QT_REGISTER_BODIES(m) QT_REGISTER_BODIES_AS(C10_ANONYMOUS_VARIABLE(register_bodies_), m)
+
+#define QT_REGISTER_BODIES_AS(register_bodies, m)               \
   template <class Registry>                                     \
   static void register_bodies(Registry& m);                     \
   TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) { register_bodies(m); }  \

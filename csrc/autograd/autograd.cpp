@@ -16,8 +16,8 @@ using torch::autograd::variable_list;
 
 constexpr const char* kFakeQuant = "fake_quant";
 
-using ForwardSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t,
-                                                 int64_t, optional<int64_t>, int64_t, int64_t, double, bool);
+using FakeQuantForward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t,
+                                                    int64_t, optional<int64_t>, int64_t, int64_t, double, bool);
 using LearnedBackwardSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                                  const optional<Tensor>&, int64_t, int64_t,
                                                                  optional<int64_t>, int64_t, int64_t, double);
@@ -26,7 +26,7 @@ std::tuple<Tensor, Tensor> forward_below(const Tensor& x, const Tensor& scale, c
                                          int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
                                          int64_t block_size, double grad_factor, bool mask) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op = find_op<ForwardSchema>("qtoolkit::fake_quant");
+  static const auto op = find_op<FakeQuantForward>("qtoolkit::fake_quant");
   return op.call(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
 }
 

@@ -9,15 +9,15 @@ using std::optional;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "batch_norm_fake_quant";
+constexpr const char* kBatchNorm = "batch_norm_fake_quant";
 
 using Optional = const optional<Tensor>&;
 using ProcessGroup = optional<std::string_view>;
-using ForwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, Optional, Optional, Optional, Optional,
-                                                                 Optional, Optional, Optional, double, double, double,
-                                                                 double, Optional, Optional, int64_t, int64_t, double,
-                                                                 Optional, ProcessGroup, bool);
-using BackwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
+using BatchNormForward = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, Optional, Optional, Optional,
+                                                                    Optional, Optional, Optional, Optional, double,
+                                                                    double, double, double, Optional, Optional, int64_t,
+                                                                    int64_t, double, Optional, ProcessGroup, bool);
+using BatchNormBackward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
     const Tensor&, const Tensor&, Optional, Optional, Optional, Optional, Optional, Optional, Optional, const Tensor&,
     const Tensor&, double, double, double, double, Optional, Optional, int64_t, int64_t, double, bool, bool, Optional,
     ProcessGroup);
@@ -58,7 +58,7 @@ struct BatchNormFakeQuant : torch::autograd::Function<BatchNormFakeQuant> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<BackwardSchema>("qtoolkit::batch_norm_fake_quant_backward");
+    static const auto op = find_op<BatchNormBackward>("qtoolkit::batch_norm_fake_quant_backward");
     if (!grads[0].defined()) return variable_list(11);
     const variable_list saved = ctx->get_saved_variables();
     const auto of = [&](int i) { return optional_of(saved[i]); };
@@ -92,16 +92,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
     Optional residual_scale, Optional residual_zero_point, double eps, double low, double high, double slope,
     Optional scale, Optional zero_point, int64_t qmin, int64_t qmax, double grad_factor, Optional totals,
     ProcessGroup process_group, bool packed) {
-  static const auto op = find_op<ForwardSchema>("qtoolkit::batch_norm_fake_quant");
+  static const auto op = find_op<BatchNormForward>("qtoolkit::batch_norm_fake_quant");
   const auto below = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return op.call(x, weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point, eps, low,
                    high, slope, scale, zero_point, qmin, qmax, grad_factor, totals, process_group, packed);
   };
-  bool differentiated = is_differentiated(kOp, x);
-  for (const auto* t : {&weight, &bias, &divisor}) differentiated |= is_differentiated(kOp, *t);
-  const bool residual_grad = is_differentiated(kOp, residual), in_scale = is_differentiated(kOp, scale);
-  const bool scale_grad = is_differentiated(kOp, zero_point) || in_scale;
+  bool differentiated = is_differentiated(kBatchNorm, x);
+  for (const auto* t : {&weight, &bias, &divisor}) differentiated |= is_differentiated(kBatchNorm, *t);
+  const bool residual_grad = is_differentiated(kBatchNorm, residual), in_scale = is_differentiated(kBatchNorm, scale);
+  const bool scale_grad = is_differentiated(kBatchNorm, zero_point) || in_scale;
   if (!differentiated && !residual_grad && !scale_grad) return below();
   Tensor y, codes, mean, variance;
   const Constants constants = {residual_codes, residual_scale, residual_zero_point, totals,       eps, low, high, slope,

@@ -7,7 +7,7 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-constexpr const char* kOp = "fake_quant_";
+constexpr const char* kInPlace = "fake_quant_";
 
 using InPlaceSchema = Tensor(Tensor&, const Tensor&, const optional<Tensor>&, int64_t, int64_t, optional<int64_t>,
                              int64_t, int64_t, bool);
@@ -30,7 +30,7 @@ void check_writable(const Tensor& x) {
 Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
                    optional<int64_t> axis, int64_t group, int64_t block_size, bool mask) {
   static const auto op = find_op<InPlaceSchema>("qtoolkit::fake_quant_");
-  const bool in_scale = is_differentiated(kOp, scale), in_zero_point = is_differentiated(kOp, zero_point);
+  const bool in_scale = is_differentiated(kInPlace, scale), in_zero_point = is_differentiated(kInPlace, zero_point);
   TORCH_CHECK_NOT_IMPLEMENTED(!in_scale && !in_zero_point,
                               "fake_quant_: scale and zero_point must not require grad, since their gradients are "
                               "computed from x, which is overwritten; use fake_quant.");
@@ -38,7 +38,7 @@ Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_
     const at::AutoDispatchBelowAutograd guard;
     return op.call(x, scale, zero_point, qmin, qmax, axis, group, block_size, with_mask);
   };
-  if (!is_differentiated(kOp, x)) return call(mask);
+  if (!is_differentiated(kInPlace, x)) return call(mask);
   check_writable(x);
   Tensor bits;
   // The node's output is an alias of x, whose history becomes that of x. The incoming gradient is not overwritten,

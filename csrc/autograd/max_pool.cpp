@@ -9,12 +9,12 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "max_pool_offsets";
+constexpr const char* kMaxPool = "max_pool_offsets";
 
-using ForwardSchema = std::tuple<Tensor, Tensor>(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef,
-                                                 bool);
-using BackwardSchema = Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef,
-                              IntArrayRef, bool);
+using MaxPoolForward = std::tuple<Tensor, Tensor>(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef,
+                                                  bool);
+using MaxPoolBackward = Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef,
+                               IntArrayRef, bool);
 
 struct MaxPool : torch::autograd::Function<MaxPool> {
   // `below` returns the values and the offsets.
@@ -35,7 +35,7 @@ struct MaxPool : torch::autograd::Function<MaxPool> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<BackwardSchema>("qtoolkit::max_pool_offsets_backward");
+    static const auto op = find_op<MaxPoolBackward>("qtoolkit::max_pool_offsets_backward");
     if (!grads[0].defined()) return variable_list(7);
     auto& data = ctx->saved_data;
     std::vector<c10::SymInt> size = grads[0].sym_sizes().vec();
@@ -50,12 +50,12 @@ struct MaxPool : torch::autograd::Function<MaxPool> {
 
 std::tuple<Tensor, Tensor> max_pool_offsets(const Tensor& x, IntArrayRef kernel_size, IntArrayRef stride,
                                             IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
-  static const auto op = find_op<ForwardSchema>("qtoolkit::max_pool_offsets");
+  static const auto op = find_op<MaxPoolForward>("qtoolkit::max_pool_offsets");
   const auto below = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return op.call(x, kernel_size, stride, padding, dilation, ceil_mode);
   };
-  if (!is_differentiated(kOp, x)) return below();
+  if (!is_differentiated(kMaxPool, x)) return below();
   Tensor y, offsets;
   y = MaxPool::apply(x, kernel_size, stride, padding, dilation, ceil_mode, [&] {
     std::tie(y, offsets) = below();

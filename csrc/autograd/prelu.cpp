@@ -9,12 +9,12 @@ using std::optional;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "prelu_fake_quant";
+constexpr const char* kPrelu = "prelu_fake_quant";
 
-using ForwardSchema = Tensor(const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, int64_t, int64_t,
-                             double);
-using BackwardSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                                          const optional<Tensor>&, int64_t, int64_t, double);
+using PreluForward = Tensor(const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, int64_t, int64_t,
+                            double);
+using PreluBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                         const optional<Tensor>&, int64_t, int64_t, double);
 
 struct PreluFakeQuant : torch::autograd::Function<PreluFakeQuant> {
   template <class Below>
@@ -30,7 +30,7 @@ struct PreluFakeQuant : torch::autograd::Function<PreluFakeQuant> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<BackwardSchema>("qtoolkit::prelu_fake_quant_backward");
+    static const auto op = find_op<PreluBackward>("qtoolkit::prelu_fake_quant_backward");
     if (!grads[0].defined()) return variable_list(8);
     const variable_list saved = ctx->get_saved_variables();
     const optional<Tensor> zero_point = saved[3].defined() ? optional<Tensor>(saved[3]) : std::nullopt;
@@ -45,14 +45,14 @@ Tensor prelu_fake_quant(const Tensor& x, const Tensor& weight, const Tensor& sca
                         int64_t qmin, int64_t qmax, double grad_factor) {
   const auto below = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op = find_op<ForwardSchema>("qtoolkit::prelu_fake_quant");
+    static const auto op = find_op<PreluForward>("qtoolkit::prelu_fake_quant");
     return op.call(x, weight, scale, zero_point, qmin, qmax, grad_factor);
   };
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_differentiated(kOp, zero_point), kOp,
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_differentiated(kPrelu, zero_point), kPrelu,
                               ": zero_point must not require grad, since the op has no gradient for it; pass "
                               "zero_point.detach(), or use torch.nn.functional.prelu and fake_quant.");
   bool differentiated = false;
-  for (const Tensor* t : {&x, &weight, &scale}) differentiated = is_differentiated(kOp, *t) || differentiated;
+  for (const Tensor* t : {&x, &weight, &scale}) differentiated = is_differentiated(kPrelu, *t) || differentiated;
   if (!differentiated) return below();
   return PreluFakeQuant::apply(x, weight, scale, zero_point, qmin, qmax, grad_factor, below);
 }

@@ -9,11 +9,11 @@ using std::optional;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "fake_quant_shaped";
+constexpr const char* kShaped = "fake_quant_shaped";
 
-using ForwardSchema = Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, const optional<Tensor>&, int64_t,
+using ShapedForward = Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, const optional<Tensor>&, int64_t,
                              int64_t, std::string_view, at::IntArrayRef, optional<int64_t>, int64_t, int64_t);
-using BackwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+using ShapedBackward = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                                   const optional<Tensor>&, const optional<Tensor>&,
                                                                   int64_t, int64_t, std::string_view, at::IntArrayRef,
                                                                   optional<int64_t>, int64_t, int64_t);
@@ -37,7 +37,7 @@ struct FakeQuantShaped : torch::autograd::Function<FakeQuantShaped> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<BackwardSchema>("qtoolkit::fake_quant_shaped_backward");
+    static const auto op = find_op<ShapedBackward>("qtoolkit::fake_quant_shaped_backward");
     variable_list result(12);
     if (!grads[0].defined()) return result;
     const variable_list saved = ctx->get_saved_variables();
@@ -60,12 +60,12 @@ Tensor fake_quant_shaped(const Tensor& x, const Tensor& scale, const optional<Te
                          at::IntArrayRef levels, optional<int64_t> axis, int64_t group, int64_t block_size) {
   const auto below = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op = find_op<ForwardSchema>("qtoolkit::fake_quant_shaped");
+    static const auto op = find_op<ShapedForward>("qtoolkit::fake_quant_shaped");
     return op.call(x, scale, zero_point, steepness, qmin, qmax, shape, levels, axis, group, block_size);
   };
-  bool differentiated = is_differentiated(kOp, x);
+  bool differentiated = is_differentiated(kShaped, x);
   for (const optional<Tensor>& t : {optional<Tensor>(scale), zero_point, steepness}) {
-    differentiated = is_differentiated(kOp, t) || differentiated;
+    differentiated = is_differentiated(kShaped, t) || differentiated;
   }
   if (!differentiated) return below();
   return FakeQuantShaped::apply(x, scale, zero_point, steepness, qmin, qmax, shape, levels, axis, group, block_size,

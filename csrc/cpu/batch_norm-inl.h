@@ -93,89 +93,105 @@ NormSettings<A> settings_of(const BatchNormArgs& args) {
           all(residual.zero_point)};
 }
 
-// The operands of a chunk.
-template <class T>
+// The operands of a chunk, in the type of the arithmetic.
+template <class A>
 struct NormChunk {
-  const T *x, *grad, *residual;
+  const A *x, *grad, *residual;
   const uint8_t* residual_codes;
-  T *y, *residual_grad;
+  Target y, residual_grad;
   CodesAt codes;
+  Dtype dtype;  // of the operands in memory
 };
 
-template <class T, class P>
-QT_FN T* element(P* data, int64_t i) {
-  return data == nullptr ? nullptr : static_cast<T*>(data) + i;
+template <class P>
+QT_FN P* element(P* data, int64_t i) {
+  return data == nullptr ? nullptr : data + i;
 }
 
-template <class T>
-QT_FN NormChunk<T> chunk_at(const BatchNormArgs& args, int64_t i) {
-  return {element<const T>(args.x, i),
-          element<const T>(args.grad, i),
-          element<const T>(args.residual, i),
-          element<const uint8_t>(args.residual_codes, i),
-          element<T>(args.y, i),
-          element<T>(args.residual_grad, i),
-          codes_at({args.codes, args.packed}, i)};
+// The first n elements of a chunk in the type of the arithmetic, with zeros behind them up to `end`.
+template <class A>
+QT_FN const A* first_values_of(Source from, int n, int end, Padded<A>& buffer) {
+  if (is_native<A>(from.dtype)) return padded(static_cast<const A*>(from.data), n, buffer, end);
+  Padded<uint16_t> halves;
+  padded(static_cast<const uint16_t*>(from.data), n, halves);
+  return values_of({halves.values, from.dtype}, buffer);
 }
 
 // Calls f with the operands of a chunk and its vectors; if it ends early, with padded copies. Padding is zero: it adds
 // nothing to sums of gradients.
-template <class A, class T, class F>
+template <class A, class F>
 QT_FN void with_chunk(const BatchNormArgs& args, int64_t i, int n, F f) {
-  const NormChunk<T> whole = chunk_at<T>(args, i);
-  if (n == kChunk) return f(whole, AllVectors{});
-  NormChunk<T> chunk = whole;
-  Padded<T> x, grad, residual, y, residual_grad;
-  Padded<uint8_t> residual_codes, codes;
+  const auto source = [&](const void* data) { return at<A>(Source{data, args.dtype}, i); };
+  const Source x = source(args.x), grad = source(args.grad), residual = source(args.residual);
+  const uint8_t* codes_of_residual = element(args.residual_codes, i);
+  const Target y = at<A>(Target{args.y, args.dtype}, i),
+               residual_grad = at<A>(Target{args.residual_grad, args.dtype}, i);
+  const CodesAt codes = codes_at({args.codes, args.packed}, i);
+  Padded<A> x_buffer, grad_buffer, residual_buffer;
+  if (n == kChunk) {
+    const auto values = [](Source from, Padded<A>& buffer) {
+      return from.data == nullptr ? nullptr : values_of(from, buffer);
+    };
+    return f(NormChunk<A>{values(x, x_buffer), values(grad, grad_buffer), values(residual, residual_buffer),
+                          codes_of_residual, y, residual_grad, codes, args.dtype},
+             AllVectors{});
+  }
   const FirstVectors<A> vectors = FirstVectors<A>::of(n);
-  const int end = vectors.elements;
-  chunk.x = padded(whole.x, n, x, end);
-  if (whole.grad != nullptr) chunk.grad = padded(whole.grad, n, grad, end);
-  if (whole.residual != nullptr) chunk.residual = padded(whole.residual, n, residual, end);
-  if (whole.residual_codes != nullptr) chunk.residual_codes = padded(whole.residual_codes, n, residual_codes, end);
-  chunk.y = y.values;
-  if (whole.residual_grad != nullptr) chunk.residual_grad = residual_grad.values;
-  if (whole.codes.data != nullptr) chunk.codes.data = codes.values;
+  const auto values = [&](Source from, Padded<A>& buffer) {
+    return from.data == nullptr ? nullptr : first_values_of(from, n, vectors.elements, buffer);
+  };
+  Padded<A> y_buffer, residual_grad_buffer;
+  Padded<uint8_t> residual_codes, new_codes;
+  if (codes_of_residual != nullptr) padded(codes_of_residual, n, residual_codes, vectors.elements);
+  const NormChunk<A> chunk = {values(x, x_buffer),
+                              values(grad, grad_buffer),
+                              values(residual, residual_buffer),
+                              codes_of_residual == nullptr ? nullptr : residual_codes.values,
+                              {y_buffer.values, args.dtype},
+                              {residual_grad.data == nullptr ? nullptr : residual_grad_buffer.values, args.dtype},
+                              {codes.data == nullptr ? nullptr : new_codes.values, codes.packed},
+                              args.dtype};
   f(chunk, vectors);
-  if (whole.y != nullptr) put_first(y, n, whole.y);
-  if (whole.residual_grad != nullptr) put_first(residual_grad, n, whole.residual_grad);
-  if (whole.codes.data != nullptr) put_first(codes, bytes_of_codes(chunk.codes, n), whole.codes.data);
+  const int64_t bytes = bytes_of<A>(args.dtype, n);
+  if (y.data != nullptr) put_bytes(y_buffer.values, bytes, y.data);
+  if (residual_grad.data != nullptr) put_bytes(residual_grad_buffer.values, bytes, residual_grad.data);
+  if (codes.data != nullptr) put_first(new_codes, bytes_of_codes(chunk.codes, n), codes.data);
 }
 
 // A residual that is rebuilt from its codes is rounded to x's dtype, as the residual itself was.
-template <class A, class T>
-QT_FN Vector<A> rounded_to(Vector<A> v) {
-  if constexpr (std::is_same<A, T>::value) {
-    return v;
-  } else {
-#if QT_BYTES == 64
-    if constexpr (std::is_same<T, f16>::value) {
-      return (Vector<A>)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
-    }
-#endif
+template <class A>
+QT_FN Vector<A> rounded_to(Dtype dtype, Vector<A> v) {
+  if constexpr (std::is_same<A, float>::value) {
     typedef uint32_t U __attribute__((vector_size(QT_BYTES)));
-    return widen_bits<Vector<A>>(narrow_bits<U>(v, T{}), T{});
+    if (dtype == Dtype::bf16) return widen_bits<Vector<A>>(narrow_bits<U>(v, bf16{}), bf16{});
+#if QT_BYTES == 64
+    if (dtype == Dtype::f16) return (Vector<A>)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+    if (dtype == Dtype::f16) return widen_bits<Vector<A>>(narrow_bits<U>(v, f16{}), f16{});
+#endif
   }
+  return v;
 }
 
-template <class A, class T>
-QT_FN Vector<A> with_residual(const NormSettings<A>& s, const NormChunk<T>& chunk, int k, Vector<A> v) {
+template <class A>
+QT_FN Vector<A> with_residual(const NormSettings<A>& s, const NormChunk<A>& chunk, int k, Vector<A> v) {
   if (chunk.residual_codes != nullptr) {
     const Vector<A> code = load_codes<A>(chunk.residual_codes + k, s.residual_signed);
-    return v + rounded_to<A, T>(value_of(code, s.residual_scale, s.residual_zero_point));
+    return v + rounded_to<A>(chunk.dtype, value_of(code, s.residual_scale, s.residual_zero_point));
   }
-  return chunk.residual == nullptr ? v : v + load_as<A>(chunk.residual + k);
+  return chunk.residual == nullptr ? v : v + load(chunk.residual + k);
 }
 
 // The value before the activation, and x - mean. Forward and backward compute it here, with the same bits.
-template <class A, class T, class Of>
-QT_FN Vector<A> value_at(const NormSettings<A>& s, const NormChunk<T>& chunk, int k, const Of& of, Vector<A>& centred) {
-  centred = load_as<A>(chunk.x + k) - Of::mean(of, k);
+template <class A, class Of>
+QT_FN Vector<A> value_at(const NormSettings<A>& s, const NormChunk<A>& chunk, int k, const Of& of, Vector<A>& centred) {
+  centred = load(chunk.x + k) - Of::mean(of, k);
   return with_residual<A>(s, chunk, k, normalized(centred, Of::factor(of, k), Of::bias(of, k)));
 }
 
-template <bool kStream, class A, class T, class Of, class Vectors>
-QT_FN void forward_chunk(const NormSettings<A>& s, const NormChunk<T>& chunk, const Of& of, Vectors vectors) {
+template <class A, class Of, class Vectors>
+QT_FN void forward_chunk(const NormSettings<A>& s, const NormChunk<A>& chunk, const Of& of, Vectors vectors,
+                         bool stream) {
   Vector<A> y[kVectors<A>] = {}, centred;
   for_vectors<A>(vectors, [&](int i) { y[i] = activate(s.ends, value_at(s, chunk, i * kLanes<A>, of, centred)); });
   if (s.quantized) {
@@ -187,7 +203,7 @@ QT_FN void forward_chunk(const NormSettings<A>& s, const NormChunk<T>& chunk, co
       }
     });
   }
-  store_chunk<kStream, A>(chunk.y, y);
+  store_chunk<A>(chunk.y, y, stream);
 }
 
 // The gradient of the value before the activation, from that of the result. No division: the values whose gradient the
@@ -200,17 +216,18 @@ QT_FN Vector<A> gradient_before(const NormSettings<A>& s, Vector<A> before, Vect
   return s.ends.sloped ? activation_gradient(s.ends, before, passed) : passed;
 }
 
-template <bool kStream, class A, class T, class Of, class Vectors>
-QT_FN void backward_chunk(const NormSettings<A>& s, const NormChunk<T>& chunk, const Of& of, Vectors vectors) {
+template <class A, class Of, class Vectors>
+QT_FN void backward_chunk(const NormSettings<A>& s, const NormChunk<A>& chunk, const Of& of, Vectors vectors,
+                          bool stream) {
   Vector<A> dx[kVectors<A>] = {}, grads[kVectors<A>] = {}, centred;
   for_vectors<A>(vectors, [&](int i) {
     const int k = i * kLanes<A>;
     const Vector<A> before = value_at(s, chunk, k, of, centred);
-    grads[i] = gradient_before<A>(s, before, load_as<A>(chunk.grad + k));
+    grads[i] = gradient_before<A>(s, before, load(chunk.grad + k));
     dx[i] = input_gradient(grads[i], centred, Of::factor(of, k), Of::slope(of, k), Of::offset(of, k));
   });
-  store_chunk<kStream, A>(chunk.y, dx);
-  if (chunk.residual_grad != nullptr) store_chunk<kStream, A>(chunk.residual_grad, grads);
+  store_chunk<A>(chunk.y, dx, stream);
+  if (chunk.residual_grad.data != nullptr) store_chunk<A>(chunk.residual_grad, grads, stream);
 }
 
 // ---- kernels that write each element
@@ -221,55 +238,48 @@ QT_FN cpu::NormChannels<A> channel_at(const cpu::NormChannels<A>& row, int64_t c
 }
 
 // Calls f(operands, channels, vectors) for each chunk of a part.
-template <class A, class T, class F>
+template <class A, class F>
 QT_FN void for_norm_chunks(const BatchNormArgs& args, const cpu::NormChannels<A>& row, const cpu::NormPart& part, F f) {
   if (args.inner == 1) {
     return for_row_chunks(args, part.begin * args.channels, part.end * args.channels,
                           [&](int64_t i, int n, int64_t position) {
                             const RowOfChannels<A> of = {channel_at(row, position)};
-                            with_chunk<A, T>(args, i, n, [&](const auto& chunk, auto some) { f(chunk, of, some); });
+                            with_chunk<A>(args, i, n, [&](const auto& chunk, auto some) { f(chunk, of, some); });
                           });
   }
   for_planes(args, part, [&](int64_t c, int64_t begin) {
     const OneChannel<A> of = {channel_at(row, c)};
     for_chunks(begin, begin + args.inner, [&](int64_t i, int n) {
-      with_chunk<A, T>(args, i, n, [&](const auto& chunk, auto some) { f(chunk, of, some); });
+      with_chunk<A>(args, i, n, [&](const auto& chunk, auto some) { f(chunk, of, some); });
     });
   });
 }
 
 // Streaming stores need addresses that are multiples of a line.
-template <class T>
+template <class A>
 QT_FN bool may_stream(const BatchNormArgs& args, const void* to) {
-  const bool whole = args.inner == 1 || args.inner * sizeof(T) % 64 == 0;
+  const bool whole = args.inner == 1 || bytes_of<A>(args.dtype, args.inner) % 64 == 0;
   return args.stream && whole && reinterpret_cast<uintptr_t>(to) % 64 == 0;
 }
 
 template <class A>
 void norm_forward(const BatchNormArgs& args, const cpu::NormChannels<A>& row, const cpu::NormPart& part) {
   const NormSettings<A> settings = settings_of<A>(args);
-  with_storage<A>(args.dtype, [&](auto* type) {
-    using T = typename std::remove_pointer<decltype(type)>::type;
-    with_stream<true>(may_stream<T>(args, args.y), [&](auto stream) {
-      for_norm_chunks<A, T>(args, row, part, [&](const NormChunk<T>& chunk, const auto& of, auto vectors) {
-        forward_chunk<stream.value, A>(settings, chunk, of, vectors);
-      });
-    });
+  const bool stream = may_stream<A>(args, args.y);
+  for_norm_chunks<A>(args, row, part, [&](const NormChunk<A>& chunk, const auto& of, auto vectors) {
+    forward_chunk(settings, chunk, of, vectors, stream);
   });
+  end_stores(stream);
 }
 
 template <class A>
 void norm_backward(const BatchNormArgs& args, const cpu::NormChannels<A>& row, const cpu::NormPart& part) {
   const NormSettings<A> settings = settings_of<A>(args);
-  with_storage<A>(args.dtype, [&](auto* type) {
-    using T = typename std::remove_pointer<decltype(type)>::type;
-    const bool stream = may_stream<T>(args, args.y) && may_stream<T>(args, args.residual_grad);
-    with_stream<true>(stream, [&](auto stream) {
-      for_norm_chunks<A, T>(args, row, part, [&](const NormChunk<T>& chunk, const auto& of, auto vectors) {
-        backward_chunk<stream.value, A>(settings, chunk, of, vectors);
-      });
-    });
+  const bool stream = may_stream<A>(args, args.y) && may_stream<A>(args, args.residual_grad);
+  for_norm_chunks<A>(args, row, part, [&](const NormChunk<A>& chunk, const auto& of, auto vectors) {
+    backward_chunk(settings, chunk, of, vectors, stream);
   });
+  end_stores(stream);
 }
 
 // ---- reductions. Lanes of the arithmetic's type take a limited number of terms and are then added in float64.
@@ -297,51 +307,52 @@ struct ChannelMoments {
   QT_FN int64_t limit(const ChannelMoments& m) { return m.total.count == 0 ? kChunk : kTerms * kChunk; }
 };
 
-template <class A, class T>
-QT_FN void add_chunk(Lanes<A>& sum, Lanes<A>& squares, Vector<A> shift, const T* x, int n) {
+template <class A>
+QT_FN void add_chunk(Lanes<A>& sum, Lanes<A>& squares, Vector<A> shift, Source from, int n) {
   const auto add = [&](int i, Vector<A> centred) {
     sum.sum[i] += centred;
     squares.sum[i] += centred * centred;
   };
+  Padded<A> buffer;
   if (n == kChunk) {
-    return for_vectors<A>(AllVectors{}, [&](int i) { add(i, load_as<A>(x + i * kLanes<A>) - shift); });
+    const A* x = values_of(from, buffer);
+    return for_vectors<A>(AllVectors{}, [&](int i) { add(i, load(x + i * kLanes<A>) - shift); });
   }
-  Padded<T> buffer;
   const FirstVectors<A> vectors = FirstVectors<A>::of(n);
   const uint64_t exist = (uint64_t{1} << n) - 1;
-  x = padded(x, n, buffer, vectors.elements);
+  const A* x = first_values_of(from, n, vectors.elements, buffer);
   for_vectors<A>(vectors, [&](int i) {
     const int k = i * kLanes<A>;
-    add(i, keep(load_as<A>(x + k) - shift, static_cast<unsigned>(exist >> k)));
+    add(i, keep(load(x + k) - shift, static_cast<unsigned>(exist >> k)));
   });
 }
 
-template <class A, class T>
-QT_FN void moments_of_plane(ChannelMoments<A>& m, const T* x, int64_t inner) {
-  if (m.total.count == 0 && m.count == 0) m.shift = to_arithmetic<A>(*x);
-  for (int64_t at = 0; at < inner;) {
-    const int64_t n = smaller(inner - at, ChannelMoments<A>::limit(m));
+template <class A>
+QT_FN void moments_of_plane(ChannelMoments<A>& m, Source x, int64_t inner) {
+  if (m.total.count == 0 && m.count == 0) m.shift = first_value_of<A>(x);
+  for (int64_t done = 0; done < inner;) {
+    const int64_t n = smaller(inner - done, ChannelMoments<A>::limit(m));
     const Vector<A> shift = broadcast<Vector<A>>(m.shift);
     if (n < kChunk) {
-      add_chunk(m.sum, m.squares, shift, x + at, static_cast<int>(n));
+      add_chunk(m.sum, m.squares, shift, at<A>(x, done), static_cast<int>(n));
     } else {
       Lanes<A> sum = m.sum, squares = m.squares;  // in registers
-      for_chunks(at, at + n, [&](int64_t i, int length) { add_chunk(sum, squares, shift, x + i, length); });
+      for_chunks(done, done + n, [&](int64_t i, int length) { add_chunk(sum, squares, shift, at<A>(x, i), length); });
       m.sum = sum;
       m.squares = squares;
     }
     m.count += n;
-    at += n;
+    done += n;
     if (m.count + kChunk > ChannelMoments<A>::limit(m)) ChannelMoments<A>::flush(m);
   }
 }
 
-template <class A, class T>
+template <class A>
 void moments_of_planes(const BatchNormArgs& args, const cpu::NormPart& part, Moments* result) {
   ChannelMoments<A> moments[cpu::kNormGroup];
-  const T* x = static_cast<const T*>(args.x);
+  const Source x = {args.x, args.dtype};
   for_planes(args, part,
-             [&](int64_t c, int64_t begin) { moments_of_plane(moments[c - part.first], x + begin, args.inner); });
+             [&](int64_t c, int64_t begin) { moments_of_plane(moments[c - part.first], at<A>(x, begin), args.inner); });
   for (int64_t c = part.first; c < part.last; ++c) {
     ChannelMoments<A>::flush(moments[c - part.first]);
     result[c] = moments[c - part.first].total;
@@ -364,31 +375,31 @@ QT_FN void fold_places(A* places, int64_t channels) {
   for (int64_t k = channels; k < channels + kChunk; ++k) places[k % channels] += places[k];
 }
 
-template <class A, class T>
-QT_FN void add_row_chunk(const T* x, int n, const A* shift, A* sum, A* squares) {
-  Padded<T> buffer;
+template <class A>
+QT_FN void add_row_chunk(Source from, int n, const A* shift, A* sum, A* squares) {
+  Padded<A> buffer;
   const uint64_t exist = n == kChunk ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
-  if (n < kChunk) x = padded(x, n, buffer);
+  const A* x = n < kChunk ? first_values_of(from, n, kChunk, buffer) : values_of(from, buffer);
   for (int k = 0; k < kChunk; k += kLanes<A>) {
-    Vector<A> centred = load_as<A>(x + k) - load(shift + k);
+    Vector<A> centred = load(x + k) - load(shift + k);
     if (n < kChunk) centred = keep(centred, static_cast<unsigned>(exist >> k));
     store(sum + k, load(sum + k) + centred);
     store(squares + k, load(squares + k) + centred * centred);
   }
 }
 
-template <class A, class T>
+template <class A>
 void moments_of_rows(const BatchNormArgs& args, const cpu::NormPart& part, A* places, Moments* result) {
   const int64_t channels = args.channels, width = channels + kChunk;
-  const T* x = static_cast<const T*>(args.x);
+  const Source x = {args.x, args.dtype};
   A *shift = places, *sum = shift + width, *squares = sum + width;
-  for (int64_t k = 0; k < width; ++k) shift[k] = to_arithmetic<A>(x[part.begin * channels + k % channels]);
+  for (int64_t k = 0; k < width; ++k) shift[k] = first_value_of<A>(at<A>(x, part.begin * channels + k % channels));
   for (int64_t row = part.begin, rows = 0; row < part.end; row += rows) {
     rows = smaller(row == part.begin ? kChunk : rows_of_block(args), part.end - row);
     clear_places(sum, channels);
     clear_places(squares, channels);
     for_row_chunks(args, row * channels, (row + rows) * channels, [&](int64_t i, int n, int64_t position) {
-      add_row_chunk(x + i, n, shift + position, sum + position, squares + position);
+      add_row_chunk(at<A>(x, i), n, shift + position, sum + position, squares + position);
     });
     fold_places(sum, channels);
     fold_places(squares, channels);
@@ -404,11 +415,8 @@ void moments_of_rows(const BatchNormArgs& args, const cpu::NormPart& part, A* pl
 
 template <class A>
 void norm_moments(const BatchNormArgs& args, const cpu::NormPart& part, A* places, Moments* result) {
-  with_storage<A>(args.dtype, [&](auto* type) {
-    using T = typename std::remove_pointer<decltype(type)>::type;
-    if (args.inner == 1) return moments_of_rows<A, T>(args, part, places, result);
-    moments_of_planes<A, T>(args, part, result);
-  });
+  if (args.inner == 1) return moments_of_rows(args, part, places, result);
+  moments_of_planes<A>(args, part, result);
 }
 
 // The terms of the four sums of a vector of elements; the last two only if kLearned is set.
@@ -417,10 +425,10 @@ struct GradientTerms {
   Vector<A> grad, product, scale, zero_point;
 };
 
-template <bool kLearned, class A, class T, class Of>
-QT_FN GradientTerms<A> gradient_terms(const NormSettings<A>& s, const NormChunk<T>& chunk, int k, const Of& of) {
+template <bool kLearned, class A, class Of>
+QT_FN GradientTerms<A> gradient_terms(const NormSettings<A>& s, const NormChunk<A>& chunk, int k, const Of& of) {
   Vector<A> centred;
-  const Vector<A> before = value_at(s, chunk, k, of, centred), grad = load_as<A>(chunk.grad + k);
+  const Vector<A> before = value_at(s, chunk, k, of, centred), grad = load(chunk.grad + k);
   GradientTerms<A> terms = {gradient_before<A>(s, before, grad), {}, {}, {}};
   terms.product = terms.grad * centred;
   if constexpr (kLearned) {
@@ -460,12 +468,12 @@ struct ChannelGradients {
   int64_t count = 0;
 };
 
-template <bool kLearned, class A, class T>
+template <bool kLearned, class A>
 QT_FN void sums_of_plane(const BatchNormArgs& args, const NormSettings<A>& settings, const OneChannel<A>& of,
                          int64_t begin, ChannelGradients<A>& gradients, NormSums& sums) {
   constexpr int64_t kLimit = kTerms * kChunk;
   const auto add = [&](int64_t i, int length, GradientLanes<A>& lanes) {
-    with_chunk<A, T>(args, i, length, [&](const NormChunk<T>& chunk, auto vectors) {
+    with_chunk<A>(args, i, length, [&](const NormChunk<A>& chunk, auto vectors) {
       for_vectors<A>(vectors, [&](int v) {
         add_terms<kLearned>(lanes, v, gradient_terms<kLearned>(settings, chunk, v * kLanes<A>, of));
       });
@@ -488,19 +496,19 @@ QT_FN void sums_of_plane(const BatchNormArgs& args, const NormSettings<A>& setti
   }
 }
 
-template <bool kLearned, class A, class T>
+template <bool kLearned, class A>
 void sums_of_planes(const BatchNormArgs& args, const cpu::NormChannels<A>& row, const cpu::NormPart& part,
                     NormSums* result) {
   const NormSettings<A> settings = settings_of<A>(args);
   ChannelGradients<A> gradients[cpu::kNormGroup];
   for_planes(args, part, [&](int64_t c, int64_t begin) {
-    sums_of_plane<kLearned, A, T>(args, settings, {channel_at(row, c)}, begin, gradients[c - part.first], result[c]);
+    sums_of_plane<kLearned, A>(args, settings, {channel_at(row, c)}, begin, gradients[c - part.first], result[c]);
   });
   for (int64_t c = part.first; c < part.last; ++c) flush(gradients[c - part.first].lanes, result[c]);
 }
 
 // The sums of the whole tensor are added to those of the first channel.
-template <bool kLearned, class A, class T>
+template <bool kLearned, class A>
 void sums_of_rows(const BatchNormArgs& args, const cpu::NormChannels<A>& row, const cpu::NormPart& part, A* places,
                   NormSums* result) {
   const NormSettings<A> settings = settings_of<A>(args);
@@ -514,7 +522,7 @@ void sums_of_rows(const BatchNormArgs& args, const cpu::NormChannels<A>& row, co
     int chunks = 0;
     for_row_chunks(args, first * channels, (first + rows) * channels, [&](int64_t i, int n, int64_t position) {
       const RowOfChannels<A> of = {channel_at(row, position)};
-      with_chunk<A, T>(args, i, n, [&](const NormChunk<T>& chunk, auto vectors) {
+      with_chunk<A>(args, i, n, [&](const NormChunk<A>& chunk, auto vectors) {
         for_vectors<A>(vectors, [&](int v) {
           const int k = v * kLanes<A>;
           const GradientTerms<A> terms = gradient_terms<kLearned>(settings, chunk, k, of);
@@ -541,12 +549,9 @@ void sums_of_rows(const BatchNormArgs& args, const cpu::NormChannels<A>& row, co
 template <class A>
 void norm_sums(const BatchNormArgs& args, const cpu::NormChannels<A>& row, const cpu::NormPart& part, A* places,
                NormSums* result) {
-  with_storage<A>(args.dtype, [&](auto* type) {
-    using T = typename std::remove_pointer<decltype(type)>::type;
-    const auto run = [&](auto learned) {
-      if (args.inner == 1) return sums_of_rows<learned.value, A, T>(args, row, part, places, result);
-      sums_of_planes<learned.value, A, T>(args, row, part, result);
-    };
-    args.learned ? run(std::true_type{}) : run(std::false_type{});
-  });
+  const auto run = [&](auto learned) {
+    if (args.inner == 1) return sums_of_rows<learned.value, A>(args, row, part, places, result);
+    sums_of_planes<learned.value, A>(args, row, part, result);
+  };
+  args.learned ? run(std::true_type{}) : run(std::false_type{});
 }

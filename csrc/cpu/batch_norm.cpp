@@ -20,7 +20,7 @@ constexpr int64_t kParts = 64;    // parts that a tensor is worth dividing into
 constexpr int64_t kGroup = 2048;  // elements of a channel and its neighbours in one plane, at the least
 // Elements from which streaming stores pay off: fewer than for an op alone, whose result stays in a cache, since what a
 // training step reads until it comes back to this one replaces it.
-constexpr int64_t kLargeResult = 1 << 20;
+constexpr int64_t kLargeNormResult = 1 << 20;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -75,7 +75,7 @@ class BatchNorm {
         division_(division_of(args)),
         width_(args.channels + (args.inner == 1 ? kChunk : 0)),
         memory_(5 * width_) {
-    args_.stream = args.outer * args.channels * args.inner >= kLargeResult;
+    args_.stream = args.outer * args.channels * args.inner >= kLargeNormResult;
   }
 
   void forward() {

@@ -29,10 +29,6 @@ QT_FN void for_vectors(FirstVectors<A> vectors, F f) {
 }
 
 // Copies the first n elements of a chunk to a padded one, with zeros behind them up to `end`; and back.
-template <class T>
-struct alignas(64) Padded {
-  T values[cpu::kChunk];
-};
 
 #if QT_BYTES == 64
 
@@ -49,12 +45,10 @@ QT_FN const T* padded(const T* from, int n, Padded<T>& to, int end = cpu::kChunk
   return to.values;
 }
 
-template <class T>
-QT_FN void put_first(const Padded<T>& from, int n, T* to) {
-  for (size_t line = 0; 64 * line < n * sizeof(T); ++line) {
-    const __mmask64 mask = first_bytes(n * static_cast<int64_t>(sizeof(T)) - 64 * line);
-    _mm512_mask_storeu_epi8(reinterpret_cast<char*>(to) + 64 * line, mask,
-                            _mm512_load_si512(reinterpret_cast<const char*>(from.values) + 64 * line));
+QT_FN void put_bytes(const void* from, int64_t n, void* to) {
+  for (int64_t at = 0; at < n; at += 64) {
+    _mm512_mask_storeu_epi8(static_cast<char*>(to) + at, first_bytes(n - at),
+                            _mm512_load_si512(static_cast<const char*>(from) + at));
   }
 }
 
@@ -67,12 +61,14 @@ QT_FN const T* padded(const T* from, int n, Padded<T>& to, int end = cpu::kChunk
   return to.values;
 }
 
-template <class T>
-QT_FN void put_first(const Padded<T>& from, int n, T* to) {
-  __builtin_memcpy(to, from.values, n * sizeof(T));
-}
+QT_FN void put_bytes(const void* from, int64_t n, void* to) { __builtin_memcpy(to, from, n); }
 
 #endif
+
+template <class T>
+QT_FN void put_first(const Padded<T>& from, int n, T* to) {
+  put_bytes(from.values, n * sizeof(T), to);
+}
 
 // Vectors of bytes and of integers with as many lanes as those of A; of pairs of these bytes, and of a byte for each.
 template <class A>

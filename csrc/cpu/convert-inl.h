@@ -149,65 +149,27 @@ QT_FN Vector<A> load_as(const T* from) {
 template <class A>
 constexpr int kVectors = cpu::kChunk / kLanes<A>;
 
-template <bool kStream, class A, class T>
-QT_FN void store_chunk(T* to, const Vector<A> (&v)[kVectors<A>]) {
+template <class A, class T>
+QT_FN void store_chunk(T* to, const Vector<A> (&v)[kVectors<A>], bool stream) {
   if constexpr (std::is_same<A, T>::value) {
-    for (int i = 0; i < kVectors<A>; ++i) put<kStream>(to + i * kLanes<A>, v[i]);
+    for (int i = 0; i < kVectors<A>; ++i) put(to + i * kLanes<A>, v[i], stream);
   } else {
 #if QT_BYTES == 64
-    put<kStream>(to, narrow_halves(v[0], v[1], T{}));
-    put<kStream>(to + 32, narrow_halves(v[2], v[3], T{}));
+    put(to, narrow_halves(v[0], v[1], T{}), stream);
+    put(to + 32, narrow_halves(v[2], v[3], T{}), stream);
 #else
-    for (int i = 0; i < kVectors<A>; ++i) {
-      put<kStream>(to + i * kLanes<A>, narrow_halves(v[i], T{}));
-    }
+    for (int i = 0; i < kVectors<A>; ++i) put(to + i * kLanes<A>, narrow_halves(v[i], T{}), stream);
 #endif
-  }
-}
-
-// Writes a chunk of gradients, zero where the bit of `inside` is not set; 16-bit ones are copied without conversion.
-template <bool kStream, class T>
-QT_FN void pass_chunk(const T* grad, T* dx, uint64_t inside) {
-  if constexpr (sizeof(T) > 2) {
-    for (int k = 0; k < cpu::kChunk; k += kLanes<T>) {
-      put<kStream>(dx + k, keep(load(grad + k), static_cast<unsigned>(inside >> k)));
-    }
-  } else {
-#if QT_BYTES == 64
-    put<kStream>(dx, _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside), grad));
-    put<kStream>(dx + 32, _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside >> 32), grad + 32));
-#else
-    typedef uint16_t Lanes16 __attribute__((vector_size(32)));
-    constexpr Lanes16 bit = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
-                             1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
-    for (int k = 0; k < cpu::kChunk; k += 16) {
-      Lanes16 values;
-      __builtin_memcpy(&values, grad + k, sizeof(values));
-      const Lanes16 bits = Lanes16{} + static_cast<uint16_t>(inside >> k);
-      values &= (Lanes16)((bit & bits) == bit);
-      __builtin_memcpy(dx + k, &values, sizeof(values));
-    }
-#endif
-  }
-}
-
-// Calls f with a null pointer of the storage type, if that is a 16-bit float.
-template <class F>
-void with_halves(Dtype dtype, F f) {
-  switch (dtype) {
-    case Dtype::bf16: return f(static_cast<bf16*>(nullptr));
-    case Dtype::f16: return f(static_cast<f16*>(nullptr));
-    default: return;
   }
 }
 
 // Calls f with a null pointer of the storage type; A is the type of the arithmetic.
 template <class A, class F>
-void with_storage(Dtype dtype, F f) {
+QT_FN void with_storage(Dtype dtype, F f) {
   if constexpr (std::is_same<A, double>::value) {
     f(static_cast<double*>(nullptr));
   } else {
-    switch (dtype) {  // as one switch: the call of with_halves would be 5 % of a conversion
+    switch (dtype) {
       case Dtype::f32: return f(static_cast<float*>(nullptr));
       case Dtype::bf16: return f(static_cast<bf16*>(nullptr));
       case Dtype::f16: return f(static_cast<f16*>(nullptr));
@@ -226,4 +188,106 @@ void with_codes(Dtype dtype, F f) {
     case Dtype::i32: return f(static_cast<int32_t*>(nullptr));
     default: return;
   }
+}
+
+// ---- chunks in memory whose type is known at run time: one loop serves all types, since a switch a chunk costs
+// nothing
+
+// The storage type that needs no conversion.
+template <class A>
+constexpr Dtype kNative = std::is_same<A, double>::value ? Dtype::f64 : Dtype::f32;
+
+// float64 is never another type in memory.
+template <class A>
+QT_FN bool is_native(Dtype dtype) {
+  return std::is_same<A, double>::value || dtype == kNative<A>;
+}
+
+template <class A>
+QT_FN int64_t bytes_of(Dtype dtype, int64_t n) {
+  return n * static_cast<int64_t>(is_native<A>(dtype) ? sizeof(A) : 2);
+}
+
+struct Source {
+  const void* data;
+  Dtype dtype;
+};
+
+struct Target {
+  void* data;
+  Dtype dtype;
+};
+
+// Element i of them, or nothing of nothing.
+template <class A>
+QT_FN Source at(Source from, int64_t i) {
+  return {from.data == nullptr ? nullptr : static_cast<const char*>(from.data) + bytes_of<A>(from.dtype, i),
+          from.dtype};
+}
+template <class A>
+QT_FN Target at(Target to, int64_t i) {
+  return {to.data == nullptr ? nullptr : static_cast<char*>(to.data) + bytes_of<A>(to.dtype, i), to.dtype};
+}
+
+// A chunk's elements, or those of another type of arrays that vectors are read from.
+template <class T>
+struct alignas(64) Padded {
+  T values[cpu::kChunk];
+};
+
+template <class A>
+QT_FN A first_value_of(Source from) {
+  A value = 0;
+  with_storage<A>(from.dtype, [&](auto* type) {
+    value = to_arithmetic<A>(*static_cast<const typename std::remove_pointer<decltype(type)>::type*>(from.data));
+  });
+  return value;
+}
+
+// The elements of a chunk in the type of the arithmetic: where they lie, or 16-bit floats widened into the buffer.
+template <class A>
+QT_FN const A* values_of(Source from, Padded<A>& buffer) {
+  if (is_native<A>(from.dtype)) return static_cast<const A*>(from.data);
+  if constexpr (std::is_same<A, float>::value) {
+    const auto widen = [&](const auto* data) {
+      for (int k = 0; k < cpu::kChunk; k += kLanes<A>) store(buffer.values + k, widen_halves(data + k));
+    };
+    from.dtype == Dtype::bf16 ? widen(static_cast<const bf16*>(from.data)) : widen(static_cast<const f16*>(from.data));
+  }
+  return buffer.values;
+}
+
+template <class A>
+QT_FN void store_chunk(Target to, const Vector<A> (&v)[kVectors<A>], bool stream) {
+  with_storage<A>(to.dtype, [&](auto* type) { store_chunk<A>(static_cast<decltype(type)>(to.data), v, stream); });
+}
+
+// Writes a chunk of gradients, zero where the bit of `inside` is not set; 16-bit ones are copied without conversion.
+template <class A>
+QT_FN void pass_chunk(Source from, Target to, uint64_t inside, bool stream) {
+  if (is_native<A>(from.dtype)) {
+    const A* grad = static_cast<const A*>(from.data);
+    A* dx = static_cast<A*>(to.data);
+    for (int k = 0; k < cpu::kChunk; k += kLanes<A>) {
+      put(dx + k, keep(load(grad + k), static_cast<unsigned>(inside >> k)), stream);
+    }
+    return;
+  }
+  const uint16_t* grad = static_cast<const uint16_t*>(from.data);
+  uint16_t* dx = static_cast<uint16_t*>(to.data);
+#if QT_BYTES == 64
+  put(dx, _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside), grad), stream);
+  put(dx + 32, _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside >> 32), grad + 32), stream);
+#else
+  typedef uint16_t Lanes16 __attribute__((vector_size(32)));
+  constexpr Lanes16 bit = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                           1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+  for (int k = 0; k < cpu::kChunk; k += 16) {
+    Lanes16 values;
+    __builtin_memcpy(&values, grad + k, sizeof(values));
+    const Lanes16 bits = Lanes16{} + static_cast<uint16_t>(inside >> k);
+    values &= (Lanes16)((bit & bits) == bit);
+    __builtin_memcpy(dx + k, &values, sizeof(values));
+  }
+#endif
 }

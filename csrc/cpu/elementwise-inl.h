@@ -5,79 +5,93 @@
 #include "chunk-inl.h"
 #include "scales-inl.h"
 
+// Consecutive chunks of an elementwise kernel.
+struct Chunks {
+  int count;
+  Source x;
+  Target y;
+  bool stream;
+  CodesAt codes;
+  uint64_t* mask;  // a word for each chunk, or null
+};
+
 // The loop of all elementwise kernels; Functor is one of fake_quant.h.
-template <class A, bool kMasked, bool kStream, bool kCodes, class T, class Functor, class Grid>
-QT_FN void map_chunks(const T* x, T* y, CodesAt codes, uint64_t* mask, int chunks, Grid grid, Functor functor) {
-  for (int chunk = 0; chunk < chunks; ++chunk, x += kChunk, y += kChunk) {
+template <class A, class Functor, class Grid>
+void map_chunks(const Grid& shared_grid, const void* shared_functor, const Chunks& given) {
+  // Copies, since the stores below could change the originals.
+  const Grid grid = shared_grid;
+  const Functor functor = *static_cast<const Functor*>(shared_functor);
+  const Chunks chunks = given;
+  Padded<A> buffer;
+  for (int chunk = 0; chunk < chunks.count; ++chunk) {
+    const int first = chunk * kChunk;
+    const A* x = values_of(at<A>(chunks.x, first), buffer);
     Vector<A> values[kVectors<A>];
     uint64_t inside = 0;
     for (int i = 0; i < kVectors<A>; ++i) {
-      const int k = i * kLanes<A>, at = chunk * kChunk + k;
+      const int k = i * kLanes<A>;
       const auto mapped =
-          Functor::apply(functor, load_as<A>(x + k), Grid::scales(grid, at), Grid::zero_points(grid, at));
+          Functor::apply(functor, load(x + k), Grid::scales(grid, first + k), Grid::zero_points(grid, first + k));
       values[i] = mapped.value;
-      if constexpr (kCodes) store_codes<A>(codes_at(codes, at), mapped.code);
-      if (kMasked) inside |= static_cast<uint64_t>(mapped.inside) << k;
+      if constexpr (std::is_same<Functor, IntegerFunctor<A, Vector<A>>>::value) {
+        if (chunks.codes.data != nullptr) store_codes<A>(codes_at(chunks.codes, first + k), mapped.code);
+      }
+      inside |= static_cast<uint64_t>(mapped.inside) << k;
     }
-    store_chunk<kStream, A>(y, values);
-    if (kMasked) mask[chunk] = inside;
+    store_chunk<A>(at<A>(chunks.y, first), values, chunks.stream);
+    if (chunks.mask != nullptr) chunks.mask[chunk] = inside;
   }
 }
 
-template <class A, bool kMasked, bool kStream, class Functor, bool kCodes = false>
-void elementwise_typed(const KernelArgs& args, int64_t begin, int64_t end) {
+template <class A>
+void map_elements(const KernelArgs& args, int64_t begin, int64_t end, const Loops<A, const Chunks&>& map) {
   Block<A> in, out;
   uint8_t bytes[kBlock];
-  const CodesAt codes = {bytes, args.packed}, all = {args.codes, args.packed};
   uint64_t mask[kBlock / kChunk];
-  const Functor functor = Functor::from(args);
+  const CodesAt all = {args.codes, args.packed}, codes = {args.codes == nullptr ? nullptr : bytes, args.packed};
   Position position = position_at(args.channels, begin);
-  for_blocks(begin, end, [&](int64_t at, int n) {
-    with_pointers<Functor::kMemoryBound>(args, args.x, at, n, in, out, [&](const auto* x, auto* y) {
-      for_grids<A>(args, position, n, [&](int from, int chunks, auto grid) {
-        map_chunks<A, kMasked, kStream, kCodes>(x + from, y + from, codes_at(codes, from), mask + from / kChunk, chunks,
-                                                grid, functor);
+  for_blocks(begin, end, [&](int64_t first, int n) {
+    const Source x = chunks_of(args.x, first, n, in);
+    with_results<A>(args, first, n, out, [&](Target y) {
+      for_grids<A>(args, position, n, [&](int from, int count, auto grid) {
+        uint64_t* words = args.mask == nullptr ? nullptr : mask + from / kChunk;
+        map(grid, {count, at<A>(x, from), at<A>(y, from), args.stream, codes_at(codes, from), words});
       });
     });
-    if (kCodes) __builtin_memcpy(codes_at(all, at).data, bytes, bytes_of_codes(codes, n));
-    if (kMasked) write_mask(args.mask, at, n, mask);
+    if (args.codes != nullptr) __builtin_memcpy(codes_at(all, first).data, bytes, bytes_of_codes(codes, n));
+    if (args.mask != nullptr) write_mask(args.mask, first, n, mask);
   });
+  end_stores(args.stream);
 }
 
-template <class A, class Functor>
+template <class A, class F>
 void elementwise(const KernelArgs& args, int64_t begin, int64_t end) {
-  with_stream<Functor::kMemoryBound>(args.stream, [&](auto stream) {
-    if constexpr (std::is_same<Functor, IntegerFunctor<A, Vector<A>>>::value) {
-      if (args.codes != nullptr) {
-        return args.mask == nullptr ? elementwise_typed<A, false, stream.value, Functor, true>(args, begin, end)
-                                    : elementwise_typed<A, true, stream.value, Functor, true>(args, begin, end);
-      }
-    }
-    return args.mask == nullptr ? elementwise_typed<A, false, stream.value, Functor>(args, begin, end)
-                                : elementwise_typed<A, true, stream.value, Functor>(args, begin, end);
-  });
-}
-
-template <class A, bool kStream>
-void backward_typed(const KernelArgs& args, int64_t begin, int64_t end) {
-  Block<A> in, out;
-  for_blocks(begin, end, [&](int64_t at, int n) {
-    uint64_t mask[kBlock / kChunk] = {};
-    __builtin_memcpy(mask, args.mask + at / 8, (n + 7) / 8);
-    with_pointers<true>(args, args.grad, at, n, in, out, [&](const auto* grad, auto* dx) {
-      for (int chunk = 0; chunk < round_up(n) / kChunk; ++chunk, grad += kChunk, dx += kChunk) {
-        for (size_t line = 0; line < kChunk * sizeof(*grad); line += 64) {
-          __builtin_prefetch(reinterpret_cast<const char*>(grad + kAhead) + line);
-        }
-        pass_chunk<kStream>(grad, dx, mask[chunk]);
-      }
-    });
-  });
+  const F functor = F::from(args);
+  map_elements<A>(args, begin, end,
+                  {{map_chunks<A, F, UniformGrid<A>>},
+                   {map_chunks<A, F, ElementwiseGrid<A>>},
+                   {map_chunks<A, F, ElementwiseScale<A>>},
+                   {map_chunks<A, F, SplitGrid<A>>},
+                   &functor});
 }
 
 template <class A>
 void fake_quant_backward(const KernelArgs& args, int64_t begin, int64_t end) {
-  with_stream<true>(args.stream, [&](auto stream) { backward_typed<A, stream.value>(args, begin, end); });
+  Block<A> in, out;
+  for_blocks(begin, end, [&](int64_t first, int n) {
+    uint64_t mask[kBlock / kChunk] = {};
+    __builtin_memcpy(mask, args.mask + first / 8, (n + 7) / 8);
+    const Source grad = chunks_of(args.grad, first, n, in);
+    const bool direct = n % kChunk == 0 && grad.dtype == args.y_dtype;  // the gradient passes without conversion
+    const Target dx = direct ? at<A>(Target{args.y, args.y_dtype}, first) : Target{out.values, kNative<A>};
+    for (int i = 0; i < n; i += kChunk) {
+      const char* ahead = static_cast<const char*>(at<A>(grad, i + kAhead).data);
+      for (int64_t line = 0; line < bytes_of<A>(grad.dtype, kChunk); line += 64) __builtin_prefetch(ahead + line);
+      pass_chunk<A>(at<A>(grad, i), at<A>(dx, i), mask[i / kChunk], args.stream);
+    }
+    if (!direct) commit(args, first, n, out.values);
+  });
+  end_stores(args.stream);
 }
 
 // The sum of x and of the other tensor, which is read as grad.

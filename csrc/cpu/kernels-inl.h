@@ -45,7 +45,7 @@ constexpr cpu::Kernels<A> kKernels = {kTable<A>,
                                       {weight_forward<A>, weight_backward<A>}};
 
 const cpu::Kernels<float> kFloat32 = kKernels<float>;
-#if QT_BYTES < 64
+#if QT_BYTES == 16
 const cpu::Kernels<double> kFloat64 = kKernels<double>;
 #endif
 

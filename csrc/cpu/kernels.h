@@ -110,16 +110,15 @@ const Kernels<A>& kernels();
 
 }  // namespace cpu
 
+// float64 is for checks of gradients: all processors take the plain kernels.
 namespace plain {
 extern const cpu::Kernels<float> kFloat32;
 extern const cpu::Kernels<double> kFloat64;
 }  // namespace plain
 
-// float64 is for checks of gradients: AVX-512 takes the kernels of AVX2, which are as fast where memory is the limit.
 #if defined(__x86_64__)
 namespace avx2 {
 extern const cpu::Kernels<float> kFloat32;
-extern const cpu::Kernels<double> kFloat64;
 }  // namespace avx2
 
 namespace avx512 {

@@ -30,7 +30,6 @@ constexpr int64_t kLargeResult = 4 << 20;  // elements of a result from which st
 struct InstructionSet {
   const char* name;
   const Kernels<float>& f32;
-  const Kernels<double>& f64;
 };
 
 // The instruction sets of the processor, the widest first.
@@ -42,13 +41,11 @@ std::vector<InstructionSet> available() {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
   if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    sets.push_back({"avx512", avx512::kFloat32, avx2::kFloat64});
+    sets.push_back({"avx512", avx512::kFloat32});
   }
-  if (has_avx2) {
-    sets.push_back({"avx2", avx2::kFloat32, avx2::kFloat64});
-  }
+  if (has_avx2) sets.push_back({"avx2", avx2::kFloat32});
 #endif
-  sets.push_back({"plain", plain::kFloat32, plain::kFloat64});
+  sets.push_back({"plain", plain::kFloat32});
   return sets;
 }
 
@@ -80,7 +77,7 @@ const Kernels<float>& kernels<float>() {
 
 template <>
 const Kernels<double>& kernels<double>() {
-  return chosen().f64;
+  return plain::kFloat64;
 }
 
 namespace {

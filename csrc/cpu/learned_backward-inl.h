@@ -51,31 +51,73 @@ struct Sums {
   Lanes<A> ds, dz;
 };
 
+// Where the operands of consecutive chunks lie. The gradients and dx are of one storage type.
+struct LearnedChunks {
+  Source x, grad;
+  Target dx;
+  bool stream;
+};
+
+template <class A>
+QT_FN LearnedChunks at(const LearnedChunks& chunks, int64_t i) {
+  return {at<A>(chunks.x, i), at<A>(chunks.grad, i), at<A>(chunks.dx, i), chunks.stream};
+}
+
+// Calls f with the operands of elements [begin, begin + n). Padding is zero, which adds nothing to sums (with an
+// infinite scale it adds NaN to sums that are infinite or NaN already).
+template <class A, class F>
+QT_FN void with_learned_chunks(const KernelArgs& args, int64_t begin, int n, Block<A>& x, Block<A>& grad, Block<A>& out,
+                               F f) {
+  const bool of_one_type = args.x.dtype == args.grad.dtype && args.x.dtype == args.y_dtype;
+  if (of_one_type && args.x.dense && args.grad.dense && n % kChunk == 0) {
+    return f(LearnedChunks{at<A>(Source{args.x.data, args.x.dtype}, begin),
+                           at<A>(Source{args.grad.data, args.grad.dtype}, begin),
+                           at<A>(Target{args.y, args.y_dtype}, begin), args.stream});
+  }
+  A* result = result_buffer(args, begin, n, out);
+  f(LearnedChunks{{fetch(args.x, begin, n, x, Pad::zero), kNative<A>},
+                  {fetch(args.grad, begin, n, grad, Pad::zero), kNative<A>},
+                  {result, kNative<A>},
+                  args.stream});
+  commit(args, begin, n, result);
+}
+
 // Writes dx of whole chunks and adds the gradients of their elements to the sums.
-template <bool kStream, class A, bool kZeroPoint, class T, class Grid, class Functor>
-QT_FN void learned_chunks(const T* x, const T* grad, T* dx, int chunks, Grid grid, const Functor& functor,
-                          Sums<A, kZeroPoint>& sums) {
+template <class A, bool kZeroPoint, class Functor, class Grid>
+void learned_chunks(const Grid& shared_grid, const void* shared_functor, const LearnedChunks& given, int chunks,
+                    Sums<A, kZeroPoint>& sums) {
+  // Copies, since the stores below could change the originals.
+  const Grid grid = shared_grid;
+  const Functor functor = *static_cast<const Functor*>(shared_functor);
+  const LearnedChunks operands = given;
   Sums<A, kZeroPoint> local = sums;  // in registers
-  for (int chunk = 0; chunk < chunks; ++chunk, x += kChunk, grad += kChunk, dx += kChunk) {
+  Padded<A> x_buffer, grad_buffer;
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const int first = chunk * kChunk;
+    const LearnedChunks of = at<A>(operands, first);
+    const A *x = values_of(of.x, x_buffer), *grad = values_of(of.grad, grad_buffer);
     uint64_t inside = 0;
     Vector<A> results[kVectors<A>];
     for (int i = 0; i < kVectors<A>; ++i) {
-      const int k = i * kLanes<A>, at = chunk * kChunk + k;
-      const auto gradient = Functor::apply(functor, load_as<A>(x + k), load_as<A>(grad + k), Grid::scales(grid, at),
-                                           Grid::zero_points(grid, at));
+      const int k = i * kLanes<A>;
+      const auto gradient = Functor::apply(functor, load(x + k), load(grad + k), Grid::scales(grid, first + k),
+                                           Grid::zero_points(grid, first + k));
       local.ds.sum[i] += gradient.scale;
       if (kZeroPoint) local.dz.sum[i] += gradient.zero_point;
       if (Functor::kMasks) inside |= static_cast<uint64_t>(gradient.inside) << k;
       if (!Functor::kMasks) results[i] = gradient.dx;
     }
     if constexpr (Functor::kMasks) {
-      pass_chunk<kStream>(grad, dx, inside);
+      pass_chunk<A>(of.grad, of.dx, inside, of.stream);
     } else {
-      store_chunk<kStream, A>(dx, results);
+      store_chunk<A>(of.dx, results, of.stream);
     }
   }
   sums = local;
 }
+
+template <class A, bool kZeroPoint>
+using LearnedLoops = Loops<A, const LearnedChunks&, int, Sums<A, kZeroPoint>&>;
 
 // Adds the sums of consecutive lanes to the sums of consecutive channels.
 template <class A, bool kZeroPoint>
@@ -140,19 +182,17 @@ class RowSums {
   int64_t places_, elements_;
 };
 
-template <class A, bool kZeroPoint, bool kStream, class Functor>
-void learned_of_row(const KernelArgs& args, int64_t begin, int64_t end) {
+template <class A, bool kZeroPoint>
+void learned_of_row(const KernelArgs& args, int64_t begin, int64_t end, const LearnedLoops<A, kZeroPoint>& loops) {
   Block<A> in, grad_in, out;
-  const Functor functor = Functor::from(args);
   RowSums<A, kZeroPoint> row(args);
   Position position = position_at(args.channels, begin);
-  for_blocks(begin, end, [&](int64_t at, int n) {
-    with_both<Functor::kMemoryBound>(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
-      walk_row(args.channels, position.row, n, [&](int from, int chunks, int64_t first) {
-        for (int i = from; i < from + chunks * kChunk; i += kChunk, first += kChunk) {
-          with_row_grid<A>(args, first, [&](auto grid) {
-            row.add_chunk(
-                first, [&](auto& sums) { learned_chunks<kStream>(x + i, grad + i, dx + i, 1, grid, functor, sums); });
+  for_blocks(begin, end, [&](int64_t first, int n) {
+    with_learned_chunks(args, first, n, in, grad_in, out, [&](const LearnedChunks& operands) {
+      walk_row(args.channels, position.row, n, [&](int from, int chunks, int64_t place) {
+        for (int i = from; i < from + chunks * kChunk; i += kChunk, place += kChunk) {
+          with_row_grid<A>(args, place, [&](auto grid) {
+            row.add_chunk(place, [&](auto& sums) { loops(grid, at<A>(operands, i), 1, sums); });
           });
         }
       });
@@ -162,16 +202,15 @@ void learned_of_row(const KernelArgs& args, int64_t begin, int64_t end) {
   row.flush();
 }
 
-template <class A, bool kZeroPoint, bool kStream, class Functor>
-void learned_of_rows(const KernelArgs& args, int64_t begin, int64_t end) {
+template <class A, bool kZeroPoint>
+void learned_of_rows(const KernelArgs& args, int64_t begin, int64_t end, const LearnedLoops<A, kZeroPoint>& loops) {
   Block<A> in, grad_in, out;
-  const Functor functor = Functor::from(args);
   Position position = position_at(args.channels, begin);
-  for_blocks(begin, end, [&](int64_t at, int n) {
-    with_both<Functor::kMemoryBound>(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
+  for_blocks(begin, end, [&](int64_t first, int n) {
+    with_learned_chunks(args, first, n, in, grad_in, out, [&](const LearnedChunks& operands) {
       const auto sums_of = [&](int i, auto grid) {
         Sums<A, kZeroPoint> sums;
-        learned_chunks<kStream>(x + i, grad + i, dx + i, 1, grid, functor, sums);
+        loops(grid, at<A>(operands, i), 1, sums);
         return sums;
       };
       walk_rows(
@@ -193,16 +232,15 @@ void learned_of_rows(const KernelArgs& args, int64_t begin, int64_t end) {
   });
 }
 
-template <class A, bool kZeroPoint, bool kStream, class Functor>
-void learned_of_channels(const KernelArgs& args, int64_t begin, int64_t end) {
+template <class A, bool kZeroPoint>
+void learned_of_channels(const KernelArgs& args, int64_t begin, int64_t end, const LearnedLoops<A, kZeroPoint>& loops) {
   Block<A> in, grad_in, out;
-  const Functor functor = Functor::from(args);
   Position position = position_at(args.channels, begin);
-  for_blocks(begin, end, [&](int64_t at, int n) {
-    with_both<Functor::kMemoryBound>(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
+  for_blocks(begin, end, [&](int64_t first, int n) {
+    with_learned_chunks(args, first, n, in, grad_in, out, [&](const LearnedChunks& operands) {
       const auto sums_of = [&](int i, int chunks, auto grid) {
         Sums<A, kZeroPoint> sums;
-        learned_chunks<kStream>(x + i, grad + i, dx + i, chunks, grid, functor, sums);
+        loops(grid, at<A>(operands, i), chunks, sums);
         return sums;
       };
       walk_channels(
@@ -226,27 +264,28 @@ void learned_of_channels(const KernelArgs& args, int64_t begin, int64_t end) {
   });
 }
 
-template <class A, bool kZeroPoint, bool kStream, class Functor>
+template <class A, bool kZeroPoint, class F>
 void learned_backward_typed(const KernelArgs& args, int64_t begin, int64_t end) {
+  const F functor = F::from(args);
+  const LearnedLoops<A, kZeroPoint> loops = {{learned_chunks<A, kZeroPoint, F, UniformGrid<A>>},
+                                             {learned_chunks<A, kZeroPoint, F, ElementwiseGrid<A>>},
+                                             {learned_chunks<A, kZeroPoint, F, ElementwiseScale<A>>},
+                                             {learned_chunks<A, kZeroPoint, F, SplitGrid<A>>},
+                                             &functor};
   if (in_a_row(args.channels)) {
-    learned_of_row<A, kZeroPoint, kStream, Functor>(args, begin, end);
+    learned_of_row(args, begin, end, loops);
   } else if (in_rows(args.channels)) {
-    learned_of_rows<A, kZeroPoint, kStream, Functor>(args, begin, end);
+    learned_of_rows(args, begin, end, loops);
   } else {
-    learned_of_channels<A, kZeroPoint, kStream, Functor>(args, begin, end);
+    learned_of_channels(args, begin, end, loops);
   }
+  end_stores(args.stream);
 }
 
-template <class A, class Functor>
+template <class A, class F>
 void learned_backward(const KernelArgs& args, int64_t begin, int64_t end) {
-  with_stream<Functor::kMemoryBound>(args.stream, [&](auto stream) {
-    if constexpr ((Functor::kSums & kBothSums) != 0) {
-      if (args.sum_zero_point != nullptr) {
-        return learned_backward_typed<A, true, stream.value, Functor>(args, begin, end);
-      }
-    }
-    if constexpr ((Functor::kSums & kScaleSum) != 0) {
-      learned_backward_typed<A, false, stream.value, Functor>(args, begin, end);
-    }
-  });
+  if constexpr ((F::kSums & kBothSums) != 0) {
+    if (args.sum_zero_point != nullptr) return learned_backward_typed<A, true, F>(args, begin, end);
+  }
+  if constexpr ((F::kSums & kScaleSum) != 0) learned_backward_typed<A, false, F>(args, begin, end);
 }

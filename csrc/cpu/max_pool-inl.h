@@ -22,7 +22,7 @@ QT_FN void put_largest(const LargestOfChunk<A>& largest, int n, T* y, uint8_t* o
   Padded<uint8_t> places;
   Vector<A> found[kVectors<A>];
   for (int i = 0; i < kVectors<A>; ++i) found[i] = largest.of[i].value;
-  store_chunk<false, A>(n == kChunk ? y : values.values, found);
+  store_chunk<A>(n == kChunk ? y : values.values, found, false);
   for (int i = 0; i < kVectors<A>; ++i) {
     store_codes<A>((n == kChunk ? offsets : places.values) + i * kLanes<A>, largest.of[i].place);
   }

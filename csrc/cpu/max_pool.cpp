@@ -16,14 +16,14 @@ namespace qtoolkit {
 namespace cpu {
 namespace {
 
-constexpr int64_t kWork = 32768;  // elements of x that a thread reads, at the least
+constexpr int64_t kPoolWork = 32768;  // elements of x that a thread reads, at the least
 
 template <class A>
 void forward(const PoolArgs& args) {
   const PoolKernel<A> kernel = kernels<A>().max_pool;
   const int64_t units = args.images * (args.channels_last ? args.rows.results : args.channels);
   const int64_t numel = args.images * args.channels * args.rows.size * args.columns.size;
-  const int64_t grain = std::max<int64_t>(units * kWork / std::max<int64_t>(numel, 1), 1);
+  const int64_t grain = std::max<int64_t>(units * kPoolWork / std::max<int64_t>(numel, 1), 1);
   at::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
     const PoolScratch size = args.channels_last ? PoolScratch{} : scratch_of(args);
     std::vector<A> scratch(size.total);
@@ -95,12 +95,13 @@ template <class T>
 void backward(const PoolArgs& args) {
   const int64_t plane = args.rows.size * args.columns.size;
   if (!args.channels_last) {
-    return at::parallel_for(0, args.images * args.channels, std::max<int64_t>(kWork / std::max<int64_t>(plane, 1), 1),
+    return at::parallel_for(0, args.images * args.channels,
+                            std::max<int64_t>(kPoolWork / std::max<int64_t>(plane, 1), 1),
                             [&](int64_t begin, int64_t end) { planes_backward<T>(args, begin, end); });
   }
   if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
     const PoolBackwardKernel kernel = kernels<T>().max_pool_backward;
-    const int64_t grain = std::max<int64_t>(kWork / std::max<int64_t>(args.columns.size * args.channels, 1), 1);
+    const int64_t grain = std::max<int64_t>(kPoolWork / std::max<int64_t>(args.columns.size * args.channels, 1), 1);
     return at::parallel_for(0, args.images * args.rows.size, grain,
                             [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   }

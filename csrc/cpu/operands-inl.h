@@ -8,10 +8,6 @@ constexpr int kChunk = cpu::kChunk;
 constexpr int kBlock = 1024;
 constexpr int kAhead = 1024;  // elements to prefetch ahead if the arithmetic is too short to hide the latency of reads
 
-// The storage type that needs no conversion.
-template <class A>
-constexpr Dtype kNative = std::is_same<A, double>::value ? Dtype::f64 : Dtype::f32;
-
 template <class A>
 struct Block {
   alignas(64) A values[kBlock];
@@ -86,41 +82,21 @@ void commit(const KernelArgs& args, int64_t begin, int n, const A* from) {
   });
 }
 
-// Calls f with pointers to an operand's elements and their results: directly in storage if both are dense and in whole
-// chunks, else in buffers. With kConverts, f is compiled for 16-bit floats too, whose vectors are converted as they are
-// loaded and stored; without, they go through the buffers, which costs little where the arithmetic is long.
-template <bool kConverts, class A, class F>
-QT_FN void with_pointers(const KernelArgs& args, const Operand& operand, int64_t begin, int n, Block<A>& in,
-                         Block<A>& out, F f) {
-  if constexpr (kConverts && std::is_same<A, float>::value) {
-    if (operand.dtype != kNative<A> && operand.dense && n % kChunk == 0) {
-      return with_halves(operand.dtype, [&](auto* type) {
-        f(static_cast<const decltype(type)>(const_cast<void*>(operand.data)) + begin,
-          static_cast<decltype(type)>(args.y) + begin);
-      });
-    }
-  }
-  A* result = result_buffer(args, begin, n, out);
-  f(fetch(operand, begin, n, in), result);
-  commit(args, begin, n, result);
+// Elements [begin, begin + n) of an operand in whole chunks: where they lie if they are dense and whole chunks, else in
+// the buffer.
+template <class A>
+QT_FN Source chunks_of(const Operand& from, int64_t begin, int n, Block<A>& buffer, Pad pad = Pad::last) {
+  if (from.dense && n % kChunk == 0) return at<A>(Source{from.data, from.dtype}, begin);
+  return {fetch(from, begin, n, buffer, pad), kNative<A>};
 }
 
-// The same for x and grad, of one storage type. Padding is zero, which adds nothing to sums (with an infinite scale it
-// adds NaN to sums that are infinite or NaN already).
-template <bool kConverts, class A, class F>
-QT_FN void with_both(const KernelArgs& args, int64_t begin, int n, Block<A>& x, Block<A>& grad, Block<A>& out, F f) {
-  if constexpr (kConverts && std::is_same<A, float>::value) {
-    if (args.x.dtype != kNative<A> && args.x.dense && args.grad.dense && n % kChunk == 0) {
-      return with_halves(args.x.dtype, [&](auto* type) {
-        f(static_cast<const decltype(type)>(const_cast<void*>(args.x.data)) + begin,
-          static_cast<const decltype(type)>(const_cast<void*>(args.grad.data)) + begin,
-          static_cast<decltype(type)>(args.y) + begin);
-      });
-    }
-  }
-  A* result = result_buffer(args, begin, n, out);
-  f(fetch(args.x, begin, n, x, Pad::zero), fetch(args.grad, begin, n, grad, Pad::zero), result);
-  commit(args, begin, n, result);
+// Calls f with where to write the results of elements [begin, begin + n) in whole chunks: y, or a buffer that is then
+// copied to it.
+template <class A, class F>
+QT_FN void with_results(const KernelArgs& args, int64_t begin, int n, Block<A>& buffer, F f) {
+  if (n % kChunk == 0) return f(at<A>(Target{args.y, args.y_dtype}, begin));
+  f(Target{buffer.values, kNative<A>});
+  commit(args, begin, n, buffer.values);
 }
 
 template <class F>

@@ -50,8 +50,9 @@ void quantize(const KernelArgs& args, int64_t begin, int64_t end) {
   });
 }
 
-template <bool kStream, class A>
-void dequantize_typed(const KernelArgs& args, int64_t begin, int64_t end) {
+template <class A>
+void dequantize(const KernelArgs& args, int64_t begin, int64_t end) {
+  const bool stream = args.stream && args.y_dtype == kNative<A>;  // other types go through a buffer
   Block<A> in, out;
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
@@ -67,17 +68,13 @@ void dequantize_typed(const KernelArgs& args, int64_t begin, int64_t end) {
     for_grids<A>(args, position, n, [&](int from, int chunks, auto grid) {
       for (int i = from; i < from + chunks * kChunk; i += kChunk) {
         for (int k = 0; k < kChunk; k += kLanes<A>) {
-          put<kStream>(y + i + k, value_of(load(in.values + i + k), decltype(grid)::scales(grid, i - from + k),
-                                           decltype(grid)::zero_points(grid, i - from + k)));
+          const auto value = value_of(load(in.values + i + k), decltype(grid)::scales(grid, i - from + k),
+                                      decltype(grid)::zero_points(grid, i - from + k));
+          put(y + i + k, value, stream);
         }
       }
     });
     commit(args, at, n, y);
   });
-}
-
-template <class A>
-void dequantize(const KernelArgs& args, int64_t begin, int64_t end) {
-  const bool stream = args.stream && args.y_dtype == kNative<A>;  // other types go through a buffer
-  with_stream<true>(stream, [&](auto stream) { dequantize_typed<stream.value, A>(args, begin, end); });
+  end_stores(stream);
 }

@@ -52,6 +52,26 @@ struct SplitGrid {
   }
 };
 
+// The loops of a functor, one for each kind of grid. The walks over channels call them by pointers, so that each walk
+// is compiled once for all functors.
+template <class Grid, class... Args>
+struct LoopOf {
+  void (*run)(const Grid& grid, const void* functor, Args... args);
+};
+
+template <class A, class... Args>
+struct Loops : LoopOf<UniformGrid<A>, Args...>,
+               LoopOf<ElementwiseGrid<A>, Args...>,
+               LoopOf<ElementwiseScale<A>, Args...>,
+               LoopOf<SplitGrid<A>, Args...> {
+  const void* functor;
+
+  template <class Grid>
+  void operator()(const Grid& grid, Args... args) const {
+    LoopOf<Grid, Args...>::run(grid, functor, args...);
+  }
+};
+
 template <class A>
 QT_FN UniformGrid<A> grid_of(const KernelArgs& args, int64_t c) {
   return {static_cast<const A*>(args.scale)[c], static_cast<const A*>(args.zero_point)[c]};

@@ -34,59 +34,38 @@ QT_FN void store(A* to, Vector<A> v) {
 }
 
 // Stores a vector. A streaming store bypasses the caches: it saves reading the lines first, for results too large to
-// stay in a cache. Stores of half a cache line (AVX2) would gain nothing. It needs an aligned address, and the fence of
-// with_stream() before another thread reads.
-template <bool kStream, class T, class V>
-QT_FN void put(T* to, V v) {
+// stay in a cache. Stores of half a cache line (AVX2) would gain nothing. It needs an aligned address, and
+// end_stores() before another thread reads.
+template <class T, class V>
+QT_FN void put(T* to, V v, bool stream) {
 #if QT_BYTES == 64
-  if constexpr (kStream && sizeof(V) == 64) {
-    return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)v);
+  if constexpr (sizeof(V) == 64) {
+    if (stream) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)v);
   }
 #endif
   __builtin_memcpy(to, &v, sizeof(v));
 }
 
-// Calls f with whether it writes with streaming stores, as a compile-time constant: never where kMay is false, for
-// which nothing is compiled.
-template <bool kMay, class F>
-QT_FN void with_stream(bool stream, F f) {
+QT_FN void end_stores(bool stream) {
 #if QT_BYTES == 64
-  if constexpr (kMay) {
-    if (stream) {
-      f(std::true_type{});
-      return _mm_sfence();
-    }
-  }
+  if (stream) _mm_sfence();
 #endif
-  f(std::false_type{});
 }
 
 #if QT_BYTES == 64
 
 QT_FN Vector<float> round_vector(Vector<float> v) { return (Vector<float>)_mm512_roundscale_ps((__m512)v, 8); }
-QT_FN Vector<double> round_vector(Vector<double> v) { return (Vector<double>)_mm512_roundscale_pd((__m512d)v, 8); }
 QT_FN unsigned bits_of(decltype(Vector<float>{} < Vector<float>{}) m) { return _mm512_movepi32_mask((__m512i)m); }
-QT_FN unsigned bits_of(decltype(Vector<double>{} < Vector<double>{}) m) { return _mm512_movepi64_mask((__m512i)m); }
 QT_FN Vector<float> keep(Vector<float> v, unsigned bits) { return (Vector<float>)_mm512_maskz_mov_ps(bits, (__m512)v); }
-QT_FN Vector<double> keep(Vector<double> v, unsigned bits) {
-  return (Vector<double>)_mm512_maskz_mov_pd(bits, (__m512d)v);
-}
 
 #elif QT_BYTES == 32
 
 QT_FN Vector<float> round_vector(Vector<float> v) { return (Vector<float>)_mm256_round_ps((__m256)v, 8); }
-QT_FN Vector<double> round_vector(Vector<double> v) { return (Vector<double>)_mm256_round_pd((__m256d)v, 8); }
 QT_FN unsigned bits_of(decltype(Vector<float>{} < Vector<float>{}) m) { return _mm256_movemask_ps((__m256)m); }
-QT_FN unsigned bits_of(decltype(Vector<double>{} < Vector<double>{}) m) { return _mm256_movemask_pd((__m256d)m); }
 QT_FN Vector<float> keep(Vector<float> v, unsigned bits) {
   const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits), lane), lane);
   return (Vector<float>)_mm256_and_ps((__m256)v, _mm256_castsi256_ps(set));
-}
-QT_FN Vector<double> keep(Vector<double> v, unsigned bits) {
-  const __m256i lane = _mm256_setr_epi64x(1, 2, 4, 8);
-  const __m256i set = _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x(bits), lane), lane);
-  return (Vector<double>)_mm256_and_pd((__m256d)v, _mm256_castsi256_pd(set));
 }
 
 #else  // any processor: only the compiler's generic vectors
@@ -127,13 +106,6 @@ struct PowerBelow<QT_ISA::Vector<float>> {
     return (QT_ISA::Vector<float>)((Bits)v & 0x7f800000);
   }
 };
-template <>
-struct PowerBelow<QT_ISA::Vector<double>> {
-  QT_FN QT_ISA::Vector<double> of(QT_ISA::Vector<double> v) {
-    using Bits = decltype(v < v);
-    return (QT_ISA::Vector<double>)((Bits)v & 0x7ff0000000000000);
-  }
-};
 
 template <>
 struct PowerOfTwo<QT_ISA::Vector<float>> {
@@ -142,21 +114,10 @@ struct PowerOfTwo<QT_ISA::Vector<float>> {
     return (QT_ISA::Vector<float>)(((Words)(n + 0x1.8p23f) << 23) + 0x3f800000u);
   }
 };
-template <>
-struct PowerOfTwo<QT_ISA::Vector<double>> {
-  QT_FN QT_ISA::Vector<double> of(QT_ISA::Vector<double> n) {
-    typedef uint64_t Words __attribute__((vector_size(QT_BYTES)));
-    return (QT_ISA::Vector<double>)(((Words)(n + 0x1.8p52) << 52) + 0x3ff0000000000000u);
-  }
-};
 
 template <>
 struct Round<QT_ISA::Vector<float>> {
   QT_FN QT_ISA::Vector<float> half_even(QT_ISA::Vector<float> v) { return QT_ISA::round_vector(v); }
-};
-template <>
-struct Round<QT_ISA::Vector<double>> {
-  QT_FN QT_ISA::Vector<double> half_even(QT_ISA::Vector<double> v) { return QT_ISA::round_vector(v); }
 };
 
 template <>
@@ -175,23 +136,40 @@ struct Bits<QT_ISA::Vector<float>> {
   QT_FN unsigned equal(V a, V b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
   QT_FN unsigned at_most(V a, V b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ); }
 };
-template <>
-struct Bits<QT_ISA::Vector<double>> {
-  using V = QT_ISA::Vector<double>;
-  QT_FN unsigned equal(V a, V b) { return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_EQ_OQ); }
-  QT_FN unsigned at_most(V a, V b) { return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_LE_OQ); }
-};
 #else
-template <class A>
-struct BitsOfVector {
-  using V = QT_ISA::Vector<A>;
+template <>
+struct Bits<QT_ISA::Vector<float>> {
+  using V = QT_ISA::Vector<float>;
   QT_FN unsigned equal(V a, V b) { return QT_ISA::bits_of(a == b); }
   QT_FN unsigned at_most(V a, V b) { return QT_ISA::bits_of(a <= b); }
 };
+#endif
+
+#if QT_BYTES == 16  // float64 has these kernels alone
 template <>
-struct Bits<QT_ISA::Vector<float>> : BitsOfVector<float> {};
+struct PowerBelow<QT_ISA::Vector<double>> {
+  QT_FN QT_ISA::Vector<double> of(QT_ISA::Vector<double> v) {
+    using Bits = decltype(v < v);
+    return (QT_ISA::Vector<double>)((Bits)v & 0x7ff0000000000000);
+  }
+};
 template <>
-struct Bits<QT_ISA::Vector<double>> : BitsOfVector<double> {};
+struct PowerOfTwo<QT_ISA::Vector<double>> {
+  QT_FN QT_ISA::Vector<double> of(QT_ISA::Vector<double> n) {
+    typedef uint64_t Words __attribute__((vector_size(QT_BYTES)));
+    return (QT_ISA::Vector<double>)(((Words)(n + 0x1.8p52) << 52) + 0x3ff0000000000000u);
+  }
+};
+template <>
+struct Round<QT_ISA::Vector<double>> {
+  QT_FN QT_ISA::Vector<double> half_even(QT_ISA::Vector<double> v) { return QT_ISA::round_vector(v); }
+};
+template <>
+struct Bits<QT_ISA::Vector<double>> {
+  using V = QT_ISA::Vector<double>;
+  QT_FN unsigned equal(V a, V b) { return QT_ISA::bits_of(a == b); }
+  QT_FN unsigned at_most(V a, V b) { return QT_ISA::bits_of(a <= b); }
+};
 #endif
 
 }  // namespace qtoolkit

@@ -12,11 +12,11 @@ namespace qtoolkit {
 namespace cpu {
 namespace {
 
-constexpr int64_t kWork = 32768;  // elements of a thread, at the least
+constexpr int64_t kRowWork = 32768;  // elements of a thread, at the least
 
 template <class A>
 void run(const WeightRows& args, WeightKernel<A> kernel) {
-  const int64_t grain = std::max<int64_t>(kWork / std::max<int64_t>(args.length(), 1), 1);
+  const int64_t grain = std::max<int64_t>(kRowWork / std::max<int64_t>(args.length(), 1), 1);
   at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) {
     std::vector<A> scratch(args.other_format ? args.length() : 0);
     kernel(args, begin, end, scratch.data());

@@ -76,13 +76,13 @@ struct Shaped {
   }
 };
 
-constexpr const char* kOp = "fake_quant_shaped";
+constexpr const char* kShaped = "fake_quant_shaped";
 constexpr const char* kBackward = "fake_quant_shaped_backward";
 
 Tensor fake_quant_shaped(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
                          const optional<Tensor>& steepness, int64_t qmin, int64_t qmax, std::string_view shape,
                          at::IntArrayRef levels, optional<int64_t> axis, int64_t group, int64_t block_size) {
-  const Shaped given(kOp, x, scale, zero_point, steepness, qmin, qmax, shape, levels, axis, group, block_size);
+  const Shaped given(kShaped, x, scale, zero_point, steepness, qmin, qmax, shape, levels, axis, group, block_size);
   const Tensor y = empty_result(x, x.options(), group);
   run_elementwise(given.shape.forward, given.args, y, empty_mask(x, false), x, scale, zero_point, given.axis);
   return y;

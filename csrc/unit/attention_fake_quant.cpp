@@ -214,10 +214,9 @@ void attention_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   stack->emplace_back(or_empty(a.keeps_softmax ? w.softmax : Tensor(), m.q.options()));
 }
 
-// The places of gradients in the results of attention_fake_quant_backward.
-enum { kQ, kK, kV, kStart, kRatio, kZeroPoint, kCount };
-
 void attention_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
+  // The places of gradients in the results of attention_fake_quant_backward.
+  enum { kQ, kK, kV, kStart, kRatio, kZeroPoint, kCount };
   Tensor grad, weights_scale, softmax;
   Attention a;
   std::array<bool, kCount> wanted;

@@ -41,10 +41,9 @@ void layer_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   }
 }
 
-// The places of gradients in the results of layer_fake_quant_backward.
-enum { kX, kWeight, kStart, kRatio, kZeroPoint, kBias, kYStart, kYRatio, kYZeroPoint, kRawScale, kCount };
-
 void layer_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
+  // The places of gradients in the results of layer_fake_quant_backward.
+  enum { kX, kWeight, kStart, kRatio, kZeroPoint, kBias, kYStart, kYRatio, kYZeroPoint, kRawScale, kCount };
   Tensor grad, y_scale, kept;
   std::vector<c10::SymInt> size;
   at::ScalarType x_dtype;

@@ -111,15 +111,15 @@ void product_backward(const c10::OperatorHandle& op, Stack* stack) {
 // ---- torch's fused attention on the CPU, which is private to it: qtoolkit/nn/fused_attention.py asks whether it is
 // there
 
-struct Attention {
+struct FusedAttention {
   KeptOperand q, k, v;
   bool is_causal;
   optional<double> scale;
 };
 
-Reader& operator>>(Reader& reader, Attention& a) { return reader >> a.q >> a.k >> a.v >> a.is_causal >> a.scale; }
+Reader& operator>>(Reader& reader, FusedAttention& a) { return reader >> a.q >> a.k >> a.v >> a.is_causal >> a.scale; }
 
-void check_attention(const char* op, const Attention& a) {
+void check_attention(const char* op, const FusedAttention& a) {
   check_kept(op, "q", a.q, 4);
   check_kept(op, "k", a.k, 4);
   check_kept(op, "v", a.v, 4);
@@ -127,7 +127,7 @@ void check_attention(const char* op, const Attention& a) {
 
 void fused_attention(const c10::OperatorHandle& op, Stack* stack) {
   constexpr const char* kOp = "fused_attention";
-  Attention a;
+  FusedAttention a;
   const size_t count = op.schema().arguments().size();
   Reader reader(torch::jit::last(*stack, count));
   reader >> a;
@@ -148,7 +148,7 @@ void fused_attention(const c10::OperatorHandle& op, Stack* stack) {
 void fused_attention_backward(const c10::OperatorHandle& op, Stack* stack) {
   constexpr const char* kOp = "fused_attention_backward";
   Tensor grad, y, logsumexp;
-  Attention a;
+  FusedAttention a;
   std::array<bool, 3> wanted;
   const size_t count = op.schema().arguments().size();
   Reader reader(torch::jit::last(*stack, count));

@@ -115,25 +115,6 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
         totals.value_or(Tensor())});
 }
 
-// The places of gradients in the results of unit_backward.
-enum {
-  kX,
-  kWeight,
-  kStart,
-  kRatio,
-  kZeroPoint,
-  kBias,
-  kGamma,
-  kBeta,
-  kResidual,
-  kYStart,
-  kYRatio,
-  kYZeroPoint,
-  kRawScale,
-  kCount
-};
-using Wanted = std::array<bool, kCount>;
-
 // The gradients of what is behind the layer: of its output, of the batch norm, and of what follows; `bias` is that of
 // the folded one. A gradient that is not wanted is undefined or empty.
 struct Behind {
@@ -141,6 +122,23 @@ struct Behind {
 };
 
 void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
+  // The places of gradients in the results of unit_backward.
+  enum {
+    kX,
+    kWeight,
+    kStart,
+    kRatio,
+    kZeroPoint,
+    kBias,
+    kGamma,
+    kBeta,
+    kResidual,
+    kYStart,
+    kYRatio,
+    kYZeroPoint,
+    kRawScale,
+    kCount
+  };
   Tensor grad, undivided, mean, variance, totals;
   std::vector<c10::SymInt> size;
   std::vector<int64_t> order;
@@ -151,7 +149,7 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   Norm norm;
   Following f;
   Quantized output;
-  Wanted wanted;
+  std::array<bool, kCount> wanted;
   optional<std::string> process_group;
   RawInput raw;
   const size_t count = op.schema().arguments().size();

@@ -12,13 +12,13 @@
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sub.h>
 
+#include "../autograd/positive_scale.h"
 #include "../call_op.h"
 #include "../checks.h"
 #include "../launch.h"
 #include "../layer/layer_checks.h"
 #include "../layer/layer_ops.h"
 #include "../quantize/elementwise.h"
-#include "../quantize/positive_scale.h"
 
 namespace qtoolkit {
 

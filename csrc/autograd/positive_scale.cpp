@@ -15,9 +15,9 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/mul.h>
 
-#include "../autograd/autograd.h"
 #include "../checks.h"
 #include "../registration.h"
+#include "autograd.h"
 
 namespace qtoolkit {
 namespace {
@@ -28,22 +28,22 @@ using torch::autograd::variable_list;
 
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr const char* kOp = "positive_scale";
+constexpr const char* kPositiveScale = "positive_scale";
 constexpr double kLeast = 1.0 / (1 << 24);  // of the start
 
 void check_like_start(const char* name, const Tensor& t, const Tensor& start) {
-  TORCH_CHECK_TYPE(t.scalar_type() == start.scalar_type(), kOp, ": ", name, " must have the dtype of start, ",
-                   start.scalar_type(), ", got ", t.scalar_type(), ".");
-  TORCH_CHECK_VALUE(t.device() == start.device(), kOp, ": ", name, " must be on the device of start, ", start.device(),
-                    ", got ", t.device(), ".");
-  TORCH_CHECK_VALUE(t.sym_numel() == start.sym_numel(), kOp, ": ", name, " must have as many elements as start, ",
-                    start.sym_numel(), ", got ", t.sym_numel(), ".");
+  TORCH_CHECK_TYPE(t.scalar_type() == start.scalar_type(), kPositiveScale, ": ", name,
+                   " must have the dtype of start, ", start.scalar_type(), ", got ", t.scalar_type(), ".");
+  TORCH_CHECK_VALUE(t.device() == start.device(), kPositiveScale, ": ", name, " must be on the device of start, ",
+                    start.device(), ", got ", t.device(), ".");
+  TORCH_CHECK_VALUE(t.sym_numel() == start.sym_numel(), kPositiveScale, ": ", name,
+                    " must have as many elements as start, ", start.sym_numel(), ", got ", t.sym_numel(), ".");
 }
 
 }  // namespace
 
 Tensor positive_scale(const Tensor& start, const Tensor& ratio, const OptionalTensor& rate) {
-  TORCH_CHECK_TYPE(start.scalar_type() == at::kFloat || start.scalar_type() == at::kDouble, kOp,
+  TORCH_CHECK_TYPE(start.scalar_type() == at::kFloat || start.scalar_type() == at::kDouble, kPositiveScale,
                    ": start must be float32 or float64, got ", start.scalar_type(), ".");
   check_like_start("ratio", ratio, start);
   if (rate) check_like_start("rate", *rate, start);
@@ -83,14 +83,15 @@ struct PositiveScale : torch::autograd::Function<PositiveScale> {
 };
 
 void check_is_constant(const char* name, const Tensor& t) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_differentiated(kOp, t), kOp, ": ", name,
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_differentiated(kPositiveScale, t), kPositiveScale, ": ", name,
                               " must not require grad, since the op has no gradient for it; pass ", name, ".detach().");
 }
 
 Tensor positive_scale_autograd(const Tensor& start, const Tensor& ratio, const OptionalTensor& rate) {
   check_is_constant("start", start);
   if (rate) check_is_constant("rate", *rate);
-  return is_differentiated(kOp, ratio) ? PositiveScale::apply(start, ratio, rate) : below_autograd(start, ratio, rate);
+  return is_differentiated(kPositiveScale, ratio) ? PositiveScale::apply(start, ratio, rate)
+                                                  : below_autograd(start, ratio, rate);
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 // straight_through: a value with the gradient of another tensor.
 #include <ATen/ops/clone.h>
 
-#include "../autograd/autograd.h"
 #include "../checks.h"
 #include "../registration.h"
+#include "autograd.h"
 
 namespace qtoolkit {
 namespace {
@@ -12,15 +12,16 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "straight_through";
+constexpr const char* kStraightThrough = "straight_through";
 
-Tensor straight_through(const Tensor& value, const Tensor& through) {
-  check_float(kOp, "value", value);
-  TORCH_CHECK_VALUE(through.sym_sizes() == value.sym_sizes(), kOp, ": through must have the shape of value, ",
-                    value.sym_sizes(), ", got ", through.sym_sizes(), ".");
-  TORCH_CHECK_TYPE(through.scalar_type() == value.scalar_type(), kOp, ": through must have the dtype of value, ",
-                   value.scalar_type(), ", got ", through.scalar_type(), ".");
-  check_same_device(kOp, "through", through, value);
+Tensor detached_value(const Tensor& value, const Tensor& through) {
+  check_float(kStraightThrough, "value", value);
+  TORCH_CHECK_VALUE(through.sym_sizes() == value.sym_sizes(), kStraightThrough,
+                    ": through must have the shape of value, ", value.sym_sizes(), ", got ", through.sym_sizes(), ".");
+  TORCH_CHECK_TYPE(through.scalar_type() == value.scalar_type(), kStraightThrough,
+                   ": through must have the dtype of value, ", value.scalar_type(), ", got ", through.scalar_type(),
+                   ".");
+  check_same_device(kStraightThrough, "through", through, value);
   return value.clone();
 }
 
@@ -40,12 +41,13 @@ struct Straight : torch::autograd::Function<Straight> {
 };
 
 Tensor straight_through_autograd(const Tensor& value, const Tensor& through) {
-  return is_differentiated(kOp, through) ? Straight::apply(value.detach(), through) : below_autograd(value, through);
+  return is_differentiated(kStraightThrough, through) ? Straight::apply(value.detach(), through)
+                                                      : below_autograd(value, through);
 }
 
 }  // namespace
 
-QT_REGISTER_BODIES(m) { m.impl("straight_through", straight_through); }
+QT_REGISTER_BODIES(m) { m.impl("straight_through", detached_value); }
 
 TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) { m.impl("straight_through", straight_through_autograd); }
 
