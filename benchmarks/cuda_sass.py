@@ -124,8 +124,15 @@ def dumped(library: Path, *options: str) -> str:
     return subprocess.run([program, *options, str(library)], capture_output=True, text=True, check=True).stdout
 
 
+def has_kernels(library: Path) -> bool:
+    """Whether a library was built with CUDA."""
+    return b".nv_fatbin" in library.read_bytes()
+
+
 def kernels_of(library: Path) -> list[Kernel]:
     """Return the kernels of a library for each architecture that it is built for; none in a build without CUDA."""
+    if not has_kernels(library):  # cuobjdump fails
+        return []
     kernels, architecture, symbol = [], "", ""
     for line in dumped(library, "--dump-resource-usage").splitlines():
         if found := re.match(r"arch = (\w+)", line):

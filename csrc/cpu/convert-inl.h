@@ -190,8 +190,51 @@ void with_codes(Dtype dtype, F f) {
   }
 }
 
-// ---- chunks in memory whose type is known at run time: one loop serves all types, since a switch a chunk costs
-// nothing
+// Writes a chunk of gradients, zero where the bit of `inside` is not set; 16-bit ones are copied without conversion.
+template <class A, class T>
+QT_FN void pass_chunk(const T* grad, T* dx, uint64_t inside, bool stream) {
+  if constexpr (sizeof(T) > 2) {
+    for (int k = 0; k < cpu::kChunk; k += kLanes<T>) {
+      put(dx + k, keep(load(grad + k), static_cast<unsigned>(inside >> k)), stream);
+    }
+  } else {
+#if QT_BYTES == 64
+    put(dx, _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside), grad), stream);
+    put(dx + 32, _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside >> 32), grad + 32), stream);
+#else
+    typedef uint16_t Lanes16 __attribute__((vector_size(32)));
+    constexpr Lanes16 bit = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                             1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    for (int k = 0; k < cpu::kChunk; k += 16) {
+      Lanes16 values;
+      __builtin_memcpy(&values, grad + k, sizeof(values));
+      const Lanes16 bits = Lanes16{} + static_cast<uint16_t>(inside >> k);
+      values &= (Lanes16)((bit & bits) == bit);
+      __builtin_memcpy(dx + k, &values, sizeof(values));
+    }
+#endif
+  }
+}
+
+// Element i of typed memory, or nothing of nothing.
+template <class A, class T>
+QT_FN T* at(T* data, int64_t i) {
+  return data == nullptr ? nullptr : data + i;
+}
+
+// A chunk's elements, or those of another type of arrays that vectors are read from.
+template <class T>
+struct alignas(64) Padded {
+  T values[cpu::kChunk];
+};
+
+// What load_as() reads of a chunk.
+template <class A, class T>
+QT_FN const T* values_of(const T* from, Padded<A>&) {
+  return from;
+}
+
+// ---- the same for memory whose type is known at run time: one loop serves all types, and chooses once a chunk
 
 // The storage type that needs no conversion.
 template <class A>
@@ -218,22 +261,14 @@ struct Target {
   Dtype dtype;
 };
 
-// Element i of them, or nothing of nothing.
 template <class A>
 QT_FN Source at(Source from, int64_t i) {
-  return {from.data == nullptr ? nullptr : static_cast<const char*>(from.data) + bytes_of<A>(from.dtype, i),
-          from.dtype};
+  return {at<A>(static_cast<const char*>(from.data), bytes_of<A>(from.dtype, i)), from.dtype};
 }
 template <class A>
 QT_FN Target at(Target to, int64_t i) {
-  return {to.data == nullptr ? nullptr : static_cast<char*>(to.data) + bytes_of<A>(to.dtype, i), to.dtype};
+  return {at<A>(static_cast<char*>(to.data), bytes_of<A>(to.dtype, i)), to.dtype};
 }
-
-// A chunk's elements, or those of another type of arrays that vectors are read from.
-template <class T>
-struct alignas(64) Padded {
-  T values[cpu::kChunk];
-};
 
 template <class A>
 QT_FN A first_value_of(Source from) {
@@ -244,7 +279,7 @@ QT_FN A first_value_of(Source from) {
   return value;
 }
 
-// The elements of a chunk in the type of the arithmetic: where they lie, or 16-bit floats widened into the buffer.
+// 16-bit floats are widened into the buffer.
 template <class A>
 QT_FN const A* values_of(Source from, Padded<A>& buffer) {
   if (is_native<A>(from.dtype)) return static_cast<const A*>(from.data);
@@ -262,32 +297,11 @@ QT_FN void store_chunk(Target to, const Vector<A> (&v)[kVectors<A>], bool stream
   with_storage<A>(to.dtype, [&](auto* type) { store_chunk<A>(static_cast<decltype(type)>(to.data), v, stream); });
 }
 
-// Writes a chunk of gradients, zero where the bit of `inside` is not set; 16-bit ones are copied without conversion.
 template <class A>
-QT_FN void pass_chunk(Source from, Target to, uint64_t inside, bool stream) {
-  if (is_native<A>(from.dtype)) {
-    const A* grad = static_cast<const A*>(from.data);
-    A* dx = static_cast<A*>(to.data);
-    for (int k = 0; k < cpu::kChunk; k += kLanes<A>) {
-      put(dx + k, keep(load(grad + k), static_cast<unsigned>(inside >> k)), stream);
-    }
-    return;
+QT_FN void pass_chunk(Source grad, Target dx, uint64_t inside, bool stream) {
+  if (is_native<A>(grad.dtype)) {
+    pass_chunk<A>(static_cast<const A*>(grad.data), static_cast<A*>(dx.data), inside, stream);
+  } else {
+    pass_chunk<A>(static_cast<const bf16*>(grad.data), static_cast<bf16*>(dx.data), inside, stream);
   }
-  const uint16_t* grad = static_cast<const uint16_t*>(from.data);
-  uint16_t* dx = static_cast<uint16_t*>(to.data);
-#if QT_BYTES == 64
-  put(dx, _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside), grad), stream);
-  put(dx + 32, _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside >> 32), grad + 32), stream);
-#else
-  typedef uint16_t Lanes16 __attribute__((vector_size(32)));
-  constexpr Lanes16 bit = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
-                           1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
-  for (int k = 0; k < cpu::kChunk; k += 16) {
-    Lanes16 values;
-    __builtin_memcpy(&values, grad + k, sizeof(values));
-    const Lanes16 bits = Lanes16{} + static_cast<uint16_t>(inside >> k);
-    values &= (Lanes16)((bit & bits) == bit);
-    __builtin_memcpy(dx + k, &values, sizeof(values));
-  }
-#endif
 }

@@ -5,91 +5,114 @@
 #include "chunk-inl.h"
 #include "scales-inl.h"
 
-// Consecutive chunks of an elementwise kernel.
+// Whether a functor is one of almost every training step. Its loops are compiled for each storage type, and inlined
+// into the walks over channels; the others share walks and loops, as all do in the plain kernels.
+template <class A, class Functor>
+constexpr bool kInEachStep = QT_BYTES > 16 && (std::is_same<Functor, IntegerFunctor<float, Vector<float>>>::value ||
+                                               std::is_same<Functor, LearnedGradient<float, Vector<float>>>::value);
+
+// Consecutive chunks of an elementwise kernel. X and Y are pointers, or Source and Target.
+template <class X, class Y>
 struct Chunks {
   int count;
-  Source x;
-  Target y;
+  X x;
+  Y y;
   bool stream;
   CodesAt codes;
   uint64_t* mask;  // a word for each chunk, or null
 };
 
 // The loop of all elementwise kernels; Functor is one of fake_quant.h.
-template <class A, class Functor, class Grid>
-void map_chunks(const Grid& shared_grid, const void* shared_functor, const Chunks& given) {
-  // Copies, since the stores below could change the originals.
-  const Grid grid = shared_grid;
-  const Functor functor = *static_cast<const Functor*>(shared_functor);
-  const Chunks chunks = given;
+template <class A, bool kMasked, bool kCodes, class Functor, class Grid, class X, class Y>
+QT_FN void map_chunks(Chunks<X, Y> chunks, Grid grid, Functor functor) {
   Padded<A> buffer;
   for (int chunk = 0; chunk < chunks.count; ++chunk) {
     const int first = chunk * kChunk;
-    const A* x = values_of(at<A>(chunks.x, first), buffer);
+    const auto* x = values_of<A>(at<A>(chunks.x, first), buffer);
     Vector<A> values[kVectors<A>];
     uint64_t inside = 0;
     for (int i = 0; i < kVectors<A>; ++i) {
       const int k = i * kLanes<A>;
       const auto mapped =
-          Functor::apply(functor, load(x + k), Grid::scales(grid, first + k), Grid::zero_points(grid, first + k));
+          Functor::apply(functor, load_as<A>(x + k), Grid::scales(grid, first + k), Grid::zero_points(grid, first + k));
       values[i] = mapped.value;
-      if constexpr (std::is_same<Functor, IntegerFunctor<A, Vector<A>>>::value) {
-        if (chunks.codes.data != nullptr) store_codes<A>(codes_at(chunks.codes, first + k), mapped.code);
-      }
-      inside |= static_cast<uint64_t>(mapped.inside) << k;
+      if constexpr (kCodes) store_codes<A>(codes_at(chunks.codes, first + k), mapped.code);
+      if (kMasked) inside |= static_cast<uint64_t>(mapped.inside) << k;
     }
     store_chunk<A>(at<A>(chunks.y, first), values, chunks.stream);
-    if (chunks.mask != nullptr) chunks.mask[chunk] = inside;
+    if (kMasked && chunks.mask != nullptr) chunks.mask[chunk] = inside;
   }
 }
 
-template <class A>
-void map_elements(const KernelArgs& args, int64_t begin, int64_t end, const Loops<A, const Chunks&>& map) {
-  Block<A> in, out;
+// Calls map(grid, chunks).
+template <bool kTyped, class A, class Map>
+void map_elements(const KernelArgs& args, int64_t begin, int64_t end, const Map& map) {
+  Block<A> buffers[2];
   uint8_t bytes[kBlock];
   uint64_t mask[kBlock / kChunk];
   const CodesAt all = {args.codes, args.packed}, codes = {args.codes == nullptr ? nullptr : bytes, args.packed};
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t first, int n) {
-    const Source x = chunks_of(args.x, first, n, in);
-    with_results<A>(args, first, n, out, [&](Target y) {
-      for_grids<A>(args, position, n, [&](int from, int count, auto grid) {
+    const auto of_block = [&](auto y, auto x) {
+      for_grids<A>(args, position, n, [&](int from, int count, const auto& grid) {
         uint64_t* words = args.mask == nullptr ? nullptr : mask + from / kChunk;
-        map(grid, {count, at<A>(x, from), at<A>(y, from), args.stream, codes_at(codes, from), words});
+        map(grid, Chunks<decltype(x), decltype(y)>{count, at<A>(x, from), at<A>(y, from), args.stream,
+                                                   codes_at(codes, from), words});
       });
-    });
+    };
+    with_elements<kTyped>(args, first, n, Pad::last, buffers, of_block, args.x);
     if (args.codes != nullptr) __builtin_memcpy(codes_at(all, first).data, bytes, bytes_of_codes(codes, n));
     if (args.mask != nullptr) write_mask(args.mask, first, n, mask);
   });
   end_stores(args.stream);
 }
 
+template <class A, class F, class Grid>
+void map_shared(const Grid& grid, const void* functor, const Chunks<Source, Target>& chunks) {
+  const bool codes = chunks.codes.data != nullptr;
+  const F copy = *static_cast<const F*>(functor);
+  if constexpr (std::is_same<F, IntegerFunctor<A, Vector<A>>>::value) {
+    if (codes) return map_chunks<A, true, true>(chunks, grid, copy);
+  }
+  map_chunks<A, true, false>(chunks, grid, copy);
+}
+
 template <class A, class F>
 void elementwise(const KernelArgs& args, int64_t begin, int64_t end) {
   const F functor = F::from(args);
-  map_elements<A>(args, begin, end,
-                  {{map_chunks<A, F, UniformGrid<A>>},
-                   {map_chunks<A, F, ElementwiseGrid<A>>},
-                   {map_chunks<A, F, ElementwiseScale<A>>},
-                   {map_chunks<A, F, SplitGrid<A>>},
-                   &functor});
+  if constexpr (kInEachStep<A, F>) {
+    const auto run = [&](auto masked, auto codes) {
+      map_elements<true, A>(args, begin, end, [&](const auto& grid, const auto& chunks) {
+        map_chunks<A, masked.value, codes.value>(chunks, grid, functor);
+      });
+    };
+    if (args.codes != nullptr) return run(std::true_type{}, std::true_type{});
+    args.mask == nullptr ? run(std::false_type{}, std::false_type{}) : run(std::true_type{}, std::false_type{});
+  } else {
+    const Loops<A, const Chunks<Source, Target>&> loops = {{map_shared<A, F, UniformGrid<A>>},
+                                                           {map_shared<A, F, ElementwiseGrid<A>>},
+                                                           {map_shared<A, F, ElementwiseScale<A>>},
+                                                           {map_shared<A, F, SplitGrid<A>>},
+                                                           &functor};
+    map_elements<false, A>(args, begin, end, loops);
+  }
 }
 
 template <class A>
 void fake_quant_backward(const KernelArgs& args, int64_t begin, int64_t end) {
-  Block<A> in, out;
+  Block<A> buffers[2];
   for_blocks(begin, end, [&](int64_t first, int n) {
     uint64_t mask[kBlock / kChunk] = {};
     __builtin_memcpy(mask, args.mask + first / 8, (n + 7) / 8);
-    const Source grad = chunks_of(args.grad, first, n, in);
-    const bool direct = n % kChunk == 0 && grad.dtype == args.y_dtype;  // the gradient passes without conversion
-    const Target dx = direct ? at<A>(Target{args.y, args.y_dtype}, first) : Target{out.values, kNative<A>};
-    for (int i = 0; i < n; i += kChunk) {
-      const char* ahead = static_cast<const char*>(at<A>(grad, i + kAhead).data);
-      for (int64_t line = 0; line < bytes_of<A>(grad.dtype, kChunk); line += 64) __builtin_prefetch(ahead + line);
-      pass_chunk<A>(at<A>(grad, i), at<A>(dx, i), mask[i / kChunk], args.stream);
-    }
-    if (!direct) commit(args, first, n, out.values);
+    const auto of_block = [&](auto* dx, const auto* grad) {
+      for (int chunk = 0; chunk < round_up(n) / kChunk; ++chunk, grad += kChunk, dx += kChunk) {
+        for (size_t line = 0; line < kChunk * sizeof(*grad); line += 64) {
+          __builtin_prefetch(reinterpret_cast<const char*>(grad + kAhead) + line);
+        }
+        pass_chunk<A>(grad, dx, mask[chunk], args.stream);
+      }
+    };
+    with_elements<true>(args, first, n, Pad::last, buffers, of_block, args.grad);
   });
   end_stores(args.stream);
 }

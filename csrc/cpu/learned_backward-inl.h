@@ -46,89 +46,64 @@ QT_FN double total_of(const Lanes<A>& lanes, int begin, int end) {
   return total_of(part);
 }
 
-template <class A, bool kZeroPoint>
+// The sums of 64 lanes for the gradients of scale and zero point, in memory.
+template <class A>
 struct Sums {
-  Lanes<A> ds, dz;
-};
-
-// Where the operands of consecutive chunks lie. The gradients and dx are of one storage type.
-struct LearnedChunks {
-  Source x, grad;
-  Target dx;
-  bool stream;
+  alignas(64) A ds[kChunk] = {}, dz[kChunk] = {};
 };
 
 template <class A>
-QT_FN LearnedChunks at(const LearnedChunks& chunks, int64_t i) {
-  return {at<A>(chunks.x, i), at<A>(chunks.grad, i), at<A>(chunks.dx, i), chunks.stream};
-}
-
-// Calls f with the operands of elements [begin, begin + n). Padding is zero, which adds nothing to sums (with an
-// infinite scale it adds NaN to sums that are infinite or NaN already).
-template <class A, class F>
-QT_FN void with_learned_chunks(const KernelArgs& args, int64_t begin, int n, Block<A>& x, Block<A>& grad, Block<A>& out,
-                               F f) {
-  const bool of_one_type = args.x.dtype == args.grad.dtype && args.x.dtype == args.y_dtype;
-  if (of_one_type && args.x.dense && args.grad.dense && n % kChunk == 0) {
-    return f(LearnedChunks{at<A>(Source{args.x.data, args.x.dtype}, begin),
-                           at<A>(Source{args.grad.data, args.grad.dtype}, begin),
-                           at<A>(Target{args.y, args.y_dtype}, begin), args.stream});
-  }
-  A* result = result_buffer(args, begin, n, out);
-  f(LearnedChunks{{fetch(args.x, begin, n, x, Pad::zero), kNative<A>},
-                  {fetch(args.grad, begin, n, grad, Pad::zero), kNative<A>},
-                  {result, kNative<A>},
-                  args.stream});
-  commit(args, begin, n, result);
+QT_FN double total_of(const A* sums, int begin = 0, int end = kChunk) {
+  Lanes<A> lanes;
+  load_lanes(lanes, sums);
+  return begin == 0 && end == kChunk ? total_of(lanes) : total_of(lanes, begin, end);
 }
 
 // Writes dx of whole chunks and adds the gradients of their elements to the sums.
-template <class A, bool kZeroPoint, class Functor, class Grid>
-void learned_chunks(const Grid& shared_grid, const void* shared_functor, const LearnedChunks& given, int chunks,
-                    Sums<A, kZeroPoint>& sums) {
-  // Copies, since the stores below could change the originals.
-  const Grid grid = shared_grid;
-  const Functor functor = *static_cast<const Functor*>(shared_functor);
-  const LearnedChunks operands = given;
-  Sums<A, kZeroPoint> local = sums;  // in registers
+template <class A, bool kZeroPoint, class Functor, class Grid, class X, class Y>
+QT_FN void learned_chunks(Y dx, X x, X grad, int chunks, bool stream, Grid grid, Functor functor, A* ds, A* dz) {
+  Lanes<A> scale, zero_point;  // in registers
+  load_lanes(scale, ds);
+  if (kZeroPoint) load_lanes(zero_point, dz);
   Padded<A> x_buffer, grad_buffer;
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const int first = chunk * kChunk;
-    const LearnedChunks of = at<A>(operands, first);
-    const A *x = values_of(of.x, x_buffer), *grad = values_of(of.grad, grad_buffer);
+    const auto* values = values_of<A>(at<A>(x, first), x_buffer);
+    const auto* grads = values_of<A>(at<A>(grad, first), grad_buffer);
     uint64_t inside = 0;
     Vector<A> results[kVectors<A>];
     for (int i = 0; i < kVectors<A>; ++i) {
       const int k = i * kLanes<A>;
-      const auto gradient = Functor::apply(functor, load(x + k), load(grad + k), Grid::scales(grid, first + k),
-                                           Grid::zero_points(grid, first + k));
-      local.ds.sum[i] += gradient.scale;
-      if (kZeroPoint) local.dz.sum[i] += gradient.zero_point;
+      const auto gradient = Functor::apply(functor, load_as<A>(values + k), load_as<A>(grads + k),
+                                           Grid::scales(grid, first + k), Grid::zero_points(grid, first + k));
+      scale.sum[i] += gradient.scale;
+      if (kZeroPoint) zero_point.sum[i] += gradient.zero_point;
       if (Functor::kMasks) inside |= static_cast<uint64_t>(gradient.inside) << k;
       if (!Functor::kMasks) results[i] = gradient.dx;
     }
     if constexpr (Functor::kMasks) {
-      pass_chunk<A>(of.grad, of.dx, inside, of.stream);
+      pass_chunk<A>(at<A>(grad, first), at<A>(dx, first), inside, stream);
     } else {
-      store_chunk<A>(of.dx, results, of.stream);
+      store_chunk<A>(at<A>(dx, first), results, stream);
     }
   }
-  sums = local;
+  store_lanes(scale, ds);
+  if (kZeroPoint) store_lanes(zero_point, dz);
 }
 
-template <class A, bool kZeroPoint>
-using LearnedLoops = Loops<A, const LearnedChunks&, int, Sums<A, kZeroPoint>&>;
+template <class A, bool kZeroPoint, class F, class Grid>
+void learned_shared(const Grid& grid, const void* functor, Target dx, Source x, Source grad, int chunks, bool stream,
+                    A* ds, A* dz) {
+  const F copy = *static_cast<const F*>(functor);
+  learned_chunks<A, kZeroPoint>(dx, x, grad, chunks, stream, grid, copy, ds, dz);
+}
 
 // Adds the sums of consecutive lanes to the sums of consecutive channels.
-template <class A, bool kZeroPoint>
-QT_FN void add_to_row(const KernelArgs& args, int64_t channel, const Sums<A, kZeroPoint>& sums, int k = 0,
-                      int length = kChunk) {
-  alignas(64) A lanes[kChunk];
-  store_lanes(sums.ds, lanes);
-  for (int j = 0; j < length; ++j) args.sum_scale[channel + j] += lanes[k + j];
+template <bool kZeroPoint, class A>
+QT_FN void add_to_row(const KernelArgs& args, int64_t channel, const Sums<A>& sums, int k = 0, int length = kChunk) {
+  for (int j = 0; j < length; ++j) args.sum_scale[channel + j] += sums.ds[k + j];
   if (!kZeroPoint) return;
-  store_lanes(sums.dz, lanes);
-  for (int j = 0; j < length; ++j) args.sum_zero_point[channel + j] += lanes[k + j];
+  for (int j = 0; j < length; ++j) args.sum_zero_point[channel + j] += sums.dz[k + j];
 }
 
 // Sums for each position of a row of channels, in the type of the arithmetic. They are flushed to float64 after kRows
@@ -146,16 +121,10 @@ class RowSums {
   // Calls f with the sums at the positions of a chunk.
   template <class F>
   inline __attribute__((always_inline)) void add_chunk(int64_t position, F f) {
-    Sums<A, kZeroPoint> sums;
-    if (places_ == 0) {
-      f(sums);
-      return add_to_row(args_, position, sums);
-    }
-    load_lanes(sums.ds, ds_ + position);
-    if (kZeroPoint) load_lanes(sums.dz, dz_ + position);
-    f(sums);
-    store_lanes(sums.ds, ds_ + position);
-    if (kZeroPoint) store_lanes(sums.dz, dz_ + position);
+    if (places_ > 0) return f(ds_ + position, dz_ + (kZeroPoint ? position : 0));
+    Sums<A> sums;
+    f(sums.ds, sums.dz);
+    add_to_row<kZeroPoint>(args_, position, sums);
   }
 
   // Called after n more elements.
@@ -182,110 +151,132 @@ class RowSums {
   int64_t places_, elements_;
 };
 
-template <class A, bool kZeroPoint>
-void learned_of_row(const KernelArgs& args, int64_t begin, int64_t end, const LearnedLoops<A, kZeroPoint>& loops) {
-  Block<A> in, grad_in, out;
+// The walks call loop(grid, dx, x, grad, chunks, stream, ds, dz). Padding is zero, which adds nothing to sums (with an
+// infinite scale it adds NaN to sums that are infinite or NaN already).
+template <bool kTyped, class A, bool kZeroPoint, class Loop>
+void learned_of_row(const KernelArgs& args, int64_t begin, int64_t end, const Loop& loop) {
+  Block<A> buffers[3];
   RowSums<A, kZeroPoint> row(args);
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t first, int n) {
-    with_learned_chunks(args, first, n, in, grad_in, out, [&](const LearnedChunks& operands) {
+    const auto of_block = [&](auto dx, auto x, auto grad) {
       walk_row(args.channels, position.row, n, [&](int from, int chunks, int64_t place) {
         for (int i = from; i < from + chunks * kChunk; i += kChunk, place += kChunk) {
-          with_row_grid<A>(args, place, [&](auto grid) {
-            row.add_chunk(place, [&](auto& sums) { loops(grid, at<A>(operands, i), 1, sums); });
+          with_row_grid<A>(args, place, [&](const auto& grid) {
+            row.add_chunk(place, [&](A* ds, A* dz) {
+              loop(grid, at<A>(dx, i), at<A>(x, i), at<A>(grad, i), 1, args.stream, ds, dz);
+            });
           });
         }
       });
-    });
+    };
+    with_elements<kTyped>(args, first, n, Pad::zero, buffers, of_block, args.x, args.grad);
     row.end_block(n);
   });
   row.flush();
 }
 
-template <class A, bool kZeroPoint>
-void learned_of_rows(const KernelArgs& args, int64_t begin, int64_t end, const LearnedLoops<A, kZeroPoint>& loops) {
-  Block<A> in, grad_in, out;
+template <bool kTyped, class A, bool kZeroPoint, class Loop>
+void learned_of_rows(const KernelArgs& args, int64_t begin, int64_t end, const Loop& loop) {
+  Block<A> buffers[3];
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t first, int n) {
-    with_learned_chunks(args, first, n, in, grad_in, out, [&](const LearnedChunks& operands) {
-      const auto sums_of = [&](int i, auto grid) {
-        Sums<A, kZeroPoint> sums;
-        loops(grid, at<A>(operands, i), 1, sums);
-        return sums;
+    const auto of_block = [&](auto dx, auto x, auto grad) {
+      const auto with_sums = [&](int i, const auto& grid, auto f) {
+        Sums<A> sums;
+        loop(grid, at<A>(dx, i), at<A>(x, i), at<A>(grad, i), 1, args.stream, sums.ds, sums.dz);
+        f(sums);
       };
       walk_rows(
           args.channels, position.rows, n,
           [&](int from, int chunks, int64_t c) {
             for (int i = from; i < from + chunks * kChunk; i += kChunk, c += kChunk) {
-              with_row_grid<A>(args, c, [&](auto grid) { add_to_row(args, c, sums_of(i, grid)); });
+              with_row_grid<A>(args, c, [&](const auto& grid) {
+                with_sums(i, grid, [&](const Sums<A>& sums) { add_to_row<kZeroPoint>(args, c, sums); });
+              });
             }
           },
           [&](int from, RowCursor& cursor) {
             RowCursor start = cursor;
             const int valid = static_cast<int>(smaller(kChunk, n - from));
             ChunkGrid<A> buffer;
-            const auto sums = sums_of(from, grid_of_rows(args, valid, cursor, buffer));
-            for_rows(args.channels, start, valid,
-                     [&](int k, int length, int64_t c) { add_to_row(args, c, sums, k, length); });
+            with_sums(from, grid_of_rows(args, valid, cursor, buffer), [&](const Sums<A>& sums) {
+              for_rows(args.channels, start, valid,
+                       [&](int k, int length, int64_t c) { add_to_row<kZeroPoint>(args, c, sums, k, length); });
+            });
           });
-    });
+    };
+    with_elements<kTyped>(args, first, n, Pad::zero, buffers, of_block, args.x, args.grad);
   });
 }
 
-template <class A, bool kZeroPoint>
-void learned_of_channels(const KernelArgs& args, int64_t begin, int64_t end, const LearnedLoops<A, kZeroPoint>& loops) {
-  Block<A> in, grad_in, out;
+template <bool kTyped, class A, bool kZeroPoint, class Loop>
+void learned_of_channels(const KernelArgs& args, int64_t begin, int64_t end, const Loop& loop) {
+  Block<A> buffers[3];
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t first, int n) {
-    with_learned_chunks(args, first, n, in, grad_in, out, [&](const LearnedChunks& operands) {
-      const auto sums_of = [&](int i, int chunks, auto grid) {
-        Sums<A, kZeroPoint> sums;
-        loops(grid, at<A>(operands, i), chunks, sums);
-        return sums;
+    const auto of_block = [&](auto dx, auto x, auto grad) {
+      const auto add = [&](int i, int chunks, const auto& grid, Sums<A>& sums) {
+        loop(grid, at<A>(dx, i), at<A>(x, i), at<A>(grad, i), chunks, args.stream, sums.ds, sums.dz);
+      };
+      const auto add_totals = [&](int64_t c, const Sums<A>& sums, int k, int last) {
+        args.sum_scale[c] += total_of(sums.ds, k, last);
+        if (kZeroPoint) args.sum_zero_point[c] += total_of(sums.dz, k, last);
       };
       walk_channels(
           args.channels, position.channel, n,
           [&](int from, int chunks, int64_t c) {
-            const auto sums = sums_of(from, chunks, grid_of<A>(args, c));
-            args.sum_scale[c] += total_of(sums.ds);
-            if (kZeroPoint) args.sum_zero_point[c] += total_of(sums.dz);
+            Sums<A> sums;
+            add(from, chunks, grid_of<A>(args, c), sums);
+            add_totals(c, sums, 0, kChunk);
           },
           [&](int from, Cursor& cursor) {
             Cursor start = cursor;
-            Sums<A, kZeroPoint> sums;
-            with_mixed_grid<A>(args, cursor, [&](auto grid) { sums = sums_of(from, 1, grid); });
+            Sums<A> sums;
+            with_mixed_grid<A>(args, cursor, [&](const auto& grid) { add(from, 1, grid, sums); });
             const int valid = static_cast<int>(smaller(kChunk, args.numel - start.i));
-            for_runs(args.channels, start, valid, [&](int k, int run, int64_t c) {
-              args.sum_scale[c] += total_of(sums.ds, k, k + run);
-              if (kZeroPoint) args.sum_zero_point[c] += total_of(sums.dz, k, k + run);
-            });
+            for_runs(args.channels, start, valid, [&](int k, int run, int64_t c) { add_totals(c, sums, k, k + run); });
           });
-    });
+    };
+    with_elements<kTyped>(args, first, n, Pad::zero, buffers, of_block, args.x, args.grad);
   });
 }
 
-template <class A, bool kZeroPoint, class F>
-void learned_backward_typed(const KernelArgs& args, int64_t begin, int64_t end) {
-  const F functor = F::from(args);
-  const LearnedLoops<A, kZeroPoint> loops = {{learned_chunks<A, kZeroPoint, F, UniformGrid<A>>},
-                                             {learned_chunks<A, kZeroPoint, F, ElementwiseGrid<A>>},
-                                             {learned_chunks<A, kZeroPoint, F, ElementwiseScale<A>>},
-                                             {learned_chunks<A, kZeroPoint, F, SplitGrid<A>>},
-                                             &functor};
+template <bool kTyped, class A, bool kZeroPoint, class Loop>
+void walk_learned(const KernelArgs& args, int64_t begin, int64_t end, const Loop& loop) {
   if (in_a_row(args.channels)) {
-    learned_of_row(args, begin, end, loops);
+    learned_of_row<kTyped, A, kZeroPoint>(args, begin, end, loop);
   } else if (in_rows(args.channels)) {
-    learned_of_rows(args, begin, end, loops);
+    learned_of_rows<kTyped, A, kZeroPoint>(args, begin, end, loop);
   } else {
-    learned_of_channels(args, begin, end, loops);
+    learned_of_channels<kTyped, A, kZeroPoint>(args, begin, end, loop);
   }
   end_stores(args.stream);
+}
+
+template <class A, bool kZeroPoint, class F>
+void learned_backward_with(const KernelArgs& args, int64_t begin, int64_t end) {
+  const F functor = F::from(args);
+  if constexpr (kInEachStep<A, F>) {
+    walk_learned<true, A, kZeroPoint>(
+        args, begin, end, [&](const auto& grid, auto dx, auto x, auto grad, int chunks, bool stream, A* ds, A* dz) {
+          learned_chunks<A, kZeroPoint>(dx, x, grad, chunks, stream, grid, functor, ds, dz);
+        });
+  } else {
+    const Loops<A, Target, Source, Source, int, bool, A*, A*> loops = {
+        {learned_shared<A, kZeroPoint, F, UniformGrid<A>>},
+        {learned_shared<A, kZeroPoint, F, ElementwiseGrid<A>>},
+        {learned_shared<A, kZeroPoint, F, ElementwiseScale<A>>},
+        {learned_shared<A, kZeroPoint, F, SplitGrid<A>>},
+        &functor};
+    walk_learned<false, A, kZeroPoint>(args, begin, end, loops);
+  }
 }
 
 template <class A, class F>
 void learned_backward(const KernelArgs& args, int64_t begin, int64_t end) {
   if constexpr ((F::kSums & kBothSums) != 0) {
-    if (args.sum_zero_point != nullptr) return learned_backward_typed<A, true, F>(args, begin, end);
+    if (args.sum_zero_point != nullptr) return learned_backward_with<A, true, F>(args, begin, end);
   }
-  if constexpr ((F::kSums & kScaleSum) != 0) learned_backward_typed<A, false, F>(args, begin, end);
+  if constexpr ((F::kSums & kScaleSum) != 0) learned_backward_with<A, false, F>(args, begin, end);
 }

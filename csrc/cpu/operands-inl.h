@@ -82,21 +82,40 @@ void commit(const KernelArgs& args, int64_t begin, int n, const A* from) {
   });
 }
 
-// Elements [begin, begin + n) of an operand in whole chunks: where they lie if they are dense and whole chunks, else in
-// the buffer.
-template <class A>
-QT_FN Source chunks_of(const Operand& from, int64_t begin, int n, Block<A>& buffer, Pad pad = Pad::last) {
-  if (from.dense && n % kChunk == 0) return at<A>(Source{from.data, from.dtype}, begin);
-  return {fetch(from, begin, n, buffer, pad), kNative<A>};
-}
-
-// Calls f with where to write the results of elements [begin, begin + n) in whole chunks: y, or a buffer that is then
-// copied to it.
-template <class A, class F>
-QT_FN void with_results(const KernelArgs& args, int64_t begin, int n, Block<A>& buffer, F f) {
-  if (n % kChunk == 0) return f(at<A>(Target{args.y, args.y_dtype}, begin));
-  f(Target{buffer.values, kNative<A>});
-  commit(args, begin, n, buffer.values);
+// Calls f with where the elements [begin, begin + n) of operands and of the result lie: in memory if all are of the
+// result's storage type, dense and in whole chunks, else in buffers of the arithmetic's type. With kTyped as pointers
+// to the storage type, so that f is compiled for each; else as Source and Target. Padding of the last chunk repeats the
+// last element, or is zero.
+template <bool kTyped, class A, class F, class... Operands>
+QT_FN void with_elements(const KernelArgs& args, int64_t begin, int n, Pad pad, Block<A>* buffers, F f,
+                         const Operands&... operands) {
+  const Dtype dtype = args.y_dtype;
+  if (n % kChunk == 0 && (... && (operands.dense && operands.dtype == dtype))) {
+    if constexpr (kTyped) {
+      return with_storage<A>(dtype, [&](auto* type) {
+        using T = typename std::remove_pointer<decltype(type)>::type;
+        f(static_cast<T*>(args.y) + begin, static_cast<const T*>(operands.data) + begin...);
+      });
+    } else {
+      return f(at<A>(Target{args.y, dtype}, begin), at<A>(Source{operands.data, dtype}, begin)...);
+    }
+  }
+  A* y = result_buffer(args, begin, n, buffers[0]);
+  int used = 0;
+  const A* values[] = {fetch(operands, begin, n, buffers[++used], pad)...};
+  const auto call = [&](auto... each) {
+    if constexpr (kTyped) {
+      f(y, each...);
+    } else {
+      f(Target{y, kNative<A>}, Source{each, kNative<A>}...);
+    }
+  };
+  if constexpr (sizeof...(operands) == 1) {
+    call(values[0]);
+  } else {
+    call(values[0], values[1]);
+  }
+  commit(args, begin, n, y);
 }
 
 template <class F>

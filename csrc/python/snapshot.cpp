@@ -2,6 +2,7 @@
 //
 // A decision that reads the attributes of modules holds as long as they are the same objects. Comparing some hundred
 // pointers takes some microseconds, less than the questions in Python. Written to Python's stable ABI, without torch.
+#undef Py_LIMITED_API  // torch asks for 3.10
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
