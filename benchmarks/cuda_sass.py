@@ -242,7 +242,7 @@ def loops() -> Iterator[Loop]:
 def fake_quant_loops() -> Iterator[Loop]:
     """Return those of fake_quant and of the backward of its learned scale."""
     forward, backward = (
-        "elementwise_kernelIfLb1E.*IntegerFunctorELb0E",
+        "elementwise_kernelIfNS.*IntegerFunctorELb0E",
         "learned_backward_kernelIf{}NS.*{}ELb0E.*LearnedGradient",
     )
     for dtype, size in SIZES.items():

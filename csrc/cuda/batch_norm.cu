@@ -303,11 +303,22 @@ void reduce(const Reductions<A>& kernels, const NormArgs<A>& args, const Reducti
   kernel<<<static_cast<unsigned>(blocks_of(s)), kThreads, 0, stream>>>(args, s, args.sums);
 }
 
+// Float64 is rare: its kernels take channels that lie in any way, vectors that are whole or not, and have all sums.
+template <class T>
+constexpr bool kIsRare = std::is_same_v<T, double>;
+
+template <class T>
+constexpr Spread kernel_of(Spread spread) {
+  return kIsRare<T> ? Spread::any : spread;
+}
+
 template <class T, Learned kLearned>
 void reduce_gradients(const NormArgs<ArithmeticOf<T>>& args, const ReductionTiling& s, cudaStream_t stream) {
-  reduce<ArithmeticOf<T>>({sums_kernel<T, Contiguous, false, kLearned>, sums_kernel<T, Contiguous, true, kLearned>,
-                           sums_kernel<T, Scattered, false, kLearned>, row_sums_kernel<T, kLearned>},
-                          args, s, stream);
+  // Vectors that are not whole are rare too.
+  reduce<ArithmeticOf<T>>(
+      {sums_kernel<T, Contiguous, false, Learned::both>, sums_kernel<T, Contiguous, !kIsRare<T>, kLearned>,
+       sums_kernel<T, Scattered, false, kLearned>, row_sums_kernel<T, kLearned>},
+      args, s, stream);
 }
 
 // Threads of a block that joins slices.
@@ -317,15 +328,15 @@ template <class T>
 void forward(const BatchNormArgs& given, double* workspace, cudaStream_t stream) {
   using A = ArithmeticOf<T>;
   static constexpr void (*kKernels[])(NormArgs<A>) = {
-      norm_forward_kernel<T, Spread::plane>, norm_forward_kernel<T, Spread::planes>,
-      norm_forward_kernel<T, Spread::row>, norm_forward_kernel<T, Spread::any>};
+      norm_forward_kernel<T, kernel_of<T>(Spread::plane)>, norm_forward_kernel<T, kernel_of<T>(Spread::planes)>,
+      norm_forward_kernel<T, kernel_of<T>(Spread::row)>, norm_forward_kernel<T, Spread::any>};
   const ReductionTiling s = division_of(given);
   const NormArgs<A> args = with_memory<T>(given, s, workspace);
   const unsigned channels = static_cast<unsigned>(given.channels), threads = threads_for(s);
   if (given.stage == NormStage::rest) {
     launch_each(totals_kernel<A>, given.channels, stream, args);
   } else {
-    reduce<A>({moments_kernel<T, Contiguous, false>, moments_kernel<T, Contiguous, true>,
+    reduce<A>({moments_kernel<T, Contiguous, false>, moments_kernel<T, Contiguous, !kIsRare<T>>,
                moments_kernel<T, Scattered, false>, row_moments_kernel<T>},
               args, s, stream);
     statistics_kernel<A><<<channels, threads, 0, stream>>>(args, s.count);
@@ -337,20 +348,19 @@ template <class T>
 void backward(const BatchNormArgs& given, double* workspace, cudaStream_t stream) {
   using A = ArithmeticOf<T>;
   static constexpr void (*kKernels[])(NormArgs<A>) = {
-      norm_backward_kernel<T, Spread::plane>, norm_backward_kernel<T, Spread::planes>,
-      norm_backward_kernel<T, Spread::row>, norm_backward_kernel<T, Spread::any>};
+      norm_backward_kernel<T, kernel_of<T>(Spread::plane)>, norm_backward_kernel<T, kernel_of<T>(Spread::planes)>,
+      norm_backward_kernel<T, kernel_of<T>(Spread::row)>, norm_backward_kernel<T, Spread::any>};
   const ReductionTiling s = division_of(given);
   const NormArgs<A> args = with_memory<T>(given, s, workspace);
   const unsigned channels = static_cast<unsigned>(given.channels + given.learned);
   const unsigned threads = given.learned ? kThreads : threads_for(s);  // a channel's slices may be few, blocks are not
   launch_each(channels_kernel<A>, given.channels, stream, args);
   if (given.stage == NormStage::rest) return launch_vectors<A>(kKernels, args, stream);
-  if (!given.learned) {
-    reduce_gradients<T, Learned::nothing>(args, s, stream);
-  } else if (given.zero_point == nullptr) {
-    reduce_gradients<T, Learned::scale>(args, s, stream);
-  } else {
+  if (kIsRare<T> || (given.learned && given.zero_point != nullptr)) {
     reduce_gradients<T, Learned::both>(args, s, stream);
+  } else if constexpr (!kIsRare<T>) {
+    given.learned ? reduce_gradients<T, Learned::scale>(args, s, stream)
+                  : reduce_gradients<T, Learned::nothing>(args, s, stream);
   }
   gradients_kernel<A><<<channels, threads, 0, stream>>>(args, s.count, blocks_of(s));
   if (given.stage != NormStage::totals) launch_vectors<A>(kKernels, args, stream);

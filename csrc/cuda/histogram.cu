@@ -65,14 +65,14 @@ QT_DEVICE void for_channel(const KernelArgs& args, int64_t channel, int64_t slic
 
 // Counts the values in the bin at zero in a register: after ReLU they are half of all values. Of several channels,
 // those of a block's own.
-template <class A, bool kDense, bool kChannels, class F>
+template <class A, bool kChannels, class F>
 QT_DEVICE unsigned count_values(const KernelArgs& args, int64_t slices, Bins bins, F add) {
   const int32_t first = static_cast<int32_t>(first_bin(bins, args.histogram.bins));
   const A reciprocal = static_cast<A>(power_of_two(-bins.exponent));
   unsigned zeros = 0;
   const auto count = [&](const auto& at) {
     A x[kVectorSize];
-    load<kDense>(args.x, at, x);
+    load(args.x, at, x);
 #pragma unroll
     for (int k = 0; k < kVectorSize; ++k) {
       if (k >= at.n) continue;
@@ -93,9 +93,8 @@ QT_DEVICE unsigned count_values(const KernelArgs& args, int64_t slices, Bins bin
 }
 
 // Launched with `slices` blocks for each channel.
-template <class A, bool kDense, bool kChannels>
-__global__ void __launch_bounds__(kThreads, kDense ? 4 : 1)
-    count_kernel(const __grid_constant__ KernelArgs args, int64_t slices) {
+template <class A, bool kChannels>
+__global__ void __launch_bounds__(kThreads, 4) count_kernel(const __grid_constant__ KernelArgs args, int64_t slices) {
   extern __shared__ unsigned shared[];
   const RunningHistogram running = channel_of(args.histogram, blockIdx.x / slices);
   const int64_t n = running.bins;
@@ -105,14 +104,14 @@ __global__ void __launch_bounds__(kThreads, kDense ? 4 : 1)
   Count* zero = counts - first_bin(bins, n);
   if (n > kMostShared) {
     const auto add = [&](int32_t index) { atomicAdd(counts + index, Count{1}); };
-    const unsigned zeros = count_values<A, kDense, kChannels>(args, slices, bins, add);
+    const unsigned zeros = count_values<A, kChannels>(args, slices, bins, add);
     if (zeros != 0) atomicAdd(zero, static_cast<Count>(zeros));
     return;
   }
   for (int64_t i = threadIdx.x; i < n; i += kThreads) shared[i] = 0;
   __syncthreads();
   const auto add = [&](int32_t index) { atomicAdd(shared + index, 1u); };
-  const unsigned zeros = count_values<A, kDense, kChannels>(args, slices, bins, add);
+  const unsigned zeros = count_values<A, kChannels>(args, slices, bins, add);
   if (zeros != 0) atomicAdd(shared - first_bin(bins, n), zeros);
   __syncthreads();
   for (int64_t i = threadIdx.x; i < n; i += kThreads) {
@@ -139,10 +138,8 @@ void histogram(const KernelArgs& args, double* workspace, cudaStream_t stream) {
   int64_t slices = least(divide_up(elements, kVectorSize * kVectorsOfABlock), kFewBlocks / channels);
   if (slices < needed) slices = needed;
   const size_t bytes = n <= kMostShared ? n * sizeof(unsigned) : 0;
-  const auto of_tensor = pick(args.x.dtype, args.x.dense, count_kernel<float, true, false>,
-                              count_kernel<float, false, false>, count_kernel<double, false, false>);
-  const auto of_channels = pick(args.x.dtype, args.x.dense, count_kernel<float, true, true>,
-                                count_kernel<float, false, true>, count_kernel<double, false, true>);
+  const auto of_tensor = args.x.dtype == Dtype::f64 ? count_kernel<double, false> : count_kernel<float, false>;
+  const auto of_channels = args.x.dtype == Dtype::f64 ? count_kernel<double, true> : count_kernel<float, true>;
   const auto kernel = channels == 1 ? of_tensor : of_channels;
   kernel<<<static_cast<unsigned>(channels * slices), kThreads, bytes, stream>>>(args, slices);
 }

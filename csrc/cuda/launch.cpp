@@ -2,6 +2,7 @@
 #include "../launch.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -48,8 +49,43 @@ struct GridOnDevice {
   }
 };
 
+// A type of the same size, of which copies keep all bits.
+at::ScalarType bits_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::f64: return at::kLong;
+    case Dtype::f32:
+    case Dtype::i32: return at::kInt;
+    case Dtype::bf16:
+    case Dtype::f16:
+    case Dtype::i16:
+    case Dtype::u16: return at::kShort;
+    default: return at::kByte;
+  }
+}
+
+// Makes an operand dense, by a copy that lives as long as this. Kernels that read strides, which few steps need, were
+// nearly half of what the CUDA sources take to compile.
+struct DenseOperand {
+  at::Tensor copy;
+
+  DenseOperand(Operand& operand, c10::Device device) {
+    if (operand.dense) return;
+    const at::IntArrayRef size(operand.size, operand.dims), stride(operand.stride, operand.dims);
+    const auto options = at::TensorOptions().dtype(bits_of(operand.dtype)).device(device);
+    copy = at::for_blob(const_cast<void*>(operand.data), size)
+               .strides(stride)
+               .options(options)
+               .target_device(device)
+               .make_tensor()
+               .contiguous();
+    operand.data = copy.const_data_ptr();
+    operand.dense = true;
+  }
+};
+
 void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device) {
   on_stream(device, [&](cudaStream_t stream) {
+    const DenseOperand x(args.x, device), grad(args.grad, device);
     const GridOnDevice values(grid, args.is_f64(), args);
     at::Tensor workspace;
     const int64_t size = workspace_size(kernel, args);

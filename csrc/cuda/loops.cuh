@@ -10,13 +10,6 @@
 namespace qtoolkit {
 namespace cuda {
 
-// Selects the instantiation of a kernel. Float64 is rare: its instantiation serves dense and strided operands.
-template <class Kernel>
-Kernel pick(Dtype dtype, bool dense, Kernel f32_dense, Kernel f32, Kernel f64) {
-  if (dtype == Dtype::f64) return f64;
-  return dense ? f32_dense : f32;
-}
-
 // ---- elementwise -------------------------------------------------------------------------------------------------
 
 // Calls f with every vector of the tensor, divided between the threads of all blocks.
@@ -52,11 +45,11 @@ QT_DEVICE void for_vectors_ahead(int64_t numel, Load load, F f) {
   }
 }
 
-// Loads each vector of an operand, calls f(at, v), and stores v to args.y. With kTyped, the operand is dense and of the
-// result's dtype: each dtype has a loop of its own.
-template <class A, bool kDense, bool kTyped, class F>
+// Loads each vector of an operand, calls f(at, v), and stores v to args.y. With kTyped, the operand is of the result's
+// dtype, and each dtype has a loop of its own.
+template <class A, bool kTyped, class F>
 QT_DEVICE void map_vectors(const KernelArgs& args, const Operand& from, F f) {
-  if constexpr (kDense && kTyped) {
+  if constexpr (kTyped) {
     with_type<A, Kind::values>(args.y_dtype, [&](auto* type) {
       auto* y = static_cast<decltype(type)>(args.y);
       const auto* x = static_cast<const std::remove_pointer_t<decltype(type)>*>(from.data);
@@ -71,7 +64,7 @@ QT_DEVICE void map_vectors(const KernelArgs& args, const Operand& from, F f) {
   } else {
     for_vectors(args.numel, [&](const Contiguous& at) {
       A v[kVectorSize];
-      load<kDense>(from, at, v);
+      load(from, at, v);
       f(at, v);
       store(args, at, v);
     });
@@ -96,6 +89,10 @@ QT_DEVICE void each_channel(const Channels& channels, int64_t numel, const Conti
   }
 }
 
+// What divides by a scale. Functors with long arithmetic do not wait for the division.
+template <class F, class A>
+using ScaleOf = std::conditional_t<F::kMemoryBound, DivisorOf<A>, A>;
+
 // The grids of a thread's vectors; that of a whole tensor is loaded once. S is A or what divides by it.
 template <class S, class A>
 class Grids {
@@ -109,7 +106,9 @@ class Grids {
   __device__ __forceinline__ void apply(const Contiguous& at, const A (&v)[kVectorSize], F f) const {
     Grid<A, S> grid = whole_;
     int64_t channel = 0;
-    if (args_.channels.count != 1) {
+    if constexpr (std::is_same_v<A, double>) {
+      channel = -1;  // float64 is rare: one copy of f does
+    } else if (args_.channels.count != 1) {
       channel = one_channel(channel_iterator(args_.channels, args_.numel, at.first), at);
       if (channel >= 0) grid = grid_of<A, S>(args_, channel);
     }

@@ -1,5 +1,6 @@
-// Loads and stores of vectors: 8 elements in registers, in the type of the arithmetic, for any dtype and strides in
-// memory. The dtype is a run-time branch where one kernel serves all dtypes: all threads take the same side.
+// Loads and stores of vectors: 8 elements in registers, in the type of the arithmetic, for any dtype in memory. The
+// dtype is a run-time branch where one kernel serves all dtypes: all threads take the same side. Operands are dense:
+// launch.cpp copies others.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -123,39 +124,6 @@ QT_FN A smaller_or_nan(A a, A b) {
 QT_FN float larger_or_number(float a, float b) { return ::fmaxf(a, b); }
 QT_FN double larger_or_number(double a, double b) { return ::fmax(a, b); }
 
-// ---- strided operands -------------------------------------------------------------------------------------------
-
-QT_FN int64_t offset_of(const Operand& from, int64_t i) {
-  int64_t offset = 0;
-  for (int d = from.dims - 1; d > 0; --d) {
-    const int64_t rest = i / from.size[d];
-    offset += (i - rest * from.size[d]) * from.stride[d];
-    i = rest;
-  }
-  return offset + i * from.stride[0];
-}
-
-QT_DEVICE void offsets_of(const Operand& from, const Scattered& at, int64_t (&offset)[kVectorSize]) {
-#pragma unroll
-  for (int k = 0; k < kVectorSize; ++k) offset[k] = k < at.n ? offset_of(from, at.first + at.offset[k]) : 0;
-}
-
-// Consecutive elements differ by the innermost stride, so only the start of a run needs divisions.
-QT_DEVICE void offsets_of(const Operand& from, const Contiguous& at, int64_t (&offset)[kVectorSize]) {
-  const int64_t length = from.size[from.dims - 1], stride = from.stride[from.dims - 1];
-  int64_t next = 0, left = 0;
-#pragma unroll
-  for (int k = 0; k < kVectorSize; ++k) {
-    if (k < at.n && left == 0) {
-      next = offset_of(from, at.first + k);
-      left = length - (at.first + k) % length;
-    }
-    offset[k] = next;
-    next += stride;
-    --left;
-  }
-}
-
 // ---- loads and stores -------------------------------------------------------------------------------------------
 
 template <class T>
@@ -257,19 +225,11 @@ QT_DEVICE void pack(uint8_t* data, const Contiguous& at, const A (&v)[kVectorSiz
   }
 }
 
-// Elements that do not exist are read as 0. kDense saves the registers that strides take.
-template <bool kDense, Kind kKind = Kind::values, class A, class At>
+// Elements that do not exist are read as 0.
+template <Kind kKind = Kind::values, class A, class At>
 QT_DEVICE void load(const Operand& from, const At& at, A (&v)[kVectorSize]) {
   if constexpr (kKind == Kind::codes) {
     if (is_packed(from.dtype)) return unpack(static_cast<const uint8_t*>(from.data), from.dtype == Dtype::i4, at, v);
-  }
-  if constexpr (!kDense) {
-    if (!from.dense) {
-      int64_t offset[kVectorSize];
-      offsets_of(from, at, offset);
-      return with_type<A, kKind>(
-          from.dtype, [&](const auto* type) { load_each(static_cast<decltype(type)>(from.data), offset, at.n, v); });
-    }
   }
   with_type<A, kKind>(from.dtype, [&](const auto* type) { load_dense(static_cast<decltype(type)>(from.data), at, v); });
 }

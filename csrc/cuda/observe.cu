@@ -14,8 +14,8 @@ struct Unite {
   }
 };
 
-template <class A, class At, bool kDense>
-__global__ void __launch_bounds__(kThreads, kDense ? 5 : 1)
+template <class A, class At>
+__global__ void __launch_bounds__(kThreads, std::is_same_v<A, double> ? 1 : 5)
     minmax_kernel(const __grid_constant__ KernelArgs args, const __grid_constant__ ReductionTiling tiling,
                   Pairs ranges) {
   Range<A> range = {static_cast<A>(INFINITY), static_cast<A>(-INFINITY)};
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, kDense ? 5 : 1)
   At at;
   while (next(tiling, args.numel, it, at)) {
     A x[kVectorSize];
-    load<kDense>(args.x, at, x);
+    load(args.x, at, x);
 #pragma unroll
     for (int k = 0; k < kVectorSize; ++k) {
       if (k < at.n) {
@@ -63,10 +63,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void minmax(const KernelArgs& args, double* workspace, cudaStream_t stream) {
-  const auto contiguous = pick(args.x.dtype, args.x.dense, minmax_kernel<float, Contiguous, true>,
-                               minmax_kernel<float, Contiguous, false>, minmax_kernel<double, Contiguous, false>);
-  const auto scattered = pick(args.x.dtype, args.x.dense, minmax_kernel<float, Scattered, true>,
-                              minmax_kernel<float, Scattered, false>, minmax_kernel<double, Scattered, false>);
+  const bool f64 = args.x.dtype == Dtype::f64;
+  const auto contiguous = f64 ? minmax_kernel<double, Contiguous> : minmax_kernel<float, Contiguous>;
+  const auto scattered = f64 ? minmax_kernel<double, Scattered> : minmax_kernel<float, Scattered>;
   launch_reduction(contiguous, scattered, Pair{INFINITY, -INFINITY}, Unite(), args, workspace, stream);
 }
 

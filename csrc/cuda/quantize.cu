@@ -7,13 +7,13 @@ namespace cuda {
 namespace {
 
 // Codes have no NaN: it becomes the lowest code, as in onnxruntime.
-template <class A, bool kDense>
+template <class A>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(const KernelArgs args) {
   const A lo = static_cast<A>(args.bounds.lo), hi = static_cast<A>(args.bounds.hi);
   const Grids<DivisorOf<A>, A> grids(args);
   for_vectors(args.numel, [&](const Contiguous& at) {
     A v[kVectorSize];
-    load<kDense>(args.x, at, v);
+    load(args.x, at, v);
     grids.apply(at, v, [&](int k, auto scale, A zero_point) {
       const A code = snap(v[k], scale, zero_point, lo, hi).code;
       v[k] = code == code ? code : lo;
@@ -22,12 +22,12 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const KernelArgs arg
   });
 }
 
-template <class A, bool kDense>
+template <class A>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const KernelArgs args) {
   const Grids<A, A> grids(args);
   for_vectors(args.numel, [&](const Contiguous& at) {
     A v[kVectorSize];
-    load<kDense, Kind::codes>(args.x, at, v);
+    load<Kind::codes>(args.x, at, v);
     grids.apply(at, v, [&](int k, A scale, A zero_point) { v[k] = value_of(v[k], scale, zero_point); });
     store(args, at, v);
   });
@@ -36,15 +36,11 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const KernelArgs a
 }  // namespace
 
 void quantize(const KernelArgs& args, double*, cudaStream_t stream) {
-  launch_elementwise(pick(args.x.dtype, args.x.dense, quantize_kernel<float, true>, quantize_kernel<float, false>,
-                          quantize_kernel<double, false>),
-                     args, stream);
+  launch_elementwise(args.x.dtype == Dtype::f64 ? quantize_kernel<double> : quantize_kernel<float>, args, stream);
 }
 
 void dequantize(const KernelArgs& args, double*, cudaStream_t stream) {
-  launch_elementwise(pick(args.y_dtype, args.x.dense, dequantize_kernel<float, true>, dequantize_kernel<float, false>,
-                          dequantize_kernel<double, false>),
-                     args, stream);
+  launch_elementwise(args.y_dtype == Dtype::f64 ? dequantize_kernel<double> : dequantize_kernel<float>, args, stream);
 }
 
 }  // namespace cuda

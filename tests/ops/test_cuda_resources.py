@@ -40,8 +40,8 @@ def test_no_kernel_spills_registers(kernels):
 @pytest.mark.parametrize(
     ("words", "registers", "occupancy"),
     [
-        (("18elementwise_kernelIfLb1E", "IntegerFunctorELb0E"), 40, 0.75),
-        (("18elementwise_kernelIfLb1E", "IntegerFunctorELb1E"), 64, 0.5),  # with codes
+        (("18elementwise_kernelIfNS", "IntegerFunctorELb0E"), 40, 0.75),
+        (("18elementwise_kernelIfNS", "IntegerFunctorELb1E"), 64, 0.5),  # with codes
         (("attention_weights_kernel", "Li32ELi8ELb"), 80, 0.375),
         (("learned_backward_kernelIf13__nv_bfloat16", "LearnedGradient"), 64, 0.5),
         (("norm_forward_kernelI13__nv_bfloat16LNS0_6SpreadE0",), 64, 0.5),

@@ -6,6 +6,7 @@
 #include "cuda/batch_norm.cu"
 #include "cuda/fake_quant.cu"
 #include "cuda/histogram.cu"
+#include "cuda/learned_backward.cu"
 #include "cuda/max_pool.cu"
 #include "cuda/observe.cu"
 #include "cuda/quantize.cu"
