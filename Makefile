@@ -1,49 +1,59 @@
 # Thin: each target is the command that one would type. A second torch: make second.
 VENV ?= .venv
 FRAMEWORKS = $(VENV)-frameworks
-TORCH ?= torch==2.14.1 torchvision==0.29.1 -r requirements-zoo.txt
+TORCH ?= torch==2.14.1
+ZOO ?= torchvision==0.29.1 -r requirements-zoo.txt
 PYTHON ?= python3
 RUN = $(VENV)/bin
 SOURCES = setup.py pyproject.toml $(shell find csrc -type f)
+# For the CPU alone where no GPU is visible; QTOOLKIT_CUDA=1 compiles for CUDA too. A stamp for each, of which the last one is kept.
+BUILT = $(VENV)/built-$(or $(QTOOLKIT_CUDA),auto)
 # A process for each core, of one thread each. Tests take from a millisecond to ten seconds: idle processes take over.
 TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(RUN)/python -m pytest --numprocesses auto --dist worksteal
 
 # The second torch: a copy of the tree, with an environment of its own. Its tests are those whose results torch has a part in.
-SECOND = $(MAKE) -C build/second TORCH=torch==2.13.0 QTOOLKIT_CUDA=0
+SECOND = $(MAKE) -C build/second TORCH=torch==2.13.0 ZOO= QTOOLKIT_CUDA=0
 WITHOUT_TORCH = $(addprefix --ignore-glob=tests/, cli debug/test_report_in_a_browser.py ops/test_cuda_* ops/test_instruction_sets.py \
   $(addsuffix .py, $(addprefix test_, benchmarks examples house notebooks readme site site_in_a_browser sweep wheel)))
 
-.PHONY: demo test test-all lint unit docs build wheel environments frameworks second second-environment sanitize fuzz browser emulator clean \
+.PHONY: demo test test-all reached lint unit docs build wheel environments frameworks second second-environment sanitize fuzz browser emulator clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench
 
-demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
+demo: $(BUILT)               ## from a float CNN to verified int8 and int4 ONNX models, on digits
 	@echo "== examples/digits.py"
 	$(RUN)/python examples/digits.py
 
-test: $(VENV)/built          ## everything that CI checks on one torch
+test: $(BUILT) $(VENV)/ready ## lints, the documentation, and of every test one case, without those that are slow: some minutes
 	$(MAKE) --jobs 2 --output-sync=target lint docs
-	$(MAKE) unit
+	$(MAKE) unit OPTIONS='--few -m "not slow"'
 
-test-all: lint docs $(VENV)/built ## the same with every case of every sweep, before a release
+# Tests on both torches. What has passed is noted, so that CI knows from where a change can reach tests (tests/reach.py).
+test-all: lint docs $(BUILT) $(VENV)/ready ## every case of every test, before a release and at the end of a piece of work: an hour
 	@echo "== all tests, with the sweeps in full"
 	$(TESTS) --sweep
 	$(MAKE) frameworks OPTIONS=--sweep
+	$(SECOND) unit OPTIONS='--few -m "not data" $(WITHOUT_TORCH)'
+	git diff --quiet HEAD && git rev-parse HEAD >.ci/verified && echo "== all tests have passed: commit .ci/verified"
+
+reached: $(BUILT) $(VENV)/ready ## what the change since the commit BASE can reach, without what make test runs
+	@paths=$$($(RUN)/python -m tests.reach $(BASE)) && echo "== tests that the change since '$(BASE)' reaches: $${paths:-none}" && \
+	  if [ -n "$$paths" ]; then $(TESTS) --rest $(OPTIONS) $$paths || [ $$? -eq 5 ]; fi
 
 frameworks: $(FRAMEWORKS)/ready ## the tests of qtoolkit.integrations, in an environment that has their packages too
 	@echo "== tests of integrations"
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest --numprocesses auto --dist loadfile \
 	  tests/frameworks tests/test_docs.py qtoolkit/integrations $(OPTIONS)
 
-unit: $(VENV)/built          ## the tests; of exhaustive sweeps a sample that covers each value (tests/sweep.py)
+unit: $(BUILT) $(VENV)/ready ## the tests; of exhaustive sweeps a sample that covers each value (tests/sweep.py)
 	@echo "== tests"
 	$(TESTS) $(OPTIONS)
 
-lint: $(VENV)/built          ## ruff, mypy --strict, clang-format
+lint: $(BUILT) $(VENV)/ready ## ruff, mypy --strict, clang-format
 	@echo "== lints"
 	$(RUN)/ruff check . && $(RUN)/ruff format --check . && $(RUN)/mypy
 	find csrc tests examples -regex '.*\.\(cpp\|h\|cuh?\)' | xargs $(RUN)/clang-format --style=file:csrc/.clang-format --dry-run -Werror
 
-docs: $(VENV)/built          ## the site, in build/site; each warning is an error
+docs: $(BUILT) $(VENV)/ready ## the site, in build/site; each warning is an error
 	@echo "== build/site/index.html"
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict
 
@@ -55,8 +65,8 @@ second-environment:
 	GIT_INDEX_FILE=$(CURDIR)/build/second/.index git --work-tree=build/second read-tree --reset -u $$(git write-tree)
 	$(SECOND) $(VENV)/ready
 
-second: second-environment   ## one case of each test on the oldest torch that CI knows, without real data and what no torch changes, in a copy of the tree
-	$(SECOND) unit OPTIONS='--few -m "not data" $(WITHOUT_TORCH) $(ONLY)'
+second: second-environment   ## what make test runs, on the oldest torch that CI knows, without real data and what no torch changes, in a copy of the tree
+	$(SECOND) unit OPTIONS='--few -m "not data and not slow" $(WITHOUT_TORCH)'
 
 sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, in build/sanitize
 	tests/sanitize/run address $(RUN)/python
@@ -87,13 +97,13 @@ browser:                     ## the browser that tests open reports in, on Debia
 emulator:                    ## an emulated processor without VNNI, on which tests run files, on Debian, as root; without it they run on this one alone
 	apt-get update && apt-get install --yes --no-install-recommends qemu-user
 
-fuzz: $(VENV)/built          ## a million calls of ops, and many damaged files, JSON texts and state dicts; an hour on one core
+fuzz: $(BUILT) $(VENV)/ready ## a million calls of ops, and many damaged files, JSON texts and state dicts; an hour on one core
 	@echo "== fuzz"
 	OMP_NUM_THREADS=1 $(RUN)/python -W ignore -m tests.fuzz --calls 1000000
 	FUZZ=50 OMP_NUM_THREADS=1 $(RUN)/python -m pytest -q tests/test_config.py tests/test_faults.py \
 	  tests/cli/test_hostile_files.py tests/export/test_hostile_backend_files.py
 
-build: $(VENV)/built         ## compile again what has changed
+build: $(BUILT)              ## compile again what has changed
 
 # Torch's own libraries come with torch. The tag names the oldest glibc that the wheel loads with: that of this machine's compiler.
 wheel: $(VENV)/ready         ## a wheel for Linux without CUDA, which installs without a compiler, in build/wheels
@@ -101,18 +111,24 @@ wheel: $(VENV)/ready         ## a wheel for Linux without CUDA, which installs w
 	PATH=$(abspath $(RUN)):$$PATH auditwheel repair --exclude libc10.so --exclude libtorch_cpu.so --wheel-dir build/wheels \
 	  build/unrepaired/*.whl
 
-$(VENV)/built: $(VENV)/ready $(SOURCES)
-	@echo "== compile what has changed of csrc (all of it: some minutes on two cores, twice as long with CUDA)"
-	$(RUN)/pip install --quiet --no-build-isolation --editable . -c constraints.txt && touch $@
+$(BUILT): $(VENV)/has-torch $(SOURCES)
+	@echo "== compile what has changed of csrc"
+	$(RUN)/python setup.py --quiet build_ext --inplace
+	$(RUN)/pip install --quiet --no-build-isolation --editable . -c constraints.txt
+	rm -f $(VENV)/built-* && touch $@
 
-$(VENV)/ready: constraints.txt requirements-checkpoint.txt requirements-cli.txt requirements-dev.txt requirements-docs.txt requirements-litert.txt requirements-onnx.txt requirements-openvino.txt requirements-report.txt requirements-training.txt requirements-tuning.txt requirements-zoo.txt
+# What builds the library and runs the demo.
+$(VENV)/has-torch: constraints.txt requirements-onnx.txt
 	@echo "== create $(VENV) and download $(TORCH) into it (minutes: torch is large)"
-	$(PYTHON) -m venv $(VENV) && $(RUN)/pip install --quiet $(TORCH) --constraint constraints.txt
-	@echo "== install the tools of tests and lints"
-	$(RUN)/pip install --quiet -r requirements-checkpoint.txt -r requirements-cli.txt -r requirements-dev.txt -r requirements-docs.txt -r requirements-litert.txt -r requirements-onnx.txt -r requirements-openvino.txt -r requirements-report.txt -r requirements-training.txt -r requirements-tuning.txt -c constraints.txt && touch $@
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/pip install --quiet $(TORCH) "setuptools>=77" ninja wheel scikit-learn rich -r requirements-onnx.txt -c constraints.txt && touch $@
+
+$(VENV)/ready: $(VENV)/has-torch requirements-checkpoint.txt requirements-cli.txt requirements-dev.txt requirements-docs.txt requirements-litert.txt requirements-openvino.txt requirements-report.txt requirements-training.txt requirements-tuning.txt requirements-zoo.txt
+	@echo "== install what tests and lints need"
+	$(RUN)/pip install --quiet $(TORCH) $(ZOO) -r requirements-checkpoint.txt -r requirements-cli.txt -r requirements-dev.txt -r requirements-docs.txt -r requirements-litert.txt -r requirements-openvino.txt -r requirements-report.txt -r requirements-training.txt -r requirements-tuning.txt -c constraints.txt && touch $@
 
 # Without dependencies: they are in $(VENV), whose packages this environment sees, but for these (an OpenCV that needs no display).
-$(FRAMEWORKS)/ready: $(VENV)/built requirements-frameworks.txt constraints.txt
+$(FRAMEWORKS)/ready: $(BUILT) $(VENV)/ready requirements-frameworks.txt constraints.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(RUN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  $$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages.pth

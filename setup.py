@@ -96,7 +96,9 @@ def translation_units(files: list[Path]) -> list[str]:
     for name, members in units.items():
         unit = place / f"{name}.cpp"
         quickly = name in QUICKLY and sys.platform == "linux"
-        lines = ['#pragma GCC optimize("O1")', '#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"'] if quickly else []
+        lines = (
+            ['#pragma GCC optimize("O1")', '#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"'] if quickly else []
+        )
         lines += [f'#include "../../{member.relative_to(ROOT)}"' for member in members]
         text = "\n".join(lines) + "\n"
         if not unit.exists() or unit.read_text() != text:  # a file with a new time would be compiled again

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 
 import pytest
 import torch
@@ -47,13 +48,26 @@ collect_ignore = ["compat/legacy_scripts", *([] if "QTOOLKIT_SANITIZE" in os.env
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweep", action="store_true", help="run all cases of the tests marked sweep (tests/sweep.py)")
     parser.addoption("--few", action="store_true", help="run one case of each test")
+    parser.addoption("--rest", action="store_true", help='leave out what --few -m "not slow" runs')
+    parser.addoption("--seconds", type=float, help="skip, with that reason, the tests that would start later")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     names = set() if config.getoption("sweep") else left_out(items, config.getoption("few"))
+    if config.getoption("rest"):
+        quick = [item for item in items if item.get_closest_marker("slow") is None]
+        names |= {item.nodeid for item in quick} - left_out(quick, few=True)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
     items[:] = [item for item in items if item.nodeid not in names]
+
+
+STARTED = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if (seconds := item.config.getoption("seconds")) is not None and time.monotonic() - STARTED > seconds:
+        pytest.skip("no time is left; make test-all runs it")
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

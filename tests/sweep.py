@@ -13,6 +13,13 @@ from itertools import combinations
 import pytest
 
 
+def slow_but(values: Iterable, quick: object) -> list:
+    """Values of a parameter that are all marked slow, but one."""
+    values = list(values)
+    assert quick in values
+    return [value if value == quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def values_of(item: pytest.Item) -> tuple:
     """The name, type and value of each parameter of a case."""
     parameters = sorted(item.callspec.params.items()) if hasattr(item, "callspec") else ()
@@ -53,6 +60,7 @@ def left_out(items: Iterable[pytest.Item], few: bool) -> set[str]:
         if () in strengths:
             names.add(item.nodeid)
         elif few or strengths:
-            strength = 0 if few else strengths[0][0]
-            sweeps[item.nodeid.partition("[")[0], strength][item.nodeid] = values_of(item)
+            strength, values = 0 if few else strengths[0][0], values_of(item)
+            assert strength <= len(values), f"{item.nodeid}: sweep({strength}) needs as many parameters"
+            sweeps[item.nodeid.partition("[")[0], strength][item.nodeid] = values
     return names.union(*(cases.keys() - covering(cases, strength) for (_, strength), cases in sweeps.items()))

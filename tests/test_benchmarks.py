@@ -86,6 +86,7 @@ def test_the_weights_of_resnet_50_are_all_there() -> None:
     assert sum(w.numel() for w in weights) == 25_502_912
 
 
+@pytest.mark.slow
 def test_range_search_beside_the_old_tool(tmp_path) -> None:
     out = tmp_path / "ranges.json"
     command = [FOLDER / "ranges.py", "--quantizers", "2", "--json", str(out)]
@@ -148,6 +149,7 @@ def test_small_layers_are_timed_by_arithmetic(tmp_path) -> None:
     assert "| 512 to 512, 3x3 | 3,136 | 271 |" in page.read_text()
 
 
+@pytest.mark.slow
 def test_training_steps_are_timed_beside_each_other_and_profiled(tmp_path) -> None:
     pytest.importorskip("timm")
     options = ["--networks", "fsrcnn", "--only", "ours, codes", "ours, integer", "--threads", "1", "--rounds", "3"]
@@ -226,6 +228,7 @@ def test_the_worst_subject_counts_for_a_demand_and_a_figure_below_is_not_equal()
     assert line[3:5] == ["", "not measured"]
 
 
+@pytest.mark.slow
 def test_the_page_takes_what_was_measured_and_keeps_the_rest(tmp_path) -> None:
     pytest.importorskip("timm")
     pytest.importorskip("matplotlib")
@@ -245,6 +248,7 @@ def test_the_page_takes_what_was_measured_and_keeps_the_rest(tmp_path) -> None:
 
 @needs_data
 @pytest.mark.data
+@pytest.mark.slow
 def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     out, page = tmp_path / "accuracy.json", tmp_path / "accuracy.md"
@@ -276,6 +280,7 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
 
 @needs_data
 @pytest.mark.data
+@pytest.mark.slow
 def test_accuracy_of_two_networks_in_one_file_and_on_one_page(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "accuracy.json"
@@ -428,6 +433,7 @@ def test_hits_are_kept_and_compared_image_by_image() -> None:
 
 @needs_data
 @pytest.mark.data
+@pytest.mark.slow
 def test_accuracy_of_post_training_methods_beside_others_and_its_page(tmp_path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("matplotlib")
@@ -459,6 +465,7 @@ def test_accuracy_of_post_training_methods_beside_others_and_its_page(tmp_path) 
 
 @needs_data
 @pytest.mark.data
+@pytest.mark.slow
 def test_both_tools_quantize_the_same_tensors(tmp_path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
@@ -479,6 +486,7 @@ def test_both_tools_quantize_the_same_tensors(tmp_path) -> None:
 
 @needs_data
 @pytest.mark.data
+@pytest.mark.slow
 def test_super_resolution_and_its_page(tmp_path) -> None:
     out, page = tmp_path / "super_resolution.json", tmp_path / "accuracy.md"
     options = [
@@ -510,6 +518,7 @@ def test_super_resolution_and_its_page(tmp_path) -> None:
 
 @needs_data
 @pytest.mark.data
+@pytest.mark.slow
 def test_text_encoder_and_its_page(tmp_path) -> None:
     transformers = pytest.importorskip("transformers")
     safetensors = pytest.importorskip("safetensors.torch")
@@ -544,6 +553,7 @@ def written_page(script: str, out: Path, page: Path) -> str:
 
 @needs_data
 @pytest.mark.data
+@pytest.mark.slow
 def test_oscillating_weights_are_trained_in_four_ways_and_their_page(tmp_path) -> None:
     out = tmp_path / "oscillation.json"
     options = ["--bits", "3", "--seeds", "0", "--epochs", "1", "--checkpoints", str(tmp_path), "--out", str(out)]
@@ -562,6 +572,7 @@ def test_oscillating_weights_are_trained_in_four_ways_and_their_page(tmp_path) -
     assert "--only float plain" in text
 
 
+@pytest.mark.slow
 def test_what_keeps_weights_from_oscillating_is_resumed_with_the_model(tmp_path) -> None:
     from oscillation import Tracked, quantized
     from training.cifar import Data, Run, Schedule
@@ -601,6 +612,7 @@ def test_what_keeps_weights_from_oscillating_is_resumed_with_the_model(tmp_path)
 
 @needs_data
 @pytest.mark.data
+@pytest.mark.slow
 def test_trainings_from_scratch_and_their_page(tmp_path) -> None:
     from from_scratch import TRAINED
 
@@ -614,6 +626,7 @@ def test_trainings_from_scratch_and_their_page(tmp_path) -> None:
 
 @needs_data
 @pytest.mark.data
+@pytest.mark.slow
 def test_digits_from_scratch_are_learned_as_in_float() -> None:
     """Nothing was, with ranges by the initial statistics; little, with learned scales that stayed as the statistics settled."""
     from from_scratch import digits, trained

@@ -37,6 +37,7 @@ def program() -> Path:
 
 
 @pytest.mark.parametrize("arithmetic", ["integer", pytest.param("float", marks=pytest.mark.sweep)])
+@pytest.mark.slow
 def test_it_prints_the_classes_that_python_prints(program: Path, arithmetic: str, tmp_path) -> None:
     packaged = processes.python(EXAMPLE / "package.py", "--arithmetic", arithmetic, "--out", tmp_path)
     assert packaged.returncode == 0, packaged.stderr[-2000:]

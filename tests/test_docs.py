@@ -15,7 +15,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+SLOW = ("detection.md-0", "timm.md-0", "hugging_face.md-1", "export.md-3")
+
+
+@pytest.mark.parametrize("program", [pytest.param(p, marks=[pytest.mark.slow] if p in SLOW else []) for p in PROGRAMS])
 def test_the_programs_run(program: str, tmp_path, monkeypatch) -> None:
     text = PROGRAMS[program]
     for package in pages.needed(text):

@@ -26,6 +26,7 @@ def run_example(name: str, *args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_digits(tmp_path) -> None:
     out = run_example("digits.py", "--epochs", "12", "--qat-epochs", "4", "--out", str(tmp_path / "model.onnx"))
     assert (tmp_path / "model.onnx").exists()
@@ -53,6 +54,7 @@ DOCUMENTED = re.search(
 
 
 @pytest.mark.parametrize("options", [SMALL, pytest.param(DOCUMENTED, marks=pytest.mark.sweep)])
+@pytest.mark.slow
 def test_centernet_small(tmp_path, monkeypatch, options: str) -> None:
     """So short a training finds few shapes: docs/centernet.md has the figures of the full run."""
     centernet(monkeypatch)
@@ -112,6 +114,7 @@ def test_centernet_says_what_does_not_hold(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("images", "float_accuracy", "lost"), [(100, 94, 0.001), pytest.param(1000, 91.5, 0.301, marks=pytest.mark.sweep)]
 )
+@pytest.mark.slow
 def test_cifar10_resnet20_codes_and_accuracy(
     tmp_path, monkeypatch, images: int, float_accuracy: float, lost: float
 ) -> None:
@@ -203,6 +206,7 @@ def test_mixed_precision_is_better_than_the_same_bits_everywhere(tmp_path, monke
 
 @needs_data
 @pytest.mark.data
+@pytest.mark.slow
 def test_mlperf_tiny_has_the_codes_and_the_accuracy_of_its_files(tmp_path, monkeypatch) -> None:
     """Few images and one epoch each: docs/litert.md has the figures of the whole training."""
     pytest.importorskip("ai_edge_litert", reason="files of LiteRT are not run; pip install -r requirements-litert.txt")

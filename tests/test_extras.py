@@ -78,6 +78,7 @@ COLLIDES = "qtoolkit/__init__.py,sha256=abc,127\nqtoolkit/manager.py,sha256=abc,
 @pytest.mark.parametrize(
     ("record", "warns"), [(COLLIDES, True), ("qtoolkit_other/__init__.py,sha256=abc,127\n", False), (None, False)]
 )
+@pytest.mark.slow
 def test_the_other_project_in_the_same_folder_is_a_warning_with_the_remedy(tmp_path, record, warns: bool) -> None:
     done = run(site(tmp_path, record, ROOT / "qtoolkit"), "import qtoolkit; print(qtoolkit.__file__)")
     assert done.stdout == f"{tmp_path / 'qtoolkit' / '__init__.py'}\n", done.stderr

@@ -127,6 +127,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_after_openvino(tmp_path) -> None:
     pytest.importorskip("openvino")
     ran = processes.python("-c", AFTER_OPENVINO, tmp_path)

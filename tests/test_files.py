@@ -68,6 +68,7 @@ def test_a_fifo_stays_a_fifo(tmp_path: Path) -> None:
     assert fifo.is_fifo()
 
 
+@pytest.mark.slow
 def test_devices_and_pipes_are_written() -> None:
     write_atomically(b"new", os.devnull)
     code = "from qtoolkit.files import write_atomically; write_atomically(b'new', '/dev/stdout')"

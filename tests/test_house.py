@@ -132,7 +132,9 @@ print("compiled")
 
 
 @pytest.mark.parametrize(
-    ("program", "prints"), [(AN_IMPORT, "0 0 []\n"), (A_COMPILATION, "compiled\n")], ids=["import", "compilation"]
+    ("program", "prints"),
+    [(AN_IMPORT, "0 0 []\n"), pytest.param(A_COMPILATION, "compiled\n", marks=pytest.mark.slow)],
+    ids=["import", "compilation"],
 )
 def test_an_import_leaves_optimizers_alone_and_imports_no_compiler(program: str, prints: str) -> None:
     """torch.compile's own modules would take twice as long as the package. Imported during a trace, they learn wrong tables."""

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.sweep import slow_but
+
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat, which is not installed")
 pytest.importorskip("matplotlib", reason="needs matplotlib, which is not installed")
 
 DOCS = Path(__file__).parents[1] / "docs"
+TUTORIALS = DOCS / "tutorials"
 EQUAL = "result.verification.weight_codes.differing == result.verification.quantizer_codes.differing == 0"
 CLAIMS = {
     "classification": (
@@ -74,15 +77,16 @@ def lines_of(cell: Any) -> list[str]:
     return sorted(" ".join(line.replace("-", " ").split()) for line in lines) + pictures
 
 
-@pytest.mark.parametrize("notebook", sorted((DOCS / "tutorials").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_runs_and_has_the_outputs_of_its_code(notebook: Path, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("notebook", slow_but(sorted(path.stem for path in TUTORIALS.glob("*.ipynb")), "own_quantizer"))
+def test_a_notebook_runs_and_has_the_outputs_of_its_code(notebook: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.chdir(tmp_path)
-    kept = nbformat.read(notebook, as_version=4)
+    path = TUTORIALS / f"{notebook}.ipynb"
+    kept = nbformat.read(path, as_version=4)
     nbformat.validate(kept)
     assert kept.metadata.kernelspec.name == "python3"
-    fresh, names = run_path(str(DOCS / "notebooks.py"))["executed"](notebook)
-    for claim in CLAIMS[notebook.stem]:
+    fresh, names = run_path(str(DOCS / "notebooks.py"))["executed"](path)
+    for claim in CLAIMS[notebook]:
         assert eval(claim, names), claim
     code = [(old, new) for old, new in zip(kept.cells, fresh.cells, strict=True) if new.cell_type == "code"]
     assert [lines_of(old) for old, _ in code] == [lines_of(new) for _, new in code], "run python docs/notebooks.py"

@@ -47,7 +47,7 @@ def parts_of(model: nn.Module) -> list[str]:
     return [name for name, part in model.named_modules() if isinstance(part, QuantizedGraphModule)]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", DETECTORS)
 def test_detectors_are_prepared_trained_converted_and_their_backbones_exported(name, tmp_path) -> None:
     model = detector(name)

@@ -72,6 +72,7 @@ class Loops:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.slow
 def test_a_terminal_shows_rates_and_the_number_that_matters(monkeypatch) -> None:
     written = written_by(Loops(0.4), monkeypatch)
     assert re.search(r"calibrate: .* (batches/s|s/ batches), (32|48|64) samples", written), written
@@ -83,11 +84,13 @@ def test_a_terminal_shows_rates_and_the_number_that_matters(monkeypatch) -> None
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("pause", "progress"), [(0.0, True), (0.3, False)])
+@pytest.mark.slow
 def test_loops_of_less_than_a_second_and_progress_false_are_quiet(monkeypatch, pause: float, progress: bool) -> None:
     assert written_by(Loops(pause, progress), monkeypatch) == ""
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.slow
 def test_what_is_no_terminal_stays_empty(monkeypatch) -> None:
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stderr", pipe)

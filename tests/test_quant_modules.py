@@ -662,6 +662,7 @@ def test_half_precision_keeps_float_scales() -> None:
     assert model(x.half()).dtype == torch.float16
 
 
+@pytest.mark.slow
 def test_a_replaced_model_compiles_without_graph_breaks() -> None:
     model, x = (
         calibrated(replace(nets.ConvNet().eval(), backend="tensorrt"), torch.randn(2, 3, 8, 8)),

@@ -104,6 +104,7 @@ def test_troubleshooting_quotes_sentences_of_the_code() -> None:
     assert [quote for quote in quotations if not any(sentences.explains(quote, sentence) for sentence in every)] == []
 
 
+@pytest.mark.slow
 def test_every_sentence_is_on_one_page_of_errors() -> None:
     found = "".join(sentences.pages((DOCS / "troubleshooting.md").read_text()).values())
     lines = [line.strip("-* ") for line in found.splitlines() if line.startswith("- ")]
@@ -124,6 +125,7 @@ def test_a_reader_comes_to_the_page_of_a_task(task: str, place: str, words: str)
     assert any(all(term in text.lower() for term in terms) for text in sections)
 
 
+@pytest.mark.slow
 def test_pages_have_a_dark_scheme_and_lead_to_their_neighbours() -> None:
     pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")
     html = (pages.built() / "export.html").read_text()
@@ -131,6 +133,7 @@ def test_pages_have_a_dark_scheme_and_lead_to_their_neighbours() -> None:
     assert {"md-footer__link--prev", "md-footer__link--next"} <= set(re.findall(r"md-footer__link--\w+", html))
 
 
+@pytest.mark.slow
 def test_names_of_tools_that_a_script_had_lead_to_the_reference() -> None:
     pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")
     targets = {pages.target_of("migration.html", link) for link in pages.text_of("migration.html").links}

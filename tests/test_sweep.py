@@ -44,11 +44,36 @@ SUITE = """
 
     @pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.sweep)])
     def test_parameter(a): pass
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("a", [1, 2])
+    def test_slow(a): pass
 """
 
 
-@pytest.mark.parametrize(("options", "run"), [((), 3 + 4 + 1), (("--few",), 1 + 1 + 1), (("--sweep",), 9 + 4 + 1 + 2)])
+FEW = ("--few", "-m", "not slow")
+
+
+@pytest.mark.parametrize(
+    ("options", "run"),
+    [
+        ((), 3 + 4 + 1 + 2),
+        (("--few",), 1 + 1 + 1 + 1),
+        (FEW, 1 + 1 + 1),
+        (("--rest",), 2 + 3 + 0 + 2),
+        (("--sweep",), 9 + 4 + 1 + 2 + 2),
+    ],
+)
 def test_what_runs(pytester: pytest.Pytester, options: tuple, run: int) -> None:
     pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_collection_modifyitems")
+    pytester.makeini("[pytest]\nmarkers = slow\n    sweep(strength)")
     pytester.makepyfile(SUITE)
-    pytester.runpytest_inprocess("-p", "no:xdist", *options).assert_outcomes(passed=run, deselected=16 - run)
+    pytester.runpytest_inprocess("-p", "no:xdist", *options).assert_outcomes(passed=run, deselected=18 - run)
+
+
+def test_what_starts_too_late_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_runtest_setup")
+    pytester.makepyfile("def test_one(): pass")
+    ran = pytester.runpytest_inprocess("-p", "no:xdist", "-ra", "--seconds=0")
+    ran.assert_outcomes(skipped=1)
+    ran.stdout.fnmatch_lines("*no time is left; make test-all runs it*")

@@ -66,6 +66,7 @@ def wheel(tree: Path) -> Path:
     return wheel
 
 
+@pytest.mark.slow
 def test_the_wheel_says_for_which_torch_it_is(wheel: Path) -> None:
     """One wheel for all versions of Python, and one for each minor version of torch, which pip asks for."""
     name = rf"torch_qtoolkit-{re.escape(qt.__version__)}\+torch{re.escape(MINOR)}\.cpu-cp311-abi3-linux_\w+\.whl"
@@ -92,6 +93,7 @@ def test_the_wheel_says_for_which_torch_it_is(wheel: Path) -> None:
     assert {"Typing :: Typed", "Programming Language :: Python :: 3.11"} <= set(said.get_all("Classifier"))
 
 
+@pytest.mark.slow
 def test_a_repaired_wheel_has_a_tag_for_glibc_and_no_library_of_torch(wheel: Path, tmp_path) -> None:
     """As `make wheel` repairs it; the library here may have CUDA kernels, whose libraries come with torch too."""
     pytest.importorskip("auditwheel")
@@ -160,6 +162,7 @@ def bare(wheel: Path, tmp_path_factory) -> Bare:
     return Bare(folder, python, variables)
 
 
+@pytest.mark.slow
 def test_the_wheel_works_where_no_compiler_is(bare: Bare, tmp_path: Path) -> None:
     file, version = bare.run(
         str(bare.python), "-c", "import qtoolkit as qt; print(qt.__file__, qt.__version__)", at=tmp_path
@@ -225,6 +228,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_all_that_a_build_reads(tree: Path) -> None:
     setup(tree, "sdist", "--dist-dir", "source")
     (archive,) = (tree / "source").glob("*.tar.gz")

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import qtoolkit as qt
 from tests import processes
+from tests.sweep import slow_but
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -52,7 +53,7 @@ def outcome_of(name: str, export: bool) -> Any:
     return outcome
 
 
-@pytest.mark.parametrize("name", WITHOUT_EXPORT)
+@pytest.mark.parametrize("name", slow_but(WITHOUT_EXPORT, "timm/test_nfnet"))
 def test_every_layer_is_quantized_and_nothing_else_changes(name: str) -> None:
     outcome = outcome_of(name, export=False)
     assert outcome.quantized > 0
@@ -62,6 +63,7 @@ def test_every_layer_is_quantized_and_nothing_else_changes(name: str) -> None:
     assert set(outcome.seconds) >= {"trace", "prepare", "calibrate", "train", "convert"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTED)
 def test_the_codes_in_onnxruntime_are_the_same(name: str) -> None:
     outcome = outcome_of(name, export=True)
@@ -187,6 +189,7 @@ def test_what_cannot_be_quantized_is_in_the_table() -> None:
     assert "| own/wrong | float | RuntimeError" in table.failures([outcome])
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_the_documentation_shows(tmp_path) -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
     found, page = tmp_path / "zoo.json", tmp_path / "zoo.md"

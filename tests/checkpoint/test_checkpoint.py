@@ -520,6 +520,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_save_leaves_the_old_checkpoint_and_the_next_one_cleans_up(tmp_path: Path) -> None:
     paths = [tmp_path / kind / kind for kind in KINDS]
     processes.python("-c", KILLED, *paths).check_returncode()

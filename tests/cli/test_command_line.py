@@ -355,6 +355,7 @@ def on_a_terminal(*argv: str, **env: str) -> str:
     return written.decode()
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_table_and_no_color_where_it_is_not_wanted(tmp_path) -> None:
     pytest.importorskip("rich")
     path = renamed(tmp_path)

@@ -59,7 +59,10 @@ class Host:
 
 
 Device = Gpu | Host
-DEVICES = [Host(), *([pytest.param(Gpu(), marks=pytest.mark.cuda)] if torch.cuda.is_available() else [])]
+DEVICES = [
+    pytest.param(Host(), marks=pytest.mark.slow),  # its first test compiles the kernels
+    *([pytest.param(Gpu(), marks=pytest.mark.cuda)] if torch.cuda.is_available() else []),
+]
 devices = pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
 
 

@@ -10,6 +10,8 @@ from qtoolkit import ops
 from tests.cases import assert_same, floats, name_of
 from tests.ops.cuda_host import ORDERS, AttentionWeights, ScoreRows, compiled, dtype_number, filled
 
+pytestmark = pytest.mark.slow  # the kernels are compiled for the host
+
 LENGTHS = (1, 7, 32, 197, 256, 257, 1024, 1025, 3000)
 ROWS, QMIN, QMAX = 11, 0, 250
 TYPES = [
@@ -65,7 +67,7 @@ def softmax(kernels, scores: Tensor, length: int) -> Tensor:
     return z
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(map(name_of, types)))
 @pytest.mark.parametrize("kind", ["none", *GRIDS])

@@ -10,6 +10,8 @@ from qtoolkit import ops
 from tests.cases import assert_same, floats, scales
 from tests.ops.cuda_host import ORDERS, compiled, on_host
 
+pytestmark = pytest.mark.slow  # the kernels are compiled for the host
+
 native = torch.ops.qtoolkit
 ENDS, PART = 2**31, 2048  # the first block of a kernel has the elements at 0 and at 2^31
 ERRORS = {

@@ -33,6 +33,8 @@ from tests.ops.test_max_pool import SHAPES as IMAGES
 from tests.ops.test_max_pool import WINDOWS, values
 from tests.reference import Normalized, wide
 
+pytestmark = pytest.mark.slow  # the kernels are compiled for the host
+
 native = torch.ops.qtoolkit
 SHAPES = {
     "planes": (4, 6, 5, 7),

@@ -4,9 +4,12 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_every_element_is_met_once_and_by_its_channel(tmp_path: Path) -> None:
     program = tmp_path / "cuda_walks"
     flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-D_GLIBCXX_ASSERTIONS", "-fsanitize=undefined"]

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from tests.cases import Channels, assert_same, codes, floats, scales, zero_points
 from tests.ops.test_fuzz import EVERY, OPS, OURS, WRITTEN
+from tests.sweep import slow_but
 
 UPDATED = [op for op in EVERY if WRITTEN[op]]
 ops = pytest.mark.parametrize("op", EVERY)
@@ -347,7 +348,7 @@ class Everything(nn.Module):
         return given | {name: x * 1 for name in ("x", "grad") if name in given and given[name].shape[1:] == x.shape[1:]}
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(["eager", "aot_eager", "inductor"], "eager"))
 def test_every_op_compiles_without_a_graph_break(backend: str) -> None:
     torch._dynamo.reset()
     module = Everything()
@@ -358,6 +359,7 @@ def test_every_op_compiles_without_a_graph_break(backend: str) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["nonstrict", "strict"])
+@pytest.mark.slow
 def test_every_op_exports(strict: bool) -> None:
     module, x = Everything(), image(batch=4)
     program = torch.export.export(module, (image(),), strict=strict)

@@ -97,6 +97,7 @@ def assert_rows(y: Tensor, row: Tensor) -> None:
 
 @pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("axis", [pytest.param(None, marks=pytest.mark.sweep), 1])
+@pytest.mark.slow
 def test_quantize_more_than_an_int_counts(axis: int | None) -> None:
     row, count = floats(torch.bfloat16)(COLUMNS), 1 if axis is None else COLUMNS
     q = ops.quantize(repeated(row), scales(count), zero_points(count), axis=axis)

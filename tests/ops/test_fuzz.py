@@ -1546,6 +1546,7 @@ def test_every_op_has_a_check() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in (1, 2))])
+@pytest.mark.slow
 def test_anything_at_all(seed: int) -> None:
     """In a process of its own, so that a crash is a failure and not the end of the suite."""
     program = f"import faulthandler; faulthandler.enable(); from tests.ops.test_fuzz import fuzz; fuzz({seed}, 400)"

@@ -17,6 +17,7 @@ from qtoolkit import ops
 from qtoolkit._native import library
 from qtoolkit.ops.layer import Codes, Geometry, WeightGrid, quant_layer, quant_weight
 from tests.cases import FLOATS, assert_same, floats, leaf, name_of, scales, zero_points
+from tests.sweep import slow_but
 
 OPS = {
     False: {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d},
@@ -496,6 +497,7 @@ for name in ("conv1d", "conv2d", "conv2d_depthwise", "conv3d", "linear3d"):
 """
 
 
+@pytest.mark.slow
 def test_processors_whose_products_saturate_do_not_pass_the_trial() -> None:
     """oneDNN then uses the instructions of AVX2, which add pairs of products in int16."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -767,7 +769,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("integer", [False, True], ids=["float", "integer"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(["eager", "aot_eager", "inductor"], "eager"))
 def test_compile_without_graph_breaks_for_any_batch(backend: str, integer: bool) -> None:
     torch._dynamo.reset()
     block = Block(integer)
