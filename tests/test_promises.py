@@ -100,10 +100,24 @@ NAMES = [
 ]
 
 
+def target_of(name: str) -> str:
+    """The target of the Makefile that runs a test: make test runs those that are not slow, make test-all every one."""
+    module, _, function = name.rpartition(".")
+    test = getattr(import_module(f"tests.{module}"), function)
+    marks = [*getattr(import_module(f"tests.{module}"), "pytestmark", ()), *getattr(test, "pytestmark", ())]
+    sweeps = [mark for mark in marks if mark.name == "sweep" and not mark.args]
+    return "test-all" if sweeps or any(mark.name == "slow" for mark in marks) else "test"
+
+
 @pytest.mark.parametrize(("promise", "name"), NAMES, ids=[f"{promise}-{name}" for promise, name in NAMES])
 def test_each_promise_has_its_test(promise: str, name: str) -> None:
     module, _, function = name.rpartition(".")
     assert callable(getattr(import_module(f"tests.{module}"), function, None)), f"{promise}: there is no {name}"
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_make_test_has_a_test_of_each_promise(promise: str) -> None:
+    assert "test" in [target_of(name) for promised, name in NAMES if promised == promise]
 
 
 # ---- insert
