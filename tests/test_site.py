@@ -115,6 +115,7 @@ def test_every_sentence_is_on_one_page_of_errors() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("task", "place", "words"), pages.tasks(), ids=lambda value: value)
+@pytest.mark.slow
 def test_a_reader_comes_to_the_page_of_a_task(task: str, place: str, words: str) -> None:
     pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")
     name, _, part = place.partition("#")
@@ -142,6 +143,7 @@ def test_names_of_tools_that_a_script_had_lead_to_the_reference() -> None:
     assert ("api/config.html", "qtoolkit.QConfigMapping") in types
 
 
+@pytest.mark.slow
 def test_the_reference_shows_the_defaults_of_classes_and_functions() -> None:
     pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")
     shown = {page: re.sub(r"<[^>]+>", "", unescape((pages.built() / page).read_text())) for page in CONFIGS_AND_STEPS}

@@ -224,6 +224,7 @@ def test_without_onnx_it_says_what_to_install(tmp_path, capsys, monkeypatch) -> 
     assert install_command("onnx") in refused(capsys, "lint", path, "--backend", "tensorrt")
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_leaves_no_traceback(tmp_path) -> None:
     path = two_quantizers().save(tmp_path)
     command = f"{shlex.join([*RUN, 'lint', path, '--backend', 'tensorrt', '--json'])} | true; echo ${{PIPESTATUS[0]}}"
@@ -232,6 +233,7 @@ def test_a_closed_pipe_leaves_no_traceback(tmp_path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_traceback() -> None:
     code = (
         "import signal, sys, time; import qtoolkit.cli as cli\n"
@@ -370,6 +372,7 @@ def test_a_terminal_gets_a_table_and_no_color_where_it_is_not_wanted(tmp_path) -
 # ---- the documentation
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys) -> None:
     pytest.importorskip("onnxscript")
     monkeypatch.chdir(tmp_path)
