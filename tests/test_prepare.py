@@ -109,6 +109,7 @@ def test_concrete_args_fix_an_argument() -> None:
 # ---- swap and fuse
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("net", [(nets.ConvNet, SHAPE), (nets.LinearNet, (5, 6))], ids=["conv", "linear"])
 def test_with_quantizers_off_training_is_the_float_model(
@@ -354,6 +355,7 @@ def test_preparing_twice_is_refused() -> None:
 # ---- as a whole
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
 )
@@ -419,6 +421,7 @@ def test_inference_mode_around_the_call_is_refused() -> None:
         qt.prepare(nets.linear_of(), (torch.rand(2, 4),), backend="tensorrt")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
 @pytest.mark.parametrize("number", [True, False], ids=["number", "tensor"])
 def test_graphs_are_deeper_than_pythons_stack(measured: bool, number: bool) -> None:

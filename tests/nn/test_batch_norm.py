@@ -384,6 +384,7 @@ def torchvisions(features: int) -> nn.Module:
     return bn
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [FrozenBatchNorm2d, torchvisions])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(

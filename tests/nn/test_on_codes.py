@@ -284,6 +284,7 @@ def moved_behind(model: nn.Module) -> nn.Module:
     return nn.Sequential(model, Halves(), layer)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("change", [in_sequence, moved_behind])
 @pytest.mark.parametrize("after", ["", "train", "deepcopy", "a step"])
 @configs
@@ -365,6 +366,7 @@ def test_layers_compute_in_channels_last_without_a_copy_of_the_batch() -> None:
     assert_equal((y, found), (wanted_y, wanted))
 
 
+@pytest.mark.sweep(2)
 @roads
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("watched", ["nothing", "gradient"])

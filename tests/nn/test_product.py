@@ -81,6 +81,7 @@ def step(model: nn.Module, run=None, seed: int = 0) -> tuple[Tensor, dict[str, T
     return y.detach(), {"input": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 
+@pytest.mark.sweep(2)
 @configs
 @roads
 @pytest.mark.parametrize("model", [Attention, Fused, MultiHead])

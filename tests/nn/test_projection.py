@@ -140,6 +140,7 @@ def calls_of_ops(run: Callable[[], Any]) -> int:
 ROADS = pytest.mark.parametrize("road", ["graph", "replace"])
 
 
+@pytest.mark.sweep(2)
 @ROADS
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "length first"])
@@ -182,6 +183,7 @@ def test_decoder_layers_keep_codes(road: str, batch_first: bool, monkeypatch: py
     assert kept < 0.75 * of_floats
 
 
+@pytest.mark.sweep(1)
 @ROADS
 @pytest.mark.parametrize("case", CASES)
 def test_projections_compute_on_codes(case: str, road: str) -> None:
@@ -205,6 +207,7 @@ SPECS = {
 }
 
 
+@pytest.mark.sweep(2)
 @ROADS
 @pytest.mark.parametrize("case", ["keys", "apart"])
 @pytest.mark.parametrize("name", SPECS)
@@ -219,6 +222,7 @@ def test_weights_of_every_spec(name: str, case: str, road: str) -> None:
     assert kept <= of_floats - 3 * 2 * B * L * E or name == "own gradients"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("case", CASES)
@@ -265,18 +269,28 @@ def test_one_attention_of_one_and_of_several_tensors() -> None:
     same(step(model)[0], step(trained(Both(), save="float"))[0])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("case", ["keys", "values", "apart", "own weights"])
 @ROADS
-def test_copies_checkpoints_and_compiled_code(road: str, case: str, quantizer: str) -> None:
-    torch.compiler.reset()
+def test_copies_and_checkpoints(road: str, case: str, quantizer: str) -> None:
     model = trained(Attends(case), road, quantizer)
-    copies = [copy.deepcopy(model) for _ in range(3)]
+    copies = [copy.deepcopy(model) for _ in range(2)]
     wanted, _ = step(model)
     same(step(copies[0])[0], wanted)
     same(step(copies[1], lambda *args: checkpoint(copies[1], *args, use_reentrant=False))[0], wanted)
-    compiled = torch.compile(copies[2], fullgraph=True, backend="aot_eager")
-    close(step(copies[2], compiled)[0], wanted, 1e-4, 1e-4)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+@pytest.mark.parametrize("case", ["keys", "values", "apart", "own weights"])
+@ROADS
+def test_compiled_code(road: str, case: str, quantizer: str) -> None:
+    torch.compiler.reset()
+    model = trained(Attends(case), road, quantizer)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    close(step(twin, compiled)[0], step(model)[0], 1e-4, 1e-4)
 
 
 def test_pickles() -> None:

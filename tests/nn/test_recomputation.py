@@ -55,6 +55,7 @@ def gradients(model: nn.Module, use: Callable, checkpointed: bool, reentrant: bo
     return found
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("use", [once, twice_shared])
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -294,6 +294,7 @@ def test_prepared_equals_converted_after_any_changes(case, weight, changes, trai
         assert_equals_converted(model, x)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("net", "road"), OF_EACH_CHANGE)

@@ -149,6 +149,7 @@ def test_compiled_code_has_no_graph_breaks(specs: Any) -> None:
     torch.testing.assert_close(model.up.weight.grad, eager.up.weight.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("fields", [{}, {"bits": 4}, {"signed": False, "symmetric": False}], ids=str)
 def test_dynamic_integers_are_written_as_ops(tmp_path: Any, fields: dict[str, Any], exporter: str) -> None:

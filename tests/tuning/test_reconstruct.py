@@ -95,6 +95,7 @@ def test_the_regularizer_is_annealed() -> None:
     assert [_beta(0.2), _beta(0.6), _beta(1.0)] == pytest.approx([20.0, 11.0, 2.0])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("bits", [3, 8])
 def test_state_dict_conversion_and_further_modes_keep_the_codes(train: bool, bits: int) -> None:
@@ -144,6 +145,7 @@ def test_every_integer_grid(spec: qt.QuantSpec) -> None:
     assert torch.equal(quantizer.scale, scale)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_half_precision_holds_eight_bits(dtype: torch.dtype, bits: int) -> None:
@@ -173,6 +175,7 @@ def test_blocks_are_found_without_names() -> None:
     assert report.units[3].layers == ("neck.0", "neck.2")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("method", ["brecq", "qdrop"])
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 def test_scales_of_activations_are_learned(method: str, quantizer: str) -> None:

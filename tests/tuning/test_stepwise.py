@@ -136,6 +136,7 @@ def assert_equal_states(first: nn.Module, second: nn.Module) -> None:
 # ---- the values
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("limit", [0.0, 1e9])
 @pytest.mark.parametrize("name", NETS)
 def test_values_are_those_of_one_run_of_the_model(name: str, limit: float) -> None:
@@ -198,6 +199,7 @@ def watched(prepared: nn.Module, block: str) -> nn.Module:
     return other
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("memory", [0, 2**31])
 @pytest.mark.parametrize("name", NETS)
 def test_biases_are_those_of_runs_from_the_inputs(name: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +263,7 @@ def test_the_context_that_forward_sets_is_there() -> None:
 # ---- reconstruct
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("method", "granularity"), [("adaround", "layer"), ("qdrop", "block")])
 @pytest.mark.parametrize("name", NETS)
 def test_codes_are_those_of_runs_from_the_inputs(

@@ -146,6 +146,7 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
 # ---- the same numbers
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "openvino"])
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("name", NETS)

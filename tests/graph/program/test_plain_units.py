@@ -87,6 +87,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "academic"])
 @pytest.mark.parametrize("name", SPECS)
@@ -143,6 +144,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["fixed", "lsq"])
 def test_a_changed_module_is_asked(name: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
