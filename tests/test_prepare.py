@@ -384,7 +384,8 @@ def test_a_checkpoint_resumes() -> None:
     assert torch.equal(one.eval()(x), other.eval()(x))
 
 
-@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+# Of a smaller net, all kinds of quantizers are compiled in quantizers/test_kinds.py.
+@pytest.mark.parametrize("quantizer", [pytest.param("fixed", marks=pytest.mark.sweep), "lsq"])
 def test_training_compiles_without_graph_breaks(quantizer: str) -> None:
     mapping = qt.QConfigMapping().set_global(
         qt.QConfig(qt.QuantSpec(quantizer=quantizer), qt.QuantSpec(axis=0, quantizer=quantizer))

@@ -83,8 +83,13 @@ def test_what_prepare_decides_breaks_no_fusion(backend: str, net: type[nn.Module
     assert lint(prepared) == ()
 
 
+COMMON = ("tensorrt", "onnxruntime", "openvino", "litert")  # the nets above are prepared for all
+
+
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("backend", list(qt.backends))
+@pytest.mark.parametrize(
+    "backend", [pytest.param(b, marks=[] if b in COMMON else pytest.mark.sweep) for b in qt.backends]
+)
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
 def test_nor_does_it_in_torchvisions_models(backend: str, name: str) -> None:
     pytest.importorskip("torchvision")

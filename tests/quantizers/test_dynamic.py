@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.quantizers.frozen import Grid
+from tests.copies import made_once
 
 TOKENS = [
     {},
@@ -100,6 +101,7 @@ ROADS = [
 ]
 
 
+@made_once
 def quantized(road: str, specs: tuple[dict[str, Any], dict[str, Any]]) -> nn.Module:
     torch.manual_seed(0)
     mapping = mapping_of(*specs)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import qtoolkit as qt
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.table import QUANTIZERS
+from tests.copies import made_once
 from tests.quantizers.own import OWN
 
 Fields = dict[str, Any]
@@ -72,6 +73,7 @@ def mapping_of(name: str, axis: int | None = 0) -> qt.QConfigMapping:
     return qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(**activation), qt.QuantSpec(axis=axis, **weight)))
 
 
+@made_once
 def quantized(name: str, road: str, axis: int | None = 0, kind: type[nn.Module] = Net) -> nn.Module:
     torch.manual_seed(0)
     net = kind().train()

@@ -15,6 +15,7 @@ from qtoolkit.nn import QuantWeighted
 from qtoolkit.tuning.rounding.grids import CodeGrid, SoftRounding
 from qtoolkit.tuning.rounding.learning import _beta
 from tests import nets
+from tests.copies import made_once
 from tests.tuning.nets import LAYERS, W3, W3A4, Residual, correlated, prepared_on
 
 
@@ -27,7 +28,9 @@ def small(steps: int = 100, **kwargs: object) -> dict[str, object]:
     return {"steps": steps, "learning_rate": 5e-2, "progress": False, **kwargs}
 
 
+@made_once
 def residual(train: bool = False, qconfig: qt.QConfig = W3A4) -> tuple[qt.graph.QuantizedGraphModule, list[Tensor]]:
+    torch.manual_seed(0)
     model = nets.trained(Residual(), 8, 3, 8, 8).train(train)
     torch.manual_seed(1)
     batches = [torch.randn(8, 3, 8, 8) for _ in range(3)]
@@ -474,7 +477,9 @@ def test_models_without_ranges_or_without_a_graph() -> None:
 # ---- errors weighted by a loss
 
 
+@made_once
 def with_labels(count: int = 3) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], qt.graph.QuantizedGraphModule]:
+    torch.manual_seed(0)
     model = nets.trained(Residual(), 8, 3, 8, 8).eval()
     torch.manual_seed(1)
     batches = [(torch.randn(8, 3, 8, 8), torch.randint(5, (8,))) for _ in range(count)]

@@ -29,6 +29,7 @@ from qtoolkit.graph.program.units.base import Decided
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from tests import processes
 from tests.cases import floats
+from tests.copies import made_once
 from tests.nets import settled
 from tests.ops.test_every import sample
 from tests.ops.test_fuzz import UNITS
@@ -61,6 +62,7 @@ def network() -> nn.Module:
     return model.train()
 
 
+@made_once
 def prepared(
     weight: qt.QuantSpec | None = None, activation: qt.QuantSpec | None = None, forward: str = "float"
 ) -> nn.Module:
