@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from tests.copies import made_once
 
 E, HEADS, B, L, S = 8, 2, 3, 5, 7
 SPEC, ACTIVATION = qt.QuantSpec(bits=4, axis=0), qt.QuantSpec()
@@ -272,7 +273,9 @@ class Block(nn.Module):
         return self.head(x + self.cross(self.norm(x), memory, memory)[0])
 
 
+@made_once
 def prepared_block(backend: str = "onnxruntime") -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
     x = torch.randn(B, L, E), torch.randn(B, S, 6)
     prepared = qt.prepare(Block().eval(), x, backend=backend)
     qt.calibrate(prepared, [x], progress=False)

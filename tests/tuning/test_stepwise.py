@@ -18,6 +18,7 @@ from qtoolkit.tuning.runs import stepwise
 from qtoolkit.tuning.runs.batches import Batches
 from qtoolkit.tuning.runs.cache import BatchCache
 from qtoolkit.tuning.runs.stepwise import Stepwise
+from tests.copies import made_once
 from tests.tuning.nets import W3, W3A4, Residual, prepared_on
 
 
@@ -104,7 +105,9 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
+@made_once
 def prepared_net(name: str) -> tuple[qt.graph.QuantizedGraphModule, list[Any]]:
+    torch.manual_seed(0)
     make, batch = NETS[name]
     batches = [batch() for _ in range(3)]
     return prepared_on(make().eval(), batches, W3A4), batches
