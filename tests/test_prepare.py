@@ -109,6 +109,7 @@ def test_concrete_args_fix_an_argument() -> None:
 # ---- swap and fuse
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("net", [(nets.ConvNet, SHAPE), (nets.LinearNet, (5, 6))], ids=["conv", "linear"])
 def test_with_quantizers_off_training_is_the_float_model(
@@ -354,6 +355,7 @@ def test_preparing_twice_is_refused() -> None:
 # ---- as a whole
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
 )
@@ -382,7 +384,8 @@ def test_a_checkpoint_resumes() -> None:
     assert torch.equal(one.eval()(x), other.eval()(x))
 
 
-@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+# Of a smaller net, all kinds of quantizers are compiled in quantizers/test_kinds.py.
+@pytest.mark.parametrize("quantizer", [pytest.param("fixed", marks=pytest.mark.sweep), "lsq"])
 def test_training_compiles_without_graph_breaks(quantizer: str) -> None:
     mapping = qt.QConfigMapping().set_global(
         qt.QConfig(qt.QuantSpec(quantizer=quantizer), qt.QuantSpec(axis=0, quantizer=quantizer))
@@ -419,6 +422,7 @@ def test_inference_mode_around_the_call_is_refused() -> None:
         qt.prepare(nets.linear_of(), (torch.rand(2, 4),), backend="tensorrt")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
 @pytest.mark.parametrize("number", [True, False], ids=["number", "tensor"])
 def test_graphs_are_deeper_than_pythons_stack(measured: bool, number: bool) -> None:

@@ -15,6 +15,7 @@ import qtoolkit as qt
 from qtoolkit.nn.batch_norm import linked, process_group_of
 from tests.blocks import called_one_by_one
 from tests.cases import floats
+from tests.copies import made_once
 from tests.graph.program.test_unit import counted, network
 from tests.nets import settled
 
@@ -69,6 +70,7 @@ CASES: dict[str, Case] = {
 }
 
 
+@made_once
 def prepared_of(name: str, sync: bool) -> nn.Module:
     """Return the prepared network of a case, calibrated on all images; `sync`: with SyncBatchNorm."""
     options, change = CASES[name]

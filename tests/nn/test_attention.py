@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from tests.copies import made_once
 
 E, HEADS, B, L, S = 8, 2, 3, 5, 7
 SPEC, ACTIVATION = qt.QuantSpec(bits=4, axis=0), qt.QuantSpec()
@@ -79,6 +80,7 @@ def masks_of(kind: str, source: int, batched: bool) -> dict[str, object]:
 EMPTY = ("no_key", "no_key_float", "no_key_in_a_row", "no_key_in_a_float_row", "no_key_of_both")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mask", ["none", "padding", "float_padding", "causal", "float_mask", "per_head", "both"])
 @pytest.mark.parametrize("self_attention", [True, False], ids=["self", "cross"])
 @pytest.mark.parametrize("options", OPTIONS)
@@ -271,7 +273,9 @@ class Block(nn.Module):
         return self.head(x + self.cross(self.norm(x), memory, memory)[0])
 
 
+@made_once
 def prepared_block(backend: str = "onnxruntime") -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
     x = torch.randn(B, L, E), torch.randn(B, S, 6)
     prepared = qt.prepare(Block().eval(), x, backend=backend)
     qt.calibrate(prepared, [x], progress=False)
@@ -310,14 +314,20 @@ def test_converted_is_equal_in_eval() -> None:
     assert not qt.quantizers_of(converted)
 
 
-def test_training_reaches_every_parameter_and_compiles() -> None:
+def test_training_reaches_every_parameter() -> None:
+    prepared, x = prepared_block()
+    prepared.train()(*x).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in prepared.parameters())
+
+
+@pytest.mark.slow  # test_projection.py compiles one attention
+def test_training_compiles() -> None:
     prepared, x = prepared_block()
     prepared.train()
     twin = copy.deepcopy(prepared)
     prepared(*x).square().sum().backward()
     torch.compile(twin, fullgraph=True, backend="aot_eager")(*x).square().sum().backward()
     for name, parameter in prepared.named_parameters():
-        assert parameter.grad is not None
         torch.testing.assert_close(twin.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-4)
 
 
@@ -369,6 +379,7 @@ def attended(layer: nn.Module, **kwargs: object) -> tuple[int, list[Tensor]]:
     return calls, [y.detach(), x.grad, *gradients]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("spec", [LEARNED, AFFINE, qt.QuantSpec(bits=4)], ids=["learned", "affine", "four bits"])
 @pytest.mark.parametrize("mask", ["none", "padding", "causal", "float_mask", "per_head", "both", *EMPTY])
 def test_a_step_attends_in_one_op(spec: qt.QuantSpec, mask: str) -> None:

@@ -13,6 +13,7 @@ import qtoolkit as qt
 from qtoolkit.nn.batch_norm import STRATEGIES
 from tests import nets, reference
 from tests.blocks import called_one_by_one
+from tests.copies import made_once
 
 # Layer, its batch norm, and the shape of an input.
 CASES = {
@@ -45,7 +46,9 @@ def float_model(case: str, **options: object) -> tuple[nn.Sequential, Tensor]:
     return nets.trained(nn.Sequential(layer(), norm(6, **options)), *shape).double(), torch.randn(shape).double()
 
 
+@made_once
 def prepared_model(case: str, strategy: str, **options: object) -> tuple[nn.Sequential, nn.Module, Tensor]:
+    torch.manual_seed(0)
     model, x = float_model(case, **options)
     prepared = qt.prepare(model, backend=backend_with(strategy)).double()
     qt.calibrate(prepared, [x], progress=False)
@@ -384,6 +387,7 @@ def torchvisions(features: int) -> nn.Module:
     return bn
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [FrozenBatchNorm2d, torchvisions])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Transposed convolutions: 1d/2d/3d x groups x batch norm x ReLU x train/eval x geometry, against an oracle and onnxruntime."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import product
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from tests import nets, reference, reference_layers
 from tests.sessions import default_session
+from tests.sweep import covering
 
 DIMS = (1, 2, 3)
 GROUPS = (1, 2, 4)
@@ -130,14 +132,17 @@ def test_the_matrix_equals_the_oracle(dims: int, groups: int, geometry: str, bat
             np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-10)
 
 
-class Branches(nn.Module):
-    """All blocks of one number of dimensions in parallel, each followed by a layer whose input is quantized."""
+MATRIX = {str(case): case for case in product(GROUPS, GEOMETRIES, (True, False), (True, False))}
+PAIRS = covering({name: tuple(enumerate(case)) for name, case in MATRIX.items()}, 2)
 
-    def __init__(self, dims: int) -> None:
+
+class Branches(nn.Module):
+    """Blocks of one number of dimensions in parallel, each followed by a layer whose input is quantized."""
+
+    def __init__(self, dims: int, cases: Collection[str]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(block(dims, *case), POINTWISE[dims](OUT, 2, 1))
-            for case in product(GROUPS, GEOMETRIES, (True, False), (True, False))
+            nn.Sequential(block(dims, *MATRIX[case]), POINTWISE[dims](OUT, 2, 1)) for case in cases
         )
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -145,15 +150,18 @@ class Branches(nn.Module):
 
 
 @pytest.mark.sweep(1)
+@pytest.mark.parametrize(
+    "cases", [sorted(PAIRS), pytest.param([*MATRIX], marks=pytest.mark.sweep)], ids=["pairs", "all"]
+)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(
     ("dims", "exporter"),
     [(dims, "dynamo" if dims == 2 else "torchscript") for dims in DIMS]
     + [pytest.param(dims, "torchscript" if dims == 2 else "dynamo", marks=pytest.mark.sweep) for dims in DIMS],
 )
-def test_the_matrix_in_onnxruntime(tmp_path, dims: int, exporter: str, training: bool) -> None:
+def test_the_matrix_in_onnxruntime(tmp_path, dims: int, exporter: str, training: bool, cases: Collection[str]) -> None:
     x = data(dims)
-    model = nets.trained(Branches(dims), *x.shape, steps=2).train(training)
+    model = nets.trained(Branches(dims, cases), *x.shape, steps=2).train(training)
     prepared = qt.prepare(model, x, backend="onnxruntime")
     qt.calibrate(prepared, [x], progress=False)
     path = tmp_path / "m.onnx"
@@ -168,7 +176,7 @@ def test_the_matrix_in_onnxruntime(tmp_path, dims: int, exporter: str, training:
     assert [y.shape for y in outputs] == [tuple(y.shape) for y in model(x)]
     graph = onnx.load(str(result.path)).graph
     nodes, stored = {node.name: node for node in graph.node}, {tensor.name for tensor in graph.initializer}
-    for i, (groups, *_) in enumerate(product(GROUPS, GEOMETRIES, (True, False), (True, False))):
+    for i, groups in enumerate(layer[0][0].groups for layer in model.blocks):
         node = nodes[f"blocks.{i}.0.0.weight_quantizer.dequantize"]
         # With groups the codes are stored as (groups * out, in * k...), each row an output channel; rearranged codes
         # (`qtoolkit.export.passes.sub_pixel`) have a row for each pixel of an output channel.
@@ -196,6 +204,7 @@ def test_the_axis_of_tensorrt8_is_the_input_channel_with_groups_too(tmp_path, di
     assert result.verification.weight_codes.differing == 0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dims", DIMS)
 def test_the_axis_is_that_of_the_backend(tmp_path, dims: int, axis: int) -> None:
@@ -298,6 +307,7 @@ def test_bad_output_sizes() -> None:
         layer(torch.zeros(1, IN, 4, 4), [1, 9, 9])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dims", DIMS)
 def test_an_output_size_with_a_batch_norm_exports(tmp_path, dims: int, training: bool) -> None:

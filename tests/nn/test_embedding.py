@@ -119,6 +119,7 @@ def test_an_embedding_exports_as_integers(tmp_path) -> None:
     assert result.verification.missing == ()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])  # tensorrt's embeddings are float
 @pytest.mark.parametrize("make", [qt.prepare, qt.quant_modules.replace])

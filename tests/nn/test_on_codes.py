@@ -14,6 +14,7 @@ from qtoolkit.nn import on_codes
 from qtoolkit.nn.on_codes import HAS_INT8
 from qtoolkit.verdicts import Cause
 from tests.cases import leaf
+from tests.copies import made_once
 
 LSQ = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(quantizer="lsq", axis=0, narrow=True))
 FIXED = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0, narrow=True))
@@ -53,8 +54,18 @@ def images(seed: int = 0) -> Tensor:
 
 
 def quantized(road: str, config: qt.QConfig = LSQ, model: nn.Module | None = None, **options: str) -> nn.Module:
+    return quantized_net(road, config, **options) if model is None else quantized_model(road, config, model, **options)
+
+
+@made_once
+def quantized_net(road: str, config: qt.QConfig, **options: str) -> nn.Module:
     torch.manual_seed(0)
-    model, mapping = (Net() if model is None else model).train(), qt.QConfigMapping().set_global(config)
+    return quantized_model(road, config, Net(), **options)
+
+
+def quantized_model(road: str, config: qt.QConfig, model: nn.Module, **options: str) -> nn.Module:
+    torch.manual_seed(0)
+    model, mapping = model.train(), qt.QConfigMapping().set_global(config)
     if road == "graph":
         prepared = qt.prepare(model, (images(),), qconfig_mapping=mapping, backend="tensorrt", **options)
     else:
@@ -284,6 +295,7 @@ def moved_behind(model: nn.Module) -> nn.Module:
     return nn.Sequential(model, Halves(), layer)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("change", [in_sequence, moved_behind])
 @pytest.mark.parametrize("after", ["", "train", "deepcopy", "a step"])
 @configs
@@ -365,6 +377,7 @@ def test_layers_compute_in_channels_last_without_a_copy_of_the_batch() -> None:
     assert_equal((y, found), (wanted_y, wanted))
 
 
+@pytest.mark.sweep(2)
 @roads
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("watched", ["nothing", "gradient"])
@@ -497,7 +510,7 @@ def test_a_small_image_is_converted_rather_than_a_large_weight() -> None:
 @pytest.mark.parametrize("config", [LSQ, FIXED, FOUR_BITS], ids=["lsq", "fixed", "four bits"])
 def test_it_compiles_without_a_graph_break(config: qt.QConfig, forward: str) -> None:
     torch._dynamo.reset()
-    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.ConvTranspose2d(8, 4, 2), nn.Linear(9, 5)
+    layers = nn.Conv2d(3, 6, 3, groups=3), nn.ReLU(), nn.ConvTranspose2d(6, 4, 2), nn.Linear(11, 5)
     model = quantized("graph", config, nn.Sequential(*layers), training_arithmetic=forward)
     copied = copy.deepcopy(model)
     compiled = torch.compile(copied, fullgraph=True, backend="aot_eager")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from tests.blocks import called_one_by_one, codes_taken, recorded_calls
+from tests.copies import made_once
 
 X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 
@@ -28,6 +29,7 @@ class Upscaler(nn.Module):
         return self.last(self.third(self.up(self.second(self.mid(x)))))
 
 
+@made_once
 def prepared_of(quantizer: str = "lsq", bits: int = 8, dtype: torch.dtype = torch.float32, **options) -> nn.Module:
     torch.manual_seed(0)
     symmetric = options.pop("symmetric", True)

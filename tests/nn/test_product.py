@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import qtoolkit as qt
 from qtoolkit.nn.fused_attention import HAS_FUSED
 from tests.cases import leaf
+from tests.copies import made_once
 from tests.nn.test_on_codes import AFFINE, FIXED, FOUR_BITS, LSQ, assert_equal, bytes_kept, configs, roads
 
 BATCH, HEADS, LENGTH, FEATURES = 3, 2, 5, 8
@@ -63,8 +64,18 @@ def sequences(seed: int = 0) -> Tensor:
 
 
 def quantized(road: str, config: qt.QConfig = LSQ, model: nn.Module | None = None, **options: str) -> nn.Module:
+    return quantized_net(road, config, **options) if model is None else quantized_model(road, config, model, **options)
+
+
+@made_once
+def quantized_net(road: str, config: qt.QConfig, **options: str) -> nn.Module:
     torch.manual_seed(0)
-    model, mapping = (Attention() if model is None else model).train(), qt.QConfigMapping().set_global(config)
+    return quantized_model(road, config, Attention(), **options)
+
+
+def quantized_model(road: str, config: qt.QConfig, model: nn.Module, **options: str) -> nn.Module:
+    torch.manual_seed(0)
+    model, mapping = model.train(), qt.QConfigMapping().set_global(config)
     if road == "graph":
         prepared = qt.prepare(model, (sequences(),), qconfig_mapping=mapping, **{"backend": "tensorrt", **options})
     else:
@@ -81,6 +92,7 @@ def step(model: nn.Module, run=None, seed: int = 0) -> tuple[Tensor, dict[str, T
     return y.detach(), {"input": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 
+@pytest.mark.sweep(2)
 @configs
 @roads
 @pytest.mark.parametrize("model", [Attention, Fused, MultiHead])

@@ -16,6 +16,7 @@ from qtoolkit.graph.program.units.attention import ProjectionUnit
 from qtoolkit.graph.program.units.base import Decided
 from qtoolkit.nn import on_codes
 from tests.blocks import codes_taken
+from tests.copies import made_once
 from tests.nets import settled
 
 E, B, L, S = 16, 3, 7, 9
@@ -66,6 +67,20 @@ class Decoder(nn.Module):
         return self.second(self.first(x, memory), memory)
 
 
+class Both(nn.Module):
+    """An attention of one tensor, and then of two."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(E) for _ in range(2))
+        self.attention = nn.MultiheadAttention(E, 2, batch_first=batch_first)
+
+    def forward(self, x: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        y, k = self.norms[0](x), self.norms[1](key)
+        y = self.attention(y, y, y)[0]
+        return self.attention(query=y, key=k, value=k)[0]
+
+
 def batch(batch_first: bool = True) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     lengths = (L, L, L) if not batch_first else (L, S, S)
@@ -73,27 +88,31 @@ def batch(batch_first: bool = True) -> list[Tensor]:
     return [x if batch_first else x.transpose(0, 1).contiguous() for x in found]
 
 
-def trained(
-    model: nn.Module,
-    road: str = "graph",
-    quantizer: str = "lsq",
-    weight: qt.QuantSpec | None = None,
-    **arithmetic: str,
+def trained(name: str, road: str = "graph", quantizer: str = "lsq", **options: Any) -> nn.Module:
+    """An attention, prepared for training and calibrated, with its training arithmetic and other options of `calibrated`."""
+    arithmetic = {key: options.pop(key) for key in ("arithmetic", "save") if key in options}
+    model = calibrated(name, road, quantizer, **options)
+    qt.nn.set_training_arithmetic(model, **{"arithmetic": "float", **arithmetic})
+    return settled(model).train()
+
+
+@made_once
+def calibrated(
+    name: str, road: str, quantizer: str, weight: qt.QuantSpec | None = None, batch_first: bool = True
 ) -> nn.Module:
-    """The model, prepared for training and calibrated."""
+    model = Attends(name, batch_first) if name in CASES else (Decoder if name == "decoder" else Both)(batch_first)
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -0.5, 0.5)
     spec = qt.QuantSpec(axis=0, quantizer=quantizer) if weight is None else weight
     mapping = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(quantizer=quantizer), spec))
-    args = tuple(batch(_is_batch_first(model)))
+    args = tuple(batch(batch_first))
     if road == "graph":
         model = qt.prepare(model.train(), args, backend="onnxruntime", qconfig_mapping=mapping)
     else:
         model = qt.quant_modules.replace(model.train(), backend="onnxruntime", qconfig_mapping=mapping)
     qt.calibrate(model, [args], progress=False)
-    qt.nn.set_training_arithmetic(model, **{"arithmetic": "float", **arithmetic})
-    return settled(model).train()
+    return model
 
 
 def _is_batch_first(model: nn.Module) -> bool:
@@ -140,6 +159,7 @@ def calls_of_ops(run: Callable[[], Any]) -> int:
 ROADS = pytest.mark.parametrize("road", ["graph", "replace"])
 
 
+@pytest.mark.sweep(2)
 @ROADS
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "length first"])
@@ -151,7 +171,7 @@ def test_projections_keep_codes(
 
     The codes come from the op before.
     """
-    model = trained(Attends(case, batch_first), road, quantizer)
+    model = trained(case, road, quantizer, batch_first=batch_first)
     taken = codes_taken(monkeypatch)
     step(model)
     of_slices = (
@@ -160,7 +180,7 @@ def test_projections_keep_codes(
     assert len([y for _, y, _ in taken if y.dim() == 3]) == PRODUCTS.get(case, 3) + 2 - of_slices
     assert calls_of_ops(lambda: step(model)) == PRODUCTS.get(case, 3) + 2  # of the output and the last layer
     found, kept = step(model)
-    wanted, of_floats = step(trained(Attends(case, batch_first), road, quantizer, save="float"))
+    wanted, of_floats = step(trained(case, road, quantizer, batch_first=batch_first, save="float"))
     same(found, wanted)
     inputs = {id(x): x.numel() for x in CASES[case][1](*batch(batch_first))}
     weights = sum(p.numel() for name, p in model.named_parameters() if "proj_weight" in name and p.dim() == 2)
@@ -172,21 +192,22 @@ def test_projections_keep_codes(
 def test_decoder_layers_keep_codes(road: str, batch_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's decoder layers; in a graph the memory has one copy of its codes for both, from the op before."""
     taken = codes_taken(monkeypatch)
-    found, kept = step(trained(Decoder(batch_first), road))
+    found, kept = step(trained("decoder", road, batch_first=batch_first))
     codes = {id(known.codes) for _, y, known in taken if y.shape == ((B, S, E) if batch_first else (L, B, E))}
     memories = [known for _, y, known in taken if batch_first and y.shape == (B, S, E)]
     assert not batch_first or len(memories) == 2
     assert road == "replace" or not batch_first or len(codes) == 1
-    wanted, of_floats = step(trained(Decoder(batch_first), road, save="float"))
+    wanted, of_floats = step(trained("decoder", road, batch_first=batch_first, save="float"))
     same(found, wanted)
     assert kept < 0.75 * of_floats
 
 
+@pytest.mark.sweep(1)
 @ROADS
 @pytest.mark.parametrize("case", CASES)
 def test_projections_compute_on_codes(case: str, road: str) -> None:
-    found, _ = step(trained(Attends(case), road, arithmetic="integer"))
-    wanted, _ = step(trained(Attends(case), road))
+    found, _ = step(trained(case, road, arithmetic="integer"))
+    wanted, _ = step(trained(case, road))
     close(found, wanted, 1e-3, 2e-2)
     assert not torch.equal(found["y"], wanted["y"])
 
@@ -205,13 +226,14 @@ SPECS = {
 }
 
 
+@pytest.mark.sweep(2)
 @ROADS
 @pytest.mark.parametrize("case", ["keys", "apart"])
 @pytest.mark.parametrize("name", SPECS)
 def test_weights_of_every_spec(name: str, case: str, road: str) -> None:
     """Parts of a weight lie on the grid of the whole; one scale sums the gradients of the parts."""
-    found, kept = step(trained(Attends(case), road, weight=SPECS[name]))
-    wanted, of_floats = step(trained(Attends(case), road, weight=SPECS[name], save="float"))
+    found, kept = step(trained(case, road, weight=SPECS[name]))
+    wanted, of_floats = step(trained(case, road, weight=SPECS[name], save="float"))
     if SPECS[name].axis is None:
         close(found, wanted)
     else:
@@ -219,6 +241,7 @@ def test_weights_of_every_spec(name: str, case: str, road: str) -> None:
     assert kept <= of_floats - 3 * 2 * B * L * E or name == "own gradients"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("case", CASES)
@@ -226,7 +249,7 @@ def test_units_have_the_bits_of_their_ops(
     case: str, quantizer: str, forward: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a graph the projections are decided once: a further step asks for no plan."""
-    model = trained(Attends(case), "graph", quantizer, arithmetic=forward)
+    model = trained(case, "graph", quantizer, arithmetic=forward)
     step(model)  # the first one after a calibration
     other, planned = copy.deepcopy(model), list[str]()
     plan = ProjectionUnit._planned
@@ -247,36 +270,33 @@ def test_units_have_the_bits_of_their_ops(
 
 def test_one_attention_of_one_and_of_several_tensors() -> None:
     """A module that is called in both ways has the units of both."""
-    torch.manual_seed(0)
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = nn.ModuleList(nn.LayerNorm(E) for _ in range(2))
-            self.attention = nn.MultiheadAttention(E, 2, batch_first=True)
-
-        def forward(self, x: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            y, k = self.norms[0](x), self.norms[1](key)
-            y = self.attention(y, y, y)[0]
-            return self.attention(query=y, key=k, value=k)[0]
-
-    model = trained(Both())
+    model = trained("both")
     assert calls_of_ops(lambda: step(model)) == 2 + 3
-    same(step(model)[0], step(trained(Both(), save="float"))[0])
+    same(step(model)[0], step(trained("both", save="float"))[0])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("case", ["keys", "values", "apart", "own weights"])
 @ROADS
-def test_copies_checkpoints_and_compiled_code(road: str, case: str, quantizer: str) -> None:
-    torch.compiler.reset()
-    model = trained(Attends(case), road, quantizer)
-    copies = [copy.deepcopy(model) for _ in range(3)]
+def test_copies_and_checkpoints(road: str, case: str, quantizer: str) -> None:
+    model = trained(case, road, quantizer)
+    copies = [copy.deepcopy(model) for _ in range(2)]
     wanted, _ = step(model)
     same(step(copies[0])[0], wanted)
     same(step(copies[1], lambda *args: checkpoint(copies[1], *args, use_reentrant=False))[0], wanted)
-    compiled = torch.compile(copies[2], fullgraph=True, backend="aot_eager")
-    close(step(copies[2], compiled)[0], wanted, 1e-4, 1e-4)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+@pytest.mark.parametrize("case", ["keys", "values", "apart", "own weights"])
+@ROADS
+def test_compiled_code(road: str, case: str, quantizer: str) -> None:
+    torch.compiler.reset()
+    model = trained(case, road, quantizer)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    close(step(twin, compiled)[0], step(model)[0], 1e-4, 1e-4)
 
 
 def test_pickles() -> None:
@@ -294,7 +314,7 @@ def test_pickles() -> None:
 @pytest.mark.parametrize("case", ["keys", "apart", "own weights"])
 def test_autocast(case: str) -> None:
     """The projections have the bits of torch's layers in bfloat16; the products of an attention round otherwise there."""
-    layer = trained(Attends(case), "replace").get_submodule("attention")
+    layer = trained(case, "replace").get_submodule("attention")
     results = []
     for save in ("codes", "float"):
         qt.nn.set_training_arithmetic(layer, "float", save)
@@ -310,10 +330,10 @@ def test_autocast(case: str) -> None:
         gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
         results.append({str(place): y.detach() for place, y in enumerate(ys)} | gradients)
     same(*results)
-    model = trained(Attends(case))
+    model = trained(case)
     with torch.autocast("cpu", torch.bfloat16):
         found, kept = step(model)
-        assert kept < step(trained(Attends(case), save="float"))[1]
+        assert kept < step(trained(case, save="float"))[1]
     assert all(value.isfinite().all() for value in found.values())
 
 
@@ -323,7 +343,7 @@ def test_two_forwards_before_their_backwards(road: str, quantizer: str) -> None:
     """As gradients are accumulated; the ranges of weights that follow them are taken again in between."""
     results = []
     for save in ("codes", "float"):
-        model, args = trained(Attends("keys"), road, quantizer, save=save), batch()
+        model, args = trained("keys", road, quantizer, save=save), batch()
         outputs = [model(*(x * factor for x in args)) for factor in (1, 2)]
         for y in outputs:
             y.square().sum().backward()
@@ -337,7 +357,7 @@ def test_one_input_in_float(float_input: int, quantizer: str) -> None:
     """Its projection keeps floats, that of the other input codes, with rows of the same weight."""
     results = []
     for save in ("codes", "float"):
-        model = trained(Attends("keys"), "graph", quantizer, save=save)
+        model = trained("keys", "graph", quantizer, save=save)
         model.get_submodule("attention").source_of(float_input).disable()
         results.append(step(model)[0])
         if save == "codes":
@@ -347,7 +367,7 @@ def test_one_input_in_float(float_input: int, quantizer: str) -> None:
 
 @ROADS
 def test_the_range_of_a_split_weight_is_taken_once_a_step(road: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, found = trained(Attends("apart"), road, "fixed"), list[torch.Size]()
+    model, found = trained("apart", road, "fixed"), list[torch.Size]()
     quantizer = model.get_submodule("attention.in_proj_weight_quantizer")
     with torch.no_grad():
         model.get_parameter("attention.in_proj_weight").mul_(2)
@@ -383,7 +403,7 @@ def test_without_a_batch_and_without_a_bias() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_codes_in_onnxruntime(case: str, tmp_path) -> None:
-    model = trained(Attends(case)).eval()
+    model = trained(case).eval()
     codes = qt.export_onnx(model, tuple(batch()), tmp_path / "m.onnx").verification
     assert codes.missing == ()
     assert codes.weight_codes.differing == codes.quantizer_codes.differing == 0
@@ -392,7 +412,7 @@ def test_codes_in_onnxruntime(case: str, tmp_path) -> None:
 def test_the_report_names_the_projections_of_each_tensor(monkeypatch) -> None:
     """The number of rows from which a projection computes on codes depends on its part of the weight."""
     monkeypatch.setattr(on_codes, "HAS_INT8", True)  # as on a processor with int8 instructions
-    model = trained(Attends("keys"), arithmetic="auto")
+    model = trained("keys", arithmetic="auto")
     (line,) = [line for line in qt.quantization_report(model).layers if line.name == "attention"]
     names = [projection.name for projection in model.get_submodule("attention").projections]
     assert names == ["q", "kv", "out"]
@@ -400,12 +420,12 @@ def test_the_report_names_the_projections_of_each_tensor(monkeypatch) -> None:
     qt.nn.set_training_arithmetic(model, "float")
     (line,) = [line for line in qt.quantization_report(model).layers if line.name == "attention"]
     assert line.training.startswith("projections float (as asked), saves codes; ")
-    unknown = trained(Attends("apart"), "replace")
+    unknown = trained("apart", "replace")
     assert [projection.name for projection in unknown.get_submodule("attention").projections] == ["qkv", "out"]
 
 
 def test_each_input_has_a_source_of_its_own() -> None:
-    model = trained(Attends("apart"))
+    model = trained("apart")
     attention = model.get_submodule("attention")
     found = [attention.source_of(place) for place in range(3)]
     assert None not in found

@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 import qtoolkit as qt
 from qtoolkit.nn.batch_norm import STRATEGIES
 from qtoolkit.quantizers import recomputation
+from tests.copies import made_once
 
 
+@made_once
 def prepared_net(strategy: str = "unscale", bits: int = 4, quantizer: str = "fixed") -> nn.Module:
     torch.manual_seed(1)  # with 0 a code flips in the second step, by the rounding of the first
     parts = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
@@ -55,6 +57,7 @@ def gradients(model: nn.Module, use: Callable, checkpointed: bool, reentrant: bo
     return found
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("use", [once, twice_shared])
 @pytest.mark.parametrize("reentrant", [False, True])

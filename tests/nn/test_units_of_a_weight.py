@@ -206,6 +206,7 @@ def test_evaluation_and_the_deployed_model_have_the_codes_of_the_next_step(road:
         torch.testing.assert_close(qt.convert(evaluated)(batch(9)), y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("at", [0, 1, 4])
 @each_road
 @pytest.mark.parametrize("name", ["lsq", "range", "histogram"])

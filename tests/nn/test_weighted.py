@@ -91,6 +91,7 @@ def test_layers_are_made_with_device_and_dtype(name: str) -> None:
     assert on_meta.weight.device == on_meta.weight_quantizer.scale.device == torch.device("meta")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("padding", [0, 1, 2, "same", "valid"])
 @pytest.mark.parametrize("options", [{}, {"groups": 2}, {"dilation": 2, "bias": False}], ids=str)

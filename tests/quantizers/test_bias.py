@@ -173,6 +173,7 @@ def test_a_layer_called_on_two_grids_has_steps_for_each_call() -> None:
         assert torch.equal(conv.sum_steps(call), source.scale * conv.weight_quantizer.scale)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("road", ["graph", "modules"])
 def test_the_file_has_the_codes(tmp_path, road: str, exporter: str) -> None:

@@ -15,6 +15,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import qtoolkit as qt
+from tests.copies import made_once
 
 IMAGE = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(1))
 ROWS = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(2))
@@ -119,6 +120,7 @@ CASES = [(net, road) for net in NETS for road in ("prepare", "replace") if (net,
 OF_EACH_CHANGE = [case for case in CASES if case[0] in ("linear", "conv_bn", "functions")]
 
 
+@made_once
 def quantized(net: str, road: str, weight: str) -> nn.Module:
     torch.manual_seed(3)
     build, x = NETS[net]
@@ -294,6 +296,7 @@ def test_prepared_equals_converted_after_any_changes(case, weight, changes, trai
         assert_equals_converted(model, x)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("net", "road"), OF_EACH_CHANGE)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.quantizers.frozen import Grid
+from tests.copies import made_once
 
 TOKENS = [
     {},
@@ -100,6 +101,7 @@ ROADS = [
 ]
 
 
+@made_once
 def quantized(road: str, specs: tuple[dict[str, Any], dict[str, Any]]) -> nn.Module:
     torch.manual_seed(0)
     mapping = mapping_of(*specs)
@@ -149,6 +151,7 @@ def test_compiled_code_has_no_graph_breaks(specs: Any) -> None:
     torch.testing.assert_close(model.up.weight.grad, eager.up.weight.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("fields", [{}, {"bits": 4}, {"signed": False, "symmetric": False}], ids=str)
 def test_dynamic_integers_are_written_as_ops(tmp_path: Any, fields: dict[str, Any], exporter: str) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+from tests.copies import made_once
 
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 ROWS = torch.linspace(-1, 1, 2 * 5 * 8).reshape(2, 5, 8)
@@ -76,6 +77,7 @@ CASES = [
 ]
 
 
+@made_once
 def calibrated(name: str, road: str = "prepare", spec: qt.QuantSpec | None = None) -> tuple[nn.Module, Tensor]:
     """Return a quantized model in training mode, and its input."""
     build, x = LAYERS[name]

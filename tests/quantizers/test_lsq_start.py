@@ -192,6 +192,7 @@ def two_bits_after(observer: str, args: dict, seed: int) -> float:
     return (prepared.eval()(x[1200:]).argmax(1) == y[1200:]).float().mean().item()
 
 
+@pytest.mark.slow
 def test_two_bits_train_further_than_from_the_observed_range() -> None:
     """On average: single trainings end up to 0.06 apart, by the rounding of their sums alone."""
     observed = {"minmax": {}, "moving_average": {"momentum": 1.0}}  # one batch: the observed range

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from tests.copies import made_once
 
 SHAPE = (4, 3, 6, 6)
 ROADS = ("graph", "modules")
@@ -40,6 +41,7 @@ def quantized(
     return qt.quant_modules.replace(fused, mapping(quantizer, observer), backend="onnxruntime").train()
 
 
+@made_once
 def learned(road: str = "graph", quantizer: str = "lsq") -> nn.Module:
     """Return the network, calibrated, by default with learned scales."""
     torch.manual_seed(0)

@@ -139,6 +139,7 @@ def gradients(model: nn.Module, x: Tensor, mode: str) -> dict[str, Tensor]:
     return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("quantizer", ["lsq", "fixed"])
 @pytest.mark.parametrize("road", ROADS)
@@ -153,6 +154,7 @@ def test_gradients_are_those_of_float32(road: str, quantizer: str, mode: str) ->
     assert (other - one).norm() <= bound * one.norm()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("quantizer", ["lsq", "fixed"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("road", ROADS)

@@ -53,6 +53,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 # ---- copies and state
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @each_quantizer
 @each_road
@@ -103,6 +104,7 @@ def test_what_runs_in_inference_mode_leaves_the_training_as_it_is(road: str, qua
 # ---- averages
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("buffers", [False, True])
 @each_quantizer
 @each_road
@@ -242,6 +244,7 @@ def test_functional_call_differentiates_in_every_parameter(road: str, quantizer:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @each_quantizer
 @each_road
@@ -269,6 +272,7 @@ def past_first_steps(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.sweep(1)
 @each_quantizer
 @each_road
 def test_a_checkpoint_in_compiled_code_is_the_plain_training(road: str, quantizer: str) -> None:
@@ -286,7 +290,7 @@ def test_a_checkpoint_in_compiled_code_is_the_plain_training(road: str, quantize
     assert_same(model, twin)
 
 
-@each_road
+@pytest.mark.parametrize("road", [ROADS[0], pytest.param(ROADS[1], marks=pytest.mark.sweep)])  # the same batch norm
 def test_compiled_code_in_a_checkpoint_refuses_statistics_that_move(road: str) -> None:
     model = past_first_steps(learned(road, "fixed"))
     torch._dynamo.reset()
@@ -306,6 +310,7 @@ def test_compiled_code_in_a_checkpoint_refuses_statistics_that_move(road: str) -
 # ---- casts
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @each_quantizer
 @each_road
@@ -347,6 +352,7 @@ def test_a_model_goes_through_the_meta_device(road: str) -> None:
 # ---- resuming
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("quantizer", "observing"),
     [("lsq", False), ("fixed", False), ("fixed", True)],
@@ -428,7 +434,7 @@ def test_a_training_compiles_once_for_each_mode(road: str, quantizer: str) -> No
     assert counter.count == 2
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("strict", [False, True])
 @each_quantizer
 @each_road

@@ -187,7 +187,7 @@ def bits_of(kind: str, bits: int) -> int:
     return min(bits, QUANTIZERS[kind].most_bits(qt.QuantSpec(bits=4)))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("where", ["input", "middle"])
 @pytest.mark.parametrize("factor", [2.0**-8, 2.0**-4, 2.0**4, 2.0**8])
 @pytest.mark.parametrize("road", ["prepare", "replace"])
@@ -217,6 +217,7 @@ def test_any_factor_changes_nothing_but_rounding(
     compare(trained(other, x, by_sgd), trained(one, images(), by_sgd), kind, rtol=0.1)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("where", ["input", "middle"])
 @pytest.mark.parametrize("factor", [2.0**-8, 2.0**8])
 @pytest.mark.parametrize("kind", LEARNED)

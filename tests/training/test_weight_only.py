@@ -42,6 +42,7 @@ def train(model: nn.Module, loss: Any, steps: int, lr: float = 3e-3) -> list[flo
     return losses
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_an_encoder_trains_with_weights_of_4_bits(name: str, half: bool) -> None:

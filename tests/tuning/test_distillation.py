@@ -164,6 +164,7 @@ def test_it_trains_without_labels() -> None:
     assert after > max(before, 0.9)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("strategy", ["unscale", "two_convolutions", "frozen"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("train", [False, True])

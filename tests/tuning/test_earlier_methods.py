@@ -49,6 +49,7 @@ def warned(name: str, model: nn.Module) -> list[str]:
     return [str(each.message) for each in found]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("first", ["gptq", "reconstruct"])
 def test_a_second_method_says_that_weights_are_rounded(first: str, train: bool) -> None:

@@ -478,6 +478,7 @@ def same_tracks(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["weights"][name][key])), (name, key)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("at", [0, 1, 7, 15])
 @each_quantizer
 @each_road

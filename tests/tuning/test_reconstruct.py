@@ -15,6 +15,7 @@ from qtoolkit.nn import QuantWeighted
 from qtoolkit.tuning.rounding.grids import CodeGrid, SoftRounding
 from qtoolkit.tuning.rounding.learning import _beta
 from tests import nets
+from tests.copies import made_once
 from tests.tuning.nets import LAYERS, W3, W3A4, Residual, correlated, prepared_on
 
 
@@ -27,7 +28,9 @@ def small(steps: int = 100, **kwargs: object) -> dict[str, object]:
     return {"steps": steps, "learning_rate": 5e-2, "progress": False, **kwargs}
 
 
+@made_once
 def residual(train: bool = False, qconfig: qt.QConfig = W3A4) -> tuple[qt.graph.QuantizedGraphModule, list[Tensor]]:
+    torch.manual_seed(0)
     model = nets.trained(Residual(), 8, 3, 8, 8).train(train)
     torch.manual_seed(1)
     batches = [torch.randn(8, 3, 8, 8) for _ in range(3)]
@@ -95,6 +98,7 @@ def test_the_regularizer_is_annealed() -> None:
     assert [_beta(0.2), _beta(0.6), _beta(1.0)] == pytest.approx([20.0, 11.0, 2.0])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("bits", [3, 8])
 def test_state_dict_conversion_and_further_modes_keep_the_codes(train: bool, bits: int) -> None:
@@ -144,6 +148,7 @@ def test_every_integer_grid(spec: qt.QuantSpec) -> None:
     assert torch.equal(quantizer.scale, scale)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_half_precision_holds_eight_bits(dtype: torch.dtype, bits: int) -> None:
@@ -173,6 +178,7 @@ def test_blocks_are_found_without_names() -> None:
     assert report.units[3].layers == ("neck.0", "neck.2")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("method", ["brecq", "qdrop"])
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 def test_scales_of_activations_are_learned(method: str, quantizer: str) -> None:
@@ -471,7 +477,9 @@ def test_models_without_ranges_or_without_a_graph() -> None:
 # ---- errors weighted by a loss
 
 
+@made_once
 def with_labels(count: int = 3) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], qt.graph.QuantizedGraphModule]:
+    torch.manual_seed(0)
     model = nets.trained(Residual(), 8, 3, 8, 8).eval()
     torch.manual_seed(1)
     batches = [(torch.randn(8, 3, 8, 8), torch.randint(5, (8,))) for _ in range(count)]

@@ -159,6 +159,7 @@ def test_it_says_what_comes_next() -> None:
     assert texts[4].endswith("next: nothing changes any more)")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("observer", ["minmax", "moving_average", "histogram", "clip_std"])
 @each_road
@@ -213,6 +214,7 @@ def test_a_schedule_made_after_loading_goes_on_too() -> None:
     assert modes(fresh) == {(False, True)}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("buffers", [False, True])
 @each_quantizer
 @each_road

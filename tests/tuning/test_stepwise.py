@@ -18,6 +18,7 @@ from qtoolkit.tuning.runs import stepwise
 from qtoolkit.tuning.runs.batches import Batches
 from qtoolkit.tuning.runs.cache import BatchCache
 from qtoolkit.tuning.runs.stepwise import Stepwise
+from tests.copies import made_once
 from tests.tuning.nets import W3, W3A4, Residual, prepared_on
 
 
@@ -104,7 +105,9 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
+@made_once
 def prepared_net(name: str) -> tuple[qt.graph.QuantizedGraphModule, list[Any]]:
+    torch.manual_seed(0)
     make, batch = NETS[name]
     batches = [batch() for _ in range(3)]
     return prepared_on(make().eval(), batches, W3A4), batches
@@ -136,6 +139,7 @@ def assert_equal_states(first: nn.Module, second: nn.Module) -> None:
 # ---- the values
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("limit", [0.0, 1e9])
 @pytest.mark.parametrize("name", NETS)
 def test_values_are_those_of_one_run_of_the_model(name: str, limit: float) -> None:
@@ -198,6 +202,7 @@ def watched(prepared: nn.Module, block: str) -> nn.Module:
     return other
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("memory", [0, 2**31])
 @pytest.mark.parametrize("name", NETS)
 def test_biases_are_those_of_runs_from_the_inputs(name: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +266,7 @@ def test_the_context_that_forward_sets_is_there() -> None:
 # ---- reconstruct
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("method", "granularity"), [("adaround", "layer"), ("qdrop", "block")])
 @pytest.mark.parametrize("name", NETS)
 def test_codes_are_those_of_runs_from_the_inputs(

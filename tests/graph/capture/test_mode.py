@@ -442,6 +442,7 @@ class StochasticDepth(nn.Module):
         return x / 0.5 * kept.floor()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
 @pytest.mark.parametrize("backend", sorted(qt.backends))
 def test_ops_of_training_mode_do_not_change_how_the_others_are_quantized(backend: str, measured: bool) -> None:

@@ -145,6 +145,7 @@ NETS = [
 ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("make", "untraced"), NETS, ids=["graph", "attention", "skip", "attention-skip"])
 @pytest.mark.parametrize("backend", list(qt.backends))
 def test_every_quantizer_is_in_the_plan(make: type[nn.Module], untraced: tuple[str, ...], backend: str) -> None:
@@ -266,6 +267,7 @@ def test_first_and_last_layers_with_more_bits_than_their_quantizer_has_take_lsq(
     assert "int8 per-channel(0) lsq" in str(qt.quantization_report(prepared))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", list(qt.backends))
 @pytest.mark.parametrize("op", [lambda m, x, y: x / 3, lambda m, x, y: x * m.row])
 def test_an_op_by_a_constant(backend: str, op: Any) -> None:
@@ -298,6 +300,7 @@ class Branches(nn.Module):
         return self.last(F.relu(self.op(self.a(x), self.b(x))))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", list(qt.backends))
 @pytest.mark.parametrize(
     "op",
@@ -344,6 +347,7 @@ class ReadsSizes(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("backend", [name for name in qt.backends if not name.endswith("-nlp")])
 def test_python_that_reads_sizes_does_not_part_a_unit(backend: str, training: bool) -> None:

@@ -111,6 +111,7 @@ def test_converted_equals_the_prepared_model(training: bool) -> None:
     assert torch.equal(twin(x), prepared(x))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 def test_codes_inside_are_compared_with_onnxruntimes(tmp_path, exporter: str, backend: str) -> None:

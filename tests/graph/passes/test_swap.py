@@ -34,6 +34,7 @@ class AllLayers(nn.Module):
 INDICES = torch.tensor([[1, 0, 3, 5], [9, 1, 1, 2]])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("training", [True, False])
 def test_swap_is_bit_equal_with_quantizers_off(backend: str, training: bool) -> None:

@@ -37,6 +37,7 @@ COMPUTED: dict[str, Callable[[Any, Any], Any]] = {  # by the names of the ops, w
 BACKENDS = ("onnxruntime", "tensorrt", "snpe", "litert")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 @pytest.mark.parametrize("op", OF_A_MASK.values(), ids=OF_A_MASK)
@@ -46,6 +47,7 @@ def test_a_mask_has_no_quantizer(op: Callable[[Tensor, Tensor], Tensor], dtype: 
     assert is_close(qt.prepare(model, inputs, backend=backend), model, inputs)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("with_examples", [True, False])
 @pytest.mark.parametrize("op", COMPUTED.values(), ids=COMPUTED)
@@ -81,6 +83,7 @@ SPLIT: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("with_examples", [True, False])
 @pytest.mark.parametrize("op", SPLIT.values(), ids=SPLIT)

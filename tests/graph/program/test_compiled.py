@@ -108,8 +108,8 @@ def test_convolutions_stay_in_channels_last(forward: str) -> None:
     assert all(is_image(p.grad) <= p.grad.is_contiguous(memory_format=torch.channels_last) for p in model.parameters())
 
 
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("forward", ["float", "integer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", [pytest.param("float", marks=pytest.mark.sweep), "integer"])
 def test_inductor_copies_no_image_into_another_format(forward: str) -> None:
     model, x = in_channels_last(forward)
     torch._dynamo.reset()

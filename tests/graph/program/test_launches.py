@@ -122,6 +122,7 @@ def launches_of_step(layers: nn.Module, specs: str, frozen: bool) -> Counter[str
     return Counter(dict(counted.found))
 
 
+@pytest.mark.slow  # compiles the kernels for the host
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("specs", ["fixed", "affine", "affine weights", "lsq"])
 @pytest.mark.parametrize("kind", UNITS)
@@ -143,6 +144,7 @@ def of_attention(arguments: dict[str, Any], keys: int) -> dict[str, Any]:
     return {**arguments, **taken, "mask": torch.linspace(-1, 1, keys)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "keys", "most"),
     [

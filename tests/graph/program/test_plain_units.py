@@ -16,6 +16,7 @@ import qtoolkit as qt
 from qtoolkit._native import library
 from qtoolkit.graph.program.units import FunctionUnit, LayerUnit, function, layer
 from qtoolkit.graph.program.units.base import Decided
+from tests.copies import made_once
 from tests.graph.program.test_unit import LSQ, SPECS, ops_of_step, same
 from tests.nets import settled
 
@@ -40,6 +41,7 @@ class Block(nn.Module):
         return self.last(torch.relu(y))
 
 
+@made_once
 def prepared(name: str = "lsq", forward: str = "float", backend: str = "onnxruntime") -> nn.Module:
     torch.manual_seed(0)
     model, x = Block().train(), torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(1))
@@ -87,6 +89,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "academic"])
 @pytest.mark.parametrize("name", SPECS)
@@ -143,6 +146,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["fixed", "lsq"])
 def test_a_changed_module_is_asked(name: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from qtoolkit.graph.program.units.base import Decided
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from tests import processes
 from tests.cases import floats
+from tests.copies import made_once
 from tests.nets import settled
 from tests.ops.test_every import sample
 from tests.ops.test_fuzz import UNITS
@@ -61,6 +62,7 @@ def network() -> nn.Module:
     return model.train()
 
 
+@made_once
 def prepared(
     weight: qt.QuantSpec | None = None, activation: qt.QuantSpec | None = None, forward: str = "float"
 ) -> nn.Module:
@@ -140,6 +142,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("name", SPECS)
 def test_one_op_has_the_bits_of_its_ops(name: str, forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,6 +417,7 @@ def calls_of_units(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tu
     return calls
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["fixed", "lsq", "affine weights"])
 @pytest.mark.parametrize("norms", ["live", "frozen"])
 def test_opcheck(norms: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,6 +546,7 @@ class Reader(nn.Module):
         return self.last(self.act(self.norm(self.first(x))))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -673,6 +678,7 @@ def same_but_for_sums(
         torch.testing.assert_close(found[name], wanted[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("name", SPECS)
 def test_a_frozen_batch_norm_is_in_its_unit(name: str, forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -744,6 +750,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_constant_statistics(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

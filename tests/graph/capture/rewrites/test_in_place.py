@@ -67,6 +67,7 @@ CASES = {
 SHAPE = (2, 4, 6, 6)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "snpe", "tvm"])
 @pytest.mark.parametrize("name", CASES)
 def test_later_readers_read_the_changed_tensor(name: str, backend: str) -> None:
