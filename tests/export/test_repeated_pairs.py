@@ -78,7 +78,7 @@ BEHIND_POOLS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("exporter", "opset"), [("dynamo", 18), ("torchscript", 13), ("dynamo", 22)])
 @pytest.mark.parametrize("config", [None, POW2], ids=["any scale", "powers of two"])
 @pytest.mark.parametrize("name", BEHIND_POOLS)
@@ -137,6 +137,7 @@ def test_no_code_of_a_segmenter_differs(tmp_path) -> None:
     assert {"Add", "Conv", "Concat", "FusedConv"}.isdisjoint(in_float(integer, path))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "compute",
     [
@@ -175,6 +176,7 @@ class Latents(nn.Module):
         return self.last(y + queries)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize(
     "spread",

@@ -75,6 +75,7 @@ def test_no_code_differs(tmp_path, geometry: tuple, weight_axis: int | None, bit
     assert_no_code_differs(integer, result.path)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("weight_axis", [0, None])
 @pytest.mark.parametrize("geometry", [(3, 2, 1, 1), (4, 2, 1), (3, 2, 1, 1, 2)])
@@ -118,6 +119,7 @@ class Joined(nn.Module):
 
 
 @pytest.mark.sweep(1)
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("opset", [18, 21])
 @pytest.mark.parametrize(
     "move",
@@ -132,10 +134,10 @@ class Joined(nn.Module):
     ],
     ids=["pool", "pools", "reshapes", "slice and transpose", "padding", "resize", "concat"],
 )
-def test_of_moved_codes(tmp_path, move: nn.Module, opset: int) -> None:
+def test_of_moved_codes(tmp_path, move: nn.Module, opset: int, exporter: str) -> None:
     integer = integer_form(Moved(move))
     assert integer.plan.computed["up"].kernel == "QLinearConv"
-    path = qt.export_onnx(integer, X, tmp_path / "m.onnx", opset=opset).path
+    path = qt.export_onnx(integer, X, tmp_path / "m.onnx", opset=opset, exporter=exporter).path
     codes = verify(path, integer, X).runtimes["onnxruntime"]
     codes.check()
     assert codes.codes.differing == 0, codes

@@ -136,7 +136,7 @@ def codes_of(layer: str, folder: Path) -> CodeCount:
     source = qt.prepare(LAYERS[layer]().eval(), (x,), backend="openvino")
     qt.calibrate(source, [x], progress=False)
     model = qt.convert(source, arithmetic="integer")
-    path = qt.export_onnx(model, (x,), folder / "m.onnx", verify=False).path
+    path = qt.export_onnx(model, (x,), folder / "m.onnx", exporter="torchscript", verify=False).path
     return verify(path, model, (x,), runtimes=("openvino",)).runtimes["openvino"].codes
 
 
