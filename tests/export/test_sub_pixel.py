@@ -144,14 +144,21 @@ def test_of_moved_codes(tmp_path, move: nn.Module, opset: int, exporter: str) ->
     assert sum(layer.kernel == "QLinearConv" for layer in codes.integer_layers) == 3, codes
 
 
+@pytest.fixture(scope="module")
+def deconvolutions() -> nn.Module:
+    return integer_form(Deconvolutions(4, 2, 1))
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("opset", [13, 17, 21, 26])
-def test_in_each_opset(tmp_path, opset: int) -> None:
-    integer = integer_form(Deconvolutions(4, 2, 1))
-    assert_no_code_differs(integer, qt.export_onnx(integer, X, tmp_path / "m.onnx", opset=opset).path)
+def test_in_each_opset(tmp_path, deconvolutions: nn.Module, opset: int, exporter: str) -> None:
+    path = qt.export_onnx(deconvolutions, X, tmp_path / "m.onnx", opset=opset, exporter=exporter).path
+    assert_no_code_differs(deconvolutions, path)
 
 
-def test_of_any_batch_and_size(tmp_path) -> None:
-    integer, sizes = integer_form(Deconvolutions(4, 2, 1)), ({0: "batch", 2: "height", 3: "width"},)
+def test_of_any_batch_and_size(tmp_path, deconvolutions: nn.Module) -> None:
+    integer, sizes = deconvolutions, ({0: "batch", 2: "height", 3: "width"},)
     path = qt.export_onnx(integer, X, tmp_path / "m.onnx", dynamic_shapes=sizes).path
     x = torch.randn(3, 6, 11, 5)
     assert verify(path, integer, x).runtimes["onnxruntime"].codes.differing == 0
