@@ -113,7 +113,7 @@ def test_the_first_difference_is_named_and_where_differences_begin(tmp_path) -> 
     sizes = ((3, 4), (4, 4), (4, 6), (6, 2))
     layers = [layer for size in sizes for layer in (nn.Conv2d(*size, 1, bias=False), nn.ReLU())]
     model = exact_net(nn.Sequential(*layers, nn.Conv2d(2, 2, 1, bias=False)), False)
-    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx", exporter="torchscript").path
     proto = onnx.load(path)
     weight = next(t for t in proto.graph.initializer if list(t.dims) == [4, 4, 1, 1])
     codes = numpy_helper.to_array(weight).copy()
@@ -193,7 +193,7 @@ def test_openvino_is_within_its_rounding(tmp_path) -> None:
     pytest.importorskip("openvino")
     layers = (nn.Sequential(nn.Conv2d(*sizes, 3, bias=False), nn.ReLU()) for sizes in ((3, 4), (4, 8), (8, 2)))
     model = exact_net(nn.Sequential(*layers, nn.Conv2d(2, 2, 1, bias=False)), False)
-    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx", exporter="torchscript").path
     found = verify(path, model, X, runtimes=("onnxruntime", "openvino"))
     found.check()
     codes = found.runtimes["openvino"]
@@ -432,7 +432,7 @@ def test_what_follows_random_numbers_is_compared_from_the_runtimes_codes(arithme
     x = torch.randn(16, 8)
     prepared = qt.prepare(Samples().eval(), x, backend="onnxruntime")
     qt.calibrate(prepared, [x], progress=False)
-    path = qt.export_onnx(prepared, x, tmp_path / "model.onnx", progress=False).path
+    path = qt.export_onnx(prepared, x, tmp_path / "model.onnx", exporter="torchscript", progress=False).path
     found = qt.export.verify(qt.convert(prepared, arithmetic=arithmetic), x, path, progress=False).runtimes[
         "onnxruntime"
     ]

@@ -362,7 +362,7 @@ def test_half_precision_inputs_pass_through_float32(tmp_path) -> None:
 
 def test_a_changed_weight_is_noticed(tmp_path) -> None:
     model, x = converted_net(), torch.randn(SHAPE)
-    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
     model.get_submodule("conv1").weight.data[0, 0, 0, 0] *= -1.5
     found = qt.export.verify_onnx(model, result.path, x)
     assert found.weight_codes.differing == 1
@@ -401,14 +401,14 @@ def test_a_computed_constant_counts_as_a_layer(tmp_path) -> None:
 
 def test_a_changed_scale_is_noticed(tmp_path) -> None:
     model, x = converted_net(), torch.randn(SHAPE)
-    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
     model.get_submodule("activation_quantizers.relu").scale.mul_(1.01)
     assert qt.export.verify_onnx(model, result.path, x).quantizer_codes.differing > 0
 
 
 def test_a_changed_layer_is_noticed(tmp_path) -> None:
     model, x = converted_net(), torch.randn(SHAPE)
-    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
     model.get_submodule("conv2").bias.data += 0.3
     found = qt.export.verify_onnx(model, result.path, x)
     assert found.weight_codes.differing == found.quantizer_codes.differing == 0

@@ -153,7 +153,7 @@ def test_a_changed_weight_of_a_function_is_noticed(tmp_path) -> None:
     x = torch.randn(IMAGE)
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)
-    result = qt.export_onnx(converted, x, tmp_path / "model.onnx")
+    result = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter="torchscript")
     converted.matrix.data[0, 0] *= -1.5
     assert qt.export.verify_onnx(converted, result.path, x).weight_codes.differing == 1
 
@@ -163,6 +163,6 @@ def test_a_changed_shared_scale_is_noticed(tmp_path) -> None:
     x = torch.randn(2, 2, 4, 4)
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)
-    result = qt.export_onnx(converted, x, tmp_path / "model.onnx")
+    result = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter="torchscript")
     converted.get_submodule("activation_quantizers.cat").scale.mul_(1.05)
     assert qt.export.verify_onnx(converted, result.path, x).quantizer_codes.differing > 0

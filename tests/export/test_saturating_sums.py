@@ -47,6 +47,7 @@ def written(
     backend: str = "onnxruntime",
     weight: qt.QuantSpec | None = None,
     activation: qt.QuantSpec | None = None,
+    exporter: str = "torchscript",
     **options,
 ) -> tuple[str, nn.Module]:
     """Return a file whose weights use all codes, and the model that it must agree with."""
@@ -54,7 +55,7 @@ def written(
         weight = qt.QuantSpec(axis=None)
     prepared = calibrated(backend, weight, activation)
     path = str(folder / "m.onnx")
-    qt.export_onnx(qt.convert(prepared), IMAGES, path, progress=False, **options)
+    qt.export_onnx(qt.convert(prepared), IMAGES, path, exporter=exporter, progress=False, **options)
     return path, qt.convert(prepared, arithmetic="integer")
 
 
