@@ -158,8 +158,8 @@ def test_grow_method_is_named_as_deprecated() -> None:
 
 def entropy_of(counts: np.ndarray, i: int, levels: int) -> float:
     """KL(P || Q) of the first i bins."""
-    space = np.linspace(0, i, levels + 1)
-    level_of = [int(np.digitize(j, space)) - 1 if counts[j] else None for j in range(i)]
+    places = np.digitize(np.arange(i), np.linspace(0, i, levels + 1)).tolist()
+    level_of = [place - 1 if count else None for place, count in zip(places, counts[:i], strict=True)]
     totals, members = Counter(), Counter()
     for j, level in enumerate(level_of):
         if level is not None:

@@ -51,7 +51,13 @@ def test_the_specs_of_the_tables_can_be_built(spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL), ids=["first", "mqbench", "torch.ao"]
+    "program",
+    [
+        pytest.param(program, id=name, marks=pytest.mark.slow if name == "mqbench" else ())
+        for name, program in zip(
+            ("first", "mqbench", "torch.ao"), re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL), strict=True
+        )
+    ],
 )
 def test_the_programs_run(program: str, tmp_path) -> None:
     # In a process of their own, because they register modules under other names.

@@ -71,6 +71,7 @@ def classify(saved, x, grid):
     return F.linear(*saved.operands("fc", pooled.flatten(1), grid))
 
 
+@pytest.mark.slow
 def test_the_classification_flow(tmp_path):
     run("classification_flow", tmp_path)
     saved = Saved(tmp_path / "quant.pth")
@@ -128,6 +129,7 @@ def test_manual_replacement_with_an_ignore_policy(tmp_path):
 # ---- use_fb_fake_quant
 
 
+@pytest.mark.slow
 def test_export_by_use_fb_fake_quant(tmp_path):
     run("fb_fake_quant_export", tmp_path)
     saved = Saved(tmp_path / "fb.pth")

@@ -1,8 +1,10 @@
 """The files of vendors' compilers: each holds the model's scales and zero points, and with the float model its outputs."""
 
+import functools
 import json
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +48,27 @@ def prepared_for(backend: str | qt.Backend, mapping: qt.QConfigMapping | None = 
 
 def written(prepared: nn.Module, backend: str, folder: Path, **options):
     return qt.export.encodings(prepared, backend, torch.randn(SHAPE), folder / "net", **options)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A model, what was written for a target, and the folder."""
+
+    prepared: nn.Module
+    files: qt.export.BackendFiles
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export]:
+    """Writes the files of a target, once for all tests that read them."""
+
+    @functools.cache
+    def once(backend: str) -> Export:
+        prepared, folder = prepared_for(backend), tmp_path_factory.mktemp(backend)
+        return Export(prepared, written(prepared, backend, folder, dynamic_batch=True), folder)
+
+    return once
 
 
 def assert_same_grids(model: nn.Module, encodings) -> None:
@@ -119,12 +142,11 @@ def derived(model: onnx.ModelProto, backend: str, axes: dict[str, int | None]) -
 
 
 @pytest.mark.parametrize("backend", TARGETS)
-def test_the_files_hold_the_grids_of_the_model(backend: str, tmp_path) -> None:
-    prepared = prepared_for(backend)
-    files = written(prepared, backend, tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {path.name for path in (files.model, *files.files)}
-    assert_same_grids(prepared, files.encodings)
-    read = {encoding.tensor: encoding for encoding in qt.export.read_encodings(backend, tmp_path / "net")}
+def test_the_files_hold_the_grids_of_the_model(backend: str, export: Callable[[str], Export]) -> None:
+    files, folder = export(backend).files, export(backend).folder
+    assert {file.name for file in folder.iterdir()} == {path.name for path in (files.model, *files.files)}
+    assert_same_grids(export(backend).prepared, files.encodings)
+    read = {encoding.tensor: encoding for encoding in qt.export.read_encodings(backend, folder / "net")}
     assert read.keys() == {encoding.tensor for encoding in files.encodings}
     for encoding in files.encodings:
         assert read[encoding.tensor].has_grid_of(encoding)
@@ -133,13 +155,14 @@ def test_the_files_hold_the_grids_of_the_model(backend: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("backend", INTEGERS)
-def test_the_float_model_with_the_grids_computes_the_converted_model(backend: str, tmp_path) -> None:
-    prepared = prepared_for(backend)
-    files = written(prepared, backend, tmp_path, dynamic_batch=True)
+def test_the_float_model_with_the_grids_computes_the_converted_model(
+    backend: str, export: Callable[[str], Export]
+) -> None:
+    prepared, files = export(backend).prepared, export(backend).files
     model, x = onnx.load(files.model), torch.randn(SHAPE)
     assert not {"QuantizeLinear", "DequantizeLinear"} & {node.op_type for node in model.graph.node}
     assert {opset.domain: opset.version for opset in model.opset_import} == {"": 13}
-    read = {encoding.tensor: encoding for encoding in qt.export.read_encodings(backend, tmp_path / "net")}
+    read = {encoding.tensor: encoding for encoding in qt.export.read_encodings(backend, export(backend).folder / "net")}
     known = [replace(read[encoding.tensor], axis=encoding.axis) for encoding in files.encodings]
     if backend in DERIVED:
         grids = {name: grid for name, grid in qt.convert(prepared).named_modules() if isinstance(grid, Grid)}
@@ -189,8 +212,8 @@ def test_weights_are_clipped_to_their_range(tmp_path) -> None:
 # ---- formats
 
 
-def test_the_calibration_cache_is_of_the_form_that_tensorrt_reads(tmp_path) -> None:
-    files = written(prepared_for("tensorrt"), "tensorrt", tmp_path)
+def test_the_calibration_cache_is_of_the_form_that_tensorrt_reads(export: Callable[[str], Export]) -> None:
+    files = export("tensorrt").files
     head, *lines = files.files[0].read_text().splitlines()
     assert re.fullmatch(r"TRT-\d{6}-EntropyCalibration2", head)
     bits = {encoding.tensor: np.float32(encoding.scale[0]).view(np.uint32) for encoding in files.encodings}
@@ -227,17 +250,17 @@ def test_signed_codes_of_qualcomm_are_symmetric(tmp_path) -> None:
     assert len(files.encodings) == len(read)
 
 
-def test_ppl_has_16_bits_and_channels(tmp_path) -> None:
-    written(prepared_for("ppl-w8a16"), "ppl-w8a16", tmp_path)
-    assert json.loads((tmp_path / "net_clip_ranges.json").read_text())["ppl"]["x"]["bit"] == 16
-    written(prepared_for("ppl"), "ppl", tmp_path)
-    entry = json.loads((tmp_path / "net_clip_ranges.json").read_text())["ppl"]["fc.weight"]
+def test_ppl_has_16_bits_and_channels(export: Callable[[str], Export]) -> None:
+    wide, narrow = (
+        json.loads((export(name).folder / "net_clip_ranges.json").read_text())["ppl"] for name in ("ppl-w8a16", "ppl")
+    )
+    assert wide["x"]["bit"] == 16
+    entry = narrow["fc.weight"]
     assert [len(entry[key]) for key in ("step", "zero_point", "min", "max")] == [5, 5, 5, 5]
 
 
-def test_nnie_has_the_inputs_of_each_layer(tmp_path) -> None:
-    prepared = prepared_for("nnie")
-    files = written(prepared, "nnie", tmp_path)
+def test_nnie_has_the_inputs_of_each_layer(export: Callable[[str], Export]) -> None:
+    prepared, files = export("nnie").prepared, export("nnie").files
     layers = json.loads(files.files[0].read_text())["nnie"]["gfpq_param_dict"]
     assert {len(values) for name, values in layers.items() if "conv" in name} == {1}
     assert {len(values) for name, values in layers.items() if "add" in name} == {2}
@@ -254,14 +277,13 @@ def test_nnie_has_no_entry_for_grouped_convolutions(tmp_path) -> None:
     assert len(files.encodings) == 1
 
 
-def test_vitis_has_powers_of_two(tmp_path) -> None:
-    written(prepared_for("vitis"), "vitis", tmp_path)
-    scales = json.loads((tmp_path / "net_clip_ranges.json").read_text())["vitis"]
+def test_vitis_has_powers_of_two(export: Callable[[str], Export]) -> None:
+    scales = json.loads((export("vitis").folder / "net_clip_ranges.json").read_text())["vitis"]
     assert all(np.frexp(entry["scale"])[0] == 0.5 for entry in scales.values())
 
 
-def test_stpu_has_weights_by_node_and_steps_of_biases(tmp_path) -> None:
-    files = written(prepared_for("stpu"), "stpu", tmp_path)
+def test_stpu_has_weights_by_node_and_steps_of_biases(export: Callable[[str], Export]) -> None:
+    files = export("stpu").files
     ranges = json.loads(files.files[0].read_text())
     scales = {encoding.tensor: encoding.scale[0] for encoding in files.encodings}
     node = next(node for node in onnx.load(files.model).graph.node if node.op_type == "Gemm")

@@ -72,6 +72,7 @@ def test_openvino_computes_batches_of_weights(tmp_path, experts: str) -> None:
     assert_close(torch.from_numpy(compiled(X.numpy())[0]), model, X)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("backend", ["tensorrt", "openvino"])
 @pytest.mark.parametrize("experts", EXPERTS)
@@ -87,6 +88,7 @@ def test_batches_of_weights_with_a_scale_for_each_column(tmp_path, experts: str,
 PER_ROW, PER_INPUT = (qt.QConfig(qt.QuantSpec(bits=8), qt.QuantSpec(bits=7, axis=axis)) for axis in (0, 1))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize(
     ("product", "sizes", "name", "qconfig"),
@@ -132,6 +134,7 @@ def of_floats(backend: str, format: str = "e4m3") -> nn.Module:
     return converted(model, backend, qt.QConfigMapping().set_global(qconfig))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 def test_onnxruntime_runs_its_files_with_8_bit_floats(tmp_path, format: str, exporter: str) -> None:

@@ -1,5 +1,7 @@
 """All codes end to end in onnxruntime at its default optimizations and in OpenVINO."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -55,11 +57,28 @@ def exact_net(model: nn.Module, signed: bool, x: Tensor = X) -> nn.Module:
     return converted
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], tuple[nn.Module, str]]:
+    """The block with signed or unsigned codes and its file, for all tests that read them."""
+
+    @functools.cache
+    def once(signed: bool) -> tuple[nn.Module, str]:
+        model = exact_net(Block(), signed)
+        return model, qt.export_onnx(model, X, tmp_path_factory.mktemp("exported") / "m.onnx").path
+
+    return once
+
+
+@pytest.fixture
+def block(exported: Callable[[bool], tuple[nn.Module, str]]) -> tuple[nn.Module, str]:
+    """The block with unsigned codes, which onnxruntime computes in integers."""
+    return exported(False)
+
+
 @pytest.mark.parametrize("optimized", [True, False])
 @pytest.mark.parametrize("signed", [False, True])
-def test_every_code_is_compared(tmp_path, signed: bool, optimized: bool) -> None:
-    model = exact_net(Block(), signed)
-    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+def test_every_code_is_compared(exported, signed: bool, optimized: bool) -> None:
+    model, path = exported(signed)
     found = verify(path, model, X, optimized=optimized)
     found.check()
     codes = found.runtimes["onnxruntime"]
@@ -94,7 +113,7 @@ def test_the_first_difference_is_named_and_where_differences_begin(tmp_path) -> 
     sizes = ((3, 4), (4, 4), (4, 6), (6, 2))
     layers = [layer for size in sizes for layer in (nn.Conv2d(*size, 1, bias=False), nn.ReLU())]
     model = exact_net(nn.Sequential(*layers, nn.Conv2d(2, 2, 1, bias=False)), False)
-    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx", exporter="torchscript").path
     proto = onnx.load(path)
     weight = next(t for t in proto.graph.initializer if list(t.dims) == [4, 4, 1, 1])
     codes = numpy_helper.to_array(weight).copy()
@@ -163,9 +182,8 @@ def test_a_constant_that_shares_the_quantizer_of_other_tensors_is_compared(tmp_p
     assert codes.check().value == "equal"
 
 
-def test_codes_that_the_runtime_does_not_have_are_named(tmp_path, monkeypatch) -> None:
-    model = exact_net(Block(), False)
-    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+def test_codes_that_the_runtime_does_not_have_are_named(block, monkeypatch) -> None:
+    model, path = block
     monkeypatch.setattr(onnxruntime_cpu, "_tensors_with_codes", lambda *_: {})
     with pytest.raises(RuntimeError, match=r"does not give the codes of 'activation_quantizers.x', "):
         verify(path, model, X).check()
@@ -175,7 +193,7 @@ def test_openvino_is_within_its_rounding(tmp_path) -> None:
     pytest.importorskip("openvino")
     layers = (nn.Sequential(nn.Conv2d(*sizes, 3, bias=False), nn.ReLU()) for sizes in ((3, 4), (4, 8), (8, 2)))
     model = exact_net(nn.Sequential(*layers, nn.Conv2d(2, 2, 1, bias=False)), False)
-    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx", exporter="torchscript").path
     found = verify(path, model, X, runtimes=("onnxruntime", "openvino"))
     found.check()
     codes = found.runtimes["openvino"]
@@ -185,21 +203,18 @@ def test_openvino_is_within_its_rounding(tmp_path) -> None:
     assert codes.runtime.startswith("openvino 20")
 
 
-def test_the_type_of_float_ops_is_named_where_it_is_narrower(tmp_path) -> None:
+def test_the_type_of_float_ops_is_named_where_it_is_narrower(block) -> None:
     """OpenVINO computes float ops in bfloat16 where the processor has instructions for it."""
     openvino = pytest.importorskip("openvino")
-    model = exact_net(Block(), False)
-    codes = verify(qt.export_onnx(model, X, tmp_path / "m.onnx").path, model, X, runtimes=("openvino",)).runtimes[
-        "openvino"
-    ]
+    model, path = block
+    codes = verify(path, model, X, runtimes=("openvino",)).runtimes["openvino"]
     narrow = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT") == openvino.Type.bf16
     assert ("float ops in bf16" in codes.runtime) == narrow
     assert codes.float_layers
 
 
-def test_bad_arguments_are_errors(tmp_path, monkeypatch) -> None:
-    model = exact_net(Block(), False)
-    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+def test_bad_arguments_are_errors(block, tmp_path, monkeypatch) -> None:
+    model, path = block
     with pytest.raises(ValueError, match=r"unknown runtime of verify: 'onnxrutime'; did you mean 'onnxruntime'\?"):
         verify(path, model, X, runtimes=("onnxrutime",))
     with pytest.raises(TypeError, match="verify: inputs do not match"):
@@ -227,26 +242,25 @@ def test_bad_arguments_are_errors(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("compare", [verify, qt.export.verify_onnx])
 @pytest.mark.parametrize("road", ["float", "prepared", "replaced", "none", "number"])
-def test_what_was_not_converted_is_an_error(road: str, compare, tmp_path) -> None:
-    path = qt.export_onnx(exact_net(Block(), False), X, tmp_path / "m.onnx").path
+def test_what_was_not_converted_is_an_error(road: str, compare, block) -> None:
+    _, path = block
     roads = {
-        "float": Block(),
-        "prepared": qt.prepare(Block().eval(), X, "onnxruntime"),
-        "replaced": qt.quant_modules.replace(Block(), backend="tensorrt"),
-        "none": None,
-        "number": 3,
+        "float": Block,
+        "prepared": lambda: qt.prepare(Block().eval(), X, "onnxruntime"),
+        "replaced": lambda: qt.quant_modules.replace(Block(), backend="tensorrt"),
+        "none": lambda: None,
+        "number": lambda: 3,
     }
     got = {"none": "None", "number": "3"}.get(road, "a Block")
     with pytest.raises(
         TypeError, match=f"{compare.__name__}: the model must be what qtoolkit.convert returned, got {got} "
     ):
-        compare(roads[road], X, path)
+        compare(roads[road](), X, path)
 
 
 @pytest.mark.parametrize("compare", [verify, qt.export.verify_onnx])
-def test_inputs_in_a_list_and_a_model_as_the_path_are_errors(compare, tmp_path) -> None:
-    model = exact_net(Block(), False)
-    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+def test_inputs_in_a_list_and_a_model_as_the_path_are_errors(compare, block) -> None:
+    model, path = block
     with pytest.raises(
         TypeError, match=f"{compare.__name__}: inputs do not fit the model: a list is one argument, 'x'"
     ):
@@ -257,9 +271,8 @@ def test_inputs_in_a_list_and_a_model_as_the_path_are_errors(compare, tmp_path) 
         compare(model, X, model)
 
 
-def test_runtimes_are_a_sequence_of_names(tmp_path) -> None:
-    model = exact_net(Block(), False)
-    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+def test_runtimes_are_a_sequence_of_names(block) -> None:
+    model, path = block
     with pytest.raises(TypeError, match=r"verify: runtimes must be a sequence of names, .* runtimes=\['onnxruntime'\]"):
         verify(model, X, path, "onnxruntime")
     with pytest.raises(ValueError, match=r"verify: runtimes must be a sequence of at least one of the names, got \(\)"):
@@ -268,10 +281,9 @@ def test_runtimes_are_a_sequence_of_names(tmp_path) -> None:
         qt.export.compare_runtimes(path, runtimes=3)
 
 
-def test_only_onnxruntime_runs_without_optimizations(tmp_path) -> None:
+def test_only_onnxruntime_runs_without_optimizations(block) -> None:
     pytest.importorskip("openvino")
-    model = exact_net(Block(), False)
-    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    model, path = block
     with pytest.raises(ValueError, match=r"optimized=False needs runtimes=\('onnxruntime',\), got \('openvino',\)"):
         verify(path, model, X, runtimes=("openvino",), optimized=False)
 
@@ -378,9 +390,8 @@ def test_weights_and_integer_layers_are_found_in_the_model(tmp_path) -> None:
         verify(path, integer, X, progress=False).check()
 
 
-def test_files_that_are_not_of_the_model_are_refused(tmp_path) -> None:
-    model = exact_net(Block(), False)
-    path = qt.export_onnx(model, X, tmp_path / "m.onnx", progress=False).path
+def test_files_that_are_not_of_the_model_are_refused(block, tmp_path) -> None:
+    model, path = block
     (tmp_path / "text.onnx").write_text("no model")
     written = File()
     written.output(written.pair(written.input("x", *X.shape)))
@@ -421,7 +432,7 @@ def test_what_follows_random_numbers_is_compared_from_the_runtimes_codes(arithme
     x = torch.randn(16, 8)
     prepared = qt.prepare(Samples().eval(), x, backend="onnxruntime")
     qt.calibrate(prepared, [x], progress=False)
-    path = qt.export_onnx(prepared, x, tmp_path / "model.onnx", progress=False).path
+    path = qt.export_onnx(prepared, x, tmp_path / "model.onnx", exporter="torchscript", progress=False).path
     found = qt.export.verify(qt.convert(prepared, arithmetic=arithmetic), x, path, progress=False).runtimes[
         "onnxruntime"
     ]

@@ -29,6 +29,7 @@ def converted_net(backend: str) -> nn.Module:
     return qt.convert(prepared)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 def test_weights_in_a_file_of_their_own(tmp_path, backend: str, exporter: str) -> None:
@@ -51,7 +52,7 @@ def test_weights_in_a_file_of_their_own(tmp_path, backend: str, exporter: str) -
 
 def test_the_file_verifies_again_and_a_changed_weight_is_noticed(tmp_path) -> None:
     model, x = converted_net("onnxruntime"), torch.randn(SHAPE)
-    path = qt.export_onnx(model, x, tmp_path / "net.onnx").path
+    path = qt.export_onnx(model, x, tmp_path / "net.onnx", exporter="torchscript").path
     verify_onnx(model, path, x).check()
     weights = tmp_path / "net.onnx.data"
     data = bytearray(weights.read_bytes())
@@ -64,7 +65,7 @@ def test_the_file_verifies_again_and_a_changed_weight_is_noticed(tmp_path) -> No
 def test_a_second_export_takes_another_file_and_removes_the_first(tmp_path) -> None:
     model, x = converted_net("onnxruntime"), torch.randn(SHAPE)
     for names in (["net.onnx", "net.onnx.data"], ["net.onnx", "net.onnx.1.data"], ["net.onnx", "net.onnx.data"]):
-        path = qt.export_onnx(model, x, tmp_path / "net.onnx").path
+        path = qt.export_onnx(model, x, tmp_path / "net.onnx", exporter="torchscript").path
         assert sorted(os.listdir(tmp_path)) == sorted(names)
         verify_onnx(model, path, x).check()
 
@@ -74,7 +75,7 @@ def test_a_file_that_is_no_weights_of_the_model_stays(tmp_path, monkeypatch) -> 
     (tmp_path / "net.onnx.data").write_bytes(b"mine")
     monkeypatch.setattr(files, "LARGEST_FILE", 1 << 30)
     for _ in range(2):
-        qt.export_onnx(model, x, tmp_path / "net.onnx", verify=False)
+        qt.export_onnx(model, x, tmp_path / "net.onnx", exporter="torchscript", verify=False)
         assert (tmp_path / "net.onnx.data").read_bytes() == b"mine"
 
 
@@ -146,14 +147,14 @@ def test_a_killed_export_leaves_the_old_file_or_the_new_one(tmp_path, largest: i
 def test_a_full_disk_leaves_the_old_files(tmp_path, monkeypatch, largest: int) -> None:
     monkeypatch.setattr(files, "LARGEST_FILE", largest)
     model, x = converted_net("onnxruntime"), torch.randn(SHAPE)
-    qt.export_onnx(model, x, tmp_path / "net.onnx")
+    qt.export_onnx(model, x, tmp_path / "net.onnx", exporter="torchscript")
     before = {entry: (tmp_path / entry).read_bytes() for entry in os.listdir(tmp_path)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for bytes_left in (0, 500, 3000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, limits[1]))
         try:
             with pytest.raises(OSError, match="export_onnx: the file could not be written|File too large"):
-                qt.export_onnx(model, 2 * x, tmp_path / "net.onnx", verify=False)
+                qt.export_onnx(model, 2 * x, tmp_path / "net.onnx", exporter="torchscript", verify=False)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert {entry: (tmp_path / entry).read_bytes() for entry in os.listdir(tmp_path)} == before
@@ -164,13 +165,13 @@ def test_a_path_that_cannot_be_written(tmp_path) -> None:
     (tmp_path / "file").write_bytes(b"mine")
     for path in (tmp_path / "file" / "net.onnx", tmp_path):
         with pytest.raises(OSError, match=str(tmp_path)):
-            qt.export_onnx(model, x, path, verify=False)
+            qt.export_onnx(model, x, path, exporter="torchscript", verify=False)
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_failure_leaves_both_files_alone(tmp_path, monkeypatch) -> None:
     model, x = converted_net("onnxruntime"), torch.randn(SHAPE)
-    qt.export_onnx(model, x, tmp_path / "net.onnx")
+    qt.export_onnx(model, x, tmp_path / "net.onnx", exporter="torchscript")
     before = {entry: (tmp_path / entry).read_bytes() for entry in os.listdir(tmp_path)}
 
     def fail(*args: object) -> None:
@@ -178,10 +179,11 @@ def test_a_failure_leaves_both_files_alone(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr("qtoolkit.export.files.files.check_file", fail)
     with pytest.raises(RuntimeError, match="refused"):
-        qt.export_onnx(model, 2 * x, tmp_path / "net.onnx", verify=False)
+        qt.export_onnx(model, 2 * x, tmp_path / "net.onnx", exporter="torchscript", verify=False)
     assert {entry: (tmp_path / entry).read_bytes() for entry in os.listdir(tmp_path)} == before
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 def test_verification_needs_no_string_of_all_weights(tmp_path, monkeypatch, backend: str, exporter: str) -> None:

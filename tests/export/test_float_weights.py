@@ -32,6 +32,7 @@ def converted(layer: nn.Module, x: Tensor, relu: bool, backend: str = "onnxrunti
         return qt.convert(prepared, arithmetic="integer")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("bias", [False, True])

@@ -57,6 +57,7 @@ def assert_exact(codes: Any) -> None:
 # ---- 4 bits
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("signed", [True, False])
 def test_weights_of_4_bits_are_packed(tmp_path, exporter: str, signed: bool) -> None:
@@ -72,6 +73,7 @@ def test_weights_of_4_bits_are_packed(tmp_path, exporter: str, signed: bool) -> 
     assert eight.bytes - result.bytes > 3000
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("signed", [True, False])
 def test_activations_of_4_bits_are_clipped_codes_of_8(tmp_path, exporter: str, signed: bool) -> None:
@@ -88,6 +90,7 @@ def test_activations_of_4_bits_are_clipped_codes_of_8(tmp_path, exporter: str, s
 # ---- small floats
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
@@ -131,6 +134,7 @@ def stored(path, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     return ReferenceEvaluator(alone).run(None, taken)[0], taken
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(
     ("spec", "opset", "types"),
@@ -170,6 +174,7 @@ def test_codes_of_small_floats_are_places(format: str, channels: dict[str, int])
     assert torch.equal(grid.codes(grid(x)), codes)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("format", ["e4m3", "e2m1"])
 @pytest.mark.parametrize("backend", ["tensorrt", "openvino", "academic", "snpe"])
 def test_formats_on_the_whole_road(tmp_path, backend: str, format: str) -> None:
@@ -213,6 +218,7 @@ def half_model(pow2: bool, dtype: torch.dtype, backend: str = "onnxruntime") -> 
     return converted(activation, qt.QuantSpec(axis=0, pow2_scale=pow2), backend).to(dtype)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 def test_nodes_of_half_models_are_half_where_their_scales_are_exact(tmp_path, backend: str, exporter: str) -> None:
@@ -232,6 +238,7 @@ def test_nodes_of_half_models_are_float32_for_other_scales(tmp_path, exporter: s
     assert nodes["Cast"] <= nodes["QuantizeLinear"] + nodes["DequantizeLinear"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(("pow2", "opset", "casts"), [(True, 22, 0), (False, 23, 0), (False, 22, 9)])
 def test_nodes_of_bfloat16_models(tmp_path, pow2: bool, opset: int, casts: int, exporter: str) -> None:

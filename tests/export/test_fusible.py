@@ -39,6 +39,7 @@ def exported(tmp_path, function, backend: str = "onnxruntime", exporter: str = "
     return onnx.load(path), found
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("padding", [1, (0, 2), (3, 1)])
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt"])
@@ -60,6 +61,7 @@ def test_circular_padding_is_slices_and_a_concat(tmp_path, backend: str, padding
         assert verify(qt.convert(prepared), X, path, ["openvino"]).runtimes["openvino"].layer_codes.steps <= 1
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("exporter", "opset"), OPSETS)
 @pytest.mark.parametrize("counts_padding", [True, False])
 @pytest.mark.parametrize(("kernel", "padding"), [(3, 0), (3, 1), ((3, 2), (1, 0))])
@@ -85,6 +87,7 @@ PADDED_POOLS = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "openvino", "qnn"])
 @pytest.mark.parametrize("padding", PADDED_POOLS)
 def test_windows_beyond_a_padding_count_what_lies_inside_for_all_targets(tmp_path, padding: str, backend: str) -> None:
@@ -99,6 +102,7 @@ def test_windows_beyond_a_padding_count_what_lies_inside_for_all_targets(tmp_pat
     assert lint(path, backend) == ()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("exporter", "opset"), OPSETS)
 @pytest.mark.parametrize(
     ("function", "kernel"),
@@ -128,6 +132,7 @@ def test_a_mean_over_the_image_is_a_global_pool(tmp_path, mean) -> None:
     assert found.codes.share < 0.02
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "move",
     [
@@ -176,6 +181,7 @@ def test_inputs_with_different_scales_have_no_pair_to_repeat(tmp_path) -> None:
     assert found.codes.steps <= 1
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("bits", [8, 3])
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_softmax_between_quantized_values_is_computed_in_float(tmp_path, bits: int, moved: bool) -> None:

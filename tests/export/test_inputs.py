@@ -73,6 +73,7 @@ def minus(m: Any, x: Tensor, y: Tensor) -> Tensor:
 # ---- inputs
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("inputs", [{"x": X, "y": Y}, {"y": Y, "x": X}], ids=["in order", "reversed"])
 def test_keyword_inputs(tmp_path, inputs: dict[str, Tensor], exporter: str, road: str) -> None:
     model = calibrated(OfTwo(minus), inputs, road)
@@ -123,6 +124,7 @@ SENTENCES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sizes", SENTENCES)
 def test_keyword_inputs_that_skip_arguments(tmp_path, sizes: str, exporter: str, road: str) -> None:
     inputs = sentences(2)
@@ -163,6 +165,7 @@ DICTS = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("function", "inputs", "names"), DICTS.values(), ids=DICTS)
 def test_a_dict_is_an_input(
     tmp_path, function: Callable[..., Tensor], inputs: Any, names: list[str], exporter: str, road: str
@@ -173,6 +176,7 @@ def test_a_dict_is_an_input(
     assert result.verification.output_difference < 1e-6
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("unused", ["x", "y"])
 def test_an_unused_input_stays_an_input(tmp_path, unused: str, exporter: str, road: str) -> None:
     model = calibrated(OfTwo(lambda m, x, y: m.fc(y if unused == "x" else x)), (X, Y), road)
@@ -213,6 +217,7 @@ def test_too_few_dynamic_shapes(tmp_path) -> None:
         qt.export_onnx(model, (X, Y), tmp_path / "m.onnx", exporter="torchscript", dynamic_shapes=({0: "n"},))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize(
     ("shapes", "error", "words"),
@@ -251,6 +256,7 @@ def test_names_for_the_first_inputs(tmp_path, exporter: str) -> None:
     assert names_of(result.path)[0] == ["image", "y"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("names", "words"),
     [
@@ -284,6 +290,7 @@ def test_one_string_is_no_sequence_of_names(tmp_path, argument: str) -> None:
 # ---- outputs
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("rest", "words"),
     [

@@ -558,23 +558,25 @@ OWN = {
 }
 
 
-def own_file(model: nn.Module, x: torch.Tensor, backend: str, folder) -> str:
+def own_file(model: nn.Module, x: torch.Tensor, backend: str, exporter: str, folder) -> str:
     prepared = qt.prepare(model.eval(), x, backend=backend)
     qt.calibrate(prepared, [x], progress=False)
-    return str(qt.export_onnx(prepared, x, folder / "model.onnx", verify=False).path)
+    return str(qt.export_onnx(prepared, x, folder / "model.onnx", exporter=exporter, verify=False).path)
 
 
 @pytest.mark.sweep(1)
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize(
     "backend", ["tensorrt", "tensorrt8", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "tvm", "academic"]
 )
 @pytest.mark.parametrize("name", OWN)
-def test_our_own_files_break_no_rule_of_their_target(name: str, backend: str, tmp_path) -> None:
+def test_our_own_files_break_no_rule_of_their_target(name: str, backend: str, exporter: str, tmp_path) -> None:
     build, shape = OWN[name]
-    assert lint(own_file(build(), torch.rand(*shape), backend, tmp_path), backend) == ()
+    assert lint(own_file(build(), torch.rand(*shape), backend, exporter, tmp_path), backend) == ()
 
 
 @pytest.mark.sweep(1)
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "openvino"])
 @pytest.mark.parametrize(
     "name",
@@ -583,12 +585,12 @@ def test_our_own_files_break_no_rule_of_their_target(name: str, backend: str, tm
         *(pytest.param(name, marks=pytest.mark.sweep) for name in ("mobilenet_v3_small", "test_byobnet")),
     ],
 )
-def test_nor_do_files_of_the_zoo(name: str, backend: str, tmp_path) -> None:
+def test_nor_do_files_of_the_zoo(name: str, backend: str, exporter: str, tmp_path) -> None:
     package = pytest.importorskip("timm" if name.startswith("test_") else "torchvision.models")
     torch.manual_seed(0)
     model = package.create_model(name) if name.startswith("test_") else package.get_model(name, weights=None)
     size = model.pretrained_cfg["input_size"][-1] if name.startswith("test_") else 64
-    assert lint(own_file(model, torch.randn(1, 3, size, size), backend, tmp_path), backend) == ()
+    assert lint(own_file(model, torch.randn(1, 3, size, size), backend, exporter, tmp_path), backend) == ()
 
 
 # ---- files of other tools

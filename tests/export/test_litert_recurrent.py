@@ -87,6 +87,7 @@ def check_codes(model: nn.Module, path) -> qt.export.LitertResult:
     return result
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("road", ["prepare", "replace"])
 @pytest.mark.parametrize("options", [options for options, _ in LAYERS], ids=[name for _, name in LAYERS])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

@@ -105,6 +105,7 @@ def test_weights_are_stored_as_integers_on_the_right_axis(tmp_path, exporter: st
     assert np.array_equal(codes.astype(int) - 128, layer.weight_quantizer.codes(layer.weight).numpy())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("groups", [2, 4])
 def test_a_grouped_transposed_convolution_has_a_scale_for_each_output_channel(
@@ -145,6 +146,7 @@ def converted_groups(backend: str, **options: object) -> Any:
     return qt.convert(prepared)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("options", [{}, {"bits": 4}, {"bits": 4, "symmetric": False, "signed": False}], ids=str)
 def test_groups_are_blocks_of_opset_21(tmp_path, backend: str, options: dict[str, Any]) -> None:
@@ -183,6 +185,7 @@ class InBlocks(nn.Module):
         return qt.ops.fake_quant(self.quantizer(x), self.scale, axis=1, block_size=4)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(
     ("opset", "words"),
@@ -225,6 +228,7 @@ class Pair(nn.Module):
         return self.fc(x) + self.fc(others["list"][0]), self.fc(x.flatten(1)) * others["factor"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("opset", [13, 18, 26])
 @pytest.mark.parametrize("exporter", EXPORTERS)
@@ -358,7 +362,7 @@ def test_half_precision_inputs_pass_through_float32(tmp_path) -> None:
 
 def test_a_changed_weight_is_noticed(tmp_path) -> None:
     model, x = converted_net(), torch.randn(SHAPE)
-    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
     model.get_submodule("conv1").weight.data[0, 0, 0, 0] *= -1.5
     found = qt.export.verify_onnx(model, result.path, x)
     assert found.weight_codes.differing == 1
@@ -397,14 +401,14 @@ def test_a_computed_constant_counts_as_a_layer(tmp_path) -> None:
 
 def test_a_changed_scale_is_noticed(tmp_path) -> None:
     model, x = converted_net(), torch.randn(SHAPE)
-    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
     model.get_submodule("activation_quantizers.relu").scale.mul_(1.01)
     assert qt.export.verify_onnx(model, result.path, x).quantizer_codes.differing > 0
 
 
 def test_a_changed_layer_is_noticed(tmp_path) -> None:
     model, x = converted_net(), torch.randn(SHAPE)
-    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
     model.get_submodule("conv2").bias.data += 0.3
     found = qt.export.verify_onnx(model, result.path, x)
     assert found.weight_codes.differing == found.quantizer_codes.differing == 0
@@ -476,6 +480,7 @@ def test_float_models_are_refused(tmp_path) -> None:
 # ---- convert
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("training", [True, False])
 def test_converted_equals_the_fake_quant_model_in_eval(backend: str, training: bool) -> None:
@@ -524,6 +529,7 @@ def test_quantizers_with_scales_of_equal_value_keep_their_names(tmp_path, export
 # ---- quantizers that are off
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 def test_quantizers_that_are_off_have_no_nodes(tmp_path, backend: str, exporter: str) -> None:

@@ -96,6 +96,7 @@ class Moving(nn.Module):
         return self.one(rows), self.other(rows), x.squeeze(0)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("backend", ["tensorrt", "vitis", "tvm"])
 def test_int8_codes_stay_codes_behind_ops_that_move_them(tmp_path, backend: str, exporter: str) -> None:
@@ -116,6 +117,7 @@ def test_int8_codes_stay_codes_behind_ops_that_move_them(tmp_path, backend: str,
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("backend", ["tensorrt", "litert"])
 @pytest.mark.parametrize(

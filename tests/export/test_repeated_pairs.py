@@ -137,6 +137,7 @@ def test_no_code_of_a_segmenter_differs(tmp_path) -> None:
     assert {"Add", "Conv", "Concat", "FusedConv"}.isdisjoint(in_float(integer, path))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "compute",
     [
@@ -175,6 +176,7 @@ class Latents(nn.Module):
         return self.last(y + queries)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize(
     "spread",

@@ -81,25 +81,30 @@ OPS: dict[str, tuple[Any, int]] = {
 INTEGER = [name for name, backend in qt.backends.items() if backend.qconfig.activation.format == "int"]
 
 
+EXPORTERS = ["dynamo", "torchscript"]
+
+
 @pytest.mark.sweep(1)
+@pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "openvino", "vitis"])
 @pytest.mark.parametrize("name", OPS)
-def test_codes_of_each_kind(tmp_path, name: str, backend: str) -> None:
+def test_codes_of_each_kind(tmp_path, name: str, backend: str, exporter: str) -> None:
     op, channels = OPS[name]
-    exported(Op(op, channels), IMAGE, tmp_path, backend)
+    exported(Op(op, channels), IMAGE, tmp_path, backend, exporter)
 
 
 @pytest.mark.sweep(1)
+@pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(
     ("net", "backend"),
     [(net, name) for net in (UNet, Inception, Block) for name in INTEGER if (net, name) not in CONVOLUTIONS_ALONE],
 )
-def test_codes_of_small_nets(tmp_path, net: type[nn.Module], backend: str) -> None:
+def test_codes_of_small_nets(tmp_path, net: type[nn.Module], backend: str, exporter: str) -> None:
     channels = 4 if net is Inception else 3
-    exported(net(), (2, channels, 8, 8), tmp_path, backend)
+    exported(net(), (2, channels, 8, 8), tmp_path, backend, exporter)
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("exporter", EXPORTERS)
 def test_every_call_of_a_shared_scale_is_compared(tmp_path, exporter: str) -> None:
     result = exported(Dense(), (2, 2, 4, 4), tmp_path, "onnxruntime", exporter)
     assert result.verification.by_quantizer["activation_quantizers.cat"].compared == 3 * 2 * 2 * 16
@@ -148,7 +153,7 @@ def test_a_changed_weight_of_a_function_is_noticed(tmp_path) -> None:
     x = torch.randn(IMAGE)
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)
-    result = qt.export_onnx(converted, x, tmp_path / "model.onnx")
+    result = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter="torchscript")
     converted.matrix.data[0, 0] *= -1.5
     assert qt.export.verify_onnx(converted, result.path, x).weight_codes.differing == 1
 
@@ -158,6 +163,6 @@ def test_a_changed_shared_scale_is_noticed(tmp_path) -> None:
     x = torch.randn(2, 2, 4, 4)
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)
-    result = qt.export_onnx(converted, x, tmp_path / "model.onnx")
+    result = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter="torchscript")
     converted.get_submodule("activation_quantizers.cat").scale.mul_(1.05)
     assert qt.export.verify_onnx(converted, result.path, x).quantizer_codes.differing > 0

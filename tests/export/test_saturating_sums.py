@@ -47,6 +47,7 @@ def written(
     backend: str = "onnxruntime",
     weight: qt.QuantSpec | None = None,
     activation: qt.QuantSpec | None = None,
+    exporter: str = "torchscript",
     **options,
 ) -> tuple[str, nn.Module]:
     """Return a file whose weights use all codes, and the model that it must agree with."""
@@ -54,7 +55,7 @@ def written(
         weight = qt.QuantSpec(axis=None)
     prepared = calibrated(backend, weight, activation)
     path = str(folder / "m.onnx")
-    qt.export_onnx(qt.convert(prepared), IMAGES, path, progress=False, **options)
+    qt.export_onnx(qt.convert(prepared), IMAGES, path, exporter=exporter, progress=False, **options)
     return path, qt.convert(prepared, arithmetic="integer")
 
 
@@ -66,6 +67,7 @@ def test_the_trial_finds_what_the_processor_says() -> None:
     assert (not {"avx512_vnni", "avx_vnni"} & set(flags)) == WITHOUT
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("axis", [0, None])
 @pytest.mark.parametrize("integer_weights", [True, False])
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
@@ -130,6 +132,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("name", PLAIN)
@@ -176,6 +179,7 @@ def test_int8_weights_saturate_without_vnni(tmp_path, without_vnni) -> None:
     np.testing.assert_array_equal(right, expected)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_signed_activations_are_exact_too(signed: bool, symmetric: bool, tmp_path) -> None:
@@ -197,6 +201,7 @@ class Product(nn.Module):
         return self.out(self.a(x).relu() @ z.transpose(1, 2)) + self.other(z)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("unsigned_after_relu", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_products_of_signed_and_unsigned_activations_are_exact(unsigned_after_relu, symmetric, tmp_path) -> None:

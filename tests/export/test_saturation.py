@@ -106,6 +106,7 @@ def test_a_clip_with_a_second_user_stays(tmp_path) -> None:
     assert "Clip" in [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("moved", [nn.Identity(), nn.MaxPool2d(2), nn.Flatten(2)])
 def test_a_clip_of_quantized_values_stays(tmp_path, moved: nn.Module, joined: bool) -> None:
@@ -124,6 +125,7 @@ def test_a_clip_of_quantized_values_stays(tmp_path, moved: nn.Module, joined: bo
     assert not qt.export.lint(path, "onnxruntime")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("opset", [18, 21])
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(-0.5, 0.4)])
 def test_layers_between_activations_of_four_bits_run_in_integers(tmp_path, activation: nn.Module, opset: int) -> None:

@@ -75,6 +75,7 @@ def test_no_code_differs(tmp_path, geometry: tuple, weight_axis: int | None, bit
     assert_no_code_differs(integer, result.path)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("weight_axis", [0, None])
 @pytest.mark.parametrize("geometry", [(3, 2, 1, 1), (4, 2, 1), (3, 2, 1, 1, 2)])
@@ -118,6 +119,7 @@ class Joined(nn.Module):
 
 
 @pytest.mark.sweep(1)
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("opset", [18, 21])
 @pytest.mark.parametrize(
     "move",
@@ -132,24 +134,31 @@ class Joined(nn.Module):
     ],
     ids=["pool", "pools", "reshapes", "slice and transpose", "padding", "resize", "concat"],
 )
-def test_of_moved_codes(tmp_path, move: nn.Module, opset: int) -> None:
+def test_of_moved_codes(tmp_path, move: nn.Module, opset: int, exporter: str) -> None:
     integer = integer_form(Moved(move))
     assert integer.plan.computed["up"].kernel == "QLinearConv"
-    path = qt.export_onnx(integer, X, tmp_path / "m.onnx", opset=opset).path
+    path = qt.export_onnx(integer, X, tmp_path / "m.onnx", opset=opset, exporter=exporter).path
     codes = verify(path, integer, X).runtimes["onnxruntime"]
     codes.check()
     assert codes.codes.differing == 0, codes
     assert sum(layer.kernel == "QLinearConv" for layer in codes.integer_layers) == 3, codes
 
 
+@pytest.fixture(scope="module")
+def deconvolutions() -> nn.Module:
+    return integer_form(Deconvolutions(4, 2, 1))
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("opset", [13, 17, 21, 26])
-def test_in_each_opset(tmp_path, opset: int) -> None:
-    integer = integer_form(Deconvolutions(4, 2, 1))
-    assert_no_code_differs(integer, qt.export_onnx(integer, X, tmp_path / "m.onnx", opset=opset).path)
+def test_in_each_opset(tmp_path, deconvolutions: nn.Module, opset: int, exporter: str) -> None:
+    path = qt.export_onnx(deconvolutions, X, tmp_path / "m.onnx", opset=opset, exporter=exporter).path
+    assert_no_code_differs(deconvolutions, path)
 
 
-def test_of_any_batch_and_size(tmp_path) -> None:
-    integer, sizes = integer_form(Deconvolutions(4, 2, 1)), ({0: "batch", 2: "height", 3: "width"},)
+def test_of_any_batch_and_size(tmp_path, deconvolutions: nn.Module) -> None:
+    integer, sizes = deconvolutions, ({0: "batch", 2: "height", 3: "width"},)
     path = qt.export_onnx(integer, X, tmp_path / "m.onnx", dynamic_shapes=sizes).path
     x = torch.randn(3, 6, 11, 5)
     assert verify(path, integer, x).runtimes["onnxruntime"].codes.differing == 0

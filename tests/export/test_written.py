@@ -53,6 +53,7 @@ def prepared(name: str, backend: str = "onnxruntime") -> tuple[nn.Module, Tensor
     return model, x
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("name", POOLS)
 def test_the_file_divides_by_the_models_divisor(name: str, exporter: str, tmp_path) -> None:
@@ -63,6 +64,7 @@ def test_the_file_divides_by_the_models_divisor(name: str, exporter: str, tmp_pa
     assert verify(converted, x, result.path, optimized=False).check()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "pool",
     [
@@ -140,6 +142,7 @@ def test_windows_that_follow_no_dynamic_size_are_exported(size: object, tmp_path
     torch.testing.assert_close(torch.as_tensor(y), converted(taller), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize(
     "options",
@@ -169,6 +172,7 @@ class Projected(nn.Module):
         return self.linear(self.lstm(x)[0])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("arithmetic", ["float", "integer"])
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_an_lstm_that_projects_is_refused(exporter: str, arithmetic: str, tmp_path) -> None:
@@ -224,6 +228,7 @@ class PaddedFloatFunction(PaddedFunction):
         return torch.zeros_like(padding, dtype=torch.float32).masked_fill(padding, -torch.inf)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("net", [PaddedEncoder, PaddedFunction, PaddedFloatFunction])
 def test_a_sample_of_padding_alone_is_finite_in_the_file(net: type[nn.Module], exporter: str, tmp_path) -> None:
@@ -255,6 +260,7 @@ class Attends(nn.Module):
         return self.out(self.plus(one + F.scaled_dot_product_attention(q, k, v, is_causal=True)) - self.plus(x))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
 def test_attention_without_heads_and_a_threshold_of_softplus(road: Callable, exporter: str, tmp_path) -> None:

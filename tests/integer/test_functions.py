@@ -30,6 +30,7 @@ class Functions(nn.Module):
         return F.linear(x, self.w4, bias=self.b4)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("weight_axis", [0, None])
@@ -71,6 +72,7 @@ def layer_and_function() -> tuple[nn.Module, nn.Module]:
     return layers, net
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("runtime", [None, "onnxruntime", "openvino"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt"])
 def test_functions_compute_the_bits_of_layers(backend: str, runtime: str | None) -> None:
@@ -105,7 +107,7 @@ def test_biases_of_functions_that_do_not_fit_enlarge_the_weights_scales(tmp_path
         model = qt.convert(prepared, arithmetic="integer")
     with pytest.warns(UserWarning, match="do not fit"):
         assert torch.allclose(model(X), qt.convert(prepared)(X), atol=0.5)
-    assert_equal_codes(model, X, tmp_path / "m.onnx")
+    assert_equal_codes(model, X, tmp_path / "m.onnx", exporter="torchscript")
 
 
 def test_a_state_dict_brings_new_weights() -> None:

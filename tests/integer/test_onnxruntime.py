@@ -71,7 +71,7 @@ def test_no_code_differs_in_a_convolutional_net(tmp_path, signed: bool, bits: in
 
 
 def test_no_code_differs_with_one_scale_for_a_weight(tmp_path) -> None:
-    assert_equal_codes(converted(Net(), X, weight_axis=None), X, tmp_path / "m.onnx")
+    assert_equal_codes(converted(Net(), X, weight_axis=None), X, tmp_path / "m.onnx", exporter="torchscript")
 
 
 def test_sums_beyond_the_exact_integers_of_float32(tmp_path) -> None:
@@ -81,7 +81,7 @@ def test_sums_beyond_the_exact_integers_of_float32(tmp_path) -> None:
     x = torch.rand(2, 700, 6, 6) + 1
     integer = converted(model, x)
     assert integer.get_submodule("0").integer_kernel.bounds.sums > 2**28
-    assert_equal_codes(integer, x, tmp_path / "m.onnx")
+    assert_equal_codes(integer, x, tmp_path / "m.onnx", exporter="torchscript")
 
 
 def test_biases_beyond_the_exact_integers_of_float32(tmp_path) -> None:
@@ -90,7 +90,7 @@ def test_biases_beyond_the_exact_integers_of_float32(tmp_path) -> None:
         for layer in (model[0], model[4]):
             layer.weight *= 1e-4
             layer.bias.uniform_(-30, 30)
-    assert_equal_codes(converted(model, X), X, tmp_path / "m.onnx")
+    assert_equal_codes(converted(model, X), X, tmp_path / "m.onnx", exporter="torchscript")
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -102,7 +102,7 @@ def test_linear_layers_of_three_dimensions(tmp_path, bias: bool) -> None:
     integer = converted(model, x)
     assert {how.kernel for how in integer.plan.computed.values()} <= {"QGemm", "QLinearMatMul"}
     assert "integer_kernels" not in dict(integer.named_modules())  # it would be empty
-    assert_equal_codes(integer, x, tmp_path / "m.onnx", exact=False)
+    assert_equal_codes(integer, x, tmp_path / "m.onnx", exact=False, exporter="torchscript")
 
 
 class Mean(nn.Module):
@@ -242,7 +242,7 @@ def test_a_relu_that_saturation_does_not_compute_stays(tmp_path) -> None:
     )
     restored = qt.convert(prepared, arithmetic="integer", state_dict=state)
     assert restored.plan.computed["_0"].kernel is None
-    assert_equal_codes(restored, X, tmp_path / "m.onnx", exact=False)
+    assert_equal_codes(restored, X, tmp_path / "m.onnx", exact=False, exporter="torchscript")
 
 
 # ---- as a model among others
@@ -269,7 +269,7 @@ def test_a_clamp_at_values_of_the_model_is_computed(tmp_path, bound: float | Non
     if bound is not None:  # trained since the range was observed
         prepared.bound.data.fill_(0.2)
     integer = qt.convert(prepared, arithmetic="integer")
-    assert_equal_codes(integer, X * 2, tmp_path / "model.onnx")
+    assert_equal_codes(integer, X * 2, tmp_path / "model.onnx", exporter="torchscript")
 
 
 def test_copies_and_state_dicts_keep_the_arithmetic() -> None:
@@ -337,6 +337,7 @@ def test_it_compiles_to_one_graph() -> None:
     assert torch.equal(compiled(X[:2]), model(X[:2]))
 
 
+@pytest.mark.slow
 def test_compiled_it_computes_the_same() -> None:
     model = converted(
         nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)), X
@@ -350,6 +351,7 @@ def test_exported_by_torch_it_computes_the_same() -> None:
     assert torch.equal(program.module()(X), model(X))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep  # AOTInductor compiles for a minute
 def test_packaged_for_cpp_it_computes_the_same(tmp_path) -> None:
     model = converted(nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 144, 3)), X)

@@ -63,7 +63,8 @@ def test_the_file_has_the_nodes_of_the_float_form(tmp_path) -> None:
 def test_codes_are_openvinos_up_to_ties(tmp_path) -> None:
     pytest.importorskip("openvino")
     model = qt.convert(prepared("openvino"), arithmetic="integer")
-    result = verify(qt.export_onnx(model, (X,), tmp_path / "m.onnx").path, model, (X,), runtimes=("openvino",))
+    path = qt.export_onnx(model, (X,), tmp_path / "m.onnx", exporter="torchscript").path
+    result = verify(path, model, (X,), runtimes=("openvino",))
     codes = result.runtimes["openvino"].codes
     assert codes.compared > 20_000
     assert codes.steps <= 1
@@ -94,7 +95,7 @@ def test_openvino_does_not_round_in_front_of_an_add_that_it_fuses(tmp_path) -> N
     source = qt.prepare(Residual().eval(), (x,), backend="openvino")
     qt.calibrate(source, [x], progress=False)
     model = qt.convert(source, arithmetic="integer")
-    path = qt.export_onnx(model, (x,), tmp_path / "m.onnx", verify=False).path
+    path = qt.export_onnx(model, (x,), tmp_path / "m.onnx", exporter="torchscript", verify=False).path
     executed = verify(path, model, (x,), runtimes=("openvino",)).runtimes["openvino"]
     assert executed.unrounded == ("activation_quantizers.second",)
     with pytest.raises(RuntimeError, match="verify: OpenVINO does not round at 'activation_quantizers.second'"):
@@ -107,7 +108,8 @@ def test_openvino_does_not_round_in_front_of_an_add_that_it_fuses(tmp_path) -> N
     error, without = (torch.isclose(torch.tensor(theirs), y, near, 1e-6).logical_not() for y in (rounded, unrounded))
     assert error.double().mean() > 0.1
     assert without.double().mean() < 1e-3
-    path = qt.export_onnx(model, (x,), tmp_path / "off.onnx", verify=False).path  # the remedy of the error
+    # The remedy of the error.
+    path = qt.export_onnx(model, (x,), tmp_path / "off.onnx", exporter="torchscript", verify=False).path
     remedied = verify(path, model, (x,), runtimes=("openvino",)).runtimes["openvino"]
     assert remedied.unrounded == ()
     remedied.check()
@@ -136,7 +138,7 @@ def codes_of(layer: str, folder: Path) -> CodeCount:
     source = qt.prepare(LAYERS[layer]().eval(), (x,), backend="openvino")
     qt.calibrate(source, [x], progress=False)
     model = qt.convert(source, arithmetic="integer")
-    path = qt.export_onnx(model, (x,), folder / "m.onnx", verify=False).path
+    path = qt.export_onnx(model, (x,), folder / "m.onnx", exporter="torchscript", verify=False).path
     return verify(path, model, (x,), runtimes=("openvino",)).runtimes["openvino"].codes
 
 

@@ -45,6 +45,7 @@ def prepared() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.sweep)])
 def test_no_code_of_resnet20_differs(tmp_path, prepared: nn.Module, count: int) -> None:
     model, x = qt.convert(prepared, arithmetic="integer"), images("test", count)

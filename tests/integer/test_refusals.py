@@ -113,7 +113,14 @@ def line_of(model: nn.Module) -> LayerLine:
     return next(line for line in qt.quantization_report(model).layers if line.name == "0")
 
 
-@pytest.mark.parametrize(("kind", "name"), itertools.product(LAYERS, CASES))
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        # The only pair for which a runtime has a rule of its own.
+        pytest.param(kind, name, marks=() if (kind, name) == ("dilated", "affine input") else pytest.mark.sweep(1))
+        for kind, name in itertools.product(LAYERS, CASES)
+    ],
+)
 def test_training_runtimes_and_report_agree(kind: str, name: str) -> None:
     layer, case = LAYERS[kind], CASES[name]
     if kind == "depthwise" and name in ("groups", "other axis"):

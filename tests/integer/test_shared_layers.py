@@ -64,6 +64,7 @@ def prepared(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("name", SHARED)
 def test_no_code_differs(tmp_path, name: str, exporter: str) -> None:

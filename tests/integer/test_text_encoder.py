@@ -78,6 +78,7 @@ def tokens(seed: int) -> Tensor:
     return words * (torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (8, 1), generator=generator))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("net", [Bert, Encoder])
 def test_a_text_encoder(tmp_path, net: type[nn.Module], exporter: str) -> None:
@@ -101,6 +102,7 @@ def test_a_text_encoder(tmp_path, net: type[nn.Module], exporter: str) -> None:
         assert {"QGemm", "MatMulIntegerToFloat"} <= {layer.kernel for layer in codes.integer_layers}
 
 
+@pytest.mark.slow
 @needs_data
 def test_a_published_text_encoder_on_real_sentences(tmp_path, monkeypatch) -> None:
     """36 linear layers in integers, between attentions, layer norms and GELU in float."""

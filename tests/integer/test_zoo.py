@@ -17,14 +17,19 @@ NAMES = (
     *("resnet18", "resnet10t", "mobilenetv2_050", "mnasnet_small", "lcnet_050", "tinynet_e", "vgg11_bn", "regnetx_002"),
     *("regnety_002", "repvgg_a0", "ghostnet_050", "selecsls42", "ese_vovnet19b_slim", "hrnet_w18_small", "dla34"),
     *("res2net50_14w_8s", "skresnet18", "semnasnet_075", "mobilenetv3_small_050", "efficientnet_lite0"),
+    "test_efficientnet",
 )
-
-
 # The default run takes one of each kind: residuals, groups, maps of several sizes, ReLU6.
 OF_EACH_KIND = ("resnet10t", "regnetx_002", "hrnet_w18_small", "efficientnet_lite0")
 # And these in each opset: residuals, Hardswish and gates, concats, SiLU.
-IN_EACH_OPSET = ("resnet10t", "lcnet_050", "selecsls42", "tinynet_e")
+IN_EACH_OPSET = ("resnet10t", "lcnet_050", "selecsls42", "test_efficientnet")
+SMALL = ("resnet10t", "test_efficientnet")  # the others take seconds
 OPSETS = (13, 17, 21, 26)  # onnxruntime 1.30 runs files up to 26
+
+
+def marks(name: str, default: tuple[str, ...]) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a network of which the default run takes those given."""
+    return (pytest.mark.slow,) * (name not in SMALL) + (pytest.mark.sweep,) * (name not in default)
 
 
 def integer_model(name: str) -> tuple[nn.Module, Tensor]:
@@ -50,7 +55,7 @@ def assert_the_runtimes(path: Path, integer: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize(
     ("name", "exporter"),
     [
-        pytest.param(name, exporter, marks=() if name in OF_EACH_KIND else pytest.mark.sweep)
+        pytest.param(name, exporter, marks=marks(name, OF_EACH_KIND))
         for name, exporter in zip(NAMES, cycle(("dynamo", "torchscript")), strict=False)
     ],
 )
@@ -62,9 +67,7 @@ def test_every_code_is_the_runtimes(tmp_path, name: str, exporter: str) -> None:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("opset", OPSETS)
-@pytest.mark.parametrize(
-    "name", [name if name in IN_EACH_OPSET else pytest.param(name, marks=pytest.mark.sweep) for name in NAMES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name, IN_EACH_OPSET)) for name in NAMES])
 def test_every_code_in_each_opset(tmp_path, name: str, opset: int) -> None:
     integer, x = integer_model(name)
     result = qt.export_onnx(integer, (x,), tmp_path / "m.onnx", opset=opset, verify=False)

@@ -302,6 +302,7 @@ def test_models_that_update_a_dict(build, backend: BackendType, output, tmp_path
     assert [file.name for file in files] == [QDQ, *OWN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["squeezenet1_1", pytest.param("shufflenet_v2_x0_5", marks=pytest.mark.sweep)])
 @pytest.mark.filterwarnings("ignore:encodings")
 def test_the_zoo_deploys(name: str, tmp_path) -> None:
