@@ -347,6 +347,7 @@ def test_blocks_are_sharded() -> None:
         assert_equal((outputs, [g.to_local() for g in gradients]), step(prepared, (X,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_a_model_of_blocks_compiles(training: bool) -> None:
     model = Net()
