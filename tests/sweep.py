@@ -9,8 +9,11 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import combinations
+from typing import Any
 
 import pytest
+
+COMMON = ("tensorrt", "onnxruntime", "openvino", "litert")
 
 
 def slow_but(values: Iterable, quick: object) -> list:
@@ -64,3 +67,8 @@ def left_out(items: Iterable[pytest.Item], few: bool) -> set[str]:
             assert strength <= len(values), f"{item.nodeid}: sweep({strength}) needs as many parameters"
             sweeps[item.nodeid.partition("[")[0], strength][item.nodeid] = values
     return names.union(*(cases.keys() - covering(cases, strength) for (_, strength), cases in sweeps.items()))
+
+
+def common_first(backends: Iterable[str]) -> list[Any]:
+    """Backends as the values of a parameter, of which the default run takes the common ones: for tests of what all share."""
+    return [name if name in COMMON else pytest.param(name, marks=pytest.mark.sweep) for name in backends]

@@ -13,6 +13,7 @@ from qtoolkit.graph.lint import lint
 from tests import nets
 from tests.graph.passes.test_insert import BOTH, Dense
 from tests.graph.test_nodes import Probe
+from tests.sweep import common_first
 
 
 class UNet(nn.Module):
@@ -83,13 +84,8 @@ def test_what_prepare_decides_breaks_no_fusion(backend: str, net: type[nn.Module
     assert lint(prepared) == ()
 
 
-COMMON = ("tensorrt", "onnxruntime", "openvino", "litert")  # the nets above are prepared for all
-
-
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(
-    "backend", [pytest.param(b, marks=[] if b in COMMON else pytest.mark.sweep) for b in qt.backends]
-)
+@pytest.mark.parametrize("backend", common_first(qt.backends))  # the nets above are prepared for all
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
 def test_nor_does_it_in_torchvisions_models(backend: str, name: str) -> None:
     pytest.importorskip("torchvision")

@@ -320,7 +320,7 @@ def test_training_reaches_every_parameter() -> None:
     assert all(parameter.grad is not None for parameter in prepared.parameters())
 
 
-@pytest.mark.slow  # test_projection.py compiles one attention
+@pytest.mark.sweep  # test_projection.py compiles one attention
 def test_training_compiles() -> None:
     prepared, x = prepared_block()
     prepared.train()

@@ -202,6 +202,7 @@ def test_autocast_and_models_of_16_bits(dtype: torch.dtype, calls: list[dict]) -
     assert len(calls) == 8
 
 
+@pytest.mark.slow
 def test_compiled_without_breaks(calls: list[dict]) -> None:
     prepared = prepared_of()
     wanted = step(prepared)

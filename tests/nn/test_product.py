@@ -220,6 +220,7 @@ def test_autocast_computes_in_its_type(road: str, forward: str) -> None:
     assert all(gradient.isfinite().all() for gradient in found[0][1].values())
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("config", [LSQ, FOUR_BITS], ids=["lsq", "four bits"])

@@ -289,7 +289,9 @@ def test_copies_and_checkpoints(road: str, case: str, quantizer: str) -> None:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
-@pytest.mark.parametrize("case", ["keys", "values", "apart", "own weights"])
+@pytest.mark.parametrize(
+    "case", ["keys", "own weights", *(pytest.param(case, marks=pytest.mark.sweep) for case in ("values", "apart"))]
+)
 @ROADS
 def test_compiled_code(road: str, case: str, quantizer: str) -> None:
     torch.compiler.reset()

@@ -277,6 +277,7 @@ def compiled(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lsq", "histogram"])
 def test_compiled_code_takes_the_factor_before_each_forward(name: str) -> None:
     model = linked("prepare", name, layers())

@@ -281,6 +281,7 @@ def assert_equals_converted(model: nn.Module, x: Tensor) -> None:
         assert torch.equal(model(x), expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     case=st.sampled_from(CASES),

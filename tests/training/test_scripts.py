@@ -290,6 +290,7 @@ def test_a_checkpoint_in_compiled_code_is_the_plain_training(road: str, quantize
     assert_same(model, twin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("road", [ROADS[0], pytest.param(ROADS[1], marks=pytest.mark.sweep)])  # the same batch norm
 def test_compiled_code_in_a_checkpoint_refuses_statistics_that_move(road: str) -> None:
     model = past_first_steps(learned(road, "fixed"))

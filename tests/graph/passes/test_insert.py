@@ -15,6 +15,7 @@ from qtoolkit.verdicts import Cause, Status, Verdict
 from tests import nets
 from tests.graph.test_nodes import Probe, edges
 from tests.nn import test_attention
+from tests.sweep import common_first
 
 ORT = qt.backends["onnxruntime"]
 TRT = qt.backends["tensorrt"]
@@ -349,7 +350,7 @@ class ReadsSizes(nn.Module):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("backend", [name for name in qt.backends if not name.endswith("-nlp")])
+@pytest.mark.parametrize("backend", common_first(name for name in qt.backends if not name.endswith("-nlp")))
 def test_python_that_reads_sizes_does_not_part_a_unit(backend: str, training: bool) -> None:
     torch.manual_seed(0)
     model, x = ReadsSizes(""), torch.randn(2, 3, 6, 6)

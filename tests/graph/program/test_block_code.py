@@ -347,6 +347,7 @@ def test_blocks_are_sharded() -> None:
         assert_equal((outputs, [g.to_local() for g in gradients]), step(prepared, (X,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_a_model_of_blocks_compiles(training: bool) -> None:
     model = Net()
@@ -356,7 +357,7 @@ def test_a_model_of_blocks_compiles(training: bool) -> None:
     assert_equal(step(compiled, (X,)), step(prepared, (X,)))
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.sweep)], ids=["train", "eval"])
 def test_each_block_compiles(training: bool) -> None:
     prepared = prepared_of(Net()).train(training)
     prepared.stage[1].p = 0.0

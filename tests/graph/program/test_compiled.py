@@ -34,7 +34,10 @@ class Recorder:
         return Counter(str(target).split(".")[1] for target in targets if str(target).startswith("qtoolkit."))
 
 
-@pytest.mark.parametrize(("name", "forward"), [("fixed", "float"), ("lsq", "integer"), ("lsq, 4 bits", "float")])
+@pytest.mark.parametrize(
+    ("name", "forward"),
+    [pytest.param("fixed", "float", marks=pytest.mark.sweep), ("lsq", "integer"), ("lsq, 4 bits", "float")],
+)
 def test_units_are_ops_that_return_codes(name: str, forward: str) -> None:
     model, recorder = prepared(name, forward), Recorder()
     twin = copy.deepcopy(model)

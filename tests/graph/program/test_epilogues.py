@@ -464,6 +464,7 @@ def test_gradients_under_checkpointing(quantizer: str, reentrant: bool) -> None:
     assert_close({name: found[name] for name in wanted}, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", ["fixed", pytest.param("lsq", marks=pytest.mark.sweep)])  # below, with lsq
 def test_compiled_without_breaks_and_recompiles(quantizer: str) -> None:
     model = ResNet()

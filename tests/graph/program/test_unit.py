@@ -832,7 +832,7 @@ def test_frozen_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
         assert float((results[name] - tensor).float().norm()) <= 0.2 * float(tensor.float().norm()), name
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "compile", "two backwards"])
+@pytest.mark.parametrize("way", ["checkpoint", pytest.param("compile", marks=pytest.mark.slow), "two backwards"])
 def test_frozen_units_are_recomputed_compiled_and_used_twice(way: str) -> None:
     model = frozen(*SPECS["fixed"])
     other, x = copy.deepcopy(model), torch.randn(2, 8, 8, 8)
