@@ -330,6 +330,7 @@ def test_compare_and_sensitivity_take_it() -> None:
     assert found.float_score < 1e-9
 
 
+@pytest.mark.slow
 def test_it_compiles_to_one_graph() -> None:
     model = converted(Net(), X)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")

@@ -111,6 +111,7 @@ def test_quantize_backend(name: str, tmp_path) -> None:
         assert close or {encoding.scale for encoding in read} <= scales
 
 
+@pytest.mark.slow
 def test_quantize_tensorrt_resnet(tmp_path) -> None:
     prepared = trained(resnet(), BackendType.Tensorrt, FIXED)
     assert deployed(prepared, BackendType.Tensorrt, tmp_path) == FILES["Tensorrt"]
