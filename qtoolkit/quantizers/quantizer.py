@@ -90,11 +90,13 @@ class Quantizer(KeepsFloat32):
         """Whether a file can store the codes in uint8 instead of int8: those of a weight with one byte each.
 
         Codes of seven bits and fewer stay signed: their sums of products fit in 16 bits. So do those in blocks, which no
-        integer kernel takes.
+        integer kernel takes, and those of the first operand of a matrix product with a scale for each row: onnxruntime
+        computes such a product in float, and fails at a zero point for each row.
         """
         spec = self.spec
         one_byte = spec.format == "int" and -UINT8_OFFSET <= spec.qmin < -LARGEST_SAFE_CODE
-        return self.of_weight and one_byte and not spec.block_size
+        of_rows = self.inserted and spec.axis == -2  # see spec_of_weight in graph/placement/decide.py
+        return self.of_weight and one_byte and not spec.block_size and not of_rows
 
     @property
     def stored_in_uint8(self) -> bool:

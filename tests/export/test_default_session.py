@@ -109,6 +109,14 @@ def test_scales_along_another_axis_than_the_output_channels(
     assert_close(in_default_session(result.path, X), model, X)
 
 
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_weight_in_front_with_a_scale_for_each_row(tmp_path, exporter: str) -> None:
+    """onnxruntime computes it in float, and fails at a zero point for each row: the codes stay int8."""
+    model = converted(Product(lambda x, w: w @ x, 8, 16), "onnxruntime", qt.QConfigMapping())
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx", exporter=exporter).path
+    assert_close(in_default_session(path, X), model, X)
+
+
 def test_experts_with_scales_of_columns_are_float_in_integer_arithmetic(tmp_path) -> None:
     qconfig = qt.QConfig(qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec(bits=7, axis=2))
     prepared = qt.prepare(
