@@ -106,7 +106,7 @@ def test_state_dict_conversion_and_further_modes_keep_the_codes(train: bool, bit
     qconfig = qt.QConfig(activation=qt.QuantSpec(), weight=qt.QuantSpec(bits=bits, axis=0))
     prepared, batches = residual(train, qconfig)
     fresh = copy.deepcopy(prepared)
-    report = qt.tuning.reconstruct(prepared, batches, **small())
+    report = qt.tuning.reconstruct(prepared, batches, **small(40))
     assert any(unit.moved for unit in report.units)
     assert prepared.training is train
     codes = codes_of(prepared)
@@ -185,7 +185,7 @@ def test_scales_of_activations_are_learned(method: str, quantizer: str) -> None:
     activation = qt.QuantSpec(bits=4, signed=False, symmetric=False, quantizer=quantizer)
     prepared, batches = residual(qconfig=qt.QConfig(activation, W3.weight))
     scales = {name: q.scale.clone() for name, q in qt.quantizers_of(prepared).items() if not q.of_weight}
-    report = qt.tuning.reconstruct(prepared, batches, method, **small())
+    report = qt.tuning.reconstruct(prepared, batches, method, **small(60))
     changed = [name for name, q in qt.quantizers_of(prepared).items() if name in scales and q.scale != scales[name]]
     assert len(changed) > len(scales) / 2  # but those of units that nothing improves
     assert sum(unit.after for unit in report.units) < sum(unit.before for unit in report.units)
@@ -195,7 +195,7 @@ def test_scales_of_activations_are_learned(method: str, quantizer: str) -> None:
 def test_learned_scales_of_activations_stay_in_the_first_steps_of_training() -> None:
     """Fixed ranges follow the data there: the first step of an optimizer put back what calibration had found."""
     prepared, batches = residual(train=True)
-    qt.tuning.reconstruct(prepared, batches, **small(method="brecq", scale_learning_rate=2e-2))
+    qt.tuning.reconstruct(prepared, batches, **small(40, method="brecq", scale_learning_rate=2e-2))
     learned = {name: q for name, q in qt.quantizers_of(prepared).items() if not q.of_weight and not q.following}
     assert len(learned) > 2
     before = {name: q.scale.clone() for name, q in learned.items()}
