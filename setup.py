@@ -27,6 +27,7 @@ except ImportError:
 ROOT = Path(__file__).parent
 EXPORTS = "csrc/exports.map"  # what the library shows to the linker
 IS_SOURCE = "sdist" in sys.argv
+INCLUDED = (".cpp", ".h", ".cuh")
 INSTRUCTION_SETS = ("avx2", "avx512", "plain")
 FILES_OF_A_UNIT = 5  # a folder with fewer has no translation unit of its own
 # Units that only register, record and call: their templates are what takes long, and a step spends nothing in them.
@@ -117,9 +118,10 @@ def sources_of(cuda: bool) -> list[str]:
 
 def extension(cuda: bool) -> object:
     sources = sources_of(cuda)
-    headers = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".cuh")]
+    # What the units include; without it, a change of these would build nothing.
+    included = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in INCLUDED]
     # The library has no Python in it: one build serves every version of Python.
-    common = {"depends": [*headers, EXPORTS], "py_limited_api": True}
+    common = {"depends": [*included, EXPORTS], "py_limited_api": True}
     # The names of functions are a tenth of the library, and serve debuggers and profilers alone (docs/performance.md).
     if sys.platform == "linux":
         common["extra_link_args"] = ["-Wl,-s", f"-Wl,--version-script={ROOT / EXPORTS}"]

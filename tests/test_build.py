@@ -93,6 +93,18 @@ def test_architectures_are_those_of_the_visible_gpu(monkeypatch, visible: bool, 
     assert os.environ.get("TORCH_CUDA_ARCH_LIST") == (given or (None if visible else "8.0;9.0+PTX"))
 
 
+def test_each_source_is_in_one_unit_and_a_change_of_it_builds_again(monkeypatch) -> None:
+    given: dict = {}
+    monkeypatch.setattr("setuptools.setup", lambda **arguments: given.update(arguments))
+    monkeypatch.setenv("QTOOLKIT_CUDA", "0")
+    runpy.run_path(str(ROOT / "setup.py"))
+    library = given["ext_modules"][0]
+    included = [name for unit in library.sources for name in re.findall(r"csrc/\S+\.cpp", (ROOT / unit).read_text())]
+    sources = [p for p in (ROOT / "csrc").rglob("*.cpp") if p.parent.name not in ("cuda", "python")]
+    assert sorted(included) == sorted(str(p.relative_to(ROOT)) for p in sources)
+    assert {str(p.relative_to(ROOT)) for p in (*sources, *(ROOT / "csrc").rglob("*.h"))} <= {*library.depends}
+
+
 def test_importing_torch_first_is_not_needed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import qtoolkit"], capture_output=True, text=True, check=False, cwd=ROOT
