@@ -17,10 +17,11 @@ COMMON = ("tensorrt", "onnxruntime", "openvino", "litert")
 
 
 def slow_but(values: Iterable, quick: object) -> list:
-    """Values of a parameter that are all marked slow, but one."""
+    """Values of a parameter that are all marked slow, but one; those that have marks of their own stay as they are."""
     values = list(values)
     assert quick in values
-    return [value if value == quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    marked = type(pytest.param())
+    return [v if v == quick or isinstance(v, marked) else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 def values_of(item: pytest.Item) -> tuple:
