@@ -45,6 +45,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.slow
 def test_a_sharded_loader_calibrates_as_one_process_does(results: Results, size: int) -> None:
     torch.manual_seed(0)
     model = quantized("graph", "fixed").eval()
@@ -55,6 +56,7 @@ def test_a_sharded_loader_calibrates_as_one_process_does(results: Results, size:
 
 @pytest.mark.parametrize("idle", [False, True], ids=["shares", "one rank has no data"])
 @pytest.mark.parametrize("observer", ["minmax", "histogram"])
+@pytest.mark.slow
 def test_a_block_that_calibrates_sees_the_data_of_all_ranks(results: Results, observer: str, idle: bool) -> None:
     torch.manual_seed(0)
     model = quantized("graph", "fixed", observer=observer).eval()
@@ -69,6 +71,7 @@ def test_a_block_that_calibrates_sees_the_data_of_all_ranks(results: Results, ob
 
 @pytest.mark.parametrize("observer", ranks.OBSERVERS)
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.slow
 def test_a_phase_that_observes_sees_the_data_of_all_ranks(results: Results, size: int, observer: str) -> None:
     """DistributedDataParallel gives all ranks the buffers of rank 0 before each forward: nothing of the others may be lost."""
     name = "activation_quantizers.x"
@@ -82,6 +85,7 @@ def test_a_phase_that_observes_sees_the_data_of_all_ranks(results: Results, size
         torch.testing.assert_close(one, all_data, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_moving_ranges_are_kept_equal_by_the_mean_of_all_ranks(results: Results) -> None:
     one, other = (found["moving"] for found in results[2])
     for each in one:
@@ -94,6 +98,7 @@ def test_moving_ranges_are_kept_equal_by_the_mean_of_all_ranks(results: Results)
     assert torch.equal(one[1, True]["observed"], (sum(last) / 2).float())
 
 
+@pytest.mark.slow
 def test_ranges_that_add_up_are_refused(results: Results) -> None:
     assert (
         "quantizer 'activation_quantizers.x' has the observer 'histogram', which accumulates its input"
@@ -109,12 +114,14 @@ def test_one_process_needs_no_synchronization() -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp.safetensors", "fsdp"])
+@pytest.mark.slow
 def test_a_training_of_two_ranks_resumes_bit_for_bit(results: Results, name: str) -> None:
     for found in results[2]:
         assert found["resumed"][name]["random"]
         assert_same(found["resumed"][name]["other"], found["resumed"][name]["one"])
 
 
+@pytest.mark.slow
 def test_what_four_ranks_save_two_load_and_train_on(results: Results) -> None:
     wanted = results[4][0]
     for found in results[2]:
@@ -123,6 +130,7 @@ def test_what_four_ranks_save_two_load_and_train_on(results: Results) -> None:
         assert_same(found["trained"], wanted["trained"])
 
 
+@pytest.mark.slow
 def test_what_four_ranks_save_one_process_loads_and_converts(results: Results, folder: Path) -> None:
     model = quantized("graph", "lsq")
     optimizer = ranks.adam(model)
@@ -132,17 +140,20 @@ def test_what_four_ranks_save_one_process_loads_and_converts(results: Results, f
     qt.convert(model)
 
 
+@pytest.mark.slow
 def test_a_float_file_is_loaded_into_shards(results: Results, folder: Path) -> None:
     wanted = torch.load(folder / "float.pt", weights_only=True)
     for found in results[2]:
         assert_same({name: found["float"][name] for name in wanted}, wanted)
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_evaluated(results: Results) -> None:
     for found in results[2]:
         assert found["eval"] == {"fixed": True, "lsq": True}
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_is_told_to_all(results: Results) -> None:
     one, other = (found["errors"] for found in results[2])
     assert "load_checkpoint failed on rank 1: load_checkpoint: there is no file" in one[0]

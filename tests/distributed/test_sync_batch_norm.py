@@ -54,6 +54,7 @@ def assert_all_near(
 
 @pytest.mark.parametrize("road", ["units", "one by one"])
 @pytest.mark.parametrize("name", ranks.CASES)
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_process_does(results: Results, name: str, road: str) -> None:
     """Results, gradients of the input, the sums of all gradients of parameters, running statistics and ranges."""
     wanted = ranks.steps(name, ranks.prepared_of(name, sync=False), None)
@@ -61,6 +62,7 @@ def test_two_ranks_compute_what_one_process_does(results: Results, name: str, ro
 
 
 @pytest.mark.parametrize("name", ranks.CASES)
+@pytest.mark.slow
 def test_a_rank_has_the_gradients_of_the_ops_one_by_one(results: Results, name: str) -> None:
     """Its own ones, not only their sums: ranks may call different ops."""
     for found in results:
@@ -70,6 +72,7 @@ def test_a_rank_has_the_gradients_of_the_ops_one_by_one(results: Results, name: 
 
 
 @pytest.mark.parametrize("name", ranks.CASES)
+@pytest.mark.slow
 def test_a_unit_is_one_op_on_every_rank(results: Results, name: str) -> None:
     norms = 5
     wanted = 0 if name == "cumulative" else norms * ranks.STEPS  # its momentum is another one at each step
@@ -78,6 +81,7 @@ def test_a_unit_is_one_op_on_every_rank(results: Results, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ranks.CASES)
+@pytest.mark.slow
 def test_state_dicts_load_into_a_model_of_one_process(results: Results, name: str) -> None:
     model = ranks.prepared_of(name, sync=False)
     state = results[0][name]["units state"]
@@ -88,6 +92,7 @@ def test_state_dicts_load_into_a_model_of_one_process(results: Results, name: st
     assert torch.equal(results[0][name]["units in eval"], results[1][name]["units in eval"])
 
 
+@pytest.mark.slow
 def test_the_op_gives_codes_and_gradients_of_all_ranks(results: Results) -> None:
     wanted, shares = ranks.one_op(None), [found["op"] for found in results]
     for name, value in wanted.items():
@@ -100,6 +105,7 @@ def test_the_op_gives_codes_and_gradients_of_all_ranks(results: Results) -> None
             assert_near(joined(shares, name, name in ("y", "x", "residual")), value, name, 1e-5)
 
 
+@pytest.mark.slow
 def test_the_op_gives_the_gradient_of_each_ranks_divisor(results: Results) -> None:
     """That of a division before a batch norm over all ranks, by autograd in float64."""
     x, residual, grad = (t.double() for t in ranks.operands())
@@ -116,6 +122,7 @@ def test_the_op_gives_the_gradient_of_each_ranks_divisor(results: Results) -> No
         assert_near(found["op"]["own divisor"].double(), divisor.grad, "divisor", 1e-4)
 
 
+@pytest.mark.slow
 def test_a_hook_on_one_rank_leaves_no_rank_waiting(results: Results) -> None:
     """It has its own road, with the same all-reduces."""
     wanted = ranks.steps("fixed", ranks.prepared_of("fixed", sync=False), None)
@@ -127,12 +134,14 @@ def test_a_hook_on_one_rank_leaves_no_rank_waiting(results: Results) -> None:
         assert_all_near(mixed, wanted, between_ranks=1e-5)
 
 
+@pytest.mark.slow
 def test_without_its_group_a_model_waits_for_nobody(results: Results) -> None:
     alone = results[0]["alone"]
     assert torch.equal(alone["units"], alone["one by one"])
 
 
 @pytest.mark.parametrize(("test", "one", "other"), [("compiled", "eager", "compiled"), ("sharded", "whole", "sharded")])
+@pytest.mark.slow
 def test_compiled_as_a_whole_and_sharded(results: Results, test: str, one: str, other: str) -> None:
     for found in results:
         of = {
@@ -144,12 +153,14 @@ def test_compiled_as_a_whole_and_sharded(results: Results, test: str, one: str, 
             assert_near(of[other][name], value, name, 2e-4)
 
 
+@pytest.mark.slow
 def test_replaced_modules(results: Results) -> None:
     shares, wanted = [found["replaced"] for found in results], ranks.replaced(None)
     for name, value in wanted.items():
         assert_near(joined(shares, name, name in ("y", "x")), value, name, 2e-4)
 
 
+@pytest.mark.slow
 def test_groups(results: Results) -> None:
     for found in results:
         one, everyone, default = (found["groups"][name] for name in ("one", "all", "default"))

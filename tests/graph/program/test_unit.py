@@ -519,6 +519,7 @@ def call_with_wrong_arguments(seed: int, count: int) -> None:
             getattr(torch.ops.qtoolkit, op)(**given)
 
 
+@pytest.mark.slow
 def test_wrong_arguments_never_crash() -> None:
     """In a process of its own, so that a crash is a failure and not the end of the suite."""
     program = "from tests.graph.program.test_unit import call_with_wrong_arguments; call_with_wrong_arguments(0, 3000)"
