@@ -23,12 +23,12 @@ demo: $(BUILT)               ## from a float CNN to verified int8 and int4 ONNX 
 	@echo "== examples/digits.py"
 	$(RUN)/python examples/digits.py
 
-test: $(BUILT) $(VENV)/ready ## lints, the documentation, and of every test one case, without those that are slow: some minutes
+test: $(BUILT) $(VENV)/ready ## lints, the documentation, and of every test one case, without those that are slow
 	$(MAKE) --jobs 2 --output-sync=target lint docs
 	$(MAKE) unit OPTIONS='--few -m "not slow"'
 
 # Tests on both torches. What has passed is noted, so that CI knows from where a change can reach tests (tests/reach.py).
-test-all: lint docs $(BUILT) $(VENV)/ready ## every case of every test, before a release and at the end of a piece of work: an hour
+test-all: lint docs $(BUILT) $(VENV)/ready ## every case of every test, before a release and at the end of a piece of work
 	@echo "== all tests, with the sweeps in full"
 	$(TESTS) --sweep
 	$(MAKE) frameworks OPTIONS=--sweep
