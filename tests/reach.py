@@ -37,6 +37,11 @@ def files() -> dict[str, Path]:
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
+@functools.cache
+def text_of(module: str) -> str:
+    return files()[module].read_text()
+
+
 def module_of(name: str) -> str | None:
     """The module that a dotted name lies in."""
     while name not in files() and "." in name:
@@ -60,7 +65,7 @@ def public() -> dict[str, list[str]]:
 
 def named_in(module: str) -> Iterator[str]:
     """Dotted names that a module imports or mentions."""
-    text = files()[module].read_text()
+    text = text_of(module)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -111,7 +116,7 @@ def tests_of(changed: Iterable[str]) -> list[str]:
             modules |= {name for name in tests if name.startswith(f"tests.{folder}.")}
         for place in READ:
             if path.startswith(place):
-                modules |= {name for name in tests if re.search(rf"\b{place}\b", files()[name].read_text())}
+                modules |= {name for name in tests if re.search(rf"\b{place}\b", text_of(name))}
     return sorted(str(files()[name].relative_to(ROOT)) for name in reached_by(modules) & tests)
 
 

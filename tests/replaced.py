@@ -59,3 +59,15 @@ def calibrated(model: nn.Module, batches: list[Any], backend: str = "tensorrt", 
     replaced = qt.quant_modules.replace(model, backend=backend, **options)
     qt.calibrate(replaced, batches, progress=False)
     return replaced
+
+
+def in_training(road: str, config: qt.QConfig, model: nn.Module, x: Tensor, **options: Any) -> nn.Module:
+    """Return a model prepared ("graph") or replaced, calibrated on x, in training mode; for TensorRT if no backend is given."""
+    torch.manual_seed(0)
+    model, options = (
+        model.train(),
+        {"backend": "tensorrt", "qconfig_mapping": qt.QConfigMapping().set_global(config)} | options,
+    )
+    of_road = qt.prepare(model, (x,), **options) if road == "graph" else qt.quant_modules.replace(model, **options)
+    qt.calibrate(of_road.eval(), [x], progress=False)
+    return of_road.train()

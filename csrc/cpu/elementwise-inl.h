@@ -7,7 +7,7 @@
 
 // Whether a functor is one of almost every training step. Its loops are compiled for each storage type, and inlined
 // into the walks over channels; the others share walks and loops, as all do in the plain kernels.
-template <class A, class Functor>
+template <class Functor>
 constexpr bool kInEachStep = QT_BYTES > 16 && (std::is_same<Functor, IntegerFunctor<float, Vector<float>>>::value ||
                                                std::is_same<Functor, LearnedGradient<float, Vector<float>>>::value);
 
@@ -69,18 +69,17 @@ void map_elements(const KernelArgs& args, int64_t begin, int64_t end, const Map&
 
 template <class A, class F, class Grid>
 void map_shared(const Grid& grid, const void* functor, const Chunks<Source, Target>& chunks) {
-  const bool codes = chunks.codes.data != nullptr;
-  const F copy = *static_cast<const F*>(functor);
+  const F& f = *static_cast<const F*>(functor);
   if constexpr (std::is_same<F, IntegerFunctor<A, Vector<A>>>::value) {
-    if (codes) return map_chunks<A, true, true>(chunks, grid, copy);
+    if (chunks.codes.data != nullptr) return map_chunks<A, true, true>(chunks, grid, f);
   }
-  map_chunks<A, true, false>(chunks, grid, copy);
+  map_chunks<A, true, false>(chunks, grid, f);
 }
 
 template <class A, class F>
 void elementwise(const KernelArgs& args, int64_t begin, int64_t end) {
   const F functor = F::from(args);
-  if constexpr (kInEachStep<A, F>) {
+  if constexpr (kInEachStep<F>) {
     const auto run = [&](auto masked, auto codes) {
       map_elements<true, A>(args, begin, end, [&](const auto& grid, const auto& chunks) {
         map_chunks<A, masked.value, codes.value>(chunks, grid, functor);

@@ -94,8 +94,8 @@ QT_FN void learned_chunks(Y dx, X x, X grad, int chunks, bool stream, Grid grid,
 template <class A, bool kZeroPoint, class F, class Grid>
 void learned_shared(const Grid& grid, const void* functor, Target dx, Source x, Source grad, int chunks, bool stream,
                     A* ds, A* dz) {
-  const F copy = *static_cast<const F*>(functor);
-  learned_chunks<A, kZeroPoint>(dx, x, grad, chunks, stream, grid, copy, ds, dz);
+  const F& f = *static_cast<const F*>(functor);
+  learned_chunks<A, kZeroPoint>(dx, x, grad, chunks, stream, grid, f, ds, dz);
 }
 
 // Adds the sums of consecutive lanes to the sums of consecutive channels.
@@ -257,7 +257,7 @@ void walk_learned(const KernelArgs& args, int64_t begin, int64_t end, const Loop
 template <class A, bool kZeroPoint, class F>
 void learned_backward_with(const KernelArgs& args, int64_t begin, int64_t end) {
   const F functor = F::from(args);
-  if constexpr (kInEachStep<A, F>) {
+  if constexpr (kInEachStep<F>) {
     walk_learned<true, A, kZeroPoint>(
         args, begin, end, [&](const auto& grid, auto dx, auto x, auto grad, int chunks, bool stream, A* ds, A* dz) {
           learned_chunks<A, kZeroPoint>(dx, x, grad, chunks, stream, grid, functor, ds, dz);

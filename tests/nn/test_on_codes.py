@@ -15,6 +15,7 @@ from qtoolkit.nn.on_codes import HAS_INT8
 from qtoolkit.verdicts import Cause
 from tests.cases import leaf
 from tests.copies import made_once
+from tests.replaced import in_training
 
 LSQ = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(quantizer="lsq", axis=0, narrow=True))
 FIXED = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0, narrow=True))
@@ -54,24 +55,17 @@ def images(seed: int = 0) -> Tensor:
 
 
 def quantized(road: str, config: qt.QConfig = LSQ, model: nn.Module | None = None, **options: str) -> nn.Module:
-    return quantized_net(road, config, **options) if model is None else quantized_model(road, config, model, **options)
+    return (
+        quantized_net(road, config, **options)
+        if model is None
+        else in_training(road, config, model, images(), **options)
+    )
 
 
 @made_once
 def quantized_net(road: str, config: qt.QConfig, **options: str) -> nn.Module:
     torch.manual_seed(0)
-    return quantized_model(road, config, Net(), **options)
-
-
-def quantized_model(road: str, config: qt.QConfig, model: nn.Module, **options: str) -> nn.Module:
-    torch.manual_seed(0)
-    model, mapping = model.train(), qt.QConfigMapping().set_global(config)
-    if road == "graph":
-        prepared = qt.prepare(model, (images(),), qconfig_mapping=mapping, backend="tensorrt", **options)
-    else:
-        prepared = qt.quant_modules.replace(model, mapping, backend="tensorrt", **options)
-    qt.calibrate(prepared.eval(), [images()], progress=False)
-    return prepared.train()
+    return in_training(road, config, Net(), images(), **options)
 
 
 def step(model: nn.Module, x: Tensor | None = None, run: Callable | None = None) -> tuple[Tensor, dict[str, Tensor]]:

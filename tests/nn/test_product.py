@@ -14,6 +14,7 @@ from qtoolkit.nn.fused_attention import HAS_FUSED
 from tests.cases import leaf
 from tests.copies import made_once
 from tests.nn.test_on_codes import AFFINE, FIXED, FOUR_BITS, LSQ, assert_equal, bytes_kept, configs, roads
+from tests.replaced import in_training
 
 BATCH, HEADS, LENGTH, FEATURES = 3, 2, 5, 8
 PLAIN = {"training_arithmetic": "float", "save": "float"}
@@ -64,24 +65,17 @@ def sequences(seed: int = 0) -> Tensor:
 
 
 def quantized(road: str, config: qt.QConfig = LSQ, model: nn.Module | None = None, **options: str) -> nn.Module:
-    return quantized_net(road, config, **options) if model is None else quantized_model(road, config, model, **options)
+    return (
+        quantized_net(road, config, **options)
+        if model is None
+        else in_training(road, config, model, sequences(), **options)
+    )
 
 
 @made_once
 def quantized_net(road: str, config: qt.QConfig, **options: str) -> nn.Module:
     torch.manual_seed(0)
-    return quantized_model(road, config, Attention(), **options)
-
-
-def quantized_model(road: str, config: qt.QConfig, model: nn.Module, **options: str) -> nn.Module:
-    torch.manual_seed(0)
-    model, mapping = model.train(), qt.QConfigMapping().set_global(config)
-    if road == "graph":
-        prepared = qt.prepare(model, (sequences(),), qconfig_mapping=mapping, **{"backend": "tensorrt", **options})
-    else:
-        prepared = qt.quant_modules.replace(model, mapping, **{"backend": "tensorrt", **options})
-    qt.calibrate(prepared.eval(), [sequences()], progress=False)
-    return prepared.train()
+    return in_training(road, config, Attention(), sequences(), **options)
 
 
 def step(model: nn.Module, run=None, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
