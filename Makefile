@@ -28,7 +28,7 @@ test: $(BUILT) $(VENV)/ready ## lints, the documentation, and of every test one 
 	$(MAKE) unit OPTIONS='--few -m "not slow"'
 
 # Tests on both torches. What has passed is noted, so that CI knows from where a change can reach tests (tests/reach.py).
-test-all: lint docs $(BUILT) $(VENV)/ready ## every case of every test, before a release and at the end of a piece of work
+test-all: lint docs $(BUILT) $(VENV)/ready second-environment ## every case of every test, before a release and at the end of a piece of work
 	@echo "== all tests, with the sweeps in full"
 	$(TESTS) --sweep
 	$(MAKE) frameworks OPTIONS=--sweep
