@@ -14,9 +14,9 @@ TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(RUN)/python -m pytest --nump
 # The second torch: a copy of the tree, with an environment of its own. Its tests are those whose results torch has a part in.
 SECOND = $(MAKE) -C build/second TORCH=torch==2.13.0 ZOO= QTOOLKIT_CUDA=0
 WITHOUT_TORCH = $(addprefix --ignore-glob=tests/, cli debug/test_report_in_a_browser.py ops/test_cuda_* ops/test_instruction_sets.py \
-  $(addsuffix .py, $(addprefix test_, benchmarks examples house notebooks readme site site_in_a_browser sweep wheel)))
+  $(addsuffix .py, $(addprefix test_, benchmarks pytest_benchmarks examples house notebooks readme site site_in_a_browser sweep wheel)))
 
-.PHONY: demo test test-all reached lint unit docs build wheel environments frameworks second second-environment sanitize fuzz browser emulator clean \
+.PHONY: demo test test-all rows reached lint unit docs build wheel environments frameworks second second-environment sanitize fuzz browser emulator clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench
 
 demo: $(BUILT)               ## from a float CNN to verified int8 and int4 ONNX models, on digits
@@ -26,14 +26,19 @@ demo: $(BUILT)               ## from a float CNN to verified int8 and int4 ONNX 
 test: $(BUILT) $(VENV)/ready ## lints, the documentation, and of every test one case, without those that are slow
 	$(MAKE) --jobs 2 --output-sync=target lint docs
 	$(MAKE) unit OPTIONS='--few -m "not slow"'
+	$(MAKE) rows
 
 # Tests on both torches. What has passed is noted, so that CI knows from where a change can reach tests (tests/reach.py).
-test-all: lint docs $(BUILT) $(VENV)/ready second-environment ## every case of every test, before a release and at the end of a piece of work
+test-all: lint docs rows $(BUILT) $(VENV)/ready second-environment ## every case of every test, before a release and at the end of a piece of work
 	@echo "== all tests, with the sweeps in full"
 	$(TESTS) --sweep
 	$(MAKE) frameworks OPTIONS=--sweep
 	$(SECOND) unit OPTIONS='--few -m "not data" $(WITHOUT_TORCH)'
 	git diff --quiet HEAD && git rev-parse HEAD >.ci/verified && echo "== all tests have passed: commit .ci/verified"
+
+rows: $(BUILT) $(VENV)/ready ## each row of pytest benchmarks once, without times
+	@echo "== rows of pytest benchmarks"
+	$(TESTS) --dist loadfile benchmarks --benchmark-disable
 
 reached: $(BUILT) $(VENV)/ready ## what the change since the commit BASE can reach, without what make test runs
 	@paths=$$($(RUN)/python -m tests.reach $(BASE)) && echo "== tests that the change since '$(BASE)' reaches: $${paths:-none}" && \
@@ -89,7 +94,7 @@ gpu-sanitize:                ## a call of every op under compute-sanitizer's fou
 	    tests/ops/test_cuda_values.py -k "gpu and (every_op or batch_norm or max_pool or weight)" || exit 1; done
 
 gpu-bench:                   ## ops beside a copy of the same bytes, training steps beside float; writes docs/gpu.md
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py all --write
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/pages/gpu.py all --write
 
 browser:                     ## the browser that tests open reports in, on Debian, as root; without it they are skipped
 	apt-get update && apt-get install --yes --no-install-recommends chromium fonts-liberation
@@ -123,7 +128,7 @@ $(VENV)/has-torch: constraints.txt requirements-onnx.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/pip install --quiet $(TORCH) "setuptools>=77" ninja wheel scikit-learn rich -r requirements-onnx.txt -c constraints.txt && touch $@
 
-$(VENV)/ready: $(VENV)/has-torch requirements-checkpoint.txt requirements-cli.txt requirements-dev.txt requirements-docs.txt requirements-litert.txt requirements-openvino.txt requirements-report.txt requirements-training.txt requirements-tuning.txt requirements-zoo.txt
+$(VENV)/ready: $(VENV)/has-torch requirements-benchmarks.txt requirements-checkpoint.txt requirements-cli.txt requirements-dev.txt requirements-docs.txt requirements-litert.txt requirements-openvino.txt requirements-report.txt requirements-training.txt requirements-tuning.txt requirements-zoo.txt
 	@echo "== install what tests and lints need"
 	$(RUN)/pip install --quiet $(TORCH) $(ZOO) -r requirements-checkpoint.txt -r requirements-cli.txt -r requirements-dev.txt -r requirements-docs.txt -r requirements-litert.txt -r requirements-openvino.txt -r requirements-report.txt -r requirements-training.txt -r requirements-tuning.txt -c constraints.txt && touch $@
 

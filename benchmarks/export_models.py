@@ -1,4 +1,4 @@
-"""Models of benchmarks/export.py with their data: inputs, calibration batches and, where there is data, accuracy."""
+"""Models of benchmarks/pages/export.py with their data: inputs, calibration batches and, where there is data, accuracy."""
 
 import io
 import sys
@@ -55,6 +55,12 @@ class FSRCNN(nn.Module):
         x = self.activation_2(self.shrink(self.activation_1(self.feature_extract(x))))
         x = self.activation_3(self.map_4(self.map_3(self.map_2(self.map_1(x)))))
         return torch.clamp(self.deconv(self.activation_4(self.expand(x))), 0, 1)
+
+
+def resnet18(data: Path | None, quick: bool) -> Subject:
+    import torchvision
+
+    return _random("ResNet-18", torchvision.models.resnet18(weights=None), 96 if quick else 224)
 
 
 def resnet50(data: Path | None, quick: bool) -> Subject:
@@ -163,6 +169,7 @@ def _batches(x: Tensor, y: Tensor) -> zip:  # type: ignore[type-arg]
 
 
 SUBJECTS: dict[str, Callable[[Path | None, bool], Subject]] = {
+    "resnet18": resnet18,
     "resnet50": resnet50,
     "mobilenet_v2": mobilenet_v2,
     "fsrcnn": fsrcnn,

@@ -1,10 +1,13 @@
 """Timing side by side: pieces of work on the same tensor, in turn, as multiples of the first; and what autograd keeps."""
 
+import ctypes
+import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,15 +16,23 @@ ROOF = "roof"
 SHORTEST_SAMPLE = 200e-6  # seconds; shorter work is called several times, so that it is timed as it runs in a loop
 LONGEST_SAMPLE_CALLS = 1000
 FEWEST_REPEATS = 3
+PAUSE = 0.03  # seconds, between models with threads of their own: those of the model before go to sleep
 
-# The allocator keeps its memory: a fresh mapping's page faults would otherwise cost several times what any kernel does.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": "100000000000",
-    "MALLOC_TRIM_THRESHOLD_": "100000000000",
-    "MALLOC_TOP_PAD_": "1000000000",
-}
+# Parameters of glibc's mallopt, by their numbers in malloc.h.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 
-Work = Mapping[str, Callable[[], object]]
+
+@dataclass(frozen=True)
+class Timed:
+    """Work that says itself how long it took, such as a step of a model in another process."""
+
+    seconds: Callable[[], float | None]
+
+    def __call__(self) -> float | None:
+        return self.seconds()
+
+
+Work = Mapping[str, Callable[[], object]]  # a Timed gives the time of a call, everything else is timed here
 
 
 @dataclass(frozen=True)
@@ -29,13 +40,45 @@ class Case:
     """Pieces of work on the same tensor.
 
     The one named ROOF is what the others are divided by. Where the goal is a time, there is none: `limit_us` is that time.
+
+    Attributes:
+        group: The table that the case is in.
+        name: What the pieces work on.
+        work: The pieces.
+        goal: What is asked of ours.
+        limit_us: The roof where it is a time, in microseconds.
+        once: Time each piece once, without a warm-up: work of seconds, which the caller has warmed up.
+        pause: Seconds before each sample: PAUSE where pieces have threads of their own.
+        bytes: Of what each piece works on, or makes; taken after the pieces were timed.
+        kept: The bytes that each piece keeps for backward.
+        absent: Why there is no work, or no time, for a piece.
+        end: What to call when the case is no longer needed.
     """
 
     group: str
     name: str
     work: Work
-    goal: str
+    goal: str = ""
     limit_us: float | None = None
+    once: bool = False
+    pause: float = 0.0
+    bytes: Mapping[str, Callable[[], int]] = field(default_factory=dict)
+    kept: Mapping[str, Callable[[], int]] = field(default_factory=dict)
+    absent: Callable[[], Mapping[str, str]] = dict
+    end: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Times:
+    """The seconds that one call of a piece took in each round, over a number of calls."""
+
+    calls: int
+    seconds: Sequence[float]
+
+    @property
+    def median(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True)
@@ -57,35 +100,83 @@ class Row:
 
 @dataclass(frozen=True)
 class Pace:
-    """How often to repeat a case, for how many seconds at most, and how to wait for the device."""
+    """How often to repeat a case, for how many seconds at most but how often at least, and how to wait for the device."""
 
     repeats: int
     seconds: float
-    sync: Callable[[], None]
+    sync: Callable[[], None] = lambda: None
+    fewest: int = FEWEST_REPEATS
 
 
 def measure(case: Case, threads: int, pace: Pace) -> Row:
     """Time all pieces of a case, in turn, and take medians.
 
-    A slow case ends after `pace.seconds`, but is repeated FEWEST_REPEATS times at least.
+    A slow case ends after `pace.seconds`, but is repeated `pace.fewest` times at least.
     """
-    torch.set_num_threads(threads)
-    torch.compiler.reset()  # compiled code holds the sizes and the number of threads that it was compiled for
-    calls = {name: _calls_in_a_sample(work, pace.sync) for name, work in case.work.items()}
-    times: dict[str, list[float]] = {name: [] for name in case.work}
-    end, repeats = time.perf_counter() + pace.seconds, 0
-    while repeats < FEWEST_REPEATS or (repeats < pace.repeats and time.perf_counter() < end):
-        for name, work in case.work.items():
-            times[name].append(_sample(work, calls[name], pace.sync))
-        repeats += 1
-    medians = {name: 1e6 * statistics.median(values) for name, values in times.items()}
+    times = times_of(case, threads, pace)
+    medians = {name: 1e6 * of.median for name, of in times.items()}
     roof = medians.pop(ROOF) if case.limit_us is None else case.limit_us
     ratios = {name: median / roof for name, median in medians.items()}
-    return Row(case.group, case.name, threads, repeats, max(map(spread, times.values())), roof, ratios, case.goal)
+    widest = max(spread(of.seconds) for of in times.values())
+    repeats = max(len(of.seconds) for of in times.values())
+    return Row(case.group, case.name, threads, repeats, widest, roof, ratios, case.goal)
+
+
+def times_of(case: Case, threads: int, pace: Pace) -> dict[str, Times]:
+    """Time all pieces of a case, in turn."""
+    torch.set_num_threads(threads)
+    torch.compiler.reset()  # compiled code holds the sizes and the number of threads that it was compiled for
+    calls, samples = {}, {}
+    for name, work in case.work.items():
+        timed_here = not isinstance(work, Timed)
+        calls[name] = _calls_in_a_sample(work, pace.sync) if timed_here and not case.once else 1
+        samples[name] = partial(sample, work, calls[name], pace.sync) if timed_here else work
+    seconds = take_turns(samples, replace(pace, fewest=1, repeats=1) if case.once else pace, case.pause)
+    return {name: Times(calls[name], of) for name, of in seconds.items()}
+
+
+def take_turns(
+    samples: Mapping[str, Callable[[], float | None]], pace: Pace, pause: float = 0
+) -> dict[str, list[float]]:
+    """Return the seconds that each piece took in each round, in which they take turns; None is no figure.
+
+    Meanwhile Python does not look for garbage: a search would be the time of the piece that it happens to meet.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in samples}
+    gc.collect()
+    gc.disable()
+    try:
+        end, rounds = time.perf_counter() + pace.seconds, 0
+        while rounds < pace.fewest or (rounds < pace.repeats and time.perf_counter() < end):
+            for name, sampled in samples.items():
+                time.sleep(pause)
+                if (taken := sampled()) is not None:
+                    seconds[name].append(taken)
+            rounds += 1
+    finally:
+        gc.enable()
+    return seconds
+
+
+def sample(
+    work: Callable[[], object],
+    calls: int = 1,
+    sync: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the seconds that one call takes, over several."""
+    sync()
+    start = clock()
+    for _ in range(calls):
+        work()
+    sync()
+    return (clock() - start) / calls
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the interquartile range as a share of the median."""
+    """Return the interquartile range as a share of the median; 0 of one value."""
+    if len(values) == 1:
+        return 0.0
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return (third - first) / statistics.median(values)
 
@@ -93,24 +184,31 @@ def spread(values: Sequence[float]) -> float:
 def _calls_in_a_sample(work: Callable[[], object], sync: Callable[[], None]) -> int:
     """Warm up, and return how many calls last for the shortest sample."""
     work()
-    seconds = _sample(work, 1, sync)
-    return min(LONGEST_SAMPLE_CALLS, math.ceil(SHORTEST_SAMPLE / seconds))
+    return min(LONGEST_SAMPLE_CALLS, math.ceil(SHORTEST_SAMPLE / sample(work, 1, sync)))
 
 
-def _sample(work: Callable[[], object], calls: int, sync: Callable[[], None]) -> float:
-    """Return the seconds that one call takes, over several."""
-    sync()
-    start = time.perf_counter()
-    for _ in range(calls):
-        work()
-    sync()
-    return (time.perf_counter() - start) / calls
+def keep_memory() -> None:
+    """Let the allocator keep what is freed: a fresh mapping's page faults cost several times what any kernel does."""
+    set_allocator({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: 1 << 30})
+
+
+def set_allocator(parameters: Mapping[int, int]) -> None:
+    """Set parameters of the C library's allocator for this process, where it has them (man 3 mallopt)."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in parameters.items():
+            mallopt(parameter, value)
+
+
+def bytes_kept(forward: Callable[..., Tensor], *inputs: Tensor) -> int:
+    """Return the bytes that autograd keeps for the backward of a forward; tensors that share memory count once."""
+    return sum(kept_storages(lambda: forward(*inputs)).values())
 
 
 def kept_bytes(forward: Callable[[Tensor], Tensor], x: Tensor) -> float:
     """Return the bytes that autograd keeps for backward, for each element of x; tensors that share memory count once."""
     forward(x)  # compiles where there is something to compile
-    return sum(kept_storages(lambda: forward(x)).values()) / x.numel()
+    return bytes_kept(forward, x) / x.numel()
 
 
 def kept_storages(run: Callable[[], Tensor]) -> dict[int, int]:

@@ -2,17 +2,23 @@
 
 import os
 import platform
+import re
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from measure import Row
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measure import Row
+import qtoolkit
 from qtoolkit._native import library
 
+ROOT = Path(__file__).parents[1]
 NOISY = 0.3  # an interquartile range above this share of the median is marked
 KEPT_TITLE = "kept for backward, bytes an element (fixed / learned scale); goal: 1/8 with a fixed scale"
 
@@ -106,6 +112,13 @@ def _number(value: float | None, places: int = 2) -> str:
     return "" if value is None else f"{value:.{places}f}"
 
 
+def present_command() -> str:
+    """Return the command that runs now as one types it: `python -m benchmarks.pages.ops --quick`."""
+    script = Path(sys.argv[0]).resolve().with_suffix("")
+    parts = script.relative_to(ROOT).parts if script.is_relative_to(ROOT) else (script.name,)
+    return shlex.join(["python", "-m", ".".join(parts), *sys.argv[1:]])
+
+
 def facts(device: str) -> dict[str, object]:
     """What the machine, the processor, torch and the library are."""
     return {
@@ -118,8 +131,32 @@ def facts(device: str) -> dict[str, object]:
     }
 
 
+def processor_features() -> list[str]:
+    """Return what of the processor decides how fast integers are, by Linux' names; nothing elsewhere."""
+    named = re.search(r"^flags\s*: (.*)$", _cpuinfo(), flags=re.MULTILINE)
+    found = set(named[1].split()) if named else set()
+    return [name for name in ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8") if name in found]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what is measured, as far as it is installed."""
+    others = {name: _version(name) for name in ("torchvision", "timm", "onnxruntime")}
+    ours = {"python": platform.python_version(), "qtoolkit": qtoolkit.__version__, "torch": torch.__version__}
+    return {**ours, **{name: number for name, number in others.items() if number}}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
 def _processor() -> str:
+    named = re.search(r"^model name\s*: (.*)$", _cpuinfo(), flags=re.MULTILINE)
+    return named[1].strip() if named else platform.machine()
+
+
+def _cpuinfo() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return info.read_text() if info.exists() else ""

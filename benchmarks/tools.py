@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from op_cases.subjects import QMAX, QMIN, Subject
 from torch import Tensor
 
+from benchmarks.op_cases.subjects import QMAX, QMIN, Subject
 from qtoolkit import ops
 
 Forward = Callable[[Tensor], Tensor]

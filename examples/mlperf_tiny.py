@@ -27,10 +27,10 @@ from torch.nn import functional as F
 import qtoolkit as qt
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))  # the images, and a training that goes on where it was stopped
+sys.path.insert(0, str(ROOT))  # the images, and a training that goes on where it was stopped
 
-from export_models import MEAN, STD, resnet20_of  # noqa: E402
-from training.cifar import Data, Run, Schedule, accuracy, load, trained_float  # noqa: E402
+from benchmarks.export_models import MEAN, STD, resnet20_of  # noqa: E402
+from benchmarks.training.cifar import Data, Run, Schedule, accuracy, load, trained_float  # noqa: E402
 
 BN_EPS = 1e-3  # Keras' default
 SEED, BATCH, CALIBRATION = 0, 128, 512

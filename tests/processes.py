@@ -82,7 +82,7 @@ def _of_rank(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> Non
 def python(
     *command: object, cwd: str | Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 900
 ) -> subprocess.CompletedProcess[str]:
-    """Run what `python` would, and capture what it writes: a script, or `-c` and a program; and then arguments.
+    """Run what `python` would, and capture what it writes: a script, `-m` and a module, or `-c` and a program; then arguments.
 
     Variables of `env` have no effect on what reads them when it is imported.
     """
@@ -106,10 +106,12 @@ def _run(words: list[str], cwd: str, environment: dict[str, str], outputs: list[
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    of_program = words[0] == "-c"
-    folder = "" if of_program else str(Path(words[0]).parent)
+    folder = "" if words[0] in ("-c", "-m") else str(Path(words[0]).parent)
     sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    if of_program:
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
         sys.modules["__main__"] = ModuleType("__main__")
         exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"]))

@@ -1,7 +1,6 @@
 """The benchmark of the ops: its command, and that it times what it says."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,14 +23,13 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 @pytest.fixture(autouse=True)
 def _import_from_the_folder(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER.with_name("examples")))
-    monkeypatch.syspath_prepend(str(FOLDER))
 
 
 @pytest.mark.sweep
 def test_the_command_writes_json_and_markdown(tmp_path) -> None:
     out = tmp_path / "ops.json"
     options = ["--quick", "--repeats", "3", "--threads", "1", "--only", "eager overhead", "--out", str(out)]
-    command = [sys.executable, str(FOLDER / "ops.py"), *options]
+    command = [sys.executable, "-m", "benchmarks.pages.ops", *options]
     run = subprocess.run(command, check=False, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     results = json.loads(out.read_text())
@@ -49,7 +47,7 @@ def test_the_command_writes_json_and_markdown(tmp_path) -> None:
 
 
 def test_kept_bytes_counts_what_shares_memory_once() -> None:
-    from measure import kept_bytes
+    from benchmarks.measure import kept_bytes
 
     x = torch.ones(1000, requires_grad=True)
     assert kept_bytes(lambda x: x * x, x) == 4  # x, as both factors
@@ -58,7 +56,7 @@ def test_kept_bytes_counts_what_shares_memory_once() -> None:
 
 
 def test_a_tool_that_does_other_work_is_refused() -> None:
-    import tools
+    from benchmarks import tools
 
     tools.check_agreement(tools.EAGER)
     seven_bits = tools.Tool(
@@ -69,7 +67,7 @@ def test_a_tool_that_does_other_work_is_refused() -> None:
 
 
 def test_a_goal_in_seconds_is_the_roof() -> None:
-    from measure import Case, Pace, measure
+    from benchmarks.measure import Case, Pace, measure
 
     threads = torch.get_num_threads()
     case = Case("group", "name", {"work": lambda: torch.ones(8)}, "1", limit_us=1e9)
@@ -79,7 +77,7 @@ def test_a_goal_in_seconds_is_the_roof() -> None:
 
 
 def test_the_weights_of_resnet_50_are_all_there() -> None:
-    from op_cases.ranges import resnet50_weights
+    from benchmarks.op_cases.ranges import resnet50_weights
 
     weights = list(resnet50_weights())
     assert len(weights) == 54
@@ -89,7 +87,7 @@ def test_the_weights_of_resnet_50_are_all_there() -> None:
 @pytest.mark.slow
 def test_range_search_beside_the_old_tool(tmp_path) -> None:
     out = tmp_path / "ranges.json"
-    command = [FOLDER / "ranges.py", "--quantizers", "2", "--json", str(out)]
+    command = ["-m", "benchmarks.pages.ranges", "--quantizers", "2", "--json", str(out)]
     run = processes.python(*command)
     assert run.returncode == 0, run.stderr
     rows = {row["method"]: row for row in json.loads(out.read_text())["rows"]}
@@ -104,7 +102,7 @@ def test_files_are_timed_beside_each_other_and_measured(tmp_path) -> None:
     pytest.importorskip("onnxruntime")
     out = tmp_path / "export.json"
     options = ["--quick", "--only", "resnet20", "--runtimes", "onnxruntime", "--json", str(out)]
-    run = processes.python(FOLDER / "export.py", *options)
+    run = processes.python("-m", "benchmarks.pages.export", *options)
     assert run.returncode == 0, run.stderr
     results = json.loads(out.read_text())
     rows = {row["file"]: row for row in results["rows"]}
@@ -118,33 +116,33 @@ def test_files_are_timed_beside_each_other_and_measured(tmp_path) -> None:
 def run_training(script: str, *options: str) -> tuple[dict[str, Any], str]:
     """Run a benchmark of training on a small network; return its results and what it prints."""
     out = Path(options[options.index("--out") + 1])
-    run = processes.python(FOLDER / script, "--quick", *options)
+    run = processes.python("-m", f"benchmarks.pages.{script}", "--quick", *options)
     assert run.returncode == 0, run.stderr
     return json.loads(out.read_text()), run.stdout
 
 
 @pytest.mark.sweep
 def test_what_a_gpu_is_measured_with_runs_without_one() -> None:
-    printed = processes.python(FOLDER / "gpu.py", "all", "--device", "cpu", "--quick").stdout
+    printed = processes.python("-m", "benchmarks.pages.gpu", "all", "--device", "cpu", "--quick").stdout
     for subject in ("ours, learned scales", "ours, fixed scales"):
         rows = [line for line in printed.splitlines() if subject in line]
         assert len(rows) == 3
         assert all("of float's" in row for row in rows)
     assert len([line for line in printed.splitlines() if "% of a copy" in line]) == 16
     if not torch.cuda.is_available():
-        refused = processes.python(FOLDER / "gpu.py", "ops")
+        refused = processes.python("-m", "benchmarks.pages.gpu", "ops")
         assert "There is no GPU here, so nothing was measured." in refused.stderr
 
 
 def test_small_layers_are_timed_by_arithmetic(tmp_path) -> None:
     out, page = tmp_path / "small.json", tmp_path / "page.md"
-    run = processes.python(FOLDER / "small_layers.py", "--few", "--seconds", "0", "--json", str(out))
+    run = processes.python("-m", "benchmarks.pages.small_layers", "--few", "--seconds", "0", "--json", str(out))
     assert run.returncode == 0, run.stderr
     results = json.loads(out.read_text())
     assert [(row["positions"], row["least"]) for row in results["rows"]] == [(2, 1167), (8, 1167)]
     assert "64 to 64, 3x3" in run.stdout
-    page.write_text("<!-- begin: benchmarks/small_layers.py -->\n<!-- end -->\n")
-    run = processes.python(FOLDER / "small_layers.py", "--page", str(page))
+    page.write_text("<!-- begin: benchmarks/pages/small_layers.py -->\n<!-- end -->\n")
+    run = processes.python("-m", "benchmarks.pages.small_layers", "--page", str(page))
     assert run.returncode == 0, run.stderr
     assert "| 512 to 512, 3x3 | 3,136 | 271 |" in page.read_text()
 
@@ -154,7 +152,7 @@ def test_training_steps_are_timed_beside_each_other_and_profiled(tmp_path) -> No
     pytest.importorskip("timm")
     options = ["--networks", "fsrcnn", "--only", "ours, codes", "ours, integer", "--threads", "1", "--rounds", "3"]
     results, printed = run_training(
-        "train_step.py", *options, "--profile", "--calls", "--out", str(tmp_path / "step.json")
+        "train_step", *options, "--profile", "--calls", "--out", str(tmp_path / "step.json")
     )
     rows = {row["subject"]: row for row in results["networks"]["fsrcnn"]["rows"]}
     assert list(rows) == ["float", "ours, codes", "ours, integer"]
@@ -176,8 +174,8 @@ def test_training_steps_are_timed_beside_each_other_and_profiled(tmp_path) -> No
 @pytest.mark.parametrize("others", [0, 1, 4])
 def test_every_group_has_the_float_model_first_and_each_other_subject_once(others: int, together: int | None) -> None:
     pytest.importorskip("timm")
-    from train_step import groups_of
-    from training.trainer import Settings
+    from benchmarks.pages.train_step import groups_of
+    from benchmarks.training.trainer import Settings
 
     subjects = [Settings("fsrcnn", name, "tensorrt", 1, None, size=24) for name in ("float", *"abcd"[:others])]
     groups = groups_of(subjects, together)
@@ -191,7 +189,7 @@ def test_every_group_has_the_float_model_first_and_each_other_subject_once(other
 def test_memory_of_a_training_step(tmp_path) -> None:
     pytest.importorskip("timm")
     options = ["--networks", "fsrcnn", "--only", "plain", "codes"]
-    results, printed = run_training("memory.py", *options, "--out", str(tmp_path / "memory.json"))
+    results, printed = run_training("memory", *options, "--out", str(tmp_path / "memory.json"))
     rows = {row["subject"]: row for row in results["networks"]["fsrcnn"]["rows"]}
     assert list(rows) == ["float", "ours, plain", "ours, codes"]
     assert rows["float"]["kept"] == 1
@@ -203,12 +201,11 @@ def test_memory_of_a_training_step(tmp_path) -> None:
     assert "FSRCNN x2: memory of a training step, batch 4" in printed
 
 
-def test_a_subject_that_fails_is_listed_with_the_reason(monkeypatch) -> None:
+def test_a_subject_that_fails_is_listed_with_the_reason() -> None:
     pytest.importorskip("timm")
-    from training.trainer import Settings
-    from training.worker import SubjectError, Worker
+    from benchmarks.training.trainer import Settings
+    from benchmarks.training.worker import SubjectError, Worker
 
-    monkeypatch.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
     settings = Settings("fsrcnn", "float", "tensorrt", 1, "no such device", size=24)
     with pytest.raises(SubjectError, match="RuntimeError: .*no such device"):
         Worker(settings)
@@ -216,7 +213,7 @@ def test_a_subject_that_fails_is_listed_with_the_reason(monkeypatch) -> None:
 
 def test_the_worst_subject_counts_for_a_demand_and_a_figure_below_is_not_equal() -> None:
     pytest.importorskip("timm")
-    from training.demands import Demand
+    from benchmarks.training.demands import Demand
 
     of = {"resnet18": {"float": 1.0, "ours, codes": 0.9, "ours, integer": 1.0, "NNCF": 1.8, "AIMET": 1.7}}
     demand = Demand("peak", "peak", ("ours, codes", "ours, integer"), {"resnet18": 1.0})
@@ -232,12 +229,12 @@ def test_the_worst_subject_counts_for_a_demand_and_a_figure_below_is_not_equal()
 def test_the_page_takes_what_was_measured_and_keeps_the_rest(tmp_path) -> None:
     pytest.importorskip("timm")
     pytest.importorskip("matplotlib")
-    import training_page
+    from benchmarks.pages import training_page
 
     page, out = tmp_path / "performance.md", tmp_path / "train_step.json"
     page.write_text(f"before\n{training_page.BEGIN}\nold\n{training_page.END}\nafter\n")
-    run_training("train_step.py", "--networks", "fsrcnn", "--only", "none", "--threads", "1", "--out", str(out))
-    processes.python(FOLDER / "training_page.py", "--results", tmp_path, "--page", page).check_returncode()
+    run_training("train_step", "--networks", "fsrcnn", "--only", "none", "--threads", "1", "--out", str(out))
+    processes.python("-m", "benchmarks.pages.training_page", "--results", tmp_path, "--page", page).check_returncode()
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -254,7 +251,7 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
     out, page = tmp_path / "accuracy.json", tmp_path / "accuracy.md"
     options = ["--bits", "4", "--seeds", "0", "--checkpoints", str(tmp_path), "--out", str(out)]
     every = ["--only", "float", "lsq", "dsq", "torch.ao", "torch.ao, learnable", "Brevitas", *options]
-    results, _ = run_training("accuracy.py", *every)
+    results, _ = run_training("accuracy", *every)
     rows = {row["training"]["subject"]: row for row in results["rows"]}
     assert set(rows) == {"float", "lsq", "dsq", "torch.ao", "torch.ao, learnable", "Brevitas"}
     assert results["float_weights"] == {"resnet20": 89}
@@ -264,11 +261,11 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
     assert rows["float"]["training"]["bits"] == 32
     assert "accuracy.py" in results["commands"][0]
     longer = ["--rate", "0.03", "--decay", "5e-5", "--clip", "5", *options]
-    results, _ = run_training("accuracy.py", "--only", "lsq", "--forward", "float", "integer", "--teacher", *longer)
+    results, _ = run_training("accuracy", "--only", "lsq", "--forward", "float", "integer", "--teacher", *longer)
     assert results["rows"][: len(rows)] == list(rows.values())  # nothing is trained twice
     assert [row["training"]["forward"] for row in results["rows"][len(rows) :]] == ["float", "integer"]
-    page.write_text("before\n<!-- begin: benchmarks/accuracy.py -->\nold\n<!-- end -->\nafter\n")
-    processes.python(FOLDER / "accuracy.py", "--out", out, "--page", page).check_returncode()
+    page.write_text("before\n<!-- begin: benchmarks/pages/accuracy.py -->\nold\n<!-- end -->\nafter\n")
+    processes.python("-m", "benchmarks.pages.accuracy", "--out", out, "--page", page).check_returncode()
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -286,7 +283,7 @@ def test_accuracy_of_two_networks_in_one_file_and_on_one_page(tmp_path) -> None:
     out = tmp_path / "accuracy.json"
     options = ["--seeds", "0", "--bits", "4", "--checkpoints", str(tmp_path), "--out", str(out)]
     of_8 = ["--network", "resnet8", "--optimizer", "adam", "--only", "float", "lsq", *options]
-    results, printed = run_training("accuracy.py", *of_8)
+    results, printed = run_training("accuracy", *of_8)
     trainings = [row["training"] for row in results["rows"]]
     assert {(t["network"], t["optimizer"], t["rate"]) for t in trainings} == {("resnet8", "adam", 1e-3)}
     assert results["float_weights"]["resnet8"] > 15  # after 30 steps
@@ -297,19 +294,19 @@ def test_accuracy_of_two_networks_in_one_file_and_on_one_page(tmp_path) -> None:
     gone = {**trainings[0], "subject": "lsq, histogram"}
     rows = [*results["rows"], {**results["rows"][0], "training": gone}]
     out.write_text(json.dumps({**results, "rows": rows}))
-    both, printed = run_training("accuracy.py", "--only", "float", *options)
+    both, printed = run_training("accuracy", "--only", "float", *options)
     assert 'Rows of subjects that no longer exist are left out: "lsq, histogram" (1).' in printed
     assert both["rows"][:-1] == results["rows"]
     assert both["rows"][-1]["training"]["network"] == "resnet20"
     assert both["float_weights"] == {**results["float_weights"], "resnet20": 89}
-    text = written_page("accuracy.py", out, tmp_path / "accuracy.md")
+    text = written_page("accuracy", out, tmp_path / "accuracy.md")
     assert text.index("ResNet-20, CIFAR-10: ") < text.index("| float |") < text.index("ResNet-8 on raw pixels, ")
     assert "| 1 |  | 0.001, adam |  | 4 | lsq | 1 |" in text
     assert {path.name for path in tmp_path.glob("*.svg")} == {"qat_resnet20.svg", "qat_resnet8.svg"}
 
 
 def test_rows_from_before_there_were_two_networks_can_be_read() -> None:
-    from accuracy import Row
+    from benchmarks.pages.accuracy import Row
 
     training = {"subject": "lsq", "bits": 4, "seed": 0, "epochs": 1, "teacher": False, "forward": "auto"}
     row = Row.of({"training": {**training, "rate": 0.01, "clip": None}, "calibrated": 77.3, "trained": 86.3})
@@ -318,7 +315,8 @@ def test_rows_from_before_there_were_two_networks_can_be_read() -> None:
 
 def test_resnet_8_is_that_of_mlperf_tiny_and_takes_unsigned_pixels() -> None:
     from mlperf_tiny import ResNet8
-    from training.algorithms import build
+
+    from benchmarks.training.algorithms import build
 
     model = ResNet8()
     values = {name: value for name, value in model.state_dict().items() if "num_batches" not in name}
@@ -338,8 +336,8 @@ def test_resnet_8_is_that_of_mlperf_tiny_and_takes_unsigned_pixels() -> None:
 
 
 def test_both_networks_see_the_same_crops() -> None:
-    from export_models import MEAN, STD
-    from training.cifar import augmented, crops
+    from benchmarks.export_models import MEAN, STD
+    from benchmarks.training.cifar import augmented, crops
 
     mean, std = MEAN[:, None, None], STD[:, None, None]
     pixels = torch.randint(256, (16, 3, 32, 32)).float()
@@ -353,8 +351,9 @@ def test_both_networks_see_the_same_crops() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_training_that_was_ended_goes_on_bit_for_bit(optimizer: str, tmp_path, monkeypatch) -> None:
     from mlperf_tiny import ResNet8
-    from training.algorithms import build
-    from training.cifar import Data, Run, Schedule
+
+    from benchmarks.training.algorithms import build
+    from benchmarks.training.cifar import Data, Run, Schedule
 
     generator = torch.Generator().manual_seed(0)
     images = 255 * torch.rand(60, 3, 32, 32, generator=generator), torch.randint(10, (60,), generator=generator)
@@ -392,7 +391,7 @@ def ending_at(count: int, step: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_rows_of_other_settings_are_refused(tmp_path) -> None:
-    from stored import rows_before, write_rows
+    from benchmarks.pages.stored import rows_before, write_rows
 
     out = tmp_path / "results" / "ptq.json"
     assert rows_before(out, {"images": 64}) == []
@@ -403,7 +402,7 @@ def test_rows_of_other_settings_are_refused(tmp_path) -> None:
 
 
 def test_a_page_without_the_marks_stays_as_it_is(tmp_path) -> None:
-    from stored import write_part
+    from benchmarks.pages.stored import write_part
 
     page = tmp_path / "page.md"
     page.write_text("before\n<begin>\nold\n<end>\nbetween\n<end>\nafter\n")
@@ -416,7 +415,7 @@ def test_a_page_without_the_marks_stays_as_it_is(tmp_path) -> None:
 
 
 def test_hits_are_kept_and_compared_image_by_image() -> None:
-    from post_training.hits import accuracy, difference, packed, unpacked
+    from benchmarks.pages.post_training.hits import accuracy, difference, packed, unpacked
 
     of, to = torch.rand(1001) < 0.9, torch.rand(1001) < 0.9
     assert torch.equal(unpacked(packed(of), 1001), of)
@@ -439,7 +438,7 @@ def test_accuracy_of_post_training_methods_beside_others_and_its_page(tmp_path) 
     pytest.importorskip("matplotlib")
     out, page = tmp_path / "ptq.json", tmp_path / "accuracy.md"
     options = ["--only", "minmax", "qdrop", "smooth_quant", "quantize_static, minmax", "--out", str(out)]
-    results, printed = run_training("ptq.py", *options)
+    results, printed = run_training("ptq", *options)
     rows = {(row["method"], row["bits"]): row for row in results["rows"]}
     assert {name for name, _ in rows} == {"minmax", "qdrop", "smooth_quant", "quantize_static, minmax"}
     assert {bits for _, bits in rows} == {"W8A8", "W4A8", "W4A4"}
@@ -447,11 +446,11 @@ def test_accuracy_of_post_training_methods_beside_others_and_its_page(tmp_path) 
     assert "there is none here" in rows["smooth_quant", "W8A8"]["failure"]
     assert "qtoolkit less the other tool" in printed
     assert results["test_images"] == 100
-    again, _ = run_training("ptq.py", *options)
+    again, _ = run_training("ptq", *options)
     measured = [row for row in results["rows"] if row["hits"]]
     assert [row for row in again["rows"] if row["hits"]] == measured  # nothing is measured twice
-    page.write_text("before\n<!-- begin: benchmarks/ptq.py -->\nold\n<!-- end -->\nafter\n")
-    processes.python(FOLDER / "ptq.py", "--out", out, "--page", page).check_returncode()
+    page.write_text("before\n<!-- begin: benchmarks/pages/ptq.py -->\nold\n<!-- end -->\nafter\n")
+    processes.python("-m", "benchmarks.pages.ptq", "--out", out, "--page", page).check_returncode()
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("<!-- end -->\nafter\n")
@@ -469,9 +468,9 @@ def test_accuracy_of_post_training_methods_beside_others_and_its_page(tmp_path) 
 def test_both_tools_quantize_the_same_tensors(tmp_path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    from export_models import resnet20_of
-    from post_training.methods import PLAIN, W4A4, Network, prepared
-    from post_training.others import quantized_file
+    from benchmarks.export_models import resnet20_of
+    from benchmarks.pages.post_training.methods import PLAIN, W4A4, Network, prepared
+    from benchmarks.pages.post_training.others import quantized_file
 
     network = Network(resnet20_of(None), torch.randn(64, 3, 32, 32), 1)
     graph = onnx.load(quantized_file(network, W4A4, "MinMax", True, tmp_path)).graph
@@ -502,7 +501,7 @@ def test_super_resolution_and_its_page(tmp_path) -> None:
         "--out",
         str(out),
     ]
-    results, printed = run_training("super_resolution.py", *options)
+    results, printed = run_training("super_resolution", *options)
     rows = {row["method"]: row for row in results["rows"]}
     assert set(rows) == {"float", "mse", "mse, equalized", "lsq_plus"}
     assert results["float_model"]["y"] == pytest.approx(36.890, abs=0.001)  # shared/data has this figure of "baby"
@@ -511,9 +510,9 @@ def test_super_resolution_and_its_page(tmp_path) -> None:
     assert rows["mse"]["calibrated"] == rows["mse"]["y"]
     assert rows["lsq_plus"]["calibrated"] != rows["lsq_plus"]["y"]
     assert "FSRCNN x2, Set5, trained" in printed
-    again, _ = run_training("super_resolution.py", *options)
+    again, _ = run_training("super_resolution", *options)
     assert again["rows"] == results["rows"]  # nothing is measured twice
-    assert "| mse | -" in written_page("super_resolution.py", out, page)
+    assert "| mse | -" in written_page("super_resolution", out, page)
 
 
 @needs_data
@@ -530,20 +529,20 @@ def test_text_encoder_and_its_page(tmp_path) -> None:
     out, page = tmp_path / "text_encoder.json", tmp_path / "accuracy.md"
     methods = ["minmax", "traced, minmax", "groups of 32, per token, gptq", "per channel, lsq, distilled"]
     options = ["--weights", str(tmp_path), "--only", *methods, "--out", str(out)]
-    results, printed = run_training("text_encoder.py", *options)
+    results, printed = run_training("text_encoder", *options)
     assert [row["method"] for row in results["rows"]] == methods
     of_float = results["float_model"]["spearman"]
     assert all(0 < abs(row["spearman"] - of_float) < 10 for row in results["rows"])  # of an encoder with random weights
     assert "all-MiniLM-L6-v2, STS-B dev, 60 pairs" in printed
-    again, _ = run_training("text_encoder.py", *options)
+    again, _ = run_training("text_encoder", *options)
     assert again["rows"] == results["rows"]
-    assert "| W8A8 | minmax |" in written_page("text_encoder.py", out, page)
+    assert "| W8A8 | minmax |" in written_page("text_encoder", out, page)
 
 
 def written_page(script: str, out: Path, page: Path) -> str:
     """Return the page that a benchmark writes its results into, which must keep what is around its part."""
-    page.write_text(f"before\n<!-- begin: benchmarks/{script} -->\nold\n<!-- end -->\nafter\n")
-    processes.python(FOLDER / script, "--out", out, "--page", page).check_returncode()
+    page.write_text(f"before\n<!-- begin: benchmarks/pages/{script}.py -->\nold\n<!-- end -->\nafter\n")
+    processes.python("-m", f"benchmarks.pages.{script}", "--out", out, "--page", page).check_returncode()
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -557,8 +556,8 @@ def written_page(script: str, out: Path, page: Path) -> str:
 def test_oscillating_weights_are_trained_in_four_ways_and_their_page(tmp_path) -> None:
     out = tmp_path / "oscillation.json"
     options = ["--bits", "3", "--seeds", "0", "--epochs", "1", "--checkpoints", str(tmp_path), "--out", str(out)]
-    some, _ = run_training("oscillation.py", "--only", "float", "plain", *options)
-    results, printed = run_training("oscillation.py", *options)
+    some, _ = run_training("oscillation", "--only", "float", "plain", *options)
+    results, printed = run_training("oscillation", *options)
     assert results["rows"][:2] == some["rows"]  # nothing is trained twice
     rows = {row["training"]["method"]: row for row in results["rows"]}
     assert list(rows) == ["float", "plain", "dampening", "freezing", "freezing, short"]
@@ -567,16 +566,16 @@ def test_oscillating_weights_are_trained_in_four_ways_and_their_page(tmp_path) -
     assert len({row["calibrated"] for name, row in rows.items() if name != "float"}) == 1
     assert rows["plain"]["trained"] == rows["freezing"]["trained"] == rows["freezing, short"]["trained"]  # in two steps
     assert "MobileNetV2 for 32 x 32 pixels, CIFAR-10: accuracy on 100 images" in printed
-    text = written_page("oscillation.py", out, tmp_path / "tuning.md")
+    text = written_page("oscillation", out, tmp_path / "tuning.md")
     assert "| 1 | 0.01 | 3 | dampening | 1 |" in text
     assert "--only float plain" in text
 
 
 @pytest.mark.slow
 def test_what_keeps_weights_from_oscillating_is_resumed_with_the_model(tmp_path) -> None:
-    from oscillation import Tracked, quantized
-    from training.cifar import Data, Run, Schedule
-    from training.mobilenet import MobileNet
+    from benchmarks.pages.oscillation import Tracked, quantized
+    from benchmarks.training.cifar import Data, Run, Schedule
+    from benchmarks.training.mobilenet import MobileNet
 
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(40, 3, 32, 32, generator=generator), torch.randint(10, (40,), generator=generator)
@@ -614,14 +613,14 @@ def test_what_keeps_weights_from_oscillating_is_resumed_with_the_model(tmp_path)
 @pytest.mark.data
 @pytest.mark.slow
 def test_trainings_from_scratch_and_their_page(tmp_path) -> None:
-    from from_scratch import TRAINED
+    from benchmarks.pages.from_scratch import TRAINED
 
     out = tmp_path / "from_scratch.json"
-    results, printed = run_training("from_scratch.py", "--seeds", "0", "--out", str(out))
+    results, printed = run_training("from_scratch", "--seeds", "0", "--out", str(out))
     found = [(row["network"], row["trained"]) for row in results["rows"]]
     assert found == [(network, kind) for network in ("mnist", "resnet20") for kind in TRAINED]
     assert "From random weights, three epochs" in printed
-    assert "| mnist | W8A8 | 1 |" in written_page("from_scratch.py", out, tmp_path / "accuracy.md")
+    assert "| mnist | W8A8 | 1 |" in written_page("from_scratch", out, tmp_path / "accuracy.md")
 
 
 @needs_data
@@ -629,7 +628,7 @@ def test_trainings_from_scratch_and_their_page(tmp_path) -> None:
 @pytest.mark.slow
 def test_digits_from_scratch_are_learned_as_in_float() -> None:
     """Nothing was, with ranges by the initial statistics; little, with learned scales that stayed as the statistics settled."""
-    from from_scratch import digits, trained
+    from benchmarks.pages.from_scratch import digits, trained
 
     data = digits(12_000, 1000)
     kinds = "float", "W8A8", "W8A8, lsq"
@@ -641,7 +640,7 @@ def test_digits_from_scratch_are_learned_as_in_float() -> None:
 def test_files_of_litert_beside_those_of_ai_edge_quantizer(tmp_path) -> None:
     for package in ("timm", "ai_edge_litert", "ai_edge_quantizer"):
         pytest.importorskip(package, reason=f"files of LiteRT are not quantized by two tools; pip install {package}")
-    import litert
+    from benchmarks.pages import litert
 
     name, model, calibration, _ = next(litert.random_networks(quick=True))
     paths = litert.files_of(model, calibration, tmp_path)

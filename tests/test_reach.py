@@ -61,7 +61,7 @@ def test_some_changes_reach_all(path):
         ("tests/nets.py", "tests/test_promises.py", "tests/ops/test_values.py"),
         ("tests/test_promises.py", "tests/test_promises.py", "tests/test_prepare.py"),
         ("docs/training.md", "tests/test_docs.py", "tests/ops/test_values.py"),
-        ("benchmarks/ops.py", "tests/test_benchmarks.py", "tests/ops/test_values.py"),
+        ("benchmarks/pages/ops.py", "tests/test_benchmarks.py", "tests/ops/test_values.py"),
         ("README.md", "tests/test_readme.py", "tests/ops/test_values.py"),
     ],
 )

@@ -3,11 +3,11 @@
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import qtoolkit as qt
+from benchmarks.pages import front_page
 
 README = Path(__file__).parents[1] / "README.md"
 RESULTS = README.parent / "benchmarks" / "results"
@@ -19,14 +19,6 @@ TOOLS = {  # as the table and the results name them, and the package
     "AIMET": ("AIMET", "aimet-torch"),
 }
 JARGON = r"\b(codes?|grid|VNNI|AVX|STE|observers?|fake[- ]quant\w*|QDQ|Q/DQ|PTQ|opset|sub-?pixel|requantiz\w*)\b"
-
-
-@pytest.fixture
-def front_page(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(README.parent / "benchmarks"))
-    import front_page
-
-    return front_page
 
 
 def rows_of_the_comparison() -> dict[str, list[str]]:
@@ -49,7 +41,7 @@ def test_the_program_runs(tmp_path, monkeypatch, capsys) -> None:
     assert len([line for line in own.splitlines() if line]) <= 10
 
 
-def test_the_figures_and_the_plot_are_those_of_the_results(front_page: ModuleType, tmp_path: Path) -> None:
+def test_the_figures_and_the_plot_are_those_of_the_results(tmp_path: Path) -> None:
     figures = front_page.figures_of(RESULTS)
     written = README.read_text().split(front_page.BEGIN)[1].split(front_page.END)[0]
     assert written.strip().splitlines() == front_page.lines_of(figures)
@@ -64,7 +56,7 @@ def test_the_figures_and_the_plot_are_those_of_the_results(front_page: ModuleTyp
     assert f"{figures.time['qtoolkit']:.2f}" in texts[0]
 
 
-def test_the_comparison_has_the_figures_and_versions_of_the_results(front_page: ModuleType) -> None:
+def test_the_comparison_has_the_figures_and_versions_of_the_results() -> None:
     rows, figures = rows_of_the_comparison(), front_page.figures_of(RESULTS)
     versions = json.loads((RESULTS / "train_step.json").read_text())["peers"]
     assert rows["version"] == [qt.__version__, *(versions[package] for _, package in TOOLS.values())]
@@ -96,7 +88,7 @@ def test_the_map_names_what_exists() -> None:
     table = (README.parent / "docs" / "design" / "map.md").read_text()
     for name in re.findall(r"`([\w/]+(?:\.\w+)?)`", table):
         root = README.parent
-        assert any((root / folder / name).exists() for folder in ("", "csrc", "qtoolkit", "benchmarks")), name
+        assert any((root / folder / name).exists() for folder in ("", "csrc", "qtoolkit", "benchmarks", "benchmarks/pages")), name
 
 
 def test_the_page_on_changes_names_what_exists() -> None:

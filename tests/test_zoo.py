@@ -1,4 +1,4 @@
-"""Models of the zoo through every step; benchmarks/zoo.py runs them all."""
+"""Models of the zoo through every step; benchmarks/pages/zoo.py runs them all."""
 
 import json
 import random
@@ -37,8 +37,7 @@ EXPORTED = [
 
 
 @pytest.fixture(autouse=True)
-def _import_from_the_folder(monkeypatch, threads) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
+def _one_thread(threads) -> None:
     threads(1)
 
 
@@ -46,7 +45,7 @@ def outcome_of(name: str, export: bool) -> Any:
     package = name.partition("/")[0]
     for needed in ("torchvision", package):
         pytest.importorskip(needed, reason=f"the zoo takes models from {needed}")
-    from zoo_models import pipeline, recipes
+    from benchmarks.pages.zoo_models import pipeline, recipes
 
     outcome = pipeline.run(recipes()[name], "onnxruntime", export)
     assert outcome.failed == "", f"{outcome.failed}: {outcome.error}"
@@ -83,8 +82,8 @@ def assert_same_when_off(outcome: Any) -> None:
 
 def test_what_cannot_be_traced_is_replaced() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from zoo_models import pipeline, table
-    from zoo_models.recipe import Recipe
+    from benchmarks.pages.zoo_models import pipeline, table
+    from benchmarks.pages.zoo_models.recipe import Recipe
 
     class Decides(nn.Module):
         def __init__(self) -> None:
@@ -108,8 +107,8 @@ def test_what_cannot_be_traced_is_replaced() -> None:
 
 def test_what_torch_fx_cannot_trace_is_captured_by_torch_export() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from zoo_models import pipeline, table
-    from zoo_models.recipe import Recipe
+    from benchmarks.pages.zoo_models import pipeline, table
+    from benchmarks.pages.zoo_models.recipe import Recipe
 
     class Draws(nn.Module):
         def __init__(self) -> None:
@@ -129,8 +128,8 @@ def test_what_torch_fx_cannot_trace_is_captured_by_torch_export() -> None:
 
 def test_parts_get_inputs_by_place_and_by_keyword_and_quantizers_may_be_off() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from zoo_models import pipeline
-    from zoo_models.recipe import Recipe
+    from benchmarks.pages.zoo_models import pipeline
+    from benchmarks.pages.zoo_models.recipe import Recipe
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -160,8 +159,8 @@ def test_parts_get_inputs_by_place_and_by_keyword_and_quantizers_may_be_off() ->
 
 def test_a_model_trains_three_steps_and_the_page_counts_them() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from zoo_models import pipeline, table
-    from zoo_models.recipe import Recipe
+    from benchmarks.pages.zoo_models import pipeline, table
+    from benchmarks.pages.zoo_models.recipe import Recipe
 
     taken = []
     steps = register_optimizer_step_post_hook(lambda *_: taken.append("step"))
@@ -176,8 +175,8 @@ def test_a_model_trains_three_steps_and_the_page_counts_them() -> None:
 
 def test_what_cannot_be_quantized_is_in_the_table() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from zoo_models import pipeline, table
-    from zoo_models.recipe import Recipe
+    from benchmarks.pages.zoo_models import pipeline, table
+    from benchmarks.pages.zoo_models.recipe import Recipe
 
     recipe = Recipe("own/wrong", "own", lambda: torch.nn.Linear(4, 4), lambda: (torch.rand(2, 5),))
     outcome = pipeline.run(recipe, "onnxruntime", export=False).json()
@@ -194,7 +193,7 @@ def test_the_command_writes_what_the_documentation_shows(tmp_path) -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
     found, page = tmp_path / "zoo.json", tmp_path / "zoo.md"
     options = ["--only", "=torchvision/squeezenet1_0", "--no-export", "--json", str(found), "--markdown", str(page)]
-    run = processes.python(FOLDER / "zoo.py", *options)
+    run = processes.python("-m", "benchmarks.pages.zoo", *options)
     assert run.returncode == 0, run.stderr
     (outcome,) = json.loads(found.read_text())["models"]
     assert outcome["name"] == "torchvision/squeezenet1_0"
@@ -203,7 +202,7 @@ def test_the_command_writes_what_the_documentation_shows(tmp_path) -> None:
 
 def test_the_documented_table_is_that_of_the_results() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from zoo_models import table
+    from benchmarks.pages.zoo_models import table
 
     outcomes = json.loads((FOLDER / "results" / "zoo.json").read_text())["models"]
     text = (FOLDER.parent / "docs" / "zoo.md").read_text()
@@ -217,7 +216,7 @@ def test_the_documented_table_is_that_of_the_results() -> None:
 
 def test_labels_come_from_verdicts() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from zoo_models.pipeline import label
+    from benchmarks.pages.zoo_models.pipeline import label
 
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""What benchmarks/ops.py measures: one file a subject."""
+"""What benchmarks/pages/ops.py measures: one file a subject."""

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
-from measure import ROOF, Case, kept_bytes
-from tools import OURS, Forward, Tool
 
-from op_cases.subjects import QMAX, QMIN, Subject, deconv_weight, image, weight
+from benchmarks.measure import ROOF, Case, bytes_kept, kept_bytes
+from benchmarks.op_cases.subjects import QMAX, QMIN, Subject, deconv_weight, image, weight
+from benchmarks.tools import OURS, Forward, Tool
 from qtoolkit import ops
 
 native = torch.ops.qtoolkit
@@ -58,19 +58,31 @@ def forward_cases(subjects: Subjects, tools: Sequence[Tool]) -> Iterator[Case]:
         yield Case("forward", name, {ROOF: t.x.clone, "ours": masked, "ours, no mask": plain, **work}, goal)
 
 
+def _kept(tools: Sequence[Tool], t: Subject, learned: bool) -> dict[str, Callable[[], int]]:
+    """Return what measures the bytes that each tool keeps for backward."""
+    found, x = {}, t.x.detach().requires_grad_()
+    for tool in _able(tools, t):
+        built = tool.learned(t) if learned else tool.fixed(t)
+        if built is not None:
+            found[tool.name] = partial(bytes_kept, built[0] if learned else built, x)
+    return found
+
+
 def backward_cases(subjects: Subjects, tools: Sequence[Tool]) -> Iterator[Case]:
     for name, t in subjects.items():
         _, mask = native.fake_quant(t.x, t.scale, None, QMIN, QMAX, t.axis, t.group, 0, 1.0, True)
         order = [] if t.x.is_contiguous() else [0, 2, 3, 1]
         alone = partial(native.fake_quant_backward, t.grad, mask, order)
         work = {ROOF: t.x.clone, "ours, backward alone": alone, **_work(_both, tools, t)}
-        yield Case("forward + backward, fixed scale", name, work, "2.5; backward alone 1.15")
+        kept = _kept(tools, t, learned=False)
+        yield Case("forward + backward, fixed scale", name, work, "2.5; backward alone 1.15", kept=kept)
 
 
 def learned_cases(subjects: Subjects, tools: Sequence[Tool]) -> Iterator[Case]:
     for name, t in subjects.items():
         work = {ROOF: t.x.clone, **_work(_learned, tools, t)}
-        yield Case("forward + backward, learned scale", name, work, "3.2, and not above compiled")
+        kept = _kept(tools, t, learned=True)
+        yield Case("forward + backward, learned scale", name, work, "3.2, and not above compiled", kept=kept)
 
 
 def axis_cases(device: str) -> Iterator[Case]:

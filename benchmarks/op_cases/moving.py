@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import torch
-from measure import ROOF, Case
 from torch import Tensor
 
-from op_cases.subjects import Subject
+from benchmarks.measure import ROOF, Case
+from benchmarks.op_cases.subjects import Subject
 from qtoolkit import ops
 
 

@@ -1,14 +1,14 @@
 """Observers, histograms, and the search for the range to quantize."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
-from measure import ROOF, Case
 from torch import Tensor, nn
 from torch.ao.quantization import observer as torch_ao
 
-from op_cases.subjects import QMAX, QMIN, Subject, observed
+from benchmarks.measure import ROOF, Case
+from benchmarks.op_cases.subjects import QMAX, QMIN, Subject
 from qtoolkit import QuantSpec, ops
 from qtoolkit.quantizers.observers import HistogramObserver
 
@@ -23,8 +23,8 @@ def _torch_ao_minmax(t: Subject) -> nn.Module:
     return torch_ao.PerChannelMinMaxObserver(ch_axis=t.axis).to(t.x.device)
 
 
-def minmax_cases(device: str) -> Iterator[Case]:
-    for name, t in observed(device).items():
+def minmax_cases(subjects: Mapping[str, Subject]) -> Iterator[Case]:
+    for name, t in subjects.items():
         lo, hi = torch.full_like(t.scale, torch.inf), torch.full_like(t.scale, -torch.inf)
         work = {
             ROOF: t.x.aminmax,
@@ -35,14 +35,13 @@ def minmax_cases(device: str) -> Iterator[Case]:
         yield Case("min/max observers (roof: torch.aminmax)", name, work, "1.1 per tensor, 1.4 per channel")
 
 
-def histogram_cases(device: str) -> Iterator[Case]:
-    x = torch.randn(32, 64, 56, 56, device=device)
-    for name, values in (("6.4M, normal", x), ("6.4M, after ReLU", x.relu())):
+def histogram_cases(subjects: Mapping[str, Tensor]) -> Iterator[Case]:
+    for name, values in subjects.items():
         work = {
             ROOF: values.aminmax,
             **_ours(values),
             "torch.histc": partial(torch.histc, values, BINS),
-            "torch.ao HistogramObserver": partial(torch_ao.HistogramObserver(bins=BINS).to(device), values),
+            "torch.ao HistogramObserver": partial(torch_ao.HistogramObserver(bins=BINS).to(values.device), values),
         }
         yield Case(f"histogram of {BINS} bins (roof: torch.aminmax)", name, work, "2.5, with the MSE range 3")
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from measure import ROOF, Case, kept_bytes
 
 import qtoolkit as qt
-from op_cases.subjects import Subject, image, weight
+from benchmarks.measure import ROOF, Case, kept_bytes
+from benchmarks.op_cases.subjects import Subject, image, weight
 
 LSQ = "ours, lsq"
 # A quantizer of each kernel, and whether its grid has a zero point.

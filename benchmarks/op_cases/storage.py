@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from measure import ROOF, Case
-from tools import compiled
 from torch import Tensor
 
-from op_cases.subjects import QMAX, QMIN, Subject, image, weight
+from benchmarks.measure import ROOF, Case
+from benchmarks.op_cases.subjects import QMAX, QMIN, Subject, image, weight
+from benchmarks.tools import compiled
 from qtoolkit import ops
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -26,8 +26,8 @@ class Subject:
         return x.flatten(0, 1) if self.group > 1 else x
 
 
-def image(device: str) -> Tensor:
-    return torch.randn(64, 256, 28, 28, device=device)
+def image(device: str, count: int = 64) -> Tensor:
+    return torch.randn(count, 256, 28, 28, device=device)
 
 
 def weight(device: str) -> Tensor:
@@ -59,6 +59,5 @@ def subjects(device: str, quick: bool) -> dict[str, Subject]:
     return named
 
 
-def observed(device: str) -> dict[str, Subject]:
-    x = torch.randn(32, 64, 56, 56, device=device)
-    return {f"6.4M, {name}": Subject(x, axis) for name, axis in (("per tensor", None), ("axis 0", 0), ("axis 1", 1))}
+def observed(device: str, count: int = 32) -> Tensor:
+    return torch.randn(count, 64, 56, 56, device=device)

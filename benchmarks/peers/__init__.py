@@ -13,8 +13,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from tools import Tool
 from torch import Tensor, nn
+
+from benchmarks.tools import Tool
 
 # File here: the module that it needs, and the distribution that the module comes with.
 PEERS = {
@@ -38,7 +39,7 @@ MODEL_PEERS = {
 
 def installed() -> list[Tool]:
     """Return the peers that can be imported here."""
-    return [import_module(f"peers.{file}").TOOL for file, (module, _) in PEERS.items() if find_spec(module)]
+    return [import_module(f"benchmarks.peers.{file}").TOOL for file, (module, _) in PEERS.items() if find_spec(module)]
 
 
 def versions() -> dict[str, str]:
@@ -52,7 +53,7 @@ def model_builder(name: str) -> Callable[[nn.Module, Tensor], nn.Module]:
     Raises:
         ModuleNotFoundError: It is not installed.
     """
-    return import_module(f"peers.{MODEL_PEERS[name]}").qat_model
+    return import_module(f"benchmarks.peers.{MODEL_PEERS[name]}").qat_model
 
 
 def model_exporter(name: str) -> Callable[[nn.Module, Tensor, Path], nn.Module]:
@@ -61,4 +62,4 @@ def model_exporter(name: str) -> Callable[[nn.Module, Tensor, Path], nn.Module]:
     Raises:
         ModuleNotFoundError: It is not installed.
     """
-    return import_module(f"peers.{MODEL_PEERS[name]}").export
+    return import_module(f"benchmarks.peers.{MODEL_PEERS[name]}").export

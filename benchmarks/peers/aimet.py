@@ -3,9 +3,10 @@
 from aimet_torch.common.defs import QuantScheme
 from aimet_torch.quantization.affine import QuantizeDequantize
 from aimet_torch.quantsim import QuantizationSimModel
-from op_cases.subjects import QMAX, QMIN, Subject
-from tools import Forward, Learned, Tool
 from torch import Tensor, nn
+
+from benchmarks.op_cases.subjects import QMAX, QMIN, Subject
+from benchmarks.tools import Forward, Learned, Tool
 
 
 def _quantizer(t: Subject) -> QuantizeDequantize:

@@ -14,9 +14,10 @@ from brevitas.graph.calibrate import calibration_mode
 from brevitas.graph.quantize import layerwise_quantize, preprocess_for_quantize, quantize
 from brevitas.nn import QuantConv2d, QuantLinear
 from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerChannelFloat, Uint8ActPerTensorFloat
-from op_cases.subjects import QMIN, Subject
-from tools import Forward, Learned, Tool
 from torch import Tensor, nn
+
+from benchmarks.op_cases.subjects import QMIN, Subject
+from benchmarks.tools import Forward, Learned, Tool
 
 
 def _quantizer(scaling: nn.Module, t: Subject) -> nn.Module:

@@ -6,9 +6,10 @@ import torch
 from modelopt.torch import quantization
 from modelopt.torch.quantization.config import QuantizerAttributeConfig
 from modelopt.torch.quantization.nn import TensorQuantizer
-from op_cases.subjects import QMAX, Subject
-from tools import Forward, Tool
 from torch import Tensor, nn
+
+from benchmarks.op_cases.subjects import QMAX, Subject
+from benchmarks.tools import Forward, Tool
 
 
 def fixed(t: Subject) -> Forward:

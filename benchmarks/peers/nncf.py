@@ -9,9 +9,10 @@ import torch
 from nncf import AdvancedQuantizationParameters, Dataset, quantize, strip
 from nncf.common.quantization.structs import QuantizationScheme
 from nncf.torch.quantization.layers import PTQuantizerSpec, SymmetricQuantizer
-from op_cases.subjects import QMAX, Subject
-from tools import Forward, Learned, Tool
 from torch import Tensor, nn
+
+from benchmarks.op_cases.subjects import QMAX, Subject
+from benchmarks.tools import Forward, Learned, Tool
 
 
 def _quantizer(t: Subject) -> SymmetricQuantizer:

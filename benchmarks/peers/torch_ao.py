@@ -2,8 +2,6 @@
 
 import torch
 import torch.ao.nn.qat as qat
-from op_cases.subjects import QMAX, QMIN, Subject
-from tools import Forward, Learned, Tool
 from torch import Tensor, nn
 from torch.ao.quantization import (
     FakeQuantize,
@@ -16,6 +14,9 @@ from torch.ao.quantization import (
 )
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 from torch.ao.quantization.quantize_fx import prepare_qat_fx
+
+from benchmarks.op_cases.subjects import QMAX, QMIN, Subject
+from benchmarks.tools import Forward, Learned, Tool
 
 
 def _observer(t: Subject) -> dict[str, object]:

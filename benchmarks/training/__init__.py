@@ -1,1 +1,1 @@
-"""What benchmarks/train_step.py and benchmarks/memory.py share: networks, subjects, demands and tables."""
+"""What benchmarks/pages/train_step.py and benchmarks/pages/memory.py share: networks, subjects, demands and tables."""

@@ -1,4 +1,4 @@
-"""A plot of benchmarks/accuracy.py: the accuracy after training of each subject, with the bits of each column."""
+"""A plot of benchmarks/pages/accuracy.py: the accuracy after training of each subject, with the bits of each column."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What benchmarks/accuracy.py trains: a network in float, by each quantizer of the library, and by other tools."""
+"""What benchmarks/pages/accuracy.py trains: a network in float, by each quantizer of the library, and by other tools."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -55,7 +55,7 @@ def build(subject: str, model: nn.Module, batches: Sequence[Tensor], bits: int, 
         return model
     if subject in PEERS:
         file, options = PEERS[subject]
-        peer = import_module(f"peers.{file}")
+        peer = import_module(f"benchmarks.peers.{file}")
         built = _with_layers(model, batches, bits, partial(peer.few_bit_layer, **options))
         if hasattr(peer, "learn"):
             peer.learn(built)

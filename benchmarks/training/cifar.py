@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from export_models import MEAN, jpeg_images, jpeg_pixels
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
 import qtoolkit as qt
+from benchmarks.export_models import MEAN, jpeg_images, jpeg_pixels
 from qtoolkit.quantizers.first_steps import COUNTED_STEPS
 
 PADDING = 4  # pixels around an image before the random crop

@@ -1,4 +1,4 @@
-"""The networks of benchmarks/accuracy.py: what they take, and where their float weights come from."""
+"""The networks of benchmarks/pages/accuracy.py: what they take, and where their float weights come from."""
 
 import sys
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from export_models import ROOT, resnet20_of
 from torch import nn
 
-from training.cifar import Data, Schedule, trained_float
+from benchmarks.export_models import ROOT, resnet20_of
+from benchmarks.training.cifar import Data, Schedule, trained_float
 
 EPOCHS, BATCH, RATE = 30, 128, 0.1  # of the float ResNet-8
 SEED = 0

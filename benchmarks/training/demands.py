@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from training.networks import NETWORKS
-from training.subjects import CODES, COMPILED, COMPILED_FLOAT, FLOAT, INTEGER, kind_of
+from benchmarks.training.networks import NETWORKS
+from benchmarks.training.subjects import CODES, COMPILED, COMPILED_FLOAT, FLOAT, INTEGER, kind_of
 
 # Network -> what is trained -> multiple of the float model's figure; what could not be measured is absent.
 Ratios = Mapping[str, Mapping[str, float]]

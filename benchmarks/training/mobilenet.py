@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from training.cifar import Data, Schedule, trained_float
+from benchmarks.training.cifar import Data, Schedule, trained_float
 
 # Expansion, output channels, number of blocks, stride of the first block, as in table 2 of the paper.
 STAGES = ((1, 16, 1, 2), (3, 24, 2, 1), (3, 32, 3, 2), (3, 64, 3, 1), (3, 96, 1, 2))

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import timm
 import torch
-import torchvision
-from export_models import FSRCNN
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.export_models import FSRCNN
 
 CLASSES = 1000
 
@@ -65,10 +64,14 @@ class Network:
 
 
 def _torchvision(name: str, size: int) -> nn.Module:
+    import torchvision
+
     return torchvision.models.get_model(name, weights=None)
 
 
 def _vit(size: int) -> nn.Module:
+    import timm
+
     # torch's own layer norm: AIMET refuses other types.
     return timm.create_model("vit_tiny_patch16_224", pretrained=False, img_size=size, norm_layer=nn.LayerNorm)
 

@@ -1,22 +1,19 @@
-"""The arguments and the results that benchmarks/train_step.py and benchmarks/memory.py share."""
+"""The arguments and the results that benchmarks/pages/train_step.py and benchmarks/pages/memory.py share."""
 
 import argparse
 import json
-import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import peers
-from report import facts
-
 import qtoolkit as qt
-from training.networks import NETWORKS
-from training.subjects import names
-from training.trainer import Settings
-from training.worker import SubjectError, Worker
+from benchmarks import peers
+from benchmarks.measure import keep_memory
+from benchmarks.report import facts, present_command
+from benchmarks.training.networks import NETWORKS
+from benchmarks.training.subjects import names
+from benchmarks.training.trainer import Settings
+from benchmarks.training.worker import SubjectError, Worker
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -52,22 +49,10 @@ def settings_of(args: argparse.Namespace, network: str) -> list[Settings]:
     return [Settings(network, name, args.backend, count_of(args), args.device, size) for name in chosen]
 
 
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for processes that start inside."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def started(settings: Settings) -> Worker | str:
+def started(settings: Settings, allocator: Callable[[], None] = keep_memory) -> Worker | str:
     """Return the process of a subject, or why there is none."""
     try:
-        return Worker(settings)
+        return Worker(settings, allocator=allocator)
     except SubjectError as error:
         return str(error)
 
@@ -80,8 +65,7 @@ def add_to_file(args: argparse.Namespace, network: str, **found: Any) -> dict[st
     head = {**facts(args.device), "backend": args.backend, "batch": count_of(args), "peers": peers.versions()}
     before = json.loads(args.out.read_text()) if args.out.exists() else {}
     networks = before["networks"] if all(before.get(name) == value for name, value in head.items()) else {}
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    networks[network] = {"command": command, **found}
+    networks[network] = {"command": present_command(), **found}
     results = {**head, "networks": {name: networks[name] for name in NETWORKS if name in networks}}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1))

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training.demands import Ratios, ratios_of
-from training.options import rows_of
-from training.tables import most_threads
+from benchmarks.training.demands import Ratios, ratios_of
+from benchmarks.training.options import rows_of
+from benchmarks.training.tables import most_threads
 
 GROUP = 0.85  # the width of a network's bars; networks are 1 apart
 

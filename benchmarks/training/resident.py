@@ -7,12 +7,15 @@ from pathlib import Path
 
 import torch
 
-# With these, every block of 64 KiB and more goes back to the system when it is freed, so that the memory of the process is that
-# of the tensors that live.
-RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
+from benchmarks.measure import M_MMAP_THRESHOLD, M_TOP_PAD, M_TRIM_THRESHOLD, set_allocator
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 CLEAR_PEAK = "5"  # man proc_pid_clear_refs: resets VmHWM to what the process has now
+
+
+def return_memory() -> None:
+    """Give every block of 64 KiB and more back to the system when it is freed: the process then has what the tensors take."""
+    set_allocator({M_MMAP_THRESHOLD: 1 << 16, M_TRIM_THRESHOLD: 1 << 16, M_TOP_PAD: 0})
 
 
 class Resident:

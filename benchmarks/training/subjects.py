@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import peers
 import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from benchmarks import peers
 
 Build = Callable[[nn.Module, Tensor], nn.Module]  # float model in training mode, images -> the model that is trained
 

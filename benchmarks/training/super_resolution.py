@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from export_models import FSRCNN
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from benchmarks.export_models import FSRCNN
 
 CALIBRATION = 128  # patches
 BORDER = 2  # pixels of the Y plane that PSNR leaves out at each side

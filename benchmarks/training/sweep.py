@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from report import facts
-from stored import commands_of, write_rows
 from tqdm import tqdm
 
-from training.cifar import Schedule
+from benchmarks.pages.stored import commands_of, write_rows
+from benchmarks.report import facts
+from benchmarks.training.cifar import Schedule
 
 IMAGES, QUICK_IMAGES = {"train": 50_000, "test": 10_000}, {"train": 200, "test": 100}
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from training.demands import COLUMNS, demand_lines, ratios_of
-from training.networks import NETWORKS
-from training.options import rows_of
-from training.subjects import FLOAT, MEANING
+from benchmarks.training.demands import COLUMNS, demand_lines, ratios_of
+from benchmarks.training.networks import NETWORKS
+from benchmarks.training.options import rows_of
+from benchmarks.training.subjects import FLOAT, MEANING
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 Rows = Sequence[Mapping[str, Any]]

@@ -3,18 +3,17 @@
 import copy
 import gc
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from measure import kept_storages
 from torch import Tensor, nn
 
-from training.networks import NETWORKS
-from training.resident import Resident
-from training.subjects import builder, kind_of
+from benchmarks.measure import kept_storages, sample
+from benchmarks.training.networks import NETWORKS
+from benchmarks.training.resident import Resident
+from benchmarks.training.subjects import builder, kind_of
 
 LEARNING_RATE = 1e-4  # the weights hardly move: all steps are the same work
 SLOWEST_OPS = 40
@@ -107,22 +106,21 @@ class Trainer:
 
     def time(self) -> float:
         """Return the seconds of a step."""
-        self.sync()
-        start = time.perf_counter()
-        self.step()
-        self.sync()
-        return time.perf_counter() - start
+        return sample(self.step, sync=self.sync)
+
+    def kept(self) -> int:
+        """Return the bytes that a step keeps for backward, as `Memory` counts them."""
+        states = (*self.model.parameters(), *self.model.buffers(), *self.batch)
+        not_counted = {state.untyped_storage().data_ptr() for state in states}
+        return sum(size for address, size in kept_storages(self.forward).items() if address not in not_counted)
 
     def memory(self) -> Memory:
         """Measure the memory of a step."""
-        resident = Resident.of(self.settings.device)
-        states = (*self.model.parameters(), *self.model.buffers(), *self.batch)
-        not_counted = {state.untyped_storage().data_ptr() for state in states}
-        kept = {address: size for address, size in kept_storages(self.forward).items() if address not in not_counted}
+        resident, kept = Resident.of(self.settings.device), self.kept()
         gc.collect()
         steps = [self._memory_of_step(resident) for _ in range(MEMORY_STEPS)]
         held, peak = (sorted(values)[MEMORY_STEPS // 2] for values in zip(*steps, strict=True))
-        return Memory(sum(kept.values()), held, peak)
+        return Memory(kept, held, peak)
 
     def _memory_of_step(self, resident: Resident) -> tuple[int, int]:
         before = resident.start()
@@ -174,6 +172,7 @@ class Trainer:
 REQUESTS: Mapping[str, Callable[..., Any]] = {
     "set_threads": Trainer.set_threads,
     "time": Trainer.time,
+    "kept": Trainer.kept,
     "memory": Trainer.memory,
     "profile": Trainer.profile,
     "calls": Trainer.calls,

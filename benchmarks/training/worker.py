@@ -3,9 +3,12 @@
 import multiprocessing
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+from benchmarks.measure import keep_memory
 
 REASON_LENGTH = 200
 PATIENCE = 900.0  # seconds until a process that does not answer is ended: compiling takes minutes
@@ -25,7 +28,7 @@ class Failure:
 
 
 class Worker:
-    """A process that builds a subject and then does what it is asked.
+    """A process that builds a subject and then does what it is asked; `allocator` is called in it before.
 
     Attributes:
         name: The name of the subject.
@@ -35,12 +38,12 @@ class Worker:
         SubjectError: The subject cannot be built or trained; says why.
     """
 
-    def __init__(self, settings: Any, patience: float = PATIENCE) -> None:
+    def __init__(self, settings: Any, patience: float = PATIENCE, allocator: Callable[[], None] = keep_memory) -> None:
         self.name, self.patience = settings.subject, patience
         context = multiprocessing.get_context("forkserver")  # which imports torch once, and starts no threads
-        context.set_forkserver_preload(["training.trainer"])
+        context.set_forkserver_preload(["benchmarks.training.trainer"])
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, settings), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, settings, allocator), daemon=True)
         self._process.start()
         theirs.close()
         self.difference: float = self._answer()
@@ -71,11 +74,12 @@ class Worker:
             self._process.join()
 
 
-def serve(connection: Connection, settings: Any) -> None:
+def serve(connection: Connection, settings: Any, allocator: Callable[[], None]) -> None:
     """Build the subject, and answer requests until the other end closes."""
     _be_silent()
+    allocator()
     try:
-        from training.trainer import REQUESTS, Trainer
+        from benchmarks.training.trainer import REQUESTS, Trainer
 
         trainer = Trainer(settings)
         connection.send(trainer.difference)

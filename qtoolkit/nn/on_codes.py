@@ -36,7 +36,7 @@ UNSIGNED = Refusal(Cause.WEIGHT_CODES, "its weight has unsigned codes")
 MAY_OVERFLOW = Refusal(Cause.NO_KERNEL, "its sums may exceed int32")
 MOST_IMAGE_CHANNELS = 4
 # "auto" computes on codes where that is faster: int8 kernels save time for each product, and preparing the weight for them
-# costs as much as 256 positions save, besides what a call costs. Measured by benchmarks/small_layers.py.
+# costs as much as 256 positions save, besides what a call costs. Measured by benchmarks/pages/small_layers.py.
 POSITIONS_OF_WEIGHT = 256
 PRODUCTS_OF_CALL = 2**25
 MOST_POSITIONS = 2048

@@ -439,9 +439,9 @@ def set_training_arithmetic(
             ops between the layers of a traced model follow the setting of the whole model.
         arithmetic: How convolutions, linear layers and products of two activations compute whose operands are on integer grids.
             "float": in float, on the values. "integer": on the codes, with exact sums. "auto": on the codes where torch has
-            exact int8 kernels for the op on this processor and its input is large enough for them to be faster (see
-            `benchmarks/small_layers.py`), else in float, as always on a GPU. Gradients are the straight-through ones in any
-            case.
+            exact int8 kernels for the op on this processor and its input is large enough for them to be faster
+            (`benchmarks/pages/small_layers.py`), else in float, as always on a GPU. In any case gradients are the
+            straight-through ones.
         save: What such an op keeps of its operands for backward. "codes": a byte an element, half a byte for at most 4 bits.
             "float": the values.
         forward: The earlier name of `arithmetic`.

@@ -565,11 +565,10 @@ def test_a_killed_process_leaves_the_old_file(tmp_path) -> None:
 
 @pytest.mark.slow
 @needs_data
-def test_real_nets_compute_their_formulas(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_nets_compute_their_formulas(tmp_path) -> None:
     """ResNet-20, FSRCNN's integer layers and MLPerf Tiny's networks: no code of a kernel differs, and so none end to end."""
     pytest.importorskip("timm", reason="the benchmark's networks are not there; pip install -r requirements-zoo.txt")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    for name, model, calibration, images in import_module("litert").networks(DATA, quick=True):
+    for name, model, calibration, images in import_module("benchmarks.pages.litert").networks(DATA, quick=True):
         x = images[:1, :, :48, :48] if name.startswith("FSRCNN") else images[:1]
         quantized = qt.prepare(model, x, "litert")
         qt.calibrate(quantized, [calibration[:16]], progress=False)

@@ -16,12 +16,10 @@ from torch.utils._pytree import tree_leaves
 import qtoolkit as qt
 
 hf = pytest.importorskip("transformers", reason="tests models of Hugging Face; install the extra [training]")
+from benchmarks.pages.zoo_models.transformers_models import BART, WORDS, pairs, tokens  # noqa: E402
+from benchmarks.pages.zoo_models.transformers_models import MODELS as ZOO  # noqa: E402
+from benchmarks.pages.zoo_models.transformers_models import TESTED as MODELS  # noqa: E402  # the zoo has them and more
 from qtoolkit.integrations.transformers import QtoolkitConfig  # noqa: E402  # needs transformers
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from zoo_models.transformers_models import BART, WORDS, pairs, tokens  # noqa: E402
-from zoo_models.transformers_models import MODELS as ZOO  # noqa: E402
-from zoo_models.transformers_models import TESTED as MODELS  # noqa: E402  # the zoo has them and more
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:prepare. Python tests whether values are finite"),

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from benchmarks import export_models
 from qtoolkit.export import verify
 from qtoolkit.export.verification.codes import sum_of
 from tests.data import DATA, needs_data
@@ -60,10 +61,7 @@ def test_no_code_of_resnet20_differs(tmp_path, prepared: nn.Module, count: int) 
     assert sum_of(codes).differing == 0
 
 
-def test_codes_of_fsrcnn_on_a_real_image(tmp_path, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES.parent / "benchmarks"))
-    import export_models
-
+def test_codes_of_fsrcnn_on_a_real_image(tmp_path) -> None:
     subject = export_models.fsrcnn(DATA, quick=True)
     source = qt.prepare(subject.model, (subject.example,), backend="onnxruntime")
     qt.calibrate(source, subject.calibration, progress=False)

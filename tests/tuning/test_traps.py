@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from benchmarks.post_training.hits import accuracy, difference, hits_of
+from benchmarks.pages.post_training.hits import accuracy, difference, hits_of
 from qtoolkit.tuning.runs import batches
 
 DEPTH = 3
@@ -53,7 +53,7 @@ def trained_depthwise() -> tuple[nn.Module, Tensor, Tensor]:
     model = trained(Depthwise(), images, labels, 80, 1e-2)
     with torch.no_grad():
         for norm, after in ((model.norms[i], model.pointwise[i]) for i in range(DEPTH)):
-            factor = torch.logspace(-2.2, 0.8, 16)[torch.randperm(16)]
+            factor = torch.logspace(-2.1, 0.7, 16)[torch.randperm(16)]
             norm.weight.mul_(factor)
             norm.bias.mul_(factor)
             after.weight.div_(factor[None, :, None, None])

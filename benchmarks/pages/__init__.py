@@ -1,0 +1,1 @@
+"""What takes long, and writes files of results and pages: `python -m benchmarks.pages.NAME`."""

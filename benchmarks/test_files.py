@@ -1,0 +1,42 @@
+"""Files in onnxruntime: float, ours, and onnxruntime's own quantization: `pytest benchmarks/test_files.py`.
+
+benchmarks/pages/export.py measures more models in more runtimes, with their accuracy on real data.
+"""
+
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.export_models import SUBJECTS
+from benchmarks.measure import PAUSE, Case
+from benchmarks.pages.export import FLOAT, IN_INT8, OURS, RUN, STATIC, write_files
+from benchmarks.rows import Group, Settings
+
+RUNTIME = "onnxruntime"
+ROWS = {"float": FLOAT, "quantize_static": STATIC, "ours": OURS, "ours, int8 weights": IN_INT8}
+SHOWN = {"resnet18": "ResNet-18", "mobilenet_v2": "MobileNetV2"}
+
+
+def files(name: str, settings: Settings, chosen: Sequence[str]) -> Case:
+    """Write the files of a model, and return their runs for one image."""
+    subject = SUBJECTS[name](None, not settings.full)
+    folder = tempfile.TemporaryDirectory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's exporter, and of random weights
+        written = {name: path for name, (path, _) in write_files(subject, Path(folder.name), RUNTIME, chosen).items()}
+    x = subject.example.numpy()
+    work = {name: partial(RUN[RUNTIME](path, settings.threads), x) for name, path in written.items()}
+    sizes = {name: lambda path=path: path.stat().st_size for name, path in written.items()}
+    return Case("a file in onnxruntime", subject.name, work, pause=PAUSE, bytes=sizes, end=folder.cleanup)
+
+
+GROUPS = {
+    f"file: {title}": Group(partial(files, name), ROWS, on_cpu_alone="onnxruntime is installed for it.")
+    for name, title in SHOWN.items()
+}
+
+
+def test_file(group: str, row: str, side_by_side: Callable[[str, str], None]) -> None:
+    side_by_side(group, row)
