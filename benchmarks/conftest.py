@@ -4,6 +4,7 @@ The rows of a group take turns when the first of them runs (benchmarks/measure.p
 (benchmarks/rows.py), so that all its options work. Without --peers nothing is imported that an installation may lack.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import peers
 from benchmarks.measure import Case, Pace, Times, keep_memory, spread, times_of
 from benchmarks.report import processor_features, versions
 from benchmarks.rows import Group, Replay, Settings
@@ -77,6 +79,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             mark = pytest.mark.benchmark(group=name, timer=Replay.now)
             rows.append(pytest.param(name, row, id=f"{name}: {row}", marks=mark))
     metafunc.parametrize(("group", "row"), rows)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of every search for garbage, which takes a quarter of the time of an export."""
+    gc.freeze()
+    gc.set_threshold(10_000)
 
 
 class Bench:
@@ -161,7 +169,7 @@ def side_by_side(bench: Bench, benchmark: Any, request: pytest.FixtureRequest) -
             "device": torch.cuda.get_device_name() if bench.settings.device == "cuda" else "CPU",
             "size": "full" if bench.settings.full else "small",
             "features": processor_features(),
-            "versions": versions(),
+            "versions": versions() | (peers.versions() if row in group.peers else {}),
         }
         rounds, calls = (len(times.seconds), times.calls) if times is not None else (1, 1)
         benchmark.pedantic(Replay(case.work[piece], times), rounds=rounds, iterations=calls)

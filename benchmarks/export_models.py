@@ -38,6 +38,11 @@ class Subject:
     unit: str = ""
 
 
+def bytes_of_file(path: Path) -> int:
+    """Return the size of an ONNX file, with the weights that torch's exporter keeps in a file beside it."""
+    return sum(part.stat().st_size for part in path.parent.glob(f"{path.name}*"))
+
+
 class FSRCNN(nn.Module):
     """FSRCNN for a factor of 2; the layers have the names of the stored weights."""
 

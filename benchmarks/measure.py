@@ -47,7 +47,8 @@ class Case:
         work: The pieces.
         goal: What is asked of ours.
         limit_us: The roof where it is a time, in microseconds.
-        once: Time each piece once, without a warm-up: work of seconds, which the caller has warmed up.
+        warm_up: What to call before the pieces, each of which is then timed once: work of seconds. None: warm up with each
+            piece, and repeat it.
         pause: Seconds before each sample: PAUSE where pieces have threads of their own.
         bytes: Of what each piece works on, or makes; taken after the pieces were timed.
         kept: The bytes that each piece keeps for backward.
@@ -60,7 +61,7 @@ class Case:
     work: Work
     goal: str = ""
     limit_us: float | None = None
-    once: bool = False
+    warm_up: Callable[[], object] | None = None
     pause: float = 0.0
     bytes: Mapping[str, Callable[[], int]] = field(default_factory=dict)
     kept: Mapping[str, Callable[[], int]] = field(default_factory=dict)
@@ -126,12 +127,14 @@ def times_of(case: Case, threads: int, pace: Pace) -> dict[str, Times]:
     """Time all pieces of a case, in turn."""
     torch.set_num_threads(threads)
     torch.compiler.reset()  # compiled code holds the sizes and the number of threads that it was compiled for
-    calls, samples = {}, {}
+    calls, samples, once = {}, {}, case.warm_up is not None
+    if case.warm_up is not None:
+        case.warm_up()
     for name, work in case.work.items():
         timed_here = not isinstance(work, Timed)
-        calls[name] = _calls_in_a_sample(work, pace.sync) if timed_here and not case.once else 1
+        calls[name] = _calls_in_a_sample(work, pace.sync) if timed_here and not once else 1
         samples[name] = partial(sample, work, calls[name], pace.sync) if timed_here else work
-    seconds = take_turns(samples, replace(pace, fewest=1, repeats=1) if case.once else pace, case.pause)
+    seconds = take_turns(samples, replace(pace, fewest=1, repeats=1) if once else pace, case.pause)
     return {name: Times(calls[name], of) for name, of in seconds.items()}
 
 

@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Row
 import qtoolkit
+from benchmarks.measure import Row
 from qtoolkit._native import library
 
 ROOT = Path(__file__).parents[1]

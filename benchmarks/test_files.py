@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.export_models import SUBJECTS
+from benchmarks.export_models import SUBJECTS, bytes_of_file
 from benchmarks.measure import PAUSE, Case
-from benchmarks.pages.export import FLOAT, IN_INT8, OURS, RUN, STATIC, write_files
+from benchmarks.pages.export import FLOAT, IN_INT8, OURS, RUN, STATIC, write_onnx_files
 from benchmarks.rows import Group, Settings
 
 RUNTIME = "onnxruntime"
@@ -25,10 +25,10 @@ def files(name: str, settings: Settings, chosen: Sequence[str]) -> Case:
     folder = tempfile.TemporaryDirectory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's exporter, and of random weights
-        written = {name: path for name, (path, _) in write_files(subject, Path(folder.name), RUNTIME, chosen).items()}
+        written = write_onnx_files(subject, Path(folder.name), RUNTIME, chosen)
     x = subject.example.numpy()
     work = {name: partial(RUN[RUNTIME](path, settings.threads), x) for name, path in written.items()}
-    sizes = {name: lambda path=path: path.stat().st_size for name, path in written.items()}
+    sizes = {name: partial(bytes_of_file, path) for name, path in written.items()}
     return Case("a file in onnxruntime", subject.name, work, pause=PAUSE, bytes=sizes, end=folder.cleanup)
 
 

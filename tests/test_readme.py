@@ -87,8 +87,8 @@ def test_its_links_lead_to_files() -> None:
 def test_the_map_names_what_exists() -> None:
     table = (README.parent / "docs" / "design" / "map.md").read_text()
     for name in re.findall(r"`([\w/]+(?:\.\w+)?)`", table):
-        root = README.parent
-        assert any((root / folder / name).exists() for folder in ("", "csrc", "qtoolkit", "benchmarks", "benchmarks/pages")), name
+        folders = ("", "csrc", "qtoolkit", "benchmarks", "benchmarks/pages")
+        assert any((README.parent / folder / name).exists() for folder in folders), name
 
 
 def test_the_page_on_changes_names_what_exists() -> None:

@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 import qtoolkit as qt
-from benchmarks.export_models import SUBJECTS, Subject
+from benchmarks.export_models import SUBJECTS, Subject, bytes_of_file
 from benchmarks.measure import ROOF, Case, Pace, measure
 from benchmarks.pages import executorch_files, litert_files
 from benchmarks.real_data import DATA
@@ -78,11 +78,8 @@ class Row:
     unit: str
 
 
-def write_files(subject: Subject, folder: Path, runtime: str, chosen: Collection[str] | None = None) -> Files:
-    """Write the files of a model for a runtime; return them, with the ops that compute in the runtime, by who wrote them.
-
-    For onnxruntime and OpenVINO, `chosen` are those that are needed.
-    """
+def write_files(subject: Subject, folder: Path, runtime: str) -> Files:
+    """Write the files of a model for a runtime; return them, with the ops that compute in the runtime, by who wrote them."""
     if runtime == EXECUTORCH:
         return {
             FLOAT: executorch_files.write_float(subject, folder / "float.pte"),
@@ -91,16 +88,23 @@ def write_files(subject: Subject, folder: Path, runtime: str, chosen: Collection
     if runtime == LITERT:
         return files_of_litert(subject, folder)
     kinds = (FLOAT, OURS, STATIC, *((IN_INT8, OF_7_BITS) if runtime == "onnxruntime" else ()))
-    paths = {
-        name: folder / f"{name}_{runtime}.onnx" for name in kinds if chosen is None or name in (FLOAT, OURS, *chosen)
-    }
+    paths = write_onnx_files(subject, folder, runtime, kinds)
+    execute = EXECUTES[runtime]
+    return {name: (path, execute(path, [subject.example], [], {}, True).layers) for name, path in paths.items()}
+
+
+def write_onnx_files(subject: Subject, folder: Path, runtime: str, kinds: Collection[str]) -> dict[str, Path]:
+    """Write the float file and other ONNX files of a model for a runtime; return them by who wrote them."""
+    paths = {name: folder / f"{name}_{runtime}.onnx" for name in (FLOAT, *kinds)}
     dynamic: Any = ({0: "batch", **({2: "height", 3: "width"} if "Set5" in subject.unit else {})},)
     example = torch.cat([subject.example] * 2)  # a batch of one would fix the dimension
     torch.onnx.export(subject.model, (example,), paths[FLOAT], dynamo=True, dynamic_shapes=dynamic, verbose=False)
     own = qt.backends[runtime].qconfig
     export = partial(qt.export_onnx, example_inputs=(example,), dynamic_shapes=dynamic, verify=False)
-    prepared = calibrated(subject, example, runtime, own)
-    export(prepared, path=paths[OURS])
+    if OURS in paths or IN_INT8 in paths:
+        prepared = calibrated(subject, example, runtime, own)
+    if OURS in paths:
+        export(prepared, path=paths[OURS])
     if IN_INT8 in paths:
         export(prepared, path=paths[IN_INT8], weight_codes="int8")
     if OF_7_BITS in paths:
@@ -108,9 +112,7 @@ def write_files(subject: Subject, folder: Path, runtime: str, chosen: Collection
         export(calibrated(subject, example, runtime, seven), path=paths[OF_7_BITS])
     if STATIC in paths:
         quantize_static(paths[FLOAT], paths[STATIC], subject.calibration)
-    return {
-        name: (path, EXECUTES[runtime](path, [subject.example], [], {}, True).layers) for name, path in paths.items()
-    }
+    return paths
 
 
 def calibrated(subject: Subject, example: Tensor, runtime: str, config: qt.QConfig) -> torch.nn.Module:
@@ -193,7 +195,7 @@ def rows_of(subject: Subject, runtime: str, folder: Path, pace: Pace, threads: i
         has_one_size = runtime in (EXECUTORCH, LITERT) and "Set5" in subject.unit
         accuracy = None if subject.measure is None or has_one_size else subject.measure(on_tensors(run))
         figures = (1e-3 * timed.roof_us * ratio, ratio, timed.spread, integer, len(layers) - integer, accuracy)
-        yield Row(subject.name, runtime, name, files[name][0].stat().st_size, *figures, subject.unit)
+        yield Row(subject.name, runtime, name, bytes_of_file(files[name][0]), *figures, subject.unit)
 
 
 def _timed(run: Callable[[Any], Any], x: "np.ndarray[Any, Any]") -> Callable[[], object]:

@@ -41,7 +41,7 @@ class Worker:
     def __init__(self, settings: Any, patience: float = PATIENCE, allocator: Callable[[], None] = keep_memory) -> None:
         self.name, self.patience = settings.subject, patience
         context = multiprocessing.get_context("forkserver")  # which imports torch once, and starts no threads
-        context.set_forkserver_preload(["benchmarks.training.trainer"])
+        context.set_forkserver_preload(["benchmarks.training.trainer", "torchvision", "timm"])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, settings, allocator), daemon=True)
         self._process.start()

@@ -1,4 +1,4 @@
-"""Prepare, calibrate, convert, export and verify, by the number of layers: `pytest benchmarks/test_workflow.py`.
+"""Prepare, calibrate, convert, export and verify, by the number of layers: `pytest benchmarks/test_deploy.py`.
 
 Each step runs once for each number of layers, after it ran for a model of 20 layers: what it imports then is there. The first
 row is what torch, torch.ao or onnxruntime does at that point with 20 layers.
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import qtoolkit as qt
+from benchmarks.export_models import bytes_of_file
 from benchmarks.measure import Case
 from benchmarks.rows import Group, Settings
 
@@ -131,20 +132,19 @@ def case_of(step: str, _: Settings, chosen: Sequence[str]) -> Case:
         first.export_float()
     for flow in (first, *flows.values()):
         ready_for(step, flow)
-    torchs(first)
-    ours(first)
+
+    def warm_up() -> None:
+        torchs(first)
+        ours(first)
+
     work = {theirs: partial(torchs, first), **{str(layers): partial(ours, flow) for layers, flow in flows.items()}}
     files = {theirs: first.float_path, **{str(layers): flow.path for layers, flow in flows.items()}}
-    sizes = (
-        {name: lambda path=path: path.stat().st_size for name, path in files.items()}
-        if step in ("export", "verify")
-        else {}
-    )
-    return Case(step, "a model of convolutions", work, once=True, bytes=sizes)
+    sizes = {name: partial(bytes_of_file, path) for name, path in files.items()} if step in ("export", "verify") else {}
+    return Case(step, "a model of convolutions", work, warm_up=warm_up, bytes=sizes)
 
 
 GROUPS = {
-    f"workflow: {step}": Group(
+    f"deploy: {step}": Group(
         partial(case_of, step),
         {f"{theirs}, {LAYERS[0]} layers": theirs, **{f"ours, {layers} layers": str(layers) for layers in LAYERS}},
         on_cpu_alone="a step of Python, or of onnxruntime.",
