@@ -1,7 +1,6 @@
 """Checks of arguments, and the words of errors: for unknown names the nearest known one, the article of a name."""
 
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -133,21 +132,6 @@ class PlacedError(ValueError):
 
 
 T = TypeVar("T")
-
-
-def renamed(what: str, old: str, given: T | None, new: str, value: T, default: object) -> T:
-    """Return the value of an argument of the public function `what`, given under its earlier name or under the new one.
-
-    The earlier name gives a DeprecationWarning at the function's caller, both names a TypeError.
-    """
-    if given is None:
-        return value
-    if value != default:
-        raise TypeError(f"{what}: {old!r} is the earlier name of {new!r}; pass {new} alone.")
-    warnings.warn(
-        f"{what}: the argument {old!r} is now called {new!r}; write {new}=.", DeprecationWarning, stacklevel=3
-    )
-    return given
 
 
 def present(value: T | None, what: str) -> T:

@@ -1,10 +1,10 @@
-"""What a first attempt types: names that other tools have, with what to type instead, and arguments in another order."""
+"""What a first attempt types: names that other tools have, and arguments in another order, with what to type instead."""
 
 import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -119,48 +119,43 @@ def say_when_called(package: str, way: str) -> None:
     sys.modules[package].__class__ = Package
 
 
-# ---- a model, inputs and a path in any order
+# ---- a model, inputs and a path in another order
 
 
-def in_any_order(**roles: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let the first arguments of a function be given in any order: they are told apart by their types.
+def in_order(**roles: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function raise TypeError, with the right order, where its first arguments come in another one.
 
-    The order of all functions is model, inputs, path. Earlier versions had another one in some of them. The roles name the
-    arguments, in the order of the function: "model" (a module), "path" (text, a path or an onnx.ModelProto), "inputs" (others).
+    The order of all functions is model, inputs, path. The roles name the arguments, in the order of the function: "model" (a
+    module), "path" (text, a path or an onnx.ModelProto), "inputs" (others).
 
     Example:
-        >>> @in_any_order(model="model", inputs="example_inputs", path="path")
+        >>> @in_order(model="model", inputs="example_inputs", path="path")
         ... def write(model, example_inputs, path):
-        ...     return type(model).__name__, example_inputs, path
-        >>> write("model.onnx", nn.ReLU(), 3), write(nn.ReLU(), "model.onnx", example_inputs=3)
-        (('ReLU', 3, 'model.onnx'), ('ReLU', 3, 'model.onnx'))
+        ...     return type(model).__name__
+        >>> write(nn.ReLU(), 3, "model.onnx")
+        'ReLU'
+        >>> write("model.onnx", nn.ReLU(), 3)
+        Traceback (most recent call last):
+        ...
+        TypeError: write takes model, example_inputs and path in this order: write(model, example_inputs, path).
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        """Return the function with sorted arguments."""
+        """Return the function with a check of its arguments."""
+        names = list(roles.values())
+        order = " and ".join([", ".join(names[:-1]), names[-1]])
+        message = f"{function.__name__} takes {order} in this order: {function.__name__}({', '.join(names)})."
 
         @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            sorted_args, named = _sorted(roles, args, kwargs)
-            return function(*sorted_args, **named)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = [roles.get(_role_of(value), "") for value in args[: len(names)]]
+            if given != names[: len(given)] and "" not in given and len({*given, *kwargs}) == len(given) + len(kwargs):
+                raise TypeError(message)
+            return function(*args, **kwargs)
 
-        return call
+        return checked
 
     return decorate
-
-
-def _sorted(
-    roles: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments of a call with those of roles by name; as they are if their types do not tell them apart."""
-    first, others = args[: len(roles)], args[len(roles) :]
-    found = {roles.get(_role_of(value), ""): value for value in first}
-    has_model = "model" not in roles or roles["model"] in {**found, **kwargs}  # if not, the function says so
-    if len(found) < len(first) or "" in found or found.keys() & kwargs.keys() or not has_model:
-        return args, kwargs
-    if not others:
-        return (), {**found, **kwargs}
-    return (*(found[name] for name in roles.values()), *others), kwargs
 
 
 def _role_of(value: Any) -> str:

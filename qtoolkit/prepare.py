@@ -16,7 +16,7 @@ from qtoolkit.config.mapping import (
     with_excluded,
 )
 from qtoolkit.eager.record import record_of
-from qtoolkit.errors import check_flags, check_known, renamed, with_article
+from qtoolkit.errors import check_flags, check_known, with_article
 from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import exported, trace
@@ -54,8 +54,6 @@ def prepare(
     *,
     exclude: Exclude | None = None,
     capture: Literal["trace", "export"] = "trace",
-    skip: Sequence[str] | None = None,
-    forward: Arithmetic | None = None,
 ) -> QuantizedGraphModule:
     """Turn a float model into one that can be calibrated and trained with quantization.
 
@@ -94,8 +92,6 @@ def prepare(
             "export": torch.export, which follows more Python. Blocks cannot be called on their own then, and sizes are those
             of the example inputs, but for a batch of two or more. `untraced` and `concrete_args` have no effect there, and
             raise an error.
-        skip: The earlier name of `untraced`.
-        forward: The earlier name of `training_arithmetic`.
 
     Returns:
         A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
@@ -122,9 +118,7 @@ def prepare(
     check_flags("prepare", inplace=inplace)
     _check_example_inputs(example_inputs)
     target = backend_of(backend)
-    untraced = renamed("prepare", "skip", skip, "untraced", untraced, ())
-    arithmetic = renamed("prepare", "forward", forward, "training_arithmetic", training_arithmetic, "auto")
-    TrainingArithmetic(arithmetic, save)  # raises an error for what it does not know, before anything is done
+    TrainingArithmetic(training_arithmetic, save)  # raises an error for what it does not know, before anything is done
     _check_model(model, qconfig_mapping)
     qconfig_mapping = with_excluded(qconfig_mapping, exclude)
     custom, patterns = qat_modules or {}, fuse_patterns or {}
@@ -148,12 +142,12 @@ def prepare(
         gm = passes.fuse_patterns.run(gm, patterns)
         rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
         _warn_of_types(rules, gm, leaf_modules)
-        gm = _quantized(gm, rules, arithmetic, save)
+        gm = _quantized(gm, rules, training_arithmetic, save)
         store_weights_as(target.weight_codes, gm)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()
         gm.divide(traced.calls)
-        _note(gm, model, example_inputs, {"training_arithmetic": arithmetic, "save": save, "untraced": untraced,
+        _note(gm, model, example_inputs, {"training_arithmetic": training_arithmetic, "save": save, "untraced": untraced,
             "concrete_args": concrete_args, "leaf_modules": leaf_modules, "preserve_attributes": preserve_attributes,
             "qat_modules": qat_modules, "fuse_patterns": fuse_patterns, "capture": capture})  # fmt: skip
         if example_inputs is not None:

@@ -33,7 +33,7 @@ from qtoolkit.eager.rules import (
     quantized_otherwise,
     record_plan,
 )
-from qtoolkit.errors import check_flags, check_known, renamed, some, unknown
+from qtoolkit.errors import check_flags, check_known, some, unknown
 from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -67,7 +67,6 @@ def replace(
     quantize: Literal["inputs", "outputs"] = "inputs",
     training_arithmetic: Arithmetic = "auto",
     save: Saved = "codes",
-    forward: Arithmetic | None = None,
 ) -> nn.Module:
     """Replace the layers of a float model by layers that quantize their own inputs and weights, without tracing it.
 
@@ -106,7 +105,6 @@ def replace(
         training_arithmetic: How layers compute in training: "auto", "float" or "integer"; see
             `qtoolkit.nn.set_training_arithmetic`.
         save: What layers keep of their inputs for backward: "codes" or "float"; see there.
-        forward: The earlier name of `training_arithmetic`.
 
     Returns:
         The model, or its copy, with QAT layers.
@@ -128,8 +126,7 @@ def replace(
     check_flags("replace", inplace=inplace)
     target = backend_of(backend)
     check_known("quantize", quantize, QUANTIZE)
-    arithmetic = renamed("replace", "forward", forward, "training_arithmetic", training_arithmetic, "auto")
-    TrainingArithmetic(arithmetic, save)  # raises an error for what it does not know, before anything is done
+    TrainingArithmetic(training_arithmetic, save)  # raises an error for what it does not know, before anything is done
     _check(model, qconfig_mapping, custom)
     table = {**replaced_modules(), **(custom or {})}
     mapping = with_excluded(qconfig_mapping, exclude)
@@ -142,11 +139,11 @@ def replace(
         _warn_of_kept(own, configs)
         known = lost_kernels(own)
         _replace(own, configs, quantize)
-        set_training_arithmetic(own, arithmetic, save)
+        set_training_arithmetic(own, training_arithmetic, save)
         put_parametrizations(own, parametrizations)
         integration = integration_of(type(own))
         if integration is not None:
-            options = {"quantize": quantize, "training_arithmetic": arithmetic, "save": save, "custom": custom}
+            options = {"quantize": quantize, "training_arithmetic": training_arithmetic, "save": save, "custom": custom}
             integration.note(own, record_of(own).plan, {**options, "fuse_modules": set(chains_of(own))})
     warn_of_lost_kernels("replace", own, target, known)
     return own

@@ -39,7 +39,7 @@ OF_MODULES: dict[str, Callable[[object], object]] = {
     "compare: float_model": lambda m: qt.debug.compare(m, qt.prepare(net(), backend="tensorrt"), X),
     "sensitivity: model": lambda m: qt.debug.sensitivity(m, len),
     "draw: graph_module": lambda m: qt.debug.draw(m, "unwritten.svg"),
-    "report: model": lambda m: qt.debug.report(m, "unwritten.html"),
+    "report: model": lambda m: qt.debug.report(m, path="unwritten.html"),
 }
 
 

@@ -154,13 +154,6 @@ def test_the_fields_that_are_written_go_on() -> None:
     assert spec.values().keys() == ALL
 
 
-def test_a_pickle_of_an_earlier_version_has_all_fields_written() -> None:
-    spec = qt.QuantSpec.__new__(qt.QuantSpec)
-    spec.__setstate__({name: value for name, value in vars(qt.QuantSpec(bits=4)).items() if name != "given"})
-    assert spec.given == ALL
-    assert spec.completed(qt.backends["onnxruntime"].qconfig.activation).describe() == "int4"
-
-
 def test_json_of_an_earlier_version_has_all_fields_written() -> None:
     old = {"global": [["", {"activation": qt.QuantSpec(bits=8).values(), "weight": None}]]}
     mapping = qt.QConfigMapping.from_json(json.dumps(old))

@@ -70,7 +70,7 @@ def test_what_is_no_number_is_named(name: str, value: float, spec: qt.QuantSpec,
     torch.save(model.state_dict(), tmp_path / "bad.pt")
     before = {name: tensor.clone() for name, tensor in good.state_dict().items()}
     with pytest.raises(ValueError, match=f"load_checkpoint: .*{words}"):
-        qt.load_checkpoint(tmp_path / "bad.pt", good)
+        qt.load_checkpoint(good, tmp_path / "bad.pt")
     assert all(torch.equal(tensor, before[name]) for name, tensor in good.state_dict().items())
 
 
@@ -106,9 +106,9 @@ def test_verification_fails_on_nan(tmp_path: Path) -> None:
     bad = x.clone()
     bad[:, 0, 0, 0] = torch.nan
     with pytest.raises(RuntimeError, match="export: outputs have NaN, for which nothing can be compared"):
-        verify_onnx(converted, file, bad, progress=False).check()
+        verify_onnx(converted, bad, file, progress=False).check()
     with pytest.raises(RuntimeError, match="verify: outputs have NaN"):
-        qt.export.verify(file, converted, bad, progress=False).check()
+        qt.export.verify(converted, bad, file, progress=False).check()
     with pytest.raises(ValueError, match=r"compare_runtimes: input 'x' has NaN, for which nothing can be compared"):
         qt.export.compare_runtimes(file, {"x": bad.numpy()}, ("onnxruntime",), progress=False)
 

@@ -266,7 +266,7 @@ def test_what_initialize_builds_records_its_rules(tmp_path: Path) -> None:
     assert (plan.backend.name, plan.mapping) == ("openvino", FOUR_BITS)
     assert qt.quantization_report(model).layers[-1].reason == "by module replacement"
     qt.save_checkpoint(model, tmp_path / "model.safetensors")
-    assert qt.load_checkpoint(tmp_path / "model.safetensors", model).backend == "openvino"
+    assert qt.load_checkpoint(model, tmp_path / "model.safetensors").backend == "openvino"
     for _ in range(2):  # the second call warns too: the layer still has the rules that it was built with
         with pytest.warns(UserWarning, match="keep theirs: '1.1'; replace"):
             replace(model, inplace=True, backend="snpe")

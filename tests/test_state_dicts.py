@@ -1,4 +1,4 @@
-"""The names in state dicts of prepared and replaced models are a promise: checkpoints of earlier versions load."""
+"""The names in state dicts of prepared and replaced models are a promise."""
 
 import copy
 import re
@@ -169,35 +169,12 @@ def test_training_options_may_change_and_earlier_state_dicts_have_no_spec() -> N
     qt.TensorQuantizer(qt.QuantSpec()).load_state_dict(earlier)
 
 
-# ---- earlier versions, modes, models on the meta device, values that are not finite
+# ---- modes, models on the meta device, values that are not finite
 
 
 def saved(model: nn.Module, folder: Path) -> dict:
     torch.save(model.state_dict(), folder / "state.pt")
     return torch.load(folder / "state.pt", weights_only=True)
-
-
-def of_version_1(model: nn.Module, sign: int) -> OrderedDict:
-    """The state dict that this model had when a learned scale was the parameter itself."""
-    state = copy.deepcopy(model.state_dict())
-    for name, quantizer in qt.quantizers_of(model).items():
-        scale = quantizer.scale * sign
-        del state[f"{name}._relative_scale"]
-        state[f"{name}._scale"] = scale
-        state._metadata[name]["version"] = 1
-    return state
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_learned_scales_of_version_1_load(sign: int) -> None:
-    model, other = prepared_net(quantizer="lsq"), prepared_net(quantizer="lsq")
-    with torch.no_grad():
-        for quantizer in qt.quantizers_of(model).values():
-            quantizer.get_parameter("_relative_scale").uniform_(0.3, 2)
-    wanted = model(X)
-    assert not torch.equal(other(X), wanted)
-    assert other.load_state_dict(of_version_1(model, sign)) == ([], [])
-    assert torch.equal(other(X), wanted)
 
 
 def modes(model: nn.Module) -> list[tuple]:

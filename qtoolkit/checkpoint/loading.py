@@ -141,7 +141,7 @@ class Loading:
             self.of_optimizer = optimizer_state(self._optimizer_tree(), self.tensors.__getitem__)
 
     def _like(self, name: str) -> Tensor:
-        own = self.own.get(name)  # None for an entry of an earlier version
+        own = self.own.get(name)
         return self._plain(name) if own is None else _fitting(self.shapes[name], own)
 
     def _plain(self, name: str) -> Tensor:

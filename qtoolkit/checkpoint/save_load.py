@@ -17,7 +17,7 @@ from qtoolkit.errors import check_flags, shown, some
 from qtoolkit.extras import missing
 from qtoolkit.files import is_path
 from qtoolkit.finite import check_finite
-from qtoolkit.instead import in_any_order
+from qtoolkit.instead import in_order
 from qtoolkit.model_state import check_module
 from qtoolkit.processes import raising_on_all_ranks, unwrapped
 from qtoolkit.version import __version__
@@ -108,7 +108,7 @@ def save_checkpoint(
     write_folder(tensors, record, place)
 
 
-@in_any_order(model="model", path="path")
+@in_order(model="model", path="path")
 def load_checkpoint(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -146,7 +146,7 @@ def load_checkpoint(
         >>> prepared = qt.prepare(model, backend="tensorrt")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.save(model.state_dict(), folder + "/float.pt")
-        ...     found = qt.load_checkpoint(folder + "/float.pt", prepared)
+        ...     found = qt.load_checkpoint(prepared, folder + "/float.pt")
         >>> torch.equal(prepared.get_parameter("0.weight"), model[0].weight)
         True
     """

@@ -131,9 +131,9 @@ class QuantSpec:
             return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy or a pickle; those of earlier versions have all fields written."""
+        """Restore a copy or a pickle, without what `__new__` has noted."""
         vars(self).clear()
-        vars(self).update({"given": ALL, **state})
+        vars(self).update(state)
 
     def __post_init__(self) -> None:
         self._note_given()

@@ -19,7 +19,7 @@ from qtoolkit.export.onnx import ExportResult
 from qtoolkit.export.verification.deployed import DeployedVerification
 from qtoolkit.export.verification.verify import Verification
 from qtoolkit.files import checked_path, write_atomically
-from qtoolkit.instead import in_any_order
+from qtoolkit.instead import in_order
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
@@ -31,7 +31,7 @@ Accuracy = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Verified = ExportResult | Verification | DeployedVerification
 
 
-@in_any_order(model="model", inputs="inputs", path="path")
+@in_order(model="model", inputs="inputs", path="path")
 def report(
     model: nn.Module,
     inputs: Any = None,

@@ -17,7 +17,7 @@ from qtoolkit.export.verification.runtimes import executorch_xnnpack
 from qtoolkit.export.verification.runtimes.executorch_xnnpack import Lowered, lower
 from qtoolkit.export.verification.verify import Verification
 from qtoolkit.files import checked_path, write_atomically
-from qtoolkit.instead import in_any_order
+from qtoolkit.instead import in_order
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.model_state import evaluating
@@ -57,7 +57,7 @@ class ExecutorchResult:
         return "\n".join(str(part) for part in parts if part is not None)
 
 
-@in_any_order(model="model", inputs="example_inputs", path="path")
+@in_order(model="model", inputs="example_inputs", path="path")
 def export_executorch(
     model: nn.Module,
     example_inputs: Any,

@@ -17,7 +17,7 @@ from qtoolkit.export.verification.verify import verify as verify_file
 from qtoolkit.files import checked_path, write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import integers
-from qtoolkit.instead import in_any_order
+from qtoolkit.instead import in_order
 from qtoolkit.integer.kernels import Kernel
 from qtoolkit.model_state import deepcopy_model
 from qtoolkit.quantizers.frozen import rounding_of
@@ -68,7 +68,7 @@ class LitertResult:
         return "\n".join([*lines, *([] if self.verification is None else [str(self.verification)])])
 
 
-@in_any_order(model="model", inputs="example_inputs", path="path")
+@in_order(model="model", inputs="example_inputs", path="path")
 def export_litert(
     model: nn.Module,
     example_inputs: Any,

@@ -25,7 +25,7 @@ from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
 from qtoolkit.extras import needed
 from qtoolkit.files import checked_path
 from qtoolkit.graph.verdict_now import ops_put_in
-from qtoolkit.instead import in_any_order
+from qtoolkit.instead import in_order
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import split, tensors_of
 from qtoolkit.model_state import evaluating
@@ -78,7 +78,7 @@ class ExportResult:
         return "\n".join(map(str, [head, *self.weights, *lost, *verification]))
 
 
-@in_any_order(model="model", inputs="example_inputs", path="path")
+@in_order(model="model", inputs="example_inputs", path="path")
 def export_onnx(
     model: nn.Module,
     example_inputs: Any,

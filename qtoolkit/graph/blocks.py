@@ -210,8 +210,6 @@ class ClassReference:
 
 def restore_block(container: type[nn.Module], reference: ClassReference) -> TracedBlock:
     """Return an empty block: of the block's class, or of torch's container where the class is not there."""
-    if container is TracedBlock:  # in earlier pickles
-        container = nn.Module
     kind = traced_type(reference.kind or container)  # type: ignore[arg-type]  # mypy takes no class of modules for hashable
     return kind.__new__(kind)
 

@@ -189,8 +189,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     def __setattr__(self, name: str, value: Any) -> None:
         plan: Plan | None = vars(self).get("plan")
         if plan is not None:
-            traced = vars(plan.tracing).get("values", {})  # not in plans that were pickled before it was recorded
-            warn_of_traced_value(self, traced, name, value, "the prepared model")
+            warn_of_traced_value(self, plan.tracing.values, name, value, "the prepared model")
         super().__setattr__(name, value)
 
     def keep(self, name: str, value: Any) -> None:
@@ -360,15 +359,14 @@ def restore_graph_module(
     kept: Mapping[str, Any],
     facts: Mapping[str, NodeFacts],
     calls: tuple[BlockCall, ...],
-    kind: ClassReference | type[QuantizedGraphModule],  # the type in earlier pickles
+    kind: ClassReference,
     arithmetic: TrainingArithmetic = DEFAULT,
 ) -> QuantizedGraphModule:
     """Return a pickled QuantizedGraphModule, by the function of torch.fx that rebuilds a GraphModule from its attributes."""
-    kind = type_for(kind.kind or nn.Module) if isinstance(kind, ClassReference) else kind
     gm = rebuild(*arguments)
     for node in gm.graph.nodes:
         set_facts(node, **vars(facts.get(node.name, NodeFacts())))
-    return kind.of(_bare(arguments[0]), gm.graph, name, plan, kept, calls, arithmetic)
+    return type_for(kind.kind or nn.Module).of(_bare(arguments[0]), gm.graph, name, plan, kept, calls, arithmetic)
 
 
 def _bare(state: Mapping[str, Any]) -> nn.Module:

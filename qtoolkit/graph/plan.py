@@ -19,8 +19,7 @@ class Computed:
     kernel: str | None  # the name of its integer kernel; None for float
     why: str = ""  # why it is float
     last: str = ""  # the node of the last op that the kernel computes: the op itself, or an activation after it
-    # the cause of that; None with a kernel, and in models that were pickled before it was recorded
-    cause: Cause | None = None
+    cause: Cause | None = None  # the cause of that; None with a kernel
 
     @classmethod
     def in_float(cls, refusal: Refusal) -> "Computed":

@@ -220,9 +220,6 @@ class LayerKernel(Kernel):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_int8": {}, "_products": {}}  # packed weights cannot be copied
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_products": {}, **state})  # type: ignore[no-untyped-call]  # earlier pickles have none
-
     def sums_with_bias(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the exact sums with the codes of the bias: integers in float32 or float64."""
         sums = self.sums(x, *args, **kwargs)

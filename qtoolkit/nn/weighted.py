@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.errors import renamed
 from qtoolkit.nn import batch_norm, on_codes
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.computed_weights import bake, computing_once, mask
@@ -426,8 +425,6 @@ def set_training_arithmetic(
     model: nn.Module,
     arithmetic: on_codes.Arithmetic = "auto",
     save: on_codes.Saved = "codes",
-    *,
-    forward: on_codes.Arithmetic | None = None,
 ) -> None:
     """Set how a prepared or replaced model computes in training, at any time.
 
@@ -444,7 +441,6 @@ def set_training_arithmetic(
             straight-through ones.
         save: What such an op keeps of its operands for backward. "codes": a byte an element, half a byte for at most 4 bits.
             "float": the values.
-        forward: The earlier name of `arithmetic`.
 
     Raises:
         ValueError: A value is not known.
@@ -455,8 +451,7 @@ def set_training_arithmetic(
         >>> prepared.get_submodule("0").training_arithmetic
         TrainingArithmetic(forward='float', save='codes')
     """
-    chosen = renamed("set_training_arithmetic", "forward", forward, "arithmetic", arithmetic, "auto")
-    of_each = on_codes.TrainingArithmetic(chosen, save)
+    of_each = on_codes.TrainingArithmetic(arithmetic, save)
     for module in model.modules():
         if isinstance(module, on_codes.TrainsOnCodes):
             module.training_arithmetic = of_each

@@ -10,7 +10,6 @@ from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS, LARGEST
 from qtoolkit.ops.recording import is_recorded_for_onnx, is_written_to_file
-from qtoolkit.ops.requantize import fake_quant_by_factor
 from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.kinds.dynamic import of_blocks, of_tokens
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -108,11 +107,6 @@ class Grid(Quantizer):
         if self.stored_in_uint8 and is_written_to_file():
             return self.in_uint8(x, self.spec)
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if vars(self).pop("reciprocal", False):  # of models that were converted for OpenVINO before it had this name
-            self.quantizes_as = fake_quant_by_factor
 
     def computed_by(self, kernel: Any) -> None:
         """Take inputs as they are where a `qtoolkit.integer.kernels.Kernel`, while active, returns values on this grid."""

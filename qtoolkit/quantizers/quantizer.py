@@ -127,7 +127,7 @@ class Quantizer(KeepsFloat32):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # The entries keep the names that they had in earlier versions: what is no tensor is beside them, in the metadata.
+        # The entries are tensors alone: the rest is beside them, in the metadata.
         metadata = getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {})
         metadata["spec"] = spec_fields(self.spec)
         metadata["modes"] = {name: getattr(self, name) for name in self.MODES}

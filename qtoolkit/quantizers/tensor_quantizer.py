@@ -62,8 +62,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             `qtoolkit.freeze_ranges` and setting `amax` or a range clear it.
         steps: Steps of the optimizer since the calibration, while they are the first 250; then -1.
         stopping: Whether forward raises an error for NaN and infinities (see `qtoolkit.stop_on_nonfinite`).
-        stale_rate: Whether the rate of a weight's learned scale is to be set: its range was observed, or a state dict of an
-            earlier version was loaded.
+        stale_rate: Whether the rate of a weight's learned scale is to be set, as its range was observed.
         ready: Whether there is a range to quantize with.
 
     Example:
@@ -74,7 +73,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     """
 
     MODES = ("quantizing", "observing", "following", "steps")
-    _version = 4  # of the state dict: 1 had the learned scale itself as a parameter, 2 no rates, 3 rates by units
+    _version = 4  # of the state dict
 
     stopping = False
     stale_rate = False
@@ -86,9 +85,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     looking = False  # whether the next forward in training says how much it clips
     looked: Tensor | None = None  # what it has said
     warned = False
-    _made_for: QuantSpec | None = (
-        None  # the spec whose tensors and observer it has; None in pickles of earlier versions
-    )
+    _made_for: QuantSpec  # the spec whose tensors and observer it has
     _scale: Tensor
     _zero_point: Tensor | None
     _factor: Tensor  # of a batch norm: the one for which the scales are; 0 for that of the next forward
@@ -573,7 +570,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     def _check_spec(self) -> None:
         """Raise ValueError if its spec is one with other codes than it was made for: its scale and its observer are not."""
-        made_for = {} if self._made_for is None else {"spec": spec_fields(self._made_for)}
+        made_for = {"spec": spec_fields(self._made_for)}
         differing = self.differing(made_for)
         if differing is not None:
             raise ValueError(
@@ -656,13 +653,10 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         scale = state_dict.get(prefix + "_scale")
-        if local_metadata.get("version", self._version) < self._version:
-            self.kind.upgrade(self, state_dict, prefix)
-            self.stale_rate = self.of_weight and scale is not None
         if scale is not None and not self._shape_is_known:
             self._resize(tuple(scale.shape))
         if scale is not None and self.follows_factor:
-            self.knows_factor = prefix + "_factor" in state_dict  # not in that of an earlier version
+            self.knows_factor = prefix + "_factor" in state_dict  # a state dict of version 4 may lack it
             state_dict.setdefault(prefix + "_factor", torch.zeros_like(scale))
         metadata = (
             local_metadata if "spec" in local_metadata else {**local_metadata, **self._metadata_of(state_dict, prefix)}
@@ -695,7 +689,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
 
 # Other packages look for NVIDIA's quantizers by the name of the class, and import modelopt to save a model that has one. So the
-# class has a name of its own, by which pickles name it; those of earlier versions name TensorQuantizer, which stays.
+# class has a name of its own, by which pickles name it.
 TensorQuantizer.__name__ = TensorQuantizer.__qualname__ = "ObservingQuantizer"
 
 

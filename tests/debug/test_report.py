@@ -82,7 +82,7 @@ def calibrated(
 
 
 def page_of(model: nn.Module, folder: Path, **options: Any) -> Content:
-    qt.debug.report(model, folder / "out" / "report.html", progress=False, **options)
+    qt.debug.report(model, path=folder / "out" / "report.html", progress=False, **options)
     return Content(folder / "out" / "report.html")
 
 
@@ -118,7 +118,7 @@ def test_every_section_is_there_with_all_arguments(tmp_path) -> None:
     assert rows["bits"] == "8"
     assert rows["scale"] == f"{float(quantizer.scale):.6g}"
     assert rows["why"]
-    deployed = qt.export.verify(tmp_path / "model.onnx", qt.convert(prepared), (x,), progress=False)
+    deployed = qt.export.verify(qt.convert(prepared), (x,), tmp_path / "model.onnx", progress=False)
     assert "QuantizeLinear" in page.sections["verification"]
     found = page_of(prepared, tmp_path, verification=deployed)
     assert "end to end" in found.sections["verification"]
@@ -442,6 +442,6 @@ def test_errors_leave_the_file(tmp_path) -> None:
     ]  # fmt: skip
     for kind, words, of, options in cases:
         with pytest.raises(kind, match=words):
-            qt.debug.report(of, path, **options)
+            qt.debug.report(of, path=path, **options)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

@@ -38,9 +38,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
         qt.calibrate(quantized, [x], progress=False)
         scores = qt.debug.sensitivity(quantized, lambda m: float(m(x).sum().detach()), progress=False)
         options = {"float_model": model} if name == "graph" else {}
-        qt.debug.report(
-            quantized, folder / f"{name}.html", inputs=x, accuracy={"int8": 91.2}, sensitivity=scores, **options
-        )
+        qt.debug.report(quantized, x, folder / f"{name}.html", accuracy={"int8": 91.2}, sensitivity=scores, **options)
     return {name: folder / f"{name}.html" for name in models}
 
 
@@ -150,7 +148,7 @@ SHOWN = "document.querySelector('.layout:not([hidden])')"
 def test_a_click_unfolds_a_block_and_the_search_zooms_to_an_op_in_another(page: Page, tmp_path) -> None:
     prepared = qt.prepare(deep().eval(), backend="tensorrt")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
-    qt.debug.report(prepared, tmp_path / "deep.html", progress=False)
+    qt.debug.report(prepared, path=tmp_path / "deep.html", progress=False)
     page.open(tmp_path / "deep.html")
     assert page.evaluate(f"{SHOWN}.dataset.block") == ""
     assert page.evaluate(f"{SHOWN}.querySelectorAll('.block').length") == 9
@@ -178,7 +176,7 @@ def test_the_picture_of_the_docs_is_drawn_from_a_page(tmp_path) -> None:
     image = pytest.importorskip("PIL.Image", reason="needs pillow, which is not installed")
     prepared = qt.prepare(deep().eval(), backend="tensorrt")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
-    qt.debug.report(prepared, tmp_path / "deep.html", progress=False)
+    qt.debug.report(prepared, path=tmp_path / "deep.html", progress=False)
     script = run_path(str(DOCS / "report_picture.py"))
     script["draw"](tmp_path / "deep.html", tmp_path / "report.png", op="stage2.0.conv1")
     drawn = image.open(tmp_path / "report.png")

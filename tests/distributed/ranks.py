@@ -152,7 +152,7 @@ def resumed(rank: int, folder: Path, wrap: Callable[[nn.Module], nn.Module], nam
 
     other = wrap(quantized("graph", "lsq"))
     again = adam(inner(other))
-    found = qt.load_checkpoint(folder / name, other, again)
+    found = qt.load_checkpoint(other, folder / name, again)
     train(other, again, range(2, 4), rank)
     return {"one": full(inner(one)), "other": full(inner(other)), "random": found.random}
 
@@ -166,12 +166,12 @@ def errors(rank: int, folder: Path) -> list[str]:
     found = []
     missing = folder / "none.safetensors" if rank == 1 else folder / "ddp.safetensors"
     for call in (
-        lambda: qt.load_checkpoint(missing, learned()),
+        lambda: qt.load_checkpoint(learned(), missing),
         lambda: qt.save_checkpoint(learned(), folder / "x.safetensors", state={"a": {1} if rank == 0 else 1}),
         lambda: qt.save_checkpoint(learned(), "/proc/none/x.safetensors"),
         lambda: qt.save_checkpoint(learned(), "/proc/none/x"),
         lambda: qt.save_checkpoint(sharded_model(), folder / "x.safetensors"),
-        lambda: qt.load_checkpoint(folder / "float.pt", sharded_model()),
+        lambda: qt.load_checkpoint(sharded_model(), folder / "float.pt"),
     ):
         try:
             call()
@@ -198,12 +198,12 @@ def loaded_by_two(folder: Path) -> dict[str, Any]:
     """Load what four have saved, and train it on; load the float model's file into shards."""
     model = fully_shard(quantized("graph", "lsq"))
     optimizer = adam(model)
-    found = qt.load_checkpoint(folder / "sharded", model, optimizer)
+    found = qt.load_checkpoint(model, folder / "sharded", optimizer)
     saved = full(model)
     torch.manual_seed(7)
     train(model, optimizer, range(2, 4))
     floats = fully_shard(quantized("graph", "fixed"))
-    qt.load_checkpoint(folder / "float.pt", floats)
+    qt.load_checkpoint(floats, folder / "float.pt")
     return {"saved": saved, "trained": full(model), "random": found.random, "float": full(floats), "eval": in_eval()}
 
 

@@ -134,7 +134,7 @@ def test_what_four_ranks_save_two_load_and_train_on(results: Results) -> None:
 def test_what_four_ranks_save_one_process_loads_and_converts(results: Results, folder: Path) -> None:
     model = quantized("graph", "lsq")
     optimizer = ranks.adam(model)
-    qt.load_checkpoint(folder / "sharded", model, optimizer)
+    qt.load_checkpoint(model, folder / "sharded", optimizer)
     assert_same(model.state_dict(), results[4][0]["saved"])
     assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
     qt.convert(model)

@@ -237,7 +237,7 @@ def test_a_file_for_each_branch(tmp_path) -> None:
         proto = onnx.load(str(result.path))
         assert not any(node.name.startswith(f"{other}.") for node in proto.graph.node)
         np.testing.assert_allclose(run(proto, x)[0], converted(x).detach().numpy(), rtol=1e-5, atol=1e-6)
-    found = verify_onnx(converted, tmp_path / "far.onnx", near)  # inputs that take the other way
+    found = verify_onnx(converted, near, tmp_path / "far.onnx")  # inputs that take the other way
     with pytest.raises(RuntimeError, match=r"no QuantizeLinear for: near.input_quantizer, near.weight_quantizer"):
         found.check()
 
@@ -284,7 +284,7 @@ def test_a_dynamic_batch(tmp_path, exporter: str) -> None:
     result = qt.export_onnx(
         replaced, x, tmp_path / "m.onnx", exporter=exporter, input_names=["x"], dynamic_shapes=({0: "batch"},)
     )
-    assert verify_onnx(qt.convert(replaced), result.path, torch.rand(7, 3, 8, 8)).quantizer_codes.differing == 0
+    assert verify_onnx(qt.convert(replaced), torch.rand(7, 3, 8, 8), result.path).quantizer_codes.differing == 0
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
@@ -341,7 +341,7 @@ def exported(path: Any, **options: Any) -> tuple[nn.Module, Any, tuple[Tensor, T
 def test_a_changed_scale_is_noticed(tmp_path, name: str) -> None:
     converted, proto, inputs = exported(tmp_path)
     converted.get_submodule(name).scale.mul_(1.5)
-    found = verify_onnx(converted, proto, inputs)
+    found = verify_onnx(converted, inputs, proto)
     assert found.quantizer_codes.differing > 0
     with pytest.raises(RuntimeError, match="onnxruntime's codes must equal the model's"):
         found.check()
@@ -354,14 +354,14 @@ def test_a_changed_weight_is_noticed(tmp_path, backend: str, name: str) -> None:
     with torch.no_grad():
         converted.get_parameter(name).add_(0.3)
     with pytest.raises(RuntimeError, match="codes"):
-        verify_onnx(converted, proto, inputs).check()
+        verify_onnx(converted, inputs, proto).check()
 
 
 def test_a_changed_layer_is_noticed(tmp_path) -> None:
     converted, proto, inputs = exported(tmp_path)
     with torch.no_grad():
         converted.first.bias.add_(0.5)
-    found = verify_onnx(converted, proto, inputs)
+    found = verify_onnx(converted, inputs, proto)
     assert found.weight_codes.differing == found.quantizer_codes.differing == 0
     assert found.by_quantizer["ours"].differing > 0
     with pytest.raises(RuntimeError, match="codes of layers differ in onnxruntime .*; worst at 'ours'"):
@@ -374,12 +374,12 @@ def test_a_quantizer_without_a_node_is_missing(tmp_path, name: str) -> None:
     for node in proto.graph.node:
         node.name = node.name.replace(name, "")
     with pytest.raises(RuntimeError, match=f"no QuantizeLinear for: {name}"):
-        verify_onnx(converted, proto, inputs).check()
+        verify_onnx(converted, inputs, proto).check()
 
 
 def test_hooks_are_gone_afterwards(tmp_path) -> None:
     converted, proto, inputs = exported(tmp_path)
-    verify_onnx(converted, proto, inputs)
+    verify_onnx(converted, inputs, proto)
     assert not any(module._forward_hooks for module in converted.modules())
 
 

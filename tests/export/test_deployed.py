@@ -79,7 +79,7 @@ def block(exported: Callable[[bool], tuple[nn.Module, str]]) -> tuple[nn.Module,
 @pytest.mark.parametrize("signed", [False, True])
 def test_every_code_is_compared(exported, signed: bool, optimized: bool) -> None:
     model, path = exported(signed)
-    found = verify(path, model, X, optimized=optimized)
+    found = verify(model, X, path, optimized=optimized)
     found.check()
     codes = found.runtimes["onnxruntime"]
     assert codes.not_compared == ()
@@ -103,7 +103,7 @@ def test_every_code_is_compared(exported, signed: bool, optimized: bool) -> None
 def test_signed_codes_are_read_where_the_runtime_shifts_them(tmp_path) -> None:
     chain = nn.Sequential(*(nn.Conv2d(*sizes, 3, bias=False) for sizes in ((3, 4), (4, 8), (8, 2), (2, 2))))
     model = exact_net(chain, True)
-    codes = verify(qt.export_onnx(model, X, tmp_path / "m.onnx").path, model, X).runtimes["onnxruntime"]
+    codes = verify(model, X, qt.export_onnx(model, X, tmp_path / "m.onnx").path).runtimes["onnxruntime"]
     assert [layer.kernel for layer in codes.layers] == ["QLinearConv"] * 3 + ["Conv"]
     assert len(codes.by_quantizer) == 4
     codes.check()
@@ -120,7 +120,7 @@ def test_the_first_difference_is_named_and_where_differences_begin(tmp_path) -> 
     codes[:, :, 0, 0] = np.roll(codes[:, :, 0, 0], 1)
     weight.CopyFrom(numpy_helper.from_array(codes, weight.name))
     onnx.save(proto, path)
-    result = verify(path, model, X)
+    result = verify(model, X, path)
     with pytest.raises(
         RuntimeError, match=r"the weights of the file differ from the model's at 2\.weight_quantizer .+ 16 differ"
     ):
@@ -154,7 +154,7 @@ def test_fewer_nodes_than_calls(tmp_path) -> None:
     x = torch.linspace(-1, 1, 32).reshape(4, 8)
     model = exact_net(nn.Sequential(Twice(), nn.ReLU(), nn.Linear(8, 2, bias=False)), False, x)
     path = qt.export_onnx(model, x, tmp_path / "m.onnx").path
-    found = verify(path, model, x).runtimes["onnxruntime"]
+    found = verify(model, x, path).runtimes["onnxruntime"]
     assert found.not_compared == ()
     assert found.codes.differing == 0
 
@@ -176,7 +176,7 @@ class FromZeros(nn.Module):
 def test_a_constant_that_shares_the_quantizer_of_other_tensors_is_compared(tmp_path) -> None:
     model = exact_net(FromZeros(), signed=False)
     path = qt.export_onnx(model, X, tmp_path / "m.onnx", verify=False).path
-    codes = verify(path, model, X).runtimes["onnxruntime"]
+    codes = verify(model, X, path).runtimes["onnxruntime"]
     assert (codes.codes.differing, codes.not_compared) == (0, ())
     assert codes.by_quantizer["activation_quantizers.cat"].compared == X.numel() + 3 * 2 * 4 * 12 * 12
     assert codes.check().value == "equal"
@@ -186,7 +186,7 @@ def test_codes_that_the_runtime_does_not_have_are_named(block, monkeypatch) -> N
     model, path = block
     monkeypatch.setattr(onnxruntime_cpu, "_tensors_with_codes", lambda *_: {})
     with pytest.raises(RuntimeError, match=r"does not give the codes of 'activation_quantizers.x', "):
-        verify(path, model, X).check()
+        verify(model, X, path).check()
 
 
 def test_openvino_is_within_its_rounding(tmp_path) -> None:
@@ -194,7 +194,7 @@ def test_openvino_is_within_its_rounding(tmp_path) -> None:
     layers = (nn.Sequential(nn.Conv2d(*sizes, 3, bias=False), nn.ReLU()) for sizes in ((3, 4), (4, 8), (8, 2)))
     model = exact_net(nn.Sequential(*layers, nn.Conv2d(2, 2, 1, bias=False)), False)
     path = qt.export_onnx(model, X, tmp_path / "m.onnx", exporter="torchscript").path
-    found = verify(path, model, X, runtimes=("onnxruntime", "openvino"))
+    found = verify(model, X, path, runtimes=("onnxruntime", "openvino"))
     found.check()
     codes = found.runtimes["openvino"]
     assert codes.not_compared == ()
@@ -207,7 +207,7 @@ def test_the_type_of_float_ops_is_named_where_it_is_narrower(block) -> None:
     """OpenVINO computes float ops in bfloat16 where the processor has instructions for it."""
     openvino = pytest.importorskip("openvino")
     model, path = block
-    codes = verify(path, model, X, runtimes=("openvino",)).runtimes["openvino"]
+    codes = verify(model, X, path, runtimes=("openvino",)).runtimes["openvino"]
     narrow = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT") == openvino.Type.bf16
     assert ("float ops in bf16" in codes.runtime) == narrow
     assert codes.float_layers
@@ -216,28 +216,28 @@ def test_the_type_of_float_ops_is_named_where_it_is_narrower(block) -> None:
 def test_bad_arguments_are_errors(block, tmp_path, monkeypatch) -> None:
     model, path = block
     with pytest.raises(ValueError, match=r"unknown runtime of verify: 'onnxrutime'; did you mean 'onnxruntime'\?"):
-        verify(path, model, X, runtimes=("onnxrutime",))
+        verify(model, X, path, runtimes=("onnxrutime",))
     with pytest.raises(TypeError, match="verify: inputs do not match"):
-        verify(path, model, (X, X))
+        verify(model, (X, X), path)
     broken = onnx.load(path)
     del broken.graph.node[3]
     onnx.save(broken, tmp_path / "broken.onnx")
     with pytest.raises(ValueError, match="is no valid ONNX model"):
-        verify(tmp_path / "broken.onnx", model, X)
+        verify(model, X, tmp_path / "broken.onnx")
     unknown = onnx.load(path)
     unknown.graph.node[-1].domain = "nobody"
     unknown.opset_import.append(onnx.helper.make_opsetid("nobody", 1))
     onnx.save(unknown, tmp_path / "unknown.onnx")
     with pytest.raises(RuntimeError, match="cannot load '.*' at its default optimization level"):
-        verify(tmp_path / "unknown.onnx", model, X)
+        verify(model, X, tmp_path / "unknown.onnx")
     more = onnx.load(path)
     more.graph.input.append(onnx.helper.make_tensor_value_info("more", 1, [1]))
     onnx.save(more, tmp_path / "more.onnx")
     with pytest.raises(ValueError, match=r"verify: the file takes 2 tensors \(x, more\), got 1"):
-        verify(tmp_path / "more.onnx", model, X)
+        verify(model, X, tmp_path / "more.onnx")
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="verify needs openvino, which is not installed; run: pip install "):
-        verify(path, model, X, runtimes=("openvino",))
+        verify(model, X, path, runtimes=("openvino",))
 
 
 @pytest.mark.parametrize("compare", [verify, qt.export.verify_onnx])
@@ -285,7 +285,7 @@ def test_only_onnxruntime_runs_without_optimizations(block) -> None:
     pytest.importorskip("openvino")
     model, path = block
     with pytest.raises(ValueError, match=r"optimized=False needs runtimes=\('onnxruntime',\), got \('openvino',\)"):
-        verify(path, model, X, runtimes=("openvino",), optimized=False)
+        verify(model, X, path, runtimes=("openvino",), optimized=False)
 
 
 def test_ties_behind_float_ops_are_allowed_by_their_share() -> None:
@@ -322,13 +322,13 @@ def test_an_output_that_differs_behind_the_same_codes_is_named(runtime: str, tmp
         pytest.importorskip("openvino")
     model = exact_net(Upsampled(), False)
     path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
-    assert verify(path, model, X, (runtime,)).check() == {runtime: qt.export.Verdict.EQUAL}
+    assert verify(model, X, path, (runtime,)).check() == {runtime: qt.export.Verdict.EQUAL}
     proto = onnx.load(path)
     (resize,) = (node for node in proto.graph.node if node.op_type == "Resize")
     (mode,) = (attribute for attribute in resize.attribute if attribute.name == "nearest_mode")
     mode.s = b"ceil"
     onnx.save(proto, path)
-    found = verify(path, model, X, (runtime,))
+    found = verify(model, X, path, (runtime,))
     assert found.runtimes[runtime].codes.differing == 0
     assert found.runtimes[runtime].verdict is qt.export.Verdict.DIFFERENT
     assert "of its largest value behind the same codes" in str(found)
@@ -378,16 +378,16 @@ def test_weights_and_integer_layers_are_found_in_the_model(tmp_path) -> None:
     own, integer = qt.convert(prepared), qt.convert(prepared, arithmetic="integer")
     for weights in (True, False):
         path = qt.export_onnx(own, X, tmp_path / "m.onnx", integer_weights=weights, progress=False).path
-        codes = verify(path, integer, X, progress=False).runtimes["onnxruntime"]
+        codes = verify(integer, X, path, progress=False).runtimes["onnxruntime"]
         assert {name: count.differing for name, count in codes.weights.items()} == dict.fromkeys(
             (f"{layer}.weight_quantizer" for layer in ("first", "second", "third", "fc")), 0
         )
         assert {"first", "second", "third"} <= set(codes.on_codes)
-    assert verify(path, own, X, progress=False).runtimes["onnxruntime"].on_codes == ()
+    assert verify(own, X, path, progress=False).runtimes["onnxruntime"].on_codes == ()
     with torch.no_grad():
         integer.get_submodule("second").weight.neg_()
     with pytest.raises(RuntimeError, match=r"differ from the model's at second\.weight_quantizer"):
-        verify(path, integer, X, progress=False).check()
+        verify(integer, X, path, progress=False).check()
 
 
 def test_files_that_are_not_of_the_model_are_refused(block, tmp_path) -> None:
@@ -397,15 +397,15 @@ def test_files_that_are_not_of_the_model_are_refused(block, tmp_path) -> None:
     written.output(written.pair(written.input("x", *X.shape)))
     written.save(tmp_path, "other.onnx")
     other = exact_net(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.ReLU(), nn.Conv2d(4, 2, 1, bias=False)), False)
-    for run in (verify, lambda p, m, x: qt.export.verify_onnx(m, p, x)):
+    for run in (verify, qt.export.verify_onnx):
         with pytest.raises(ValueError, match=r"text.onnx' is not an ONNX file, or is truncated"):
-            run(tmp_path / "text.onnx", model, X)
+            run(model, X, tmp_path / "text.onnx")
         with pytest.raises(ValueError, match="no quantizer of the file has a name of the model's.*compare_runtimes"):
-            run(tmp_path / "other.onnx", model, X)
+            run(model, X, tmp_path / "other.onnx")
         with pytest.raises(
             ValueError, match=r"has a quantizer '.*', and the model does not .*: it is the file of another"
         ):
-            run(path, other, X)
+            run(other, X, path)
         with pytest.raises(
             ValueError, match=r"input 'x' of the file is float32 of shape \(2, 3, 12, 12\), got float32 of"
         ):

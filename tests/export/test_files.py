@@ -53,13 +53,13 @@ def test_weights_in_a_file_of_their_own(tmp_path, backend: str, exporter: str) -
 def test_the_file_verifies_again_and_a_changed_weight_is_noticed(tmp_path) -> None:
     model, x = converted_net("onnxruntime"), torch.randn(SHAPE)
     path = qt.export_onnx(model, x, tmp_path / "net.onnx", exporter="torchscript").path
-    verify_onnx(model, path, x).check()
+    verify_onnx(model, x, path).check()
     weights = tmp_path / "net.onnx.data"
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 64
     weights.write_bytes(data)
     with pytest.raises(RuntimeError):
-        verify_onnx(model, path, x).check()
+        verify_onnx(model, x, path).check()
 
 
 def test_a_second_export_takes_another_file_and_removes_the_first(tmp_path) -> None:
@@ -67,7 +67,7 @@ def test_a_second_export_takes_another_file_and_removes_the_first(tmp_path) -> N
     for names in (["net.onnx", "net.onnx.data"], ["net.onnx", "net.onnx.1.data"], ["net.onnx", "net.onnx.data"]):
         path = qt.export_onnx(model, x, tmp_path / "net.onnx", exporter="torchscript").path
         assert sorted(os.listdir(tmp_path)) == sorted(names)
-        verify_onnx(model, path, x).check()
+        verify_onnx(model, x, path).check()
 
 
 def test_a_file_that_is_no_weights_of_the_model_stays(tmp_path, monkeypatch) -> None:
@@ -205,4 +205,4 @@ def test_verification_needs_no_string_of_all_weights(tmp_path, monkeypatch, back
     assert all(len(t.raw_data) <= 256 for t in onnx.ModelProto.FromString(string).graph.initializer)
     with torch.no_grad():
         model.get_submodule("conv2").weight[0, 0, 0, 0] *= -1.5
-    assert verify_onnx(model, result.path, x).weight_codes.differing == 1
+    assert verify_onnx(model, x, result.path).weight_codes.differing == 1

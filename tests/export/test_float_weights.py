@@ -44,7 +44,7 @@ def test_a_float_weight_is_not_quantized(tmp_path, kind: str, bias: bool, relu: 
     model = converted(make(bias), x, relu)
     exported = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter=exporter)
     assert exported.verification.quantizer_codes.differing == 0
-    deployed = qt.export.verify(exported.path, model, x).runtimes["onnxruntime"]
+    deployed = qt.export.verify(model, x, exported.path).runtimes["onnxruntime"]
     assert deployed.codes.differing <= deployed.codes.compared / 1000  # ties of float sums
     assert {finding.name for finding in qt.export.lint(exported.path, "onnxruntime")} == {"all-inputs"}
 

@@ -112,7 +112,7 @@ def test_a_changed_code_of_a_small_float_is_noticed(tmp_path) -> None:
     path = qt.export_onnx(model, x, tmp_path / "m.onnx").path
     with torch.no_grad():
         model.get_submodule("conv").weight[0, 0, 0, 0] *= -1.5
-    assert qt.export.verify_onnx(model, path, x).weight_codes.differing == 1
+    assert qt.export.verify_onnx(model, x, path).weight_codes.differing == 1
 
 
 MX = {"axis": 1, "group_size": 8, "pow2_scale": True}

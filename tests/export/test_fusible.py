@@ -34,7 +34,7 @@ def exported(tmp_path, function, backend: str = "onnxruntime", exporter: str = "
     qt.calibrate(prepared, [X], progress=False)
     converted = qt.convert(prepared)
     path = qt.export_onnx(converted, X, tmp_path / "m.onnx", exporter=exporter, opset=opset).path
-    found = verify(path, converted, X).runtimes["onnxruntime"]
+    found = verify(converted, X, path).runtimes["onnxruntime"]
     assert found.not_compared == ()
     return onnx.load(path), found
 

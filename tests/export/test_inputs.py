@@ -80,7 +80,7 @@ def test_keyword_inputs(tmp_path, inputs: dict[str, Tensor], exporter: str, road
     result = qt.export_onnx(model, inputs, tmp_path / "m.onnx", exporter=exporter)
     assert names_of(result.path)[0] == ["x", "y"]
     assert result.verification.output_difference < 1e-6
-    assert verify_onnx(qt.convert(model), result.path, inputs).quantizer_codes.differing == 0
+    assert verify_onnx(qt.convert(model), inputs, result.path).quantizer_codes.differing == 0
 
 
 def test_arguments_that_are_keywords_only(tmp_path, exporter: str, road: str) -> None:
@@ -91,7 +91,7 @@ def test_arguments_that_are_keywords_only(tmp_path, exporter: str, road: str) ->
     )
     assert names_of(result.path)[0] == ["x", "y"]
     more = {"x": torch.rand(7, 4), "y": torch.rand(7, 4)}
-    assert verify_onnx(qt.convert(model), result.path, more).output_difference < 1e-5
+    assert verify_onnx(qt.convert(model), more, result.path).output_difference < 1e-5
 
 
 class Positions(nn.Module):
@@ -135,7 +135,7 @@ def test_keyword_inputs_that_skip_arguments(tmp_path, sizes: str, exporter: str,
     batch = 2 if sizes == "fixed" else "batch"
     assert shapes == {"ids": [batch, 5], "positions": [batch, 5]}
     for samples in (2,) if sizes == "fixed" else (1, 2, 3):
-        found = verify_onnx(qt.convert(model), result.path, sentences(samples))
+        found = verify_onnx(qt.convert(model), sentences(samples), result.path)
         assert found.quantizer_codes.compared > 0
         assert found.quantizer_codes.differing == found.weight_codes.differing == 0
         assert found.output_difference < 1e-5
@@ -198,7 +198,7 @@ def test_dynamic_shapes_of_containers(tmp_path, exporter: str) -> None:
         model, inputs, tmp_path / "m.onnx", exporter=exporter, dynamic_shapes=({"b": sizes, "c": sizes}, [sizes, sizes])
     )
     x = torch.rand(5, 4)
-    assert verify_onnx(qt.convert(model), result.path, ({"b": x, "c": x}, [x, x])).output_difference < 1e-5
+    assert verify_onnx(qt.convert(model), ({"b": x, "c": x}, [x, x]), result.path).output_difference < 1e-5
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
@@ -243,7 +243,7 @@ def test_verification_with_another_number_of_inputs(tmp_path) -> None:
     result = qt.export_onnx(model, (X,), tmp_path / "m.onnx")
     other = calibrated(OfTwo(minus), (X, Y))
     with pytest.raises(ValueError, match=r"verify_onnx: the file takes 1 tensors \(x\), got 2"):
-        verify_onnx(qt.convert(other), result.path, (X, Y))
+        verify_onnx(qt.convert(other), (X, Y), result.path)
 
 
 # ---- names

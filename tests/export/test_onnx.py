@@ -364,7 +364,7 @@ def test_a_changed_weight_is_noticed(tmp_path) -> None:
     model, x = converted_net(), torch.randn(SHAPE)
     result = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
     model.get_submodule("conv1").weight.data[0, 0, 0, 0] *= -1.5
-    found = qt.export.verify_onnx(model, result.path, x)
+    found = qt.export.verify_onnx(model, x, result.path)
     assert found.weight_codes.differing == 1
     with pytest.raises(RuntimeError, match="onnxruntime's codes must equal the model's"):
         found.check()
@@ -403,14 +403,14 @@ def test_a_changed_scale_is_noticed(tmp_path) -> None:
     model, x = converted_net(), torch.randn(SHAPE)
     result = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
     model.get_submodule("activation_quantizers.relu").scale.mul_(1.01)
-    assert qt.export.verify_onnx(model, result.path, x).quantizer_codes.differing > 0
+    assert qt.export.verify_onnx(model, x, result.path).quantizer_codes.differing > 0
 
 
 def test_a_changed_layer_is_noticed(tmp_path) -> None:
     model, x = converted_net(), torch.randn(SHAPE)
     result = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
     model.get_submodule("conv2").bias.data += 0.3
-    found = qt.export.verify_onnx(model, result.path, x)
+    found = qt.export.verify_onnx(model, x, result.path)
     assert found.weight_codes.differing == found.quantizer_codes.differing == 0
     with pytest.raises(RuntimeError, match="codes of layers differ in onnxruntime by more than rounding ties"):
         found.check()
@@ -435,7 +435,7 @@ def test_the_data_of_a_tensor_is_no_constant_in_the_file(exporter: str, tmp_path
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)
     path = qt.export_onnx(converted, (x,), tmp_path / "m.onnx", exporter=exporter).path
-    qt.export.verify_onnx(converted, path, x.flip(0)).check()
+    qt.export.verify_onnx(converted, x.flip(0), path).check()
 
 
 # ---- errors

@@ -38,7 +38,7 @@ def integer_form(model: nn.Module, config: qt.QConfig | None = None) -> nn.Modul
 
 def in_float(integer: nn.Module, path: object) -> list[str]:
     """Check that no code differs, and that lint finds nothing; return the kernels that compute in float."""
-    found = verify(path, integer, X).runtimes["onnxruntime"]
+    found = verify(integer, X, path).runtimes["onnxruntime"]
     found.check()
     assert found.codes.differing == 0, found
     assert lint(path, "onnxruntime") == ()
@@ -196,7 +196,7 @@ def test_no_code_differs_behind_a_parameter(tmp_path, spread: Callable[[Tensor, 
     prepared = qt.prepare(Latents(spread).eval(), x, "onnxruntime")
     qt.calibrate(prepared, [x], progress=False)
     path = qt.export_onnx(qt.convert(prepared), x, tmp_path / "m.onnx", exporter=exporter).path
-    found = verify(path, qt.convert(prepared, arithmetic="integer"), x).runtimes["onnxruntime"]
+    found = verify(qt.convert(prepared, arithmetic="integer"), x, path).runtimes["onnxruntime"]
     found.check()
     assert found.codes.differing == 0, found
     assert "MatMulNBits" not in {layer.kernel for layer in found.layers}

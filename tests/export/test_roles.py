@@ -155,7 +155,7 @@ def test_a_changed_weight_of_a_function_is_noticed(tmp_path) -> None:
     converted = qt.convert(prepared)
     result = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter="torchscript")
     converted.matrix.data[0, 0] *= -1.5
-    assert qt.export.verify_onnx(converted, result.path, x).weight_codes.differing == 1
+    assert qt.export.verify_onnx(converted, x, result.path).weight_codes.differing == 1
 
 
 def test_a_changed_shared_scale_is_noticed(tmp_path) -> None:
@@ -165,4 +165,4 @@ def test_a_changed_shared_scale_is_noticed(tmp_path) -> None:
     converted = qt.convert(prepared)
     result = qt.export_onnx(converted, x, tmp_path / "model.onnx", exporter="torchscript")
     converted.get_submodule("activation_quantizers.cat").scale.mul_(1.05)
-    assert qt.export.verify_onnx(converted, result.path, x).quantizer_codes.differing > 0
+    assert qt.export.verify_onnx(converted, x, result.path).quantizer_codes.differing > 0

@@ -73,7 +73,7 @@ def test_the_trial_finds_what_the_processor_says() -> None:
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_no_code_differs_in_default_sessions(axis, integer_weights, exporter, tmp_path) -> None:
     path, model = written(tmp_path, axis, integer_weights=integer_weights, exporter=exporter)
-    found = qt.export.verify(path, model, IMAGES).runtimes["onnxruntime"]
+    found = qt.export.verify(model, IMAGES, path).runtimes["onnxruntime"]
     assert found.check() is Verdict.EQUAL
     assert {layer.kernel for layer in found.integer_layers} == {"QLinearConv", "QGemm"}
     assert not found.float_layers
@@ -166,7 +166,7 @@ def test_a_zero_point_of_another_file_is_found(tmp_path) -> None:
     zero_points.CopyFrom(onnx.numpy_helper.from_array(np.full(zero_points.dims, 127, np.uint8), zero_points.name))
     onnx.save(file, path)
     with pytest.raises(RuntimeError, match="the weights of the file differ from the model's"):
-        qt.export.verify(path, model, IMAGES).check()
+        qt.export.verify(model, IMAGES, path).check()
 
 
 def test_int8_weights_saturate_without_vnni(tmp_path, without_vnni) -> None:
@@ -186,7 +186,7 @@ def test_signed_activations_are_exact_too(signed: bool, symmetric: bool, tmp_pat
     """onnxruntime makes int8 activations uint8 on x86."""
     activation = qt.QuantSpec(signed=signed, symmetric=symmetric)
     path, model = written(tmp_path, activation=activation)
-    assert qt.export.verify(path, model, IMAGES).check() == {"onnxruntime": Verdict.EQUAL}
+    assert qt.export.verify(model, IMAGES, path).check() == {"onnxruntime": Verdict.EQUAL}
 
 
 class Product(nn.Module):
@@ -231,7 +231,7 @@ def test_an_int8_file_has_a_verdict_of_its_own(tmp_path) -> None:
         UserWarning, match=r"m.onnx' has int8 codes at 0.weight_quantizer, .*saturate.* weight_codes='uint8'"
     ):
         path, model = written(tmp_path, weight_codes="int8")
-    found = qt.export.verify(path, model, IMAGES).runtimes["onnxruntime"]
+    found = qt.export.verify(model, IMAGES, path).runtimes["onnxruntime"]
     assert found.verdict is Verdict.SATURATES
     assert found.saturating == ("0", "2", "5")
     assert "saturates on this processor" in str(found)
@@ -246,11 +246,11 @@ def test_an_int8_file_has_a_verdict_of_its_own(tmp_path) -> None:
 @pytest.mark.usefixtures("saturating")
 def test_other_files_have_none(tmp_path) -> None:
     path, model = written(tmp_path)
-    assert qt.export.verify(path, model, IMAGES).check() == {"onnxruntime": Verdict.EQUAL}
+    assert qt.export.verify(model, IMAGES, path).check() == {"onnxruntime": Verdict.EQUAL}
     path, model = written(tmp_path, weight=qt.QuantSpec(bits=7, axis=0))
-    assert qt.export.verify(path, model, IMAGES).check() == {"onnxruntime": Verdict.EQUAL}
+    assert qt.export.verify(model, IMAGES, path).check() == {"onnxruntime": Verdict.EQUAL}
     path, model = written(tmp_path, weight_codes="int8", backend="tensorrt")
-    unoptimized = qt.export.verify(path, qt.convert(calibrated("tensorrt")), IMAGES, optimized=False)
+    unoptimized = qt.export.verify(qt.convert(calibrated("tensorrt")), IMAGES, path, optimized=False)
     assert unoptimized.runtimes["onnxruntime"].verdict is not Verdict.SATURATES
 
 
@@ -261,7 +261,7 @@ def test_a_file_for_tensorrt_has_the_verdict_too(tmp_path) -> None:
     prepared = qt.prepare(nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 32, 3)).eval(), IMAGES, backend="tensorrt")
     qt.calibrate(prepared, [IMAGES], progress=False)
     path = qt.export_onnx(prepared, IMAGES, tmp_path / "m.onnx", progress=False).path
-    found = qt.export.verify(path, qt.convert(prepared), IMAGES).runtimes["onnxruntime"]
+    found = qt.export.verify(qt.convert(prepared), IMAGES, path).runtimes["onnxruntime"]
     assert found.verdict is Verdict.SATURATES
     assert found.saturating == ("0",)
 
@@ -278,5 +278,5 @@ def test_openvino_has_the_verdict_too(saturates: bool, tmp_path, monkeypatch) ->
     pytest.importorskip("openvino")
     monkeypatch.setattr(openvino_cpu, "processor_saturates", lambda: saturates)
     path, model = written(tmp_path, weight_codes="int8")
-    found = qt.export.verify(path, model, IMAGES, runtimes=("openvino",)).runtimes["openvino"]
+    found = qt.export.verify(model, IMAGES, path, runtimes=("openvino",)).runtimes["openvino"]
     assert ("7 bits" in found.remark) == (found.verdict is Verdict.SATURATES) == saturates

@@ -46,7 +46,7 @@ def kinds(path: object) -> Counter:
 
 
 def assert_no_code_differs(integer: nn.Module, path: object) -> None:
-    codes = verify(path, integer, X).runtimes["onnxruntime"]
+    codes = verify(integer, X, path).runtimes["onnxruntime"]
     codes.check()
     assert codes.codes.differing == 0, codes
     assert sum(layer.kernel == "QLinearConv" for layer in codes.integer_layers) == 4, codes
@@ -92,7 +92,7 @@ def test_weights_with_zero_points(tmp_path, geometry: tuple, weight_axis: int | 
     qt.calibrate(prepared, [X], progress=False)
     integer = qt.convert(prepared, arithmetic="integer")
     path = qt.export_onnx(integer, X, tmp_path / "m.onnx").path
-    assert verify(path, integer, X).check() == {"onnxruntime": Verdict.EQUAL}
+    assert verify(integer, X, path).check() == {"onnxruntime": Verdict.EQUAL}
     assert kinds(path)["DepthToSpace"] == (weight_axis is None)
 
 
@@ -138,7 +138,7 @@ def test_of_moved_codes(tmp_path, move: nn.Module, opset: int, exporter: str) ->
     integer = integer_form(Moved(move))
     assert integer.plan.computed["up"].kernel == "QLinearConv"
     path = qt.export_onnx(integer, X, tmp_path / "m.onnx", opset=opset, exporter=exporter).path
-    codes = verify(path, integer, X).runtimes["onnxruntime"]
+    codes = verify(integer, X, path).runtimes["onnxruntime"]
     codes.check()
     assert codes.codes.differing == 0, codes
     assert sum(layer.kernel == "QLinearConv" for layer in codes.integer_layers) == 3, codes
@@ -161,7 +161,7 @@ def test_of_any_batch_and_size(tmp_path, deconvolutions: nn.Module) -> None:
     integer, sizes = deconvolutions, ({0: "batch", 2: "height", 3: "width"},)
     path = qt.export_onnx(integer, X, tmp_path / "m.onnx", dynamic_shapes=sizes).path
     x = torch.randn(3, 6, 11, 5)
-    assert verify(path, integer, x).runtimes["onnxruntime"].codes.differing == 0
+    assert verify(integer, x, path).runtimes["onnxruntime"].codes.differing == 0
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_other_geometries_stay_as_they_are(tmp_path, geometry: tuple, options: d
     assert "no convolution of sub-pixels" in str(integer.plan.computed["up"])
     path = qt.export_onnx(integer, X, tmp_path / "m.onnx").path
     assert kinds(path)["ConvTranspose"] == 2
-    verify(path, integer, X).check()
+    verify(integer, X, path).check()
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "openvino", "snpe"])
@@ -192,7 +192,7 @@ def test_one_whose_output_is_returned_stays_float(tmp_path, named: bool) -> None
     path = qt.export_onnx(integer, X, tmp_path / "m.onnx").path
     assert kinds(path)["ConvTranspose"] == 1
     assert kinds(path)["QuantizeLinear"] == (3 if named else 2)
-    assert verify(path, integer, X).runtimes["onnxruntime"].codes.differing == 0
+    assert verify(integer, X, path).runtimes["onnxruntime"].codes.differing == 0
     if named:
         refusal = layer_kernel(integer.get_submodule("2"), integer.get_submodule("activation_quantizers._1"), None)
         assert refusal.cause is Cause.OUTPUT_CODES

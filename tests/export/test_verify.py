@@ -42,7 +42,7 @@ def test_a_weight_without_a_node_is_missing(tmp_path) -> None:
     proto = onnx.load(str(qt.export_onnx(converted, X, tmp_path / "model.onnx").path))
     for node in proto.graph.node:
         node.name = node.name.replace("4.weight_quantizer", "")
-    found = verify_onnx(converted, proto, X)
+    found = verify_onnx(converted, X, proto)
     assert found.missing == ("4.weight_quantizer",)
     with pytest.raises(RuntimeError, match=r"no QuantizeLinear for: 4\.weight_quantizer"):
         found.check()
@@ -60,7 +60,7 @@ def test_an_output_without_a_quantizer_is_compared(what: str, tmp_path) -> None:
     changed = numpy_helper.to_array(found).copy()
     changed.flat[1] = changed.flat[1] + 2000 if what == "bias" else -changed.flat[1]
     found.CopyFrom(numpy_helper.from_array(changed, found.name))
-    compared = verify_onnx(converted, proto, X)
+    compared = verify_onnx(converted, X, proto)
     with pytest.raises(RuntimeError, match="an output differs in onnxruntime by|codes must equal the model's"):
         compared.check()
 
@@ -92,7 +92,7 @@ def test_views_of_equal_parameters_are_compared_exactly_at_one_node(tmp_path, in
     assert result.verification.by_quantizer == {}
     with torch.no_grad():
         converted.gates[0][3] += 0.02
-    changed = verify_onnx(converted, result.path, X)
+    changed = verify_onnx(converted, X, result.path)
     assert changed.weight_codes.differing > 0
     with pytest.raises(RuntimeError, match="onnxruntime's codes must equal the model's"):
         changed.check()
@@ -232,7 +232,7 @@ def test_a_layer_of_16_bits_that_is_wrong_by_two_steps_is_noticed(tmp_path) -> N
         RuntimeError,
         match=r"in onnxruntime by more than rounding ties: .* train that gamma and calibrate again, or turn",
     ):
-        verify_onnx(converted, proto, x).check()
+        verify_onnx(converted, x, proto).check()
 
 
 @pytest.mark.parametrize("remedy", ["gamma", "off"])

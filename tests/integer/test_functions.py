@@ -262,5 +262,5 @@ def test_no_code_of_a_sum_that_begins_with_zero_differs(tmp_path) -> None:
     model = converted(Skips(), X)
     assert [how.kernel for name, how in model.plan.computed.items() if name.startswith("skips")] == ["QLinearConv"] * 3
     path = qt.export_onnx(model, (X,), tmp_path / "m.onnx", verify=False).path
-    found = verify(path, model, (X,)).runtimes["onnxruntime"]
+    found = verify(model, (X,), path).runtimes["onnxruntime"]
     assert (found.codes.differing, found.not_compared) == (0, ())

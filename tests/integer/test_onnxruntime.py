@@ -50,7 +50,7 @@ def converted(
 
 
 def assert_equal_codes(model: nn.Module, x: Tensor, path: object, exact: bool = True, **options: object) -> None:
-    result = verify(qt.export_onnx(model, (x,), path, **options).path, model, (x,))
+    result = verify(model, (x,), qt.export_onnx(model, (x,), path, **options).path)
     result.check()
     codes = result.runtimes["onnxruntime"]
     if exact:

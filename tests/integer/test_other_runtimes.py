@@ -64,7 +64,7 @@ def test_codes_are_openvinos_up_to_ties(tmp_path) -> None:
     pytest.importorskip("openvino")
     model = qt.convert(prepared("openvino"), arithmetic="integer")
     path = qt.export_onnx(model, (X,), tmp_path / "m.onnx", exporter="torchscript").path
-    result = verify(path, model, (X,), runtimes=("openvino",))
+    result = verify(model, (X,), path, runtimes=("openvino",))
     codes = result.runtimes["openvino"].codes
     assert codes.compared > 20_000
     assert codes.steps <= 1
@@ -96,7 +96,7 @@ def test_openvino_does_not_round_in_front_of_an_add_that_it_fuses(tmp_path) -> N
     qt.calibrate(source, [x], progress=False)
     model = qt.convert(source, arithmetic="integer")
     path = qt.export_onnx(model, (x,), tmp_path / "m.onnx", exporter="torchscript", verify=False).path
-    executed = verify(path, model, (x,), runtimes=("openvino",)).runtimes["openvino"]
+    executed = verify(model, (x,), path, runtimes=("openvino",)).runtimes["openvino"]
     assert executed.unrounded == ("activation_quantizers.second",)
     with pytest.raises(RuntimeError, match="verify: OpenVINO does not round at 'activation_quantizers.second'"):
         executed.check()
@@ -110,7 +110,7 @@ def test_openvino_does_not_round_in_front_of_an_add_that_it_fuses(tmp_path) -> N
     assert without.double().mean() < 1e-3
     # The remedy of the error.
     path = qt.export_onnx(model, (x,), tmp_path / "off.onnx", exporter="torchscript", verify=False).path
-    remedied = verify(path, model, (x,), runtimes=("openvino",)).runtimes["openvino"]
+    remedied = verify(model, (x,), path, runtimes=("openvino",)).runtimes["openvino"]
     assert remedied.unrounded == ()
     remedied.check()
 
@@ -139,7 +139,7 @@ def codes_of(layer: str, folder: Path) -> CodeCount:
     qt.calibrate(source, [x], progress=False)
     model = qt.convert(source, arithmetic="integer")
     path = qt.export_onnx(model, (x,), folder / "m.onnx", exporter="torchscript", verify=False).path
-    return verify(path, model, (x,), runtimes=("openvino",)).runtimes["openvino"].codes
+    return verify(model, (x,), path, runtimes=("openvino",)).runtimes["openvino"].codes
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def test_no_code_of_resnet20_differs(tmp_path, prepared: nn.Module, count: int) 
     path = qt.export_onnx(model, (x[:100],), tmp_path / "m.onnx", verify=False).path
     codes = []
     for batch in x.split(100):
-        result = verify(path, model, (batch,)).runtimes["onnxruntime"]
+        result = verify(model, (batch,), path).runtimes["onnxruntime"]
         assert result.not_compared == ()
         assert result.output_difference == 0  # of the logits, so every class too
         codes.append(result.codes)
@@ -67,7 +67,7 @@ def test_codes_of_fsrcnn_on_a_real_image(tmp_path) -> None:
     qt.calibrate(source, subject.calibration, progress=False)
     model = qt.convert(source, arithmetic="integer")
     result = verify(
-        qt.export_onnx(model, (subject.example,), tmp_path / "m.onnx", verify=False).path, model, subject.example
+        model, subject.example, qt.export_onnx(model, (subject.example,), tmp_path / "m.onnx", verify=False).path
     )
     result.check()
     codes = result.runtimes["onnxruntime"]

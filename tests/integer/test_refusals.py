@@ -178,7 +178,7 @@ def test_onnxruntime_computes_a_layer_with_a_wide_output_in_float(tmp_path: Path
         prepared(layer, config_of(layer, Case()), qt.QuantSpec(bits=16)), "integer", runtime="onnxruntime"
     )
     path = qt.export_onnx(model, (IMAGES,), tmp_path / "m.onnx", opset=21, verify=False).path
-    found = verify(path, model, (IMAGES,)).runtimes["onnxruntime"]
+    found = verify(model, (IMAGES,), path).runtimes["onnxruntime"]
     assert (len(found.layers), found.integer_layers) == (2, ())
     assert [how.kernel for how in model.plan.computed.values()] == [None, None]
 

@@ -72,7 +72,7 @@ def test_no_code_differs(tmp_path, name: str, exporter: str) -> None:
     integer = qt.convert(prepared(Calls(layer(), function)), arithmetic="integer")
     assert integer.plan.computed["a"].kernel == integer.plan.computed["a_1"].kernel in ("QLinearConv", "QGemm")
     path = qt.export_onnx(integer, X, tmp_path / "m.onnx", exporter=exporter).path
-    found = verify(path, integer, X).runtimes["onnxruntime"]
+    found = verify(integer, X, path).runtimes["onnxruntime"]
     found.check()
     assert found.codes.differing == 0, found
     assert {"Conv", "ConvTranspose", "FusedConv", "Gemm", "MatMul"}.isdisjoint(

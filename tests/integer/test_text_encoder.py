@@ -91,7 +91,7 @@ def test_a_text_encoder(tmp_path, net: type[nn.Module], exporter: str) -> None:
         assert (integer(x) - model(x)).abs().max() < 0.05 * model(x).abs().max()
     path = qt.export_onnx(integer, (x,), tmp_path / "m.onnx", exporter=exporter, dynamic_batch=True).path
     for inputs in (x, tokens(3)[:5]):
-        codes = verify(path, integer, (inputs,)).runtimes["onnxruntime"]
+        codes = verify(integer, (inputs,), path).runtimes["onnxruntime"]
         # onnxruntime joins the two transpositions around the pair of a module's key, and moves the pair in front of them.
         assert all(name.endswith(".self_attn.key_quantizer") for name in codes.not_compared)
         assert codes.codes.compared > 40_000 * len(inputs) / len(x)
@@ -121,7 +121,7 @@ def test_a_published_text_encoder_on_real_sentences(tmp_path) -> None:
         integer, batches[0], tmp_path / "m.onnx"
     )  # raises where a layer's codes differ by more than ties
     assert result.verification.weight_codes.differing == result.verification.quantizer_codes.differing == 0
-    codes = verify(result.path, integer, batches[0]).runtimes["onnxruntime"]
+    codes = verify(integer, batches[0], result.path).runtimes["onnxruntime"]
     assert sum(layer.kernel == "QGemm" for layer in codes.integer_layers) == 36
     assert codes.not_compared == ()
     assert codes.codes.compared > 2_000_000

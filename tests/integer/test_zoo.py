@@ -43,7 +43,7 @@ def integer_model(name: str) -> tuple[nn.Module, Tensor]:
 
 
 def assert_the_runtimes(path: Path, integer: nn.Module, x: Tensor) -> None:
-    result = verify(path, integer, (x,))
+    result = verify(integer, (x,), path)
     result.check()
     codes = result.runtimes["onnxruntime"]
     if not codes.share:

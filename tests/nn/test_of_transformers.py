@@ -91,7 +91,7 @@ def test_state_dicts_copies_and_pickles(tmp_path: Path) -> None:
     fresh.load_state_dict(ours.state_dict())
     qt.save_checkpoint(ours, tmp_path / "m.safetensors")
     loaded = qt.quant_modules.replace(nn.Sequential(Conv1D(6, 8), nn.ReLU(), Conv1D(4, 6)), backend="tensorrt")
-    qt.load_checkpoint(tmp_path / "m.safetensors", loaded)
+    qt.load_checkpoint(loaded, tmp_path / "m.safetensors")
     for other in (fresh, loaded, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert torch.equal(other(X), ours(X))
 
@@ -118,7 +118,7 @@ def test_converted_and_exported_the_codes_are_equal(tmp_path: Path) -> None:
     for exporter in ("dynamo", "torchscript"):
         result = qt.export_onnx(converted, X, tmp_path / f"{exporter}.onnx", exporter=exporter)
         assert (result.quantize_nodes, result.dequantize_nodes) == (4, 4)
-        verify_onnx(converted, result.path, X).check()
+        verify_onnx(converted, X, result.path).check()
 
 
 def test_a_language_model_with_tied_embeddings(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def penalty(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 def test_penalties_are_those_of_the_float_model_with_quantizers_off(road: str, how: str) -> None:
     torch.manual_seed(0)
     model = Net().double()
-    options = {"forward": "float", "save": "float"} if how == "prepare" else {}
+    options = {"training_arithmetic": "float", "save": "float"} if how == "prepare" else {}
     prepared = quantized(road, copy.deepcopy(model).float(), **options).double()
     if how == "set":
         qt.nn.set_training_arithmetic(prepared, arithmetic="float", save="float")

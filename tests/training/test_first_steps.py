@@ -392,28 +392,6 @@ def test_the_rate_of_an_activation_depends_on_its_scale_alone(kind: str) -> None
     assert one.get_buffer("_rate") != 1
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_a_file_of_an_earlier_version_gets_todays_rates(version: int) -> None:
-    """Version 3 had wrong rates behind batch norms; version 2 had none."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)).train()
-    nn.init.constant_(model[1].weight, 0.01)
-    x = torch.randn(4, 3, 8, 8)
-    prepared, other = (calibrated(copy.deepcopy(model), x, bits=4, quantizer="lsq") for _ in range(2))
-    state = prepared.state_dict()
-    wanted = {name: value.clone() for name, value in state.items() if name.endswith("_rate")}
-    for name, metadata in state._metadata.items():
-        if isinstance(dict(prepared.named_modules()).get(name), qt.TensorQuantizer):
-            metadata["version"] = version
-    for name in wanted:
-        state[name] = torch.full_like(state[name], 7.0)
-        if version == 2:
-            del state[name]
-    other.load_state_dict(state)
-    for name, rate in wanted.items():
-        torch.testing.assert_close(other.state_dict()[name], rate, rtol=1e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
-
-
 def test_a_weight_quantizer_built_for_a_function_has_the_papers_rate() -> None:
     weight, spec = torch.randn(4, 6), qt.QuantSpec(bits=4, quantizer="lsq", axis=0)
     quantizer = weight_quantizer(weight, spec, "layer")

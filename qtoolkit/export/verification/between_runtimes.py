@@ -17,7 +17,7 @@ from qtoolkit.export.files.quantizer_nodes import QuantizerNode, pairs, quantize
 from qtoolkit.export.files.reading import UnreadableFileError, array_of, open_model
 from qtoolkit.export.verification.codes import CodeCount, largest_difference
 from qtoolkit.export.verification.deployed import RuntimeCodes
-from qtoolkit.instead import in_any_order
+from qtoolkit.instead import in_order
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
@@ -51,7 +51,7 @@ class RuntimeComparison:
         return "\n".join(lines)
 
 
-@in_any_order(path="path", inputs="inputs")
+@in_order(path="path", inputs="inputs")
 def compare_runtimes(
     path: str | os.PathLike[str],
     inputs: Mapping[str, Any] | None = None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.convert import check_converted
-from qtoolkit.errors import check_flags, check_known, check_sequence, renamed, shown
+from qtoolkit.errors import check_flags, check_known, check_sequence, shown
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, quantizer_nodes
 from qtoolkit.export.files.reading import open_model
 from qtoolkit.export.inputs import grids_of, on_cpu
@@ -35,7 +35,7 @@ from qtoolkit.export.verification.follower import (
     grid_named,
 )
 from qtoolkit.export.verification.runtimes.litert_interpreter import LitertFile
-from qtoolkit.instead import in_any_order
+from qtoolkit.instead import in_order
 from qtoolkit.model_inputs import call_arguments, naming_misfits, tensors_of
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.progress import note, progress_bar
@@ -147,14 +147,12 @@ class Verification:
         return "\n".join(lines)
 
 
-@in_any_order(model="converted", inputs="inputs", path="path")
+@in_order(model="converted", inputs="inputs", path="path")
 def verify_onnx(
     converted: nn.Module,
     inputs: Any,
     path: "onnx.ModelProto | str | os.PathLike[str] | None" = None,
     progress: bool = True,
-    *,
-    model: "onnx.ModelProto | str | os.PathLike[str] | None" = None,
 ) -> Verification:
     """Run a file in onnxruntime without graph optimizations, and compare all its integer codes with the model's.
 
@@ -165,7 +163,6 @@ def verify_onnx(
         inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
         path: The path of the exported file, or its ModelProto.
         progress: Show a progress bar.
-        model: The earlier name of `path`.
 
     Returns:
         Counts of differing codes; call `check()` to raise an error where rounding ties do not explain them.
@@ -179,12 +176,11 @@ def verify_onnx(
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], "onnxruntime", folder + "/model.onnx")
-        ...     found = qt.export.verify_onnx(result.converted, result.export.path, torch.rand(8, 4))
+        ...     found = qt.export.verify_onnx(result.converted, torch.rand(8, 4), result.export.path)
         >>> found.weight_codes.differing, found.quantizer_codes.differing
         (0, 0)
     """
     check_flags("verify_onnx", progress=progress)
-    path = renamed("verify_onnx", "model", model, "path", path, None)
     check_converted(converted, "verify_onnx")
     return compare_layers(*on_cpu(converted, inputs, "verify_onnx"), path, progress)
 
@@ -273,7 +269,7 @@ def _smooth_outputs(graph: Any, nodes: Sequence[QuantizerNode]) -> set[int]:
     return {place for place, value in enumerate(graph.output) if is_smooth(value.name)}
 
 
-@in_any_order(model="model", inputs="inputs", path="path")
+@in_order(model="model", inputs="inputs", path="path")
 def verify(
     model: nn.Module,
     inputs: Any,

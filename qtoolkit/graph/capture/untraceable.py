@@ -43,11 +43,6 @@ class UntraceableError(RuntimeError):
         super().__init__(message)
         self.untraced = untraced
 
-    @property
-    def skip(self) -> str:
-        """The earlier name of `untraced`."""
-        return self.untraced
-
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """Return the innermost of some frames that is outside torch, the tracer and Python's standard library."""

@@ -129,9 +129,6 @@ class QuantizerKind:
         trained = {name: nn.Parameter(torch.full(shape or (1,), start, dtype=dtype)) for name, start in starts}
         return {"_scale": torch.full(shape, torch.nan, dtype=dtype), "_zero_point": zero_point, **trained}
 
-    def upgrade(self, quantizer: "TensorQuantizer", state: dict[str, Any], prefix: str) -> None:
-        """Change the entries of a state dict from before `TensorQuantizer`'s version 4 to those of today."""
-
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the scale and the zero point of a range; called under torch.no_grad."""
         quantizer._scale.copy_(scale)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -81,14 +81,6 @@ class FromStart(QuantizerKind):
     def weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> Tensor:
         """Return the rate of a weight: by default the square of the batch norm's factor."""
         return (quantized / trained).square()
-
-    def upgrade(self, quantizer: "TensorQuantizer", state: dict[str, Any], prefix: str) -> None:
-        """Set the rate that an activation has today; that of a weight is set after the weight is loaded."""
-        scale = state.get(prefix + "_scale")
-        if scale is not None:
-            of_weight = quantizer.of_weight
-            rate = torch.ones_like(scale) if of_weight else self.activation_rate(scale.abs(), quantizer.spec)
-            state[prefix + "_rate"] = rate
 
 
 def trained_bound(quantizer: "TensorQuantizer") -> Tensor:

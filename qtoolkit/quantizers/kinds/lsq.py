@@ -1,7 +1,7 @@
 """A trained scale (LSQ), and one with a trained offset (LSQ+)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -50,14 +50,6 @@ class LSQ(FromStart):
 
     def start(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         return _trained(quantizer)
-
-    def upgrade(self, quantizer: "TensorQuantizer", state: dict[str, Any], prefix: str) -> None:
-        """Take the scale, which was the parameter, of either sign, as the start."""
-        super().upgrade(quantizer, state, prefix)
-        scale = state.get(prefix + "_scale")
-        if scale is not None:
-            state[prefix + "_scale"] = scale.abs()
-            state.setdefault(prefix + "_relative_scale", torch.ones_like(scale).reshape(scale.shape or (1,)))
 
     def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
         """Return 1 / sqrt(N * qmax), section 2.2 of the paper.

@@ -141,7 +141,7 @@ def test_a_changed_scale_inside_is_noticed(tmp_path) -> None:
     scale = next(t for t in proto.graph.initializer if t.name == "block.conv.input_quantizer.scale")
     scale.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(scale) * 2, scale.name))
     with pytest.raises(RuntimeError, match="codes must equal the model's"):
-        verify_onnx(converted, proto, x).check()
+        verify_onnx(converted, x, proto).check()
 
 
 def test_quantizers_that_no_data_reached_are_named() -> None:

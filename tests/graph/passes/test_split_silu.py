@@ -28,7 +28,7 @@ def test_it_runs_on_codes(tmp_path, exporter: str) -> None:
     model = qt.convert(prepared(net()), arithmetic="integer")
     assert [how.kernel for how in model.plan.computed.values()].count("QLinearMul") == 2
     assert_equal_codes(model, X, tmp_path / "m.onnx", exporter=exporter)
-    result = qt.export.verify(tmp_path / "m.onnx", model, X).runtimes["onnxruntime"]
+    result = qt.export.verify(model, X, tmp_path / "m.onnx").runtimes["onnxruntime"]
     kernels = [layer.kernel for layer in result.integer_layers]
     assert (kernels.count("QLinearSigmoid"), kernels.count("QLinearMul")) == (2, 2)
     assert result.float_layers == ()

@@ -47,7 +47,7 @@ def prepared(name: str = "lsq", forward: str = "float", backend: str = "onnxrunt
     model, x = Block().train(), torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(1))
     weight, activation = SPECS[name]
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
-    model = qt.prepare(model, (x,), backend=backend, qconfig_mapping=mapping, forward=forward)
+    model = qt.prepare(model, (x,), backend=backend, qconfig_mapping=mapping, training_arithmetic=forward)
     qt.calibrate(model, [x], progress=False)
     return settled(model).train()
 
