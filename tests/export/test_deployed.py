@@ -409,9 +409,9 @@ def test_files_that_are_not_of_the_model_are_refused(block, tmp_path) -> None:
         with pytest.raises(
             ValueError, match=r"input 'x' of the file is float32 of shape \(2, 3, 12, 12\), got float32 of"
         ):
-            run(path, model, X[:, :, :11])
+            run(model, X[:, :, :11], path)
         with pytest.raises(ValueError, match=r"input 'x' of the file is float32 of shape .*, got float64 of shape"):
-            run(path, model, X.double())
+            run(model, X.double(), path)
 
 
 class Samples(nn.Module):
