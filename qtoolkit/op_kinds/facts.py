@@ -12,7 +12,8 @@ KEY = "qtoolkit"
 class NodeFacts:
     """What tracing knows about a node beyond its target and arguments."""
 
-    is_number: bool = False  # the node returned a number, or several, and no tensor
+    # the node returned a number, or several, and no tensor; None where tracing has not seen what it returns
+    is_number: bool | None = None
     is_discrete: bool = False  # the node returned a tensor of integers or booleans, or several, and nothing else
     is_sequence: bool = False  # the node returned a list or a tuple with tensors
     # the number of dimensions of the tensor that the node takes first; None where it takes none, or where it is not known

@@ -75,8 +75,9 @@ def is_number(node: fx.Node) -> bool:
     while waiting:  # graphs are deeper than Python's stack
         current = waiting[-1]
         sources = current.all_input_nodes
-        if facts_of(current).is_number or _reads_numbers(current):
-            known[current] = True
+        seen = facts_of(current).is_number
+        if seen is not None or _reads_numbers(current):
+            known[current] = seen is not False
         elif not (sources and _computes_plainly(current)) or any(known.get(source) is False for source in sources):
             known[current] = False
         elif all(source in known for source in sources):

@@ -18,7 +18,7 @@ from qtoolkit.graph.nodes import (
     quantizes_its_input,
     tensor_inputs,
 )
-from qtoolkit.graph.placement.traversal import quantizer_behind
+from qtoolkit.graph.placement.traversal import QuantizersBehind
 from qtoolkit.graph.program import calls_now
 from qtoolkit.graph.program import products as products_in
 from qtoolkit.graph.verdict_now import is_reported, verdict_now
@@ -45,7 +45,8 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
     every = layer_quantizers(model)
     held = [quantizer for quantizer in every if not quantizer.is_weights]
     trained = _trained(model)
-    layers = [_layer_line(model, node, every, trained.get(node, "")) for node in nodes if is_reported(node)]
+    behind = None if model.plan is None else QuantizersBehind(model.plan.backend)
+    layers = [_layer_line(model, node, every, trained.get(node, ""), behind) for node in nodes if is_reported(node)]
     tensors = [_tensor_line(model, node, sources[str(node.target)]) for node in quantizers]
     layers += _lines_inside(model)
     layers += _lines_not_called(model)
@@ -73,13 +74,19 @@ def _trained(model: QuantizedGraphModule) -> dict[fx.Node, str]:
     return {**calls, **{node: products_in.sentence(node, product) for node, product in named if product is not None}}
 
 
-def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer], trained: str) -> LayerLine:
+def _layer_line(
+    model: QuantizedGraphModule,
+    node: fx.Node,
+    held: Sequence[LayerQuantizer],
+    trained: str,
+    sources: QuantizersBehind | None,
+) -> LayerLine:
     plan = model.plan
     verdict = NOT_PLANNED if plan is None else verdict_now(node, plan)
     how = None if plan is None else plan.computed.get(node.name)
     if how is not None:
         verdict = replace(verdict, text="; ".join(filter(None, (verdict.text, str(how)))))
-    behind = [] if plan is None else [quantizer_behind(n, plan.backend) for n in tensor_inputs(node)]
+    behind = [] if sources is None else [sources[n] for n in tensor_inputs(node)]
     weights = [str(n.target) for n in behind if n is not None and is_weight_quantizer(n)]
     inputs = tuple(str(n.target) for n in behind if n is not None and not is_weight_quantizer(n))
     inputs += (f"{node.target}.input_quantizer",) if quantizes_its_input(node) else ()

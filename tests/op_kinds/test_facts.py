@@ -35,7 +35,7 @@ def test_copies_keep_the_facts(again) -> None:
     traced = trace.run(Counts(), example_inputs=(torch.rand(2, 4), 2.0)).gm
     facts = facts_in(traced.graph)
     assert facts["scale"] == NodeFacts(is_number=True, call=ROOT)
-    assert facts["add"] == NodeFacts(assigns_in_place=True, input_dims=2, call=ROOT)
+    assert facts["add"] == NodeFacts(is_number=False, assigns_in_place=True, input_dims=2, call=ROOT)
     assert facts_in(again(traced).graph) == facts
 
 

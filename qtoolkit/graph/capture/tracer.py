@@ -332,9 +332,9 @@ class ModelTracer(fx.Tracer):
             with patched(self.originals):  # the modules that this code imports keep what they see
                 self.shapes.add(node)
             self.propagating = False
-            if is_plain(self.shapes[node]) and not isinstance(self.shapes[node], str | None):
-                set_facts(node, is_number=True)
             value = self.shapes[node]
+            if isinstance(value, Tensor) or (is_plain(value) and not isinstance(value, str | None)):
+                set_facts(node, is_number=not isinstance(value, Tensor))
             set_facts(node, is_discrete=holds_no_floats(value), is_sequence=is_sequence_of_tensors(value))
             set_facts(node, input_dims=next((dims_of(self.shapes[source]) for source in node.all_input_nodes), None))
         if is_op and kind != "get_attr" and not torch.is_grad_enabled():

@@ -52,8 +52,9 @@ def link_own_inputs(model: nn.Module, backend: Backend) -> None:
 def _link_functions(gm: QuantizedGraphModule, backend: Backend) -> None:
     holder = ""
     for node in list(gm.graph.nodes):
-        bias, source = bias_node(node), source_of_input(node, backend)
-        layer = None if bias is None or source is None else layer_of(gm, node)
+        bias = bias_node(node)
+        source = None if bias is None else source_of_input(node, backend)
+        layer = None if source is None else layer_of(gm, node)
         if bias is None or layer is None:
             continue
         layer.link_input(source)

@@ -14,7 +14,7 @@ from qtoolkit.graph.nodes import is_discrete, is_quantizer, is_weight_quantizer,
 from qtoolkit.graph.passes.link_batch_norms import why_not_linked
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
-from qtoolkit.graph.placement.traversal import quantizer_behind
+from qtoolkit.graph.placement.traversal import QuantizersBehind
 from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, replaced_modules
@@ -35,14 +35,14 @@ HIDES_LAYERS = Verdict.left_float(
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Add to the model's plan the verdict on each op, for quantization_report."""
     plan = gm.plan or Plan(rules.backend)
-    roles, calls = Roles(gm.graph, rules), ModuleCalls(gm.graph)
+    roles, calls, behind = Roles(gm.graph, rules), ModuleCalls(gm.graph), QuantizersBehind(rules.backend)
     nodes = [n for n in gm.graph.nodes if not is_quantizer(n)]
-    status = {**{n.name: _verdict(n, roles, calls) for n in nodes}, **plan.status}
+    status = {**{n.name: _verdict(n, roles, calls, behind) for n in nodes}, **plan.status}
     gm.plan = replace(plan, status=status, kinds={n.name: str(kind_of(n)) for n in nodes})
     return gm
 
 
-def _verdict(node: fx.Node, roles: Roles, calls: ModuleCalls) -> Verdict:
+def _verdict(node: fx.Node, roles: Roles, calls: ModuleCalls, behind: QuantizersBehind) -> Verdict:
     kind, role = kind_of(node), roles[node]
     if facts_of(node).in_training:
         return IN_TRAINING
@@ -58,7 +58,7 @@ def _verdict(node: fx.Node, roles: Roles, calls: ModuleCalls) -> Verdict:
         return Verdict(Status.TRANSPARENT, Cause.MOVES)
     if roles.is_behind_codes(node):
         return Verdict.left_float(Cause.TARGET, f"{with_article(kind)}, which {roles.backend.name} computes in float")
-    return _verdict_by_inputs(node, roles) if role in QUANTIZED_ROLES else _verdict_on_float(node, roles)
+    return _verdict_by_inputs(node, roles, behind) if role in QUANTIZED_ROLES else _verdict_on_float(node, roles)
 
 
 def _verdict_on_layer(node: fx.Node, rules: LayerRules) -> Verdict:
@@ -71,12 +71,12 @@ def _verdict_on_layer(node: fx.Node, rules: LayerRules) -> Verdict:
     return BY_CONFIG if decision.qconfig is not None else decision.verdict
 
 
-def _verdict_by_inputs(node: fx.Node, roles: Roles) -> Verdict:
+def _verdict_by_inputs(node: fx.Node, roles: Roles, behind: QuantizersBehind) -> Verdict:
     if roles[node] == "concat":
-        if quantizer_behind(node, roles.backend) is not None:
+        if behind[node] is not None:
             return Verdict.quantized()
         return Verdict.left_float(Cause.NOT_QUANTIZED_AROUND, "no quantized op takes its output")
-    if any(quantizer_behind(source, roles.backend) is not None for source in tensor_inputs(node)):
+    if any(behind[source] is not None for source in tensor_inputs(node)):
         return Verdict.quantized()
     rule = roles.rule(node)
     if rule.qconfig is None:

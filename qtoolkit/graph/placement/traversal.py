@@ -30,21 +30,48 @@ def computed_by(node: fx.Node, quantizers: bool = True, sole_user: bool = False)
     return None
 
 
-def quantizer_behind(node: fx.Node, backend: Backend, in_training: bool = False) -> fx.Node | None:
-    """Return the quantizer node that a tensor comes from, through ops that only move values; None where it is float.
+class QuantizersBehind:
+    """The quantizer nodes that tensors come from, through ops that only move values; None for a tensor that is float.
 
     For a concat whose inputs share a scale, it is the first input's. `in_training` asks that values are on the quantizer's grid
     in training mode too: behind a dropout they are not, unless its probability is 0 (see `dropouts_behind`).
+
+    It walks each part of a graph once, for all tensors that it is asked for. So it is for a loop that does not change the ops.
     """
-    while not is_quantizer(node):
-        role = backend.role(kind_of(node))
-        if role == "concat":
-            return _behind_concat(node, backend, in_training)
-        source = source_of(node) if role == "transparent" else None
-        if source is None or (in_training and _may_drop(node)):
-            return None
-        node = source
-    return node
+
+    def __init__(self, backend: Backend, in_training: bool = False) -> None:
+        self.backend, self.in_training = backend, in_training
+        self._found: dict[fx.Node, fx.Node | None] = {}
+
+    def __getitem__(self, node: fx.Node) -> fx.Node | None:
+        found, waiting = self._found, [node]
+        while waiting:  # graphs are deeper than Python's stack
+            current = waiting[-1]
+            sources = [] if self.in_training and _may_drop(current) else _moved(current, self.backend)
+            if unknown := [source for source in sources if source not in found]:
+                waiting += unknown
+                continue
+            found[current] = current if is_quantizer(current) else _of_one_grid([found[source] for source in sources])
+            waiting.pop()
+        return found[node]
+
+
+def quantizer_behind(node: fx.Node, backend: Backend, in_training: bool = False) -> fx.Node | None:
+    """Return the quantizer node that one tensor comes from (see `QuantizersBehind`)."""
+    return QuantizersBehind(backend, in_training)[node]
+
+
+def _moved(node: fx.Node, backend: Backend) -> list[fx.Node]:
+    """Return the tensors whose values an op only moves; none for a quantizer, and for an op that computes others."""
+    role = "" if is_quantizer(node) else backend.role(kind_of(node))
+    return tensor_inputs(node)[: {"transparent": 1, "concat": None}.get(role, 0)]
+
+
+def _of_one_grid(quantizers: list[fx.Node | None]) -> fx.Node | None:
+    """Return the first of some quantizers where all of them are one; None where one is missing."""
+    known = [quantizer for quantizer in quantizers if quantizer is not None]
+    one_grid = len(known) == len(quantizers) and len({quantizer.target for quantizer in known}) == 1
+    return known[0] if one_grid else None
 
 
 def _may_drop(node: fx.Node) -> bool:
@@ -60,17 +87,7 @@ def _drops_nothing(module: nn.Module) -> bool:
 
 def dropouts_behind(tensors: Iterable[fx.Node], backend: Backend) -> tuple[nn.Module, ...]:
     """Return the dropouts, of probability 0, between some tensors and the quantizers that `quantizer_behind` finds."""
-
-    def sources(node: fx.Node) -> list[fx.Node]:
-        role = "" if is_quantizer(node) else backend.role(kind_of(node))
-        return tensor_inputs(node)[: {"transparent": 1, "concat": None}.get(role, 0)]
-
-    modules = [module_of(node) for node in reached(tensors, sources) if node.op == "call_module"]
+    modules = [
+        module_of(node) for node in reached(tensors, lambda node: _moved(node, backend)) if node.op == "call_module"
+    ]
     return tuple(dict.fromkeys(filter(_drops_nothing, modules)))
-
-
-def _behind_concat(node: fx.Node, backend: Backend, in_training: bool) -> fx.Node | None:
-    found = [quantizer_behind(source, backend, in_training) for source in tensor_inputs(node)]
-    quantizers = [quantizer for quantizer in found if quantizer is not None]
-    one_grid = len(quantizers) == len(found) and len({quantizer.target for quantizer in quantizers}) == 1
-    return quantizers[0] if one_grid else None

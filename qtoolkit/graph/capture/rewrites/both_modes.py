@@ -246,7 +246,7 @@ def _choice(node: fx.Node, mode: fx.Node, in_training: Any, in_eval: Any) -> fx.
 
 
 def _is_number(value: Any) -> bool:
-    return facts_of(value).is_number if isinstance(value, fx.Node) else is_plain(value)
+    return bool(facts_of(value).is_number) if isinstance(value, fx.Node) else is_plain(value)
 
 
 def keep_eval(graph: fx.Graph) -> None:

@@ -1,0 +1,63 @@
+"""What prepare and the report do grows with the graph, and no faster: calls of Python's functions are counted, not seconds."""
+
+import cProfile
+import pstats
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+
+X = torch.rand(2, 4, 8)
+
+
+def shuffled(x: Tensor) -> Tensor:
+    """Slices of a concat, and a concat of these."""
+    return torch.cat([x[:, i : i + 1] for i in (2, 0, 3, 1)], 1)
+
+
+STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "concats of slices": lambda x, y: shuffled(x),
+    "adds of numbers": lambda x, y: x + 1,
+    "adds of tensors": lambda x, y: x + y,
+    "views": lambda x, y: x.flatten(1).unflatten(1, (4, 8)),
+}
+
+
+class Deep(nn.Module):
+    def __init__(self, step: str, depth: int) -> None:
+        super().__init__()
+        self.step, self.depth, self.first, self.last = step, depth, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = y = self.first(x)
+        for _ in range(self.depth):
+            x = STEPS[self.step](x, y)
+        return self.last(x)
+
+
+def blocks(depth: int) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(depth)))
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    return pstats.Stats(profile).total_calls
+
+
+def calls(model: nn.Module) -> tuple[int, int]:
+    """The calls of prepare, and those of the report."""
+    prepared: list[nn.Module] = []
+    of_prepare = calls_of(lambda: prepared.append(qt.prepare(model.eval(), X, backend="onnxruntime")))
+    return of_prepare, calls_of(lambda: qt.quantization_report(prepared[0]))
+
+
+@pytest.mark.parametrize("step", [*STEPS, "blocks"])
+def test_twice_the_graph_takes_twice_the_calls(step: str) -> None:
+    models = [blocks(depth) if step == "blocks" else Deep(step, depth) for depth in (2, 2, 25, 50)]
+    _, least, once, twice = map(calls, models)  # the first may import
+    for few, one, two in zip(least, once, twice, strict=True):
+        assert (two - few) / (one - few) == pytest.approx((50 - 2) / (25 - 2), rel=0.05)
