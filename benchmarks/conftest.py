@@ -152,7 +152,12 @@ def side_by_side(bench: Bench, benchmark: Any, request: pytest.FixtureRequest) -
         if group.on_cpu_alone and bench.settings.device != "cpu":
             benchmark.skipped = True
             pytest.skip(f"it runs on the CPU alone: {group.on_cpu_alone}")
-        case, pieces = bench.begin(name, group, benchmark.enabled), {**group.rows, **group.peers}
+        try:
+            case = bench.begin(name, group, benchmark.enabled)
+        except ModuleNotFoundError as error:
+            benchmark.skipped = True
+            pytest.skip(f"{error}; run: {_install()}")
+        pieces = {**group.rows, **group.peers}
         first, piece = pieces[group.first], pieces[row]
         for needed in (first, piece):
             if (reason := case.absent().get(needed)) is not None:

@@ -122,6 +122,19 @@ def test_a_tool_that_is_not_installed_is_skipped_with_the_command_that_installs_
     assert "run: pip install -r benchmarks/peers/requirements.txt" in found.stdout
 
 
+@pytest.mark.slow
+def test_rows_that_need_what_is_not_installed_are_skipped_with_the_command_that_installs_it() -> None:
+    program = """
+import sys
+sys.modules["torchvision"] = None
+import pytest
+sys.exit(pytest.main(["benchmarks", "-k", "file and ResNet and static", "--benchmark-disable", "-rs"]))
+"""
+    found = processes.python("-c", program)
+    assert found.returncode == 0, found.stdout
+    assert "import of torchvision halted; None in sys.modules; run: pip install" in found.stdout
+
+
 def test_the_clock_shows_what_was_measured_and_then_the_work_is_done() -> None:
     calls: list[None] = []
     replay = Replay(lambda: calls.append(None), Times(2, [0.5, 0.25]))
