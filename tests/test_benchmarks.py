@@ -106,7 +106,8 @@ def test_files_are_timed_beside_each_other_and_measured(tmp_path) -> None:
     assert run.returncode == 0, run.stderr
     results = json.loads(out.read_text())
     rows = {row["file"]: row for row in results["rows"]}
-    assert set(rows) == {"float", "qtoolkit", "quantize_static"}
+    ours = {"qtoolkit", "qtoolkit, int8 weights", "qtoolkit, 7-bit weights"}
+    assert set(rows) == {"float", "quantize_static", *ours}
     assert rows["float"]["ratio"] == 1
     assert rows["float"]["in_integers"] == 0
     assert rows["qtoolkit"]["in_integers"] == 34  # 19 convolutions, 9 adds, 4 slices, a pool, a linear layer

@@ -25,6 +25,8 @@ RATES = {"tqt": 5e-4, "qil": 2e-5, "dsq": 2e-5}
 AT_A_JUMP = [
     ("tqt", observer) for observer in POW2
 ]  # thresholds start where their scale jumps: rounding decides which way
+# A code of this net lies on a tie in its second step: factors of 1/256 and 1/250 give one training, 1/255 and 1/100 another.
+ON_A_TIE = ("dsq", 8, "moving_average", "prepare", "input")
 Result = tuple[Tensor, Tensor]  # the losses, and how far the parameters of quantizers, ratios or logarithms, have moved
 
 
@@ -212,6 +214,8 @@ def test_any_factor_changes_nothing_but_rounding(
     """But for the codes that lie on ties, and the bins of histograms, which are powers of two. Scales of tqt are, too."""
     of_input, of_middle = (factor, 1.0) if where == "input" else (1.0, factor)
     case, x = (kind, bits_of(kind, bits), observer, road), images() * of_input
+    if (*case, where) == ON_A_TIE:
+        pytest.skip("rounding decides about a code")
     one, other = quantized(*case, net(1.0, 1.0), images()), quantized(*case, net(of_input, of_middle), x)
     same_start(one, other, (1.0, factor, 1 / factor))
     compare(trained(other, x, by_sgd), trained(one, images(), by_sgd), kind, rtol=0.1)
