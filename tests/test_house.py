@@ -2,9 +2,11 @@
 
 import ast
 import inspect
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -47,6 +49,26 @@ def package_of(module: str) -> str:
 
 def test_the_core_imports_nothing_of_compat() -> None:
     assert [pair for pair in IMPORTED if "compat" in map(package_of, pair) and package_of(pair[0]) != "compat"] == []
+
+
+# What the core is not: formats and tools for which it does not need to be changed.
+BEYOND_THE_CORE = (
+    "qtoolkit.compat", "qtoolkit.integrations", "qtoolkit.cli", "qtoolkit.tuning", "qtoolkit.debug", "qtoolkit.checkpoint",
+    "qtoolkit.export.tflite", "qtoolkit.export.litert", "qtoolkit.export.backend_files", "qtoolkit.export.executorch",
+    "qtoolkit.export.pt2e",
+)  # fmt: skip
+
+
+def test_the_core_imports_nothing_of_what_is_built_on_it() -> None:
+    """But for what shows all names, and for what reads a format: programs of torch.export, and two runtimes."""
+
+    def is_beyond(module: str) -> bool:
+        return any(module == name or module.startswith(f"{name}.") for name in BEYOND_THE_CORE)
+
+    importers = {module for module, name in IMPORTED if is_beyond(name) and not is_beyond(module)}
+    runtimes = "qtoolkit.export.verification.runtimes"
+    readers = {"qtoolkit.export.program", f"{runtimes}.executorch_xnnpack", f"{runtimes}.litert_interpreter"}
+    assert importers == {"qtoolkit", "qtoolkit.export", *readers}
 
 
 def test_nothing_imports_an_integration() -> None:
@@ -113,6 +135,7 @@ def test_each_public_method_is_documented_by_itself_or_by_the_one_that_it_overri
 
 AN_IMPORT = """
 import sys
+import tokenize
 from torch.optim.optimizer import _global_optimizer_post_hooks as after, _global_optimizer_pre_hooks as before
 known = {*sys.modules}
 import qtoolkit
@@ -145,3 +168,37 @@ def test_an_import_leaves_optimizers_alone_and_imports_no_compiler(program: str,
 def test_functions_have_the_mark_that_torch_sets() -> None:
     ours, of_torch = recording.constant_result(lambda: True), torch.compiler.assume_constant_result(lambda: True)
     assert vars(ours) == vars(of_torch) != {}
+
+
+# ---- how large it is
+
+
+MOST_LINES, MOST_ANYS = 29_167, 1_697  # what it has come to; a change lowers them, or says why not
+
+
+def code_lines(path: Path) -> int:
+    """The lines of a module without docstrings, comments, blank lines and imports."""
+    text = path.read_text()
+    no_code = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in no_code]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        left_out = [node] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        documented = (
+            isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None
+        )
+        for part in [*left_out, *(node.body[:1] if documented else [])]:
+            lines -= set(range(part.lineno, part.end_lineno + 1))
+    return len(lines)
+
+
+def test_the_package_does_not_grow_unseen() -> None:
+    lines = sum(map(code_lines, FILES.values()))
+    anys = sum(
+        isinstance(node, ast.Name) and node.id == "Any"
+        for path in FILES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
+    print(f"{lines} lines of code, {anys} times Any")
+    assert lines <= MOST_LINES
+    assert anys <= MOST_ANYS
