@@ -309,7 +309,7 @@ def load_ranges(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer]) 
             if chosen.issuperset(own) and calibrated.isdisjoint(own):
                 module.reset_weight_range()
         if isinstance(module, QuantModule | QuantizedGraphModule):
-            module.refresh_weight_rates()
+            module.set_weight_rates(calibrated)
     return loaded
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -39,6 +39,7 @@ from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.recorded import TrainingMode
 from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import names_by_module
 
@@ -243,9 +244,9 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             if not weight.is_meta:
                 quantizer.follow(weight)
 
-    def refresh_weight_rates(self) -> None:
-        """Set the rates of learned scales of the weights of functions where they are not those of the weights."""
-        for quantizer, weight in self._weights_of_functions(lambda quantizer: quantizer.stale_rate):
+    def set_weight_rates(self, chosen: Collection[Quantizer]) -> None:
+        """Train the chosen quantizers' scales of weights of functions at the rates of the weights as they are."""
+        for quantizer, weight in self._weights_of_functions(lambda quantizer: quantizer in chosen):
             quantizer.set_weight_rate(weight, weight)
 
     def _weights_of_functions(self, chosen: Callable[[TensorQuantizer], bool]) -> list[tuple[TensorQuantizer, Tensor]]:
@@ -343,7 +344,6 @@ def type_for(model_class: type[nn.Module]) -> type[QuantizedGraphModule]:
 def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
     """Set the ranges of weights that a state dict without them, or out of date, was loaded into: a hook."""
     reset_after_loading(gm, keys)
-    gm.refresh_weight_rates()
     if not gm.training:
         gm.follow_weights()
     for module in gm.modules():

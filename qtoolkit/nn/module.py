@@ -1,6 +1,6 @@
 """QuantModule: the base class of QAT modules, as the passes, the reports and the export use them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor, nn
@@ -148,15 +148,13 @@ class QuantModule(nn.Module):
             if isinstance(quantizer, TensorQuantizer):
                 set_weight_range(quantizer, weight, trained.get(name))
 
-    def refresh_weight_rates(self) -> None:
-        """Set the rates of learned scales that are not those of the weights (see `TensorQuantizer.stale_rate`)."""
-        stale = [
-            name for name, q in self.weight_quantizers().items() if isinstance(q, TensorQuantizer) and q.stale_rate
-        ]
-        if not stale:
+    def set_weight_rates(self, chosen: Collection[Quantizer]) -> None:
+        """Train the chosen quantizers' scales of weights at the rates of the weights as they are."""
+        names = [name for name, quantizer in self.weight_quantizers().items() if quantizer in chosen]
+        if not names:
             return
         trained, quantized = self._weights_at_rest()
-        for name in stale:
+        for name in names:
             quantizer, weight = quantized[name]
             if isinstance(quantizer, TensorQuantizer):
                 quantizer.set_weight_rate(whole(weight), whole(trained.get(name, weight)))
@@ -232,7 +230,6 @@ def reset_after_loading(module: nn.Module, keys: Any) -> None:
             layer.reset_weight_range()
         elif not layer.training:
             layer.follow_weights()
-        layer.refresh_weight_rates()
 
 
 def quantize_output(module: nn.Module, args: Any, output: Any) -> Any:

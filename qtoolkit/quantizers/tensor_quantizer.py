@@ -62,7 +62,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             `qtoolkit.freeze_ranges` and setting `amax` or a range clear it.
         steps: Steps of the optimizer since the calibration, while they are the first 250; then -1.
         stopping: Whether forward raises an error for NaN and infinities (see `qtoolkit.stop_on_nonfinite`).
-        stale_rate: Whether the rate of a weight's learned scale is to be set, as its range was observed.
         ready: Whether there is a range to quantize with.
 
     Example:
@@ -76,7 +75,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     _version = 4  # of the state dict
 
     stopping = False
-    stale_rate = False
     knows_factor = True  # False where the grid was set since the last forward
     steps = -1  # not read in a forward: compiled code would be compiled again for each number
     counts_steps = False  # whether it is in its first steps
@@ -306,7 +304,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
         lo, hi = self.observer.range()
         self._take_range(lo, hi)
-        self.stale_rate = self.of_weight
         if self.kind.LEARNED and not bool(lo.any()) and not bool(hi.any()):
             warnings.warn(
                 f"quantizer {self.name!r} has seen zeros only, so quantizer={self.spec.quantizer!r} starts to train at a scale "
@@ -320,7 +317,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
         `trained` is the parameter, of the shape of what is quantized, which a batch norm may multiply before.
         """
-        self.stale_rate = False
         if not self.kind.LEARNED or not self.ready:
             return
         with torch.no_grad():
