@@ -149,7 +149,9 @@ def in_order(**roles: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             given = [roles.get(_role_of(value), "") for value in args[: len(names)]]
-            if given != names[: len(given)] and "" not in given and len({*given, *kwargs}) == len(given) + len(kwargs):
+            each_once = "" not in given and len({*given, *kwargs}) == len(given) + len(kwargs)
+            has_model = "model" not in roles or roles["model"] in {*given, *kwargs}  # if not, the function says so
+            if given != names[: len(given)] and each_once and has_model:
                 raise TypeError(message)
             return function(*args, **kwargs)
 

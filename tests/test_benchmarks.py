@@ -260,7 +260,7 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
         missing = subject == "Brevitas" and find_spec("brevitas") is None
         assert (row["failure"] != "") if missing else (row["trained"] > 60)
     assert rows["float"]["training"]["bits"] == 32
-    assert "accuracy.py" in results["commands"][0]
+    assert "benchmarks.pages.accuracy" in results["commands"][0]
     longer = ["--rate", "0.03", "--decay", "5e-5", "--clip", "5", *options]
     results, _ = run_training("accuracy", "--only", "lsq", "--forward", "float", "integer", "--teacher", *longer)
     assert results["rows"][: len(rows)] == list(rows.values())  # nothing is trained twice

@@ -1,9 +1,5 @@
 """Graphs of models: capture traces a model, placement decides on quantizers, and passes change the graph."""
 
-from torch.nn import ModuleDict as TracedModuleDict
-from torch.nn import ModuleList as TracedModuleList
-from torch.nn import Sequential as TracedSequential
-
 from qtoolkit.graph.block_calls import BlockCall, Foreign, Value
 from qtoolkit.graph.blocks import ClassReference, TracedBlock, restore_block
 from qtoolkit.graph.capture.tracer import ModelTracer
@@ -33,10 +29,10 @@ from qtoolkit.verdicts import Cause, Status, Verdict
 
 __all__ = [
     "BlockCall", "Cause", "ClassReference", "Edge", "Foreign", "Method", "ModelTracer", "NodeFacts", "Plan",
-    "QuantizedGraphModule", "QuantizedSequential", "QuantizerHolder", "Status", "TracedBlock", "TracedModuleDict",
-    "TracedModuleList", "TracedSequential", "Tracing", "TrainingMode", "Value", "Verdict", "by_mode",
-    "call_scripted", "check_given", "check_none", "check_size", "items_of", "length_of", "restore_block",
-    "restore_graph_module", "set_item",
+    "QuantizedGraphModule", "QuantizedSequential", "QuantizerHolder", "Status", "TracedBlock",
+    "Tracing", "TrainingMode", "Value", "Verdict", "by_mode",
+    "call_scripted", "check_given", "check_none", "check_size", "items_of",
+    "length_of", "restore_block", "restore_graph_module", "set_item",
 ]  # fmt: skip
 publish(__name__, Cause, Edge, Method, ModelTracer, NodeFacts, Plan, QuantizedGraphModule, Status, Tracing, Verdict)
 publish(__name__, QuantizedSequential, QuantizerHolder, restore_graph_module, update_ranges)

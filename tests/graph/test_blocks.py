@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.hooks import RemovableHandle
 
 import qtoolkit as qt
-from qtoolkit.graph import ClassReference, TracedBlock, restore_block
+from qtoolkit.graph import TracedBlock
 from qtoolkit.graph.program import runs_its_graph
 from tests.blocks import called_one_by_one, one_process
 
@@ -272,16 +272,6 @@ def test_pickles_load_without_the_class() -> None:
         assert isinstance(loaded[1], nn.Sequential)
         assert torch.equal(loaded[1](loaded[0](X)), prepared(X))
     assert type(copy.deepcopy(prepared)[0]).__name__ == "Local"
-
-
-@pytest.mark.parametrize("name", ["TracedBlock", "TracedSequential", "TracedModuleList", "TracedModuleDict"])
-def test_the_names_of_blocks_in_earlier_pickles_load(name: str) -> None:
-    """They name a class of this package for each container of torch."""
-    kind = {"TracedBlock": nn.Module}.get(name) or getattr(nn, name.removeprefix("Traced"))
-    loaded = restore_block(getattr(qt.graph, name), ClassReference(None))
-    assert isinstance(loaded, TracedBlock)
-    assert isinstance(loaded, kind)
-    assert pickle.loads(pickle.dumps(loaded)).block_type == loaded.block_type == kind.__name__
 
 
 def test_a_sequential_model_is_read_by_index() -> None:
