@@ -206,8 +206,9 @@ def test_other_models_are_refused() -> None:
         integration.quantize(tasks.WorldModel("yolov8s-worldv2.yaml", verbose=False))
     with pytest.raises(TypeError, match=r"RTDETRDecoder; got Linear\."):
         integration.quantize(nn.Linear(2, 2))
+    quantized = integration.quantize(tasks.DetectionModel("yolov8n.yaml", verbose=False), backend="tensorrt")
     with pytest.raises(TypeError, match="are quantized already"):
-        integration.quantize(integration.quantize(tasks.DetectionModel("yolov8n.yaml", verbose=False)))
+        integration.quantize(quantized, backend="tensorrt")
     with pytest.raises(TypeError, match=r"deployed: model must be .*; got DetectionModel\."):
         integration.deployed(tasks.DetectionModel("yolov8n.yaml", verbose=False))
 
@@ -387,7 +388,7 @@ def test_quantized_weights_need_the_trainer_and_the_classes_of_the_data() -> Non
 
 def test_only_the_general_functions_warn_of_the_trainer(recwarn) -> None:
     model = tasks.ClassificationModel("yolov8n-cls.yaml", verbose=False)
-    integration.quantize(model)
+    integration.quantize(model, backend="tensorrt")
     assert [warning for warning in recwarn if "trainer" in str(warning.message)] == []
     with pytest.warns(UserWarning, match="replace: the trainer of ultralytics builds a float model of its own"):
         qt.quant_modules.replace(model, backend="tensorrt")
@@ -446,4 +447,6 @@ def test_a_model_is_trained_for_a_step_exported_and_verified(name: str, tmp_path
     path = tmp_path / "model.onnx"
     file = RTDETR(path) if transformer else YOLO(path, task=tasks.guess_model_task(model))
     assert len(file.predict(images(3), device="cpu", rect=False, imgsz=SIZE, verbose=False)) == 3
-    assert codes.check() is (qt.export.Verdict.ROUNDING if transformer else qt.export.Verdict.EQUAL)
+    # A softmax of an attention is in float: whether the order of its sums moves a code is the processor's.
+    attends = transformer or any("attn" in part for part, _ in model.named_modules())
+    assert codes.check() in (qt.export.Verdict.EQUAL, *([qt.export.Verdict.ROUNDING] if attends else []))
