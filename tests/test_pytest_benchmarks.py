@@ -60,7 +60,7 @@ def test_a_row_alone_is_timed_beside_the_first_one_and_says_its_bytes(tmp_path: 
     (row,) = json.loads((tmp_path / "run.json").read_text())["benchmarks"]
     assert row["params"] == {"group": "op: fake-quant, forward and backward", "row": "ours"}
     assert row["extra_info"]["ratio"] > 0
-    count = 8 * 256 * 28 * 28
+    count = 32 * 256 * 28 * 28
     assert (row["extra_info"]["bytes"], row["extra_info"]["kept_bytes"]) == (4 * count, count / 8)
 
 
