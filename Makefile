@@ -94,7 +94,7 @@ gpu-sanitize:                ## a call of every op under compute-sanitizer's fou
 	    tests/ops/test_cuda_values.py -k "gpu and (every_op or batch_norm or max_pool or weight)" || exit 1; done
 
 gpu-bench:                   ## ops beside a copy of the same bytes, training steps beside float; writes docs/gpu.md
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/pages/gpu.py all --write
+	$(GPU_PYTHON) -m benchmarks.pages.gpu all --write
 
 browser:                     ## the browser that tests open reports in, on Debian, as root; without it they are skipped
 	apt-get update && apt-get install --yes --no-install-recommends chromium fonts-liberation

@@ -8,7 +8,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -98,6 +98,13 @@ class Bench:
             config.getoption("size") == "full",
             torch.get_num_threads() if threads is None else int(threads),
         )
+        self.facts = {
+            "threads": self.settings.threads,
+            "device": torch.cuda.get_device_name() if self.settings.device == "cuda" else "CPU",
+            "size": "full" if self.settings.full else "small",
+            "features": processor_features(),
+            "versions": versions(),
+        }
         self.name = ""
         self.times: dict[str, Times] = {}
 
@@ -107,8 +114,7 @@ class Bench:
             self.end()
             torch.manual_seed(0)
             torch.set_num_threads(self.settings.threads)
-            pieces = {**group.rows, **group.peers}
-            chosen = list(dict.fromkeys(pieces[row] for row in (group.first, *self.selected[name])))
+            chosen = list(dict.fromkeys(group.pieces[row] for row in (group.first, *self.selected[name])))
             self.case, self.name = group.build(self.settings, chosen), name
             work = {piece: self.case.work[piece] for piece in chosen if piece in self.case.work}
             self.times = (
@@ -150,39 +156,30 @@ def side_by_side(bench: Bench, benchmark: Any, request: pytest.FixtureRequest) -
     def report(name: str, row: str) -> None:
         group: Group = request.module.GROUPS[name]
         if group.on_cpu_alone and bench.settings.device != "cpu":
-            benchmark.skipped = True
             pytest.skip(f"it runs on the CPU alone: {group.on_cpu_alone}")
         try:
             case = bench.begin(name, group, benchmark.enabled)
         except ModuleNotFoundError as error:
-            benchmark.skipped = True
-            pytest.skip(f"{error}; run: {_install()}")
-        pieces = {**group.rows, **group.peers}
-        first, piece = pieces[group.first], pieces[row]
+            _leave_out(f"ModuleNotFoundError: {error}", in_peers=False)
+        first, piece = group.pieces[group.first], group.pieces[row]
         for needed in (first, piece):
             if (reason := case.absent().get(needed)) is not None:
-                benchmark.skipped = True
                 _leave_out(reason, in_peers=row in group.peers)
         times = bench.times.get(piece)
         if times is not None:
             benchmark.extra_info["ratio"] = times.median / bench.times[first].median
             benchmark.extra_info["spread"] = spread(times.seconds)
-        benchmark.extra_info |= facts_of(case, piece, first) | {
-            "row": list(pieces).index(row) + 1,
-            "baseline": group.first,
-            "threads": bench.settings.threads,
-            "device": torch.cuda.get_device_name() if bench.settings.device == "cuda" else "CPU",
-            "size": "full" if bench.settings.full else "small",
-            "features": processor_features(),
-            "versions": versions() | (peers.versions() if row in group.peers else {}),
-        }
+        of_row = {"row": list(group.pieces).index(row) + 1, "baseline": group.first}
+        benchmark.extra_info |= facts_of(case, piece, first) | of_row | bench.facts
+        if row in group.peers:
+            benchmark.extra_info["versions"] = bench.facts["versions"] | peers.versions()
         rounds, calls = (len(times.seconds), times.calls) if times is not None else (1, 1)
         benchmark.pedantic(Replay(case.work[piece], times), rounds=rounds, iterations=calls)
 
     return report
 
 
-def _leave_out(reason: str, in_peers: bool) -> None:
+def _leave_out(reason: str, in_peers: bool) -> NoReturn:
     """Skip what is not installed, and other tools that do not run; ours must run."""
     if reason.startswith("ModuleNotFoundError"):
         pytest.skip(f"{reason}; run: {INSTALL_PEERS if in_peers else _install()}")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class Case:
         group: The table that the case is in.
         name: What the pieces work on.
         work: The pieces.
-        goal: What is asked of ours.
+        goal: The multiple of the roof that our pieces should reach.
         limit_us: The roof where it is a time, in microseconds.
         warm_up: What to call before the pieces, each of which is then timed once: work of seconds. None: warm up with each
             piece, and repeat it.
@@ -203,7 +204,7 @@ def set_allocator(parameters: Mapping[int, int]) -> None:
             mallopt(parameter, value)
 
 
-def bytes_kept(forward: Callable[..., Tensor], *inputs: Tensor) -> int:
+def bytes_kept(forward: Callable[..., Tensor], *inputs: Any) -> int:
     """Return the bytes that autograd keeps for the backward of a forward; tensors that share memory count once."""
     return sum(kept_storages(lambda: forward(*inputs)).values())
 

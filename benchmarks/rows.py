@@ -33,6 +33,11 @@ class Group:
     on_cpu_alone: str = ""
 
     @property
+    def pieces(self) -> dict[str, str]:
+        """The piece of each row, of ours and of other tools."""
+        return {**self.rows, **self.peers}
+
+    @property
     def first(self) -> str:
         """The row that the others are compared with."""
         return next(iter(self.rows))

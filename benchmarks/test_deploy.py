@@ -57,8 +57,7 @@ class Workflow:
         return qt.convert(self.prepared)
 
     def export(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's exporter
+        with warnings.catch_warnings(action="ignore"):  # of torch's exporter
             qt.export_onnx(self.converted, self.x, self.path, verify=False)
 
     def verify(self) -> None:
@@ -70,12 +69,10 @@ class Workflow:
         return self.prepare_by_torch()
 
     def prepare_by_torch(self) -> nn.Module:
-        from torch.ao.quantization import get_default_qat_qconfig_mapping
-        from torch.ao.quantization.quantize_fx import prepare_qat_fx
+        from benchmarks.peers.torch_ao import qat_model
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is deprecated
-            return prepare_qat_fx(copy.deepcopy(self.model).train(), get_default_qat_qconfig_mapping("x86"), (self.x,))
+        with warnings.catch_warnings(action="ignore"):  # it is deprecated
+            return qat_model(copy.deepcopy(self.model).train(), self.x)
 
     def forward(self) -> None:
         with torch.no_grad():
@@ -84,13 +81,11 @@ class Workflow:
     def convert_by_torch(self) -> nn.Module:
         from torch.ao.quantization.quantize_fx import convert_fx
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return convert_fx(self.prepared_by_torch.eval())
 
     def export_float(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             torch.onnx.export(self.model, (self.x,), self.float_path, dynamo=True, verbose=False)
 
     def run_float_file(self) -> None:
@@ -100,10 +95,7 @@ class Workflow:
         session.run(None, {session.get_inputs()[0].name: self.x.numpy()})
 
 
-@cache
-def workflow(layers: int) -> Workflow:
-    return Workflow(layers)
-
+workflow = cache(Workflow)
 
 STEPS: dict[str, tuple[str, Callable[[Workflow], object], Callable[[Workflow], object]]] = {
     "prepare": ("torch.ao FX", Workflow.prepare_by_torch, Workflow.prepare),

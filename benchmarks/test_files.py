@@ -23,8 +23,7 @@ def files(name: str, settings: Settings, chosen: Sequence[str]) -> Case:
     """Write the files of a model, and return their runs for one image."""
     subject = SUBJECTS[name](None, not settings.full)
     folder = tempfile.TemporaryDirectory()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's exporter, and of random weights
+    with warnings.catch_warnings(action="ignore"):  # of torch's exporter, and of random weights
         written = write_onnx_files(subject, Path(folder.name), RUNTIME, chosen)
     x = subject.example.numpy()
     work = {name: partial(RUN[RUNTIME](path, settings.threads), x) for name, path in written.items()}

@@ -8,11 +8,10 @@ from functools import partial
 
 from benchmarks import peers
 from benchmarks.measure import PAUSE, Case
-from benchmarks.pages.train_step import ask, set_threads, step_of
+from benchmarks.pages.train_step import ask, end_all, set_threads, step_of
 from benchmarks.rows import Group, Settings
 from benchmarks.training import options, subjects, trainer
 from benchmarks.training.networks import NETWORKS
-from benchmarks.training.worker import Worker
 
 ROWS = {
     "float": subjects.FLOAT,
@@ -30,11 +29,6 @@ def steps(network: str, settings: Settings, chosen: Sequence[str]) -> Case:
     workers = {subject: options.started(settings_of(subject)) for subject in chosen}
     set_threads(workers, settings.threads)
 
-    def end() -> None:
-        for worker in workers.values():
-            if isinstance(worker, Worker):
-                worker.end()
-
     return Case(
         "training step",
         network,
@@ -42,7 +36,7 @@ def steps(network: str, settings: Settings, chosen: Sequence[str]) -> Case:
         pause=PAUSE,
         kept={name: partial(ask, workers, name, "kept") for name in workers},
         absent=lambda: {name: reason for name, reason in workers.items() if isinstance(reason, str)},
-        end=end,
+        end=partial(end_all, workers),
     )
 
 

@@ -135,7 +135,6 @@ def test_each_public_method_is_documented_by_itself_or_by_the_one_that_it_overri
 
 AN_IMPORT = """
 import sys
-import tokenize
 from torch.optim.optimizer import _global_optimizer_post_hooks as after, _global_optimizer_pre_hooks as before
 known = {*sys.modules}
 import qtoolkit
@@ -173,7 +172,7 @@ def test_functions_have_the_mark_that_torch_sets() -> None:
 # ---- how large it is
 
 
-MOST_LINES, MOST_ANYS = 29_167, 1_697  # what it has come to; a change lowers them, or says why not
+MOST_LINES, MOST_ANYS = 29_161, 1_697  # what it has come to; a change lowers them, or says why not
 
 
 def code_lines(path: Path) -> int:

@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.measure import Pace, keep_memory, kept_storages, sample, take_turns
+from benchmarks.measure import Pace, bytes_kept, keep_memory, sample, take_turns
 from benchmarks.report import show
 from qtoolkit import ops
 from qtoolkit._native import library
@@ -116,7 +116,7 @@ def row(name: str, learned: bool, rounds: int) -> list[str]:
     roof = statistics.median(times["copy"])
     cells = [name, "learned" if learned else "fixed"]
     for way, run in runs.items():
-        kept = sum(kept_storages(partial(values_of, run, x)).values()) / x.numel()
+        kept = bytes_kept(values_of, run, x) / x.numel()
         cells.append(f"{statistics.median(times[way]) / roof:.2f} ({kept:.1f})")
     return cells
 

@@ -104,6 +104,13 @@ def set_threads(workers: Workers, threads: int) -> None:
         ask(workers, name, "set_threads", threads)
 
 
+def end_all(workers: Workers) -> None:
+    """End all processes."""
+    for worker in workers.values():
+        if isinstance(worker, Worker):
+            worker.end()
+
+
 def answers(workers: Workers, request: str, subjects: Iterable[str]) -> dict[str, Any]:
     """Return what each of these subjects that trains answers to a request; see `training.trainer.Trainer`."""
     found = {name: ask(workers, name, request) for name in subjects if name in workers}
@@ -130,9 +137,7 @@ def measured(group: list[Settings], args: argparse.Namespace) -> tuple[list[Row]
         "profile": answers(workers, "profile", PROFILED if args.profile else ()),
         "calls": answers(workers, "calls", workers if args.calls else ()),
     }
-    for worker in workers.values():
-        if isinstance(worker, Worker):
-            worker.end()
+    end_all(workers)
     return rows, more
 
 

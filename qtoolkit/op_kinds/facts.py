@@ -12,7 +12,7 @@ KEY = "qtoolkit"
 class NodeFacts:
     """What tracing knows about a node beyond its target and arguments."""
 
-    # the node returned a number, or several, and no tensor; None where tracing has not seen what it returns
+    # whether the node returned a number, or several, and no tensor; None where tracing did not see its result
     is_number: bool | None = None
     is_discrete: bool = False  # the node returned a tensor of integers or booleans, or several, and nothing else
     is_sequence: bool = False  # the node returned a list or a tuple with tensors

@@ -69,9 +69,8 @@ def _moved(node: fx.Node, backend: Backend) -> list[fx.Node]:
 
 def _of_one_grid(quantizers: list[fx.Node | None]) -> fx.Node | None:
     """Return the first of some quantizers where all of them are one; None where one is missing."""
-    known = [quantizer for quantizer in quantizers if quantizer is not None]
-    one_grid = len(known) == len(quantizers) and len({quantizer.target for quantizer in known}) == 1
-    return known[0] if one_grid else None
+    targets = {None if quantizer is None else quantizer.target for quantizer in quantizers}
+    return quantizers[0] if len(targets) == 1 else None
 
 
 def _may_drop(node: fx.Node) -> bool:
