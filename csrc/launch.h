@@ -85,6 +85,7 @@ struct DeviceKernels {
   void (*unit_scales)(const UnitScales& u, c10::Device device);
   void (*unit_gradients)(const UnitGradients& u, c10::Device device);
   void (*take_factor)(const FactorChange& u, c10::Device device);
+  void (*hold_variance)(const HeldVariance& h, c10::Device device);
 
   // Weights of an attention from scores, and the gradient of the scores; null where torch's ops compute them.
   void (*attention_weights)(AttentionWeights& args, const GridTensors& grid, c10::Device device);

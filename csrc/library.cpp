@@ -206,11 +206,13 @@ TORCH_LIBRARY(qtoolkit, m) {
       "batch_norm_track_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor mean, Tensor variance, "
       "Tensor? divisor, Tensor? offset, float momentum, SymInt count, Tensor? totals=None) -> ()");
 
-  // Returns a copy of a running variance. The start of scales in units of a weight, and their rate, take the factor by
-  // which folding the batch norm multiplies the weight, if it is not the known one.
+  // Returns the variance with which a step of the training quantizes a weight, as a new tensor: `held`, which first
+  // takes the running variance if the clock of steps has moved since it was `taken`. The start of scales in units of a
+  // weight, and their rate, take the factor by which folding the batch norm multiplies the weight, if it is not the
+  // known one.
   m.def(
-      "batch_norm_rescale_(Tensor(a!) start, Tensor(b!)? rate, Tensor(c!) known, Tensor variance, Tensor? gamma, "
-      "float eps) -> Tensor");
+      "batch_norm_rescale_(Tensor(a!)? start, Tensor(b!)? rate, Tensor(c!)? known, Tensor variance, Tensor? gamma, "
+      "float eps, Tensor(d!)? held=None, Tensor(e!)? taken=None, Tensor? clock=None) -> Tensor");
 
   // Returns fake_quant(weight * factor, scale, zero_point, ...) for the weight of a layer; factor: one element per
   // output channel. transposed, groups: of a transposed convolution. Differentiable in weight, factor, scale and

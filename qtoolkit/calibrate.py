@@ -21,7 +21,7 @@ from qtoolkit.nn.batch_norm import batch_statistics
 from qtoolkit.processes import from_all_ranks, ranks, without_ddp
 from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.clip_range import clip_range, share_clipped
-from qtoolkit.quantizers.first_steps import FIRST_STEPS, MUCH_CLIPPED, much_clipped
+from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, much_clipped
 from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import Which, observe_ranges
@@ -284,7 +284,6 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
             module.take_factor()
     for quantizer in quantizers.values():
         quantizer.begin_steps(following=prepared.training)
-    FIRST_STEPS.note_model(prepared, quantizers.values())
     grids = {name: _whole(clip_range(quantizer)) for name, quantizer in reached.items()}
     clipped = {name: share_clipped(quantizer, quantizer.observer) for name, quantizer in reached.items()}
     ranges = {name: _whole(bounds) for name, bounds in loaded.items()}

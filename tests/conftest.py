@@ -94,4 +94,4 @@ def threads():
 def _no_steps_of_other_tests():
     """Forget the quantizers of a test, whose kinds it may have taken out of the table."""
     yield
-    first_steps.FIRST_STEPS.quantizers.clear()
+    first_steps.WATCHER.quantizers.clear()

@@ -144,7 +144,7 @@ def trained(model: nn.Module, *shape: int, steps: int = 4) -> nn.Module:
 def settled(model: nn.Module) -> nn.Module:
     """Return a model behind the first steps of a training, in which quantizers look at their inputs and ranges follow them."""
     for quantizer in qt.quantizers_of(model).values():
-        quantizer.count_steps(-1)
+        quantizer.steps = -1
     return model
 
 

@@ -367,7 +367,7 @@ def test_weights_that_are_set_after_prepare_train_as_those_that_were_there(made,
     for each in (expected, ours):
         qt.calibrate(each, [x], progress=False)
         for q in qt.quantizers_of(each).values():
-            q.count_steps(-1)
+            q.steps = -1
     for (name, wanted), (_, q) in zip(qt.quantizers_of(expected).items(), qt.quantizers_of(ours).items(), strict=True):
         if q.of_weight:
             torch.testing.assert_close(q.scale, wanted.scale, msg=name)

@@ -167,7 +167,7 @@ def prepared(model: nn.Module, x: Tensor, quantizer: str | None) -> nn.Module:
     model = qt.prepare(model, (x,), backend=backend)
     qt.calibrate(model, [x], progress=False)
     for each in qt.quantizers_of(model).values():
-        each.count_steps(-1)  # behind the first steps, in which ranges follow the data
+        each.steps = -1  # behind the first steps, in which ranges follow the data
     return model
 
 

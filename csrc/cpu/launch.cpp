@@ -376,6 +376,15 @@ const DeviceKernels kDeviceKernels = {
     [](const FactorChange& u, c10::Device) {
       for (int64_t i = 0; i < u.scales; ++i) u.f64 ? take_factor_at<double>(u, i) : take_factor_at<float>(u, i);
     },
+    [](const HeldVariance& h, c10::Device) {
+      const bool moved = *h.taken != *h.clock;
+      for (int64_t i = 0; i < h.channels; ++i) {
+        h.size == 8   ? hold_variance_at<uint64_t>(h, moved, i)
+        : h.size == 4 ? hold_variance_at<uint32_t>(h, moved, i)
+                      : hold_variance_at<uint16_t>(h, moved, i);
+      }
+      *h.taken = *h.clock;
+    },
     /*attention_weights=*/nullptr};
 
 }  // namespace cpu

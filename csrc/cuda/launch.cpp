@@ -181,6 +181,9 @@ const DeviceKernels kDeviceKernels = {
     [](const FactorChange& u, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { take_factor(u, stream); });
     },
+    [](const HeldVariance& h, c10::Device device) {
+      on_stream(device, [&](cudaStream_t stream) { hold_variance(h, stream); });
+    },
     weights_of_attention};
 
 }  // namespace cuda

@@ -1,7 +1,9 @@
 // The scales of a weight behind a batch norm, as the factor changes by which folding it multiplies the weight.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 
 #include <optional>
+#include <utility>
 
 #include "../checks.h"
 #include "../launch.h"
@@ -46,24 +48,69 @@ void check_rescale(const Tensor& start, const optional<Tensor>& rate, const Tens
 
 }  // namespace
 
-static Tensor batch_norm_rescale_(Tensor& start, const optional<Tensor>& rate, Tensor& known, const Tensor& variance,
-                                  const optional<Tensor>& gamma, double eps) {
-  check_rescale(start, rate, known, variance, gamma, eps);
-  const Tensor copy = variance.clone(at::MemoryFormat::Contiguous);
-  if (start.is_meta() || variance.numel() == 0) return copy;
-  const Tensor of_start = as_type(copy, start.scalar_type());
-  const Tensor factor = gamma.has_value() ? as_type(*gamma, start.scalar_type()).contiguous() : Tensor();
+// What holds the variance of a step: all of it, or nothing.
+static void check_held(const Tensor& variance, const optional<Tensor>& held, const optional<Tensor>& taken,
+                       const optional<Tensor>& clock) {
+  const char* op = "batch_norm_rescale_";
+  TORCH_CHECK_VALUE(held.has_value() == taken.has_value() && held.has_value() == clock.has_value(), op,
+                    ": held, taken and clock are given together, or none of them is.");
+  if (!held.has_value()) return;
+  TORCH_CHECK_VALUE(held->sym_numel() == variance.sym_numel() && held->is_contiguous() &&
+                        held->scalar_type() == variance.scalar_type() && held->device() == variance.device(),
+                    op, ": held is changed in place, so it must be contiguous, of as many elements as variance, ",
+                    variance.sym_numel(), ", of its dtype and on its device, ", variance.scalar_type(), " on ",
+                    variance.device(), ", got ", held->sym_numel(), ", ", held->scalar_type(), " on ", held->device(),
+                    ".");
+  for (const auto& [name, t] : {std::pair("taken", &*taken), std::pair("clock", &*clock)}) {
+    TORCH_CHECK_VALUE(t->sym_numel() == 1 && t->scalar_type() == at::kLong && t->device() == variance.device(), op,
+                      ": ", name, " must have one element of dtype int64 on the device of variance, ",
+                      variance.device(), ", got ", t->sym_numel(), ", ", t->scalar_type(), " on ", t->device(), ".");
+  }
+}
+
+static Tensor variance_of_step(const Tensor& variance, const optional<Tensor>& held, const optional<Tensor>& taken,
+                               const optional<Tensor>& clock) {
+  if (!held.has_value()) return variance.clone(at::MemoryFormat::Contiguous);
+  const Tensor copy = at::empty_like(variance, at::MemoryFormat::Contiguous);
+  if (variance.is_meta()) return copy;
+  const Tensor present = variance.contiguous();
+  HeldVariance h;
+  h.channels = variance.numel();
+  h.size = variance.element_size();
+  h.variance = present.const_data_ptr();
+  h.held = held->mutable_data_ptr();
+  h.copy = copy.mutable_data_ptr();
+  h.taken = taken->mutable_data_ptr<int64_t>();
+  h.clock = clock->const_data_ptr<int64_t>();
+  on(variance.device()).hold_variance(h, variance.device());
+  return copy;
+}
+
+static Tensor batch_norm_rescale_(const optional<Tensor>& start, const optional<Tensor>& rate,
+                                  const optional<Tensor>& known, const Tensor& variance, const optional<Tensor>& gamma,
+                                  double eps, const optional<Tensor>& held, const optional<Tensor>& taken,
+                                  const optional<Tensor>& clock) {
+  TORCH_CHECK_VALUE(start.has_value() == known.has_value() && (start.has_value() || !rate.has_value()),
+                    "batch_norm_rescale_: start needs known, and known and rate need start.");
+  TORCH_CHECK_TYPE(variance.is_floating_point(), "batch_norm_rescale_: variance must have a floating-point dtype, got ",
+                   variance.scalar_type(), ".");
+  check_held(variance, held, taken, clock);
+  if (start.has_value()) check_rescale(*start, rate, *known, variance, gamma, eps);
+  const Tensor copy = variance_of_step(variance, held, taken, clock);
+  if (!start.has_value() || variance.is_meta() || variance.numel() == 0) return copy;
+  const Tensor of_start = as_type(copy, start->scalar_type());
+  const Tensor factor = gamma.has_value() ? as_type(*gamma, start->scalar_type()).contiguous() : Tensor();
   FactorChange u;
-  u.f64 = start.scalar_type() == at::kDouble;
-  u.scales = start.numel();
+  u.f64 = start->scalar_type() == at::kDouble;
+  u.scales = start->numel();
   u.channels = variance.numel();
   u.eps = eps;
   u.variance = of_start.const_data_ptr();
   u.gamma = factor.defined() ? factor.const_data_ptr() : nullptr;
-  u.start = start.mutable_data_ptr();
+  u.start = start->mutable_data_ptr();
   u.rate = rate.has_value() ? rate->mutable_data_ptr() : nullptr;
-  u.known = known.mutable_data_ptr();
-  on(start.device()).take_factor(u, start.device());
+  u.known = known->mutable_data_ptr();
+  on(start->device()).take_factor(u, start->device());
   return copy;
 }
 

@@ -73,6 +73,16 @@ struct FactorChange {
   void *start = nullptr, *rate = nullptr, *known = nullptr;
 };
 
+// The running variance of a step: `held` takes the present one if the clock of steps has moved since it was `taken`,
+// and `copy` is what it then is. Elements have `size` bytes, and are only copied.
+struct HeldVariance {
+  int64_t channels = 0, size = 0;
+  const void* variance = nullptr;
+  void *held = nullptr, *copy = nullptr;
+  int64_t* taken = nullptr;
+  const int64_t* clock = nullptr;
+};
+
 // Codes of a bias: half of int32. quantizers/bias.py has the rule and its source, for exporters, which record its ops,
 // and modules that are called one by one.
 constexpr int64_t kLargestBias = int64_t{1} << 30;
@@ -218,6 +228,13 @@ QT_FN void take_factor_at(const FactorChange& u, int64_t i) {
   known = now;
   static_cast<A*>(u.start)[i] *= ratio;
   if (u.rate != nullptr) static_cast<A*>(u.rate)[i] *= ratio * ratio;
+}
+
+template <class T>
+QT_FN void hold_variance_at(const HeldVariance& h, bool moved, int64_t i) {
+  T& held = static_cast<T*>(h.held)[i];
+  if (moved) held = static_cast<const T*>(h.variance)[i];
+  static_cast<T*>(h.copy)[i] = held;
 }
 
 template <class A>

@@ -32,7 +32,7 @@ from qtoolkit.integer.kernels import Kernel
 from qtoolkit.model_state import keep_trained
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.nn.module import note_model, reset_after_loading
+from qtoolkit.nn.module import reset_after_loading
 from qtoolkit.nn.on_codes import DEFAULT, PLAIN, TrainingArithmetic, TrainsOnCodes
 from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
@@ -126,7 +126,6 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         for attribute, value in (kept or {}).items():
             result.keep(attribute, value)
         result.register_load_state_dict_post_hook(update_ranges)  # type: ignore[no-untyped-call]
-        note_model(result)
         return result
 
     def recompile(self) -> PythonCode:
@@ -287,7 +286,6 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         result.set_kept()
         result.divide(self.calls)
         keep_trained(result)
-        note_model(result)
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:

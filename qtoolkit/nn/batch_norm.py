@@ -13,8 +13,8 @@ conversion, and the batch norm returns its input. In training mode (numbers: str
   `freeze_batch_norm` after the statistics have converged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -23,16 +23,16 @@ from torch import Tensor, distributed, nn
 from qtoolkit import ops
 from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module, values_kept
-from qtoolkit.nn.computed_weights import is_parametrized
 from qtoolkit.nn.module import shallow_copy_as
-from qtoolkit.ops.recording import is_captured, is_recorded, is_recorded_for_onnx, is_transformed
+from qtoolkit.ops.recording import is_recorded, is_recorded_for_onnx, is_transformed
 from qtoolkit.processes import whole
-from qtoolkit.quantizers.optimizer_steps import OptimizerSteps, Steps
 from qtoolkit.quantizers.recomputation import is_recomputing
+from qtoolkit.quantizers.step_clock import CLOCK, NEVER
 
 if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted
 
+OF_STEP = ("_variance_of_step", "_taken")
 STRATEGIES = ("unscale", "frozen", "two_convolutions", "std_correction")
 NEEDS_BATCH_STATISTICS = ("two_convolutions", "std_correction")
 
@@ -66,8 +66,9 @@ class LinkedBatchNorm(nn.Module):
     strategy: str
     frozen: bool
     float_type: type[nn.Module]
-    # what `step_variance` depended on last, and what it returned; [] in compiled code
-    _seen: Sequence[Any] | None = None
+    # The running variance with which the present step of the training quantizes, and the clock when it was taken.
+    _variance_of_step: Tensor | None
+    _taken: Tensor
 
     @property
     def folded(self) -> bool:
@@ -91,9 +92,22 @@ class LinkedBatchNorm(nn.Module):
             with torch.no_grad():
                 super().forward(x.detach())
 
+    def hold_variance(self) -> None:
+        """Make the buffers of a step of the training, where the statistics now are."""
+        variance = self.running_var
+        with torch.inference_mode(False):  # a training follows, whatever mode prepares
+            held = None if variance is None else variance.detach().clone()
+            taken = torch.tensor(NEVER, device=None if variance is None else variance.device)
+        self.register_buffer("_variance_of_step", held, persistent=False)
+        self.register_buffer("_taken", taken, persistent=False)
+
+    def begin_step(self) -> None:
+        """Let the next forward in training begin a step, whatever the clock shows."""
+        self._taken.fill_(NEVER)
+
     def train(self, mode: bool = True) -> Self:
-        """Set the mode; a frozen batch norm stays in eval mode."""
-        self._seen = None
+        """Set the mode; a frozen batch norm stays in eval mode. A step of the training begins."""
+        self.begin_step()
         return super().train(mode and not self.frozen)
 
     def freeze(self, frozen: bool) -> None:
@@ -104,8 +118,11 @@ class LinkedBatchNorm(nn.Module):
     def to_float(self) -> nn.Module:
         """Return the batch norm of its float type, with the same parameters and buffers."""
         bn = shallow_copy_as(self.float_type, self)
-        for name in ("strategy", "frozen", "float_type", "_seen"):
+        for name in ("strategy", "frozen", "float_type"):
             bn.__dict__.pop(name, None)
+        for name in OF_STEP:
+            bn._buffers.pop(name, None)
+        bn._non_persistent_buffers_set = bn._non_persistent_buffers_set - {*OF_STEP}
         return bn
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -116,7 +133,9 @@ class LinkedBatchNorm(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        self._seen = None
+        if self._taken.is_meta:
+            self.hold_variance()
+        self.begin_step()
         if "frozen" in local_metadata and self.frozen != local_metadata["frozen"]:
             self.freeze(bool(local_metadata["frozen"]))
 
@@ -209,6 +228,8 @@ def linked(bn: nn.Module, strategy: str, name: str) -> LinkedBatchNorm:
         )
     new = shallow_copy_as(BATCH_NORMS.get(type(bn), QuantFrozenBatchNorm), bn)
     new.strategy, new.frozen, new.float_type = strategy, False, type(bn)
+    new._non_persistent_buffers_set = {*new._non_persistent_buffers_set}  # the float module keeps its own
+    new.hold_variance()
     return new
 
 
@@ -351,74 +372,35 @@ def running_variance(bn: Any) -> Tensor:
     return variance
 
 
-_steps = OptimizerSteps()
-
-
-class Changing:
-    """Parameters whose changes end a training step. Those of inference mode count no changes."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters, self._steps, self._looks = parameters, list[Steps](), -1
-
-    def state(self) -> tuple[Any, ...]:
-        """Return what is another in each step."""
-        if self._looks != _steps.looks:
-            self._steps, self._looks = _steps.of(self._parameters), _steps.looks
-        return _steps.taken(self._steps), sum([p._version for p in self._parameters])
-
-
 def step_variance(layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
     """Return the running variance before the first forward of the present training step.
 
     The weight is quantized with it, on scales that have taken its factor. Each forward moves the statistics, but gradient
-    checkpointing runs a forward once more in backward, and must then see what the first one saw. A step ends when an optimizer
-    of these parameters takes one (see `OptimizerSteps.taken`), when a parameter of the layer or of the batch norm changes, when
-    the grid of the weight is set, or when `train()` is called.
+    checkpointing runs a forward once more in backward, and must then see what the first one saw. A step begins with the first
+    forward after an optimizer of this process has taken one (see `qtoolkit.quantizers.step_clock`), or `train()` was called.
     """
-    variance = running_variance(bn)
-    if not torch.compiler.is_compiling():
-        return variance_of_step(layer, bn, variance, Changing((*_parameters(layer), *_parameters(bn))))
-    if not torch.compiler.is_exporting() and not bn.folded:
-        # torch.compile recomputes a checkpointed part from buffers as they are after the part has changed them, and
-        # gradients would differ. It leaves a part that changes an attribute to eager code, which recomputes the forward.
-        bn._seen = []
-    takes = layer.takes_factor and not is_recorded_for_onnx()
-    return take_factor(layer, bn, variance) if takes else variance
+    held = bn._variance_of_step
+    if held is None or is_transformed() or torch.compiler.is_exporting():
+        variance = running_variance(bn)
+        takes = layer.takes_factor and not is_recorded_for_onnx()
+        return take_factor(layer, bn, variance) if takes else variance
+    if is_recomputing():
+        return held
+    of_step = held, bn._taken, CLOCK.on(held.device)
+    if layer.takes_factor:
+        return take_factor(layer, bn, bn.running_var, of_step=of_step)
+    return ops.batch_norm_rescale_(None, None, None, bn.running_var, None, bn.eps, *of_step)
 
 
-def variance_of_step(layer: "QuantWeighted", bn: LinkedBatchNorm, variance: Tensor, changing: Changing) -> Tensor:
-    """Return what `step_variance` does, for a running variance and the parameters whose changes end a step."""
-    state = (*changing.state(), variance.dtype, variance.device)
-    seen = bn._seen
-    known = getattr(layer.weight_quantizer, "knows_factor", True)
-    # A CUDA graph must copy it each time that it runs, however often Python counts a step.
-    if not seen or ((seen[0] != state or not known or is_captured(variance)) and not is_recomputing()):
-        with torch.inference_mode(False) if _is_in_inference(variance) else nullcontext():
-            copy = take_factor(layer, bn, variance) if layer.takes_factor else variance.clone()
-        seen = bn.__dict__["_seen"] = state, copy
-    return seen[1]
+def take_factor(layer: "QuantWeighted", bn: LinkedBatchNorm, variance: Tensor, **options: Any) -> Tensor:
+    """Let the scales of a layer's weight take the factor that a running variance gives; return a copy of the variance.
 
-
-def _is_in_inference(buffer: Tensor) -> bool:
-    """Return whether a copy of a buffer would be a tensor of inference mode, which no forward with gradients may use."""
-    return torch.is_inference_mode_enabled() and not buffer.is_inference()
-
-
-def take_factor(layer: "QuantWeighted", bn: LinkedBatchNorm, variance: Tensor, frozen: bool = False) -> Tensor:
-    """Let the scales of a layer's weight take the factor that a running variance gives (see `TensorQuantizer.take_factor`).
-
-    Return a copy of the variance.
+    The options are those of `TensorQuantizer.rescale_to_bn_factor`.
     """
     quantizer: Any = layer.weight_quantizer
-    gamma = None if bn.weight is None else whole(bn.weight).detach()
-    copy: Tensor = quantizer.take_factor(variance, gamma, bn.eps, frozen)
+    gamma = None if bn.weight is None else whole(bn.weight)
+    copy: Tensor = quantizer.rescale_to_bn_factor(variance, gamma, bn.eps, **options)
     return copy
-
-
-def _parameters(module: Any) -> list[Tensor]:
-    """Return the parameters of a layer or a batch norm that count their changes."""
-    parameters = module.parameters() if is_parametrized(module) else (module.weight, module.bias)  # a tenth of the time
-    return [p for p in parameters if p is not None and not p.is_inference()]
 
 
 def factor_of(bn: nn.Module) -> Tensor:

@@ -13,7 +13,7 @@ from qtoolkit.nn.computed_weights import computing_still, refresh
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, OTHER, kind_of_type
 from qtoolkit.processes import whole
-from qtoolkit.quantizers.first_steps import FIRST_STEPS, restored_modules
+from qtoolkit.quantizers.loading import materialize
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import set_weight_range, weight_quantizer
@@ -185,10 +185,6 @@ class QuantModule(nn.Module):
         """Return the modules beside it whose tensors scale the weights that it quantizes."""
         return ()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        note_model(self)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         own = tuple(f"{prefix}{name}." for name in self.weight_quantizers())
@@ -207,11 +203,6 @@ def names_of_weights(model: nn.Module) -> Mapping[str, str]:
     return found
 
 
-def note_model(model: nn.Module) -> None:
-    """Note a model, or a layer, for its quantizers, which do not know whose they are: of a copy, and one that was loaded."""
-    FIRST_STEPS.note_model(model, (part for part in restored_modules(model) if isinstance(part, TensorQuantizer)))
-
-
 def reset_after_loading(module: nn.Module, keys: Any) -> None:
     """Set the weight ranges of each layer in a module that a state dict without them, or out of date, was loaded into: a hook.
 
@@ -220,8 +211,7 @@ def reset_after_loading(module: nn.Module, keys: Any) -> None:
     device = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), None)
     for quantizer in named_quantizers(module, TensorQuantizer).values():
         if device is not None:
-            quantizer.materialize(device)
-    note_model(module)
+            materialize(quantizer, device)
     for layer in module.modules():
         if not isinstance(layer, QuantModule) or (layer is module and layer.depends_on()):
             continue

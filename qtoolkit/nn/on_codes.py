@@ -17,6 +17,7 @@ from qtoolkit.ops.recording import is_recorded, is_transformed
 from qtoolkit.ops.sums import has_int8_product, is_exact
 from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.codes import TensorCodes, codes_of
+from qtoolkit.quantizers.in_ops import weight_grid as of_quantizer
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.verdicts import Cause, Refusal
@@ -241,7 +242,7 @@ def weight_grid(layer: "Layer", followed: Callable[[], Tensor]) -> WeightGrid | 
     `followed` returns the tensor whose range one that follows the weight takes.
     """
     quantizer = layer.weight_quantizer
-    return quantizer.weight_grid(layer.weight, followed) if gives_grid(quantizer) else None
+    return of_quantizer(quantizer, layer.weight, followed) if gives_grid(quantizer) else None
 
 
 def gives_grid(quantizer: Quantizer | None) -> TypeGuard[TensorQuantizer]:

@@ -13,6 +13,7 @@ from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.ops.recording import is_recorded
 from qtoolkit.quantizers.codes import TensorCodes, codes_by, codes_on, rounded, version_of
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
+from qtoolkit.quantizers.in_ops import raw_input
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import with_factor
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -41,7 +42,7 @@ def why_quantizer_not_fused(quantizer: nn.Module) -> str | None:
     spec = quantizer.spec
     if not quantizer.capability.plain or spec.axis is not None:
         return f"{spec.describe()} is not an integer format with one scale"
-    if quantizer.looks:
+    if quantizer.reads_input:
         first = f"in the first {FOLLOWED_STEPS} steps " if quantizer.follows_data else ""
         return f"{first}its quantizer observes its input"
     if not (quantizer.quantizing and quantizer.ready):
@@ -118,7 +119,7 @@ def quantized_by(quantizer: nn.Module | None, x: Tensor, with_codes: bool = Fals
         return y, None
     known = codes_by(quantizer, y)
     if known is not None and isinstance(quantizer, TensorQuantizer):
-        known.raw, known.raw_version = quantizer.raw_input(x), version_of(x)
+        known.raw, known.raw_version = raw_input(quantizer, x), version_of(x)
     return y, known
 
 

@@ -153,7 +153,7 @@ class QuantWeighted(QuantModule, on_codes.TakesCodes):
         """Let scales in units of the weight take the factor of the present running statistics, with frozen ranges too."""
         bn = self.batch_norm
         if bn is not None and self.takes_factor and not bn.running_var.is_meta:
-            batch_norm.take_factor(self, bn, bn.running_var, frozen)
+            batch_norm.take_factor(self, bn, bn.running_var, frozen=frozen)
 
     def reset_parameters(self) -> None:
         """Initialize weight and bias anew, as torch's class does, with the range of the new weight: learned scales too."""

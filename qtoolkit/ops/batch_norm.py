@@ -174,7 +174,15 @@ def batch_norm_track_(
 
 
 def batch_norm_rescale_(
-    start: Tensor, rate: Tensor | None, known: Tensor, variance: Tensor, gamma: Tensor | None, eps: float
+    start: Tensor | None,
+    rate: Tensor | None,
+    known: Tensor | None,
+    variance: Tensor,
+    gamma: Tensor | None,
+    eps: float,
+    held: Tensor | None = None,
+    taken: Tensor | None = None,
+    clock: Tensor | None = None,
 ) -> Tensor:
     """Let the scales of a weight take the factor by which folding a batch norm multiplies the weight.
 
@@ -183,17 +191,23 @@ def batch_norm_rescale_(
     The known one is then the present one. Where it was 0, or the variance is NaN, no scale changes. Magnitudes beyond
     [2^-30, 2^30] count as these bounds.
 
+    With the last three arguments the factor is that of a variance which holds for a step of the training: the running one
+    at the first call after the clock has moved. Nothing waits for the device.
+
     Args:
         start: A scale for each output channel, or one for all, changed in place; float32 or float64. One for all takes the
-            root of the mean square of the channels' magnitudes.
+            root of the mean square of the channels' magnitudes. None for no scales: then `rate` and `known` are None.
         rate: The `rate` of `positive_scale`, of the same shape and dtype, changed in place, or None.
         known: The magnitudes that the scales have taken, of the same shape and dtype, changed in place; 0 for none so far.
         variance: (C), the running variance.
         gamma: (C), the batch norm's weight, or None for 1.
         eps: The batch norm's.
+        held: (C), the variance of the present step, like `variance`, changed in place.
+        taken: What the clock showed when `held` was taken, one element, int64, changed in place.
+        clock: The clock, one element, int64.
 
     Returns:
-        A copy of the variance.
+        A copy of the variance, of `held` where that is given.
 
     Raises:
         ValueError: A shape or a device does not fit.
@@ -206,5 +220,5 @@ def batch_norm_rescale_(
         >>> scale, known
         (tensor([0.2000]), tensor([1.]))
     """
-    found: Tensor = _batch_norm_rescale_(start, rate, known, variance, gamma, eps)
+    found: Tensor = _batch_norm_rescale_(start, rate, known, variance, gamma, eps, held, taken, clock)
     return found

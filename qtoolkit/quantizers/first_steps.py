@@ -1,22 +1,21 @@
-"""The first steps of a training: ranges of activations follow the data, and what goes wrong with a range is said by name.
+"""What goes wrong with a range in the first steps of a training is said, by name.
 
-After each step of an optimizer, the quantizers that were calibrated lately are visited once. So all forwards of a step, and
-those that gradient checkpointing runs again in backward, have the same scale, and nothing waits for the device but the few
-steps in `LOOKED_AT`.
+A watcher looks at the quantizers that were calibrated lately, after each step of an optimizer. It warns, and changes no number.
+Nothing waits for the device but the few steps in `LOOKED_AT` and `GROWTH_AT`.
 """
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from qtoolkit.processes import own_part
-from qtoolkit.quantizers.optimizer_steps import OptimizerSteps, trained_by
 from qtoolkit.quantizers.spec_ops import per_element
 
 if TYPE_CHECKING:
@@ -25,10 +24,23 @@ if TYPE_CHECKING:
 FOLLOWED_STEPS = 200  # after a wrong start, 0.9^200 of it is left
 MOMENTUM = 0.1  # the weight of each forward's range
 LOOKED_AT = (2, 10, 100, 250)  # the steps whose forwards say how much is clipped
-COUNTED_STEPS = max(LOOKED_AT) + 1
+LAST_STEP = max(LOOKED_AT)
 GROWTH_AT = (1, 2, 5, 10, 20, 50, 100)  # the steps after which learned scales are compared with their start
 FAR = 8.0  # times its start, or this part of it
 MUCH_CLIPPED = 0.05  # the best range of eight levels for a normal distribution clips 3 %
+RANGES = (
+    "Calibrate again on data like that of training (qtoolkit.calibrate), with the model in training mode, and take a signed "
+    "spec for values of both signs"
+)
+
+
+@dataclass(slots=True)
+class Watched:
+    """What a watcher knows of a quantizer."""
+
+    steps: int = 0  # that optimizers have taken since the calibration
+    clip_check_due: bool = False  # whether the next forward in training looks at its input
+    clipped: Tensor | None = None  # what it has seen (see `look`)
 
 
 def much_clipped(quantizer: "TensorQuantizer", share: float | None) -> bool:
@@ -47,19 +59,6 @@ def look(quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
     return torch.stack((clipped, vanished.float()))
 
 
-def _say_what_is_wrong(quantizers: Sequence["TensorQuantizer"]) -> None:
-    looked = [quantizer for quantizer in quantizers if quantizer.looked is not None]
-    for quantizer, (clipped, vanished) in zip(looked, _values(q.looked for q in looked), strict=True):
-        quantizer.looked = None
-        if quantizer.follows_data:  # a range that follows may lag behind, as that of a branch that begins with zeros
-            continue
-        if vanished:
-            _warn(quantizer, f"rounds its whole input to zero after {quantizer.steps} steps of training", RANGES)
-        elif much_clipped(quantizer, clipped):
-            _warn(quantizer, f"clips {clipped:.1%} of its input after {quantizer.steps} steps of training", RANGES)
-    warn_of_growth([quantizer for quantizer in quantizers if quantizer.steps in GROWTH_AT])
-
-
 def warn_of_growth(quantizers: Sequence["TensorQuantizer"]) -> None:
     """Warn once of each learned scale that has left [1/8, 8] times its start. Waits for the device."""
     grown = [(quantizer, quantizer.kind.growth(quantizer)) for quantizer in quantizers if not quantizer.warned]
@@ -76,22 +75,9 @@ def warn_of_growth(quantizers: Sequence["TensorQuantizer"]) -> None:
             _warn(quantizer, found, "Train the scales at a lower rate (scale_lr of qtoolkit.parameter_groups)")
 
 
-def warn_of_capture(quantizer: "TensorQuantizer") -> None:
-    """Warn once of a range that follows the data by hooks of the optimizer, which a CUDA graph does not call."""
-    found = "is captured in a CUDA graph while its range follows the data, which it does not when the graph runs"
-    remedy = f"Capture the step after the first {FOLLOWED_STEPS}, or call qtoolkit.freeze_ranges(model) before"
-    _warn(quantizer, found, remedy)
-
-
-RANGES = (
-    "Calibrate again on data like that of training (qtoolkit.calibrate), with the model in training mode, and take a signed "
-    "spec for values of both signs"
-)
-
-
-def _values(of: Iterable[Tensor | None]) -> list[list[float]]:
+def _values(of: Iterable[Tensor]) -> list[list[float]]:
     """Return the values of small tensors of one size, by one copy from each device."""
-    tensors = [tensor.double() for tensor in of if tensor is not None]
+    tensors = [tensor.double() for tensor in of]
     if len({tensor.device for tensor in tensors}) > 1:
         tensors = [tensor.cpu() for tensor in tensors]
     return torch.stack(tensors).tolist() if tensors else []
@@ -100,82 +86,71 @@ def _values(of: Iterable[Tensor | None]) -> list[list[float]]:
 def _warn(quantizer: "TensorQuantizer", found: str, remedy: str) -> None:
     if not quantizer.warned:
         quantizer.warned = True
+        # The frames between are those of the watcher, of torch's hook and of the optimizer's step.
         warnings.warn(f"quantizer {quantizer.name!r} {found}. {remedy}; see docs/training.md.", stacklevel=6)
 
 
-def restored_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those in it, but for what pickle restores after it: layers and their integer kernels form cycles."""
-    waiting, seen = [module], {module}
-    while waiting:
-        part = waiting.pop()
-        if "_modules" in vars(part):
-            yield part
-            children = {child for child in part._modules.values() if child is not None} - seen
-            waiting += children
-            seen |= children
-
-
-class FirstSteps(OptimizerSteps):
-    """The quantizers that are in their first steps: those of the optimizers that train their model.
-
-    Those of which no model is noted go by each step behind a forward.
-    """
+class Watcher:
+    """Looks at quantizers in the first steps after their calibration. The steps of all optimizers count."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.quantizers: WeakSet[TensorQuantizer] = WeakSet()  # those in their first steps
-        self._models: WeakKeyDictionary[TensorQuantizer, ref[nn.Module]] = WeakKeyDictionary()
+        self.quantizers: WeakSet[TensorQuantizer] = WeakSet()
+        self._hooked = False
 
-    def note_model(self, model: nn.Module, quantizers: Iterable["TensorQuantizer"]) -> None:
-        """Note the model that holds quantizers, which do not know it, unless a larger one is noted that holds it."""
-        for quantizer in quantizers:
-            known = self._models.get(quantizer, lambda: None)()
-            if quantizer.counts_steps and (known is None or model not in restored_modules(known)):
-                self._models[quantizer] = ref(model)
-
-    def count(self, quantizer: "TensorQuantizer") -> None:
-        """Count the steps of a quantizer from now on, if it is in its first ones."""
-        if not quantizer.counts_steps:
-            self.quantizers.discard(quantizer)
-            return
+    def watch(self, quantizer: "TensorQuantizer") -> None:
+        """Look at a quantizer from now on."""
         self.quantizers.add(quantizer)
-        self.begin()
+        if not self._hooked:
+            self._hooked = True
+            register_optimizer_step_post_hook(self._after_step)
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-        if not self.quantizers or torch.compiler.is_compiling():
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Compiled code would be compiled again for each count; a CUDA graph cannot wait for what it computes.
+        if not self.quantizers or torch.compiler.is_compiling() or _is_capturing():
             return
-        super()._after_step(optimizer, args, kwargs)
-        trained = trained_by(optimizer)
-        # A conversion in place gives a quantizer another class.
-        counted = [quantizer for quantizer in tuple(self.quantizers) if getattr(quantizer, "counts_steps", False)]
-        took_part = [quantizer for quantizer in counted if self._takes_part(quantizer, trained)]
-        stepped = self._without_other_models(took_part, trained)
+        # A conversion in place gives a quantizer another class, and the end of its first steps takes the entry away.
+        pairs = [(quantizer, getattr(quantizer, "watched", None)) for quantizer in tuple(self.quantizers)]
+        watched = {quantizer: entry for quantizer, entry in pairs if entry is not None}
+        for quantizer, _ in pairs:
+            if quantizer not in watched:
+                self.quantizers.discard(quantizer)
         with torch.no_grad():
-            for quantizer in stepped:
+            self._say_what_is_wrong(watched)
+            for quantizer in watched:
                 quantizer.end_step()
-            _say_what_is_wrong(stepped)
 
-    def _takes_part(self, quantizer: "TensorQuantizer", trained: set[int]) -> bool:
-        """Return whether a step of an optimizer counts: that of the one that trains the scale, if one does."""
-        own = [*quantizer.parameters()]
-        held = [parameter for parameter in own if id(parameter) in trained]
-        if held:
-            return quantizer.seen_in_step or any(parameter.grad is not None for parameter in held)
-        return quantizer.seen_in_step and not self.of(own)
-
-    def _without_other_models(
-        self, quantizers: Sequence["TensorQuantizer"], trained: set[int]
-    ) -> list["TensorQuantizer"]:
-        """Leave out the quantizers of models that other optimizers train."""
-        models = {quantizer: self._models[quantizer]() for quantizer in quantizers if quantizer in self._models}
-        others = {
-            model for model in {*models.values()} if model is not None and self._is_trained_otherwise(model, trained)
-        }
-        return [quantizer for quantizer in quantizers if models.get(quantizer) not in others]
-
-    def _is_trained_otherwise(self, model: nn.Module, trained: set[int]) -> bool:
-        trains = any(id(parameter) in trained for parameter in model.parameters())  # mostly the first one
-        return not trains and bool(self.of(model.parameters()))
+    def _say_what_is_wrong(self, watched: dict["TensorQuantizer", Watched]) -> None:
+        looked = [(quantizer, entry) for quantizer, entry in watched.items() if entry.clipped is not None]
+        shares = _values(entry.clipped for _, entry in looked if entry.clipped is not None)
+        for (quantizer, entry), (clipped, vanished) in zip(looked, shares, strict=True):
+            if quantizer.follows_data:  # a range that follows may lag behind, as with a branch that begins with zeros
+                continue
+            if vanished:
+                _warn(quantizer, f"rounds its whole input to zero after {entry.steps + 1} steps of training", RANGES)
+            elif much_clipped(quantizer, clipped):
+                _warn(quantizer, f"clips {clipped:.1%} of its input after {entry.steps + 1} steps of training", RANGES)
+        warn_of_growth([quantizer for quantizer, entry in watched.items() if entry.steps + 1 in GROWTH_AT])
 
 
-FIRST_STEPS = FirstSteps()
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def after(watched: Watched, of_input: bool) -> Watched | None:
+    """Return what is known of a quantizer after one more step; None behind the first steps.
+
+    A new object where the next forward looks at its input, and after it: code that runs a quantizer in another op notices.
+    """
+    steps = watched.steps + 1
+    waits = watched.clip_check_due and watched.clipped is None  # for a forward, while another optimizer steps
+    due = waits or (of_input and steps + 1 in LOOKED_AT)
+    if steps > LAST_STEP:
+        return None
+    if due != watched.clip_check_due or watched.clipped is not None:
+        return Watched(steps, due)
+    watched.steps = steps
+    return watched
+
+
+WATCHER = Watcher()
+"""The watcher of this process."""

@@ -150,14 +150,9 @@ class Quantizer(KeepsFloat32):
                 f"load only the entries of the float model."
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        if found:
-            vars(self).update(
-                {
-                    name: type(getattr(self, name))(value)
-                    for name, value in local_metadata.get("modes", {}).items()
-                    if name in self.MODES
-                }
-            )
+        for name, value in local_metadata.get("modes", {}).items() if found else ():
+            if name in self.MODES:
+                setattr(self, name, type(getattr(self, name))(value))
 
 
 def spec_fields(spec: QuantSpec) -> dict[str, Any]:

@@ -58,8 +58,9 @@ class LoadsFloatCheckpoints(nn.Module):
         """Set what is not in the state dict to zero, on the device of what `load_state_dict(assign=True)` has put there."""
         device = next((buffer.device for buffer in self.buffers(recurse=False) if not buffer.is_meta), None)
         for name in self._non_persistent_buffers_set if device is not None else ():
-            if self.get_buffer(name).is_meta:
-                setattr(self, name, torch.zeros_like(self.get_buffer(name), device=device))
+            buffer = self._buffers[name]
+            if buffer is not None and buffer.is_meta:
+                setattr(self, name, torch.zeros_like(buffer, device=device))
 
 
 @dataclass

@@ -386,7 +386,7 @@ def test_a_step_attends_in_one_op(spec: qt.QuantSpec, mask: str) -> None:
     """Its values and gradients are those of the ops one by one, bit for bit on a CPU."""
     layer, masks = trains({}, spec), masks_of(mask, L, True)
     for quantizer in qt.quantizers_of(layer).values():
-        quantizer.count_steps(-1)  # behind the first steps, in which ranges follow the data
+        quantizer.steps = -1  # behind the first steps, in which ranges follow the data
     calls, found = attended(layer, **masks)
     assert calls == 1
     layer.training_arithmetic = replace(layer.training_arithmetic, save="float")

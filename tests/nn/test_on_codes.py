@@ -111,7 +111,7 @@ def test_codes_for_backward_change_no_bit(road: str, config: qt.QConfig) -> None
 def test_a_replaced_layer_gets_values_and_codes_of_its_input_in_one_op(config: qt.QConfig) -> None:
     model = quantized("modules", config, training_arithmetic="float")
     for quantizer in qt.quantizers_of(model).values():
-        quantizer.count_steps(-1)  # behind the first steps, in which ranges follow the data
+        quantizer.steps = -1  # behind the first steps, in which ranges follow the data
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(model)
     calls = [event.name for event in profile.events()]
@@ -124,7 +124,7 @@ def test_a_unit_gives_packed_codes_with_the_values_as_it_does_those_of_a_byte() 
     for config in (LSQ, FOUR_BITS):
         model = quantized("graph", config, training_arithmetic="float")
         for quantizer in qt.quantizers_of(model).values():
-            quantizer.count_steps(-1)
+            quantizer.steps = -1
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             step(model)
         calls = [event.name for event in profile.events()]

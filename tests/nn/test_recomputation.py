@@ -82,7 +82,7 @@ def test_the_variance_of_a_step_moves_on_with_each_step_and_mode() -> None:
 
     def seen() -> Tensor:
         model(x).sum().backward()
-        return bn._seen[1].clone()
+        return bn._variance_of_step.clone()
 
     first = seen()
     assert torch.equal(seen(), first)
@@ -91,37 +91,40 @@ def test_the_variance_of_a_step_moves_on_with_each_step_and_mode() -> None:
     assert not torch.equal(second, first)
     model.train()
     assert not torch.equal(seen(), second)
-    assert "_seen" not in vars(bn.to_float())
+    assert "_variance_of_step" not in dict(bn.to_float().named_buffers())
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("frozen", [True, False], ids=["fixed ranges", "ranges that follow"])
 @pytest.mark.parametrize("strategy", ["unscale", "std_correction"])
-def test_another_models_steps_do_not_change_a_training(strategy: str, frozen: bool) -> None:
-    """Its optimizer steps between the batches of one step, whose forwards quantize by one variance and one range.
+def test_another_models_step_begins_a_step_and_changes_no_gradient(
+    strategy: str, frozen: bool, reentrant: bool
+) -> None:
+    """It lies between two forwards and their backward, which sees what each of them saw."""
 
-    In the first step nothing says which optimizer trains a model.
-    """
-    batches = [torch.rand(4, 3, 10, 10) for _ in range(2)]
-
-    def trained(other: nn.Module | None) -> list[Tensor]:
-        model = prepared_net(strategy)
+    def trained(checkpointed: bool) -> tuple[list[Tensor], list[Tensor]]:
+        model, other = prepared_net(strategy), nn.Linear(10, 2)
         if frozen:
             qt.freeze_ranges(model, "activations").apply()
-        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, other) if each is not None]
-        found = []
-        for step in range(3):
-            for batch in batches:
-                found.append(model(batch))
-                found[-1].square().mean().backward()
-                for of_other in optimizers[1:] if step else ():
-                    other(batch).mean().backward()
-                    of_other.step()
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-        return found
+        bn, of_other = model.get_submodule("1"), torch.optim.SGD(other.parameters(), 0.1)
+        torch.manual_seed(3)
+        batch, variances = torch.rand(4, 3, 10, 10, requires_grad=True), []
+        for _ in range(2):
+            y = checkpoint(model, batch, use_reentrant=reentrant) if checkpointed else model(batch)
+            variances.append(bn._variance_of_step.clone())
+            if len(variances) == 1:
+                y.square().mean().backward()
+            of_other.step()
+        y.square().mean().backward()
+        return variances, [batch.grad, *(parameter.grad for parameter in model.parameters())]
 
-    for found, wanted in zip(trained(nn.Linear(10, 2)), trained(None), strict=True):
-        assert torch.equal(found, wanted)
+    (first, second), found = trained(checkpointed=True)
+    (of_plain, _), wanted = trained(checkpointed=False)
+    assert torch.equal(first, of_plain)
+    assert not torch.equal(first, second)
+    for got, want in zip(found, wanted, strict=True):
+        largest = max(float(each.abs().max()) for each in wanted)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7 * max(largest, 10))
 
 
 def test_the_variance_of_parameters_without_an_optimizer_moves_on_with_each_step() -> None:
@@ -130,10 +133,10 @@ def test_the_variance_of_parameters_without_an_optimizer_moves_on_with_each_step
     optimizer = torch.optim.SGD(head.parameters(), 0.1)
     for _ in range(2):
         head(model(x).mean((2, 3))).sum().backward()
-        first = model.get_submodule("1")._seen[1].clone()
+        first = model.get_submodule("1")._variance_of_step.clone()
         optimizer.step()
         model(x)
-        assert not torch.equal(model.get_submodule("1")._seen[1], first)
+        assert not torch.equal(model.get_submodule("1")._variance_of_step, first)
 
 
 def test_observing_raises_in_a_recomputation() -> None:

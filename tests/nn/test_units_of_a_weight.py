@@ -129,7 +129,9 @@ def test_no_code_changes_with_the_factor(road: str, name: str) -> None:
 def codes_of(layer: Any) -> Tensor:
     """The codes of the training step that has begun."""
     q = layer.weight_quantizer
-    product = layer.scale_output_channels(layer.weight, divisor_of(layer.batch_norm, layer.batch_norm._seen[1]))
+    product = layer.scale_output_channels(
+        layer.weight, divisor_of(layer.batch_norm, layer.batch_norm._variance_of_step)
+    )
     shape = (-1, 1, 1, 1) if q.scale.dim() else ()
     zero = 0 if q.zero_point is None else q.zero_point.view(shape)
     return (q.quantize(product) / q.scale.view(shape) + zero).round()
@@ -146,7 +148,7 @@ def test_one_scale_takes_what_all_factors_have_in_common(road: str) -> None:
             layer.batch_norm.momentum = 0.0
         model(batch(0))
         for layer, codes in zip(layers_of(model), before, strict=True):
-            factors = divisor_of(layer.batch_norm, layer.batch_norm._seen[1])
+            factors = divisor_of(layer.batch_norm, layer.batch_norm._variance_of_step)
             torch.testing.assert_close(layer.weight_quantizer._factor, factors.square().mean().sqrt().reshape(()))
             assert codes.abs().max() == 8
             assert codes_of(layer).abs().max() >= 4

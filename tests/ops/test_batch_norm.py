@@ -550,6 +550,9 @@ def test_refused_tracking(change, sentence):
 # ---- scales in units of a weight ----
 
 
+OF_STEP = {"held": torch.ones(4), "taken": torch.tensor(1), "clock": torch.tensor(1)}
+
+
 def rescaled(**changes: Any) -> tuple[Tensor, dict[str, Any]]:
     """What batch_norm_rescale_ returns, and its arguments after it."""
     given: dict[str, Any] = {
@@ -590,6 +593,23 @@ def test_one_scale_takes_the_root_of_the_mean_square():
     torch.testing.assert_close(start, 0.1 * known)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_variance_is_held_until_the_clock_moves(scaled):
+    """The scales take the factor of what is held."""
+    held, taken, clock = torch.tensor([4.0]), torch.tensor(7), torch.tensor(7)
+    start, known = (torch.tensor([0.1]), torch.tensor([0.5])) if scaled else (None, None)
+    for now, wanted in ((7, 4.0), (8, 0.25), (8, 0.25)):
+        clock.fill_(now)
+        variance = torch.tensor([0.25])
+        found = ops.batch_norm_rescale_(start, None, known, variance, None, 0.0, held, taken, clock)
+        assert found.tolist() == held.tolist() == [wanted]
+        assert found.data_ptr() not in (held.data_ptr(), variance.data_ptr())
+        assert taken == now
+        if scaled:
+            assert known == wanted**-0.5
+            torch.testing.assert_close(start, 0.1 * known / 0.5)
+
+
 def test_a_factor_that_vanishes_leaves_scales_that_come_back():
     start, rate, known = torch.tensor([0.1]), torch.tensor([1.0]), torch.tensor([1.0])
     for gamma in (1e-3, 1e-20, 1e-38, 0.0, -1e-38, 2.0):
@@ -611,6 +631,12 @@ def test_a_factor_that_vanishes_leaves_scales_that_come_back():
         ({"start": torch.ones(4).half()}, TypeError, "start must have dtype float32 or float64, got Half"),
         ({"gamma": torch.ones(4).long()}, TypeError, "gamma must have a floating-point dtype, got Long"),
         ({"eps": -1.0}, ValueError, "eps must not be negative, got -1"),
+        ({"start": None}, ValueError, "start needs known, and known and rate need start"),
+        ({"held": torch.ones(4)}, ValueError, "held, taken and clock are given together, or none of them is"),
+        (OF_STEP | {"held": PAIR}, ValueError, "held is changed in place, .* as variance, 4, .* got 2, Float on cpu"),
+        (OF_STEP | {"held": torch.ones(4).half()}, ValueError, "held is changed in place, .* got 4, Half on cpu"),
+        (OF_STEP | {"clock": torch.ones(())}, ValueError, "clock must have one element of dtype int64 .* got 1, Float"),
+        (OF_STEP | {"taken": torch.zeros(2).long()}, ValueError, "taken must have one element of dtype int64 .* got 2"),
     ],
 )
 def test_refused_rescaling(change, error, sentence):

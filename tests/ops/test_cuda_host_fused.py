@@ -16,6 +16,7 @@ from tests.ops.cuda_host import (
     BatchNormArguments,
     FactorChange,
     FollowedScale,
+    HeldVariance,
     PoolArguments,
     RatioGradient,
     TrackedStatistics,
@@ -498,6 +499,24 @@ def test_scales_that_take_a_factor(kernels, f64, rated, scales):
     for name, value in given.items():
         if value is not None:
             assert_same(value, wanted[name])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("channels", [0, 3, 1000])
+def test_a_variance_that_is_held_for_a_step(kernels, channels, order, dtype):
+    """In one block, whose threads all see whether the clock has moved before one of them notes it."""
+    variance, held = floats(dtype)(channels), floats(dtype, 1)(channels)
+    before = held.clone()
+    for clock, taken in ((5, 5), (6, 5)):
+        copy, of_clock, of_taken = torch.zeros_like(held), torch.tensor(clock), torch.tensor(taken)
+        given = {"variance": variance, "held": held, "copy": copy, "taken": of_taken, "clock": of_clock}
+        arguments = filled(HeldVariance, channels=channels, size=held.element_size(), **given)
+        kernels.hold_variance_on_host(ctypes.byref(arguments), ORDERS[order])
+        wanted = before if clock == taken else variance
+        assert_same(held, wanted)
+        assert_same(copy, wanted)
+        assert of_taken == clock
 
 
 @pytest.mark.parametrize("f64", [False, True])

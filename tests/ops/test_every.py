@@ -160,6 +160,9 @@ def sample(op: str, x: Tensor) -> dict:
             "variance": statistics["variance"].float().abs(),
             "gamma": torch.tensor([1.0, -2.0, 0.0, 0.5, 1e-20, 3.0]),
             "eps": 1e-5,
+            "held": torch.linspace(1, 2, 6),
+            "taken": torch.tensor(3),
+            "clock": torch.tensor(4),
         },
         "max_pool_offsets": {"x": x, **window},
         "max_pool_offsets_backward": {

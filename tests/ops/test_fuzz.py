@@ -751,17 +751,28 @@ class DrawnLayer(Drawn):
 class DrawnRescale(Drawn):
     """Arguments of batch_norm_rescale_: a value of each for each scale."""
 
+    def start(self) -> Tensor | None:
+        return None if self.r.random() < 0.2 else super().start()
+
+    def rate(self) -> Tensor | None:
+        return self.mostly(None, torch.ones(2)) if self.given["start"] is None else super().rate()
+
     def of_start(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         start = self.given["start"]
+        if start is None:
+            return values.to(dtype)
         right = values.to(start.dtype if dtype is None else dtype)
         return self.mostly(right, torch.rand(start.numel() + 1), right.long(), right[::2])
 
-    def known(self) -> Tensor:
+    def known(self) -> Tensor | None:
+        if self.given["start"] is None:
+            return self.mostly(None, torch.ones(2))
         count = self.given["start"].numel()
         return self.of_start(torch.rand(count) * (torch.rand(count) > 0.3))
 
     def variance(self) -> Tensor:
-        count = self.given["start"].numel()
+        start = self.given["start"]
+        count = 4 if start is None else start.numel()
         shared = count == 1 and self.r.random() < 0.5
         return self.of_start(torch.randn(5 if shared else count).square(), self.r.choice(FLOATS))
 
@@ -769,6 +780,25 @@ class DrawnRescale(Drawn):
         count = self.given["variance"].numel()
         values = torch.randn(count) * self.r.choice([1.0, 1e-20]) * (torch.rand(count) > 0.1)
         return self.r.choice([None, self.of_start(values, self.r.choice(FLOATS))])
+
+    def held(self) -> Tensor | None:
+        variance = self.given["variance"]
+        right = (
+            torch.rand_like(variance, memory_format=torch.contiguous_format) if variance.is_floating_point() else None
+        )
+        return self.mostly(right, torch.rand(3)) if self.r.random() < 0.5 else None
+
+    def of_step(self, value: int) -> Tensor | None:
+        if self.given["held"] is None:
+            return self.mostly(None, torch.tensor(1))
+        right = torch.tensor(value, device=self.given["variance"].device)
+        return self.mostly(right, None, right.float(), torch.zeros(2, dtype=torch.int64))
+
+    def taken(self) -> Tensor | None:
+        return self.of_step(self.r.choice([-1, 3]))
+
+    def clock(self) -> Tensor | None:
+        return self.of_step(3)
 
 
 DRAWN = {"quant_layer": DrawnLayer, "quant_weight": DrawnLayer, "batch_norm_rescale_": DrawnRescale}
@@ -1166,8 +1196,17 @@ def check_batch_norm_track_(
         assert_same(got, ((1 - momentum) * old.double() + momentum * new).to(got.dtype))
 
 
-def check_batch_norm_rescale_(drawn: Drawn, found: Results, start, rate, known, variance, gamma, eps) -> None:
+def check_batch_norm_rescale_(
+    drawn: Drawn, found: Results, start, rate, known, variance, gamma, eps, held, taken, clock
+) -> None:
+    if held is not None and int(taken) == int(clock):
+        variance = held
     assert_same(found[0], variance)
+    for name, value in (("held", variance), ("taken", clock)):
+        if held is not None:
+            assert_same(drawn.given[name], value)
+    if start is None:
+        return
     kind = start.dtype
     factor = (variance.to(kind) + eps).rsqrt() * (1 if gamma is None else gamma.to(kind))
     now = factor.masked_fill(factor == 0, 1).abs().clamp(2.0**-30, 2.0**30)

@@ -395,7 +395,7 @@ def test_schema_and_kernels(op):
         "fake_quant_": ["x"],
         "observe_fake_quant": ["lo", "hi", "scale", "zero_point", "skipped"],
         "batch_norm_track_": ["running_mean", "running_var"],
-        "batch_norm_rescale_": ["start", "rate", "known"],
+        "batch_norm_rescale_": ["start", "rate", "known", "held", "taken"],
     }
     mutated = [a.name for a in getattr(native, op).default._schema.arguments if a.alias_info and a.alias_info.is_write]
     assert mutated == updated.get(op, [])

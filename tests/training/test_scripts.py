@@ -268,7 +268,7 @@ def past_first_steps(model: nn.Module) -> nn.Module:
     """Return a model in which ranges and counts of steps are those of a training that goes on."""
     qt.freeze_ranges(model, "activations").apply()
     for each in qt.quantizers_of(model).values():
-        each.count_steps(-1)
+        each.steps = -1
     return model
 
 
@@ -423,7 +423,6 @@ def test_a_training_compiles_once_for_each_mode(road: str, quantizer: str) -> No
     optimizers = sgd(model), sgd(twin)
     for size in (4, 4, 6, 9):
         x = torch.randn(size, *SHAPE[1:])
-        twin.train()  # see nn.batch_norm.step_variance: compiled code does not know of steps
         losses = step(compiled, optimizers[0], x), step(twin, optimizers[1], x)
         torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-5)
     assert counter.count == 1

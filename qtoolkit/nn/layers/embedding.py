@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.in_ops import quantize_rows
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
@@ -82,7 +83,7 @@ class QuantEmbedding(_QuantTable, nn.Embedding):
         if self.sparse and self.training and isinstance(quantizer, TensorQuantizer):
             _renormalize(self, input)
             index, table = input.flatten(), self.weight
-            rows = quantizer.quantize_rows(self.compute(index, table, None), index, table)
+            rows = quantize_rows(quantizer, self.compute(index, table, None), index, table)
             return rows.reshape(*input.shape, self.embedding_dim)
         return super().forward(input)
 

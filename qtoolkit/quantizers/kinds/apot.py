@@ -13,7 +13,7 @@ from qtoolkit.quantizers.kinds.from_start import FromStart, trained_bound
 from qtoolkit.quantizers.spec_ops import ends_of
 
 if TYPE_CHECKING:
-    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+    from qtoolkit.quantizers.ranged import RangedQuantizer
 
 # The terms of a level for each number of bits of the magnitude, of which one of each group, or none, is added; in units of
 # the least level. Two bits are one group, and each group of a power takes the powers of two in turns (section 2.2).
@@ -62,7 +62,7 @@ class APoT(FromStart, Shaped):
         """Return the bits of the most levels, and one for the sign."""
         return max(TERMS) + int(spec.signed)
 
-    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+    def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the least level above zero, of which the others are multiples."""
         return trained_bound(quantizer) / LEVELS[magnitude_bits(quantizer.spec)][-1], None
 
@@ -71,13 +71,13 @@ class APoT(FromStart, Shaped):
         bits = LEVELS[magnitude_bits(spec)][-1].bit_length() + int(spec.signed)
         return replace(spec, bits=max(bits, 2), narrow=spec.signed, quantizer="fixed", quantizer_args={})
 
-    def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+    def input_ends(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
         return ends_of(trained_bound(quantizer).detach(), quantizer.spec.signed)
 
-    def shape(self, quantizer: "TensorQuantizer") -> Shape:
+    def shape(self, quantizer: "RangedQuantizer") -> Shape:
         return Levels(quantizer.spec, quantizer.group, quantizer.scale.clone())
 
-    def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+    def quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         return nearest_level(x, quantizer.spec, self.grid(quantizer)[0], quantizer.group)
 
 

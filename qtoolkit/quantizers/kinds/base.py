@@ -13,7 +13,7 @@ from qtoolkit.quantizers.spec_ops import fake_quant, range_of
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
-    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+    from qtoolkit.quantizers.ranged import RangedQuantizer
 
 
 @dataclass(frozen=True)
@@ -129,28 +129,28 @@ class QuantizerKind:
         trained = {name: nn.Parameter(torch.full(shape or (1,), start, dtype=dtype)) for name, start in starts}
         return {"_scale": torch.full(shape, torch.nan, dtype=dtype), "_zero_point": zero_point, **trained}
 
-    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+    def set_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the scale and the zero point of a range; called under torch.no_grad."""
         quantizer._scale.copy_(scale)
         if quantizer._zero_point is not None and zero_point is not None:
             quantizer._zero_point.copy_(zero_point)
 
-    def set_weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> None:
+    def set_weight_rate(self, quantizer: "RangedQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> None:
         """Set how fast a weight's scale is trained; called under torch.no_grad. By default there is nothing to set.
 
         The mean magnitudes, of the scale's shape, are those of what is quantized and of the parameter, which a batch norm may
         multiply before. `sharing` is the number of elements that share a scale.
         """
 
-    def load_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+    def load_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store a scale and zero point that `grid` once returned; called under torch.no_grad."""
         self.set_grid(quantizer, scale, zero_point)
 
-    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+    def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the differentiable scale and zero point. Ops use the scale's magnitude and the rounded zero point."""
         return quantizer._scale, quantizer._zero_point
 
-    def start(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    def start(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         """Return of what an op makes the scale: the scale itself, or the arguments of `qtoolkit.ops.positive_scale`.
 
         None where `grid` computes it by other ops, or computes a zero point.
@@ -161,7 +161,7 @@ class QuantizerKind:
         """Return the spec of the integer grid on which quantized values lie: by default the quantizer's own."""
         return spec
 
-    def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+    def input_ends(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
         """Return the lowest and highest input that is not clipped, of the scale's shape: by default the range of the grid."""
         return range_of(quantizer.spec, quantizer.scale, quantizer.zero_point)
 
@@ -169,7 +169,7 @@ class QuantizerKind:
         """Return whether the input is shaped before it is rounded to the grid."""
         return False
 
-    def shape(self, quantizer: "TensorQuantizer") -> nn.Module:
+    def shape(self, quantizer: "RangedQuantizer") -> nn.Module:
         """Return what shapes the input, with the present parameters as constants, where `shapes` holds.
 
         A converted model keeps it before the quantizer. Its attribute `why_no_export`, a sentence, says why a file of ONNX
@@ -179,44 +179,44 @@ class QuantizerKind:
 
     # ---- use
 
-    def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+    def quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         """Return x quantized with the present grid."""
         spec, grad_factor = quantizer.spec, self.grad_factor(quantizer, x)
         return fake_quant(spec, x, *self.grid(quantizer), quantizer.group, spec.block_size, grad_factor)
 
-    def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
+    def grad_factor(self, quantizer: "RangedQuantizer", x: Tensor) -> float:
         """Return the factor of the gradients of scale and zero point, for the input x."""
         return 1.0
 
-    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+    def growth(self, quantizer: "RangedQuantizer") -> Tensor | None:
         """Return how many times their start the trained scales are; None where there is no start to compare with."""
         return None
 
-    def observe(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+    def observe(self, quantizer: "RangedQuantizer", x: Tensor) -> None:
         """Observe x while quantizing."""
         quantizer.observer(x)
 
-    def average(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+    def average(self, quantizer: "RangedQuantizer", x: Tensor) -> None:
         """Take x into a moving average of ranges, where the range can follow."""
         raise NotImplementedError
 
-    def take_observed(self, quantizer: "TensorQuantizer") -> None:
+    def take_observed(self, quantizer: "RangedQuantizer") -> None:
         """Set the scale from the range observed so far, where it follows that range."""
 
-    def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+    def observe_and_quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         """Observe x, and return it quantized with the scale that then holds."""
         self.observe(quantizer, x)
         return quantizer.quantize(x)
 
-    def follows(self, quantizer: "TensorQuantizer") -> bool:
+    def follows(self, quantizer: "RangedQuantizer") -> bool:
         """Return whether the range can follow a tensor in training: `follow`, `follow_and_quantize` and `average`."""
         return False
 
-    def follow(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+    def follow(self, quantizer: "RangedQuantizer", x: Tensor) -> None:
         """Set the range to that of x alone."""
         raise NotImplementedError
 
-    def follow_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+    def follow_and_quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         """Set the range to that of x alone, and return x quantized with it."""
         self.follow(quantizer, x)
         return quantizer.quantize(x)

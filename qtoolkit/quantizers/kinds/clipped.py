@@ -13,7 +13,7 @@ from qtoolkit.quantizers.kinds.from_start import FromStart, trained_bound
 from qtoolkit.quantizers.spec_ops import straight_through, trained_by_ratio
 
 if TYPE_CHECKING:
-    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+    from qtoolkit.quantizers.ranged import RangedQuantizer
 
 LEAST_ALPHA, LARGEST_ALPHA = 1e-3, 0.5
 
@@ -32,7 +32,7 @@ class Clipped(FromStart):
     def ratios(self, spec: QuantSpec) -> tuple[str, ...]:
         return ("_relative_bound",) if spec.symmetric else ("_relative_low", "_relative_high")
 
-    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+    def set_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the grid as the start, and the bounds that it has."""
         super().set_grid(quantizer, scale, zero_point)
         spec, zero = quantizer.spec, quantizer._zero_point
@@ -42,7 +42,7 @@ class Clipped(FromStart):
         for ratio, code in ((quantizer._relative_low, spec.qmin), (quantizer._relative_high, spec.qmax)):
             ratio.copy_(((code - zero) / width).reshape(ratio.shape))
 
-    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+    def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the grid of the trained range.
 
         The grid's own bounds lie beside the trained ones, since zero is on it: the zero point has the gradient at those.
@@ -56,7 +56,7 @@ class Clipped(FromStart):
         beside = straight_through((spec.qmin - zero_point) * scale, low)
         return scale, straight_through(zero_point, spec.qmin - beside / scale)
 
-    def _trained_range(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+    def _trained_range(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
         """Return an affine range: at most and at least zero, and of some width."""
         spec, start = quantizer.spec, quantizer._scale
         width = start * (spec.qmax - spec.qmin)
@@ -68,7 +68,7 @@ class Clipped(FromStart):
         above = straight_through(torch.maximum(high.clamp(min=0), below + width * 2**-24), high)
         return below, above
 
-    def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+    def quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         """Return x on the grid, with the gradients of its bounds."""
         spec, steepness = quantizer.spec, self.steepness(quantizer)
         scale, zero_point = self.grid(quantizer)
@@ -76,11 +76,11 @@ class Clipped(FromStart):
             x, scale, zero_point, spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size, steepness
         )
 
-    def steepness(self, quantizer: "TensorQuantizer") -> Tensor | None:
+    def steepness(self, quantizer: "RangedQuantizer") -> Tensor | None:
         """Return the steepness of the soft staircase whose slope is the gradient of x; None for a slope of 1."""
         return None
 
-    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+    def growth(self, quantizer: "RangedQuantizer") -> Tensor | None:
         """Return the scale as a multiple of that at the start."""
         return (quantizer.scale / quantizer._scale).reshape(-1)
 
@@ -146,6 +146,6 @@ class DSQ(Clipped):
         """Return those of the bounds, and alpha."""
         return {**super().parameters(spec), "_alpha": float(self.options(spec)["alpha"])}
 
-    def steepness(self, quantizer: "TensorQuantizer") -> Tensor:
+    def steepness(self, quantizer: "RangedQuantizer") -> Tensor:
         alpha = quantizer._alpha.clamp(LEAST_ALPHA, LARGEST_ALPHA)
         return torch.log(2 / straight_through(alpha, quantizer._alpha) - 1)

@@ -12,7 +12,7 @@ from qtoolkit.quantizers.kinds.base import Shape, Shaped
 from qtoolkit.quantizers.spec_ops import clip, ends_of, fake_quant, per_element, rows_of
 
 if TYPE_CHECKING:
-    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+    from qtoolkit.quantizers.ranged import RangedQuantizer
 
 
 class DoReFa(Shaped):
@@ -49,13 +49,13 @@ class DoReFa(Shaped):
                 f"a spec of its own, or take 'lsq', in the QConfigMapping."
             )
 
-    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+    def set_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Keep the scale 1 / N for any range; NaN stays NaN."""
         most = (1 << quantizer.spec.bits) - 1
         fixed = torch.where(scale.isnan(), scale, torch.ones_like(scale) / most)
         super().set_grid(quantizer, fixed, zero_point)
 
-    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+    def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
         return quantizer._scale, None
 
     def grid_spec(self, spec: QuantSpec) -> QuantSpec:
@@ -66,7 +66,7 @@ class DoReFa(Shaped):
             else spec
         )
 
-    def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+    def input_ends(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
         """Return an infinite range for a weight, which tanh bounds, and [0, 1] for an activation."""
         signed = quantizer.spec.signed
         return ends_of(torch.full_like(quantizer.scale, torch.inf if signed else 1.0), signed)
@@ -74,10 +74,10 @@ class DoReFa(Shaped):
     def shapes(self, spec: QuantSpec) -> bool:
         return spec.signed
 
-    def shape(self, quantizer: "TensorQuantizer") -> Shape:
+    def shape(self, quantizer: "RangedQuantizer") -> Shape:
         return OddCodes(quantizer.spec, quantizer.group)
 
-    def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+    def quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         spec = quantizer.spec
         if not spec.signed:
             return fake_quant(spec, clip(x, 0.0, 1.0), quantizer._scale, None, quantizer.group, spec.block_size)

@@ -13,7 +13,7 @@ from qtoolkit.quantizers.observers.none import NoObserver
 from qtoolkit.quantizers.spec_ops import grid_of_range
 
 if TYPE_CHECKING:
-    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+    from qtoolkit.quantizers.ranged import RangedQuantizer
 
 
 class Dynamic(QuantizerKind):
@@ -32,15 +32,15 @@ class Dynamic(QuantizerKind):
         """Return a scale of 1, which nothing uses."""
         return {**super().tensors(spec, shape), "_scale": torch.ones(()), "_zero_point": None}
 
-    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+    def set_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         quantizer._scale.fill_(1)
 
-    def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+    def input_ends(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
         """Return an infinite range: nothing is clipped."""
         end = torch.full_like(quantizer._scale, torch.inf)
         return -end, end
 
-    def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+    def quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         """Return x with each token, or block, on a grid of its own."""
         if quantizer.spec.format not in BLOCKS:
             return of_tokens(quantizer.spec, x)

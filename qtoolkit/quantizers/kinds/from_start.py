@@ -14,7 +14,7 @@ from qtoolkit.quantizers.spec_ops import lsq_start
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
-    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+    from qtoolkit.quantizers.ranged import RangedQuantizer
 
 ACTIVATION_MEAN = 1 / math.sqrt(2 * math.pi)  # mean magnitude of relu(x), x normal with mean 0 and variance 1: 0.399
 
@@ -46,7 +46,7 @@ class FromStart(QuantizerKind):
         """Return the start, its rate and the zero point as buffers, and what is trained."""
         return {**super().tensors(spec, shape), "_rate": torch.ones(shape, dtype=scale_dtype())}
 
-    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+    def set_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the grid as the start of what is trained. An activation's rate follows from it, a weight's is kept."""
         before = quantizer._scale.clone()
         super().set_grid(quantizer, scale, zero_point)
@@ -58,12 +58,12 @@ class FromStart(QuantizerKind):
         for ratio in self.ratios(quantizer.spec):
             getattr(quantizer, ratio).fill_(1)
 
-    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+    def growth(self, quantizer: "RangedQuantizer") -> Tensor | None:
         """Return the magnitude of the ratio, where there is one alone."""
         ratios = self.ratios(quantizer.spec)
         return getattr(quantizer, ratios[0]).detach().abs() if len(ratios) == 1 else None
 
-    def kept_rate(self, quantizer: "TensorQuantizer", before: Tensor) -> Tensor:
+    def kept_rate(self, quantizer: "RangedQuantizer", before: Tensor) -> Tensor:
         """Return the rate of a weight whose start was `before`: by default the same, that of the batch norm's factor."""
         rate: Tensor = quantizer._rate
         return rate
@@ -73,16 +73,16 @@ class FromStart(QuantizerKind):
         base: float = lsq_start(ACTIVATION_MEAN, spec.qmax)
         return (start / base).square()
 
-    def set_weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> None:
+    def set_weight_rate(self, quantizer: "RangedQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> None:
         """Store the rate of a weight; it is 1 where the weight is zero."""
         rate = self.weight_rate(quantizer, quantized, trained, sharing)
         quantizer._rate.copy_(torch.where((rate > 0) & rate.isfinite(), rate, 1))
 
-    def weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> Tensor:
+    def weight_rate(self, quantizer: "RangedQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> Tensor:
         """Return the rate of a weight: by default the square of the batch norm's factor."""
         return (quantized / trained).square()
 
 
-def trained_bound(quantizer: "TensorQuantizer") -> Tensor:
+def trained_bound(quantizer: "RangedQuantizer") -> Tensor:
     """Return the bound of a symmetric range, which is trained by `_relative_bound`, its ratio to that at the start."""
     return ops.positive_scale(quantizer._scale * quantizer.spec.qmax, quantizer._relative_bound, quantizer._rate)

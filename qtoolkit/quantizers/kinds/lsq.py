@@ -13,7 +13,7 @@ from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.spec_ops import lsq_start, straight_through, trained_by_ratio
 
 if TYPE_CHECKING:
-    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+    from qtoolkit.quantizers.ranged import RangedQuantizer
 
 
 class LSQ(FromStart):
@@ -30,11 +30,11 @@ class LSQ(FromStart):
     NEEDS: ClassVar[tuple[Need, ...]] = (NEEDS_INTEGERS, NEEDS_ANY_SCALE)
     RATIOS = ("_relative_scale",)
 
-    def kept_rate(self, quantizer: "TensorQuantizer", before: Tensor) -> Tensor:
+    def kept_rate(self, quantizer: "RangedQuantizer", before: Tensor) -> Tensor:
         """Return the rate with the same base."""
         return super().kept_rate(quantizer, before) * (quantizer._scale / before).square()
 
-    def weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> Tensor:
+    def weight_rate(self, quantizer: "RangedQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> Tensor:
         """Return the rate whose base is the paper's scale of the weight, wherever the scale starts.
 
         Where few elements share a scale of many codes, the base is larger: an element at a bound of the range, with the
@@ -45,13 +45,13 @@ class LSQ(FromStart):
         base = torch.maximum(lsq_start(trained, spec.qmax), end / (sharing * spec.qmax) ** 0.25)
         return (quantizer._scale / base).square()
 
-    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+    def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
         return ops.positive_scale(*_trained(quantizer)), quantizer._zero_point
 
-    def start(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    def start(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         return _trained(quantizer)
 
-    def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
+    def grad_factor(self, quantizer: "RangedQuantizer", x: Tensor) -> float:
         """Return 1 / sqrt(N * qmax), section 2.2 of the paper.
 
         N is the number of elements that share a scale: of all elements of a weight, or of the features of one sample of an
@@ -66,7 +66,7 @@ class LSQ(FromStart):
         return factor
 
 
-def _trained(quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor, Tensor]:
+def _trained(quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor, Tensor]:
     return quantizer._scale, quantizer._relative_scale, quantizer._rate
 
 
@@ -92,15 +92,15 @@ class LSQPlus(LSQ):
         """Return that of LSQ, and the ratio of the offset to the scale at the start."""
         return {**super().parameters(spec), "_relative_offset": 0.0}
 
-    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+    def set_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         super().set_grid(quantizer, scale, zero_point)
         if quantizer._zero_point is not None:
             quantizer._relative_offset.copy_(-quantizer._zero_point.reshape(quantizer._relative_offset.shape))
 
-    def start(self, quantizer: "TensorQuantizer") -> None:
+    def start(self, quantizer: "RangedQuantizer") -> None:
         """Return None: the zero point is computed too."""
 
-    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+    def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the trained scale, and the zero point at the trained offset."""
         spec = quantizer.spec
         scale, _ = super().grid(quantizer)

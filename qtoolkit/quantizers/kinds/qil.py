@@ -13,7 +13,7 @@ from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.spec_ops import clip, ends_of, fake_quant, per_element
 
 if TYPE_CHECKING:
-    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+    from qtoolkit.quantizers.ranged import RangedQuantizer
 
 LEAST = 2**-24  # the least base of a power: the derivative of x^gamma at 0 is infinite for gamma below 1
 
@@ -55,11 +55,11 @@ class QIL(FromStart, Shaped):
         options = self.options(spec)
         return {**super().parameters(spec), **({"_gamma": options["gamma"]} if options["learn_gamma"] else {})}
 
-    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+    def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the steps of the results, 1 / qmax; NaN while there is no range."""
         return torch.where(quantizer._scale.isnan(), quantizer._scale, 1 / quantizer.spec.qmax), None
 
-    def interval(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor, Tensor | None]:
+    def interval(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor, Tensor | None]:
         """Return center, distance and gamma (None for 1). The center is at least the distance: the interval starts at 0."""
         half = quantizer._scale * (quantizer.spec.qmax / 2)
         distance = ops.positive_scale(half, quantizer._relative_distance, quantizer._rate)
@@ -68,15 +68,15 @@ class QIL(FromStart, Shaped):
         fixed = None if options["gamma"] == 1 else torch.full_like(half, options["gamma"])
         return center, distance, quantizer._gamma.abs().reshape(half.shape) if options["learn_gamma"] else fixed
 
-    def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+    def input_ends(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
         """Return the range up to c + d."""
         center, distance, _ = self.interval(quantizer)
         return ends_of((center + distance).detach(), quantizer.spec.signed)
 
-    def shape(self, quantizer: "TensorQuantizer") -> Shape:
+    def shape(self, quantizer: "RangedQuantizer") -> Shape:
         return Interval(quantizer.spec, quantizer.group, self.interval(quantizer))
 
-    def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+    def quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         spec = quantizer.spec
         center, distance, gamma = self.interval(quantizer)
         wide = x if gamma is None else x.to(torch.promote_types(x.dtype, torch.float32))

@@ -12,7 +12,7 @@ from qtoolkit.quantizers.kinds.base import NEEDS_INTEGERS, NEEDS_NO_ZERO_POINT, 
 from qtoolkit.quantizers.spec_ops import straight_through
 
 if TYPE_CHECKING:
-    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+    from qtoolkit.quantizers.ranged import RangedQuantizer
 
 LN2 = math.log(2)
 LEAST, MOST = -100, 127  # of the logarithm of a threshold: its scale is a normal float32
@@ -34,26 +34,26 @@ class TQT(QuantizerKind):
     def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
         return {"_log2_threshold": 0.0}
 
-    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+    def set_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the threshold, scale * qmax, and the power-of-two scale that it gives."""
         self._set_threshold(quantizer, scale * quantizer.spec.qmax)
 
-    def load_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+    def load_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store a power-of-two scale."""
         self._set_threshold(quantizer, scale * (quantizer.spec.qmax + 1))
 
-    def _set_threshold(self, quantizer: "TensorQuantizer", threshold: Tensor) -> None:
+    def _set_threshold(self, quantizer: "RangedQuantizer", threshold: Tensor) -> None:
         shape = quantizer._log2_threshold.shape
         exponent = threshold.log2().expand(quantizer._scale.shape).reshape(shape)
         nearest = exponent.round()
         quantizer._log2_threshold.copy_(torch.where((exponent - nearest).abs() < SAME, nearest, exponent))
         quantizer._scale.copy_(self.grid(quantizer)[0])
 
-    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+    def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
         threshold = quantizer._log2_threshold.reshape(quantizer._scale.shape)
         scale = torch.exp2(threshold.detach().ceil().clamp(LEAST, MOST)) / (quantizer.spec.qmax + 1)
         return straight_through(scale, scale * LN2 * threshold), None
 
-    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+    def growth(self, quantizer: "RangedQuantizer") -> Tensor | None:
         """Return the scale as a multiple of that at the start."""
         return (quantizer.scale / quantizer._scale).reshape(-1)

@@ -474,7 +474,6 @@ def test_compiled_without_breaks_and_recompiles(quantizer: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager", dynamic=False)
     for turn in range(3):
-        prepared.train()
         with torch._dynamo.config.patch(error_on_recompile=turn > 0):
             found = step(twin, X.float(), run=compiled)
         wanted = step(prepared, X.float())
@@ -493,7 +492,6 @@ def test_compiled_for_batches_of_any_size() -> None:
         return compiled(x)
 
     for turn, size in enumerate((4, 3, 2)):
-        prepared.train()
         with torch._dynamo.config.patch(error_on_recompile=turn > 0):
             found = step(twin, X[:size].float(), run=run)
         for name, value in step(prepared, X[:size].float()).items():

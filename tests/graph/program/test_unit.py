@@ -26,7 +26,8 @@ from qtoolkit._native import library
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.graph.program.units import BatchNormUnit, batch_norm, layer
 from qtoolkit.graph.program.units.base import Decided
-from qtoolkit.nn.batch_norm import LinkedBatchNorm
+from qtoolkit.nn.batch_norm import OF_STEP, LinkedBatchNorm
+from qtoolkit.quantizers.first_steps import Watched
 from tests import processes
 from tests.cases import floats
 from tests.copies import made_once
@@ -162,7 +163,7 @@ def of_first(model: Any) -> Any:
 
 CALLED: dict[str, Callable[[Any], Any]] = {
     "its range follows the data": lambda m: of_first(m).begin_steps(following=True),
-    "it looks at what it clips": lambda m: setattr(of_first(m), "looking", True) or of_first(m).begin_steps(False),
+    "it looks at what it clips": lambda m: setattr(of_first(m), "watched", Watched(1, clip_check_due=True)),
     "it has a hook": lambda m: of_first(m).register_forward_hook(lambda module, args, y: y.clone()),
     "it has a hook of backward": lambda m: of_first(m).register_full_backward_hook(lambda *a: None),
     "it is off": lambda m: of_first(m).disable(),
@@ -405,7 +406,7 @@ def test_changes_of_buffers_are_counted() -> None:
     before = {name: buffer._version for name, buffer in buffers.items()}
     model(torch.randn(2, 8, 8, 8))
     changed = {name.rsplit(".", 1)[-1] for name, buffer in buffers.items() if buffer._version > before[name]}
-    assert changed == {"running_mean", "running_var", "num_batches_tracked", "_scale", "lo", "hi"}
+    assert changed == {"running_mean", "running_var", "num_batches_tracked", *OF_STEP, "_scale", "lo", "hi"}
 
 
 def calls_of_units(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
@@ -529,7 +530,7 @@ def test_wrong_arguments_never_crash() -> None:
 
 def test_a_unit_is_one_op_in_each_direction() -> None:
     few, many = ops_of(2), ops_of(3)
-    assert many[0] - few[0] == {"qtoolkit::unit": 1}
+    assert many[0] - few[0] == {"qtoolkit::unit": 1, "qtoolkit::batch_norm_rescale_": 1, "aten::detach": 3}
     # The five gradients are those of the weight, of its scales, of the batch norm's two parameters and of the output's scale.
     assert many[1] - few[1] == {"qtoolkit::unit_backward": 1, "aten::add_.Tensor": 5}
 
@@ -854,7 +855,7 @@ def test_frozen_units_are_recomputed_compiled_and_used_twice(way: str) -> None:
 
 def test_a_frozen_unit_is_one_op_in_each_direction() -> None:
     few, many = (ops_of(units, qt.freeze_batch_norm) for units in (2, 3))
-    assert many[0] - few[0] == {"qtoolkit::unit": 1}
+    assert many[0] - few[0] == {"qtoolkit::unit": 1, "qtoolkit::batch_norm_rescale_": 1, "aten::detach": 3}
     assert many[1] - few[1] == {"qtoolkit::unit_backward": 1, "aten::add_.Tensor": 5}
 
 

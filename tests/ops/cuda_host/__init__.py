@@ -123,6 +123,15 @@ class FactorChange(ctypes.Structure):
     )
 
 
+class HeldVariance(ctypes.Structure):
+    """`HeldVariance` of unit_scales.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("channels", "size")),
+        *((name, ctypes.c_void_p) for name in ("variance", "held", "copy", "taken", "clock")),
+    )
+
+
 class RatioGradient(ctypes.Structure):
     """`RatioGradient` of unit_scales.h."""
 
@@ -206,6 +215,7 @@ def compiled() -> ctypes.CDLL:
     assert kernels.size_of_unit_scales() == ctypes.sizeof(UnitScales)
     assert kernels.size_of_unit_gradients() == ctypes.sizeof(UnitGradients)
     assert kernels.size_of_factor_change() == ctypes.sizeof(FactorChange)
+    assert kernels.size_of_held_variance() == ctypes.sizeof(HeldVariance)
     assert kernels.size_of_attention_weights() == ctypes.sizeof(AttentionWeights)
     return kernels
 

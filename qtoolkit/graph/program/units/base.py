@@ -18,10 +18,11 @@ from qtoolkit.nn import on_codes
 from qtoolkit.nn.computed_weights import is_parametrized
 from qtoolkit.nn.output_grid import Grid, GridNow, grid_of, quantized_by, why_quantizer_not_fused
 from qtoolkit.quantizers.codes import TensorCodes, codes_of, codes_on
+from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-CHANGING = ("_seen", "steps", "seen_in_step", "looked", "warned")  # in training
+CHANGING = ("warned", "last_read_input")  # in training
 IGNORED = frozenset({*CHANGING, *(name for name in vars(nn.Module()) if "hooks" in name and name not in WATCHING)})
 """Attributes on which it does not depend what a unit is."""
 
@@ -93,7 +94,8 @@ class Decided(Generic[P]):
 
     def look(self) -> None:
         """Take the modules as they are now, if that may be other ones than before."""
-        if self.snapshot is not None and self.snapshot.holds():
+        # A recomputation of gradient checkpointing does what the forward before it did.
+        if self.snapshot is not None and (self.snapshot.holds() or is_recomputing()):
             return
         self.modules = self.modules_now()
         names = [name for name in self.names if name is not None]

@@ -32,14 +32,13 @@ from qtoolkit.graph.program.units.base import (
 )
 from qtoolkit.graph.program.units.layer import LayerPlan
 from qtoolkit.nn.batch_norm import (
-    Changing,
     QuantFrozenBatchNorm,
     divisor_of,
     factor_of,
     is_folded,
     process_group_of,
+    step_variance,
     tracks,
-    variance_of_step,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.nn.output_grid import is_learned, output_grid
@@ -61,8 +60,7 @@ class NormPlan(LayerPlan):
     norm: tuple[Any, ...]
     activation: tuple[float, float, float]
     last: bool  # whether the layer's output is in channels_last
-    # the parameters whose changes end a step; None if nothing depends on the factor of a step
-    changing: Changing | None
+    of_step: bool  # whether the factor is that of a step of the training
 
 
 class BatchNormUnit(Decided[NormPlan]):
@@ -124,7 +122,6 @@ class BatchNormUnit(Decided[NormPlan]):
         if not fits(bn, like.shape) or not (residual is None or is_added(residual, like.shape, dtype, x.device)):
             return None
         quantizer = self.quantizer_in_op()
-        parameters = [p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None]
         return NormPlan(
             quantizer,
             output_grid(quantizer, like),
@@ -134,14 +131,13 @@ class BatchNormUnit(Decided[NormPlan]):
             (bn.weight, bn.bias, bn.eps, *_statistics(bn)),
             bounds,
             memory_format is not None or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
-            None if is_folded(bn) and not layer.takes_factor else Changing(parameters),
+            not is_folded(bn) or (layer.training and layer.takes_factor),
         )
 
     def _varying(self, plan: NormPlan, x: Tensor, *others: Any) -> Varying | None:
         known, residual, of_residual = others
         layer, bn, *_ = self.modules
-        changing = plan.changing
-        variance = bn.running_var if changing is None else variance_of_step(layer, bn, bn.running_var, changing)
+        variance = step_variance(layer, bn) if plan.of_step else _variance_now(layer, bn)
         found = plan.layer.varying(layer, x, known, partial(_factor, bn, variance), self.names[0])
         if found is None:
             return None
@@ -156,6 +152,13 @@ class BatchNormUnit(Decided[NormPlan]):
         output = plan.output_call(tensors[-2:], constants[-1:])
         following = *residual, *plan.activation, *output, is_learned(output)
         return _bind(self.VARYING, *first, plan.rounds_bias, variance, *plan.norm, *following, *last)
+
+
+def _variance_now(layer: Any, bn: Any) -> Tensor:
+    """Return the running variance, after the scales have taken its factor."""
+    layer.take_factor()
+    variance: Tensor = bn.running_var
+    return variance
 
 
 @torch.no_grad()

@@ -1,0 +1,103 @@
+"""The states of a TensorQuantizer: what its range does in a forward. docs/design/quantizer.md has the diagram.
+
+A state has no data: the spec, two switches and the count of steps say which one it is (see `TensorQuantizer.state`).
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qtoolkit.quantizers.checks import check_type
+from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
+from qtoolkit.quantizers.recomputation import check_not_recomputing, check_not_transformed, is_recomputing
+from qtoolkit.quantizers.spec_ops import grid_of_range
+from qtoolkit.quantizers.step_clock import CLOCK
+
+if TYPE_CHECKING:
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+
+class Frozen:
+    """The range stays."""
+
+    def forward(self, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None) -> Tensor:
+        """Return x, quantized if `quantizing`. `range_of` is the argument of `TensorQuantizer.forward`."""
+        return quantizer.quantize(x) if quantizer.quantizing else x
+
+
+class Learned(Frozen):
+    """The optimizer trains the range: its parameters get gradients by the op that quantizes."""
+
+
+class Calibrating(Frozen):
+    """Each forward observes its input. With `quantizing`, the range is set from what was observed so far, and quantizes."""
+
+    def forward(self, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None) -> Tensor:
+        check_not_recomputing(quantizer.name)
+        check_not_transformed(quantizer.name)
+        check_type(quantizer, x)
+        quantizer.fit_channels(x)
+        if quantizer.quantizing:
+            return quantizer.kind.observe_and_quantize(quantizer, x)
+        quantizer.observer(x)
+        return x
+
+
+class FollowsWeight(Frozen):
+    """Each forward that quantizes takes the range of the weight, as it then is."""
+
+    def forward(self, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None) -> Tensor:
+        if not (quantizer.quantizing and quantizer.takes_range):
+            return super().forward(quantizer, x, range_of)
+        check_not_transformed(quantizer.name)
+        followed = x if range_of is None else range_of()
+        if followed is x:
+            return quantizer.kind.follow_and_quantize(quantizer, x)
+        quantizer.follow(followed)
+        return quantizer.quantize(x)
+
+
+class FollowsData(Frozen):
+    """In the first steps of a training, each forward takes its input into the range.
+
+    The scale changes at the first forward of a step, so that all forwards of a step, and those that gradient checkpointing runs
+    again in backward, have one scale. If an optimizer steps between a forward and its recomputation, the recomputation has the
+    scale of the forward, too, since it begins no step.
+    """
+
+    def forward(self, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None) -> Tensor:
+        # Not only with gradients: reentrant checkpointing computes the first forward without them.
+        if quantizer.training and not is_recomputing():
+            if quantizer.quantizing:
+                check_not_transformed(quantizer.name)
+            self.begin_step(quantizer)
+            quantizer.kind.average(quantizer, x)
+        return super().forward(quantizer, x, range_of)
+
+    @torch.no_grad()
+    def begin_step(self, quantizer: "TensorQuantizer") -> None:
+        """Count a step if the clock has moved since the last forward, and take the range that the steps before have found."""
+        count = quantizer.count_of_steps
+        if count is None:
+            return
+        clock, (taken, steps) = CLOCK.on(count.device), count
+        moved = clock != taken
+        count.copy_(torch.stack((clock, steps + moved)))
+        lo, hi = quantizer.observer.range()
+        scale, zero_point = grid_of_range(lo, hi, quantizer.spec)
+        takes = moved & (steps <= FOLLOWED_STEPS) & (lo <= hi)
+        before = quantizer.kind.grid(quantizer)
+        zero = None if zero_point is None or before[1] is None else torch.where(takes, zero_point, before[1])
+        quantizer.write_grid(torch.where(takes, scale, before[0]), zero)
+
+
+FROZEN, LEARNED, CALIBRATING, FOLLOWS_WEIGHT, FOLLOWS_DATA = (
+    Frozen(),
+    Learned(),
+    Calibrating(),
+    FollowsWeight(),
+    FollowsData(),
+)
+State = Frozen
