@@ -281,7 +281,7 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     observed = {name: _whole(quantizer.observer.observed()) for name, quantizer in reached.items()}
     for module in prepared.modules():
         if isinstance(module, QuantWeighted):
-            module.take_factor()
+            module.rescale_to_bn_factor()
     for quantizer in quantizers.values():
         quantizer.begin_steps(following=prepared.training)
     grids = {name: _whole(clip_range(quantizer)) for name, quantizer in reached.items()}

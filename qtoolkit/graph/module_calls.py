@@ -2,12 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import fx, nn
 
 from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.layer_call import LayerCall
 from qtoolkit.op_kinds.rules import module_of
+
+NUMBER = "call"  # the argument of a layer's forward that is the number of the call
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -39,14 +43,31 @@ class ModuleCalls:
 
 
 def number_calls(layer: QuantWeighted, nodes: Sequence[fx.Node]) -> bool:
-    """Tell each call of a layer its number; return False for a layer with a forward of its own, which takes none."""
-    takes_number = type(layer).forward is QuantWeighted.forward
-    for number, node in enumerate(nodes[1:] if takes_number else (), start=1):
-        node.kwargs = {**node.kwargs, "call": number}
-    return takes_number
+    """Give each call of a layer a number and a `LayerCall`; return False for a layer with a forward of its own.
+
+    A forward of its own takes no number. Calls that are numbered keep what they are linked to.
+    """
+    if [_number_of(node) for node in nodes] == list(range(len(nodes))):
+        return True
+    if type(layer).forward is not QuantWeighted.forward:
+        return False
+    layer.layer_calls = tuple(replace(layer.layer_calls[0], number=number) for number in range(len(nodes)))
+    for number, node in enumerate(nodes):
+        others = {name: value for name, value in node.kwargs.items() if name != NUMBER}
+        node.kwargs = {**others, NUMBER: number} if number else others
+    return True
 
 
-def number_of(node: fx.Node) -> int:
-    """Return the number of a call of a layer."""
-    number = node.kwargs.get("call", 0)
+def calls_of_layer(layer: QuantWeighted, nodes: Sequence[fx.Node]) -> list[tuple[LayerCall, list[fx.Node]]]:
+    """Return each `LayerCall` of a layer with its nodes: one that has a number, or all of them where none has."""
+    return [(call, [node for node in nodes if _number_of(node) == call.number]) for call in layer.layer_calls]
+
+
+def call_of_layer(layer: QuantWeighted, node: fx.Node) -> LayerCall:
+    """Return the `LayerCall` of a node of a layer."""
+    return layer.layer_calls[_number_of(node)]
+
+
+def _number_of(node: fx.Node) -> int:
+    number = node.kwargs.get(NUMBER, 0)
     return number if isinstance(number, int) else 0

@@ -14,6 +14,8 @@ from torch import Tensor, fx, nn
 from qtoolkit.errors import with_article
 from qtoolkit.integer import int8_product
 from qtoolkit.model_state import attribute_kept
+from qtoolkit.nn.layer_call import LayerCall
+from qtoolkit.nn.unregistered import Unregistered
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Geometry
 from qtoolkit.ops.recording import is_recorded_for_onnx
@@ -141,15 +143,15 @@ class LayerKernel(Kernel):
     _int8: dict[torch.Size, int8_product.Int8Sums | None]
     _products: dict[tuple[torch.device, Geometry | None], int8_product.CodeSums | None]
 
-    def __init__(self, layer: QuantWeighted, source: Grid, output: Grid | None, call: int = 0) -> None:
+    def __init__(self, layer: QuantWeighted, source: Grid, output: Grid | None, call: LayerCall) -> None:
         super().__init__([source], None if self.TO_FLOAT else output)
-        self._layer, self.call = (layer,), call
+        self._layer, self._number = Unregistered(layer), call.number
         self.refresh()
 
     @property
     def layer(self) -> QuantWeighted:
         """The layer."""
-        return self._layer[0]
+        return self._layer.value
 
     @property
     def active(self) -> bool:
@@ -235,7 +237,7 @@ class FloatOutput(LayerKernel):
     def refresh(self) -> None:
         """Store the bias: as the file has it, where it is rounded to the grid of the sums."""
         super().refresh()
-        bias = self.layer.bias_in_sums(self.layer.bias, self.call)
+        bias = self.layer.bias_in_sums(self.layer.bias, self.layer.layer_calls[self._number])
         self.constant("float_bias", None if bias is None else self.layer.along_channels(bias.detach()))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -254,19 +256,23 @@ class OpKernel(Kernel):
         self, op: Callable[..., Any], inputs: Sequence[Grid], output: Grid | None, kind: str, replaces: str
     ) -> None:
         super().__init__(inputs, output)
-        self._op = (op,)  # in a tuple: a module has its own place in the model
+        self._op = Unregistered(op)
         self.kind, self.replaces = kind, replaces
         self.refresh()
 
     @property
+    def op(self) -> Callable[..., Any]:
+        """The function, method or module that it replaces."""
+        return self._op.value
+
+    @property
     def object_type(self) -> Any:
         """The function or method that it replaces, or the type of the module."""
-        op = self._op[0]
-        return type(op) if isinstance(op, nn.Module) else op
+        return type(self.op) if isinstance(self.op, nn.Module) else self.op
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the values of the output's codes; of the op in float where quantization is off."""
-        return self.compute(*args, **kwargs) if self.active else self._op[0](*args, **kwargs)
+        return self.compute(*args, **kwargs) if self.active else self.op(*args, **kwargs)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Return the values of the output's codes."""

@@ -109,7 +109,7 @@ class LeakyReLU(OpKernel):
 
     def compute(self, x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
         (source,), output = self.inputs, output_of(self)
-        slope = getattr(self._op[0], "negative_slope", negative_slope)
+        slope = getattr(self.op, "negative_slope", negative_slope)
         of_sign = (source.scale * source.scale.new_tensor(factor) / output.scale for factor in (1.0, slope))
         codes = source.centred(x)
         above, below = (requantized(codes, factor, output) for factor in of_sign)
@@ -138,7 +138,7 @@ class AveragePool(OpKernel):
 
     def _sums_and_counts(self, codes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the sums of windows, and the numbers of elements in them."""
-        op = self._op[0]
+        op = self.op
         if self.object_type in GLOBAL_IF_ONE:  # export_litert takes no windows of different sizes
             sums, count = sums_of_means(op, codes, *args, **kwargs)
             return sums, torch.full_like(sums, count)
@@ -171,7 +171,7 @@ class Mean(OpKernel):
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (source,), output = self.inputs, output_of(self)
-        sums, count = sums_of_means(self._op[0], source.centred(x), *args, **kwargs)
+        sums, count = sums_of_means(self.op, source.centred(x), *args, **kwargs)
         return requantized(sums, source.scale.double() / output.scale.double(), output, count)
 
 
@@ -182,7 +182,7 @@ class Table(OpKernel):
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output = output_of(self)
-        return output.rounded(self._op[0](x, *args, **kwargs), 1 / output.scale)
+        return output.rounded(self.op(x, *args, **kwargs), 1 / output.scale)
 
 
 class Softmax(OpKernel):
@@ -196,7 +196,7 @@ class Softmax(OpKernel):
         self.input_step = float(self.inputs[0].scale)
 
     def compute(self, x: Tensor, dim: int = -1, *_: Any, **__: Any) -> Tensor:
-        along = getattr(self._op[0], "dim", dim)
+        along = getattr(self.op, "dim", dim)
         return softmax_codes(self.inputs[0].centred(x), self.input_step, along) * output_of(self).scale
 
 
@@ -231,7 +231,7 @@ class ResizeLinear(OpKernel):
         *_: Any,
         **__: Any,
     ) -> Tensor:
-        (source,), output, op = self.inputs, output_of(self), self._op[0]
+        (source,), output, op = self.inputs, output_of(self), self.op
         aligned = bool(getattr(op, "align_corners", align_corners))
         given = () if isinstance(op, nn.Module) else (size, scale_factor, mode, align_corners)
         height, width = op(x, *given).shape[2:]

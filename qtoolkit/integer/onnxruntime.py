@@ -109,7 +109,7 @@ class QLinearGlobalAveragePool(OpKernel):
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (source,), output = self.inputs, output_of(self)
-        sums, count = sums_of_means(self._op[0], source.centred(x), *args, **kwargs)
+        sums, count = sums_of_means(self.op, source.centred(x), *args, **kwargs)
         return output.rounded(sums, source.scale / (output.scale * count))
 
 
@@ -130,7 +130,7 @@ class QLinearAveragePool(OpKernel):
 
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output = output_of(self)
-        return output.rounded(self._op[0](x, *args, **kwargs), None, zero_code=output.unsigned_zero_point)
+        return output.rounded(self.op(x, *args, **kwargs), None, zero_code=output.unsigned_zero_point)
 
 
 # ---- which op has which kernel

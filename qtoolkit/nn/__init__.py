@@ -12,6 +12,7 @@ from qtoolkit.nn.batch_norm import (
     unfreeze_batch_norm,
 )
 from qtoolkit.nn.dot_product_attention import QuantScaledDotProductAttention, ScaledDotProductAttention
+from qtoolkit.nn.layer_call import LayerCall, Source  # noqa: F401 (pickles of layers name them)
 from qtoolkit.nn.layers.cells import QuantGRUCell, QuantLSTMCell, QuantRecurrent
 from qtoolkit.nn.layers.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from qtoolkit.nn.layers.conv_transpose import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
@@ -44,10 +45,11 @@ from qtoolkit.nn.layers.merge import (
 )
 from qtoolkit.nn.layers.recurrent import QuantGRU, QuantLSTM
 from qtoolkit.nn.module import QuantModule, quantize_output, reset_after_loading
-from qtoolkit.nn.on_codes import Source, TrainingArithmetic  # noqa: F401 (pickles of layers name Source)
+from qtoolkit.nn.on_codes import TrainingArithmetic, set_training_arithmetic
 from qtoolkit.nn.product import Product  # noqa: F401 (pickles of graphs name it)
 from qtoolkit.nn.registry import imported_types
-from qtoolkit.nn.weighted import QuantWeighted, set_training_arithmetic
+from qtoolkit.nn.unregistered import Unregistered  # noqa: F401 (pickles of layers name it)
+from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.public import publish
 
 # Float type -> QAT type: the layers that the swap pass replaces.

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
+from qtoolkit.nn.layer_call import Source
 from qtoolkit.nn.module import QuantModule, activation_quantizer
-from qtoolkit.nn.on_codes import TakesCodes, of_call
+from qtoolkit.nn.on_codes import TakesCodes
 from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.nn.projection import Projection
 from qtoolkit.nn.quantized_attention import Attends, as_summand
@@ -76,6 +77,9 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         activation_spec: Spec of the inputs of the matrix products inside, or None.
         **kwargs: Keyword arguments of torch.nn.MultiheadAttention.
 
+    Attributes:
+        sources: The sources of query, key and value in training, one object for those that are one tensor.
+
     Example:
         >>> layer = QuantMultiheadAttention(8, 2, batch_first=True, weight_spec=qt.QuantSpec(axis=0))
         >>> y, weights = layer(*[torch.zeros(1, 3, 8)] * 3)
@@ -90,6 +94,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
     in_proj_weight_quantizer: Quantizer | None
     out_proj_weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
+    sources: Sequence[Source | None] = (None, None, None)
 
     def __init__(
         self,
@@ -117,7 +122,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
 
     def own_attributes(self) -> tuple[str, ...]:
         """Return the names of the attributes that the float module does not have."""
-        own = ("input_quantizer", "_hook", "training_arithmetic", "_sources")
+        own = ("input_quantizer", "_hook", "training_arithmetic", "sources")
         return (*own, *ACTIVATION_QUANTIZERS, *self.weights_to_quantize())
 
     @property
@@ -212,6 +217,17 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
             x, known = quantized_for(self.training_arithmetic, self.input_quantizer, x)
         return (x, known) if batched else (x.unsqueeze(1), None)
 
+    def input_sources(self) -> Sequence[Source | None]:
+        return self.sources
+
+    def unlink(self) -> None:
+        self.sources = (None, None, None)
+
+    def source_of(self, place: int) -> Quantizer | None:
+        """Return the quantizer on whose grid query, key or value lies, by its place; None where that is not known."""
+        source = self.sources[place]
+        return self.input_quantizer if self.input_quantizer is not None or source is None else source.now()
+
     def computes_by(self) -> list[nn.Module]:
         """Return the modules beside it on which it depends how it computes in training."""
         quantizers = (self.input_quantizer, self.out_proj_input_quantizer, *self.weight_quantizers().values())
@@ -241,7 +257,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
     @property
     def projections(self) -> list[Projection]:
         """All projections, for reports: of as many tensors as a graph calls it with, or of one."""
-        return [*self.in_projections([of_call(self._sources, place) for place in range(3)]), self.out_projection]
+        return [*self.in_projections(self.sources), self.out_projection]
 
     def _project(self, inputs: list[Input], by: Parts) -> list[Tensor]:
         """Return the projected query, key and value; `inputs` are their values, and what is known of them."""

@@ -30,6 +30,7 @@ from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.step_clock import CLOCK, NEVER
 
 if TYPE_CHECKING:
+    from qtoolkit.nn.folding import FoldsBatchNorm
     from qtoolkit.nn.weighted import QuantWeighted
 
 OF_STEP = ("_variance_of_step", "_taken")
@@ -383,16 +384,16 @@ def step_variance(layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
     if held is None or is_transformed() or torch.compiler.is_exporting():
         variance = running_variance(bn)
         takes = layer.takes_factor and not is_recorded_for_onnx()
-        return take_factor(layer, bn, variance) if takes else variance
+        return rescale_to_bn_factor(layer, bn, variance) if takes else variance
     if is_recomputing():
         return held
     of_step = held, bn._taken, CLOCK.on(held.device)
     if layer.takes_factor:
-        return take_factor(layer, bn, bn.running_var, of_step=of_step)
+        return rescale_to_bn_factor(layer, bn, bn.running_var, of_step=of_step)
     return ops.batch_norm_rescale_(None, None, None, bn.running_var, None, bn.eps, *of_step)
 
 
-def take_factor(layer: "QuantWeighted", bn: LinkedBatchNorm, variance: Tensor, **options: Any) -> Tensor:
+def rescale_to_bn_factor(layer: "FoldsBatchNorm", bn: LinkedBatchNorm, variance: Tensor, **options: Any) -> Tensor:
     """Let the scales of a layer's weight take the factor that a running variance gives; return a copy of the variance.
 
     The options are those of `TensorQuantizer.rescale_to_bn_factor`.
@@ -427,7 +428,7 @@ def forward_with(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) 
         return _folded(layer, bn, compute)
     if bn.strategy in NEEDS_BATCH_STATISTICS:
         return _with_batch_statistics(layer, bn, compute)
-    return divided(layer, *undivided(layer, bn, compute))
+    return unscaled(layer, *bn_scaled_output(layer, bn, compute))
 
 
 def _factor(bn: Any, variance: Tensor) -> Tensor:
@@ -439,22 +440,22 @@ def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Te
     if layer.training and layer.takes_factor:
         step_variance(layer, bn)  # for the scales: gamma may be trained
     elif not (is_recorded() or is_transformed()):  # as for a range that follows the weight
-        layer.take_factor()
+        layer.rescale_to_bn_factor()
     factor = factor_of(bn)
     return compute(factor, folded_bias(bn, layer.bias, factor), True)
 
 
-def undivided(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> tuple[Tensor, Tensor]:
+def bn_scaled_output(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> tuple[Tensor, Tensor]:
     """Return a layer's output without its bias, times the factor of each channel; and that factor (strategy "unscale").
 
-    The batch norm of the layer's output equals one of the undivided output with eps times the factor's square.
+    The batch norm of the layer's output equals one of this output with eps times the factor's square.
     """
     factor = divisor_of(bn, step_variance(layer, bn))
     return compute(factor, None, True), factor
 
 
-def divided(layer: "QuantWeighted", out: Tensor, factor: Tensor) -> Tensor:
-    """Return a layer's output from what `undivided` returns."""
+def unscaled(layer: "QuantWeighted", out: Tensor, factor: Tensor) -> Tensor:
+    """Return a layer's output from what `bn_scaled_output` returns."""
     y, bias = out / layer.along_channels(factor), layer.bias
     if bias is not None and process_group_of(layer.batch_norm) is not None:
         bias = bias.detach() + 0 * bias  # the gradients of all ranks add up to zero; zero is that of a unit too

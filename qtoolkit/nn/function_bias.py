@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from qtoolkit.nn.unregistered import Unregistered
 from qtoolkit.nn.weighted import QuantWeighted
 
 
@@ -18,11 +19,11 @@ class FunctionBias(nn.Module):
     @property
     def layer(self) -> QuantWeighted:
         """The layer."""
-        return self._layer[0]
+        return self._layer.value
 
     def link(self, layer: QuantWeighted) -> None:
         """Take another layer, such as one with the frozen quantizers."""
-        self._layer = (layer,)  # in a tuple: its parameters and quantizers are elsewhere in the model
+        self._layer = Unregistered(layer)
 
     def forward(self, bias: Tensor) -> Tensor | None:
         """Return the bias on the grid, where there is one; gradients pass straight through."""

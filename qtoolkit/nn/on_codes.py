@@ -3,15 +3,15 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeGuard, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.nn import refusals
 from qtoolkit.nn.hooks import has_hooks, is_watched
+from qtoolkit.nn.layer_call import Source
 from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
 from qtoolkit.ops.recording import is_recorded, is_transformed
 from qtoolkit.ops.sums import has_int8_product, is_exact
@@ -76,39 +76,6 @@ DEFAULT = TrainingArithmetic()
 PLAIN = TrainingArithmetic("float", "float")  # torch's own ops and fake quantization, which can be differentiated twice
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where the values of a tensor come from.
-
-    Attributes:
-        holder: The module that holds the quantizer on whose grid they lie.
-        name: The quantizer's name there: another quantizer may take its place at any time.
-        dropouts: The dropouts behind it: a schedule may change their probabilities, which were 0, at any time.
-    """
-
-    holder: nn.Module
-    name: str
-    dropouts: tuple[nn.Module, ...] = ()
-
-    @property
-    def quantizer(self) -> Quantizer | None:
-        """The quantizer that is there now; None where there is none any more."""
-        quantizer = getattr(self.holder, self.name)
-        return quantizer if isinstance(quantizer, Quantizer) else None
-
-    def now(self) -> Quantizer | None:
-        """Return the quantizer; None while a dropout moves the values off its grid."""
-        return None if any(dropout.training and dropout.p for dropout in self.dropouts) else self.quantizer
-
-
-T = TypeVar("T")
-
-
-def of_call(linked: Sequence[T | None], call: int) -> T | None:
-    """Return what is linked to a call of a layer; what is linked alone counts for all calls."""
-    return linked[min(call, len(linked) - 1)] if linked else None
-
-
 class TrainsOnCodes:
     """A module that `qtoolkit.nn.set_training_arithmetic` sets.
 
@@ -123,56 +90,71 @@ class TakesCodes(TrainsOnCodes):
     """One whose inputs a graph may quantize."""
 
     input_quantizer: Quantizer | None
-    _sources: tuple[Source | None, ...] = ()  # in a tuple: they are submodules elsewhere
 
-    def link_source(self, *sources: Source | None) -> None:
-        """Take inputs for values on a quantizer's grid where no codes come with them; None: they may be any.
-
-        A layer that quantizes its own input needs none.
-
-        With several, the source of each call's input, by the call's number.
-        """
-        self._sources = sources
+    def input_sources(self) -> Sequence[Source | None]:
+        """Return the sources of its inputs to which a graph has linked it; None of inputs that may have any values."""
+        raise NotImplementedError
 
     def unlink(self) -> None:
         """Take inputs for any values: the graph does not call the module any more."""
-        self._sources = ()
-
-    @property
-    def source(self) -> Quantizer | None:
-        """The quantizer on whose grid the inputs lie, or None where that is not known; of several calls, the first's."""
-        return self.source_of(0)
-
-    def source_of(self, call: int) -> Quantizer | None:
-        """Return the quantizer on whose grid the input of a call lies, or None where that is not known."""
-        source = of_call(self._sources, call)
-        return self.input_quantizer if self.input_quantizer is not None or source is None else source.now()
+        raise NotImplementedError
 
     def computes_by(self) -> list[nn.Module]:
         """Return the modules beside it on which it depends how it computes in training."""
-        sources = (source for source in dict.fromkeys(self._sources) if source is not None)
-        found = (module for source in sources for module in (source.holder, source.quantizer, *source.dropouts))
-        return [module for module in found if module is not None]
+        sources = (source for source in dict.fromkeys(self.input_sources()) if source is not None)
+        return [module for source in sources for module in source.modules()]
 
 
-def along_outputs(spec: QuantSpec, weight: Tensor, axis: int) -> bool:
-    """Return whether a weight has one scale, or one per output channel; these run along an axis of it."""
-    return spec.group_size is None and (spec.axis is None or spec.axis % weight.dim() == axis)
+def set_training_arithmetic(
+    model: nn.Module,
+    arithmetic: Arithmetic = "auto",
+    save: Saved = "codes",
+) -> None:
+    """Set how a prepared or replaced model computes in training, at any time.
+
+    With arithmetic="float" and save="float" training calls torch's own ops and fake quantization alone, which can be
+    differentiated twice.
+
+    Args:
+        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it, for the layers in it: the
+            ops between the layers of a traced model follow the setting of the whole model.
+        arithmetic: How convolutions, linear layers and products of two activations compute whose operands are on integer grids.
+            "float": in float, on the values. "integer": on the codes, with exact sums. "auto": on the codes where torch has
+            exact int8 kernels for the op on this processor and its input is large enough for them to be faster
+            (`benchmarks/pages/small_layers.py`), else in float, as always on a GPU. In any case gradients are the
+            straight-through ones.
+        save: What such an op keeps of its operands for backward. "codes": a byte an element, half a byte for at most 4 bits.
+            "float": the values.
+
+    Raises:
+        ValueError: A value is not known.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)), backend="tensorrt")
+        >>> set_training_arithmetic(prepared, "float")
+        >>> prepared.get_submodule("0").training_arithmetic
+        TrainingArithmetic(forward='float', save='codes')
+    """
+    of_each = TrainingArithmetic(arithmetic, save)
+    for module in model.modules():
+        if isinstance(module, TrainsOnCodes):
+            module.training_arithmetic = of_each
 
 
 def run(
     layer: "Layer",
     x: Tensor,
+    source: Quantizer | None,
     factor: Tensor | None,
-    bias: Tensor | None,
+    bias: Callable[[], Tensor | None],
     args: Any,
     kwargs: Any,
-    call: int = 0,
     known: TensorCodes | None = None,
 ) -> Tensor | None:
     """Compute a layer in one op that keeps codes for backward; None where the layer's plain computation holds.
 
-    `known` is what is known of x.
+    `source` is the quantizer on whose grid x lies, if there is one, and `known` what is known of x. `bias` is called when the
+    weight has its range, on whose steps a bias lies.
     """
     wanted = layer.training_arithmetic
     if not torch.is_grad_enabled() or is_recorded():
@@ -183,7 +165,7 @@ def run(
     integer = computes_on_codes(layer, x, geometry)
     if not integer and wanted.save == "float":
         return None
-    found = codes_of(x, layer.source_of(call), integer, known)
+    found = codes_of(x, source, integer, known)
     if found is None or found.codes is None:
         return None
     codes = found.as_codes(found.codes)
@@ -191,12 +173,12 @@ def run(
     if grid is None:
         return None
     dtype, memory_format = computed_type(layer.weight, x), computed_format(layer, x, integer)
-    bias = layer.bias_in_sums(bias, call)  # after the weight's range, on whose steps it lies
+    in_sums = bias()
     raw = found.raw_of(x) if dtype == x.dtype and reads_image(layer, x, geometry) else None
     if raw is None and not integer and copies_weight(layer, x):
         x = x.contiguous()
         codes = found.of(x) if found.packed else replace(codes, codes=codes.codes.contiguous())
-    return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, dtype, memory_format, raw)
+    return quant_layer(x, codes, layer.weight, grid, geometry, in_sums, factor, integer, dtype, memory_format, raw)
 
 
 def computed_type(weight: Tensor, x: Tensor) -> torch.dtype:

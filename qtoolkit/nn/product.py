@@ -1,19 +1,22 @@
 """Matrix products of two activations in training: what they keep for backward, and how they compute."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qtoolkit._native import library
 from qtoolkit.nn.hooks import is_ordinary
-from qtoolkit.nn.on_codes import AS_ASKED, DEFAULT, NO_INT8, Source, TrainingArithmetic
+from qtoolkit.nn.on_codes import AS_ASKED, DEFAULT, NO_INT8, TrainingArithmetic
 from qtoolkit.ops.layer import Codes
 from qtoolkit.ops.requantize import centred_codes
 from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.codes import TensorCodes, known_of
 from qtoolkit.quantizers.quantizer import Quantizer
+
+if TYPE_CHECKING:
+    from qtoolkit.nn.layer_call import Source
 
 _product = library.product.default
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.nn import on_codes
+from qtoolkit.nn.layer_op import LayerOp
 from qtoolkit.nn.layers.linear import QuantLinear
 from qtoolkit.nn.module import quantized
 from qtoolkit.op_kinds.kind import OpKind
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from qtoolkit.nn.attention import QuantMultiheadAttention
 
 
-class Projection:
+class Projection(LayerOp):
     """A linear layer of an attention, for one call: what `qtoolkit.nn.on_codes` asks of a layer.
 
     Args:
@@ -34,7 +35,6 @@ class Projection:
 
     FLOAT: ClassVar[type[nn.Module]] = nn.Linear
     OP_KIND: ClassVar[OpKind] = QuantLinear.OP_KIND
-    OUTPUT_AXIS: ClassVar[int] = QuantLinear.OUTPUT_AXIS
     returns_channels_last: ClassVar[bool] = False
     batch_norm = None
 
@@ -70,7 +70,7 @@ class Projection:
 
     def __call__(self, x: Tensor, known: TensorCodes | None) -> Tensor:
         """Return the layer of x, of which this is known: in training by an op that keeps codes, where it has some."""
-        y = on_codes.run(self, x, None, self.bias, (), {}, known=known)
+        y = on_codes.run(self, x, self.source, None, lambda: self.bias, (), {}, known)
         if y is not None:
             return y
         weight = on_codes.quantized_weight(self, None)
@@ -90,45 +90,15 @@ class Projection:
         rows, place = self.rows
         return rows.grids()[place]
 
-    @staticmethod
-    def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the layer."""
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: object, **kwargs: object) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def check_input(self, x: Tensor) -> None:
-        """Do nothing: no batch norm is behind it."""
-
-    def sum_steps(self) -> None:
-        """Return None: the bias is added in float."""
-
-    def source_of(self, call: int) -> Quantizer | None:
-        """Return the source."""
-        return self.source
-
-    def bias_in_sums(self, bias: Tensor | None, call: int = 0) -> Tensor | None:
-        """Return the bias, which an attention adds in float."""
-        return bias
-
-    def geometry(self, x: Tensor) -> Geometry | None:
+    def geometry(self, x: Tensor, *args: object, **kwargs: object) -> Geometry | None:
         """Return the product for an op, or None for a single vector."""
         return Geometry() if x.dim() > 1 else None
 
-    def has_geometry(self) -> bool:
-        """Return whether an op can compute the layer."""
-        return True
-
-    def weight_groups(self) -> tuple[bool, int]:
-        """Return that the weight is not transposed, without groups."""
-        return False, 1
-
-    def channels(self) -> int:
-        """Return the number of output features."""
-        return int(self.weight.size(0))
-
-    def scales_along_outputs(self) -> bool:
-        """Return whether the weight has one scale, or one per output feature."""
-        quantizer = self.weight_quantizer
-        return quantizer is not None and on_codes.along_outputs(quantizer.spec, self.weight, self.OUTPUT_AXIS)
+    def sum_steps(self) -> None:
+        """Return None: the bias is added in float."""
 
 
 class Rows:

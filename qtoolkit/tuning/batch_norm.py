@@ -102,12 +102,12 @@ def _store(model: nn.Module, sums: Mapping[str, "_Sums"], ranges: list["_Clippin
     """Set the new statistics, let scales and ranges of weights follow, and add those ranges that clip more than before."""
     layers = [module for module in model.modules() if isinstance(module, QuantWeighted)]
     for layer in layers:
-        layer.take_factor()
+        layer.rescale_to_bn_factor()
     chosen, before = _chosen_codes(layers), _ranges_of_weights(layers)
     with torch.no_grad():
         unchanged |= {name: "no batch reached it" for name, each in sums.items() if not each.store()}
     for layer in layers:
-        layer.take_factor(frozen=True)
+        layer.rescale_to_bn_factor(frozen=True)
     for module in model.modules():
         if isinstance(module, QuantModule):
             module.follow_weights()

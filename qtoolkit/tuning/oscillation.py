@@ -196,7 +196,7 @@ class OscillationFreezing:
         variances = shared_variances(list(self._weights.values()))
         for (name, weight), variance in zip(self._weights.items(), variances, strict=True):
             if weight.active:
-                self._track(name, weight, weight.take_factor(variance))
+                self._track(name, weight, weight.rescale_to_bn_factor(variance))
 
     def _track(self, name: str, weight: GridWeight, factor: Tensor | None) -> None:
         quantized = weight.scaled(weight.parameter, factor)

@@ -116,7 +116,7 @@ def test_the_biases_of_all_calls_fit_in_int32() -> None:
     model = prepared(Calls(layer, function))
     with pytest.warns(UserWarning, match="biases of 'a'"):
         converted = qt.convert(model)
-    steps = [converted.a.sum_steps(call) for call in (0, 1)]
+    steps = [call.sum_steps(converted.a) for call in converted.a.layer_calls]
     assert steps[1][0] < steps[0][0]
     assert 100.0 / steps[1][0] <= 2**30
 

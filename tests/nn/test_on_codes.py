@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
 from qtoolkit.nn import on_codes
+from qtoolkit.nn.layer_call import LayerCall, Source
 from qtoolkit.nn.on_codes import HAS_INT8
 from qtoolkit.verdicts import Cause
 from tests.cases import leaf
@@ -555,7 +556,8 @@ def test_the_report_asks_the_device_and_the_type_of_the_layer(monkeypatch, place
     """On a machine with int8 kernels too: they are for float32 on the CPU."""
     monkeypatch.setattr(on_codes, "HAS_INT8", True)
     layer = qt.nn.QuantConv2d(3, 8, 3, weight_spec=FIXED.weight).train()
-    layer.link_source(on_codes.Source(nn.Sequential(qt.TensorQuantizer(FIXED.activation)), "0"))
+    source = Source(nn.Sequential(qt.TensorQuantizer(FIXED.activation)), "0")
+    layer.layer_calls = (LayerCall(source=source),)
     assert on_codes.described(layer) == ("int8 kernel (float for fewer than 2,048 positions), saves codes", None)
     assert on_codes.described(layer.to(**place)) == ("float (no int8 kernel), saves codes", Cause.NO_KERNEL)
     qt.nn.set_training_arithmetic(layer, arithmetic="integer")
@@ -573,9 +575,9 @@ def test_the_report_says_what_computes_codes_on_a_gpu(monkeypatch) -> None:
         "groups": qt.nn.QuantConv2d(4, 8, 3, groups=2, weight_spec=FIXED.weight),
         "transposed": qt.nn.QuantConvTranspose2d(4, 8, 3, weight_spec=qt.QuantSpec(axis=1)),
     }
-    source = on_codes.Source(nn.Sequential(qt.TensorQuantizer(FIXED.activation)), "0")
+    source = Source(nn.Sequential(qt.TensorQuantizer(FIXED.activation)), "0")
     for name, layer in made.items():
-        layer.link_source(source)
+        layer.layer_calls = (LayerCall(source=source),)
         with FakeTensorMode(allow_non_fake_inputs=True):
             layer._parameters["weight"] = torch.empty(layer.weight.shape, device="cuda:0")
         is_product = name in ("product", "linear")

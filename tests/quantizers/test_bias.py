@@ -169,8 +169,8 @@ def test_a_layer_called_on_two_grids_has_steps_for_each_call() -> None:
     prepared = quantized("graph", Twice().eval())
     conv = prepared.get_submodule("conv")
     sources = [prepared.get_submodule(f"activation_quantizers.{name}") for name in ("x", "conv")]
-    for call, source in enumerate(sources):
-        assert torch.equal(conv.sum_steps(call), source.scale * conv.weight_quantizer.scale)
+    for call, source in zip(conv.layer_calls, sources, strict=True):
+        assert torch.equal(call.sum_steps(conv), source.scale * conv.weight_quantizer.scale)
 
 
 @pytest.mark.sweep(1)

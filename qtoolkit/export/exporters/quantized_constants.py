@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from qtoolkit.export.exporters.translation import DOMAIN, TRANSLATIONS, placeholder
 from qtoolkit.export.files.graph import unused_name
+from qtoolkit.nn.layer_call import LayerCall
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.recording import ops_taken
 from qtoolkit.quantizers.frozen import Grid
@@ -45,7 +46,7 @@ class QuantizedConstants:
             run()
 
     def _recording(self, method: "_Quantizing") -> Callable[[Tensor], Any]:
-        def record(x: Tensor, *args: int) -> Any:
+        def record(x: Tensor, *args: LayerCall) -> Any:
             """Call the method, and note the call, unless the method has quantized another constant or an activation."""
             with _Ops() as ops:
                 y = method.call(x, *args)
@@ -84,7 +85,7 @@ class QuantizedConstants:
     def _returning(self, method: "_Quantizing", call: _Call) -> Callable[[Tensor], Any]:
         owner, _, attribute = call.names[0].rpartition(".")
 
-        def kept(x: Tensor, *args: int) -> Any:
+        def kept(x: Tensor, *args: LayerCall) -> Any:
             """Return the stored values of the constant; compute those of any other tensor."""
             # While torch records, the attributes of the model are stand-ins for its tensors.
             is_constant = x is getattr(self._model.get_submodule(owner), attribute)
@@ -129,7 +130,7 @@ class _Quantizing:
     module: nn.Module
     name: str
 
-    def call(self, x: Tensor, *args: int) -> Any:
+    def call(self, x: Tensor, *args: LayerCall) -> Any:
         return getattr(type(self.module), self.name)(self.module, x, *args)
 
 

@@ -214,7 +214,7 @@ class Follower:
     def on_codes(self) -> tuple[str, ...]:
         """The layers that the model computes in integers."""
         layers = ((name, module) for name, module in self.model.named_modules() if isinstance(module, QuantWeighted))
-        return tuple(name for name, layer in layers if any(kernel.active for kernel in layer.kernels_of_calls()))
+        return tuple(name for name, layer in layers if layer.has_active_kernel)
 
     def end_to_end(self, nodes: Nodes) -> Followed:
         """Compare the codes of activations with a runtime's, each as the model computes it by itself. None counts as a tie."""

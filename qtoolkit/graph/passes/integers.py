@@ -12,7 +12,7 @@ from torch import fx
 from qtoolkit.errors import with_article
 from qtoolkit.graph.capture.rewrites.in_place import changes_first
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.module_calls import ModuleCalls, number_calls, number_of
+from qtoolkit.graph.module_calls import ModuleCalls, call_of_layer, number_calls
 from qtoolkit.graph.nodes import (
     bounds_of,
     is_quantizer,
@@ -32,6 +32,7 @@ from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of, 
 from qtoolkit.integer.functions import FunctionKernel
 from qtoolkit.integer.kernels import Kernel, OpKernel
 from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.layer_call import LayerCall
 from qtoolkit.nn.refusals import NO_GRID
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.op_kinds.rules import called_module, module_of
@@ -129,8 +130,8 @@ def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: Sequence[f
     kernel = runtime.kernel_of(layer, source, output)
     if isinstance(kernel, Refusal):
         return Computed.in_float(kernel)
-    number = number_of(node)
-    layer.compute_by(kernel(layer, source, output, number), number if len(calls) > 1 else None)
+    call = call_of_layer(layer, node)
+    setattr(layer, call.kernel_name, kernel(layer, source, output, call))
     return Computed(kernel.NAME, last=last.name)
 
 
@@ -146,9 +147,9 @@ def _replace_function(gm: QuantizedGraphModule, node: fx.Node, source: Grid, run
     if isinstance(kernel, Refusal):
         return Computed.in_float(kernel)
     if gm.plan is not None and rounding_of(bias_node(node)) is not None:
-        layer.link_input(source_of_input(node, gm.plan.backend))
-    op = _callable(node)
-    _call(gm, node, FunctionKernel(op, kernel(layer, source, output), kind_of(node).name, name_of(node)), holder)
+        layer.layer_calls = (LayerCall(integer_bias=True, sums_over=source_of_input(node, gm.plan.backend)),)
+    computes = kernel(layer, source, output, layer.layer_calls[0])
+    _call(gm, node, FunctionKernel(_callable(node), computes, kind_of(node).name, name_of(node)), holder)
     return Computed(kernel.NAME, last=last.name)
 
 

@@ -1,17 +1,19 @@
 """Link layers, and functions with a weight, to the quantizers of their inputs, on whose grids they compute."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.module_calls import ModuleCalls, number_calls
+from qtoolkit.graph.module_calls import ModuleCalls, calls_of_layer, number_calls
 from qtoolkit.graph.passes.insert import add_holder, free_name
-from qtoolkit.graph.placement.sources import source_of_input
+from qtoolkit.graph.placement.sources import quantizers_at, source_of_input
 from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.function_bias import FunctionBias
+from qtoolkit.nn.layer_call import LayerCall, Source
 
 HOLDER = "bias_quantizers"  # the submodule of a prepared model that rounds the biases of functions
 
@@ -34,19 +36,29 @@ def run(gm: QuantizedGraphModule, backend: Backend) -> QuantizedGraphModule:
 
 def _link_calls(layer: QuantWeighted, nodes: Sequence[fx.Node], backend: Backend) -> bool:
     """Link a layer to the quantizers of its calls' inputs; return whether the calls are numbered, because they have several."""
-    sources = [source_of_input(node, backend) for node in nodes]
-    several = len({None if source is None else source.quantizer for source in sources}) > 1
-    numbered = several and number_calls(layer, nodes)
+    numbered = len(quantizers_at(_sources_of(nodes, backend))) > 1 and number_calls(layer, nodes)
     if backend.integer_bias:
-        layer.link_input(*(sources if numbered else () if several else sources[:1]))
+        layer.layer_calls = tuple(_linked(call, of_call, backend) for call, of_call in calls_of_layer(layer, nodes))
     return numbered
+
+
+def _sources_of(nodes: Sequence[fx.Node], backend: Backend) -> list[Source | None]:
+    return [source_of_input(node, backend) for node in nodes]
+
+
+def _linked(call: LayerCall, nodes: Sequence[fx.Node], backend: Backend) -> LayerCall:
+    """Return a call whose bias is added to sums over the codes of its nodes' inputs; in float, if their grids are several."""
+    sources = _sources_of(nodes, backend)
+    one_grid = len(quantizers_at(sources)) == 1
+    return replace(call, integer_bias=one_grid, sums_over=sources[0] if one_grid else None)
 
 
 def link_own_inputs(model: nn.Module, backend: Backend) -> None:
     """Tell each layer whether the target adds the bias to integer sums over the codes of an input that it quantizes itself."""
     for layer in model.modules():
         if isinstance(layer, QuantWeighted):
-            layer.link_input(*([None] if backend.integer_bias else []))
+            changed = (replace(call, integer_bias=backend.integer_bias, sums_over=None) for call in layer.layer_calls)
+            layer.layer_calls = tuple(changed)
 
 
 def _link_functions(gm: QuantizedGraphModule, backend: Backend) -> None:
@@ -57,7 +69,7 @@ def _link_functions(gm: QuantizedGraphModule, backend: Backend) -> None:
         layer = None if source is None else layer_of(gm, node)
         if bias is None or layer is None:
             continue
-        layer.link_input(source)
+        layer.layer_calls = (LayerCall(integer_bias=True, sums_over=source),)
         rounding = rounding_of(bias)
         if rounding is not None:
             rounding.link(layer)

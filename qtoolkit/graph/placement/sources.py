@@ -6,35 +6,35 @@ from dataclasses import replace
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.module_calls import ModuleCalls, number_of
+from qtoolkit.graph.module_calls import ModuleCalls, calls_of_layer
 from qtoolkit.graph.nodes import is_weight_quantizer, operands_of
 from qtoolkit.graph.placement.traversal import dropouts_behind, quantizer_behind, source_of
 from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
-from qtoolkit.nn.on_codes import Source, TakesCodes
+from qtoolkit.nn.layer_call import Source
+from qtoolkit.nn.on_codes import TakesCodes
 from qtoolkit.nn.wrappers import inside, warn_of_adapter
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 
 def link_sources(graph: fx.Graph, backend: Backend) -> None:
-    """Tell each layer that a graph calls the quantizer of its input: of each call's, if the calls are numbered.
+    """Tell each layer that a graph calls the quantizer of its input, for each `LayerCall`.
 
     An attention is told those of query, key and value, one object for those that are one tensor in each call.
 
-    It is None where it is unknown, or where calls without numbers have several. A prepared model does so whenever its graph is
-    compiled: the graph may have been changed. A layer that something else has come to call, such as an adapter around it, may
-    get any values.
+    It is None where it is unknown, and where the nodes of one `LayerCall` have several. A prepared model does so whenever its
+    graph is compiled: the graph may have been changed. A layer that something else has come to call, such as an adapter around
+    it, may get any values.
     """
     calls_of = ModuleCalls(graph)
     for attention, nodes in calls_of.of_type(QuantMultiheadAttention).items():
         inputs = list(zip(*map(operands_of, nodes), strict=True))
         found = {tensors: _common_source(tensors, backend) for tensors in dict.fromkeys(inputs)}
-        attention.link_source(*(found[tensors] for tensors in inputs))
+        attention.sources = [found[tensors] for tensors in inputs]
     for layer, nodes in calls_of.of_layers().items():
-        numbers = [number_of(node) for node in nodes]
-        calls = [[node] for node in nodes] if numbers == list(range(len(nodes))) else [nodes]
-        layer.link_source(*(_common_source([source_of(node) for node in call], backend) for call in calls))
+        calls = [(call, [source_of(node) for node in of_call]) for call, of_call in calls_of_layer(layer, nodes)]
+        layer.layer_calls = tuple(replace(call, source=_common_source(tensors, backend)) for call, tensors in calls)
     called: set[object] = {inside(module) for module in calls_of.of_type(nn.Module)}
     for module in linked_in(graph.owning_module):
         if module not in called:
@@ -58,14 +58,18 @@ def linked_in(model: nn.Module | None) -> list[TakesCodes]:
         children = [child for child in module.children() if child not in seen and not isinstance(child, fx.GraphModule)]
         seen.update(dict.fromkeys(children))
         waiting += children
-    return [module for module in seen if isinstance(module, TakesCodes) and module._sources]
+    return [module for module in seen if isinstance(module, TakesCodes) and any(module.input_sources())]
+
+
+def quantizers_at(sources: Sequence[Source | None]) -> set[Quantizer | None]:
+    """Return the quantizers of some sources; with None, if a source is not known."""
+    return {None if source is None else source.quantizer for source in sources}
 
 
 def _common_source(tensors: Sequence[fx.Node | None], backend: Backend) -> Source | None:
     """Return the source of the tensors in training; None where they have several."""
     sources = [_source_behind(tensor, backend, in_training=True) for tensor in tensors]
-    quantizers = {None if source is None else source.quantizer for source in sources}
-    first = sources[0] if len(quantizers) == 1 else None
+    first = sources[0] if len(quantizers_at(sources)) == 1 else None
     found = [tensor for tensor in tensors if tensor is not None]
     return None if first is None else replace(first, dropouts=dropouts_behind(found, backend))
 

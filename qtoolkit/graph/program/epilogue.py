@@ -22,10 +22,10 @@ from qtoolkit.nn.batch_norm import (
     QuantBatchNorm3d,
     QuantFrozenBatchNorm,
     QuantSyncBatchNorm,
-    divided,
     is_folded,
     process_group_of,
     track,
+    unscaled,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.output_grid import codes_by_op, grid_now, quantized_by, why_quantizer_not_fused
@@ -46,7 +46,8 @@ DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
 NO_CODES = (None, None, None)
 LARGEST_WINDOW = 256  # elements whose places fit in one byte
 
-Output = tuple[Tensor, Tensor | None]  # of a layer: undivided, with the factor of each channel; or its output, and None
+# Of a layer: its output scaled by the batch norm's factor of each channel, and the factor; or its output, and None.
+Output = tuple[Tensor, Tensor | None]
 
 
 # ---- what may be one op, of the modules as they are now; each returns a reason for people, or None
@@ -71,7 +72,7 @@ def why_batch_norm_not_fused(bn: nn.Module, folded: bool = False) -> str | None:
 
 
 def why_layer_not_fused(layer: nn.Module, bn: nn.Module) -> str | None:
-    """Return why a layer must be called as a module, and so divide its output, before its batch norm."""
+    """Return why a layer must be called as a module, whose output is unscaled, before its batch norm."""
     if not isinstance(layer, QuantWeighted) or layer.batch_norm is not bn:
         return "its layer is linked to another batch norm"
     if type(layer).forward is not QuantWeighted.forward:
@@ -90,10 +91,10 @@ def why_activation_not_fused(activation: nn.Module) -> str | None:
 
 
 def layer_output(layer: Any, bn: Any, input: Any, known: TensorCodes | None = None) -> Output:
-    """Return the output of a layer for its linked batch norm: undivided where the op may take it."""
+    """Return the output of a layer for its linked batch norm: scaled by its factor where the op may take it."""
     if not is_ordinary(input) or all_watched() or not trains(bn) or why_layer_not_fused(layer, bn) is not None:
         return called_with(layer, known, input), None
-    output: Output = layer.undivided(input, known)
+    output: Output = layer.bn_scaled_output(bn, input, known)
     return output
 
 
@@ -135,7 +136,7 @@ def epilogue_of(
         if not (trains_here and is_ordinary(x) and fits(bn, x.shape)):
             # A batch norm that is not linked gives torch's bits where nothing is quantized.
             adds, ours, quantizes = residual is None, None, False
-            y: Tensor = bn(x if factor is None else divided(layer, x, factor))
+            y: Tensor = bn(x if factor is None else unscaled(layer, x, factor))
         else:
             joined = (residual, of_residual) if adds else (None, None)
             y, known = _compute(x, factor, layer, bn, joined, ours or Bounds(), quantizer if quantizes else None)
@@ -234,7 +235,7 @@ def _compute(
     is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     coded = NO_CODES if residual is None else codes_added(residual, of_residual, is_last)
     grid = {} if quantizer is None else grid_now(quantizer, x)
-    # x is the undivided output without its bias.
+    # x is the output without its bias, scaled by the factor.
     undone = {"divisor": None if factor is None else factor.detach(), "offset": None if bias is None else bias.detach()}
     process_group = process_group_of(bn)
     totals = None if process_group is None else ops.batch_norm_totals(x, process_group, **undone)

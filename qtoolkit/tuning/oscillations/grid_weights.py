@@ -15,9 +15,9 @@ from qtoolkit.nn.batch_norm import (
     LinkedBatchNorm,
     QuantFrozenBatchNorm,
     divisor_of,
+    rescale_to_bn_factor,
     running_variance,
     step_variance,
-    take_factor,
 )
 from qtoolkit.processes import is_sharded, ranks, unwrapped
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -72,10 +72,10 @@ class GridWeight:
             return None
         return divisor_of(bn, step_variance(self.layer, bn) if variance is None else variance).detach()
 
-    def take_factor(self, variance: Tensor | None) -> Tensor | None:
+    def rescale_to_bn_factor(self, variance: Tensor | None) -> Tensor | None:
         """Return the factor of the next step, by its variance. The scales take it, as they do in that step's forward."""
         if variance is not None and self.layer.takes_factor:
-            take_factor(self.layer, self.layer.batch_norm, variance, frozen=True)
+            rescale_to_bn_factor(self.layer, self.layer.batch_norm, variance, frozen=True)
         return self.factor(variance)
 
     @property

@@ -156,7 +156,7 @@ class BatchNormUnit(Decided[NormPlan]):
 
 def _variance_now(layer: Any, bn: Any) -> Tensor:
     """Return the running variance, after the scales have taken its factor."""
-    layer.take_factor()
+    layer.rescale_to_bn_factor()
     variance: Tensor = bn.running_var
     return variance
 

@@ -1,0 +1,108 @@
+"""The calls of a layer in a graph: the grid of the input, the grid of the bias, and the integer kernel of each."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from qtoolkit.quantizers.bias import bias_scale, enlarged, on_grid
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.quantizer import Quantizer
+
+if TYPE_CHECKING:
+    from qtoolkit.nn.weighted import QuantWeighted
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a tensor come from.
+
+    Attributes:
+        holder: The module that holds the quantizer on whose grid they lie.
+        name: The quantizer's name there: another quantizer may take its place at any time.
+        dropouts: The dropouts behind it: a schedule may change their probabilities, which were 0, at any time.
+    """
+
+    holder: nn.Module
+    name: str
+    dropouts: tuple[nn.Module, ...] = ()
+
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """The quantizer that is there now; None where there is none any more."""
+        quantizer = getattr(self.holder, self.name)
+        return quantizer if isinstance(quantizer, Quantizer) else None
+
+    def now(self) -> Quantizer | None:
+        """Return the quantizer; None while a dropout moves the values off its grid."""
+        return None if any(dropout.training and dropout.p for dropout in self.dropouts) else self.quantizer
+
+    def modules(self) -> list[nn.Module]:
+        """Return the modules on which it depends what the source is."""
+        quantizer = self.quantizer
+        return [self.holder, *([] if quantizer is None else [quantizer]), *self.dropouts]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One of the calls of a layer, or all of them where they are alike. A layer without a graph has one, too.
+
+    The calls share the layer's weight and its quantizer. So methods take the layer, which a call does not hold: a call without
+    a layer can be shared by copies of it, and no layer keeps itself alive. A pass that changes what a call is linked to gives
+    the layer new calls: decisions about the layer hold as long as its attributes are the same objects.
+
+    Attributes:
+        number: Its number among the calls of the layer. The node of a call names it where it is not 0.
+        source: The source of the input in training; None: the input may have any values.
+        integer_bias: Whether the target adds the bias to integer sums of products of codes.
+        sums_over: The source of the codes of the input in these sums; None: the layer's own input quantizer, if it has one.
+    """
+
+    number: int = 0
+    source: Source | None = None
+    integer_bias: bool = False
+    sums_over: Source | None = None
+
+    # ---- the input
+
+    def input_quantizer(self, layer: "QuantWeighted") -> Quantizer | None:
+        """Return the quantizer on whose grid the input lies in training, or None where that is not known."""
+        own = layer.input_quantizer
+        return own if own is not None or self.source is None else self.source.now()
+
+    def summed_quantizer(self, layer: "QuantWeighted") -> Quantizer | None:
+        """Return the quantizer over whose codes the target sums; None where it adds the bias in float."""
+        source = None if self.sums_over is None else self.sums_over.quantizer
+        return source or (layer.input_quantizer if self.integer_bias else None)
+
+    # ---- the bias
+
+    def sum_steps(self, layer: "QuantWeighted") -> Tensor | None:
+        """Return the steps of the integer sums: one, or one per output channel. None where the target has none."""
+        weight, source = layer.weight_quantizer, self.summed_quantizer(layer)
+        if source is None or weight is None or not (source.capability_now.codes and weight.capability_now.sums):
+            return None
+        return bias_scale(source.scale, weight.scale) if layer.scales_along_outputs() else None
+
+    def bias_in_sums(self, layer: "QuantWeighted", bias: Tensor | None) -> Tensor | None:
+        """Return a bias as the target adds it: on the grid of its sums, if it has some."""
+        steps = None if bias is None else self.sum_steps(layer)
+        converted = isinstance(layer.weight_quantizer, Grid)
+        return bias if bias is None or steps is None else on_grid(bias, steps, fits=converted)
+
+    def fit_bias(self, layer: "QuantWeighted", grid: Grid) -> None:
+        """Enlarge the scales of a converted layer's weight, which this grid has, where the bias does not fit in int32."""
+        source = self.summed_quantizer(layer)
+        if layer.bias is not None and source is not None and self.sum_steps(layer) is not None:
+            grid.scale = enlarged(grid.scale, source.scale, layer.bias)
+
+    # ---- the integer kernel
+
+    @property
+    def kernel_name(self) -> str:
+        """The name of the call's kernel in the layer, which registers it."""
+        return f"integer_kernel_{self.number}" if self.number else "integer_kernel"
+
+    def kernel(self, layer: "QuantWeighted") -> Any:
+        """Return the `qtoolkit.integer.kernels.LayerKernel` that computes the call on codes, or None."""
+        return getattr(layer, self.kernel_name, None)

@@ -1,0 +1,68 @@
+"""What a type of layers computes, and how the output channels lie in its weight."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qtoolkit.ops.layer import Geometry
+from qtoolkit.quantizers.quantizer import Quantizer
+
+
+class LayerOp:
+    """The float op of a layer with one weight. Subclasses override what is not as in a linear layer."""
+
+    OUTPUT_AXIS: ClassVar[int] = 0  # of the weight's dimensions, the one along which the output channels run
+
+    weight: Any  # a Parameter, and a Parameter or None: torch's classes declare them differently
+    bias: Any
+    weight_quantizer: Quantizer | None
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the float layer with this weight and bias."""
+        raise NotImplementedError
+
+    def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
+        """Return what the layer computes from this input, for an op; None where only `compute` can."""
+        return None
+
+    @classmethod
+    def has_geometry(cls) -> bool:
+        """Return whether an op can compute such a layer."""
+        return cls.geometry is not LayerOp.geometry
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise ValueError if, for this input, the batch norm normalizes another dimension than the layer's output channels."""
+
+    # ---- the weight
+
+    def channels(self) -> int:
+        """Return the number of output channels."""
+        return int(self.weight.size(0))
+
+    def sum_per_output(self, values: Tensor) -> Tensor:
+        """Return the sum, for each output channel, of the elements of a tensor like the weight, in float64."""
+        return values.flatten(1).sum(1, dtype=torch.float64)
+
+    def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
+        """Multiply each output channel of a weight by its factor."""
+        return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
+
+    def along_channels(self, values: Tensor) -> Tensor:
+        """Shape one value per output channel to broadcast over an output."""
+        return values.reshape(-1, *[1] * (self.weight.dim() - 2))
+
+    def weight_groups(self) -> tuple[bool, int]:
+        """Return whether the weight is transposed, (in, out / groups, k...), and with how many groups."""
+        return False, 1
+
+    def scale_groups(self, axis: int | None) -> int:
+        """Return the `group` argument of ops on the weight with scales along an axis."""
+        return 1
+
+    def scales_along_outputs(self) -> bool:
+        """Return whether the weight has one scale, or one per output channel."""
+        if self.weight_quantizer is None:
+            return False
+        spec = self.weight_quantizer.spec
+        return spec.group_size is None and (spec.axis is None or spec.axis % self.weight.dim() == self.OUTPUT_AXIS)
