@@ -15,6 +15,7 @@ from qtoolkit.op_kinds.table import KINDS, OTHER, kind_of_type
 from qtoolkit.processes import whole
 from qtoolkit.quantizers.loading import materialize
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
+from qtoolkit.quantizers.state import latest_load
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import set_weight_range, weight_quantizer
 
@@ -48,8 +49,6 @@ class QuantModule(nn.Module):
     FLOAT: ClassVar[type[nn.Module]]
     KIND: ClassVar[str]
     OP_KIND: ClassVar[OpKind]
-
-    _loaded_float = False  # whether the last state dict had the module's weights but nothing of their quantizers
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -89,7 +88,7 @@ class QuantModule(nn.Module):
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""
         layer = shallow_copy_as(self.FLOAT, self)
-        for name in (*self.own_attributes(), "output_quantizer", "_loaded_float", "_qtoolkit_record"):
+        for name in (*self.own_attributes(), "output_quantizer", "_qtoolkit_record"):
             layer.__dict__.pop(name, None)
             layer._modules.pop(name, None)
         for hooks in (layer._forward_hooks, layer._load_state_dict_post_hooks):
@@ -185,10 +184,19 @@ class QuantModule(nn.Module):
         """Return the modules beside it whose tensors scale the weights that it quantizes."""
         return ()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *args: Any,
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
         own = tuple(f"{prefix}{name}." for name in self.weight_quantizers())
-        self._loaded_float = bool(own) and bool(state_dict) and not any(key.startswith(own) for key in state_dict)
+        if own and state_dict and not any(key.startswith(own) for key in state_dict):
+            latest_load(missing_keys).float_layers.add(id(self))
         if reset_after_loading not in self._load_state_dict_post_hooks.values():
             self.register_load_state_dict_post_hook(reset_after_loading)  # type: ignore[no-untyped-call]
 
@@ -208,6 +216,7 @@ def reset_after_loading(module: nn.Module, keys: Any) -> None:
 
     The hook of a layer runs before that of the model. A layer with a linked batch norm, which is loaded later, waits.
     """
+    float_layers = latest_load(keys.missing_keys).float_layers
     device = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), None)
     for quantizer in named_quantizers(module, TensorQuantizer).values():
         if device is not None:
@@ -215,8 +224,8 @@ def reset_after_loading(module: nn.Module, keys: Any) -> None:
     for layer in module.modules():
         if not isinstance(layer, QuantModule) or (layer is module and layer.depends_on()):
             continue
-        if layer._loaded_float:
-            layer._loaded_float = False
+        if id(layer) in float_layers:
+            float_layers.remove(id(layer))
             layer.reset_weight_range()
         elif not layer.training:
             layer.follow_weights()

@@ -71,6 +71,8 @@ class _Load:
     missing: list[str] = field(default_factory=list)  # to report if the state dict is not that of a float model
     of_float_model: bool = True
     found: set[str] = field(default_factory=set)  # the prefixes of the modules of which there is an entry
+    # the ids of layers with entries, but none of their quantizers
+    float_layers: set[int] = field(default_factory=set)
 
     def add(self, prefix: str, missing: list[str], found: bool) -> None:
         """Note the keys that a module misses. Once a module has an entry, which no float model's has, all are reported."""
