@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +45,9 @@ class Diagnosis:
 
     def forget(self) -> None:
         """Release the inputs."""
-        self._call: tuple[tuple[Any, ...], dict[str, Any], list[torch.autocast]] | None = None
+        self._call: tuple[tuple[object, ...], dict[str, object], list[torch.autocast]] | None = None
 
-    def remember(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def remember(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Keep the inputs of a forward: a forward pre-hook."""
         if model.training and not is_recomputing():
             self._call = args, kwargs, list(_autocasts(self.model))

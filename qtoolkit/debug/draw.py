@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from torch import fx, nn
 
@@ -92,7 +91,7 @@ def picture_of(gm: fx.GraphModule, folded: Mapping[fx.Node, str] | None = None) 
     return drawn
 
 
-def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
+def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, str]:
     module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
     if isinstance(module, TensorQuantizer | Grid) and is_quantizer(node):
         return {

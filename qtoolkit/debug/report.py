@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -27,20 +26,18 @@ from qtoolkit.progress import progress_bar, step
 from qtoolkit.version import __version__
 
 TEMPLATES = Path(__file__).parent / "page"
-Accuracy = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-Verified = ExportResult | Verification | DeployedVerification
 
 
 @in_order(model="model", inputs="inputs", path="path")
 def report(
     model: nn.Module,
-    inputs: Any = None,
+    inputs: object = None,
     path: str | os.PathLike[str] | None = None,
     *,
     float_model: nn.Module | None = None,
-    accuracy: Accuracy | None = None,
+    accuracy: tables.Accuracy | None = None,
     sensitivity: Sensitivity | None = None,
-    verification: Verified | None = None,
+    verification: ExportResult | tables.Verified | None = None,
     title: str | None = None,
     progress: bool = True,
 ) -> None:
@@ -85,7 +82,7 @@ def report(
     check_module(model, "report")
     path = checked_path(path, "report", "report.html")
     found = verification.verification if isinstance(verification, ExportResult) else verification
-    _check(model, inputs, float_model, accuracy, sensitivity, found)
+    _check(inputs, float_model, accuracy, sensitivity, found)
     exported = str(replace(verification, verification=None)) if isinstance(verification, ExportResult) else ""
     with progress_bar("report", "steps", progress, total=3, after=0) as bar:
         step(bar, "comparing with the float model")
@@ -97,7 +94,7 @@ def report(
     write_atomically(page.encode(), path)
 
 
-def _check(model: Any, inputs: Any, float_model: Any, accuracy: Any, sensitivity: Any, verification: Any) -> None:
+def _check(inputs: object, float_model: object, accuracy: object, sensitivity: object, verification: object) -> None:
     if float_model is not None and inputs is None:
         raise ValueError("report: float_model is compared on inputs; pass inputs too, such as a batch of real data.")
     if float_model is not None and not isinstance(float_model, nn.Module):
@@ -125,7 +122,11 @@ def _check(model: Any, inputs: Any, float_model: Any, accuracy: Any, sensitivity
 
 
 def _rendered(
-    known: facts.Facts, title: str | None, accuracy: Accuracy | None, verification: Any, exported: str
+    known: facts.Facts,
+    title: str | None,
+    accuracy: tables.Accuracy | None,
+    verification: tables.Verified | None,
+    exported: str,
 ) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -222,7 +223,7 @@ def _weights(known: facts.Facts) -> list[tuple[str, charts.Channels, str, str]]:
     return found
 
 
-def _left_out(known: facts.Facts, accuracy: Any, verification: Any) -> list[tuple[str, str]]:
+def _left_out(known: facts.Facts, accuracy: object, verification: object) -> list[tuple[str, str]]:
     """Return what the page leaves out, and what to pass for it."""
     wanted = [
         ("Accuracy", accuracy, 'accuracy={"float": 0.912, "int8": 0.909}'),

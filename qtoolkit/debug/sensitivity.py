@@ -196,7 +196,7 @@ def sensitivity(
     _warn_of_other_weights(model)
     units = [unit for unit in every if names is None or unit.name in names]
     with progress_bar("sensitivity", "scores", progress, total=len(units) + 2) as bar:
-        score = partial(_score, model, evaluate, bar)
+        score = partial(_score, model, evaluate, bar.update)
         quantized = score(named_quantizers(model), "all layers quantized")
         in_float = score((), "no layer quantized")
         rows = []
@@ -217,13 +217,19 @@ def sensitivity(
     return Sensitivity(in_float, quantized, tuple(rows), by, types, None if plan is None else plan.mapping)
 
 
-def _score(model: nn.Module, evaluate: Callable[[nn.Module], float], bar: Any, on: Collection[str], what: str) -> float:
+def _score(
+    model: nn.Module,
+    evaluate: Callable[[nn.Module], float],
+    scored: Callable[[], object],
+    on: Collection[str],
+    what: str,
+) -> float:
     """Score the model with some quantizers enabled and all others disabled, with observers disabled."""
     with disable_quantization(model), freeze_ranges(model), evaluating(model):
         for name, quantizer in named_quantizers(model).items():
             quantizer.quantizing = name in on
         score = evaluate(model)
-    bar.update()
+    scored()
     return _number(score, what)
 
 
@@ -277,7 +283,7 @@ def _warn_of_other_weights(model: nn.Module) -> None:
             )
 
 
-def _number(score: Any, what: str) -> float:
+def _number(score: float, what: str) -> float:
     try:
         value = float(score)
     except (TypeError, ValueError, RuntimeError):

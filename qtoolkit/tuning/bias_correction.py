@@ -54,7 +54,7 @@ class BiasCorrection:
 
 def bias_correction(
     prepared: nn.Module,
-    batches: Iterable[Any] | None = None,
+    batches: Iterable[object] | None = None,
     method: Literal["empirical", "analytic"] = "empirical",
     forward: Forward | None = None,
     progress: bool = True,
@@ -145,7 +145,7 @@ def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]
     return found, skipped | obstacles_of_functions(model)
 
 
-def _bias_of(layer: QuantWeighted) -> Any:
+def _bias_of(layer: QuantWeighted) -> Any:  # a Tensor or None, as torch's classes declare it
     """Return the tensor that shifts a layer's output: of the linked batch norm, if there is one."""
     return layer.bias if layer.batch_norm is None else layer.batch_norm.bias
 
@@ -165,7 +165,7 @@ class _Mean:
     def __init__(self, layer: QuantWeighted) -> None:
         self.layer, self.total, self.count = layer, torch.zeros(()), 0
 
-    def add(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+    def add(self, layer: nn.Module, args: object, output: Tensor) -> None:
         """Take in the output of a call: a forward hook."""
         channel = output.dim() - (self.layer.weight.dim() - 1 if self.layer.OP_KIND.convolves else 1)
         values = (
@@ -185,7 +185,7 @@ def _empirical(
     expected = {name: _Mean(layer) for name, layer in layers.items()}
     calls = Counter[str]()  # of each layer, in the order of the first ones
 
-    def take(name: str, layer: nn.Module, args: Any, output: Tensor) -> None:
+    def take(name: str, layer: nn.Module, args: object, output: Tensor) -> None:
         calls[name] += 1
         expected[name].add(layer, args, output)
 
@@ -204,7 +204,7 @@ def _empirical(
             shifts[name] = _mean_of(layers[name], name, runs) - expected[name].value()
             if not bool(torch.isfinite(shifts[name]).all()):
                 raise not_finite("bias_correction", f"the output of layer {name!r}")
-            layer: Any = layers[name]
+            layer = layers[name]
             if layer.batch_norm is None:  # round the bias, as the mean has it: its rounding is a part of the shift
                 with torch.no_grad():
                     layer.bias.copy_(layer.bias_in_sums(layer.bias))
@@ -246,12 +246,12 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
         if isinstance(mean, Obstacle):
             skipped[name] = mean.why
             continue
-        layer: Any = layers[name]
+        layer = layers[name]
         weight = layer.effective_weight().detach()
         error = layer.quantize_weight(weight).detach() - weight
         inputs = _for_weight(layer, mean, error)
         # A transposed convolution with a stride adds to each output only its share of the kernel.
-        share = math.prod(layer.stride) if layer.OP_KIND.transposed else 1
+        share = math.prod(getattr(layer, "stride", ())) if layer.OP_KIND.transposed else 1
         shifts[name] = layer.sum_per_output(error * inputs) / share
         _shift_back(layer, shifts[name])
     for name in layers.keys() - shifts.keys() - skipped.keys():
@@ -259,7 +259,7 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
     return shifts
 
 
-def _for_weight(layer: Any, mean: Tensor, like: Tensor) -> Tensor:
+def _for_weight(layer: QuantWeighted, mean: Tensor, like: Tensor) -> Tensor:
     """Return the mean of the input by which each element of a weight is multiplied."""
     groups, kernel = getattr(layer, "groups", 1), [1] * (like.dim() - 2)
     if layer.OUTPUT_AXIS == 1:

@@ -80,7 +80,7 @@ class Equalization(Generic[M]):
 
 def equalize(
     model: M,
-    example_inputs: Any,
+    example_inputs: object,
     skip: Sequence[str] = (),
     inplace: bool = False,
     activations: float | None = None,
@@ -242,7 +242,7 @@ def _equalize_activations(
     return widths
 
 
-def _ranges_between(gm: fx.GraphModule, links: Sequence[_Link], example_inputs: Any) -> list[list[Tensor]]:
+def _ranges_between(gm: fx.GraphModule, links: Sequence[_Link], example_inputs: object) -> list[list[Tensor]]:
     """Return for each pair of layers the range of each channel, zero included, of every tensor between them."""
     graph, written = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.set_codegen(gm.graph._codegen)
@@ -344,14 +344,14 @@ def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:
         (node,) = users
         kind = kind_of(node)
         if _is_layer(node):
-            bn: Any = None if batch_norm is None else module_of(batch_norm)
+            scales = batch_norm is None or getattr(module_of(batch_norm), "weight", None) is not None
             count = ChannelView(module_of(node)).inputs_amax().numel()
             if count != ChannelView(module_of(layer)).outputs_amax().numel():
                 return Obstacle(f"{node.target!r} takes {count} channels, which are not its own")
-            return path if bn is None or bn.weight is not None else Obstacle("its batch norm has no scale")
+            return path if scales else Obstacle("its batch norm has no scale")
         if kind.normalizes_batches and node.op == "call_module" and batch_norm is None and node.args[0] is layer:
             bn = module_of(node)
-            if not is_batch_norm(bn) or bn.running_var is None:
+            if not is_batch_norm(bn) or getattr(bn, "running_var", None) is None:
                 return Obstacle("its batch norm has no running statistics")
             batch_norm = node
         elif not _keeps_channels(node, kind, ChannelView(module_of(layer)).dims):

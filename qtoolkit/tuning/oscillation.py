@@ -85,11 +85,11 @@ class OscillationDampening:
         """Count a step of the optimizer."""
         self.steps += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Return the number of steps."""
         return {"steps": self.steps}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from a state of `state_dict`."""
         self.steps = int(state["steps"])
 
@@ -217,7 +217,7 @@ class OscillationFreezing:
         off = {name: "it is not quantized so far" for name in self._weights if name not in self._tracks}
         return Oscillations(self.steps, layers, {**off, **self.skipped})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the number of steps, and what is known of each weight's codes."""
         return {"steps": self.steps, "weights": {name: dict(vars(track)) for name, track in self._tracks.items()}}
 

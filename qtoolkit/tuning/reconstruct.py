@@ -2,10 +2,10 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx
@@ -21,8 +21,8 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report.lines import table
 from qtoolkit.tuning.rounding.earlier import warn_before_rounding
 from qtoolkit.tuning.rounding.grids import CodeGrid
-from qtoolkit.tuning.rounding.learning import Options, distances, learn
-from qtoolkit.tuning.rounding.saved import SavedUnits
+from qtoolkit.tuning.rounding.learning import Options, Sample, distances, learn
+from qtoolkit.tuning.rounding.saved import FinishedUnit, SavedUnits, UnitState
 from qtoolkit.tuning.rounding.unit_samples import Loss, UnitSamples
 from qtoolkit.tuning.rounding.units import Unit, find_units
 from qtoolkit.tuning.runs.batches import Batches, Forward, part_between, tuning
@@ -97,7 +97,7 @@ class Reconstruction:
 
 def reconstruct(
     prepared: QuantizedGraphModule,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     method: Literal["adaround", "brecq", "qdrop"] = "adaround",
     granularity: Literal["layer", "block"] | None = None,
     steps: int = 2000,
@@ -193,7 +193,7 @@ def reconstruct(
             task = _Task(prepared, unit, options)
             content = saved.load(place)
             if content is None:
-                content = task.run(place, samples, bar)
+                content = task.run(place, samples, bar.update)
                 saved.save(place, content)
             else:
                 task.load(content)
@@ -240,7 +240,7 @@ class _Task:
         found = unit.activation_quantizers() if options.learn_scales or options.drop else []
         self.activations = {names[quantizer]: quantizer for quantizer in found}
 
-    def run(self, place: int, samples: UnitSamples, bar: Any) -> dict[str, Any]:
+    def run(self, place: int, samples: UnitSamples, stepped: Callable[[], object]) -> FinishedUnit:
         """Learn, store the better of the roundings, and return the result, with what `load` takes."""
         module = part_between(self.gm, self.unit.inputs, self.unit.nodes, [self.unit.output])
         with samples.cache() as cache:
@@ -250,7 +250,7 @@ class _Task:
                 raise not_finite("reconstruct", f"the output of {self.unit.name!r}, or its target,")
             original = self._state()
             nearest = {name: grid.nearest() for name, grid in self.grids.items()}
-            codes = learn(module, self.grids, self.activations, cache, self.options, place, before, bar)
+            codes = learn(module, self.grids, self.activations, cache, self.options, place, before, stepped)
             for name, grid in self.grids.items():
                 grid.store(codes[name])
             after = _error(module, cache)
@@ -263,13 +263,13 @@ class _Task:
         result = UnitResult(self.unit.name, self.unit.layers, before, after, moved, kept)
         return {"result": asdict(result), **self._state()}
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> UnitState:
         weights = {name: grid.layer.weight.detach().clone() for name, grid in self.grids.items()}
         follows = {name: quantizer.following for name, quantizer in self._quantizers().items()}
         grids = {name: (q.scale.clone(), q.zero_point) for name, q in self.activations.items()}
         return {"weights": weights, "follows": follows, "grids": grids}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: UnitState) -> None:
         """Take weights and grids of `run`, of this process or another."""
         with torch.no_grad():
             for name, grid in self.grids.items():
@@ -284,7 +284,7 @@ class _Task:
         return {name: grid.quantizer for name, grid in self.grids.items()} | self.activations
 
 
-def _error(module: fx.GraphModule, cache: BatchCache) -> float:
+def _error(module: fx.GraphModule, cache: BatchCache[Sample]) -> float:
     """Return the mean squared difference of a unit's output from the float one over all batches, weighted by importance."""
     total, count = 0.0, 0
     with torch.no_grad():

@@ -104,7 +104,7 @@ class QuantizationSchedule:
                     copied.load_state_dict(quantizer.state_dict())
         self._begin_phases()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the number of steps and, while the model observes, what its quantizers have observed."""
         quantizers = quantizers_of(self.model) if self.observing else {}
         return {"steps": self.steps, "observed": {name: q.observer.state() for name, q in quantizers.items()}}

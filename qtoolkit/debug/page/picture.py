@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from xml.etree import ElementTree
 
 from torch import fx
@@ -127,7 +126,7 @@ def _shape(group: ElementTree.Element, place: int, node: fx.Node, folded: Mappin
     return Shape(key, kind, place, path, round_, tuple(texts))  # type: ignore[arg-type]  # of four
 
 
-def _line(group: ElementTree.Element, nodes: Mapping[str, tuple[int, Any]]) -> Line:
+def _line(group: ElementTree.Element, nodes: Mapping[str, tuple[int, fx.Node]]) -> Line:
     source, target = _title(group).split("->")
     path, head = group.find(f".//{SVG}path"), group.find(f".//{SVG}polygon")
     points = "" if head is None else _short(head.get("points", ""))

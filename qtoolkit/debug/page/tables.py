@@ -1,17 +1,21 @@
 """The tables of the page: columns, cells, and what sorts them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from qtoolkit.config import QConfig
 from qtoolkit.debug.page.details import range_of
 from qtoolkit.debug.page.facts import Facts
 from qtoolkit.debug.page.words import count, percent
+from qtoolkit.debug.similarity import Similarity
 from qtoolkit.export.verification.codes import CodeCount
 from qtoolkit.export.verification.deployed import DeployedVerification, RuntimeCodes
 from qtoolkit.export.verification.verify import Verification
 from qtoolkit.runtimes.execution import Layer
+
+Accuracy = Mapping[str, object] | Sequence[Mapping[str, object]]  # the scores of a model, or of several
+Verified = Verification | DeployedVerification
 
 POOR_SQNR, FULL_SQNR = 20.0, 60.0  # dB: below the first a cell is marked, at the second its bar is full
 
@@ -44,12 +48,14 @@ def layer_cell(name: str) -> Cell:
     return Cell(name, key=f"op {name}")
 
 
-def number(value: float | None, form: str = ".4g") -> Cell:
-    """Return a cell with a number."""
-    return Cell("-", -math.inf) if value is None else Cell(format(value, form), float(value))
+def number(value: float | None, form: str | Callable[[float], str] = ".4g") -> Cell:
+    """Return a cell with a number, written by a format specification or a function."""
+    if value is None:
+        return Cell("-", -math.inf)
+    return Cell(format(value, form) if isinstance(form, str) else form(value), float(value))
 
 
-def accuracy_table(accuracy: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Table:
+def accuracy_table(accuracy: Accuracy) -> Table:
     """Return the table that the user gave: of a dict a row for each entry, of dicts a column for each key."""
     if isinstance(accuracy, Mapping):
         return Table(("model", "score"), tuple((Cell(str(name)), _any(value)) for name, value in accuracy.items()))
@@ -58,9 +64,8 @@ def accuracy_table(accuracy: Mapping[str, Any] | Sequence[Mapping[str, Any]]) ->
     return Table(columns, tuple(tuple(_any(row.get(column, "")) for column in columns) for row in by_name))
 
 
-def _any(value: Any) -> Cell:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number(value) if is_number else Cell(str(value))
+def _any(value: object) -> Cell:
+    return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else Cell(str(value))
 
 
 def error_table(facts: Facts) -> Table | None:
@@ -75,11 +80,11 @@ def error_table(facts: Facts) -> Table | None:
     return Table(columns, tuple(rows))
 
 
-def _similarity(found: Any) -> tuple[Cell, Cell]:
+def _similarity(found: Similarity) -> tuple[Cell, Cell]:
     return _sqnr(found), Cell(f"{found.cosine:.6f}", found.cosine)
 
 
-def _sqnr(found: Any) -> Cell:
+def _sqnr(found: Similarity | None) -> Cell:
     if found is None:
         return Cell("-", -math.inf)
     value = found.sqnr
@@ -138,7 +143,7 @@ def cost_table(facts: Facts) -> Table:
             number(cost.float_bytes, ",.0f"),
             Cell(f"{cost.bytes:,.0f}", cost.bytes, cost.bytes / most),
             number(cost.macs, ","),
-            _operations(cost.bit_operations),
+            number(cost.bit_operations, count),
         )
         for cost in costs
     ]
@@ -146,11 +151,7 @@ def cost_table(facts: Facts) -> Table:
     return Table(columns, tuple(rows))
 
 
-def _operations(number: int | None) -> Cell:
-    return Cell("-", -math.inf) if number is None else Cell(count(number), number)
-
-
-def _bits(config: Any) -> str:
+def _bits(config: QConfig) -> str:
     specs = (config.weight, config.activation)
     return " x ".join("float" if spec is None else f"{spec.bits} bits" for spec in specs)
 
@@ -158,9 +159,7 @@ def _bits(config: Any) -> str:
 # ---- verification
 
 
-def verification_tables(
-    found: Verification | DeployedVerification, titles: Mapping[str, str]
-) -> list[tuple[str, Table]]:
+def verification_tables(found: Verified, titles: Mapping[str, str]) -> list[tuple[str, Table]]:
     """Return the tables of a verification, each with its title."""
     if isinstance(found, DeployedVerification):
         title = "{}, end to end; outputs differ by at most {:.3g}"

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -87,7 +86,7 @@ class MixedPrecision:
     def __init__(
         self,
         model: nn.Module,
-        example_inputs: Any,
+        example_inputs: object,
         choices: Mapping[str, QConfig | None],
         backend: str | Backend = REQUIRED,
         fixed: Mapping[str, str] | None = None,
@@ -159,7 +158,7 @@ class MixedPrecision:
     def hessian_errors(
         self,
         loss: Loss,
-        batches: Iterable[Any],
+        batches: Iterable[object],
         probes: int = 16,
         seed: int = 0,
         traces: Mapping[str, Trace] | None = None,
@@ -182,7 +181,7 @@ class MixedPrecision:
         """
         check_flags("hessian_errors", progress=progress)
         check_same_activations(self.configs)
-        weights = {name: module.weight for name, module in self.modules.items()}
+        weights = {name: module.get_parameter("weight") for name, module in self.modules.items()}
         if traces is None:
             traces = hessian_traces(self.model, loss, batches, weights, probes, seed, progress)
         curvatures: dict[str, float] = {
@@ -195,7 +194,9 @@ class MixedPrecision:
 
         return self._table(increase)
 
-    def gradient_errors(self, loss: Loss, batches: Iterable[Any], progress: bool = True) -> dict[str, dict[str, float]]:
+    def gradient_errors(
+        self, loss: Loss, batches: Iterable[object], progress: bool = True
+    ) -> dict[str, dict[str, float]]:
         """Estimate the increase of the loss by squared gradients: N / 2 * sum (g * (Q(x) - x))^2 over weights and inputs.
 
         The squares of the gradients of a batch of N samples stand for the Hessian's diagonal (the empirical Fisher
