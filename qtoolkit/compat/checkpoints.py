@@ -99,7 +99,7 @@ def _place(name: str, quantizers: Iterable[str], inputs: Mapping[str, str]) -> s
     return inputs.get(layer) if found is None and own.endswith("input_quantizer") else found
 
 
-def _check_all_placed(entries: Mapping[str, Any], places: Mapping[str, str | None]) -> None:
+def _check_all_placed(entries: Mapping[str, object], places: Mapping[str, str | None]) -> None:
     if not places:
         raise KeyError("load_amax: the checkpoint has no key '..._quantizer._amax'; strict=False ignores that.")
     lost = [key for key in entries if places.get(key) is None]

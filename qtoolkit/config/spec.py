@@ -15,7 +15,7 @@ OBSERVERS: dict[str, Any] = {}
 QUANTIZERS: dict[str, Any] = {}
 FORMATS = ("int", *LARGEST, *BLOCKS, "nnie")
 # The fields that a format other than "int" fixes.
-FIXED: dict[str, dict[str, Any]] = {
+FIXED: dict[str, dict[str, object]] = {
     format: {
         "bits": 4 if format in ("e2m1", "mxfp4", "nvfp4") else 8,
         "signed": True,
@@ -28,7 +28,7 @@ FIXED["nnie"]["pow2_scale"] = False
 for name, block in BLOCKS.items():
     FIXED[name] |= {"pow2_scale": False, "group_size": block.size, "observer": "minmax"}
 # The fields that dynamic=True fixes, besides the formats that it takes.
-FIXED_IF_DYNAMIC: dict[str, Any] = {"axis": None, "observer": "minmax", "quantizer": "fixed"}
+FIXED_IF_DYNAMIC: dict[str, object] = {"axis": None, "observer": "minmax", "quantizer": "fixed"}
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class QuantSpec:
 
     if not TYPE_CHECKING:
 
-        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        def __new__(cls, *args: object, **kwargs: object) -> Self:
             """Check the names of the arguments, and note them for `__post_init__`."""
             known = cls.__match_args__  # all but `given`
             if any(name not in known and name != "given" for name in kwargs):  # which torch.compile can trace
@@ -130,7 +130,7 @@ class QuantSpec:
                 object.__setattr__(new, "_named", frozenset((*known[: len(args)], *kwargs)))
             return new
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         """Restore a copy or a pickle, without what `__new__` has noted."""
         vars(self).clear()
         vars(self).update(state)
@@ -356,11 +356,11 @@ class QuantSpec:
         of_observer, of_format = OBSERVERS[self.observer].NEEDS, FIXED.get(self.format, ())
         return frozenset((*of_blocks, *of_dynamic, *of_quantizer, *of_observer, *of_format))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the fields that are written, as values that JSON can represent."""
         return {name: value for name, value in self.values().items() if name in self._given}
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         """Return all fields, written or not, as values that JSON can represent."""
         values = {name: getattr(self, name) for name in DEFAULTS}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
@@ -382,13 +382,13 @@ class QuantSpec:
 
 
 # The fields, with their defaults.
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, object] = {
     f.name: {} if f.default is MISSING else f.default for f in fields(QuantSpec) if f.name != "given"
 }
 ALL = frozenset(DEFAULTS)
 
 
-def _check_options(of: str, args: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def _check_options(of: str, args: Mapping[str, object], known: Mapping[str, object]) -> None:
     check_mapping(f"the options of {of}", args)
     for key in args:
         if key not in known:
