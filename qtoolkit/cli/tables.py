@@ -146,7 +146,8 @@ def _on_terminal(parts: Iterable[str | Table]) -> str:
     from rich.text import Text
 
     styled = not os.environ.get("NO_COLOR")
-    console = Console(file=io.StringIO(), width=shutil.get_terminal_size().columns, force_terminal=styled)
+    written = io.StringIO()
+    console = Console(file=written, width=shutil.get_terminal_size().columns, force_terminal=styled)
     for part in parts:
         if isinstance(part, str):
             console.print(Text(part))
@@ -154,7 +155,7 @@ def _on_terminal(parts: Iterable[str | Table]) -> str:
             console.print(_rich(part))
             if len(part.rows) > part.most:
                 console.print(Text(f"and {len(part.rows) - part.most} more"))
-    return str(console.file.getvalue())  # type: ignore[attr-defined]
+    return written.getvalue()
 
 
 def _rich(table: Table) -> object:

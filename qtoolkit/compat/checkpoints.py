@@ -133,7 +133,7 @@ def _fitted(model: nn.Module, place: str, quantizer: TensorQuantizer, amax: Tens
 
 
 def _batch_norm_factor(layer: QuantWeighted, count: int, place: str) -> Tensor:
-    """Return the factor of the linked batch norm on a weight; the checkpoint's range is that of the weight without it."""
+    """Return the factor of the linked batch norm on a weight; the checkpoint's range is of the weight without it."""
     if layer.batch_norm is None and layer._holds_batch_norm:
         raise ValueError(
             f"load_amax: the weight of {place!r} has its batch norm folded in, but its range in the checkpoint is that of the "

@@ -53,7 +53,7 @@ class QConfig:
         return ", ".join(f"{name} {'float' if spec is None else spec.describe()}" for name, spec in parts.items())
 
     def completed(self, base: "QConfig") -> "QConfig":
-        """Return the config with specs completed by those of another one (`QuantSpec.completed`); without one, by the defaults.
+        """Return the config with specs completed by another one's (`QuantSpec.completed`); without one, by the defaults.
 
         Raises:
             ValueError: What is written in a spec does not fit the other one.
@@ -297,8 +297,7 @@ class QConfigMapping:
             for source, of in self.rules.items()
         }
         if self.excluded is not None:
-            excluded = self.excluded
-            rules["exclude"] = [[source, text] for source in self.SOURCES for text in excluded._texts(source)]
+            rules["exclude"] = [[source, text] for source in self.SOURCES for text in self.excluded._texts(source)]
         return json.dumps(rules, indent=2)
 
     def _texts(self, source: Source) -> list[str]:
@@ -385,10 +384,9 @@ class QConfigMapping:
 
     def __repr__(self) -> str:
         rules = [f"{source} {key}: {q and q.describe()}" for source, of in self.rules.items() for key, q in of.items()]
-        excluded = (
-            [] if self.excluded is None else [f"exclude {key}" for of in self.excluded.rules.values() for key in of]
-        )
-        return f"QConfigMapping({'; '.join(rules + excluded)})"
+        if self.excluded is not None:
+            rules += [f"exclude {key}" for of in self.excluded.rules.values() for key in of]
+        return f"QConfigMapping({'; '.join(rules)})"
 
 
 def warn_of_unused_types(

@@ -190,7 +190,7 @@ class _CodeCounts:
         ops.observe_histogram_(codes.float().sub_(lowest), self.counts, *self.bounds)
 
     def shares(self) -> tuple[float | None, float | None]:
-        """Return the share of the values that were clipped, and that of the codes that occurred."""
+        """Return the share of the values that were clipped, and the share of the codes that occurred."""
         spec = self.quantizer.spec
         if self.counts is None or not bool(self.counts.any()):
             return None, None

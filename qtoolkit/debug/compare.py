@@ -223,7 +223,7 @@ class _SideBySide(fx.Interpreter):
 
 
 def _compare_modules(float_model: nn.Module, quantized: nn.Module, inputs: object, progress: bool) -> Comparison:
-    """Compare the quantized layers of a model without a graph with those of the float model (see `compare`)."""
+    """Compare the quantized layers of a model without a graph with the float model's (see `compare`)."""
     args, kwargs = call_arguments(quantized, inputs, "compare: inputs do")
     names = _layers(float_model, quantized)
     followers = _batch_norms(float_model, quantized)

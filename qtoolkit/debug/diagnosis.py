@@ -33,13 +33,9 @@ class Diagnosis:
 
     def __init__(self, model: nn.Module, before_second_run: Callable[[], None]) -> None:
         self.model, self.before_second_run = model, before_second_run
-        self.learned = {
-            name: quantizer
-            for name, quantizer in quantizers_of(model).items()
-            if any(True for _ in quantizer.parameters())
-        }
+        self.learned = {name: q for name, q in quantizers_of(model).items() if list(q.parameters())}
         scales = {id(p) for quantizer in self.learned.values() for p in quantizer.parameters()}
-        named = sorted(model.named_parameters(), key=lambda pair: id(pair[1]) not in scales)  # those of layers last
+        named = sorted(model.named_parameters(), key=lambda pair: id(pair[1]) not in scales)  # layers' parameters last
         self.names = {id(parameter): name for name, parameter in named}
         self.forget()
 

@@ -15,8 +15,6 @@ from qtoolkit.debug.page import charts, details, facts, picture, summary, tables
 from qtoolkit.debug.sensitivity import Sensitivity
 from qtoolkit.errors import check_flags
 from qtoolkit.export.onnx import ExportResult
-from qtoolkit.export.verification.deployed import DeployedVerification
-from qtoolkit.export.verification.verify import Verification
 from qtoolkit.files import checked_path, write_atomically
 from qtoolkit.instead import in_order
 from qtoolkit.model_state import check_module
@@ -97,8 +95,6 @@ def report(
 def _check(inputs: object, float_model: object, accuracy: object, sensitivity: object, verification: object) -> None:
     if float_model is not None and inputs is None:
         raise ValueError("report: float_model is compared on inputs; pass inputs too, such as a batch of real data.")
-    if float_model is not None and not isinstance(float_model, nn.Module):
-        raise TypeError(f"report: float_model must be a torch.nn.Module or None, got {type(float_model).__name__}.")
     rows = [accuracy] if isinstance(accuracy, Mapping) else accuracy
     if rows is not None and (
         not isinstance(rows, Sequence) or isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows)
@@ -106,16 +102,18 @@ def _check(inputs: object, float_model: object, accuracy: object, sensitivity: o
         raise TypeError(
             f"report: accuracy must be a dict of scores, a list of dicts, or None, got {type(accuracy).__name__}."
         )
-    if sensitivity is not None and not isinstance(sensitivity, Sensitivity):
-        raise TypeError(
-            f"report: sensitivity must be what qtoolkit.debug.sensitivity returned, or None, got "
-            f"{type(sensitivity).__name__}."
-        )
-    if verification is not None and not isinstance(verification, Verification | DeployedVerification):
-        raise TypeError(
-            f"report: verification must be what qtoolkit.export_onnx or qtoolkit.export.verify returned, or None, got "
-            f"{type(verification).__name__}."
-        )
+    for name, value, kind, wanted in (
+        ("float_model", float_model, nn.Module, "a torch.nn.Module or"),
+        ("sensitivity", sensitivity, Sensitivity, "what qtoolkit.debug.sensitivity returned, or"),
+        (
+            "verification",
+            verification,
+            tables.Verified,
+            "what qtoolkit.export_onnx or qtoolkit.export.verify returned, or",
+        ),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"report: {name} must be {wanted} None, got {type(value).__name__}.")
 
 
 # ---- the page

@@ -144,7 +144,7 @@ class Watch(AbstractContextManager["Watch"]):
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if not self._is_of_model(optimizer):
             return
-        self._diagnosis.forget()  # so that no other step's inputs are taken for those of a forward that no hook has seen
+        self._diagnosis.forget()  # or a forward that no hook has seen would seem to have an earlier step's inputs
         self.sampled += self._sampled_now
         if self._sampled_now and self._writer is not None:
             for recorder in self._recorders:  # the next sampled step is written by itself

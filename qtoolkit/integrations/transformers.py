@@ -295,7 +295,7 @@ class _Generating(nn.Module):
         return super().generate(*args, **{**kwargs, "use_cache": False})  # type: ignore[misc]  # of the model's class
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: object, **kwargs: object) -> dict[str, object]:
-        """Return the inputs for the next word: those of the arguments of the graph that the model's class makes.
+        """Return the inputs for the next word: the arguments of the graph that the model's class makes.
 
         Raises ValueError for padded texts where the graph has no argument for that, and for another argument that it lacks.
         """

@@ -83,7 +83,7 @@ def of_head(results: Mapping[str, Any], head: Head) -> Any:
 class Layers(nn.Module):
     """The graph as a list of one layer, with the name of the head in it. Ultralytics' models run their layers one by one."""
 
-    f: int | list[int] = -1  # its input is that of the model
+    f: int | list[int] = -1  # its input is the model's
     i = 0
 
     def __init__(self, graph: QuantizedGraphModule, head_name: str) -> None:
@@ -175,7 +175,7 @@ def quantize(
     """Return a copy of an Ultralytics model whose layers are a graph of `qtoolkit.prepare`.
 
     It stays an Ultralytics model: of its class, with its losses, in its validator and predictor. Train it by `trainer`, or in a
-    loop of your own. The layers of an RTDETRDecoder are quantized by module replacement, those of all other heads in the
+    loop of your own. The layers of an RTDETRDecoder are quantized by module replacement, the layers of all other heads in the
     graph. What decodes boxes stays in float.
 
     Args:
@@ -266,7 +266,7 @@ def deployed(model: nn.Module) -> QuantizedGraphModule:
     """Return the graph of a quantized model as it is deployed: one image tensor to the tensors that Ultralytics' export has.
 
     Pass it to `qtoolkit.convert` and `qtoolkit.export_onnx`, or to any other function that takes a prepared model. A head with
-    two branches computes that of `model.end2end`.
+    two branches computes the one that `model.end2end` names.
 
     Args:
         model: What `quantize` returned, or a checkpoint of `trainer` in YOLO(...).model. It is not changed.
@@ -288,7 +288,7 @@ def deployed(model: nn.Module) -> QuantizedGraphModule:
     gm = copy.deepcopy(layers.graph).eval()
     head: Head = gm.get_submodule(layers.head_name)
     head.export = True
-    # Others take anchors of the images before for those of another batch.
+    # Others would keep the anchors of earlier images for another batch.
     head.dynamic = not isinstance(head, RTDETRDecoder)
     leaf = layers.head_name.removesuffix(".head")
     (call,) = (node for node in gm.graph.nodes if node.op == "call_module" and node.target == leaf)
@@ -364,7 +364,7 @@ def _describe(model: Any, path: Path, size: tuple[int, int], is_dynamic: bool) -
 
     head = _layers_of(model, "export_onnx").head
     facts = {
-        "task": guess_model_task(model) or "detect",  # it does not guess that of an RT-DETR
+        "task": guess_model_task(model) or "detect",  # it does not guess the task of an RT-DETR
         "names": model.names,
         "imgsz": list(size),
         "stride": int(max(model.stride)),

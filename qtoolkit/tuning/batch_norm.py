@@ -45,14 +45,14 @@ class Reestimation:
 def reestimate_batch_norm(
     model: nn.Module, batches: Iterable[object], forward: Forward | None = None, progress: bool = True
 ) -> Reestimation:
-    """Set the running statistics of all batch norms to those of some batches, with the weights as they now are.
+    """Estimate the running statistics of all batch norms anew from some batches, with the weights as they now are.
 
     The running averages of training lag behind the weights, and with few bits the weights' noise moves the statistics. Each
     call counts the same, also of a batch norm that the model calls several times: the new mean is the average of the means, and
-    the new variance that of the variances plus the variance of the means. Batch norms normalize by the statistics of the batch
-    meanwhile; all else runs in eval mode, with the quantizers as they are. Scales of weights change as the new statistics scale
-    the weights. With one for each output channel no code of a weight changes, and the statistics are those of the codes; one
-    for all takes what the factors have in common, and powers of two stay. If anything raises, all is as before.
+    the new variance the average of the variances plus the variance of the means. Batch norms normalize by the statistics of
+    the batch meanwhile; all else runs in eval mode, with the quantizers as they are. Scales of weights change as the new
+    statistics scale the weights. With one for each output channel no code of a weight changes, and the statistics fit the
+    codes; one for all takes what the factors have in common, and powers of two stay. If anything raises, all is as before.
 
     Args:
         model: A float, prepared or replaced model.
@@ -90,7 +90,7 @@ def reestimate_batch_norm(
     data = Batches(batches, forward, "reestimate_batch_norm")
     with tuning(model):
         sums = {name: _Sums(name, bn) for name, bn in found.items()}
-        ranges = _ranges(model)
+        ranges = [_Clipping(q) for q in quantizers_of(model).values() if _has_range(q) and not q.of_weight]
         count = _sum_up(model, data, sums.values(), ranges, progress)
         _store(model, sums, ranges, unchanged)
         _warn_of_ranges(ranges)
@@ -123,7 +123,7 @@ def _sum_up(
     hooks = [each.bn.register_forward_hook(each.take) for each in sums]
     kept = removing(hooks + [each.quantizer.register_forward_pre_hook(each.take) for each in ranges])
     with kept, attribute_kept(norms, "momentum"), attribute_kept(norms, "training"), torch.no_grad():
-        for bn in norms:  # its running statistics become those of each call
+        for bn in norms:  # its running statistics become the statistics of each call
             bn.momentum, bn.training = 1.0, True
         for batch in batches_of("batch norms", data, progress):
             data.run(model, batch)
@@ -151,7 +151,7 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, _BatchNorm], dict[str, str
 
 
 class _Sums:
-    """The sums of the statistics of a batch norm's calls: with momentum 1, its running ones are those of the last call."""
+    """The sums of the statistics of a batch norm's calls: with momentum 1, the last call gives its running ones."""
 
     def __init__(self, name: str, bn: _BatchNorm) -> None:
         self.name, self.bn = name, bn
@@ -184,17 +184,14 @@ class _Sums:
                 # Its weights are rounded to zero. A variance of zero would make them hundreds of times as large, off the grid.
                 constant = variance <= ROUNDING * mean.square()
                 variance = torch.where(constant, self.old[1].to(variance), variance)
-            self._check_finite(mean, variance)
+            if not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all()):
+                raise ValueError(
+                    f"reestimate_batch_norm: statistics of the batch norm {self.name!r} are not finite, so nothing was "
+                    f"changed: a batch has NaN, infinities or one value for each channel; leave this batch out."
+                )
             for tensor, new in zip(self._tensors(), (mean, variance), strict=True):
                 tensor.copy_(new)
         return self.count > 0
-
-    def _check_finite(self, mean: Tensor, variance: Tensor) -> None:
-        if not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all()):
-            raise ValueError(
-                f"reestimate_batch_norm: statistics of the batch norm {self.name!r} are not finite, so nothing was changed: "
-                f"a batch has NaN, infinities or one value for each channel; leave this batch out."
-            )
 
 
 class _Clipping:
@@ -224,11 +221,6 @@ class _Clipping:
         if self.count and self.vanishes:
             return f"{self.quantizer.name!r} (all rounded to zero)"
         return f"{self.quantizer.name!r} ({share:.1%} clipped)" if much_clipped(self.quantizer, share) else ""
-
-
-def _ranges(model: nn.Module) -> list[_Clipping]:
-    """Return the looks at all activations that have a range of their own."""
-    return [_Clipping(q) for q in quantizers_of(model).values() if _has_range(q) and not q.of_weight]
 
 
 @torch.no_grad()

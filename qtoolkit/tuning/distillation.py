@@ -19,7 +19,7 @@ from qtoolkit.shared_modules import first_names, modules_by_name
 
 
 class Distillation(AbstractContextManager["Distillation"]):
-    """The loss of a student's logits and features against those of a teacher, such as the float model.
+    """The loss of a student's logits and features against a teacher's, such as the float model.
 
     loss = logits_weight * T^2 * KL(softmax(teacher / T) || softmax(student / T))
          + feature_weight * mean over features of |student - teacher|^2 / |teacher|^2

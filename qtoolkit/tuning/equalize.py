@@ -98,8 +98,8 @@ def equalize(
 
     Args:
         model: A float model, before `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
-        example_inputs: As for `qtoolkit.prepare`: the model is traced with them, and run for the check. The ranges of
-            activations are those of these inputs: pass a batch of real data.
+        example_inputs: As for `qtoolkit.prepare`: the model is traced with them, and run for the check. They give the
+            ranges of activations: pass a batch of real data.
         skip: Dotted names of layers that stay as they are.
         inplace: Change the model itself; otherwise a copy.
         activations: None for the weights. Or the power of its range, relative to the widest, that a channel is divided by: 1
@@ -186,9 +186,9 @@ class _Link:
     def equalize(self) -> float:
         """Equalize the two layers; return how far the largest factor was from 1."""
         first, second = self._ranges()
-        usable = (first > 0) & (second > 0)
-        factor = torch.where(usable, torch.sqrt(first / second), torch.ones_like(first))
-        factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, torch.ones_like(factor))
+        factor = torch.sqrt(first / second)
+        usable = (first > 0) & (second > 0) & torch.isfinite(factor) & (factor > 0)
+        factor = torch.where(usable, factor, 1)
         self.divide(factor)
         return float((factor.log()).abs().max())
 
@@ -264,7 +264,7 @@ def _ranges_between(gm: fx.GraphModule, links: Sequence[_Link], example_inputs: 
 def ranges_of_channels(x: Tensor, source: Tensor, dims: int) -> Tensor:
     """Return the range of each channel of a tensor, zero included.
 
-    The channels are those of the output of `source`, with `dims` dimensions of positions behind them.
+    The channels run as in the output of `source`, with `dims` dimensions of positions behind them.
 
     Example:
         >>> ranges_of_channels(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.zeros(2, 2, 5, 5), 2)

@@ -26,7 +26,7 @@ from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
 from qtoolkit.tuning.runs.stepwise import LayerRuns
 
 COLUMNS = 128  # whose errors are spread to the later columns at once
-DAMPINGS = (0.01, 0.1, 1.0)  # that of the paper, and those for few inputs
+DAMPINGS = (0.01, 0.1, 1.0)  # the paper's, and two for few inputs
 # The share of the best gain that a larger damping must keep. It fits the batches less closely: inputs unlike them lose less.
 GAIN = 0.8
 
@@ -94,11 +94,11 @@ def gptq(
 
     Codes fit the inputs that choose them: with few inputs for each column, they can be far better on these inputs and worse on
     others. So each layer is tried first: one half of its inputs chooses codes, and the other half tells their error. Where it
-    is not below that of rounding to nearest, weights stay rounded to nearest.
+    is not below the error of rounding to nearest, weights stay rounded to nearest.
 
     A prepared model runs from layer to layer, and a replaced one from its inputs each time, as in
-    `qtoolkit.tuning.bias_correction`. For a layer that the model calls several times, whose inputs are those of all calls, the
-    whole model runs.
+    `qtoolkit.tuning.bias_correction`. For a layer that the model calls several times, the whole model runs, and
+    its inputs in all calls count.
 
     Args:
         prepared: A calibrated model from `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.

@@ -53,7 +53,7 @@ class UnitResult:
     Attributes:
         name: Its name.
         layers: The layers in it.
-        before: The mean squared difference of its output from that of the float model, with weights rounded to nearest; with a
+        before: The mean squared difference of its output from the float model's, with weights rounded to nearest; with a
             loss, of elements that are weighted by the squares of its gradients.
         after: The same at the end.
         moved: The share of its codes that are another one than the nearest.
@@ -112,7 +112,7 @@ def reconstruct(
     progress: bool = True,
     loss: Loss | None = None,
 ) -> Reconstruction:
-    """Learn whether each weight is rounded down or up, so that the outputs of layers or blocks are those of the float model.
+    """Learn whether each weight is rounded down or up, so that layers or blocks return what the float model's do.
 
     The units are taken in the order of the model. The inputs of each come from the quantized model so far, and its targets
     from the float model. A unit for which nothing better is found keeps its weights rounded to nearest. The result is in the
@@ -121,7 +121,7 @@ def reconstruct(
     unit: besides the steps, all units together take the time of a few runs of the whole model.
 
     Methods: "adaround" (arXiv 2004.10568) learns rounding, by default layer by layer. "brecq" (arXiv 2102.05426) takes blocks,
-    and trains the scales of their activations as well; the paper's weights of errors are those of `loss`.
+    and trains the scales of their activations as well; `loss` gives the paper's weights of errors.
     "qdrop" (arXiv 2203.05740) moreover leaves half of the activations in float at random. Blocks are found by the graph and
     the hierarchy of modules (`qtoolkit.tuning.rounding.units`).
 
@@ -137,7 +137,7 @@ def reconstruct(
         learning_rate: Of the rounding.
         scale_learning_rate: Of the scales of activations, relative to their size.
         rounding_weight: Weight of the regularizer, the mean of 1 - |2 h - 1|^beta, which is annealed and drives each weight to
-            one of its two codes. The error is divided by that of rounding to nearest: one weight fits layers of any scale.
+            one of its two codes. The error is divided by the error of rounding to nearest: one weight fits layers of any scale.
         seed: Of the order of batches and of what is dropped. Results are equal for equal seeds on the same machine.
         path: A folder where each finished unit is saved. Another call with the same model, options and batches goes on there,
             with the same result as a call that was not interrupted.
@@ -280,7 +280,7 @@ class _Task:
             quantizer.following = state["follows"][name]
 
     def _quantizers(self) -> dict[str, TensorQuantizer]:
-        """Return the quantizers of activations, and by their layers' names those of weights."""
+        """Return the quantizers of activations, and of weights by their layers' names."""
         return {name: grid.quantizer for name, grid in self.grids.items()} | self.activations
 
 

@@ -209,7 +209,7 @@ def _watch(model: nn.Module, data: Batches, uses: _Uses, progress: bool) -> tupl
 
 
 def _shared(model: nn.Module) -> dict[nn.Module, str]:
-    """Return which weight or bias of a module is that of another one too, as that of an embedding and the last layer."""
+    """Return which weight or bias a module shares with another one, as an embedding and the last layer may."""
     owners = owners_of_parameters(model)
     found: dict[nn.Module, str] = {}
     for module, name in first_names(model).items():

@@ -53,7 +53,7 @@ class QuantModuleReplacementHelper:
         self.entries = [*table, *(QuantEntry(*entry) for entry in custom_map or ())]
 
     def apply_quant_modules(self) -> None:
-        """Rebind the names, after those of an earlier call were restored."""
+        """Rebind the names, after an earlier call's were restored."""
         self.restore_float_modules()
         for module, name, cls in self.entries:
             self.originals.append(QuantEntry(module, name, getattr(module, name)))

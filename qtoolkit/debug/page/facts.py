@@ -23,7 +23,6 @@ from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, QuantizationReport, quantization_report
 from qtoolkit.report.layer_costs import bit_product, count_macs, layers_of, stored_bytes
-from qtoolkit.shared_modules import first_names
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,7 @@ def gather(model: nn.Module, inputs: object, comparison: Comparison | None, sens
     report, found = quantization_report(model), quantizers_in(model)
     with freeze_ranges(model):
         values = {} if inputs is None else _values_of(model, found, inputs)
-        names = first_names(model)
-        quantized = {name: module for module, name in names.items() if isinstance(module, QuantWeighted)}
+        quantized = {name: module for name, module in model.named_modules() if isinstance(module, QuantWeighted)}
         layers = {name: module for name, module in (quantized | layers_of(model)).items() if name}
         macs = {} if inputs is None else count_macs(model, layers, inputs)
         lines = {line.name: line for line in report.layers}
@@ -121,6 +119,12 @@ def known_range(quantizer: Quantizer) -> tuple[Tensor, Tensor] | None:
     if not isinstance(quantizer, TensorQuantizer | Grid) or not quantizer.ready or getattr(quantizer, "dynamic", False):
         return None
     return clip_range(quantizer)
+
+
+def ends_of(quantizer: Quantizer) -> tuple[float, float] | None:
+    """Return the lowest and the highest value of a quantizer's grid, over all channels; None as `known_range`."""
+    known = known_range(quantizer)
+    return None if known is None else (float(known[0].min()), float(known[1].max()))
 
 
 # ---- on inputs

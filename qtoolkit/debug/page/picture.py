@@ -23,7 +23,7 @@ class Shape:
     kind: str  # "quantized", "fused", "transparent", "float", "quantizer", "plain" or "block"
     place: int  # the number of the node in the graph
     path: str  # the outline of an op; "" for a quantizer
-    ellipse: tuple[str, str, str, str] | None  # the center and the radii of a quantizer, or None
+    ellipse: tuple[str, ...] | None  # the center and the radii of a quantizer, or None
     texts: tuple[tuple[str, str, str], ...]  # the lines of text, each with its place
 
     @property
@@ -123,7 +123,7 @@ def _shape(group: ElementTree.Element, place: int, node: fx.Node, folded: Mappin
     round_ = None if ellipse is None else tuple(ellipse.get(name, "") for name in ("cx", "cy", "rx", "ry"))
     path = "" if outline is None else _short(outline.get("d", ""))
     key = f"block {folded[node]}" if node in folded else key_of(node)
-    return Shape(key, kind, place, path, round_, tuple(texts))  # type: ignore[arg-type]  # of four
+    return Shape(key, kind, place, path, round_, tuple(texts))
 
 
 def _line(group: ElementTree.Element, nodes: Mapping[str, tuple[int, fx.Node]]) -> Line:

@@ -42,7 +42,7 @@ def figures_of(facts: Facts, accuracy: Table | None, verification: Verified | No
 
 
 def _of_accuracy(accuracy: Table) -> list[Figure]:
-    """Return the score of the last row, in the first column of numbers, beside those of the rows before it."""
+    """Return the score of the last row, in the first column of numbers, beside the scores of the rows before it."""
     column = next((place for place, _ in enumerate(accuracy.columns) if accuracy.numeric(place)), None)
     rows = [row for row in accuracy.rows if column is not None and row[column].sort is not None]
     if column is None or not rows:

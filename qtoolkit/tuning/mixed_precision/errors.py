@@ -99,7 +99,7 @@ class SquaredGradients:
         inputs: list[tuple[str, Tensor]] = []
 
         def keep(name: str, x: Tensor) -> Tensor:
-            # A tensor of its own for this layer: its gradient is not that of the other layers that take x.
+            # A tensor of its own for this layer: the gradients of other layers that take x stay out of it.
             own = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
             inputs.append((name, own))
             return own

@@ -17,7 +17,6 @@ from qtoolkit.model_state import check_module, evaluating
 from qtoolkit.nn.computed_weights import has_weight
 from qtoolkit.progress import batches_of
 from qtoolkit.report.layer_costs import LAYERS, bit_product, count_macs, layers_of
-from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.mixed_precision.assignment import Assignment, Front
 from qtoolkit.tuning.mixed_precision.costs import Layer, own_config, size_of
 from qtoolkit.tuning.mixed_precision.errors import (
@@ -200,7 +199,7 @@ class MixedPrecision:
         """Estimate the increase of the loss by squared gradients: N / 2 * sum (g * (Q(x) - x))^2 over weights and inputs.
 
         The squares of the gradients of a batch of N samples stand for the Hessian's diagonal (the empirical Fisher
-        information). The estimate sees weights and activations; their ranges are those of all batches, by the specs' observers.
+        information). The estimate sees weights and activations; their ranges cover all batches, by the specs' observers.
 
         Args:
             loss: loss(model, batch) returns a scalar, the mean over the batch.
@@ -321,7 +320,7 @@ class MixedPrecision:
             check_known(f"choice of layer {name!r} in fixed", choice, self.choices)
 
     def _warn_of_computed_weights(self) -> None:
-        layers = {n: m for m, n in first_names(self.model).items() if type_before_parametrizations(m) in LAYERS}
+        layers = {n: m for n, m in self.model.named_modules() if type_before_parametrizations(m) in LAYERS}
         computed = [repr(name) for name, module in layers.items() if name not in self.modules and has_weight(module)]
         if computed:
             warnings.warn(

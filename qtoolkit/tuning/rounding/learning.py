@@ -48,7 +48,7 @@ def learn(
 ) -> dict[str, Tensor]:
     """Learn the codes of each weight in a unit and, where the options say so, store learned scales of its activations.
 
-    `place`, with the seed, gives the random numbers; `error`, that of weights rounded to nearest, divides the loss.
+    `place`, with the seed, gives the random numbers; `error`, of weights rounded to nearest, divides the loss.
     `stepped` is called after each step.
     """
     roundings = {name: SoftRounding(grid) for name, grid in grids.items()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,10 +23,10 @@ LossOfTask = Callable[[Any, Any], Tensor]  # of what the user's model returns, a
 Loss = LossOfTask | Literal["kl"]
 
 
-class UnitSamples:
+class UnitSamples(ExitStack):
     """A model and its float twin, with the same graph, that run on all batches from unit to unit, in a `with` block.
 
-    A unit's inputs are those of the model as it is when the unit is reached. The inputs in the float model are kept too with
+    A unit's inputs come from the model as it is when the unit is reached. The inputs in the float model are kept too with
     `options.drop`, the importance of the outputs' elements with a loss. Up to `limit` bytes are in memory, one half of them for
     the unit at hand; the others are in temporary files.
     """
@@ -41,24 +41,19 @@ class UnitSamples:
         loss: Loss | None,
         limit: float,
     ) -> None:
+        super().__init__()
         twins = {node.name: node for node in reference.graph.nodes}
         inputs = [tuple(twins[node.name] for node in unit.inputs if options.drop) for unit in units]
         self._outputs = [twins[unit.output.name] for unit in units]
         goals = [(*before, output) for before, output in zip(inputs, self._outputs, strict=True)]
         self.reference, self.units, self.data, self.options, self.loss = reference, units, data, options, loss
-        self._limit, self._device, self._stack = limit, device_of(gm) or torch.device("cpu"), ExitStack()
+        self._limit, self._device = limit, device_of(gm) or torch.device("cpu")
         self._quantized = Stepwise(gm, [unit.inputs for unit in units], data, limit / 6)
         self._in_float = Stepwise(reference, goals, data, limit / 6)
-        self._importances: BatchCache[list[Tensor] | None] = BatchCache(limit / 6, self._device)
-        self._first: int | None = None  # the place of the first unit that is reached
-
-    def __enter__(self) -> Self:
+        self._importances = BatchCache[list[Tensor] | None](limit / 6, self._device)
         for each in (self._quantized, self._in_float, self._importances):
-            self._stack.enter_context(each)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+            self.enter_context(each)
+        self._first: int | None = None  # the place of the first unit that is reached
 
     def cache(self) -> BatchCache[Sample]:
         """Return an empty cache for the samples of one unit."""
@@ -67,7 +62,7 @@ class UnitSamples:
     def fill(self, cache: BatchCache[Sample], place: int) -> None:
         """Add to a cache for each batch a unit's inputs, its inputs and output in float, and the importance, or None.
 
-        The unit is behind that of the last call.
+        The unit is behind the last call's.
         """
         name, weighting = self.units[place].name, None
         if self._first is None:
@@ -172,7 +167,7 @@ class _Watched(nn.Module):
 
 
 def with_gradients(value: Argument) -> Argument:
-    """Return a value with those of its floating-point tensors that have no gradient as leaves of an autograd graph."""
+    """Return a value in which floating-point tensors without a gradient are leaves of an autograd graph."""
     return fx.node.map_aggregate(value, _with_gradient)
 
 

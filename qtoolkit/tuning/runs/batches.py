@@ -92,7 +92,7 @@ class Batches:
         return inside.results[0]
 
     def run(self, model: nn.Module, batch: object, up_to: str = "") -> Any:
-        """Run a model, or its part up to some layer, on a batch; errors are those of `Caller` and of `explaining`."""
+        """Run a model, or its part up to some layer, on a batch; raises as `Caller` and `explaining`."""
         with self.explaining(model, up_to):
             return self._call(model, batch)
 
@@ -148,7 +148,7 @@ def part_between(
     """Return a part of a graph, as a module that takes the values of some nodes and returns a tuple: the values of `results`.
 
     It also returns copies of the values of `copied`, which later ops do not change in place. The nodes `on_copies` compute on
-    copies of their inputs, and change none of them in place. Submodules and parameters are those of the model.
+    copies of their inputs, and change none of them in place. It shares the model's submodules and parameters.
     """
     graph, written, copies = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
 

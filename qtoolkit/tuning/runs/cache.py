@@ -1,7 +1,7 @@
 """BatchCache: the values of many batches, in memory up to a limit, beyond it in temporary files."""
 
 import tempfile
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 T = TypeVar("T")
 
 
-class BatchCache(AbstractContextManager["BatchCache[T]"], Generic[T]):
+class BatchCache(ExitStack, Generic[T]):
     """A list of nested values with tensors, in a `with` block; afterwards its files are removed.
 
     Other values than tensors, and containers that torch's pytrees do not know, stay in memory as they are. Up to `limit`
@@ -29,9 +29,11 @@ class BatchCache(AbstractContextManager["BatchCache[T]"], Generic[T]):
     """
 
     def __init__(self, limit: float, device: torch.device) -> None:
+        super().__init__()
         self.limit, self.device, self.bytes = limit, device, 0
         self._items: list[_Item] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.callback(self._items.clear)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -66,14 +68,10 @@ class BatchCache(AbstractContextManager["BatchCache[T]"], Generic[T]):
             return _Item(form, leaves, tensors)
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="qtoolkit-", ignore_cleanup_errors=True)
+            self.callback(self._folder.cleanup)
         file = Path(self._folder.name, f"{index}.pt")
         torch.save(tensors, file)
         return _Item(form, leaves, file)
-
-    def __exit__(self, *_: object) -> None:
-        self._items.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
 
 
 @dataclass(frozen=True)

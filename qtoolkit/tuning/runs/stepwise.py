@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,11 +25,11 @@ MEMORY = 2 * 2**30  # bytes of values that LayerRuns keeps in memory; the others
 Values = Sequence[Any]  # of nodes of a graph
 
 
-class Stepwise(AbstractContextManager["Stepwise"]):
+class Stepwise(ExitStack):
     """A graph that computes one goal, the values of some nodes, after another on all batches, and no node twice.
 
     Between two goals it keeps for each batch the values that later goals depend on, and nothing else: up to `limit` bytes
-    in memory, the others in temporary files. So the time for all goals is that of one run of the model, where the goals
+    in memory, the others in temporary files. So all goals take the time of one run of the model, where the goals
     follow each other in the graph. What was computed for a goal stays as it is when the model changes afterwards. What no
     goal needs does not run.
 
@@ -45,13 +45,14 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         ...         stepwise.begin(place)
         ...         for index, batch in data.each():
         ...             (y,) = stepwise.run(index, batch)
-        >>> torch.equal(y, gm(torch.ones(1, 2))), calls  # the second call is that of gm
+        >>> torch.equal(y, gm(torch.ones(1, 2))), calls  # the second call is by gm
         (True, ['0', '0'])
     """
 
     def __init__(
         self, gm: QuantizedGraphModule, goals: Sequence[Sequence[fx.Node]], data: Batches, limit: float
     ) -> None:
+        super().__init__()
         self.gm, self.goals, self.data = gm, goals, data
         constant = parameters_in(gm.graph)
         # What each stretch computes for itself.
@@ -60,12 +61,9 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         self._in_place = {node for node in gm.graph.nodes if changed_by(node, gm) not in (None, *constant)}
         self._order = {node: place for place, node in enumerate(gm.graph.nodes)}
         self._arguments = arguments_part(gm)
-        self._cache: BatchCache[Values] = BatchCache(limit, device_of(gm) or torch.device("cpu"))
+        self._cache: BatchCache[Values] = self.enter_context(BatchCache(limit, device_of(gm) or torch.device("cpu")))
         # The nodes whose values the cache has for each batch before the goal at hand, and after it.
         self._before, self._after = list[fx.Node](), [node for node in gm.graph.nodes if node.op == "placeholder"]
-
-    def __exit__(self, *_: object) -> None:
-        self._cache.__exit__()
 
     def begin(self, place: int, up_to: str = "") -> None:
         """Go on to a goal behind the last one, with the model as it now is. Then call `run` once for each batch."""
@@ -117,7 +115,7 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         return sorted(sources, key=self._order.__getitem__), sorted(nodes, key=self._order.__getitem__)
 
 
-class LayerRuns(AbstractContextManager["LayerRuns"]):
+class LayerRuns(ExitStack):
     """A model that runs on all batches up to one layer after another, in the order of their first calls, in a `with` block.
 
     A prepared model goes on at the layer that was reached last: all layers together take the time of two runs of the model. Any
@@ -125,19 +123,17 @@ class LayerRuns(AbstractContextManager["LayerRuns"]):
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], data: Batches) -> None:
+        super().__init__()
         self.model, self.data = model, data
         self._calls = _calls_of(model, names)
         self._places = {name: place for place, name in enumerate(names)}
         self._stepwise: Stepwise | None = None
         if isinstance(model, QuantizedGraphModule) and self._calls:
-            self._stepwise = Stepwise(model, [self._calls[name].all_input_nodes for name in names], data, MEMORY)
-
-    def __exit__(self, *_: object) -> None:
-        if self._stepwise is not None:
-            self._stepwise.__exit__()
+            goals = [self._calls[name].all_input_nodes for name in names]
+            self._stepwise = self.enter_context(Stepwise(model, goals, data, MEMORY))
 
     def reach(self, name: str) -> None:
-        """Run the model as it now is on each batch, to the end of the first call of a layer behind that of the last call."""
+        """Run the model as it now is on each batch, to the end of the first call of a layer behind the last call's."""
         stop = self.model.get_submodule(name).register_forward_hook(_stop)
         with removing([stop]), torch.no_grad():
             if self._stepwise is None:

@@ -1,6 +1,6 @@
 """A range chosen from a histogram of magnitudes, by entropy, squared error or percentile.
 
-The formulas are pytorch-quantization's. The search by entropy is that of `qtoolkit.ops.search_range`. Counting and the other
+The formulas are pytorch-quantization's. `qtoolkit.ops.search_range` does the search by entropy. Counting and the other
 searches differ from `qtoolkit.ops`:
 
 - counting: the bins have the width that the first tensor sets, and more of them are appended; the native histogram has a
@@ -227,7 +227,7 @@ def calibrate_weights(
     """Set the ranges of all weight quantizers from the weights, by the method "percentile", "mse" or "max".
 
     `perchannel` gives one range for each output channel: axis 1 of a transposed convolution, axis 0 of other layers. The other
-    arguments, and errors, are those of `HistogramCalibrator` and `compute_amax`.
+    arguments, and errors, are as of `HistogramCalibrator` and `compute_amax`.
     """
     if method not in ("percentile", "mse", "max"):
         raise TypeError(f"Unsupported calibration method {method!r} of weights; it must be percentile, mse or max.")

@@ -45,7 +45,7 @@ class QuantLayer(QuantMixin):
 
     @fx_leaf
     def forward(self, input: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Compute the layer with its quantized input and weight; further arguments are those of torch's layer."""
+        """Compute the layer with its quantized input and weight; further arguments are torch's."""
         return self.compute(*self._quant(input), self.bias, *args, **kwargs)
 
     def _quant(self, input: Tensor) -> tuple[Tensor, Tensor]:

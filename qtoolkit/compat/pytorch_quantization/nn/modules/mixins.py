@@ -84,7 +84,7 @@ class QuantMixin(_QuantizesInput):
 
 
 def pop_quant_desc_in_kwargs(quant_cls: type, input_only: bool = False, **kwargs: object) -> Any:
-    """Return the descriptor of inputs, or those of inputs and weights: the arguments, or a class's; TypeError for others."""
+    """Return the descriptor of inputs, or of inputs and weights: the arguments, or a class's; TypeError for others."""
     names = ["quant_desc_input"] if input_only else ["quant_desc_input", "quant_desc_weight"]
     unused = kwargs.keys() - names
     if unused:
