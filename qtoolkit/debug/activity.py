@@ -110,22 +110,12 @@ class Recorder:
     def read(self) -> Activity:
         """Return what was accumulated."""
         seen = self.calls > 0 and bool(self.range.lo <= self.range.hi)
-        clipped, levels = self.codes.shares()
+        lowest, highest = (float(self.range.lo), float(self.range.hi)) if seen else (None, None)
         low, high = (None, None) if self.grid is None else self.grid.tolist()
-        return Activity(
-            self.name,
-            self.quantizer.spec.describe(),
-            self.calls,
-            float(self.range.lo) if seen else None,
-            float(self.range.hi) if seen else None,
-            low,
-            high,
-            clipped,
-            levels,
-            self.gradient.read(),
-            self.scale_gradient.read(),
-            int(self.range.skipped),
-        )
+        values = lowest, highest, low, high
+        norms = self.gradient.read(), self.scale_gradient.read()
+        spec, nonfinite = self.quantizer.spec.describe(), int(self.range.skipped)
+        return Activity(self.name, spec, self.calls, *values, *self.codes.shares(), *norms, nonfinite)
 
 
 class _MeanNorm:

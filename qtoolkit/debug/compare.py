@@ -183,15 +183,8 @@ class _SideBySide(fx.Interpreter):
         value = super().run_node(n)
         if self._is_quantized(n):
             expected = self._float(n)
-            self.layers.append(
-                LayerComparison(
-                    name_of(n),
-                    str(kind_of(n)),
-                    similarity_of(expected, self._alone(n)),
-                    similarity_of(expected, value),
-                    self._weight(n),
-                )
-            )
+            own, accumulated = similarity_of(expected, self._alone(n)), similarity_of(expected, value)
+            self.layers.append(LayerComparison(name_of(n), str(kind_of(n)), own, accumulated, self._weight(n)))
             note_worst(self.bar, self.layers)
         self.bar.update()
         return value

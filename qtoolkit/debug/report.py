@@ -191,16 +191,12 @@ def _tree(known: facts.Facts) -> picture.Branch:
 
 def _histograms(known: facts.Facts) -> list[tuple[str, str, charts.Histogram, facts.Values, str]]:
     """Return the key and the title of each quantizer with a histogram, its chart, its values and how it quantizes."""
-    return [
-        (
-            f"quantizer {name}",
-            known.titles.get(name, name),
-            charts.histogram_of(values, known.quantizers[name]),
-            values,
-            known.quantizers[name].spec.describe(),
-        )
-        for name, values in known.values.items()
-    ]
+    found = []
+    for name, values in known.values.items():
+        quantizer, title = known.quantizers[name], known.titles.get(name, name)
+        chart, how = charts.histogram_of(values, quantizer), quantizer.spec.describe()
+        found.append((f"quantizer {name}", title, chart, values, how))
+    return found
 
 
 def _weights(known: facts.Facts) -> list[tuple[str, charts.Channels, str, str]]:

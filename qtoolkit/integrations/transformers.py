@@ -150,7 +150,7 @@ class QtoolkitQuantizer(HfQuantizer):
             model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *lacking}
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> object:
         state = model.state_dict()
         for key in self.placed:
             _remove_placeholder(model, key)
@@ -357,19 +357,14 @@ def note(model: Any, plan: Plan, options: Mapping[str, object], inputs: Mapping[
     example input for each argument of forward, and is None for module replacement.
     """
     given, traced = inputs or {}, isinstance(model, QuantizedGraphModule)
-    lost = [name for name, value in options.items() if value and not _is_plain(value)]
+    plain = {name: value for name, value in options.items() if value and _is_plain(value)}
+    lost = [name for name, value in options.items() if value and name not in plain]
     lost += [f"an input {name!r} that is no tensor" for name, x in given.items() if not isinstance(x, Tensor)]
     lost += ["a Backend of its own"] * (backends.get(plan.backend.name) != plan.backend)
     lost += ["prepare without example_inputs"] * (traced and inputs is None)
-    shapes = {name: (list(x.shape), _name(x.dtype)) for name, x in given.items() if isinstance(x, Tensor)}
-    config = QtoolkitConfig(
-        plan.backend.name,
-        plan.mapping,
-        {name: value for name, value in options.items() if value and _is_plain(value)},
-        shapes if traced else None,
-        plan.tracing.training,
-        tuple(lost),
-    )
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    shapes = {name: (list(x.shape), _name(x.dtype)) for name, x in tensors.items()} if traced else None
+    config = QtoolkitConfig(plan.backend.name, plan.mapping, plain, shapes, plan.tracing.training, tuple(lost))
     model.config.quantization_config = config
     # No names of earlier checkpoints in files: transformers finds them by patterns that match names of quantizers too, and its
     # Trainer resumes from the names in the file.

@@ -211,11 +211,11 @@ def quantize(
             RunWithLabels(own), (image, {}), target, untraced=[name], exclude=excluded, inplace=True, **options
         )
         own.model, own.save = RTDETRLayers(graph, name), [0]
-        return cast("nn.Module", own)
-    _split(own.model[-1])
-    excluded.append(Decode)
-    graph = prepare(Run(own), image, target, leaf_modules=[Decode], exclude=excluded, inplace=True, **options)
-    own.model, own.save = Layers(graph, f"{name}.decode.head"), []
+    else:
+        _split(own.model[-1])
+        excluded.append(Decode)
+        graph = prepare(Run(own), image, target, leaf_modules=[Decode], exclude=excluded, inplace=True, **options)
+        own.model, own.save = Layers(graph, f"{name}.decode.head"), []
     return cast("nn.Module", own)
 
 

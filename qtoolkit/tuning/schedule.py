@@ -95,10 +95,9 @@ class QuantizationSchedule:
         self.steps += 1
         if self.steps <= self.observe:  # DistributedDataParallel gives all ranks the ranges of rank 0
             share_ranges(quantizers_of(self.model).values())
-        if self.steps == self.observe:
-            self._set_ranges()
-        if self.steps <= self.observe:  # the first input may have given a quantizer its number of channels
-            for average in self.averages:
+            if self.steps == self.observe:
+                self._set_ranges()
+            for average in self.averages:  # the first input may have given a quantizer its number of channels
                 pairs = zip(quantizers_of(self.model).values(), quantizers_of(average).values(), strict=True)
                 for quantizer, copied in pairs:
                     copied.load_state_dict(quantizer.state_dict())

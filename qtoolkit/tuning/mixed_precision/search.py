@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from torch import nn
@@ -28,6 +29,8 @@ from qtoolkit.tuning.mixed_precision.errors import (
 )
 from qtoolkit.tuning.mixed_precision.hessian import Loss, Trace, hessian_traces
 from qtoolkit.tuning.mixed_precision.solve import Table, solve
+
+T = TypeVar("T")
 
 
 class MixedPrecision:
@@ -99,10 +102,7 @@ class MixedPrecision:
         macs = count_macs(model, self.modules, example_inputs)
         self.layers = {name: Layer.of(name, module, macs[name]) for name, module in self.modules.items()}
         rules = LayerRules(backend_of(backend))
-        self.configs = {
-            name: {choice: own_config(rules, module, self.choices[choice]) for choice in self.allowed(name)}
-            for name, module in self.modules.items()
-        }
+        self.configs = self._table(lambda name, choice: own_config(rules, self.modules[name], self.choices[choice]))
         self.costs: dict[str, dict[str, dict[str, float]]] = {
             "size": self._table(lambda name, choice: size_of(self.modules[name], self.configs[name][choice], name)),
             "bit_operations": self._table(lambda name, choice: macs[name] * bit_product(self.configs[name][choice])),
@@ -299,7 +299,7 @@ class MixedPrecision:
         chosen = solve(table, self.costs, within)
         return None if chosen is None else sum(table[name][choice] for name, choice in chosen.items())
 
-    def _table(self, value: Callable[[str, str], float]) -> dict[str, dict[str, float]]:
+    def _table(self, value: Callable[[str, str], T]) -> dict[str, dict[str, T]]:
         return {name: {choice: value(name, choice) for choice in self.allowed(name)} for name in self.modules}
 
     # ---- checks

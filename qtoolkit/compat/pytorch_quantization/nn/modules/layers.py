@@ -39,9 +39,7 @@ class QuantLayer(QuantMixin):
         """Return no quantizers, so that qtoolkit's passes do not change them."""
         return {}
 
-    def weight_quantizers(self) -> Mapping[str, object]:
-        """Return no quantizers, likewise."""
-        return {}
+    weight_quantizers = quantized_weights
 
     @fx_leaf
     def forward(self, input: Tensor, *args: object, **kwargs: object) -> Tensor:
