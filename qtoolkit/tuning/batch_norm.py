@@ -137,6 +137,7 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, _BatchNorm], dict[str, str
     for module, name in first_names(model).items():
         if not isinstance(module, _BatchNorm | LinkedBatchNorm):  # also a type of the user's own, such as timm's
             continue
+        # A linked FrozenBatchNorm of another package is no _BatchNorm: its statistics are constants.
         if not isinstance(module, _BatchNorm) or (isinstance(module, LinkedBatchNorm) and module.frozen):
             unchanged[name] = "it is frozen"
         elif isinstance(module, LinkedBatchNorm) and module.strategy == "frozen":

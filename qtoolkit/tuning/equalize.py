@@ -132,8 +132,7 @@ def equalize(
         raise ValueError(f"equalize: activations must be None, or above 0 and at most 1, got {activations!r}.")
     target = None if backend is None else backend_of(backend)
     own = model if inplace else deepcopy_model(model, what="equalize")
-    names = names_by_module(own)
-    layers = {aliases[0]: module for module, aliases in names.items() if type(module) in LAYERS}
+    layers = {name: module for name, module in own.named_modules() if type(module) in LAYERS}
     for name in skip:
         check_known("layer in skip of equalize", name, layers)
     before = outputs_of(own, example_inputs)

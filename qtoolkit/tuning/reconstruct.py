@@ -198,7 +198,7 @@ def reconstruct(
             else:
                 task.load(content)
                 bar.update(steps)
-            results.append(UnitResult(**{**content["result"], "layers": tuple(content["result"]["layers"])}))
+            results.append(UnitResult(**content["result"]))
     return Reconstruction(method, tuple(results), skipped)
 
 
