@@ -12,7 +12,6 @@ from qtoolkit.debug.similarity import Similarity
 from qtoolkit.export.verification.codes import CodeCount
 from qtoolkit.export.verification.deployed import DeployedVerification, RuntimeCodes
 from qtoolkit.export.verification.verify import Verification
-from qtoolkit.runtimes.execution import Layer
 
 Accuracy = Mapping[str, object] | Sequence[Mapping[str, object]]  # the scores of a model, or of several
 Verified = Verification | DeployedVerification
@@ -162,16 +161,7 @@ def _bits(config: QConfig) -> str:
 def verification_tables(found: Verified, titles: Mapping[str, str]) -> list[tuple[str, Table]]:
     """Return the tables of a verification, each with its title."""
     if isinstance(found, DeployedVerification):
-        title = "{}, end to end; outputs differ by at most {:.3g}"
-        return [
-            table
-            for codes in found.runtimes.values()
-            for table in (
-                (title.format(codes.runtime, codes.output_difference), _codes(codes.by_quantizer, titles)),
-                *_layer_by_layer(codes, titles),
-                (f"Kernels of {codes.runtime}", _kernels(codes.layers)),
-            )
-        ]
+        return [table for codes in found.runtimes.values() for table in _of_runtime(codes, titles)]
     totals = {"weights": found.weight_codes, "quantizers": found.quantizer_codes, "layers": found.layer_codes}
     title = f"Layer by layer in onnxruntime; outputs, end to end, differ by at most {found.output_difference:.3g}"
     return [
@@ -180,16 +170,16 @@ def verification_tables(found: Verified, titles: Mapping[str, str]) -> list[tupl
     ]
 
 
-def _layer_by_layer(codes: RuntimeCodes, titles: Mapping[str, str]) -> list[tuple[str, Table]]:
-    if codes.layer_by_layer is None or not codes.codes.differing:
-        return []
-    begun = {name: count for name, count in codes.layer_by_layer.items() if count.differing}
-    return [(f"Where differences begin in {codes.runtime}: layer by layer, from its own codes", _codes(begun, titles))]
-
-
-def _kernels(layers: Sequence[Layer]) -> Table:
-    rows = ((layer_cell(x.name), Cell(x.kernel), Cell("integers" if x.integer else "float")) for x in layers)
-    return Table(("layer", "kernel", "computes in"), tuple(rows))
+def _of_runtime(codes: RuntimeCodes, titles: Mapping[str, str]) -> list[tuple[str, Table]]:
+    """Return the codes of a runtime, where their differences begin, if there are any, and its kernels."""
+    title = f"{codes.runtime}, end to end; outputs differ by at most {codes.output_difference:.3g}"
+    found = [(title, _codes(codes.by_quantizer, titles))]
+    if codes.layer_by_layer is not None and codes.codes.differing:
+        begun = {name: count for name, count in codes.layer_by_layer.items() if count.differing}
+        title = f"Where differences begin in {codes.runtime}: layer by layer, from its own codes"
+        found.append((title, _codes(begun, titles)))
+    rows = [(layer_cell(x.name), Cell(x.kernel), Cell("integers" if x.integer else "float")) for x in codes.layers]
+    return [*found, (f"Kernels of {codes.runtime}", Table(("layer", "kernel", "computes in"), tuple(rows)))]
 
 
 def _codes(counts: Mapping[str, CodeCount], titles: Mapping[str, str], of: str = "quantizer") -> Table:
