@@ -16,7 +16,7 @@ COMMANDS = {"quantize": quantize, "lint": lint, "verify": verify, "info": info}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, by default that of the process.
+    """Run a command, by default with the arguments of the process.
 
     Returns the exit code: 0 if nothing was found, 1 for findings, 2 for bad input, 130 after Ctrl-C, 141 if the reader of a
     pipe closed it; of several files, the highest.

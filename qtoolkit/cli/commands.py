@@ -42,7 +42,7 @@ PACKAGES = ("numpy", "onnx", "onnxscript", "onnxruntime", "openvino", "torchvisi
 class Answer:
     """What a command prints: data as JSON, or a table for people; and whether it found something."""
 
-    data: dict[str, Any]
+    data: tables.Data
     table: Callable[[], str]
     found: bool = False
 
@@ -86,7 +86,7 @@ def info(arguments: argparse.Namespace) -> Answer:
     return Answer(_description(file), lambda: tables.description(file))
 
 
-def environment() -> dict[str, Any]:
+def environment() -> tables.Data:
     """Return the versions and the hardware that the package finds."""
     devices = range(torch.cuda.device_count())
     return {
@@ -107,17 +107,22 @@ def _version(package: str) -> str | None:
         return None
 
 
-def counted(count: CodeCount) -> dict[str, Any]:
+def counted(count: CodeCount) -> dict[str, int | None]:
     """Return how many codes were compared and differ, and by how many steps."""
     return {"compared": count.compared, "differing": count.differing, "steps": count.steps}
 
 
-def _codes(found: RuntimeComparison) -> list[dict[str, Any]]:
+def _codes(found: RuntimeComparison) -> list[tables.Data]:
     listed = []
     for name, codes in found.runtimes.items():
         first = codes.first_difference
         quantizers = [{"quantizer": quantizer, **counted(count)} for quantizer, count in codes.by_quantizer.items()]
-        entry = {"runtime": name, "version": codes.runtime, **counted(codes.codes), "first_difference": first}
+        entry: tables.Data = {
+            "runtime": name,
+            "version": codes.runtime,
+            **counted(codes.codes),
+            "first_difference": first,
+        }
         entry |= {"output_difference": codes.output_difference, "not_compared": list(codes.not_compared)}
         entry |= {"program_difference": found.program.get(name), "quantizers": quantizers, "remark": codes.remark}
         entry["saturating"] = list(codes.saturating)
@@ -127,13 +132,13 @@ def _codes(found: RuntimeComparison) -> list[dict[str, Any]]:
     return listed
 
 
-def _description(found: FileDescription) -> dict[str, Any]:
+def _description(found: FileDescription) -> tables.Data:
     facts = asdict(found)
     layers = [{"layer": each.pop("name"), **each} for each in facts["layers"]]
     return {"file": facts.pop("path"), **facts, "layers": layers}
 
 
-def _arrays(path: str | None) -> dict[str, Any] | None:
+def _arrays(path: str | None) -> dict[str, np.ndarray] | None:
     if path is None:
         return None
     try:
@@ -145,7 +150,7 @@ def _arrays(path: str | None) -> dict[str, Any] | None:
         raise ValueError(f"--inputs: {path!r} is no .npz file of arrays; write it with numpy.savez.") from error
 
 
-def _program(path: str | None) -> Any:
+def _program(path: str | None) -> nn.Module | None:
     if path is None:
         return None
     refused = f"--model: {path!r} is no program of torch.export; write it with torch.export.save."
@@ -225,7 +230,7 @@ def _raised(option: str, what: str, error: BaseException) -> ValueError:
     return ValueError(f"{option}: {what!r} raised {type(error).__name__}: {first_line(error)}.")
 
 
-def _data(backend: str, result: QuantizeResult) -> dict[str, Any]:
+def _data(backend: str, result: QuantizeResult) -> tables.Data:
     export, calibration = result.export, result.calibration
     return {
         "file": str(export.path),

@@ -11,6 +11,8 @@ from typing import Any
 
 from qtoolkit.export.description import FileDescription
 
+Data = dict[str, Any]  # what a command finds, as JSON has it
+
 SHOWN = 20  # rows of quantizers that differ, on a terminal
 
 
@@ -22,7 +24,7 @@ class Table:
     """
 
     columns: tuple[str, ...]
-    rows: Sequence[Sequence[Any]]
+    rows: Sequence[Sequence[object]]
     file: str = ""
     spaced: bool = False
     most: int = sys.maxsize
@@ -33,7 +35,7 @@ class Table:
             yield "\t".join(" ".join(str(cell).split()) for cell in ((self.file, *row) if self.file else row))
 
 
-def findings(data: dict[str, Any]) -> str:
+def findings(data: Data) -> str:
     """Return the findings of lint as a table, and a line with their number."""
     rows = [
         (each["node"], each["rule"], f"{each['message']} {each['remedy']}", each["source"]) for each in data["findings"]
@@ -45,13 +47,13 @@ def findings(data: dict[str, Any]) -> str:
     return _rendered(table, counted)
 
 
-def codes(data: dict[str, Any]) -> str:
+def codes(data: Data) -> str:
     """Return the comparison of codes as tables, one for each runtime."""
     file = data["file"]
     return _rendered(*(part for run in data["runtimes"] for part in _codes_of_runtime(file, run)))
 
 
-def _codes_of_runtime(file: str, run: dict[str, Any]) -> list[str | Table]:
+def _codes_of_runtime(file: str, run: Data) -> list[str | Table]:
     head = f"{file}: {run['version']}:"
     rows = [(q["quantizer"], q["differing"], q["compared"], q["steps"]) for q in run["quantizers"] if q["differing"]]
     facts = {
@@ -93,7 +95,7 @@ def description(found: FileDescription) -> str:
     return _rendered(Table(("", ""), rows, found.path), Table(("float layer", "op", "why"), floats, found.path))
 
 
-def quantized(data: dict[str, Any]) -> str:
+def quantized(data: Data) -> str:
     """Return what `quantize` did, and the layers that it left in float."""
     file, codes, ranges = data["file"], data["codes"], data["ranges"]
     floats = [(each["layer"], each["kind"], each["reason"]) for each in data["layers"] if each["status"] == "float"]
@@ -110,7 +112,7 @@ def quantized(data: dict[str, Any]) -> str:
     )
 
 
-def environment(data: dict[str, Any]) -> str:
+def environment(data: Data) -> str:
     """Return the versions and the hardware."""
     torch, cuda = data["torch"], data["cuda"]
     rows = [
@@ -144,7 +146,8 @@ def _on_terminal(parts: Iterable[str | Table]) -> str:
     from rich.text import Text
 
     styled = not os.environ.get("NO_COLOR")
-    console = Console(file=io.StringIO(), width=shutil.get_terminal_size().columns, force_terminal=styled)
+    written = io.StringIO()
+    console = Console(file=written, width=shutil.get_terminal_size().columns, force_terminal=styled)
     for part in parts:
         if isinstance(part, str):
             console.print(Text(part))
@@ -152,10 +155,10 @@ def _on_terminal(parts: Iterable[str | Table]) -> str:
             console.print(_rich(part))
             if len(part.rows) > part.most:
                 console.print(Text(f"and {len(part.rows) - part.most} more"))
-    return str(console.file.getvalue())  # type: ignore[attr-defined]
+    return written.getvalue()
 
 
-def _rich(table: Table) -> Any:
+def _rich(table: Table) -> object:
     from rich.table import Table as RichTable
     from rich.text import Text
 

@@ -99,7 +99,7 @@ def _place(name: str, quantizers: Iterable[str], inputs: Mapping[str, str]) -> s
     return inputs.get(layer) if found is None and own.endswith("input_quantizer") else found
 
 
-def _check_all_placed(entries: Mapping[str, Any], places: Mapping[str, str | None]) -> None:
+def _check_all_placed(entries: Mapping[str, object], places: Mapping[str, str | None]) -> None:
     if not places:
         raise KeyError("load_amax: the checkpoint has no key '..._quantizer._amax'; strict=False ignores that.")
     lost = [key for key in entries if places.get(key) is None]
@@ -133,7 +133,7 @@ def _fitted(model: nn.Module, place: str, quantizer: TensorQuantizer, amax: Tens
 
 
 def _batch_norm_factor(layer: QuantWeighted, count: int, place: str) -> Tensor:
-    """Return the factor of the linked batch norm on a weight; the checkpoint's range is that of the weight without it."""
+    """Return the factor of the linked batch norm on a weight; the checkpoint's range is of the weight without it."""
     if layer.batch_norm is None and layer._holds_batch_norm:
         raise ValueError(
             f"load_amax: the weight of {place!r} has its batch norm folded in, but its range in the checkpoint is that of the "

@@ -5,12 +5,11 @@ import operator
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
 
-Kind = type | Callable[..., Any]
+Kind = type | Callable[..., object]
 
 
 def path_of(kind: Kind) -> str:

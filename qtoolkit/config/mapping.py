@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from torch import nn
 
@@ -53,7 +53,7 @@ class QConfig:
         return ", ".join(f"{name} {'float' if spec is None else spec.describe()}" for name, spec in parts.items())
 
     def completed(self, base: "QConfig") -> "QConfig":
-        """Return the config with specs completed by those of another one (`QuantSpec.completed`); without one, by the defaults.
+        """Return the config with specs completed by another one's (`QuantSpec.completed`); without one, by the defaults.
 
         Raises:
             ValueError: What is written in a spec does not fit the other one.
@@ -64,7 +64,7 @@ class QConfig:
                 specs[name] = spec and spec.completed(getattr(base, name) or QuantSpec())
         return QConfig(**specs)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the specs, with the fields that are written, as values that JSON can represent."""
         return {name: spec and spec.to_dict() for name, spec in vars(self).items()}
 
@@ -214,7 +214,7 @@ class QConfigMapping:
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> NoReturn:
             """Raise AttributeError, with the way here for what torch.ao's class has in addition."""
             way = ""
             if name == "set_module_name_object_type_order":
@@ -256,7 +256,7 @@ class QConfigMapping:
         """Return whether a rule or an exclusion is for a type or a function."""
         return any(kind in kinds for kinds in types_by_option(self).values())
 
-    def _find(self, path: Iterable[tuple[str, Kind | None]]) -> tuple[Match, Any] | None:
+    def _find(self, path: Iterable[tuple[str, Kind | None]]) -> tuple[Match, object] | None:
         """Return the first rule that names a module of a path, by precedence, with its name, regular expression or type."""
         for source in self.SOURCES[:-1]:
             for depth, (part, kind) in enumerate(path):
@@ -265,7 +265,7 @@ class QConfigMapping:
                     return Match(self.rules[source][key], source, depth), key
         return None
 
-    def _key(self, source: Source, name: str, object_type: Kind | None) -> Any:
+    def _key(self, source: Source, name: str, object_type: Kind | None) -> str | Kind | None:
         """Return the key of the rule of one kind that names a module; None where there is none."""
         rules = self.rules[source]
         if source == "module_name_regex":
@@ -292,13 +292,12 @@ class QConfigMapping:
 
     def to_json(self) -> str:
         """Return the mapping as JSON, with types and functions as import paths."""
-        rules: dict[str, Any] = {
+        rules: dict[str, object] = {
             source: [[text, q and q.to_dict()] for text, q in zip(self._texts(source), of.values(), strict=True)]
             for source, of in self.rules.items()
         }
         if self.excluded is not None:
-            excluded = self.excluded
-            rules["exclude"] = [[source, text] for source in self.SOURCES for text in excluded._texts(source)]
+            rules["exclude"] = [[source, text] for source in self.SOURCES for text in self.excluded._texts(source)]
         return json.dumps(rules, indent=2)
 
     def _texts(self, source: Source) -> list[str]:
@@ -318,24 +317,23 @@ class QConfigMapping:
         check_mapping("QConfigMapping", values)
         check_sequence(types, "QConfigMapping.from_dict", "types", "module types and functions")
         mapping, types = cls(), tuple(types)
+        known: tuple[Source | Literal["exclude"], ...] = (*cls.SOURCES, "exclude")
         for key in values:
-            check_known("key of QConfigMapping", key, (*cls.SOURCES, "exclude"))
-        for source in cls.SOURCES:
+            check_known("key of QConfigMapping", key, known)
+        for source in known:
             rules = values.get(source, ())
             if not isinstance(rules, list | tuple):
-                raise ValueError(f"{source} must be a list of rules, got {type(rules).__name__}.")
+                of = "layers" if source == "exclude" else "rules"
+                raise ValueError(f"{source} must be a list of {of}, got {type(rules).__name__}.")
             for index, rule in enumerate(rules):
                 with within(f"{source}[{index}]"):
-                    mapping._add(source, rule, types)
-        excluded = values.get("exclude", ())
-        if not isinstance(excluded, list | tuple):
-            raise ValueError(f"exclude must be a list of layers, got {type(excluded).__name__}.")
-        for index, layer in enumerate(excluded):
-            with within(f"exclude[{index}]"):
-                mapping._add_excluded(layer, types)
+                    if source == "exclude":
+                        mapping._add_excluded(rule, types)
+                    else:
+                        mapping._add(source, rule, types)
         return mapping
 
-    def _add(self, source: Source, rule: Any, types: Iterable[Kind]) -> None:
+    def _add(self, source: Source, rule: object, types: Iterable[Kind]) -> None:
         """Add a rule of the parsed JSON: a list of a name and a config."""
         if not (isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)):
             raise ValueError("QConfigMapping: a rule must be a list of a text and a config or null.")
@@ -349,7 +347,7 @@ class QConfigMapping:
         else:
             self._set(source, rule[0], qconfig)
 
-    def _add_excluded(self, layer: Any, types: Iterable[Kind]) -> None:
+    def _add_excluded(self, layer: object, types: Iterable[Kind]) -> None:
         """Add an excluded layer of the parsed JSON: a list of the kind of its rule and a text."""
         if not (isinstance(layer, list | tuple) and len(layer) == 2):
             raise ValueError("QConfigMapping: an excluded layer must be a list of the kind of its rule and a text.")
@@ -375,22 +373,20 @@ class QConfigMapping:
             raise ValueError("QConfigMapping: the JSON is nested too deeply.") from None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, QConfigMapping) and (self._written(), self.excluded) == (
-            other._written(),
-            other.excluded,
-        )
+        if not isinstance(other, QConfigMapping):
+            return False
+        return self._written() == other._written() and self.excluded == other.excluded
 
-    def _written(self) -> dict[str, Any]:
+    def _written(self) -> dict[str, object]:
         return {source: {key: q and q.to_dict() for key, q in of.items()} for source, of in self.rules.items()}
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         rules = [f"{source} {key}: {q and q.describe()}" for source, of in self.rules.items() for key, q in of.items()]
-        excluded = (
-            [] if self.excluded is None else [f"exclude {key}" for of in self.excluded.rules.values() for key in of]
-        )
-        return f"QConfigMapping({'; '.join(rules + excluded)})"
+        if self.excluded is not None:
+            rules += [f"exclude {key}" for of in self.excluded.rules.values() for key in of]
+        return f"QConfigMapping({'; '.join(rules)})"
 
 
 def warn_of_unused_types(
@@ -410,8 +406,7 @@ def with_excluded(mapping: QConfigMapping | None, exclude: Exclude | None) -> QC
     """Return a mapping, or its copy that excludes the layers of the `exclude` argument of a public function."""
     if exclude is None:
         return mapping
-    several = isinstance(exclude, Iterable) and not isinstance(exclude, str | type)
-    layers: list[Any] = list(exclude) if several else [exclude]  # type: ignore[arg-type]  # an Iterable
+    layers = [exclude] if isinstance(exclude, str | type) or not isinstance(exclude, Iterable) else list(exclude)
     return (QConfigMapping() if mapping is None else mapping.copy()).exclude(*layers) if layers else mapping
 
 

@@ -15,7 +15,7 @@ OBSERVERS: dict[str, Any] = {}
 QUANTIZERS: dict[str, Any] = {}
 FORMATS = ("int", *LARGEST, *BLOCKS, "nnie")
 # The fields that a format other than "int" fixes.
-FIXED: dict[str, dict[str, Any]] = {
+FIXED: dict[str, dict[str, object]] = {
     format: {
         "bits": 4 if format in ("e2m1", "mxfp4", "nvfp4") else 8,
         "signed": True,
@@ -28,7 +28,7 @@ FIXED["nnie"]["pow2_scale"] = False
 for name, block in BLOCKS.items():
     FIXED[name] |= {"pow2_scale": False, "group_size": block.size, "observer": "minmax"}
 # The fields that dynamic=True fixes, besides the formats that it takes.
-FIXED_IF_DYNAMIC: dict[str, Any] = {"axis": None, "observer": "minmax", "quantizer": "fixed"}
+FIXED_IF_DYNAMIC: dict[str, object] = {"axis": None, "observer": "minmax", "quantizer": "fixed"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class QuantSpec:
         narrow: Exclude the lowest code, so that a signed range is symmetric.
         axis: Without a group_size, the channel axis, with one scale per channel. None is one scale for the tensor. In a
             QConfigMapping's global rule, axis 0 of a weight stands for the output channel of every kind of layer; in a rule by
-            name, regular expression or type it is the weight's own axis: that of a transposed convolution is (in, out, ...). An
+            name, regular expression or type it is the weight's own axis: a transposed convolution has (in, out, ...). An
             axis that is left out is the backend's in every rule: the output channel, where it has a scale for each channel.
         group_size: Number of consecutive elements along `axis` that share a scale, for weights: ONNX's blocked quantization.
             It must divide the axis. Scales have the weight's shape with dimension `axis` divided by group_size. The axis is
@@ -61,7 +61,7 @@ class QuantSpec:
             and pow2_scale=True; scales are rounded up, so that no element saturates. Or a format with a scale for each block of
             neighbours along `axis`, by default the last one: "mxfp8" and "mxfp4" (OCP MX v1.0: blocks of 32 e4m3 or e2m1 and a
             scale of a power of two, rounded down) or "nvfp4" (blocks of 16 e2m1, and scales in e4m3 relative to one of the
-            tensor). These set bits, axis and group_size. A weight's scales follow it; those of an activation are computed from
+            tensor). These set bits, axis and group_size. A weight's scales follow it; an activation's are computed from
             each input, without calibration.
         observer: How the range is found: "minmax" (the range of all inputs), "moving_average", "clip_std" (mean +- `deviations`
             times the standard deviation), "lsq" (the start of LSQ's paper, 2 * mean|x| / sqrt(qmax)), "histogram" (the range
@@ -81,7 +81,7 @@ class QuantSpec:
             (False) for "qil". The others have none.
         dynamic: Compute the scale of an activation from each input, one for each token (each row of the last dimension), not
             calibrated. For "int" and the formats of small floats without blocks.
-        given: The names of the fields that are written; None takes those of the call's arguments. `dataclasses.replace` keeps
+        given: The names of the fields that are written; None takes the call's arguments. `dataclasses.replace` keeps
             them and adds what differs from its default; `with_` adds all that it sets. They have no part in equality.
 
     Raises:
@@ -120,7 +120,7 @@ class QuantSpec:
 
     if not TYPE_CHECKING:
 
-        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        def __new__(cls, *args: object, **kwargs: object) -> Self:
             """Check the names of the arguments, and note them for `__post_init__`."""
             known = cls.__match_args__  # all but `given`
             if any(name not in known and name != "given" for name in kwargs):  # which torch.compile can trace
@@ -130,7 +130,7 @@ class QuantSpec:
                 object.__setattr__(new, "_named", frozenset((*known[: len(args)], *kwargs)))
             return new
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         """Restore a copy or a pickle, without what `__new__` has noted."""
         vars(self).clear()
         vars(self).update(state)
@@ -159,7 +159,7 @@ class QuantSpec:
         _check_options(f"quantizer {self.quantizer!r}", self.quantizer_args, quantizer.OPTIONS)
         for name in ("observer_args", "quantizer_args"):
             object.__setattr__(self, name, dict(getattr(self, name)))  # the caller may change its own later
-        self._check_format()
+        self._check_fixed(FIXED.get(self.format, {}), f"format={self.format!r} needs")
         self._check_dynamic()
         observer.check(self)
         quantizer.check(self)
@@ -177,12 +177,10 @@ class QuantSpec:
     def _complete_blocks(self) -> None:
         """Set what a block format fixes, where it has the default."""
         if self.format in BLOCKS:
-            fixed = FIXED[self.format]
-            bits = fixed["bits"] if self.bits == 8 else self.bits
-            axis = -1 if self.axis is None else self.axis
-            size = fixed["group_size"] if self.group_size is None else self.group_size
-            for name, value in (("bits", bits), ("axis", axis), ("group_size", size)):
-                object.__setattr__(self, name, value)
+            fixed = {"axis": -1, **FIXED[self.format]}
+            for name in ("bits", "axis", "group_size"):
+                if getattr(self, name) == DEFAULTS[name]:
+                    object.__setattr__(self, name, fixed[name])
 
     def _check_dynamic(self) -> None:
         if not self.dynamic:
@@ -192,12 +190,7 @@ class QuantSpec:
                 f"QuantSpec: dynamic=True needs format='int', 'e4m3', 'e5m2' or 'e2m1', got {self.format!r}; the blocks of "
                 f"activations have scales of their own in any case."
             )
-        for name, value in FIXED_IF_DYNAMIC.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"QuantSpec: dynamic=True computes a scale for each token, without data: it needs {name}={value!r}, got "
-                    f"{getattr(self, name)!r}."
-                )
+        self._check_fixed(FIXED_IF_DYNAMIC, "dynamic=True computes a scale for each token, without data: it needs")
 
     def _check_group_size(self) -> None:
         size = self.group_size
@@ -209,12 +202,10 @@ class QuantSpec:
                 f"linear layer's weight (out, in)."
             )
 
-    def _check_format(self) -> None:
-        for name, value in FIXED.get(self.format, {}).items():
+    def _check_fixed(self, fixed: Mapping[str, object], needs: str) -> None:
+        for name, value in fixed.items():
             if getattr(self, name) != value:
-                raise ValueError(
-                    f"QuantSpec: format={self.format!r} needs {name}={value!r}, got {getattr(self, name)!r}."
-                )
+                raise ValueError(f"QuantSpec: {needs} {name}={value!r}, got {getattr(self, name)!r}.")
 
     @property
     def qmin(self) -> int:
@@ -232,7 +223,7 @@ class QuantSpec:
 
     @property
     def element(self) -> str:
-        """The format of one element: that of a block's elements, or `format` itself."""
+        """The format of one element: of a block's elements, or `format` itself."""
         return BLOCKS[self.format].element if self.format in BLOCKS else self.format
 
     @property
@@ -356,11 +347,11 @@ class QuantSpec:
         of_observer, of_format = OBSERVERS[self.observer].NEEDS, FIXED.get(self.format, ())
         return frozenset((*of_blocks, *of_dynamic, *of_quantizer, *of_observer, *of_format))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the fields that are written, as values that JSON can represent."""
         return {name: value for name, value in self.values().items() if name in self._given}
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         """Return all fields, written or not, as values that JSON can represent."""
         values = {name: getattr(self, name) for name in DEFAULTS}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
@@ -382,13 +373,13 @@ class QuantSpec:
 
 
 # The fields, with their defaults.
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, object] = {
     f.name: {} if f.default is MISSING else f.default for f in fields(QuantSpec) if f.name != "given"
 }
 ALL = frozenset(DEFAULTS)
 
 
-def _check_options(of: str, args: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def _check_options(of: str, args: Mapping[str, object], known: Mapping[str, object]) -> None:
     check_mapping(f"the options of {of}", args)
     for key in args:
         if key not in known:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -59,12 +59,12 @@ class Hook:
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self.function = function
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         """Call the function, except in code that is being compiled."""
         if self.function is not None and not torch.compiler.is_compiling():
             self.function(*args)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Hook, ()
 
 
@@ -84,7 +84,7 @@ class Recorder:
         self.codes = _CodeCounts(self.quantizer)
         self.gradient, self.scale_gradient = _MeanNorm(), _MeanNorm()
 
-    def hear(self, quantizer: TensorQuantizer, args: tuple[Any, ...], output: Tensor) -> None:
+    def hear(self, quantizer: TensorQuantizer, args: tuple[Tensor, ...], output: Tensor) -> None:
         """Take in a call in training; of a recomputation, the gradient alone: a forward hook."""
         if quantizer.training and not is_recomputing():
             self._take(args[0].detach())
@@ -110,22 +110,12 @@ class Recorder:
     def read(self) -> Activity:
         """Return what was accumulated."""
         seen = self.calls > 0 and bool(self.range.lo <= self.range.hi)
-        clipped, levels = self.codes.shares()
+        lowest, highest = (float(self.range.lo), float(self.range.hi)) if seen else (None, None)
         low, high = (None, None) if self.grid is None else self.grid.tolist()
-        return Activity(
-            self.name,
-            self.quantizer.spec.describe(),
-            self.calls,
-            float(self.range.lo) if seen else None,
-            float(self.range.hi) if seen else None,
-            low,
-            high,
-            clipped,
-            levels,
-            self.gradient.read(),
-            self.scale_gradient.read(),
-            int(self.range.skipped),
-        )
+        values = lowest, highest, low, high
+        norms = self.gradient.read(), self.scale_gradient.read()
+        spec, nonfinite = self.quantizer.spec.describe(), int(self.range.skipped)
+        return Activity(self.name, spec, self.calls, *values, *self.codes.shares(), *norms, nonfinite)
 
 
 class _MeanNorm:
@@ -156,7 +146,7 @@ def _norm(x: Tensor) -> Tensor:
     return norm.float()
 
 
-def values_of(tensor: Any) -> Tensor:
+def values_of(tensor: Tensor) -> Tensor:
     """Return the values of a gradient or a parameter: of a sparse one those that it holds, of a sharded one this process's."""
     local = own_part(tensor)
     values: Tensor = local.coalesce().values() if local.is_sparse else local
@@ -190,7 +180,7 @@ class _CodeCounts:
         ops.observe_histogram_(codes.float().sub_(lowest), self.counts, *self.bounds)
 
     def shares(self) -> tuple[float | None, float | None]:
-        """Return the share of the values that were clipped, and that of the codes that occurred."""
+        """Return the share of the values that were clipped, and the share of the codes that occurred."""
         spec = self.quantizer.spec
         if self.counts is None or not bool(self.counts.any()):
             return None, None
@@ -212,10 +202,10 @@ class _CodeCounts:
 class SummaryWriter(Protocol):
     """The part of `torch.utils.tensorboard.SummaryWriter` that a watch needs."""
 
-    def add_scalar(self, tag: str, scalar_value: Any, global_step: int) -> Any:
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Write a number of a step."""
 
-    def add_histogram(self, tag: str, values: Any, global_step: int) -> Any:
+    def add_histogram(self, tag: str, values: Tensor, global_step: int) -> object:
         """Write the distribution of some numbers of a step."""
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument
 
 from qtoolkit.debug.similarity import (
     Calls,
@@ -38,7 +39,7 @@ from qtoolkit.shared_modules import modules_by_name
 from qtoolkit.verdicts import Cause, Status
 
 
-def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress: bool = True) -> Comparison:
+def compare(float_model: nn.Module, quantized: nn.Module, inputs: object, progress: bool = True) -> Comparison:
     """Run a float and a quantized model on the same inputs, and compare the outputs of every quantized layer.
 
     Both models run in eval mode without gradients, on the same random numbers, and no range changes; their modes and the
@@ -114,7 +115,7 @@ def _check(float_model: object, quantized: object) -> None:
         raise TypeError(f"compare: float_model must be the float torch.nn.Module, got {type(float_model).__name__}.")
 
 
-def _trace(float_model: nn.Module, quantized: QuantizedGraphModule, values: tuple[Any, ...]) -> QuantizedGraphModule:
+def _trace(float_model: nn.Module, quantized: QuantizedGraphModule, values: tuple[object, ...]) -> QuantizedGraphModule:
     """Trace the float model with the options of `prepare`, and split what it split."""
     how = quantized.plan.tracing if quantized.plan is not None else Tracing()
     traced = trace.run(
@@ -158,9 +159,9 @@ class _Recorder(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, object] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         """Run a node and store a copy of its value."""
         value = super().run_node(n)
         self.values[n.name] = clone_tensors(value)
@@ -171,26 +172,19 @@ class _SideBySide(fx.Interpreter):
     """Runs a quantized graph, and runs each quantized op on the float values too, to compare the outputs."""
 
     def __init__(
-        self, gm: QuantizedGraphModule, counterparts: Mapping[str, str], reference: Mapping[str, Any], bar: Any
+        self, gm: QuantizedGraphModule, counterparts: Mapping[str, str], reference: Mapping[str, object], bar: Any
     ) -> None:
         super().__init__(gm)
         self.gm, self.counterparts, self.reference, self.bar = gm, counterparts, reference, bar
         self.layers: list[LayerComparison] = []
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         """Run a node; if it is quantized, also run it on the float values. Later nodes get the quantized value."""
         value = super().run_node(n)
         if self._is_quantized(n):
             expected = self._float(n)
-            self.layers.append(
-                LayerComparison(
-                    name_of(n),
-                    str(kind_of(n)),
-                    similarity_of(expected, self._alone(n)),
-                    similarity_of(expected, value),
-                    self._weight(n),
-                )
-            )
+            own, accumulated = similarity_of(expected, self._alone(n)), similarity_of(expected, value)
+            self.layers.append(LayerComparison(name_of(n), str(kind_of(n)), own, accumulated, self._weight(n)))
             note_worst(self.bar, self.layers)
         self.bar.update()
         return value
@@ -201,16 +195,17 @@ class _SideBySide(fx.Interpreter):
         verdict = verdict_now(node, self.gm.plan)
         return verdict.status is Status.QUANTIZED and verdict.cause is Cause.COMPUTED
 
-    def _alone(self, node: fx.Node) -> Any:
+    def _alone(self, node: fx.Node) -> Argument:
         args, kwargs = (fx.node.map_arg(a, self._entering) for a in (node.args, node.kwargs))
-        return getattr(self, node.op)(node.target, args, kwargs)
+        value: Argument = getattr(self, node.op)(node.target, args, kwargs)
+        return value
 
-    def _entering(self, node: fx.Node) -> Any:
+    def _entering(self, node: fx.Node) -> Argument:
         """Return an input of an op: the float value after the quantizers and transparent ops before the op."""
         moves = self.gm.plan is not None and self.gm.plan.backend.role(kind_of(node)) == "transparent"
         return self._alone(node) if moves or is_quantizer(node) else clone_tensors(self._float(node))
 
-    def _float(self, node: fx.Node) -> Any:
+    def _float(self, node: fx.Node) -> object:
         return self.reference[self.counterparts[node.name]]
 
     def _weight(self, node: fx.Node) -> Similarity | None:
@@ -220,8 +215,8 @@ class _SideBySide(fx.Interpreter):
 # ---- without a graph: the calls of the layers, side by side
 
 
-def _compare_modules(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress: bool) -> Comparison:
-    """Compare the quantized layers of a model without a graph with those of the float model (see `compare`)."""
+def _compare_modules(float_model: nn.Module, quantized: nn.Module, inputs: object, progress: bool) -> Comparison:
+    """Compare the quantized layers of a model without a graph with the float model's (see `compare`)."""
     args, kwargs = call_arguments(quantized, inputs, "compare: inputs do")
     names = _layers(float_model, quantized)
     followers = _batch_norms(float_model, quantized)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,21 +33,17 @@ class Diagnosis:
 
     def __init__(self, model: nn.Module, before_second_run: Callable[[], None]) -> None:
         self.model, self.before_second_run = model, before_second_run
-        self.learned = {
-            name: quantizer
-            for name, quantizer in quantizers_of(model).items()
-            if any(True for _ in quantizer.parameters())
-        }
+        self.learned = {name: q for name, q in quantizers_of(model).items() if list(q.parameters())}
         scales = {id(p) for quantizer in self.learned.values() for p in quantizer.parameters()}
-        named = sorted(model.named_parameters(), key=lambda pair: id(pair[1]) not in scales)  # those of layers last
+        named = sorted(model.named_parameters(), key=lambda pair: id(pair[1]) not in scales)  # layers' parameters last
         self.names = {id(parameter): name for name, parameter in named}
         self.forget()
 
     def forget(self) -> None:
         """Release the inputs."""
-        self._call: tuple[tuple[Any, ...], dict[str, Any], list[torch.autocast]] | None = None
+        self._call: tuple[tuple[object, ...], dict[str, object], list[torch.autocast]] | None = None
 
-    def remember(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def remember(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Keep the inputs of a forward: a forward pre-hook."""
         if model.training and not is_recomputing():
             self._call = args, kwargs, list(_autocasts(self.model))

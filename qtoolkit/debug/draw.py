@@ -1,8 +1,8 @@
 """draw(): the graph of a model as an SVG file, with quantizers and their ranges."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from torch import fx, nn
 
@@ -72,16 +72,14 @@ def picture_of(gm: fx.GraphModule, folded: Mapping[fx.Node, str] | None = None) 
     closer = {"ranksep": "0.25"} if folded else {}
     picture = pygraphviz.AGraph(directed=True, rankdir="TB", fontname="Helvetica", **faster, **closer)
     picture.node_attr.update(shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
-    blocks: dict[str, list[fx.Node]] = {}
-    for node, block in (folded or {}).items():
-        blocks.setdefault(block, []).append(node)
-    shown = {node: nodes[0] for nodes in blocks.values() for node in nodes}
+    folded, firsts = folded or {}, dict[str, fx.Node]()
+    sizes = Counter(folded.values())
+    shown = {node: firsts.setdefault(block, node) for node, block in folded.items()}  # the first node of its block
     for node in gm.graph.nodes:
         if node not in shown:
             picture.add_node(node.name, **_attributes(gm, node))
         elif shown[node] is node:
-            block = (folded or {})[node]
-            label = f"{block}\n{len(blocks[block])} ops, folded"
+            label = f"{folded[node]}\n{sizes[folded[node]]} ops, folded"
             picture.add_node(node.name, label=_literal(label), **{"class": "block"})
     for node in gm.graph.nodes:
         for source in node.all_input_nodes:
@@ -92,7 +90,7 @@ def picture_of(gm: fx.GraphModule, folded: Mapping[fx.Node, str] | None = None) 
     return drawn
 
 
-def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
+def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, str]:
     module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
     if isinstance(module, TensorQuantizer | Grid) and is_quantizer(node):
         return {

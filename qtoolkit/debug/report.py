@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -16,8 +15,6 @@ from qtoolkit.debug.page import charts, details, facts, picture, summary, tables
 from qtoolkit.debug.sensitivity import Sensitivity
 from qtoolkit.errors import check_flags
 from qtoolkit.export.onnx import ExportResult
-from qtoolkit.export.verification.deployed import DeployedVerification
-from qtoolkit.export.verification.verify import Verification
 from qtoolkit.files import checked_path, write_atomically
 from qtoolkit.instead import in_order
 from qtoolkit.model_state import check_module
@@ -27,20 +24,18 @@ from qtoolkit.progress import progress_bar, step
 from qtoolkit.version import __version__
 
 TEMPLATES = Path(__file__).parent / "page"
-Accuracy = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-Verified = ExportResult | Verification | DeployedVerification
 
 
 @in_order(model="model", inputs="inputs", path="path")
 def report(
     model: nn.Module,
-    inputs: Any = None,
+    inputs: object = None,
     path: str | os.PathLike[str] | None = None,
     *,
     float_model: nn.Module | None = None,
-    accuracy: Accuracy | None = None,
+    accuracy: tables.Accuracy | None = None,
     sensitivity: Sensitivity | None = None,
-    verification: Verified | None = None,
+    verification: ExportResult | tables.Verified | None = None,
     title: str | None = None,
     progress: bool = True,
 ) -> None:
@@ -85,7 +80,7 @@ def report(
     check_module(model, "report")
     path = checked_path(path, "report", "report.html")
     found = verification.verification if isinstance(verification, ExportResult) else verification
-    _check(model, inputs, float_model, accuracy, sensitivity, found)
+    _check(inputs, float_model, accuracy, sensitivity, found)
     exported = str(replace(verification, verification=None)) if isinstance(verification, ExportResult) else ""
     with progress_bar("report", "steps", progress, total=3, after=0) as bar:
         step(bar, "comparing with the float model")
@@ -97,11 +92,9 @@ def report(
     write_atomically(page.encode(), path)
 
 
-def _check(model: Any, inputs: Any, float_model: Any, accuracy: Any, sensitivity: Any, verification: Any) -> None:
+def _check(inputs: object, float_model: object, accuracy: object, sensitivity: object, verification: object) -> None:
     if float_model is not None and inputs is None:
         raise ValueError("report: float_model is compared on inputs; pass inputs too, such as a batch of real data.")
-    if float_model is not None and not isinstance(float_model, nn.Module):
-        raise TypeError(f"report: float_model must be a torch.nn.Module or None, got {type(float_model).__name__}.")
     rows = [accuracy] if isinstance(accuracy, Mapping) else accuracy
     if rows is not None and (
         not isinstance(rows, Sequence) or isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows)
@@ -109,23 +102,29 @@ def _check(model: Any, inputs: Any, float_model: Any, accuracy: Any, sensitivity
         raise TypeError(
             f"report: accuracy must be a dict of scores, a list of dicts, or None, got {type(accuracy).__name__}."
         )
-    if sensitivity is not None and not isinstance(sensitivity, Sensitivity):
-        raise TypeError(
-            f"report: sensitivity must be what qtoolkit.debug.sensitivity returned, or None, got "
-            f"{type(sensitivity).__name__}."
-        )
-    if verification is not None and not isinstance(verification, Verification | DeployedVerification):
-        raise TypeError(
-            f"report: verification must be what qtoolkit.export_onnx or qtoolkit.export.verify returned, or None, got "
-            f"{type(verification).__name__}."
-        )
+    for name, value, kind, wanted in (
+        ("float_model", float_model, nn.Module, "a torch.nn.Module or"),
+        ("sensitivity", sensitivity, Sensitivity, "what qtoolkit.debug.sensitivity returned, or"),
+        (
+            "verification",
+            verification,
+            tables.Verified,
+            "what qtoolkit.export_onnx or qtoolkit.export.verify returned, or",
+        ),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"report: {name} must be {wanted} None, got {type(value).__name__}.")
 
 
 # ---- the page
 
 
 def _rendered(
-    known: facts.Facts, title: str | None, accuracy: Accuracy | None, verification: Any, exported: str
+    known: facts.Facts,
+    title: str | None,
+    accuracy: tables.Accuracy | None,
+    verification: tables.Verified | None,
+    exported: str,
 ) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -192,16 +191,12 @@ def _tree(known: facts.Facts) -> picture.Branch:
 
 def _histograms(known: facts.Facts) -> list[tuple[str, str, charts.Histogram, facts.Values, str]]:
     """Return the key and the title of each quantizer with a histogram, its chart, its values and how it quantizes."""
-    return [
-        (
-            f"quantizer {name}",
-            known.titles.get(name, name),
-            charts.histogram_of(values, known.quantizers[name]),
-            values,
-            known.quantizers[name].spec.describe(),
-        )
-        for name, values in known.values.items()
-    ]
+    found = []
+    for name, values in known.values.items():
+        quantizer, title = known.quantizers[name], known.titles.get(name, name)
+        chart, how = charts.histogram_of(values, quantizer), quantizer.spec.describe()
+        found.append((f"quantizer {name}", title, chart, values, how))
+    return found
 
 
 def _weights(known: facts.Facts) -> list[tuple[str, charts.Channels, str, str]]:
@@ -222,7 +217,7 @@ def _weights(known: facts.Facts) -> list[tuple[str, charts.Channels, str, str]]:
     return found
 
 
-def _left_out(known: facts.Facts, accuracy: Any, verification: Any) -> list[tuple[str, str]]:
+def _left_out(known: facts.Facts, accuracy: object, verification: object) -> list[tuple[str, str]]:
     """Return what the page leaves out, and what to pass for it."""
     wanted = [
         ("Accuracy", accuracy, 'accuracy={"float": 0.912, "int8": 0.909}'),

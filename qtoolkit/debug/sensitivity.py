@@ -5,7 +5,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -24,7 +23,6 @@ from qtoolkit.quantizers.switches import disable_quantization, freeze_ranges
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, quantization_report
 from qtoolkit.report.lines import table
-from qtoolkit.shared_modules import first_names
 
 By = Literal["layer", "type"]
 Mode = Literal["one", "all_but_one"]
@@ -121,7 +119,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class _Unit:
-    """The quantizers that are switched together: those of one layer, or of all layers of one type."""
+    """The quantizers that are switched together: of one layer, or of all layers of one type."""
 
     name: str
     kind: str
@@ -196,7 +194,16 @@ def sensitivity(
     _warn_of_other_weights(model)
     units = [unit for unit in every if names is None or unit.name in names]
     with progress_bar("sensitivity", "scores", progress, total=len(units) + 2) as bar:
-        score = partial(_score, model, evaluate, bar)
+
+        def score(on: Collection[str], what: str) -> float:
+            """Score the model with some quantizers enabled and all others disabled, with observers disabled."""
+            with disable_quantization(model), freeze_ranges(model), evaluating(model):
+                for name, quantizer in named_quantizers(model).items():
+                    quantizer.quantizing = name in on
+                found = evaluate(model)
+            bar.update()
+            return _number(found, what)
+
         quantized = score(named_quantizers(model), "all layers quantized")
         in_float = score((), "no layer quantized")
         rows = []
@@ -215,16 +222,6 @@ def sensitivity(
     rows.sort(key=lambda row: (-row.drop, row.name))
     types, plan = {unit.name: unit.type for unit in units} if by == "type" else {}, plan_of(model)
     return Sensitivity(in_float, quantized, tuple(rows), by, types, None if plan is None else plan.mapping)
-
-
-def _score(model: nn.Module, evaluate: Callable[[nn.Module], float], bar: Any, on: Collection[str], what: str) -> float:
-    """Score the model with some quantizers enabled and all others disabled, with observers disabled."""
-    with disable_quantization(model), freeze_ranges(model), evaluating(model):
-        for name, quantizer in named_quantizers(model).items():
-            quantizer.quantizing = name in on
-        score = evaluate(model)
-    bar.update()
-    return _number(score, what)
 
 
 def _units(model: nn.Module, by: By) -> list[_Unit]:
@@ -262,8 +259,8 @@ def _check(model: nn.Module) -> None:
 
 
 def _warn_of_other_weights(model: nn.Module) -> None:
-    """Warn of layers that are no longer those of the float model when their quantizers are off."""
-    layers = {name: module for module, name in first_names(model).items()}
+    """Warn of layers that no longer compute the float model when their quantizers are off."""
+    layers = dict(model.named_modules())
     for names, have, by in (
         (rounded_in(layers), "weights that lie on their codes", "reconstruct or gptq"),
         (corrected_in(layers), "biases that make up for rounding", "bias_correction"),
@@ -277,7 +274,7 @@ def _warn_of_other_weights(model: nn.Module) -> None:
             )
 
 
-def _number(score: Any, what: str) -> float:
+def _number(score: float, what: str) -> float:
     try:
         value = float(score)
     except (TypeError, ValueError, RuntimeError):

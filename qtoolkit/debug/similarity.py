@@ -87,7 +87,7 @@ class Comparison:
     output: Similarity
 
     @classmethod
-    def of(cls, layers: Iterable[LayerComparison], reference: Any, quantized: Any) -> "Comparison":
+    def of(cls, layers: Iterable[LayerComparison], reference: object, quantized: object) -> "Comparison":
         """Return the comparison of layers, and of what two models return."""
         return cls(tuple(sorted(layers, key=_badness)), similarity_of(reference, quantized))
 
@@ -107,9 +107,9 @@ class Comparison:
 class Call(NamedTuple):
     """One call of a layer."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    output: object
 
 
 Calls = dict[str, list[Call]]
@@ -131,7 +131,7 @@ def watching(model: nn.Module, names: Sequence[str]) -> Iterator[Calls]:
         yield calls
 
 
-def _note(calls: list[Call], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _note(calls: list[Call], _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
     calls.append(Call(clone_tensors(args), clone_tensors(kwargs), clone_tensors(output)))
 
 
@@ -161,7 +161,7 @@ def compare_weight(layer: nn.Module) -> Similarity | None:
     return Similarity.of(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
 
 
-def similarity_of(reference: Any, quantized: Any) -> Similarity:
+def similarity_of(reference: object, quantized: object) -> Similarity:
     """Compare the floating-point tensors in two values of one structure; all tensors where none is, as of classes."""
     found = [tensors_of(value) for value in (reference, quantized)]
     if any(t.is_floating_point() for t in found[0]):

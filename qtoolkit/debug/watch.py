@@ -106,7 +106,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._keep(handle)
         return handle
 
-    def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _check_step(self, optimizer: Optimizer, *_: object) -> None:
         if not torch.compiler.is_compiling():
             self._diagnosis.check_step(optimizer, self.steps)
 
@@ -136,15 +136,15 @@ class Watch(AbstractContextManager["Watch"]):
     def _sampled_now(self) -> bool:
         return self.steps % self.every == 0
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._sampled_now and self._is_of_model(optimizer):
             for recorder in self._recorders:
                 recorder.take_scale_gradient(_loss_scale(optimizer))
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if not self._is_of_model(optimizer):
             return
-        self._diagnosis.forget()  # so that no other step's inputs are taken for those of a forward that no hook has seen
+        self._diagnosis.forget()  # or a forward that no hook has seen would seem to have an earlier step's inputs
         self.sampled += self._sampled_now
         if self._sampled_now and self._writer is not None:
             for recorder in self._recorders:  # the next sampled step is written by itself
@@ -172,7 +172,7 @@ class _Uncompiled(AbstractContextManager[None]):
     """Run compiled code in eager mode while at least one watch of this process samples."""
 
     count = 0
-    stance: Any
+    stance: AbstractContextManager[object]
 
     def __enter__(self) -> None:
         if not _Uncompiled.count:
@@ -189,7 +189,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that calls a method of a watch while the watch exists, except in code that is being compiled."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: object) -> None:
         found = reference()
         if found is not None and not torch.compiler.is_compiling():
             found(*args)

@@ -9,15 +9,17 @@ A folder of `save_pretrained` has the state dict with the quantizers, and how th
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import new_class
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.utils import GenerationMixin
+from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.generic import ModelOutput
@@ -36,6 +38,13 @@ from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.version import __version__
 
 METHOD = "qtoolkit"
+
+
+class Record(TypedDict):
+    """What a file of weights says of the state dict in it."""
+
+    tensors: list[tuple[str, list[int], str]]  # the names, with shapes and dtypes
+    modules: object  # the metadata, encoded
 
 
 @register_quantization_config(METHOD)
@@ -69,8 +78,8 @@ class QtoolkitConfig(QuantizationConfigMixin):
         self,
         backend: str = REQUIRED,
         qconfig_mapping: QConfigMapping | str | None = None,
-        options: Mapping[str, Any] | None = None,
-        inputs: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
+        inputs: Mapping[str, tuple[list[int], str]] | None = None,
         training: bool = False,
         lost: tuple[str, ...] = (),
         version: str = __version__,
@@ -86,7 +95,7 @@ class QtoolkitConfig(QuantizationConfigMixin):
         self.version = version
         self.quant_method = quant_method  # type: ignore[assignment]  # an enum of transformers' own
 
-    def quantized(self, model: nn.Module) -> nn.Module:
+    def quantized(self, model: PreTrainedModel) -> nn.Module:
         """Return a float model quantized in place as this says; only `replace` returns the same object.
 
         Raises ValueError for a model that was quantized by what JSON does not hold.
@@ -100,14 +109,14 @@ class QtoolkitConfig(QuantizationConfigMixin):
         types = {type(module) for module in model.modules()}
         text = self.qconfig_mapping
         mapping = None if text is None else QConfigMapping.from_json(text, types)
-        options = {"backend": self.backend, "qconfig_mapping": mapping, "inplace": True, **self.options}
+        options: dict[str, Any] = {"backend": self.backend, "qconfig_mapping": mapping, "inplace": True, **self.options}
         if self.inputs is None:
             return replace(model, **options)
         inputs = {name: _example(model, *of) for name, of in self.inputs.items()}
         return prepare(model.train(self.training), inputs, **options)
 
 
-def _example(model: Any, shape: list[int], dtype: str) -> Tensor:
+def _example(model: PreTrainedModel, shape: list[int], dtype: str) -> Tensor:
     """Return an input of zeros for a model, which may have another device or dtype than when it was saved."""
     kind = getattr(torch, dtype)
     return torch.zeros(shape, dtype=model.dtype if kind.is_floating_point else kind, device=model.device)
@@ -121,10 +130,12 @@ class QtoolkitQuantizer(HfQuantizer):
     """
 
     quantization_config: QtoolkitConfig
-    record: Mapping[str, Any] | None = None  # of the folder that is loaded
+    record: Record | None = None  # of the folder that is loaded
     placed: tuple[str, ...] = ()  # its entries that the float model does not have
 
-    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: object
+    ) -> PreTrainedModel:
         if self.pre_quantized:
             self.record = _record_in(checkpoint_files)
             known = model.state_dict()
@@ -139,7 +150,7 @@ class QtoolkitQuantizer(HfQuantizer):
             model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *lacking}
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> object:
         state = model.state_dict()
         for key in self.placed:
             _remove_placeholder(model, key)
@@ -155,7 +166,7 @@ class QtoolkitQuantizer(HfQuantizer):
             object.__setattr__(model, "__dict__", vars(quantized))
         return model.eval()
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[None, dict[str, str]]:
         """Return the record of a model for the metadata of its file; ValueError for one that was converted."""
         if any(isinstance(module, Grid) for module in model.modules()):
             raise ValueError(
@@ -174,13 +185,13 @@ class QtoolkitQuantizer(HfQuantizer):
     is_trainable = is_qat_trainable = True  # Trainer takes the model
 
 
-def _record_in(files: Any) -> Mapping[str, Any]:
+def _record_in(files: Sequence[str] | None) -> Record:
     """Return the record in the metadata of a checkpoint's first file, or raise ValueError."""
     if files and str(files[0]).endswith(".safetensors"):
         with safe_open(files[0], framework="pt") as file:
             metadata = file.metadata() or {}
         if METHOD in metadata:
-            record: Mapping[str, Any] = json.loads(metadata[METHOD])
+            record: Record = json.loads(metadata[METHOD])
             return record
     raise ValueError(
         "from_pretrained: config.json says that qtoolkit has quantized this model, but its weights are not a safetensors file "
@@ -243,7 +254,7 @@ LEFT_OUT = ("use_cache", "past_key_values", "logits_to_keep")
 @cache
 def graph_module_type(kind: type[nn.Module]) -> type[QuantizedGraphModule]:
     """Return the type of prepared models of a class of transformers: a QuantizedGraphModule that is one of that class too."""
-    members: dict[str, Any] = {
+    members: dict[str, object] = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
         "__init_subclass__": _ignore,
@@ -257,7 +268,7 @@ def graph_module_type(kind: type[nn.Module]) -> type[QuantizedGraphModule]:
 class _Prepared(nn.Module):
     """What a prepared model does as its class does, without its Python."""
 
-    def __call__(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, return_dict: bool | None = None, **kwargs: object) -> object:
         """Compute the outputs, as an object of the model's class or, with `return_dict=False`, as a tuple."""
         output = super().__call__(*args, **kwargs)
         return output.to_tuple() if return_dict is False and isinstance(output, ModelOutput) else output
@@ -266,9 +277,9 @@ class _Prepared(nn.Module):
 class _Generating(nn.Module):
     """Generates text without a cache of keys and values: each word takes a forward of the whole text."""
 
-    config: Any
+    config: PreTrainedConfig
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> Any:
         """Generate text as the model's class does, without a cache; NotImplementedError where that is needed, or an encoder."""
         found = [name for name in NEED_CACHE if kwargs.get(name) is not None and kwargs[name] is not False]
         if found or self.config.is_encoder_decoder:
@@ -283,8 +294,8 @@ class _Generating(nn.Module):
             )
         return super().generate(*args, **{**kwargs, "use_cache": False})  # type: ignore[misc]  # of the model's class
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the inputs for the next word: those of the arguments of the graph that the model's class makes.
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: object, **kwargs: object) -> dict[str, object]:
+        """Return the inputs for the next word: the arguments of the graph that the model's class makes.
 
         Raises ValueError for padded texts where the graph has no argument for that, and for another argument that it lacks.
         """
@@ -322,43 +333,38 @@ class _Bare(nn.Module):
 
 
 @classmethod  # type: ignore[misc]  # of the classes that get it
-def _ignore(cls: Any, **kwargs: Any) -> None:
+def _ignore(cls: type, **kwargs: object) -> None:
     """Do nothing: what a model's class does with its subclasses is not meant for prepared models."""
 
 
 def _refusal(name: str, why: str) -> Callable[..., NoReturn]:
-    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(self: nn.Module, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(f"{name}: this model was prepared, and {why}.")
 
     return refuse
 
 
-def attributes_of(model: nn.Module) -> dict[str, Any]:
+def attributes_of(model: nn.Module) -> dict[str, object]:
     """Return the attributes of a model that the prepared one has too: its config, and what its methods read."""
     own = vars(nn.Module())
     return {name: value for name, value in vars(model).items() if name not in own and not isinstance(value, Tensor)}
 
 
-def note(model: Any, plan: Plan, options: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> None:
+def note(model: Any, plan: Plan, options: Mapping[str, object], inputs: Mapping[str, object] | None = None) -> None:
     """Set the quantization_config of a quantized model's config.
 
     `options` are the arguments of the call that are neither in the plan nor at a default that is false. `inputs` has the
     example input for each argument of forward, and is None for module replacement.
     """
     given, traced = inputs or {}, isinstance(model, QuantizedGraphModule)
-    lost = [name for name, value in options.items() if value and not _is_plain(value)]
+    plain = {name: value for name, value in options.items() if value and _is_plain(value)}
+    lost = [name for name, value in options.items() if value and name not in plain]
     lost += [f"an input {name!r} that is no tensor" for name, x in given.items() if not isinstance(x, Tensor)]
     lost += ["a Backend of its own"] * (backends.get(plan.backend.name) != plan.backend)
     lost += ["prepare without example_inputs"] * (traced and inputs is None)
-    shapes = {name: (list(x.shape), _name(x.dtype)) for name, x in given.items() if isinstance(x, Tensor)}
-    config = QtoolkitConfig(
-        plan.backend.name,
-        plan.mapping,
-        {name: value for name, value in options.items() if value and _is_plain(value)},
-        shapes if traced else None,
-        plan.tracing.training,
-        tuple(lost),
-    )
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    shapes = {name: (list(x.shape), _name(x.dtype)) for name, x in tensors.items()} if traced else None
+    config = QtoolkitConfig(plan.backend.name, plan.mapping, plain, shapes, plan.tracing.training, tuple(lost))
     model.config.quantization_config = config
     # No names of earlier checkpoints in files: transformers finds them by patterns that match names of quantizers too, and its
     # Trainer resumes from the names in the file.
@@ -367,7 +373,7 @@ def note(model: Any, plan: Plan, options: Mapping[str, Any], inputs: Mapping[str
         model.keep(name, value) if traced else setattr(model, name, value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Return whether JSON holds a value."""
     if isinstance(value, Mapping):
         return all(map(_is_plain, (*value, *value.values())))

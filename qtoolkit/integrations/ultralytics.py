@@ -49,7 +49,7 @@ class Decode(nn.Module):
         parts = head.named_children()
         self.head._modules = {name: part if name in BEHIND_GRAPH else nn.Identity() for name, part in parts}
 
-    def forward(self, results: Any) -> Any:
+    def forward(self, results: Any) -> object:
         """Return what the head returns, from the results of its layers."""
         if self.training:
             return results
@@ -83,7 +83,7 @@ def of_head(results: Mapping[str, Any], head: Head) -> Any:
 class Layers(nn.Module):
     """The graph as a list of one layer, with the name of the head in it. Ultralytics' models run their layers one by one."""
 
-    f: int | list[int] = -1  # its input is that of the model
+    f: int | list[int] = -1  # its input is the model's
     i = 0
 
     def __init__(self, graph: QuantizedGraphModule, head_name: str) -> None:
@@ -101,14 +101,14 @@ class Layers(nn.Module):
     def __iter__(self) -> Iterator[nn.Module]:
         return iter((self,))
 
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: int | slice) -> Head:
         return self.head
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Return the modules without quantizers: Ultralytics takes a class of their name for one of Model Optimizer."""
         return (module for module in super().modules(remove_duplicate) if type(module).__name__ != "TensorQuantizer")
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any) -> object:
         """Run the graph."""
         return self.graph(x)
 
@@ -118,11 +118,11 @@ class RTDETRLayers(Layers):
 
     f = [0]
 
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: int | slice) -> object:
         """Return a layer that passes on the image, for those before the head; the graph for the head."""
         return [First()] if isinstance(index, slice) else self
 
-    def forward(self, x: list[Tensor], batch: Mapping[str, Any] | None = None) -> Any:
+    def forward(self, x: list[Tensor], batch: Mapping[str, object] | None = None) -> object:
         """Run the graph."""
         return self.graph(*x, batch)
 
@@ -138,16 +138,16 @@ class Run(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model: Any = model.model
+        self.model = model.model
         self.save: list[int] = model.save
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: object) -> object:
         """Run the layers one by one."""
         return self.run(x)
 
-    def run(self, x: Any, *batch: Any) -> Any:
+    def run(self, x: object, *batch: object) -> object:
         """Run the layers one by one. `batch` is an argument of the last one."""
-        results: list[Any] = []
+        results: list[object] = []
         *layers, head = self.model
         for layer in layers:
             x = layer(_input_of(layer, x, results))
@@ -158,12 +158,12 @@ class Run(nn.Module):
 class RunWithLabels(Run):
     """The forward of an RT-DETR."""
 
-    def forward(self, x: Any, batch: Any) -> Any:  # type: ignore[override]  # a graph has all arguments of its forward
+    def forward(self, x: object, batch: object) -> object:  # type: ignore[override]  # a graph has all arguments of its forward
         """Run the layers one by one. `batch` has the labels, or is None."""
         return self.run(x, batch)
 
 
-def _input_of(layer: Any, x: Any, results: list[Any]) -> Any:
+def _input_of(layer: Any, x: object, results: list[object]) -> object:
     if isinstance(layer.f, int):
         return x if layer.f == -1 else results[layer.f]
     return [x if index == -1 else results[index] for index in layer.f]
@@ -175,7 +175,7 @@ def quantize(
     """Return a copy of an Ultralytics model whose layers are a graph of `qtoolkit.prepare`.
 
     It stays an Ultralytics model: of its class, with its losses, in its validator and predictor. Train it by `trainer`, or in a
-    loop of your own. The layers of an RTDETRDecoder are quantized by module replacement, those of all other heads in the
+    loop of your own. The layers of an RTDETRDecoder are quantized by module replacement, the layers of all other heads in the
     graph. What decodes boxes stays in float.
 
     Args:
@@ -203,7 +203,7 @@ def quantize(
     name = f"model.{len(own.model) - 1}"
     image = next(model.parameters()).new_zeros(1, _channels_of(model), 64, 64)
     own.is_fused = already_fused
-    excluded: list[Any] = [exclude] if isinstance(exclude, str) or callable(exclude) else [*exclude]
+    excluded = [exclude] if isinstance(exclude, str) or callable(exclude) else [*exclude]
     if isinstance(head, RTDETRDecoder):
         of_loss = [f"{name}.dec_score_head.{i}" for i in range(head.num_decoder_layers) if i != head.decoder.eval_idx]
         excluded += [*of_loss, f"{name}.denoising_class_embed"]
@@ -211,11 +211,11 @@ def quantize(
             RunWithLabels(own), (image, {}), target, untraced=[name], exclude=excluded, inplace=True, **options
         )
         own.model, own.save = RTDETRLayers(graph, name), [0]
-        return cast("nn.Module", own)
-    _split(own.model[-1])
-    excluded.append(Decode)
-    graph = prepare(Run(own), image, target, leaf_modules=[Decode], exclude=excluded, inplace=True, **options)
-    own.model, own.save = Layers(graph, f"{name}.decode.head"), []
+    else:
+        _split(own.model[-1])
+        excluded.append(Decode)
+        graph = prepare(Run(own), image, target, leaf_modules=[Decode], exclude=excluded, inplace=True, **options)
+        own.model, own.save = Layers(graph, f"{name}.decode.head"), []
     return cast("nn.Module", own)
 
 
@@ -251,10 +251,10 @@ def _split(head: Head) -> None:
         part.__class__ = _as_in_training(type(part))
 
 
-def _as_in_training(kind: type[Any]) -> type[nn.Module]:
+def _as_in_training(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose Python takes the branch of training mode. Layers of torch in it have their own mode."""
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         results = kind.forward(self, *args, **kwargs)
         return self.decode(results) if "decode" in self._modules else results
 
@@ -266,7 +266,7 @@ def deployed(model: nn.Module) -> QuantizedGraphModule:
     """Return the graph of a quantized model as it is deployed: one image tensor to the tensors that Ultralytics' export has.
 
     Pass it to `qtoolkit.convert` and `qtoolkit.export_onnx`, or to any other function that takes a prepared model. A head with
-    two branches computes that of `model.end2end`.
+    two branches computes the one that `model.end2end` names.
 
     Args:
         model: What `quantize` returned, or a checkpoint of `trainer` in YOLO(...).model. It is not changed.
@@ -288,7 +288,7 @@ def deployed(model: nn.Module) -> QuantizedGraphModule:
     gm = copy.deepcopy(layers.graph).eval()
     head: Head = gm.get_submodule(layers.head_name)
     head.export = True
-    # Others take anchors of the images before for those of another batch.
+    # Others would keep the anchors of earlier images for another batch.
     head.dynamic = not isinstance(head, RTDETRDecoder)
     leaf = layers.head_name.removesuffix(".head")
     (call,) = (node for node in gm.graph.nodes if node.op == "call_module" and node.target == leaf)
@@ -364,7 +364,7 @@ def _describe(model: Any, path: Path, size: tuple[int, int], is_dynamic: bool) -
 
     head = _layers_of(model, "export_onnx").head
     facts = {
-        "task": guess_model_task(model) or "detect",  # it does not guess that of an RT-DETR
+        "task": guess_model_task(model) or "detect",  # it does not guess the task of an RT-DETR
         "names": model.names,
         "imgsz": list(size),
         "stride": int(max(model.stride)),
@@ -391,12 +391,12 @@ class QuantizedTrainer:
 
     options: ClassVar[Mapping[str, Any]]
     batches: ClassVar[int]
-    data: dict[str, Any]
+    data: Mapping[str, Any]
     model: nn.Module
     train_loader: Any
     preprocess_batch: Any
 
-    def get_model(self, cfg: Any = None, weights: Any = None, verbose: bool = True) -> nn.Module:
+    def get_model(self, cfg: object = None, weights: Any = None, verbose: bool = True) -> nn.Module:
         """Return the trainer's model with quantizers, or a copy of `weights` where these are quantized."""
         if not isinstance(getattr(weights, "model", None), Layers):
             model = super().get_model(cfg, weights, verbose)  # type: ignore[misc]  # the trainer's
@@ -418,7 +418,7 @@ class QuantizedTrainer:
             calibrate(model, images, progress=False)
             self.train_loader.reset()
 
-    def build_optimizer(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    def build_optimizer(self, model: nn.Module, *args: object, **kwargs: object) -> torch.optim.Optimizer:
         """Return the trainer's optimizer, without weight decay for learned scales."""
         optimizer: torch.optim.Optimizer = super().build_optimizer(model, *args, **kwargs)  # type: ignore[misc]
         scales = {id(p) for quantizer in quantizers_of(unwrap_model(model)).values() for p in quantizer.parameters()}

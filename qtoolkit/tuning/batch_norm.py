@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from qtoolkit.errors import check_flags, some
 from qtoolkit.model_state import attribute_kept, check_module, removing
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
-from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.nn.rounded import is_rounded
 from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, look, much_clipped
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.shared_modules import first_names
-from qtoolkit.tuning.rounding.grids import codes_on_grid
+from qtoolkit.tuning.rounding.grids import CodeGrid
 from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
 
 ROUNDING = 1e-12  # of the square of a mean: a variance below it is zero
@@ -44,16 +43,16 @@ class Reestimation:
 
 
 def reestimate_batch_norm(
-    model: nn.Module, batches: Iterable[Any], forward: Forward | None = None, progress: bool = True
+    model: nn.Module, batches: Iterable[object], forward: Forward | None = None, progress: bool = True
 ) -> Reestimation:
-    """Set the running statistics of all batch norms to those of some batches, with the weights as they now are.
+    """Estimate the running statistics of all batch norms anew from some batches, with the weights as they now are.
 
     The running averages of training lag behind the weights, and with few bits the weights' noise moves the statistics. Each
     call counts the same, also of a batch norm that the model calls several times: the new mean is the average of the means, and
-    the new variance that of the variances plus the variance of the means. Batch norms normalize by the statistics of the batch
-    meanwhile; all else runs in eval mode, with the quantizers as they are. Scales of weights change as the new statistics scale
-    the weights. With one for each output channel no code of a weight changes, and the statistics are those of the codes; one
-    for all takes what the factors have in common, and powers of two stay. If anything raises, all is as before.
+    the new variance the average of the variances plus the variance of the means. Batch norms normalize by the statistics of
+    the batch meanwhile; all else runs in eval mode, with the quantizers as they are. Scales of weights change as the new
+    statistics scale the weights. With one for each output channel no code of a weight changes, and the statistics fit the
+    codes; one for all takes what the factors have in common, and powers of two stay. If anything raises, all is as before.
 
     Args:
         model: A float, prepared or replaced model.
@@ -91,7 +90,7 @@ def reestimate_batch_norm(
     data = Batches(batches, forward, "reestimate_batch_norm")
     with tuning(model):
         sums = {name: _Sums(name, bn) for name, bn in found.items()}
-        ranges = _ranges(model)
+        ranges = [_Clipping(q) for q in quantizers_of(model).values() if _has_range(q) and not q.of_weight]
         count = _sum_up(model, data, sums.values(), ranges, progress)
         _store(model, sums, ranges, unchanged)
         _warn_of_ranges(ranges)
@@ -124,7 +123,7 @@ def _sum_up(
     hooks = [each.bn.register_forward_hook(each.take) for each in sums]
     kept = removing(hooks + [each.quantizer.register_forward_pre_hook(each.take) for each in ranges])
     with kept, attribute_kept(norms, "momentum"), attribute_kept(norms, "training"), torch.no_grad():
-        for bn in norms:  # its running statistics become those of each call
+        for bn in norms:  # its running statistics become the statistics of each call
             bn.momentum, bn.training = 1.0, True
         for batch in batches_of("batch norms", data, progress):
             data.run(model, batch)
@@ -132,13 +131,14 @@ def _sum_up(
     return count
 
 
-def _batch_norms(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
-    found: dict[str, Any] = {}
+def _batch_norms(model: nn.Module) -> tuple[dict[str, _BatchNorm], dict[str, str]]:
+    found: dict[str, _BatchNorm] = {}
     unchanged: dict[str, str] = {}
     for module, name in first_names(model).items():
         if not isinstance(module, _BatchNorm | LinkedBatchNorm):  # also a type of the user's own, such as timm's
             continue
-        if isinstance(module, LinkedBatchNorm) and (module.frozen or module.float_type not in BATCH_NORMS):
+        # A linked FrozenBatchNorm of another package is no _BatchNorm: its statistics are constants.
+        if not isinstance(module, _BatchNorm) or (isinstance(module, LinkedBatchNorm) and module.frozen):
             unchanged[name] = "it is frozen"
         elif isinstance(module, LinkedBatchNorm) and module.strategy == "frozen":
             unchanged[name] = 'its strategy is "frozen"'
@@ -152,27 +152,28 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 class _Sums:
-    """The sums of the statistics of a batch norm's calls: with momentum 1, its running ones are those of the last call."""
+    """The sums of the statistics of a batch norm's calls: with momentum 1, the last call gives its running ones."""
 
-    def __init__(self, name: str, bn: Any) -> None:
+    def __init__(self, name: str, bn: _BatchNorm) -> None:
         self.name, self.bn = name, bn
         self.old = [tensor.clone() for tensor in self._tensors()]
-        self.seen = bn.num_batches_tracked.clone()
+        self.count_before = bn.get_buffer("num_batches_tracked").clone()
         self.count, self.mean, self.square = 0, torch.zeros(()), torch.zeros(())
 
     def _tensors(self) -> tuple[Tensor, Tensor]:
-        return self.bn.running_mean, self.bn.running_var
+        return self.bn.get_buffer("running_mean"), self.bn.get_buffer("running_var")
 
     def take(self, *_: object) -> None:
         """Add the statistics of a call, and put back the old ones: a forward hook."""
-        if bool(self.bn.num_batches_tracked == self.seen):
+        count = self.bn.get_buffer("num_batches_tracked")
+        if bool(count == self.count_before):
             return
         mean, variance = (tensor.double() for tensor in self._tensors())
         self.mean, self.square = self.mean.to(mean) + mean, self.square.to(mean) + variance + mean.square()
         self.count += 1
         for tensor, old in zip(self._tensors(), self.old, strict=True):
             tensor.copy_(old)
-        self.bn.num_batches_tracked.copy_(self.seen)
+        count.copy_(self.count_before)
 
     def store(self) -> bool:
         """Set the new statistics; return whether there are any."""
@@ -184,17 +185,14 @@ class _Sums:
                 # Its weights are rounded to zero. A variance of zero would make them hundreds of times as large, off the grid.
                 constant = variance <= ROUNDING * mean.square()
                 variance = torch.where(constant, self.old[1].to(variance), variance)
-            self._check_finite(mean, variance)
-            self.bn.running_mean.copy_(mean)
-            self.bn.running_var.copy_(variance)
+            if not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all()):
+                raise ValueError(
+                    f"reestimate_batch_norm: statistics of the batch norm {self.name!r} are not finite, so nothing was "
+                    f"changed: a batch has NaN, infinities or one value for each channel; leave this batch out."
+                )
+            for tensor, new in zip(self._tensors(), (mean, variance), strict=True):
+                tensor.copy_(new)
         return self.count > 0
-
-    def _check_finite(self, mean: Tensor, variance: Tensor) -> None:
-        if not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all()):
-            raise ValueError(
-                f"reestimate_batch_norm: statistics of the batch norm {self.name!r} are not finite, so nothing was changed: "
-                f"a batch has NaN, infinities or one value for each channel; leave this batch out."
-            )
 
 
 class _Clipping:
@@ -205,7 +203,7 @@ class _Clipping:
         self.clipped = 0.0  # how many values
         self.vanishes = True
 
-    def take(self, quantizer: nn.Module, args: tuple[Any, ...]) -> None:
+    def take(self, quantizer: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Take in the input of a call: a forward pre-hook."""
         if self.quantizer.ready and args[0].numel():
             clipped, vanished = look(self.quantizer, args[0]).tolist()
@@ -226,11 +224,6 @@ class _Clipping:
         return f"{self.quantizer.name!r} ({share:.1%} clipped)" if much_clipped(self.quantizer, share) else ""
 
 
-def _ranges(model: nn.Module) -> list[_Clipping]:
-    """Return the looks at all activations that have a range of their own."""
-    return [_Clipping(q) for q in quantizers_of(model).values() if _has_range(q) and not q.of_weight]
-
-
 @torch.no_grad()
 def _ranges_of_weights(layers: Iterable[QuantWeighted]) -> list[_Clipping]:
     """Return the looks at the weights that batch norms scale, as they now are."""
@@ -249,18 +242,14 @@ def _has_range(quantizer: object) -> TypeGuard[TensorQuantizer]:
 @torch.no_grad()
 def _chosen_codes(layers: Iterable[QuantWeighted]) -> dict[QuantWeighted, Tensor]:
     """Return the codes of the weights that batch norms scale and that lie on their codes, as after `reconstruct`."""
-    return {layer: _codes(layer) for layer in layers if layer.batch_norm is not None and is_rounded(layer)}
-
-
-def _codes(layer: Any) -> Tensor:
-    return codes_on_grid(layer.weight_quantizer, layer.effective_weight())
+    chosen = [layer for layer in layers if layer.batch_norm is not None and is_rounded(layer)]
+    return {layer: CodeGrid(layer, "").nearest() for layer in chosen}
 
 
 def _warn_of_codes(chosen: Mapping[QuantWeighted, Tensor]) -> None:
     """Warn of layers whose codes have changed since."""
-    with torch.no_grad():
-        changed: list[Any] = [layer for layer, codes in chosen.items() if not torch.equal(_codes(layer), codes)]
-    lost = [repr(layer.weight_quantizer.name) for layer in changed]
+    grids = [(CodeGrid(layer, ""), codes) for layer, codes in chosen.items()]
+    lost = [repr(grid.quantizer.name) for grid, codes in grids if not torch.equal(grid.nearest(), codes)]
     if lost:
         warnings.warn(
             f"reestimate_batch_norm: the codes that were chosen on the grids of {some(lost)} are lost, because these scales "

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -54,12 +54,12 @@ class BiasCorrection:
 
 def bias_correction(
     prepared: nn.Module,
-    batches: Iterable[Any] | None = None,
+    batches: Iterable[object] | None = None,
     method: Literal["empirical", "analytic"] = "empirical",
     forward: Forward | None = None,
     progress: bool = True,
 ) -> BiasCorrection:
-    """Change the biases so that the mean of each output channel is that of the float model.
+    """Change the biases so that each output channel has the mean that it has in the float model.
 
     "empirical" takes the means from batches, layer by layer in the order of the model: each layer's inputs are those of the
     model that is quantized and corrected so far. It corrects the shifts of weights and activations, in graph mode and with
@@ -135,9 +135,9 @@ def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]
         quantizer = module.weight_quantizer
         if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
             skipped[name] = "its weight is not quantized"
-        elif _bias_of(module) is None:
+        elif _shifting(module).bias is None:
             skipped[name] = "it has no bias; give the float layer bias=True"
-        elif others := _others(module, names, owners):
+        elif others := [of for of in owners.get(id(_shifting(module).bias), ()) if of != names.get(_shifting(module))]:
             skipped[name] = f"its bias is that of {others[0]!r} too, whose shift is another one"
         else:
             quantizer.check_ready()
@@ -145,15 +145,9 @@ def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]
     return found, skipped | obstacles_of_functions(model)
 
 
-def _bias_of(layer: QuantWeighted) -> Any:
-    """Return the tensor that shifts a layer's output: of the linked batch norm, if there is one."""
-    return layer.bias if layer.batch_norm is None else layer.batch_norm.bias
-
-
-def _others(layer: QuantWeighted, names: Mapping[nn.Module, str], owners: Mapping[int, Sequence[str]]) -> list[str]:
-    """Return the names of the other modules that have the parameter which shifts a layer's output."""
-    own = names.get(layer if layer.batch_norm is None else layer.batch_norm)
-    return [owner for owner in owners.get(id(_bias_of(layer)), ()) if owner != own]
+def _shifting(layer: QuantWeighted) -> QuantWeighted | LinkedBatchNorm:
+    """Return the module whose bias shifts a layer's output: the linked batch norm, if there is one."""
+    return layer if layer.batch_norm is None else layer.batch_norm
 
 
 # ---- from data
@@ -165,7 +159,7 @@ class _Mean:
     def __init__(self, layer: QuantWeighted) -> None:
         self.layer, self.total, self.count = layer, torch.zeros(()), 0
 
-    def add(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+    def add(self, layer: nn.Module, args: object, output: Tensor) -> None:
         """Take in the output of a call: a forward hook."""
         channel = output.dim() - (self.layer.weight.dim() - 1 if self.layer.OP_KIND.convolves else 1)
         values = (
@@ -185,7 +179,7 @@ def _empirical(
     expected = {name: _Mean(layer) for name, layer in layers.items()}
     calls = Counter[str]()  # of each layer, in the order of the first ones
 
-    def take(name: str, layer: nn.Module, args: Any, output: Tensor) -> None:
+    def take(name: str, layer: nn.Module, args: object, output: Tensor) -> None:
         calls[name] += 1
         expected[name].add(layer, args, output)
 
@@ -201,10 +195,12 @@ def _empirical(
     wanted = [name for name in calls if name not in skipped]
     with LayerRuns(model, wanted, data) as runs, progress_bar("bias", "layers", progress, wanted) as bar:
         for name in bar:
-            shifts[name] = _mean_of(layers[name], name, runs) - expected[name].value()
+            layer, mean = layers[name], _Mean(layers[name])
+            with removing([layer.register_forward_hook(mean.add)]):
+                runs.reach(name)
+            shifts[name] = mean.value() - expected[name].value()
             if not bool(torch.isfinite(shifts[name]).all()):
                 raise not_finite("bias_correction", f"the output of layer {name!r}")
-            layer: Any = layers[name]
             if layer.batch_norm is None:  # round the bias, as the mean has it: its rounding is a part of the shift
                 with torch.no_grad():
                     layer.bias.copy_(layer.bias_in_sums(layer.bias))
@@ -213,17 +209,9 @@ def _empirical(
     return shifts
 
 
-def _mean_of(layer: QuantWeighted, name: str, runs: LayerRuns) -> Tensor:
-    """Return the mean of a layer's output, as the model now is."""
-    mean = _Mean(layer)
-    with removing([layer.register_forward_hook(mean.add)]):
-        runs.reach(name)
-    return mean.value()
-
-
 def _shift_back(layer: QuantWeighted, shift: Tensor) -> None:
     with torch.no_grad():
-        bias = _bias_of(layer)
+        bias = _shifting(layer).bias
         bias.copy_(bias.double() - shift)
         layer.bias_is_corrected = True
 
@@ -246,12 +234,12 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
         if isinstance(mean, Obstacle):
             skipped[name] = mean.why
             continue
-        layer: Any = layers[name]
+        layer = layers[name]
         weight = layer.effective_weight().detach()
         error = layer.quantize_weight(weight).detach() - weight
         inputs = _for_weight(layer, mean, error)
         # A transposed convolution with a stride adds to each output only its share of the kernel.
-        share = math.prod(layer.stride) if layer.OP_KIND.transposed else 1
+        share = math.prod(getattr(layer, "stride", ())) if layer.OP_KIND.transposed else 1
         shifts[name] = layer.sum_per_output(error * inputs) / share
         _shift_back(layer, shifts[name])
     for name in layers.keys() - shifts.keys() - skipped.keys():
@@ -259,7 +247,7 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
     return shifts
 
 
-def _for_weight(layer: Any, mean: Tensor, like: Tensor) -> Tensor:
+def _for_weight(layer: QuantWeighted, mean: Tensor, like: Tensor) -> Tensor:
     """Return the mean of the input by which each element of a weight is multiplied."""
     groups, kernel = getattr(layer, "groups", 1), [1] * (like.dim() - 2)
     if layer.OUTPUT_AXIS == 1:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from qtoolkit.eager.record import chains_of
 from qtoolkit.errors import check_known, check_sequence, with_article
@@ -18,7 +19,7 @@ from qtoolkit.shared_modules import first_names, modules_by_name
 
 
 class Distillation(AbstractContextManager["Distillation"]):
-    """The loss of a student's logits and features against those of a teacher, such as the float model.
+    """The loss of a student's logits and features against a teacher's, such as the float model.
 
     loss = logits_weight * T^2 * KL(softmax(teacher / T) || softmax(student / T))
          + feature_weight * mean over features of |student - teacher|^2 / |teacher|^2
@@ -84,7 +85,7 @@ class Distillation(AbstractContextManager["Distillation"]):
         self._outputs = tuple(_output_of(name, student, teacher) for name in self.features)
         self._of_student, self._handles = _hooked(student, self._outputs)
 
-    def __call__(self, inputs: Any, output: Any) -> Tensor:
+    def __call__(self, inputs: object, output: object) -> Tensor:
         """Return the loss of the student's latest forward.
 
         Args:
@@ -100,8 +101,12 @@ class Distillation(AbstractContextManager["Distillation"]):
         with removing(handles), torch.no_grad(), evaluating(self.teacher):
             args, kwargs = split(tuple(inputs) if isinstance(inputs, list) else inputs)
             target = self.teacher(*args, **kwargs)
-        logits, wanted = (each if self.logits_of is None else self.logits_of(each) for each in (output, target))
-        _check_logits(logits, wanted)
+        logits, wanted = self._logits_in(output, "student"), self._logits_in(target, "teacher")
+        if logits.shape != wanted.shape:
+            raise ValueError(
+                f"Distillation: the logits differ in shape: {tuple(logits.shape)} of the student, {tuple(wanted.shape)} of "
+                f"the teacher; call it with the inputs of the student's forward."
+            )
         loss = self.logits_weight * kl_of_logits(logits, wanted, self.temperature)
         parts = [
             _relative_error(name, _taken(self._of_student, name, "student"), _taken(of_teacher, name, "teacher"))
@@ -109,6 +114,15 @@ class Distillation(AbstractContextManager["Distillation"]):
         ]
         self._of_student.clear()
         return loss + self.feature_weight * torch.stack(parts).mean() if parts else loss
+
+    def _logits_in(self, output: object, role: str) -> Tensor:
+        logits = output if self.logits_of is None else self.logits_of(output)
+        if not isinstance(logits, Tensor):
+            raise TypeError(
+                f"Distillation: the logits of the {role} must be a tensor, got {type(logits).__name__}; pass logits_of, which "
+                f"returns the logits of a model's output."
+            )
+        return logits
 
     def close(self) -> None:
         """Remove the hooks from the student."""
@@ -161,23 +175,23 @@ def _norms_behind(model: nn.Module, name: str, models: Sequence[nn.Module]) -> I
 class _Kept:
     """Keeps the output of a module in a dict: a forward hook. A copy of the module keeps nothing."""
 
-    def __init__(self, outputs: dict[str, Any] | None, name: str) -> None:
+    def __init__(self, outputs: dict[str, object] | None, name: str) -> None:
         self.outputs, self.name = outputs, name
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if self.outputs is not None:
             self.outputs[self.name] = output
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (None, self.name)
 
 
-def _hooked(model: nn.Module, names: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:
-    outputs: dict[str, Any] = {}
+def _hooked(model: nn.Module, names: Sequence[str]) -> tuple[dict[str, object], list[RemovableHandle]]:
+    outputs: dict[str, object] = {}
     return outputs, [model.get_submodule(name).register_forward_hook(_Kept(outputs, name)) for name in names]
 
 
-def _taken(outputs: Mapping[str, Any], name: str, role: str) -> Tensor:
+def _taken(outputs: Mapping[str, object], name: str, role: str) -> Tensor:
     output = outputs.get(name)
     if not isinstance(output, Tensor):
         state = (
@@ -199,20 +213,6 @@ def _relative_error(name: str, student: Tensor, teacher: Tensor) -> Tensor:
     wanted = teacher.float()
     power = wanted.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
     return (student.float() - wanted).square().sum() / power
-
-
-def _check_logits(student: Any, teacher: Any) -> None:
-    for role, logits in (("student", student), ("teacher", teacher)):
-        if not isinstance(logits, Tensor):
-            raise TypeError(
-                f"Distillation: the logits of the {role} must be a tensor, got {type(logits).__name__}; pass logits_of, which "
-                f"returns the logits of a model's output."
-            )
-    if student.shape != teacher.shape:
-        raise ValueError(
-            f"Distillation: the logits differ in shape: {tuple(student.shape)} of the student, {tuple(teacher.shape)} of the "
-            f"teacher; call it with the inputs of the student's forward."
-        )
 
 
 def _check(name: str, value: float, holds: bool, rule: str) -> None:

@@ -80,7 +80,7 @@ class Equalization(Generic[M]):
 
 def equalize(
     model: M,
-    example_inputs: Any,
+    example_inputs: object,
     skip: Sequence[str] = (),
     inplace: bool = False,
     activations: float | None = None,
@@ -98,8 +98,8 @@ def equalize(
 
     Args:
         model: A float model, before `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
-        example_inputs: As for `qtoolkit.prepare`: the model is traced with them, and run for the check. The ranges of
-            activations are those of these inputs: pass a batch of real data.
+        example_inputs: As for `qtoolkit.prepare`: the model is traced with them, and run for the check. They give the
+            ranges of activations: pass a batch of real data.
         skip: Dotted names of layers that stay as they are.
         inplace: Change the model itself; otherwise a copy.
         activations: None for the weights. Or the power of its range, relative to the widest, that a channel is divided by: 1
@@ -132,8 +132,7 @@ def equalize(
         raise ValueError(f"equalize: activations must be None, or above 0 and at most 1, got {activations!r}.")
     target = None if backend is None else backend_of(backend)
     own = model if inplace else deepcopy_model(model, what="equalize")
-    names = names_by_module(own)
-    layers = {aliases[0]: module for module, aliases in names.items() if type(module) in LAYERS}
+    layers = {name: module for name, module in own.named_modules() if type(module) in LAYERS}
     for name in skip:
         check_known("layer in skip of equalize", name, layers)
     before = outputs_of(own, example_inputs)
@@ -186,9 +185,9 @@ class _Link:
     def equalize(self) -> float:
         """Equalize the two layers; return how far the largest factor was from 1."""
         first, second = self._ranges()
-        usable = (first > 0) & (second > 0)
-        factor = torch.where(usable, torch.sqrt(first / second), torch.ones_like(first))
-        factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, torch.ones_like(factor))
+        factor = torch.sqrt(first / second)
+        usable = (first > 0) & (second > 0) & torch.isfinite(factor) & (factor > 0)
+        factor = torch.where(usable, factor, 1)
         self.divide(factor)
         return float((factor.log()).abs().max())
 
@@ -242,7 +241,7 @@ def _equalize_activations(
     return widths
 
 
-def _ranges_between(gm: fx.GraphModule, links: Sequence[_Link], example_inputs: Any) -> list[list[Tensor]]:
+def _ranges_between(gm: fx.GraphModule, links: Sequence[_Link], example_inputs: object) -> list[list[Tensor]]:
     """Return for each pair of layers the range of each channel, zero included, of every tensor between them."""
     graph, written = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.set_codegen(gm.graph._codegen)
@@ -264,7 +263,7 @@ def _ranges_between(gm: fx.GraphModule, links: Sequence[_Link], example_inputs: 
 def ranges_of_channels(x: Tensor, source: Tensor, dims: int) -> Tensor:
     """Return the range of each channel of a tensor, zero included.
 
-    The channels are those of the output of `source`, with `dims` dimensions of positions behind them.
+    The channels run as in the output of `source`, with `dims` dimensions of positions behind them.
 
     Example:
         >>> ranges_of_channels(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.zeros(2, 2, 5, 5), 2)
@@ -344,14 +343,14 @@ def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:
         (node,) = users
         kind = kind_of(node)
         if _is_layer(node):
-            bn: Any = None if batch_norm is None else module_of(batch_norm)
+            scales = batch_norm is None or getattr(module_of(batch_norm), "weight", None) is not None
             count = ChannelView(module_of(node)).inputs_amax().numel()
             if count != ChannelView(module_of(layer)).outputs_amax().numel():
                 return Obstacle(f"{node.target!r} takes {count} channels, which are not its own")
-            return path if bn is None or bn.weight is not None else Obstacle("its batch norm has no scale")
+            return path if scales else Obstacle("its batch norm has no scale")
         if kind.normalizes_batches and node.op == "call_module" and batch_norm is None and node.args[0] is layer:
             bn = module_of(node)
-            if not is_batch_norm(bn) or bn.running_var is None:
+            if not is_batch_norm(bn) or getattr(bn, "running_var", None) is None:
                 return Obstacle("its batch norm has no running statistics")
             batch_norm = node
         elif not _keeps_channels(node, kind, ChannelView(module_of(layer)).dims):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from qtoolkit.tuning.runs.batches import Batches, Forward, tuning
 from qtoolkit.tuning.runs.stepwise import LayerRuns
 
 COLUMNS = 128  # whose errors are spread to the later columns at once
-DAMPINGS = (0.01, 0.1, 1.0)  # that of the paper, and those for few inputs
+DAMPINGS = (0.01, 0.1, 1.0)  # the paper's, and two for few inputs
 # The share of the best gain that a larger damping must keep. It fits the batches less closely: inputs unlike them lose less.
 GAIN = 0.8
 
@@ -79,7 +78,7 @@ class GPTQ:
 
 def gptq(
     prepared: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     layers: Sequence[str] | None = None,
     forward: Forward | None = None,
     damping: float | None = None,
@@ -95,11 +94,11 @@ def gptq(
 
     Codes fit the inputs that choose them: with few inputs for each column, they can be far better on these inputs and worse on
     others. So each layer is tried first: one half of its inputs chooses codes, and the other half tells their error. Where it
-    is not below that of rounding to nearest, weights stay rounded to nearest.
+    is not below the error of rounding to nearest, weights stay rounded to nearest.
 
     A prepared model runs from layer to layer, and a replaced one from its inputs each time, as in
-    `qtoolkit.tuning.bias_correction`. For a layer that the model calls several times, whose inputs are those of all calls, the
-    whole model runs.
+    `qtoolkit.tuning.bias_correction`. For a layer that the model calls several times, the whole model runs, and
+    its inputs in all calls count.
 
     Args:
         prepared: A calibrated model from `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
@@ -147,9 +146,8 @@ def gptq(
         runs = stack.enter_context(LayerRuns(prepared, list(order), data))
         bar = stack.enter_context(progress_bar("gptq", "layers", progress, order))
         for name in bar:
-            layer = prepared.get_submodule(name)
-            grid = CodeGrid(layer, name)
-            products = _products(layer, runs.whole if order[name] else partial(runs.reach, name))
+            grid = CodeGrid(prepared.get_submodule(name), name)
+            products = _products(grid.layer, runs.whole if order[name] else partial(runs.reach, name))
             if not bool(torch.isfinite(products.all).all()):
                 raise not_finite("gptq", f"the input of layer {name!r}")
             error = _tried(grid, name, products, dampings, act_order)
@@ -195,17 +193,17 @@ class _Products:
     all: Tensor  # of all rows
 
 
-def _products(layer: Any, run: Callable[[], None]) -> _Products:
+def _products(layer: QuantWeighted, run: Callable[[], None]) -> _Products:
     """Return the means of the products of a layer's inputs, as the model now is; `run` runs it on all batches."""
-    size = layer.in_features
+    size = layer.weight.size(1)
     sums = torch.zeros(2, size, size, dtype=torch.float64, device=layer.weight.device)
     counts, calls = [0, 0], 0
 
-    def add(module: QuantWeighted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def add(module: QuantWeighted, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """Add the products of the rows of a call's input, half of them to each sum: a forward pre-hook."""
         nonlocal calls
         x = quantized(module.input_quantizer, args[0] if args else kwargs["input"])
-        rows = x.detach().reshape(-1, layer.in_features).float()
+        rows = x.detach().reshape(-1, size).float()
         middle = (len(rows) + calls % 2) // 2  # calls with one row serve the halves in turn
         calls += 1
         for half, part in enumerate((rows[:middle], rows[middle:])):

@@ -21,10 +21,10 @@ class OscillationDampening:
 
     loss = coefficient * sum over layers and output channels of mean((clip(w, lowest, highest) - Q(w))^2)
 
-    (M. Nagel et al., arXiv 2203.11086, section 4; the mean over the elements of an output channel is that of the authors'
-    code.) Q(w) and the range of the grid are constants: the gradient goes to the weights, and there is none for a weight
-    beyond the range. Where a linked batch norm multiplies w by a factor before it is quantized, the grid is that of the
-    product divided by the factor.
+    (M. Nagel et al., arXiv 2203.11086, section 4; the authors' code takes the mean over the elements of an output
+    channel.) Q(w) and the range of the grid are constants: the gradient goes to the weights, and there is none for a weight
+    beyond the range. Where a linked batch norm multiplies w by a factor before it is quantized, the grid of the
+    product is divided by the factor.
 
     The coefficient rises along a cosine from 0 at step `begin` to `largest` at step `total_steps`. Call `step()` after each
     step of the optimizer. Quantizers that are off add nothing.
@@ -85,11 +85,11 @@ class OscillationDampening:
         """Count a step of the optimizer."""
         self.steps += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Return the number of steps."""
         return {"steps": self.steps}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from a state of `state_dict`."""
         self.steps = int(state["steps"])
 
@@ -106,10 +106,10 @@ class OscillationFreezing:
     - A weight turns where q changes in the direction against its last change. Its frequency is the moving average of turns,
       f <- momentum * turns + (1 - momentum) * f.
     - A weight with f above the threshold is frozen for the rest of the training, at the moving average of q, rounded. In a
-      short training this average would still be that of the first codes: it is the mean over all steps while there are fewer
+      short training the first codes would still dominate this average: it is the mean over all steps while there are fewer
       than 1 / momentum, and is rounded to one of the two codes of the last change.
     - A frozen weight is set to the value of its code after each step, on the grid of the next forward. There the gradient of a
-      learned scale is 0. Behind a linked batch norm the grid is that of the weight itself: its scales take each change of the
+      learned scale is 0. Behind a linked batch norm the grid is in units of the weight: its scales take each change of the
       batch norm's factor, so a frozen weight does not move with the statistics that it gives.
 
     The threshold falls along a cosine from the first to the second of `thresholds`, from step `begin` to step `total_steps`;
@@ -118,14 +118,14 @@ class OscillationFreezing:
     `skipped`, are weights behind a linked batch norm whose scale cannot take the factor of each output channel: one scale for
     all channels, and powers of two.
 
-    The codes are those of the tensor that is quantized in the next forward: the weight times the factor of a linked batch norm.
+    The codes are the next forward's: of the weight times the factor of a linked batch norm.
     A quantizer that is off is left alone until it is on. In a process group every rank must call `step()`.
 
     Args:
         model: A prepared or replaced model, also in DistributedDataParallel or torch.compile.
         total_steps: The number of steps of the training.
-        thresholds: The threshold at the beginning and at the end, in turns for each step; those of the paper's authors for
-            MobileNetV2 in 4 bits by default. None only tracks, for `report()`.
+        thresholds: The threshold at the beginning and at the end, in turns for each step; by default the paper's for
+            MobileNetV2 in 4 bits. None only tracks, for `report()`.
         momentum: Of the moving averages; below the thresholds, so that a single flip does not freeze.
         begin: The step from which weights are frozen; the paper's authors take a quarter of `total_steps`.
         max_bits: Weights of more bits are left out.
@@ -143,7 +143,7 @@ class OscillationFreezing:
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False)).train()
         >>> model = qt.quant_modules.replace(model, w4, backend="tensorrt")
         >>> weight = torch.nn.init.constant_(model.get_parameter("0.weight"), 2.05)
-        >>> model.get_submodule("0.weight_quantizer").amax = 7.0  # the grid is that of the integers
+        >>> model.get_submodule("0.weight_quantizer").amax = 7.0  # the step is 1
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> freezing = qt.tuning.OscillationFreezing(model, total_steps=60)
         >>> codes = []
@@ -217,7 +217,7 @@ class OscillationFreezing:
         off = {name: "it is not quantized so far" for name in self._weights if name not in self._tracks}
         return Oscillations(self.steps, layers, {**off, **self.skipped})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the number of steps, and what is known of each weight's codes."""
         return {"steps": self.steps, "weights": {name: dict(vars(track)) for name, track in self._tracks.items()}}
 
@@ -225,7 +225,7 @@ class OscillationFreezing:
         """Go on from a state of `state_dict`: load the model's own state dict first.
 
         Raises:
-            ValueError: The state is that of another model.
+            ValueError: The state is of another model.
         """
         tracks = {}
         for name, known in state["weights"].items():

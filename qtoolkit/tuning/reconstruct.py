@@ -2,10 +2,10 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx
@@ -21,8 +21,8 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report.lines import table
 from qtoolkit.tuning.rounding.earlier import warn_before_rounding
 from qtoolkit.tuning.rounding.grids import CodeGrid
-from qtoolkit.tuning.rounding.learning import Options, distances, learn
-from qtoolkit.tuning.rounding.saved import SavedUnits
+from qtoolkit.tuning.rounding.learning import Options, Sample, distances, learn
+from qtoolkit.tuning.rounding.saved import FinishedUnit, SavedUnits, UnitState
 from qtoolkit.tuning.rounding.unit_samples import Loss, UnitSamples
 from qtoolkit.tuning.rounding.units import Unit, find_units
 from qtoolkit.tuning.runs.batches import Batches, Forward, part_between, tuning
@@ -53,7 +53,7 @@ class UnitResult:
     Attributes:
         name: Its name.
         layers: The layers in it.
-        before: The mean squared difference of its output from that of the float model, with weights rounded to nearest; with a
+        before: The mean squared difference of its output from the float model's, with weights rounded to nearest; with a
             loss, of elements that are weighted by the squares of its gradients.
         after: The same at the end.
         moved: The share of its codes that are another one than the nearest.
@@ -97,7 +97,7 @@ class Reconstruction:
 
 def reconstruct(
     prepared: QuantizedGraphModule,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     method: Literal["adaround", "brecq", "qdrop"] = "adaround",
     granularity: Literal["layer", "block"] | None = None,
     steps: int = 2000,
@@ -112,7 +112,7 @@ def reconstruct(
     progress: bool = True,
     loss: Loss | None = None,
 ) -> Reconstruction:
-    """Learn whether each weight is rounded down or up, so that the outputs of layers or blocks are those of the float model.
+    """Learn whether each weight is rounded down or up, so that layers or blocks return what the float model's do.
 
     The units are taken in the order of the model. The inputs of each come from the quantized model so far, and its targets
     from the float model. A unit for which nothing better is found keeps its weights rounded to nearest. The result is in the
@@ -121,7 +121,7 @@ def reconstruct(
     unit: besides the steps, all units together take the time of a few runs of the whole model.
 
     Methods: "adaround" (arXiv 2004.10568) learns rounding, by default layer by layer. "brecq" (arXiv 2102.05426) takes blocks,
-    and trains the scales of their activations as well; the paper's weights of errors are those of `loss`.
+    and trains the scales of their activations as well; `loss` gives the paper's weights of errors.
     "qdrop" (arXiv 2203.05740) moreover leaves half of the activations in float at random. Blocks are found by the graph and
     the hierarchy of modules (`qtoolkit.tuning.rounding.units`).
 
@@ -137,7 +137,7 @@ def reconstruct(
         learning_rate: Of the rounding.
         scale_learning_rate: Of the scales of activations, relative to their size.
         rounding_weight: Weight of the regularizer, the mean of 1 - |2 h - 1|^beta, which is annealed and drives each weight to
-            one of its two codes. The error is divided by that of rounding to nearest: one weight fits layers of any scale.
+            one of its two codes. The error is divided by the error of rounding to nearest: one weight fits layers of any scale.
         seed: Of the order of batches and of what is dropped. Results are equal for equal seeds on the same machine.
         path: A folder where each finished unit is saved. Another call with the same model, options and batches goes on there,
             with the same result as a call that was not interrupted.
@@ -193,12 +193,12 @@ def reconstruct(
             task = _Task(prepared, unit, options)
             content = saved.load(place)
             if content is None:
-                content = task.run(place, samples, bar)
+                content = task.run(place, samples, bar.update)
                 saved.save(place, content)
             else:
                 task.load(content)
                 bar.update(steps)
-            results.append(UnitResult(**{**content["result"], "layers": tuple(content["result"]["layers"])}))
+            results.append(UnitResult(**content["result"]))
     return Reconstruction(method, tuple(results), skipped)
 
 
@@ -240,7 +240,7 @@ class _Task:
         found = unit.activation_quantizers() if options.learn_scales or options.drop else []
         self.activations = {names[quantizer]: quantizer for quantizer in found}
 
-    def run(self, place: int, samples: UnitSamples, bar: Any) -> dict[str, Any]:
+    def run(self, place: int, samples: UnitSamples, stepped: Callable[[], object]) -> FinishedUnit:
         """Learn, store the better of the roundings, and return the result, with what `load` takes."""
         module = part_between(self.gm, self.unit.inputs, self.unit.nodes, [self.unit.output])
         with samples.cache() as cache:
@@ -250,7 +250,7 @@ class _Task:
                 raise not_finite("reconstruct", f"the output of {self.unit.name!r}, or its target,")
             original = self._state()
             nearest = {name: grid.nearest() for name, grid in self.grids.items()}
-            codes = learn(module, self.grids, self.activations, cache, self.options, place, before, bar)
+            codes = learn(module, self.grids, self.activations, cache, self.options, place, before, stepped)
             for name, grid in self.grids.items():
                 grid.store(codes[name])
             after = _error(module, cache)
@@ -263,13 +263,13 @@ class _Task:
         result = UnitResult(self.unit.name, self.unit.layers, before, after, moved, kept)
         return {"result": asdict(result), **self._state()}
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> UnitState:
         weights = {name: grid.layer.weight.detach().clone() for name, grid in self.grids.items()}
         follows = {name: quantizer.following for name, quantizer in self._quantizers().items()}
         grids = {name: (q.scale.clone(), q.zero_point) for name, q in self.activations.items()}
         return {"weights": weights, "follows": follows, "grids": grids}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: UnitState) -> None:
         """Take weights and grids of `run`, of this process or another."""
         with torch.no_grad():
             for name, grid in self.grids.items():
@@ -280,11 +280,11 @@ class _Task:
             quantizer.following = state["follows"][name]
 
     def _quantizers(self) -> dict[str, TensorQuantizer]:
-        """Return the quantizers of activations, and by their layers' names those of weights."""
+        """Return the quantizers of activations, and of weights by their layers' names."""
         return {name: grid.quantizer for name, grid in self.grids.items()} | self.activations
 
 
-def _error(module: fx.GraphModule, cache: BatchCache) -> float:
+def _error(module: fx.GraphModule, cache: BatchCache[Sample]) -> float:
     """Return the mean squared difference of a unit's output from the float one over all batches, weighted by importance."""
     total, count = 0.0, 0
     with torch.no_grad():

@@ -26,7 +26,7 @@ class QuantizationSchedule:
     at step n holds for the forward after n steps.
 
     - The first `observe` steps train the float model; in the last 20 of them all quantizers observe, without what they have
-      observed before. Then the ranges are set, those of weights by the weights as they are, and the model quantizes. In a
+      observed before. Then the ranges are set, of weights by the weights as they are, and the model quantizes. In a
       process group the ranges of all ranks are merged: every rank must call `step()`. Data that a model sees in eval mode while
       it observes enters its ranges too. Quantizers that are off stay off.
     - From step `freeze_ranges` on, no range follows a weight and none observes (see `qtoolkit.freeze_ranges`). Learned scales
@@ -93,18 +93,17 @@ class QuantizationSchedule:
             ValueError: The steps in float are over, and a quantizer has observed NaN or infinities.
         """
         self.steps += 1
-        if self.steps <= self.observe:  # DistributedDataParallel replaces the ranges of all ranks by those of rank 0
+        if self.steps <= self.observe:  # DistributedDataParallel gives all ranks the ranges of rank 0
             share_ranges(quantizers_of(self.model).values())
-        if self.steps == self.observe:
-            self._set_ranges()
-        if self.steps <= self.observe:  # the first input may have given a quantizer its number of channels
-            for average in self.averages:
+            if self.steps == self.observe:
+                self._set_ranges()
+            for average in self.averages:  # the first input may have given a quantizer its number of channels
                 pairs = zip(quantizers_of(self.model).values(), quantizers_of(average).values(), strict=True)
                 for quantizer, copied in pairs:
                     copied.load_state_dict(quantizer.state_dict())
         self._begin_phases()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the number of steps and, while the model observes, what its quantizers have observed."""
         quantizers = quantizers_of(self.model) if self.observing else {}
         return {"steps": self.steps, "observed": {name: q.observer.state() for name, q in quantizers.items()}}
@@ -112,10 +111,10 @@ class QuantizationSchedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of `state_dict`: load the model's and its averages' own state dicts first.
 
-        The steps at which phases begin are those of this schedule.
+        The steps at which phases begin stay this schedule's.
 
         Raises:
-            ValueError: The state is that of another model.
+            ValueError: The state is of another model.
         """
         quantizers = quantizers_of(self.model)
         observed = state["observed"]

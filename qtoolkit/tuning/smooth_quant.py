@@ -1,6 +1,6 @@
 """smooth_quant(): move outliers of activations into the weights behind a norm (arXiv 2211.10438)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -67,7 +67,7 @@ class SmoothQuant(Generic[M]):
 
 def smooth_quant(
     model: M,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     alpha: float = 0.5,
     skip: Sequence[str] = (),
     forward: Forward | None = None,
@@ -155,13 +155,19 @@ class _Uses(TorchFunctionMode):
         self.amax: dict[str, Tensor] = {}
         self.outputs: dict[int, tuple[str, Tensor]] = {}  # of this run; the tensors stay alive, so that ids stay theirs
 
-    def hear(self, name: str, norm: nn.Module, args: Any, output: Tensor) -> None:
+    def hear(self, name: str, norm: nn.Module, args: object, output: Tensor) -> None:
         """Take in an output of a norm: a forward hook."""
         amax = output.detach().abs().reshape(-1, output.size(-1)).amax(0).float()
         self.amax[name] = torch.maximum(self.amax[name], amax) if name in self.amax else amax
         self.outputs[id(output)] = name, output  # last: what was called here is no use of it
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         taken = [(tensor, version_of(tensor)) for tensor in tensors_of((*args, *kwargs.values()))]
         result = func(*args, **kwargs)
@@ -184,9 +190,9 @@ class _Uses(TorchFunctionMode):
             self.others[name].setdefault("linear, with a weight of several layers or of none")
 
 
-def _watch(model: nn.Module, data: Batches, uses: _Uses, progress: bool) -> tuple[Any, list[Tensor]]:
+def _watch(model: nn.Module, data: Batches, uses: _Uses, progress: bool) -> tuple[object, list[Tensor]]:
     """Run all batches; return the first one with the tensors of its result."""
-    first: list[tuple[Any, list[Tensor]]] = []
+    first: list[tuple[object, list[Tensor]]] = []
     handles = [norm.register_forward_hook(partial(uses.hear, name)) for name, norm in uses.norms.items()]
     with removing(handles):
         for batch in batches_of("smooth", data, progress):
@@ -203,7 +209,7 @@ def _watch(model: nn.Module, data: Batches, uses: _Uses, progress: bool) -> tupl
 
 
 def _shared(model: nn.Module) -> dict[nn.Module, str]:
-    """Return which weight or bias of a module is that of another one too, as that of an embedding and the last layer."""
+    """Return which weight or bias a module shares with another one, as an embedding and the last layer may."""
     owners = owners_of_parameters(model)
     found: dict[nn.Module, str] = {}
     for module, name in first_names(model).items():
@@ -240,14 +246,14 @@ def _groups(
 
 
 def _smooth(
-    name: str, norm: Any, layers: Sequence[nn.Linear], amax: Tensor, alpha: float, names: Mapping[nn.Module, str]
+    name: str, norm: nn.Module, layers: Sequence[nn.Linear], amax: Tensor, alpha: float, names: Mapping[nn.Module, str]
 ) -> Smoothed:
     of_weights = torch.stack([layer.weight.abs().amax(0).float() for layer in layers]).amax(0)
     factor = amax**alpha / of_weights ** (1 - alpha)
     usable = (amax > 0) & (of_weights > 0) & torch.isfinite(factor) & (factor > 0)
     factor = torch.where(usable, factor, 1)
     for tensor in (norm.weight, getattr(norm, "bias", None)):
-        if tensor is not None:
+        if isinstance(tensor, Tensor):
             tensor.div_(factor)
     for layer in layers:
         layer.weight.mul_(factor)

@@ -1,7 +1,5 @@
 """The checks of methods that transform a float model: that it is one, and that it still computes the same outputs."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +18,7 @@ def check_float(model: nn.Module, what: str, do: str) -> None:
         raise TypeError(f"{what}: the model must be a float model; {do} it before it is prepared or replaced.")
 
 
-def outputs_of(model: nn.Module, example_inputs: Any) -> list[Tensor]:
+def outputs_of(model: nn.Module, example_inputs: object) -> list[Tensor]:
     """Return the tensors that a model returns in eval mode."""
     args, kwargs = split(clone_tensors(example_inputs))
     with torch.no_grad(), random_state_kept(model), evaluating(model):

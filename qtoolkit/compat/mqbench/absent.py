@@ -2,7 +2,7 @@
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import NoReturn
 
 WAYS = {
     "advanced_ptq": "qtoolkit.tuning.reconstruct(prepared, batches) learns the rounding of weights, as ptq_reconstruction does",
@@ -30,7 +30,7 @@ class Absent(ModuleType):
         super().__init__(f"{package}.{name}", f"{WAYS[name]}.")
         self.name = name
 
-    def __getattr__(self, attribute: str) -> Any:
+    def __getattr__(self, attribute: str) -> NoReturn:
         """Raise ImportError with the way here; AttributeError for what Python itself asks for."""
         if attribute.startswith("__"):
             raise AttributeError(attribute)

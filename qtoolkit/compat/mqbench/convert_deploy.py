@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from qtoolkit.compat.mqbench.platforms import BackendType, platform_of
+from qtoolkit.compat.mqbench.scheme import Options
 from qtoolkit.convert import check_quantized
 from qtoolkit.eager.record import backend_in
 from qtoolkit.errors import check_known
@@ -24,11 +25,11 @@ def convert_deploy(
     model: nn.Module,
     backend_type: BackendType | str,
     input_shape_dict: Mapping[str, Sequence[int]] | None = None,
-    dummy_input: Any = None,
+    dummy_input: object = None,
     output_path: str | os.PathLike[str] = "./",
     model_name: str = "mqbench_qmodel",
     deploy_to_qlinear: bool = False,
-    **extra_kwargs: Any,
+    **extra_kwargs: object,
 ) -> tuple[Path, ...]:
     """Write a calibrated or trained model for a backend. The model does not change.
 
@@ -87,7 +88,7 @@ def convert_merge_bn(model: nn.Module) -> None:
     freeze.run(model)
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+def _options(given: Options) -> dict[str, Any]:
     """Return the options of torch.onnx.export that qtoolkit's exports have."""
     for name in given:
         check_known("option of convert_deploy", name, _OPTIONS)
@@ -103,7 +104,9 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "dynamic_batch": True} if axes else options
 
 
-def _inputs(model: nn.Module, shapes: Mapping[str, Sequence[int]] | None, dummy: Any) -> tuple[Any, list[str] | None]:
+def _inputs(
+    model: nn.Module, shapes: Mapping[str, Sequence[int]] | None, dummy: object
+) -> tuple[object, list[str] | None]:
     """Return example inputs, and their names in the file."""
     if (shapes is None) == (dummy is None):
         raise ValueError("convert_deploy: pass either input_shape_dict or dummy_input.")

@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from qtoolkit.backends import Backend, backends
-from qtoolkit.compat.mqbench.scheme import QuantizeScheme, spec_of
+from qtoolkit.compat.mqbench.scheme import Options, QuantizeScheme, spec_of
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.errors import check_known, check_mapping
 
@@ -49,12 +48,12 @@ _KINDS = ("observer", "fakequantize", "qscheme", "fakeq_params", "observer_extra
 QCONFIG_KEYS = tuple(f"{side}_{kind}" for side in "wa" for kind in _KINDS)
 
 
-def checked(what: str, value: Any, keys: Iterable[str]) -> Mapping[str, Any]:
+def checked(what: str, value: Options, keys: Iterable[str]) -> Options:
     """Return a mapping; ValueError if it is none, or has another key than these."""
     check_mapping(what, value)
     for key in value:
         check_known(f"key of {what}", key, keys)
-    return value  # type: ignore[no-any-return]  # check_mapping has looked
+    return value
 
 
 def platform_of(deploy_backend: object) -> Platform:
@@ -78,7 +77,7 @@ def present_weight(backend: Backend) -> QuantSpec:
     return backend.qconfig.weight or QuantSpec()
 
 
-def qconfig_of(platform: Platform, backend: Backend, extra: Mapping[str, Any]) -> QConfig:
+def qconfig_of(platform: Platform, backend: Backend, extra: Options) -> QConfig:
     """Return the config for an `extra_qconfig_dict`; ValueError for what is not known, is missing, or does not fit together."""
     checked("extra_qconfig_dict", extra, QCONFIG_KEYS)
     missing = [f"{side}_{kind}" for side in "wa" for kind in _KINDS[:3] if f"{side}_{kind}" not in extra]
@@ -91,7 +90,7 @@ def qconfig_of(platform: Platform, backend: Backend, extra: Mapping[str, Any]) -
     return QConfig(activation=activation, weight=weight)
 
 
-def _spec(platform: Platform, base: QuantSpec, side: int, extra: Mapping[str, Any]) -> QuantSpec:
+def _spec(platform: Platform, base: QuantSpec, side: int, extra: Options) -> QuantSpec:
     given = {kind: extra.get(f"{'wa'[side]}_{kind}") for kind in _KINDS}
     grid, options = replace(base, narrow=platform.narrow or base.narrow), dict(given["observer_extra_args"] or {})
     if given["qscheme"] is not None and base.format == "nnie":

@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from qtoolkit.compat.mqbench.platforms import BackendType, backend_of, checked, platform_of, qconfig_of
-from qtoolkit.config import QConfig, QConfigMapping
+from qtoolkit.compat.mqbench.scheme import Options
+from qtoolkit.config import Kind, QConfig, QConfigMapping
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import deepcopy_model
 from qtoolkit.nn import LinkedBatchNorm, freeze_batch_norm
@@ -29,7 +29,7 @@ _KEYS = (
 def prepare_by_platform(
     model: nn.Module,
     deploy_backend: BackendType | str,
-    prepare_custom_config_dict: Mapping[str, Any] | None = None,
+    prepare_custom_config_dict: Options | None = None,
     custom_tracer: object = None,
     is_qat: bool = True,
     freeze_bn: bool = True,
@@ -82,13 +82,13 @@ def prepare_by_platform(
 
 
 def prepare_qat_fx_by_platform(
-    model: nn.Module, deploy_backend: BackendType | str, prepare_custom_config_dict: Mapping[str, Any] | None = None
+    model: nn.Module, deploy_backend: BackendType | str, prepare_custom_config_dict: Options | None = None
 ) -> QuantizedGraphModule:
     """Prepare by the name, and with the trained batch norms, of MQBench's first releases."""
     return prepare_by_platform(model, deploy_backend, prepare_custom_config_dict, freeze_bn=False)
 
 
-def _mapping(qconfig: QConfig, options: Mapping[str, Any], model: nn.Module) -> QConfigMapping:
+def _mapping(qconfig: QConfig, options: Options, model: nn.Module) -> QConfigMapping:
     """Return the rules: the config for all, and for what is added; none for what is excluded."""
     mapping, modules = QConfigMapping().set_global(qconfig), _modules_by_node(model)
     for prefix, config in (("additional", qconfig), ("exclude", None)):
@@ -108,7 +108,7 @@ def _modules_by_node(model: nn.Module) -> dict[str, str]:
     return {node: name for node, name in zip(nodes, dotted, strict=True) if count[node] == 1}
 
 
-def _patterns(fuse: Mapping[str, Any], training: bool) -> dict[tuple[Any, ...], Callable[..., nn.Module]]:
+def _patterns(fuse: Options, training: bool) -> dict[tuple[Kind, ...], Callable[..., nn.Module]]:
     """Return the fusers by their types in the order of forward; torch's take the mode as their first argument."""
     fusers = fuse.get("additional_fuser_method_mapping") or {}
     for pattern in fuse.get("additional_fusion_pattern") or {}:
@@ -120,7 +120,7 @@ def _patterns(fuse: Mapping[str, Any], training: bool) -> dict[tuple[Any, ...], 
     return {tuple(types): partial(fuser, training) for types, fuser in fusers.items()}
 
 
-def _in_order(pattern: Any) -> tuple[Any, ...]:
+def _in_order(pattern: object) -> tuple[object, ...]:
     """Return the types of a pattern of torch.ao, (last, (..., first)) or (last, ..., first), in the order of forward."""
     if not isinstance(pattern, tuple):
         return (pattern,)

@@ -7,6 +7,8 @@ from typing import Any
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
 
+Options = Mapping[str, Any]  # of the user, by MQBench's names
+
 
 class QuantizeScheme:
     """The grid of a tensor in MQBench's words, with options of the observer such as ema_ratio.
@@ -25,7 +27,7 @@ class QuantizeScheme:
         pot_scale: bool = False,
         bit: int = 8,
         symmetric_range: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         self.symmetry, self.per_channel, self.pot_scale = symmetry, per_channel, pot_scale
         self.bit, self.symmetric_range, self.kwargs = bit, symmetric_range, kwargs
@@ -48,22 +50,22 @@ class _Name:
     """What a name of MQBench stands for."""
 
     name: str  # the observer or quantizer of a QuantSpec
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # options that the name sets
+    fixed: Options = field(default_factory=dict)  # options that the name sets
     # each option in MQBench, with the one here and its value for MQBench's
-    options: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
+    options: Mapping[str, tuple[str, Callable[[Any], object]]] = field(default_factory=dict)
 
-    def given(self, what: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    def given(self, what: str, params: Options) -> dict[str, object]:
         """Return the options here for options of MQBench."""
         for name in params:
             check_known(f"option of {what}", name, self.options)
         return {**self.fixed, **{self.options[name][0]: self.options[name][1](value) for name, value in params.items()}}
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> object:
     return value
 
 
-def _squared(power: Any) -> str:
+def _squared(power: object) -> str:
     if power != 2.0:
         raise ValueError(f"it must be 2.0, got {power!r}: errors are squared.")
     return "mse"
@@ -107,8 +109,8 @@ def spec_of(
     grid: QuantSpec,
     observer: str,
     fake_quantize: str,
-    observer_args: Mapping[str, Any],
-    fakeq_params: Mapping[str, Any],
+    observer_args: Options,
+    fakeq_params: Options,
 ) -> QuantSpec:
     """Return the spec of a grid with an observer and a fake quantizer of MQBench.
 

@@ -49,7 +49,7 @@ class ScaledQuantDescriptor:
     unsigned: bool = False
     narrow_range: bool = False
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "ScaledQuantDescriptor":
+    def __new__(cls, *args: object, **kwargs: object) -> "ScaledQuantDescriptor":
         """Check the names of the arguments."""
         known = [field.name for field in fields(cls)]
         unused = sorted(kwargs.keys() - known)
@@ -80,7 +80,7 @@ class ScaledQuantDescriptor:
     def __hash__(self) -> int:
         return hash(str(self.dict()))
 
-    def dict(self) -> dict[str, Any]:
+    def dict(self) -> dict[str, object]:
         """Return the arguments that differ from their defaults; amax as a float or nested lists of floats."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["amax"] = None if self.amax is None else self.amax.tolist()
@@ -119,7 +119,7 @@ def _axes(axis: object) -> int | tuple[int, ...] | None:
     raise TypeError(f"QuantDescriptor: axis must be an int, a tuple of ints or None, got {axis!r}.")
 
 
-def _array(amax: object) -> np.ndarray[Any, Any] | None:
+def _array(amax: object) -> np.ndarray | None:
     if amax is None:
         return None
     if not isinstance(amax, float | list | np.ndarray):

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ def group_parameters(
     lrs: Sequence[float] | None = None,
     momentums: Sequence[float] | None = None,
     weight_decays: Sequence[float] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return parameter groups for an optimizer, with the options of each.
 
     `patterns_list` has for each group the regular expressions of its parameters' names. Raises TypeError: it is not a list of

@@ -8,7 +8,7 @@ rebinds names because scripts rely on it: they compare `torch.nn.Conv2d` with `q
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,13 +17,13 @@ from qtoolkit.compat.pytorch_quantization.nn.modules.tensor_quantizer import Ten
 from qtoolkit.errors import unknown
 from qtoolkit.graph.capture.functions import patched
 
-_Custom = Sequence[tuple[Any, str, type[torch.nn.Module]]]
+_Custom = Sequence[tuple[object, str, type[torch.nn.Module]]]
 
 
 class QuantEntry(NamedTuple):
     """A name to rebind: the module (or namespace) that has it, the name, and the class that it shall refer to."""
 
-    orig_mod: Any
+    orig_mod: object
     mod_name: str
     replace_mod: type[torch.nn.Module]
 
@@ -53,7 +53,7 @@ class QuantModuleReplacementHelper:
         self.entries = [*table, *(QuantEntry(*entry) for entry in custom_map or ())]
 
     def apply_quant_modules(self) -> None:
-        """Rebind the names, after those of an earlier call were restored."""
+        """Rebind the names, after an earlier call's were restored."""
         self.restore_float_modules()
         for module, name, cls in self.entries:
             self.originals.append(QuantEntry(module, name, getattr(module, name)))

@@ -1,7 +1,6 @@
 """pytorch_quantization.tensor_quant: quantization by the largest magnitude, and the descriptors."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +92,7 @@ def scaled_e4m3(x: Tensor, amax: Tensor | float | None = None, E: int = 4, M: in
 # ---- names of the autograd functions
 
 
-def function_class(name: str, apply: Callable[..., Any]) -> type:
+def function_class(name: str, apply: Callable[..., object]) -> type:
     """Return a class with the name of an autograd function of pytorch-quantization, whose `apply` is the given function."""
     return type(name, (), {"apply": staticmethod(apply), "__doc__": apply.__doc__, "__module__": apply.__module__})
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtoolkit.debug.page.facts import Values, known_range
+from qtoolkit.debug.page.facts import Values, ends_of, known_range
 from qtoolkit.quantizers.quantizer import Quantizer
 
 WIDTH, HEIGHT = 256, 72  # of the drawing, in units that the page scales
@@ -28,10 +28,8 @@ class Histogram:
 
 def histogram_of(values: Values, quantizer: Quantizer) -> Histogram:
     """Return the chart of what a quantizer got; heights are logarithms of counts."""
-    observer, known = values.histogram, known_range(quantizer)
-    lowest, highest = (float(value) for value in observer.observed())
-    grid = None if known is None else (float(known[0].min()), float(known[1].max()))
-    shown = [lowest, highest] if grid is None else [lowest, highest, *grid]
+    observer, grid = values.histogram, ends_of(quantizer)
+    shown = [*map(float, observer.observed()), *(grid or ())]
     left, right = min(shown), max(shown)
     margin = (right - left) * 0.02 or 1.0
     left, right = left - margin, right + margin
@@ -63,7 +61,7 @@ class Channels:
     extent: str  # the path of the area between the lowest and the highest weight
     spread: str  # the path of the area within a standard deviation of the mean
     low: str  # the path of the lowest values of the grids; "" without a grid for each channel, or one for all
-    high: str  # that of the highest values
+    high: str  # the path of the highest values
     zero: float  # where zero is, in units from above
     top: float  # the value at the upper edge; the lower edge has the same below zero
     channels: int  # the number of channels

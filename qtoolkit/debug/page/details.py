@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from qtoolkit.debug.page.facts import Facts, known_range
+from qtoolkit.debug.page.facts import Facts, ends_of
 from qtoolkit.debug.page.picture import blocks_of, key_of
 from qtoolkit.debug.page.words import interval, percent
 from qtoolkit.debug.similarity import Similarity
@@ -67,15 +67,10 @@ def _similarity(found: Similarity) -> str:
 
 def _of_quantizer(facts: Facts, name: str, quantizer: Quantizer, lines: Iterable[TensorLine]) -> Detail:
     spec, values = quantizer.spec, facts.values.get(name)
-    rows = [("how", spec.describe()), ("bits", str(spec.bits)), ("range", range_of(quantizer))]
-    rows += [
-        ("exact range", _exact_range(quantizer)),
-        ("scale", _scale_of(quantizer)),
-        ("zero point", _zero_point_of(quantizer)),
-    ]
+    rows = [("how", spec.describe()), ("bits", str(spec.bits)), ("range", range_of(quantizer)), *_of_grid(quantizer)]
     if values is not None:
-        low, high = (float(end) for end in values.histogram.observed())
-        rows += [("values", interval(low, high)), ("clipped", percent(values.clipped))]
+        seen = interval(*map(float, values.histogram.observed()))
+        rows += [("values", seen), ("clipped", percent(values.clipped))]
     for line in lines:
         rows += [("made by", line.title), ("taken by", ", ".join(line.consumers))]
         rows += [("scale shared with", ", ".join(line.shares_scale_with))]
@@ -93,29 +88,23 @@ def spec_and_range(quantizer: Quantizer) -> str:
 
 def range_of(quantizer: Quantizer) -> str:
     """Return the lowest and the highest value of a quantizer's grid, over all channels."""
-    known = known_range(quantizer)
-    if known is None:
+    ends = ends_of(quantizer)
+    if ends is None:
         return "of each input" if quantizer.ready else "none yet"
-    return interval(float(known[0].min()), float(known[1].max()))
+    return interval(*ends)
 
 
-def _exact_range(quantizer: Quantizer) -> str:
-    known = known_range(quantizer)
-    return "" if known is None else f"{float(known[0].min()):.9g} to {float(known[1].max()):.9g}"
-
-
-def _scale_of(quantizer: Quantizer) -> str:
-    scale = None if known_range(quantizer) is None else quantizer.scale
-    if scale is None:
-        return ""
-    if scale.numel() == 1:
-        return f"{float(scale):.6g}"
-    return f"{scale.numel()} from {float(scale.min()):.4g} to {float(scale.max()):.4g}"
-
-
-def _zero_point_of(quantizer: Quantizer) -> str:
-    zero_point = None if known_range(quantizer) is None else quantizer.zero_point
-    if zero_point is None:
-        return ""
-    low, high = float(zero_point.min()), float(zero_point.max())
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+def _of_grid(quantizer: Quantizer) -> list[Row]:
+    """Return the range, the scale and the zero point of a grid that is known beforehand."""
+    ends, rows = ends_of(quantizer), list[Row]()
+    if ends is None:
+        return rows
+    rows += [("exact range", f"{ends[0]:.9g} to {ends[1]:.9g}")]
+    scale, zero_point = quantizer.scale, quantizer.zero_point
+    if scale is not None:
+        several = f"{scale.numel()} from {float(scale.min()):.4g} to {float(scale.max()):.4g}"
+        rows += [("scale", f"{float(scale):.6g}" if scale.numel() == 1 else several)]
+    if zero_point is not None:
+        low, high = float(zero_point.min()), float(zero_point.max())
+        rows += [("zero point", f"{low:g}" if low == high else f"{low:g} to {high:g}")]
+    return rows

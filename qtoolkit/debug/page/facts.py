@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, QuantizationReport, quantization_report
 from qtoolkit.report.layer_costs import bit_product, count_macs, layers_of, stored_bytes
-from qtoolkit.shared_modules import first_names
 
 
 @dataclass(frozen=True)
@@ -94,13 +92,12 @@ class Facts:
         return {name: "; ".join(rules) for name, rules in found.items()}
 
 
-def gather(model: nn.Module, inputs: Any, comparison: Comparison | None, sensitivity: Sensitivity | None) -> Facts:
+def gather(model: nn.Module, inputs: object, comparison: Comparison | None, sensitivity: Sensitivity | None) -> Facts:
     """Return the facts of a model; with inputs it runs twice in eval mode, and no range changes."""
     report, found = quantization_report(model), quantizers_in(model)
     with freeze_ranges(model):
         values = {} if inputs is None else _values_of(model, found, inputs)
-        names = first_names(model)
-        quantized = {name: module for module, name in names.items() if isinstance(module, QuantWeighted)}
+        quantized = {name: module for name, module in model.named_modules() if isinstance(module, QuantWeighted)}
         layers = {name: module for name, module in (quantized | layers_of(model)).items() if name}
         macs = {} if inputs is None else count_macs(model, layers, inputs)
         lines = {line.name: line for line in report.layers}
@@ -124,6 +121,12 @@ def known_range(quantizer: Quantizer) -> tuple[Tensor, Tensor] | None:
     return clip_range(quantizer)
 
 
+def ends_of(quantizer: Quantizer) -> tuple[float, float] | None:
+    """Return the lowest and the highest value of a quantizer's grid, over all channels; None as `known_range`."""
+    known = known_range(quantizer)
+    return None if known is None else (float(known[0].min()), float(known[1].max()))
+
+
 # ---- on inputs
 
 
@@ -139,7 +142,7 @@ class _Listener:
         self.by_channel = HistogramObserver(by_axis, shape, quantizer.group) if shape else self.all
 
     @torch.no_grad()
-    def hear(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+    def hear(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Take in an input: a forward hook."""
         for observer in dict.fromkeys((self.all, self.by_channel)):
             observer.to(args[0].device)(args[0].float())
@@ -150,7 +153,7 @@ class _Listener:
         return Values(self.all, clipped)
 
 
-def _values_of(model: nn.Module, quantizers: Mapping[str, Quantizer], inputs: Any) -> dict[str, Values]:
+def _values_of(model: nn.Module, quantizers: Mapping[str, Quantizer], inputs: object) -> dict[str, Values]:
     listeners = {name: _Listener(quantizer) for name, quantizer in quantizers.items() if not quantizer.of_weight}
     args, kwargs = call_arguments(model, inputs, "report: inputs do")
     handles = [each.quantizer.register_forward_pre_hook(each.hear) for each in listeners.values()]
@@ -162,12 +165,14 @@ def _values_of(model: nn.Module, quantizers: Mapping[str, Quantizer], inputs: An
 # ---- costs
 
 
-def _cost(name: str, layer: Any, line: LayerLine | None, quantizers: Mapping[str, Quantizer], macs: int | None) -> Cost:
+def _cost(
+    name: str, layer: nn.Module, line: LayerLine | None, quantizers: Mapping[str, Quantizer], macs: int | None
+) -> Cost:
     own = next(iter(layer.weight_quantizers().values()), None) if isinstance(layer, QuantModule) else None
     inputs = () if line is None else line.inputs
     activation = next((quantizers[each].spec for each in inputs if each in quantizers), None)
-    weight = None if own is None else own.spec
-    count = layer.weight.numel()
-    size = stored_bytes(count, weight, 0 if own is None or getattr(own, "scale", None) is None else own.scale.numel())
+    weight, scale = (None, None) if own is None else (own.spec, getattr(own, "scale", None))
+    count = layer.get_parameter("weight").numel()
+    size = stored_bytes(count, weight, 0 if scale is None else scale.numel())
     kind = "" if line is None else line.kind
     return Cost(name, kind, QConfig(activation, weight), count, size, macs)

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from xml.etree import ElementTree
 
 from torch import fx
@@ -24,7 +23,7 @@ class Shape:
     kind: str  # "quantized", "fused", "transparent", "float", "quantizer", "plain" or "block"
     place: int  # the number of the node in the graph
     path: str  # the outline of an op; "" for a quantizer
-    ellipse: tuple[str, str, str, str] | None  # the center and the radii of a quantizer, or None
+    ellipse: tuple[str, ...] | None  # the center and the radii of a quantizer, or None
     texts: tuple[tuple[str, str, str], ...]  # the lines of text, each with its place
 
     @property
@@ -124,10 +123,10 @@ def _shape(group: ElementTree.Element, place: int, node: fx.Node, folded: Mappin
     round_ = None if ellipse is None else tuple(ellipse.get(name, "") for name in ("cx", "cy", "rx", "ry"))
     path = "" if outline is None else _short(outline.get("d", ""))
     key = f"block {folded[node]}" if node in folded else key_of(node)
-    return Shape(key, kind, place, path, round_, tuple(texts))  # type: ignore[arg-type]  # of four
+    return Shape(key, kind, place, path, round_, tuple(texts))
 
 
-def _line(group: ElementTree.Element, nodes: Mapping[str, tuple[int, Any]]) -> Line:
+def _line(group: ElementTree.Element, nodes: Mapping[str, tuple[int, fx.Node]]) -> Line:
     source, target = _title(group).split("->")
     path, head = group.find(f".//{SVG}path"), group.find(f".//{SVG}polygon")
     points = "" if head is None else _short(head.get("points", ""))

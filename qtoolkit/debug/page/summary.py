@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from qtoolkit.debug.page.facts import Facts
-from qtoolkit.debug.page.tables import Table
+from qtoolkit.debug.page.tables import Table, Verified
 from qtoolkit.debug.page.words import count, percent, size
 from qtoolkit.export.verification.deployed import DeployedVerification
-from qtoolkit.export.verification.verify import Verification
 
 
 @dataclass(frozen=True)
@@ -18,9 +17,7 @@ class Figure:
     below: str = ""
 
 
-def figures_of(
-    facts: Facts, accuracy: Table | None, verification: Verification | DeployedVerification | None
-) -> list[Figure]:
+def figures_of(facts: Facts, accuracy: Table | None, verification: Verified | None) -> list[Figure]:
     """Return the figures of a report."""
     report = facts.report
     kept = f"{len(report.left_float)} stay in float, {len(report.tensors)} tensors quantized"
@@ -45,7 +42,7 @@ def figures_of(
 
 
 def _of_accuracy(accuracy: Table) -> list[Figure]:
-    """Return the score of the last row, in the first column of numbers, beside those of the rows before it."""
+    """Return the score of the last row, in the first column of numbers, beside the scores of the rows before it."""
     column = next((place for place, _ in enumerate(accuracy.columns) if accuracy.numeric(place)), None)
     rows = [row for row in accuracy.rows if column is not None and row[column].sort is not None]
     if column is None or not rows:
@@ -70,7 +67,7 @@ def _of_costs(facts: Facts) -> list[Figure]:
     return found
 
 
-def _of_codes(verification: Verification | DeployedVerification | None) -> list[Figure]:
+def _of_codes(verification: Verified | None) -> list[Figure]:
     if verification is None:
         return []
     if isinstance(verification, DeployedVerification):

@@ -1,17 +1,20 @@
 """The tables of the page: columns, cells, and what sorts them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from qtoolkit.config import QConfig
 from qtoolkit.debug.page.details import range_of
 from qtoolkit.debug.page.facts import Facts
 from qtoolkit.debug.page.words import count, percent
+from qtoolkit.debug.similarity import Similarity
 from qtoolkit.export.verification.codes import CodeCount
 from qtoolkit.export.verification.deployed import DeployedVerification, RuntimeCodes
 from qtoolkit.export.verification.verify import Verification
-from qtoolkit.runtimes.execution import Layer
+
+Accuracy = Mapping[str, object] | Sequence[Mapping[str, object]]  # the scores of a model, or of several
+Verified = Verification | DeployedVerification
 
 POOR_SQNR, FULL_SQNR = 20.0, 60.0  # dB: below the first a cell is marked, at the second its bar is full
 
@@ -44,12 +47,14 @@ def layer_cell(name: str) -> Cell:
     return Cell(name, key=f"op {name}")
 
 
-def number(value: float | None, form: str = ".4g") -> Cell:
-    """Return a cell with a number."""
-    return Cell("-", -math.inf) if value is None else Cell(format(value, form), float(value))
+def number(value: float | None, form: str | Callable[[float], str] = ".4g") -> Cell:
+    """Return a cell with a number, written by a format specification or a function."""
+    if value is None:
+        return Cell("-", -math.inf)
+    return Cell(format(value, form) if isinstance(form, str) else form(value), float(value))
 
 
-def accuracy_table(accuracy: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Table:
+def accuracy_table(accuracy: Accuracy) -> Table:
     """Return the table that the user gave: of a dict a row for each entry, of dicts a column for each key."""
     if isinstance(accuracy, Mapping):
         return Table(("model", "score"), tuple((Cell(str(name)), _any(value)) for name, value in accuracy.items()))
@@ -58,9 +63,8 @@ def accuracy_table(accuracy: Mapping[str, Any] | Sequence[Mapping[str, Any]]) ->
     return Table(columns, tuple(tuple(_any(row.get(column, "")) for column in columns) for row in by_name))
 
 
-def _any(value: Any) -> Cell:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number(value) if is_number else Cell(str(value))
+def _any(value: object) -> Cell:
+    return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else Cell(str(value))
 
 
 def error_table(facts: Facts) -> Table | None:
@@ -75,11 +79,11 @@ def error_table(facts: Facts) -> Table | None:
     return Table(columns, tuple(rows))
 
 
-def _similarity(found: Any) -> tuple[Cell, Cell]:
+def _similarity(found: Similarity) -> tuple[Cell, Cell]:
     return _sqnr(found), Cell(f"{found.cosine:.6f}", found.cosine)
 
 
-def _sqnr(found: Any) -> Cell:
+def _sqnr(found: Similarity | None) -> Cell:
     if found is None:
         return Cell("-", -math.inf)
     value = found.sqnr
@@ -138,7 +142,7 @@ def cost_table(facts: Facts) -> Table:
             number(cost.float_bytes, ",.0f"),
             Cell(f"{cost.bytes:,.0f}", cost.bytes, cost.bytes / most),
             number(cost.macs, ","),
-            _operations(cost.bit_operations),
+            number(cost.bit_operations, count),
         )
         for cost in costs
     ]
@@ -146,11 +150,7 @@ def cost_table(facts: Facts) -> Table:
     return Table(columns, tuple(rows))
 
 
-def _operations(number: int | None) -> Cell:
-    return Cell("-", -math.inf) if number is None else Cell(count(number), number)
-
-
-def _bits(config: Any) -> str:
+def _bits(config: QConfig) -> str:
     specs = (config.weight, config.activation)
     return " x ".join("float" if spec is None else f"{spec.bits} bits" for spec in specs)
 
@@ -158,21 +158,10 @@ def _bits(config: Any) -> str:
 # ---- verification
 
 
-def verification_tables(
-    found: Verification | DeployedVerification, titles: Mapping[str, str]
-) -> list[tuple[str, Table]]:
+def verification_tables(found: Verified, titles: Mapping[str, str]) -> list[tuple[str, Table]]:
     """Return the tables of a verification, each with its title."""
     if isinstance(found, DeployedVerification):
-        title = "{}, end to end; outputs differ by at most {:.3g}"
-        return [
-            table
-            for codes in found.runtimes.values()
-            for table in (
-                (title.format(codes.runtime, codes.output_difference), _codes(codes.by_quantizer, titles)),
-                *_layer_by_layer(codes, titles),
-                (f"Kernels of {codes.runtime}", _kernels(codes.layers)),
-            )
-        ]
+        return [table for codes in found.runtimes.values() for table in _of_runtime(codes, titles)]
     totals = {"weights": found.weight_codes, "quantizers": found.quantizer_codes, "layers": found.layer_codes}
     title = f"Layer by layer in onnxruntime; outputs, end to end, differ by at most {found.output_difference:.3g}"
     return [
@@ -181,16 +170,16 @@ def verification_tables(
     ]
 
 
-def _layer_by_layer(codes: RuntimeCodes, titles: Mapping[str, str]) -> list[tuple[str, Table]]:
-    if codes.layer_by_layer is None or not codes.codes.differing:
-        return []
-    begun = {name: count for name, count in codes.layer_by_layer.items() if count.differing}
-    return [(f"Where differences begin in {codes.runtime}: layer by layer, from its own codes", _codes(begun, titles))]
-
-
-def _kernels(layers: Sequence[Layer]) -> Table:
-    rows = ((layer_cell(x.name), Cell(x.kernel), Cell("integers" if x.integer else "float")) for x in layers)
-    return Table(("layer", "kernel", "computes in"), tuple(rows))
+def _of_runtime(codes: RuntimeCodes, titles: Mapping[str, str]) -> list[tuple[str, Table]]:
+    """Return the codes of a runtime, where their differences begin, if there are any, and its kernels."""
+    title = f"{codes.runtime}, end to end; outputs differ by at most {codes.output_difference:.3g}"
+    found = [(title, _codes(codes.by_quantizer, titles))]
+    if codes.layer_by_layer is not None and codes.codes.differing:
+        begun = {name: count for name, count in codes.layer_by_layer.items() if count.differing}
+        title = f"Where differences begin in {codes.runtime}: layer by layer, from its own codes"
+        found.append((title, _codes(begun, titles)))
+    rows = [(layer_cell(x.name), Cell(x.kernel), Cell("integers" if x.integer else "float")) for x in codes.layers]
+    return [*found, (f"Kernels of {codes.runtime}", Table(("layer", "kernel", "computes in"), tuple(rows)))]
 
 
 def _codes(counts: Mapping[str, CodeCount], titles: Mapping[str, str], of: str = "quantizer") -> Table:

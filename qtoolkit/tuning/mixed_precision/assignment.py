@@ -45,10 +45,9 @@ class Assignment:
     def __str__(self) -> str:
         costs = ", ".join(f"{name} {cost:,.6g} {UNITS[name]}" for name, cost in self.costs.items())
         rows: list[tuple[str, ...]] = [("layer", "choice", "config")]
-        rows += [
-            (name, choice, "float" if self.configs[name] is None else self.configs[name].describe())  # type: ignore[union-attr]
-            for name, choice in self.choices.items()
-        ]
+        for name, choice in self.choices.items():
+            config = self.configs[name]
+            rows.append((name, choice, "float" if config is None else config.describe()))
         return "\n".join([f"error {self.error:.6g}; {costs}", "", *table(rows)])
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +47,9 @@ def check_same_activations(configs: Configs) -> None:
 
 
 @torch.no_grad()
-def weight_change(module: Any, config: QConfig | None, name: str) -> Tensor:
+def weight_change(module: nn.Module, config: QConfig | None, name: str) -> Tensor:
     """Return the quantized weight less the weight."""
-    weight: Tensor = module.weight.detach()
+    weight = module.get_parameter("weight").detach()
     if config is None or config.weight is None:
         return torch.zeros_like(weight)
     quantized: Tensor = weight_quantizer_of(module, config.weight, name).eval()(weight)
@@ -60,7 +59,7 @@ def weight_change(module: Any, config: QConfig | None, name: str) -> Tensor:
 class SquaredGradients:
     """The errors of all choices by squared gradients, batch by batch (see `MixedPrecision.gradient_errors`), in eval mode."""
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, Any], configs: Configs, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], configs: Configs, loss: Loss) -> None:
         self.model, self.modules, self.loss = model, modules, loss
         self.changes = {
             name: {choice: weight_change(modules[name], config, name) for choice, config in of.items()}
@@ -76,7 +75,7 @@ class SquaredGradients:
         }
 
     @torch.no_grad()
-    def calibrate(self, batches: Iterable[Any]) -> None:
+    def calibrate(self, batches: Iterable[object]) -> None:
         """Set the ranges of the activations from all batches."""
         quantizers = [quantizer for of in self.quantizers.values() for quantizer in of.values()]
         for quantizer in quantizers:
@@ -95,17 +94,17 @@ class SquaredGradients:
             if quantizer.observer.seen() or not quantizer.observer.finite():
                 quantizer.load_observed()
 
-    def of(self, batch: Any) -> Errors:
+    def of(self, batch: object) -> Errors:
         """Return N / 2 * sum (g * change)^2 of each choice of each layer on a batch of N samples."""
         inputs: list[tuple[str, Tensor]] = []
 
         def keep(name: str, x: Tensor) -> Tensor:
-            # A tensor of its own for this layer: its gradient is not that of the other layers that take x.
+            # A tensor of its own for this layer: the gradients of other layers that take x stay out of it.
             own = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
             inputs.append((name, own))
             return own
 
-        weights = [module.weight for module in self.modules.values()]
+        weights = [module.get_parameter("weight") for module in self.modules.values()]
         with differentiable(weights), torch.enable_grad(), _inputs_through(self.modules, keep):
             value = scalar_loss("gradient_errors", self.loss, self.model, batch)
             gradients = torch.autograd.grad(value, [*weights, *(x for _, x in inputs)], materialize_grads=True)
@@ -122,10 +121,12 @@ class SquaredGradients:
 
 
 @contextmanager
-def _inputs_through(modules: Mapping[str, Any], function: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+def _inputs_through(modules: Mapping[str, nn.Module], function: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Pass the floating-point input of each layer through function(name, x), for a `with` block."""
 
-    def pass_through(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pass_through(
+        name: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Pass the input of a layer through the function, if it is a tensor of floats: a forward pre-hook."""
         x = input_of(args, kwargs)
         if not isinstance(x, Tensor) or not x.is_floating_point():

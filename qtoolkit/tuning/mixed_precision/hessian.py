@@ -15,7 +15,7 @@ from qtoolkit.errors import check_flags, check_whole
 from qtoolkit.model_state import attribute_kept, check_module, evaluating
 from qtoolkit.progress import note, progress_bar
 
-Loss = Callable[[nn.Module, Any], Tensor]
+Loss = Callable[[nn.Module, Any], Tensor]  # Any: the user's function names the type of its batches
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Trace:
 def hessian_traces(
     model: nn.Module,
     loss: Loss,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     weights: Mapping[str, Tensor],
     probes: int = 16,
     seed: int = 0,
@@ -131,7 +131,7 @@ def _probe(gradients: tuple[Tensor, ...], tensors: list[Tensor], signs: torch.Ge
     return torch.stack([(v * p).sum() for v, p in zip(vectors, products, strict=True)]).detach().cpu()
 
 
-def scalar_loss(what: str, loss: Loss, model: nn.Module, batch: Any) -> Tensor:
+def scalar_loss(what: str, loss: Loss, model: nn.Module, batch: object) -> Tensor:
     """Return the loss of a batch; TypeError if it is not a scalar tensor, ValueError if it is not finite."""
     value = loss(model, batch)
     if not isinstance(value, Tensor) or value.numel() != 1:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from torch import nn
@@ -18,7 +18,6 @@ from qtoolkit.model_state import check_module, evaluating
 from qtoolkit.nn.computed_weights import has_weight
 from qtoolkit.progress import batches_of
 from qtoolkit.report.layer_costs import LAYERS, bit_product, count_macs, layers_of
-from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.mixed_precision.assignment import Assignment, Front
 from qtoolkit.tuning.mixed_precision.costs import Layer, own_config, size_of
 from qtoolkit.tuning.mixed_precision.errors import (
@@ -30,6 +29,8 @@ from qtoolkit.tuning.mixed_precision.errors import (
 )
 from qtoolkit.tuning.mixed_precision.hessian import Loss, Trace, hessian_traces
 from qtoolkit.tuning.mixed_precision.solve import Table, solve
+
+T = TypeVar("T")
 
 
 class MixedPrecision:
@@ -87,7 +88,7 @@ class MixedPrecision:
     def __init__(
         self,
         model: nn.Module,
-        example_inputs: Any,
+        example_inputs: object,
         choices: Mapping[str, QConfig | None],
         backend: str | Backend = REQUIRED,
         fixed: Mapping[str, str] | None = None,
@@ -101,10 +102,7 @@ class MixedPrecision:
         macs = count_macs(model, self.modules, example_inputs)
         self.layers = {name: Layer.of(name, module, macs[name]) for name, module in self.modules.items()}
         rules = LayerRules(backend_of(backend))
-        self.configs = {
-            name: {choice: own_config(rules, module, self.choices[choice]) for choice in self.allowed(name)}
-            for name, module in self.modules.items()
-        }
+        self.configs = self._table(lambda name, choice: own_config(rules, self.modules[name], self.choices[choice]))
         self.costs: dict[str, dict[str, dict[str, float]]] = {
             "size": self._table(lambda name, choice: size_of(self.modules[name], self.configs[name][choice], name)),
             "bit_operations": self._table(lambda name, choice: macs[name] * bit_product(self.configs[name][choice])),
@@ -159,7 +157,7 @@ class MixedPrecision:
     def hessian_errors(
         self,
         loss: Loss,
-        batches: Iterable[Any],
+        batches: Iterable[object],
         probes: int = 16,
         seed: int = 0,
         traces: Mapping[str, Trace] | None = None,
@@ -182,7 +180,7 @@ class MixedPrecision:
         """
         check_flags("hessian_errors", progress=progress)
         check_same_activations(self.configs)
-        weights = {name: module.weight for name, module in self.modules.items()}
+        weights = {name: module.get_parameter("weight") for name, module in self.modules.items()}
         if traces is None:
             traces = hessian_traces(self.model, loss, batches, weights, probes, seed, progress)
         curvatures: dict[str, float] = {
@@ -195,11 +193,13 @@ class MixedPrecision:
 
         return self._table(increase)
 
-    def gradient_errors(self, loss: Loss, batches: Iterable[Any], progress: bool = True) -> dict[str, dict[str, float]]:
+    def gradient_errors(
+        self, loss: Loss, batches: Iterable[object], progress: bool = True
+    ) -> dict[str, dict[str, float]]:
         """Estimate the increase of the loss by squared gradients: N / 2 * sum (g * (Q(x) - x))^2 over weights and inputs.
 
         The squares of the gradients of a batch of N samples stand for the Hessian's diagonal (the empirical Fisher
-        information). The estimate sees weights and activations; their ranges are those of all batches, by the specs' observers.
+        information). The estimate sees weights and activations; their ranges cover all batches, by the specs' observers.
 
         Args:
             loss: loss(model, batch) returns a scalar, the mean over the batch.
@@ -299,7 +299,7 @@ class MixedPrecision:
         chosen = solve(table, self.costs, within)
         return None if chosen is None else sum(table[name][choice] for name, choice in chosen.items())
 
-    def _table(self, value: Callable[[str, str], float]) -> dict[str, dict[str, float]]:
+    def _table(self, value: Callable[[str, str], T]) -> dict[str, dict[str, T]]:
         return {name: {choice: value(name, choice) for choice in self.allowed(name)} for name in self.modules}
 
     # ---- checks
@@ -320,7 +320,7 @@ class MixedPrecision:
             check_known(f"choice of layer {name!r} in fixed", choice, self.choices)
 
     def _warn_of_computed_weights(self) -> None:
-        layers = {n: m for m, n in first_names(self.model).items() if type_before_parametrizations(m) in LAYERS}
+        layers = {n: m for n, m in self.model.named_modules() if type_before_parametrizations(m) in LAYERS}
         computed = [repr(name) for name, module in layers.items() if name not in self.modules and has_weight(module)]
         if computed:
             warnings.warn(

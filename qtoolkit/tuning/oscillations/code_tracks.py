@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qtoolkit.report.lines import table
 
-OSCILLATING = 0.005  # the frequency above which a weight counts as oscillating, that of the paper's tables
+OSCILLATING = 0.005  # the frequency above which a weight counts as oscillating, in the paper's tables
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Track:
         return Track(codes, direction, self.frequency.to(device), self.average.to(device), frozen, self.steps)
 
     def follow(self, codes: Tensor, momentum: float) -> None:
-        """Take the codes after a step; those of frozen weights stay."""
+        """Take the codes after a step; frozen weights keep theirs."""
         codes = torch.where(self.frozen, self.codes, codes)
         change = (codes - self.codes).sign()
         turned = change * self.direction < 0

@@ -24,6 +24,7 @@ from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import clip, per_element, range_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.tuning.rounding.grids import codes_on_grid
+from qtoolkit.verdicts import Obstacle
 
 OTHER_UNITS = (
     "a batch norm multiplies its channels before they are quantized, and its scale cannot take the factor of each: give its "
@@ -92,7 +93,7 @@ class GridWeight:
         return scaled
 
     def take_range(self, quantized: Tensor) -> None:
-        """Set a range that follows the weight to that of what is quantized, as the next training forward does."""
+        """Set a range that follows the weight to the range of what is quantized, as the next training forward does."""
         if self.quantizer.training and self.quantizer.follows:
             self.quantizer.follow(quantized)
 
@@ -132,7 +133,7 @@ def weights_on_grids(
 
     `in_units` leaves out weights whose grid, in units of the parameter, changes with a batch norm.
 
-    Raises ValueError: there is none; TypeError: the quantizers are those of `qtoolkit.compat.pytorch_quantization`.
+    Raises ValueError: there is none; TypeError: the quantizers are of `qtoolkit.compat.pytorch_quantization`.
     """
     model = unwrapped(model)
     found: dict[str, GridWeight] = {}
@@ -141,16 +142,11 @@ def weights_on_grids(
     for name, layer in model.named_modules():
         for attribute, (quantizer, _) in layer.quantized_weights().items() if isinstance(layer, QuantModule) else ():
             place = ".".join(part for part in (name, layer.weight_name(attribute)) if part)
-            why = _obstacle(layer, attribute, quantizer, max_bits, owners)
-            if why or not isinstance(quantizer, TensorQuantizer):
-                skipped[place] = why
-                continue
-            weight = GridWeight(layer, attribute, quantizer)
-            if in_units and not weight.keeps_units:
-                skipped[place] = OTHER_UNITS
-                continue
-            found[place] = weight
-            owners[id(found[place].parameter)] = place
+            weight = _grid_weight(layer, attribute, quantizer, max_bits, in_units, owners)
+            if isinstance(weight, Obstacle):
+                skipped[place] = weight.why
+            else:
+                found[place], owners[id(weight.parameter)] = weight, place
     for name, quantizer in quantizers_of(model).items():
         if quantizer.of_weight and quantizer.inserted:
             skipped[name] = "it quantizes the weight that a function takes; make it a layer, which owns the weight"
@@ -160,24 +156,25 @@ def weights_on_grids(
     return found, skipped
 
 
-def _obstacle(
-    layer: QuantModule, attribute: str, quantizer: Quantizer, max_bits: int, owners: Mapping[int, str]
-) -> str:
-    """Return why a weight is left out; "" where it is not."""
+def _grid_weight(
+    layer: QuantModule, attribute: str, quantizer: Quantizer, max_bits: int, in_units: bool, owners: Mapping[int, str]
+) -> GridWeight | Obstacle:
+    """Return a weight on a grid of integers, or why it is left out."""
     spec = quantizer.spec
     if not isinstance(quantizer, TensorQuantizer):
-        return "it is converted, and is not trained"
+        return Obstacle("it is converted, and is not trained")
     if quantizer.capability.bits is None or not quantizer.capability.direct:
-        return f"it is quantized as {spec.describe()}, which is no plain grid of integers"
+        return Obstacle(f"it is quantized as {spec.describe()}, which is no plain grid of integers")
     if spec.bits > max_bits:
-        return f"it has {spec.bits} bits, more than max_bits={max_bits}"
-    weight: object = GridWeight(layer, attribute, quantizer).parameter
-    if not isinstance(weight, nn.Parameter):
-        return "it is computed from others (pruned or parametrized); make it plain with torch.nn.utils first"
-    if is_sharded(weight):
-        return "it is sharded over processes; train in DistributedDataParallel instead of fully_shard"
-    owner = owners.get(id(weight))
-    return "" if owner is None else f"it is the same parameter as {owner}"
+        return Obstacle(f"it has {spec.bits} bits, more than max_bits={max_bits}")
+    weight = GridWeight(layer, attribute, quantizer)
+    if not isinstance(weight.parameter, nn.Parameter):
+        return Obstacle("it is computed from others (pruned or parametrized); make it plain with torch.nn.utils first")
+    if is_sharded(weight.parameter):
+        return Obstacle("it is sharded over processes; train in DistributedDataParallel instead of fully_shard")
+    if id(weight.parameter) in owners:
+        return Obstacle(f"it is the same parameter as {owners[id(weight.parameter)]}")
+    return Obstacle(OTHER_UNITS) if in_units and not weight.keeps_units else weight
 
 
 def _remedy(skipped: Mapping[str, str], max_bits: int) -> str:
@@ -196,7 +193,7 @@ def _remedy(skipped: Mapping[str, str], max_bits: int) -> str:
 def shared_variances(weights: Sequence[GridWeight]) -> list[Tensor | None]:
     """Return the running variances by which batch norms scale the weights in the next forward; None without a batch norm.
 
-    In a process group they are those of rank 0, which DistributedDataParallel gives to all ranks before the next forward.
+    In a process group they are rank 0's, which DistributedDataParallel gives to all ranks before the next forward.
     """
     norms = [weight.batch_norm for weight in weights]
     own = [None if bn is None else running_variance(bn) for bn in norms]

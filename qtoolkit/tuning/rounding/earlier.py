@@ -1,4 +1,4 @@
-"""What earlier methods have made of a model: its layers without quantizers are then no longer those of the float model."""
+"""What earlier methods have made of a model: without quantizers it no longer computes the float model."""
 
 import warnings
 from collections.abc import Iterable, Mapping

@@ -75,7 +75,7 @@ class CodeGrid:
 class SoftRounding(nn.Module):
     """Weights between the two codes next to each: rounded down plus the rectified sigmoid of a variable.
 
-    The variables, of the weight's shape, start where the values are those of the float weight.
+    The variables, of the weight's shape, start where the values are the float weight's.
     """
 
     def __init__(self, grid: CodeGrid) -> None:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,6 +16,11 @@ from qtoolkit.tuning.runs.cache import BatchCache
 
 # AdaRound, section 4: the regularizer is off in the first fifth, then its exponent falls from 20 to 2.
 WARM_UP, FIRST_BETA, LAST_BETA = 0.2, 20.0, 2.0
+
+
+# Of a batch: a unit's inputs, its inputs in the float model (none without drop), its output there, and the importance of the
+# elements of the output's tensors, or None.
+Sample = tuple[list[object], list[object], object, list[Tensor] | None]
 
 
 @dataclass(frozen=True)
@@ -36,17 +40,16 @@ def learn(
     module: fx.GraphModule,
     grids: Mapping[str, CodeGrid],
     activations: Mapping[str, TensorQuantizer],
-    cache: BatchCache,
+    cache: BatchCache[Sample],
     options: Options,
     place: int,
     error: float,
-    bar: Any,
+    stepped: Callable[[], object],
 ) -> dict[str, Tensor]:
     """Learn the codes of each weight in a unit and, where the options say so, store learned scales of its activations.
 
-    `cache` has for each batch the inputs, the float inputs (empty without drop), the float output, and the importance of
-    the elements of its tensors, or None. `place`, with the seed, gives the random numbers; `error`, that of weights rounded
-    to nearest, divides the loss.
+    `place`, with the seed, gives the random numbers; `error`, of weights rounded to nearest, divides the loss.
+    `stepped` is called after each step.
     """
     roundings = {name: SoftRounding(grid) for name, grid in grids.items()}
     learnable = {n: q for n, q in activations.items() if q.capability.plain and not q.spec.pow2_scale}
@@ -76,7 +79,7 @@ def learn(
             cosine = 0.5 * (1 + math.cos(math.pi * (step / options.steps)))
             optimizer.param_groups[1]["lr"] = options.scale_learning_rate * cosine
             optimizer.step()
-            bar.update()
+            stepped()
     with torch.no_grad():
         for scale in scales.values():
             scale.store()
@@ -90,7 +93,7 @@ def _beta(progress: float) -> float | None:
 
 
 def distances(
-    output: Any, expected: Any, importance: Sequence[Tensor] | None, dtype: torch.dtype = torch.float32
+    output: object, expected: object, importance: Sequence[Tensor] | None, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     """Return the squared differences of the elements of each tensor, times their importance."""
     pairs = list(zip(tensors_of(output), tensors_of(expected), strict=True))
@@ -98,10 +101,11 @@ def distances(
     return squares if importance is None else [s * w for s, w in zip(squares, importance, strict=True)]
 
 
-def _mixed(inputs: Any, in_float: Any, drop: float, random: torch.Generator) -> Any:
+def _mixed(inputs: list[object], in_float: list[object], drop: float, random: torch.Generator) -> list[object]:
     """Return the inputs with a share of their elements as in the float model."""
     pairs = zip(tensors_of(inputs), tensors_of(in_float), strict=True)
-    return with_tensors(inputs, iter([_dropped(x, y, drop, random) for x, y in pairs]))
+    mixed: list[object] = with_tensors(inputs, iter([_dropped(x, y, drop, random) for x, y in pairs]))
+    return mixed
 
 
 def _dropped(quantized: Tensor, in_float: Tensor, drop: float, random: torch.Generator) -> Tensor:

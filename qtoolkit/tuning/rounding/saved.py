@@ -3,15 +3,28 @@
 import hashlib
 import io
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from qtoolkit.files import write_atomically
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
+
+
+class UnitState(TypedDict):
+    """The weights of a unit and the grids of its activations, by name."""
+
+    weights: dict[str, Tensor]
+    follows: dict[str, bool]  # whether the range of each quantizer follows what it quantizes
+    grids: dict[str, tuple[Tensor, Tensor | None]]
+
+
+class FinishedUnit(UnitState):
+    """The state of a unit whose rounding was learned, with the fields of its UnitResult."""
+
+    result: dict[str, Any]
 
 
 class SavedUnits:
@@ -21,7 +34,7 @@ class SavedUnits:
         self.folder = None if folder is None else Path(folder)
         self.key = "" if self.folder is None else _key_of(model, options)
 
-    def load(self, place: int) -> dict[str, Any] | None:
+    def load(self, place: int) -> FinishedUnit | None:
         """Return what was saved for the unit of this place, or None.
 
         Raises ValueError: it was saved for another model, or with other options; or the file is damaged.
@@ -31,19 +44,21 @@ class SavedUnits:
             return None
         content = io.BytesIO(file.read_bytes())  # errors of the file system are raised here
         try:
-            saved: Any = torch.load(content, weights_only=True)
+            saved = torch.load(content, weights_only=True)
         except Exception as error:  # of many types, OSError too where a damaged file names a place outside of it
             raise ValueError(
                 f"reconstruct: {str(file)!r} is damaged; remove it, and its unit is learned again."
             ) from error
-        if not isinstance(saved, dict) or saved.pop("key", None) != self.key:
+        key = saved.pop("key", None) if isinstance(saved, dict) else None
+        if key != self.key:
             raise ValueError(
                 f"reconstruct: {str(file)!r} is from another model, calibration or set of options; pass another path, or "
                 f"remove that folder to begin anew."
             )
-        return saved
+        unit: FinishedUnit = saved
+        return unit
 
-    def save(self, place: int, content: Mapping[str, Any]) -> None:
+    def save(self, place: int, content: FinishedUnit) -> None:
         """Save the result of the unit of this place."""
         file = self._file(place)
         if file is not None:

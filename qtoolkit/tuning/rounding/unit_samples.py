@@ -2,29 +2,31 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 from torch.nn import functional as F
 
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import device_of
-from qtoolkit.tuning.rounding.learning import Options
+from qtoolkit.tuning.rounding.learning import Options, Sample
 from qtoolkit.tuning.rounding.units import Unit
 from qtoolkit.tuning.runs.batches import Batches
 from qtoolkit.tuning.runs.cache import BatchCache
 from qtoolkit.tuning.runs.stepwise import Stepwise
 
-Loss = Callable[[Any, Any], Tensor] | Literal["kl"]
+LossOfTask = Callable[[Any, Any], Tensor]  # of what the user's model returns, and of a batch
+Loss = LossOfTask | Literal["kl"]
 
 
-class UnitSamples:
+class UnitSamples(ExitStack):
     """A model and its float twin, with the same graph, that run on all batches from unit to unit, in a `with` block.
 
-    A unit's inputs are those of the model as it is when the unit is reached. The inputs in the float model are kept too with
+    A unit's inputs come from the model as it is when the unit is reached. The inputs in the float model are kept too with
     `options.drop`, the importance of the outputs' elements with a loss. Up to `limit` bytes are in memory, one half of them for
     the unit at hand; the others are in temporary files.
     """
@@ -39,33 +41,28 @@ class UnitSamples:
         loss: Loss | None,
         limit: float,
     ) -> None:
+        super().__init__()
         twins = {node.name: node for node in reference.graph.nodes}
         inputs = [tuple(twins[node.name] for node in unit.inputs if options.drop) for unit in units]
         self._outputs = [twins[unit.output.name] for unit in units]
         goals = [(*before, output) for before, output in zip(inputs, self._outputs, strict=True)]
         self.reference, self.units, self.data, self.options, self.loss = reference, units, data, options, loss
-        self._limit, self._device, self._stack = limit, device_of(gm) or torch.device("cpu"), ExitStack()
+        self._limit, self._device = limit, device_of(gm) or torch.device("cpu")
         self._quantized = Stepwise(gm, [unit.inputs for unit in units], data, limit / 6)
         self._in_float = Stepwise(reference, goals, data, limit / 6)
-        self._importances = BatchCache(limit / 6, self._device)
+        self._importances = BatchCache[list[Tensor] | None](limit / 6, self._device)
+        for each in (self._quantized, self._in_float, self._importances):
+            self.enter_context(each)
         self._first: int | None = None  # the place of the first unit that is reached
 
-    def __enter__(self) -> Self:
-        for each in (self._quantized, self._in_float, self._importances):
-            self._stack.enter_context(each)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def cache(self) -> BatchCache:
+    def cache(self) -> BatchCache[Sample]:
         """Return an empty cache for the samples of one unit."""
         return BatchCache(self._limit / 2, self._device)
 
-    def fill(self, cache: BatchCache, place: int) -> None:
+    def fill(self, cache: BatchCache[Sample], place: int) -> None:
         """Add to a cache for each batch a unit's inputs, its inputs and output in float, and the importance, or None.
 
-        The unit is behind that of the last call.
+        The unit is behind the last call's.
         """
         name, weighting = self.units[place].name, None
         if self._first is None:
@@ -88,7 +85,7 @@ class UnitSamples:
         if self.loss is None or self._first is None:
             return None
         at = index * (len(self.units) - self._first) + place - self._first
-        importance: list[Tensor] = self._importances[at]
+        importance = self._importances[at]
         self._importances[at] = None
         return importance
 
@@ -107,9 +104,9 @@ class Importance:
     def __init__(self, model: QuantizedGraphModule, nodes: Sequence[fx.Node], loss: Loss, seed: int) -> None:
         self.model = _Watched(model.requires_grad_(False), nodes)
         self.random = torch.Generator(device_of(model) or "cpu").manual_seed(seed)
-        self.loss: Callable[[Any, Any], Tensor] = self._kl if loss == "kl" else loss
+        self.loss: LossOfTask = self._kl if loss == "kl" else loss
 
-    def of(self, data: Batches, batch: Any) -> list[list[Tensor]]:
+    def of(self, data: Batches, batch: object) -> list[list[Tensor]]:
         """Return the importance of each element of each node's tensors for a batch, by one backward pass.
 
         Raises ValueError: the loss is no scalar that depends on the model's output, or "kl" gets no logits.
@@ -127,7 +124,7 @@ class Importance:
             gradients = iter(torch.autograd.grad(loss.sum(), floating, allow_unused=True))
         return [[_squared(tensor, gradients) for tensor in tensors] for tensors in watched]
 
-    def _kl(self, output: Any, batch: Any) -> Tensor:
+    def _kl(self, output: object, batch: object) -> Tensor:
         if not isinstance(output, Tensor) or output.dim() < 2 or not output.is_floating_point():
             raise ValueError(
                 f"reconstruct: loss='kl' takes models that return logits as one tensor (N, classes, ...), got "
@@ -161,26 +158,26 @@ class _Watched(nn.Module):
                 # A later op may change it in place.
                 written[each] = graph.call_function(clone_tensors, (watched[each],))
         self.inner = fx.GraphModule(gm, graph, type(gm).__name__)
-        self.watched: Any = ()
+        self.watched: Sequence[object] = ()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Return the model's output; what does not depend on the nodes has a gradient too, so that any loss has one."""
         output, self.watched = self.inner(*args, **kwargs)
         return with_gradients(output)
 
 
-def with_gradients(value: Any) -> Any:
-    """Return a value with those of its floating-point tensors that have no gradient as leaves of an autograd graph."""
+def with_gradients(value: Argument) -> Argument:
+    """Return a value in which floating-point tensors without a gradient are leaves of an autograd graph."""
     return fx.node.map_aggregate(value, _with_gradient)
 
 
-def _with_gradient(value: Any) -> Any:
+def _with_gradient(value: Argument) -> Argument:
     if not isinstance(value, Tensor) or value.requires_grad:
         return value
     return value.detach().requires_grad_(value.is_floating_point())
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if not isinstance(value, Tensor):
         return with_article(type(value))
     return f"a tensor of shape {tuple(value.shape)} {'with' if value.requires_grad else 'without'} a gradient"

@@ -12,7 +12,6 @@ before the next quantizer. Blocks are found by the graph alone:
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx, nn
 
@@ -258,5 +257,5 @@ def _modules(graph: _Graph) -> list[tuple[list[fx.Node], fx.Node]]:
 
 
 def _is_layer(node: fx.Node) -> bool:
-    module: Any = called_module(node)
+    module = called_module(node)
     return isinstance(module, QuantWeighted) and module.OP_KIND.layer

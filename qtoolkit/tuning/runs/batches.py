@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Generic, NoReturn, TypeVar
 
 from torch import fx, nn
 
@@ -18,7 +18,9 @@ from qtoolkit.op_kinds.recorded import check_none
 from qtoolkit.processes import ranks
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of, take_names
 
-Forward = Callable[[nn.Module, Any], Any]
+Forward = Callable[[nn.Module, Any], object]  # Any: the user's function names the type of its batches
+
+T = TypeVar("T")
 
 
 class ReachedError(Exception):
@@ -33,7 +35,7 @@ class Batches:
     batches of their own.
     """
 
-    def __init__(self, batches: Iterable[Any], forward: Forward | None, what: str) -> None:
+    def __init__(self, batches: Iterable[object], forward: Forward | None, what: str) -> None:
         check_batches(what, batches, forward)
         if ranks() > 1:
             warnings.warn(
@@ -46,14 +48,14 @@ class Batches:
         self.forward, self.what, self._call = forward, what, forward or Caller(what)
         self.count: int | None = None  # of batches, once they were read
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         count = 0
         for count, batch in enumerate(self.batches, 1):  # noqa: B007
             yield batch
         if not count:
             raise no_batch(self.what)
 
-    def each(self) -> Iterator[tuple[int, Any]]:
+    def each(self) -> Iterator[tuple[int, object]]:
         """Yield the place of each batch and the batch; None instead of a batch that is not read again.
 
         The first round reads the batches. Later ones read them only for `forward`. Raises ValueError: there is no batch, or
@@ -74,7 +76,7 @@ class Batches:
             )
         self.count = place + 1
 
-    def run_inside(self, model: nn.Module, batch: Any, function: Callable[..., Any], up_to: str) -> Any:
+    def run_inside(self, model: nn.Module, batch: object, function: Callable[..., T], up_to: str) -> T:
         """Return function(*args, **kwargs) for the arguments of the first call of a model by `forward`, called from there.
 
         It runs in the autocast, for example, that `forward` sets. Raises ValueError: `forward` does not call the model; and
@@ -89,8 +91,8 @@ class Batches:
             )
         return inside.results[0]
 
-    def run(self, model: nn.Module, batch: Any, up_to: str = "") -> Any:
-        """Run a model, or its part up to some layer, on a batch; errors are those of `Caller` and of `explaining`."""
+    def run(self, model: nn.Module, batch: object, up_to: str = "") -> Any:
+        """Run a model, or its part up to some layer, on a batch; raises as `Caller` and `explaining`."""
         with self.explaining(model, up_to):
             return self._call(model, batch)
 
@@ -110,14 +112,14 @@ class Batches:
             ) from error
 
 
-class _Inside(nn.Module):
+class _Inside(nn.Module, Generic[T]):
     """What a function of the user calls as the model: its first call runs another function instead, and stops."""
 
-    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, function: Callable[..., T]) -> None:
         super().__init__()
-        self.model, self.function, self.results = model, function, list[Any]()
+        self.model, self.function, self.results = model, function, list[T]()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Run the function, and stop the function that called the model."""
         if not self.results:
             self.results.append(self.function(*args, **kwargs))
@@ -146,7 +148,7 @@ def part_between(
     """Return a part of a graph, as a module that takes the values of some nodes and returns a tuple: the values of `results`.
 
     It also returns copies of the values of `copied`, which later ops do not change in place. The nodes `on_copies` compute on
-    copies of their inputs, and change none of them in place. Submodules and parameters are those of the model.
+    copies of their inputs, and change none of them in place. It shares the model's submodules and parameters.
     """
     graph, written, copies = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
 

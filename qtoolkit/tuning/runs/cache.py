@@ -1,17 +1,19 @@
 """BatchCache: the values of many batches, in memory up to a limit, beyond it in temporary files."""
 
 import tempfile
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+T = TypeVar("T")
 
-class BatchCache(AbstractContextManager["BatchCache"]):
+
+class BatchCache(ExitStack, Generic[T]):
     """A list of nested values with tensors, in a `with` block; afterwards its files are removed.
 
     Other values than tensors, and containers that torch's pytrees do not know, stay in memory as they are. Up to `limit`
@@ -27,18 +29,20 @@ class BatchCache(AbstractContextManager["BatchCache"]):
     """
 
     def __init__(self, limit: float, device: torch.device) -> None:
+        super().__init__()
         self.limit, self.device, self.bytes = limit, device, 0
         self._items: list[_Item] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.callback(self._items.clear)
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def append(self, value: Any) -> None:
+    def append(self, value: T) -> None:
         """Add an item."""
         self._items.append(self._kept(value, len(self)))
 
-    def __setitem__(self, index: int, value: Any) -> None:
+    def __setitem__(self, index: int, value: T) -> None:
         before = self._items[index]
         if isinstance(before.tensors, list):
             self.bytes -= _size(before.tensors)
@@ -46,15 +50,16 @@ class BatchCache(AbstractContextManager["BatchCache"]):
         self._items[index] = self._kept(None, index)  # its memory is free before the new value takes some
         self._items[index] = self._kept(value, index)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> T:
         if not 0 <= index < len(self._items):
             raise IndexError(index)
         item = self._items[index]
         tensors = iter(torch.load(item.tensors) if isinstance(item.tensors, Path) else item.tensors)
         leaves = [next(tensors).to(self.device) if leaf is Tensor else leaf for leaf in item.leaves]
-        return tree_unflatten(leaves, item.form)
+        value: T = tree_unflatten(leaves, item.form)
+        return value
 
-    def _kept(self, value: Any, index: int) -> "_Item":
+    def _kept(self, value: T | None, index: int) -> "_Item":
         found, form = tree_flatten(value, lambda part: isinstance(part, torch.Size))  # which would become a tuple
         tensors = [_alone(leaf.detach().cpu()) for leaf in found if isinstance(leaf, Tensor)]
         leaves, size = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in found], _size(tensors)
@@ -63,14 +68,10 @@ class BatchCache(AbstractContextManager["BatchCache"]):
             return _Item(form, leaves, tensors)
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="qtoolkit-", ignore_cleanup_errors=True)
+            self.callback(self._folder.cleanup)
         file = Path(self._folder.name, f"{index}.pt")
         torch.save(tensors, file)
         return _Item(form, leaves, file)
-
-    def __exit__(self, *_: object) -> None:
-        self._items.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class _Item:
     """The structure of a value, its leaves with `Tensor` in place of tensors, and the tensors or the file that has them."""
 
     form: TreeSpec
-    leaves: list[Any]
+    leaves: list[object]
     tensors: list[Tensor] | Path
 
 

@@ -2,9 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -22,15 +22,14 @@ from qtoolkit.tuning.runs.cache import BatchCache
 MEMORY = 2 * 2**30  # bytes of values that LayerRuns keeps in memory; the others are in temporary files
 
 
-def _values(*values: Any) -> tuple[Any, ...]:
-    return values
+Values = Sequence[Any]  # of nodes of a graph
 
 
-class Stepwise(AbstractContextManager["Stepwise"]):
+class Stepwise(ExitStack):
     """A graph that computes one goal, the values of some nodes, after another on all batches, and no node twice.
 
     Between two goals it keeps for each batch the values that later goals depend on, and nothing else: up to `limit` bytes
-    in memory, the others in temporary files. So the time for all goals is that of one run of the model, where the goals
+    in memory, the others in temporary files. So all goals take the time of one run of the model, where the goals
     follow each other in the graph. What was computed for a goal stays as it is when the model changes afterwards. What no
     goal needs does not run.
 
@@ -46,13 +45,14 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         ...         stepwise.begin(place)
         ...         for index, batch in data.each():
         ...             (y,) = stepwise.run(index, batch)
-        >>> torch.equal(y, gm(torch.ones(1, 2))), calls  # the second call is that of gm
+        >>> torch.equal(y, gm(torch.ones(1, 2))), calls  # the second call is by gm
         (True, ['0', '0'])
     """
 
     def __init__(
         self, gm: QuantizedGraphModule, goals: Sequence[Sequence[fx.Node]], data: Batches, limit: float
     ) -> None:
+        super().__init__()
         self.gm, self.goals, self.data = gm, goals, data
         constant = parameters_in(gm.graph)
         # What each stretch computes for itself.
@@ -61,12 +61,9 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         self._in_place = {node for node in gm.graph.nodes if changed_by(node, gm) not in (None, *constant)}
         self._order = {node: place for place, node in enumerate(gm.graph.nodes)}
         self._arguments = arguments_part(gm)
-        self._cache = BatchCache(limit, device_of(gm) or torch.device("cpu"))
+        self._cache: BatchCache[Values] = self.enter_context(BatchCache(limit, device_of(gm) or torch.device("cpu")))
         # The nodes whose values the cache has for each batch before the goal at hand, and after it.
         self._before, self._after = list[fx.Node](), [node for node in gm.graph.nodes if node.op == "placeholder"]
-
-    def __exit__(self, *details: Any) -> None:
-        self._cache.__exit__(*details)
 
     def begin(self, place: int, up_to: str = "") -> None:
         """Go on to a goal behind the last one, with the model as it now is. Then call `run` once for each batch."""
@@ -77,10 +74,10 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         self._sources, self._computed = sources, [node for node in self._after if node not in self._before]
         self._part = part_between(self.gm, sources, nodes, self._computed, goal, self._in_place)
 
-    def run(self, index: int, batch: Any, then: Callable[..., Any] = _values) -> Any:
-        """Compute the goal for a batch, as `Batches.each` gives it; return what `then` returns of copies of the values.
+    def run(self, index: int, batch: object, then: Callable[..., None] | None = None) -> Values:
+        """Compute the goal for a batch, as `Batches.each` gives it; return copies of the values.
 
-        With `forward`, `then` is called from there, like the model.
+        `then` is called with them, and with `forward` from there, like the model.
         """
         if self.data.forward is not None:
             return self.data.run_inside(self.gm, batch, partial(self._inside, index, then), self._up_to)
@@ -88,10 +85,10 @@ class Stepwise(AbstractContextManager["Stepwise"]):
             known = self._cache[index] if self._filled else self.data.run(self._arguments, batch, self._up_to)
             return self._step(index, then, known)
 
-    def _inside(self, index: int, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _inside(self, index: int, then: Callable[..., None] | None, *args: object, **kwargs: object) -> Values:
         return self._step(index, then, self._cache[index] if self._filled else self._arguments(*args, **kwargs))
 
-    def _step(self, index: int, then: Callable[..., Any], values: Sequence[Any]) -> Any:
+    def _step(self, index: int, then: Callable[..., None] | None, values: Values) -> Values:
         known = dict(zip(self._before, values, strict=True))
         found = self._part(*(known[node] for node in self._sources))
         known.update(zip(self._computed, found, strict=False))
@@ -100,7 +97,10 @@ class Stepwise(AbstractContextManager["Stepwise"]):
             self._cache[index] = kept
         else:
             self._cache.append(kept)
-        return then(*found[len(self._computed) :])
+        goal: Values = found[len(self._computed) :]
+        if then is not None:
+            then(*goal)
+        return goal
 
     def _towards(self, wanted: Iterable[fx.Node], known: Collection[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Return the known nodes from which others can be computed, and the nodes to compute for them; both in order."""
@@ -115,7 +115,7 @@ class Stepwise(AbstractContextManager["Stepwise"]):
         return sorted(sources, key=self._order.__getitem__), sorted(nodes, key=self._order.__getitem__)
 
 
-class LayerRuns(AbstractContextManager["LayerRuns"]):
+class LayerRuns(ExitStack):
     """A model that runs on all batches up to one layer after another, in the order of their first calls, in a `with` block.
 
     A prepared model goes on at the layer that was reached last: all layers together take the time of two runs of the model. Any
@@ -123,19 +123,17 @@ class LayerRuns(AbstractContextManager["LayerRuns"]):
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], data: Batches) -> None:
+        super().__init__()
         self.model, self.data = model, data
         self._calls = _calls_of(model, names)
         self._places = {name: place for place, name in enumerate(names)}
         self._stepwise: Stepwise | None = None
         if isinstance(model, QuantizedGraphModule) and self._calls:
-            self._stepwise = Stepwise(model, [self._calls[name].all_input_nodes for name in names], data, MEMORY)
-
-    def __exit__(self, *details: Any) -> None:
-        if self._stepwise is not None:
-            self._stepwise.__exit__(*details)
+            goals = [self._calls[name].all_input_nodes for name in names]
+            self._stepwise = self.enter_context(Stepwise(model, goals, data, MEMORY))
 
     def reach(self, name: str) -> None:
-        """Run the model as it now is on each batch, to the end of the first call of a layer behind that of the last call."""
+        """Run the model as it now is on each batch, to the end of the first call of a layer behind the last call's."""
         stop = self.model.get_submodule(name).register_forward_hook(_stop)
         with removing([stop]), torch.no_grad():
             if self._stepwise is None:
@@ -176,10 +174,10 @@ def _calls_of(model: nn.Module, names: Sequence[str]) -> dict[str, fx.Node]:
     return found
 
 
-def _stop(*args: Any) -> None:
+def _stop(*_: object) -> NoReturn:
     raise ReachedError
 
 
-def _until_reached(function: Callable[..., Any], *args: Any) -> None:
+def _until_reached(function: Callable[..., object], *args: object) -> None:
     with suppress(ReachedError):
         function(*args)

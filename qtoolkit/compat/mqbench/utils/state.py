@@ -49,7 +49,7 @@ enable_all = enable_calibration_quantization  # with all quantizers
 
 
 def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali_on: bool = False) -> None:
-    """Quantize, with the ranges that were observed; in a process group with those of all ranks.
+    """Quantize, with the ranges that were observed; in a process group by all ranks.
 
     `weight_cali_on` goes on to observe weights, `act_cali_on` activations. Raises ValueError: a quantizer has observed NaN or
     infinities.

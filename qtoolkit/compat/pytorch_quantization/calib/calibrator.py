@@ -47,7 +47,7 @@ def check_shape(old: Sequence[int], new: Sequence[int]) -> None:
 
 
 class MaxCalibrator(_Calibrator):
-    """The running maximum of magnitudes, of each index of the axes; `track_amax` keeps those of every tensor in `amaxs`.
+    """The running maximum of magnitudes, of each index of the axes; `track_amax` keeps every tensor's in `amaxs`.
 
     Example:
         >>> calibrator = MaxCalibrator(8, 0, False)

@@ -1,6 +1,6 @@
 """A range chosen from a histogram of magnitudes, by entropy, squared error or percentile.
 
-The formulas are pytorch-quantization's. The search by entropy is that of `qtoolkit.ops.search_range`. Counting and the other
+The formulas are pytorch-quantization's. `qtoolkit.ops.search_range` does the search by entropy. Counting and the other
 searches differ from `qtoolkit.ops`:
 
 - counting: the bins have the width that the first tensor sets, and more of them are appended; the native histogram has a
@@ -14,6 +14,7 @@ searches differ from `qtoolkit.ops`:
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -128,8 +129,10 @@ class HistogramCalibrator(_Calibrator):
         if method not in _SEARCHES:
             raise TypeError(f"Unknown calibration method {method!r}; it must be one of {', '.join(_SEARCHES)}.")
         if self._channels:
-            options: Any = {"stride": stride, "start_bin": start_bin, "percentile": percentile}
-            amaxs = [channel.compute_amax(method, **options) for channel in self._channels]
+            amaxs = [
+                channel.compute_amax(method, stride=stride, start_bin=start_bin, percentile=percentile)
+                for channel in self._channels
+            ]
             seen = [amax for amax in amaxs if amax is not None]
             full = [torch.zeros_like(seen[0]) if amax is None else amax for amax in amaxs] if seen else []
             return torch.stack(full).reshape(self._amax_shape) if seen else None
@@ -199,7 +202,7 @@ def by_percentile(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bo
     return float(edges[int(np.searchsorted(shares, percentile / 100))])
 
 
-_SEARCHES: dict[str, Any] = {"entropy": by_entropy, "mse": by_mse, "percentile": by_percentile}
+_SEARCHES: dict[str, Callable[..., float]] = {"entropy": by_entropy, "mse": by_mse, "percentile": by_percentile}
 
 
 def _candidates(bins: int, last: int, stride: int, start_bin: int) -> Tensor:
@@ -224,7 +227,7 @@ def calibrate_weights(
     """Set the ranges of all weight quantizers from the weights, by the method "percentile", "mse" or "max".
 
     `perchannel` gives one range for each output channel: axis 1 of a transposed convolution, axis 0 of other layers. The other
-    arguments, and errors, are those of `HistogramCalibrator` and `compute_amax`.
+    arguments, and errors, are as of `HistogramCalibrator` and `compute_amax`.
     """
     if method not in ("percentile", "mse", "max"):
         raise TypeError(f"Unsupported calibration method {method!r} of weights; it must be percentile, mse or max.")

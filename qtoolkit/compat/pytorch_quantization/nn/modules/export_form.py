@@ -10,7 +10,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.autograd.function import FunctionCtx
 
 from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, scaled_e4m3
 
@@ -89,7 +90,7 @@ def _dynamo_pair(x: Tensor, scale: Tensor) -> Tensor:
 
 class _TorchScriptPair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, scale: Tensor) -> Tensor:
         return scaled_e4m3(x, scale * E4M3_MAX)
 
     @staticmethod
@@ -98,7 +99,7 @@ class _TorchScriptPair(torch.autograd.Function):
         return g.op(DEQUANTIZE, codes, scale).setType(x.type())
 
 
-def fx_leaf(forward: Callable[..., Any]) -> Callable[..., Any]:
+def fx_leaf(forward: Callable[..., object]) -> Callable[..., Any]:
     """Let a tracer of torch.fx record a call of the module, unless it traces the module itself.
 
     Only modules of torch.nn are leaf modules by default. What a quantizer computes depends on its range and its switches, and
@@ -106,7 +107,7 @@ def fx_leaf(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(forward)
-    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def traced(self: nn.Module, *args: object, **kwargs: object) -> object:
         for value in (*args, *kwargs.values()):
             tracer = value.tracer if isinstance(value, fx.Proxy) else None
             if isinstance(tracer, fx.Tracer) and tracer.root is not self:

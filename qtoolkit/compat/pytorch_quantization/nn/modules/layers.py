@@ -1,6 +1,6 @@
 """Layers with quantized inputs and weights, with pytorch-quantization's names, numerics and defaults."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -19,11 +19,11 @@ class QuantLayer(QuantMixin):
     forward uses only the two quantizers and the attributes of torch's layer: scripts create layers without `__init__`.
     """
 
-    weight: Any
-    bias: Any
-    compute: Any
+    weight: Tensor
+    bias: Tensor | None
+    compute: Callable[..., Tensor]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         descs = take_quant_desc(type(self), kwargs)
         super().__init__(*args, **kwargs)
         self.init_quantizer(*descs)
@@ -35,18 +35,16 @@ class QuantLayer(QuantMixin):
         """Return the names of attributes that the float layer does not have."""
         return ("_input_quantizer", "_weight_quantizer", "_input_quantizers", "_weight_quantizers")
 
-    def quantized_weights(self) -> Mapping[str, Any]:
+    def quantized_weights(self) -> Mapping[str, object]:
         """Return no quantizers, so that qtoolkit's passes do not change them."""
         return {}
 
-    def weight_quantizers(self) -> Mapping[str, Any]:
-        """Return no quantizers, likewise."""
-        return {}
+    weight_quantizers = quantized_weights
 
     @fx_leaf
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the layer with its quantized input and weight; further arguments are those of torch's layer."""
-        return self.compute(*self._quant(input), self.bias, *args, **kwargs)  # type: ignore[no-any-return]
+    def forward(self, input: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Compute the layer with its quantized input and weight; further arguments are torch's."""
+        return self.compute(*self._quant(input), self.bias, *args, **kwargs)
 
     def _quant(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Return the quantized input and weight, for layers of scripts."""
@@ -64,17 +62,17 @@ class _QuantConvTransposeNd(QuantLayer, conv._ConvTransposeNd):
 class _QuantInputLayer(QuantInputMixin):
     """Mixed into a layer of torch that has no weight."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         desc = take_quant_desc(type(self), kwargs, input_only=True)
         super().__init__(*args, **kwargs)
         self.init_quantizer(desc)
 
     @fx_leaf
-    def forward(self, input: Tensor) -> Any:
+    def forward(self, input: Tensor) -> object:
         return super().forward(self._input_quantizer(input))  # type: ignore[misc]  # of torch's class
 
 
-def _layer(name: str, bases: tuple[type, ...], doc: str, **attributes: Any) -> type[nn.Module]:
+def _layer(name: str, bases: tuple[type, ...], doc: str, **attributes: object) -> type[nn.Module]:
     return type(f"Quant{name}", bases, {"__module__": __name__, "__doc__": doc, **attributes})
 
 

@@ -83,8 +83,8 @@ class QuantMixin(_QuantizesInput):
         self._weight_quantizers = nn.ModuleList(_quantizer(quant_desc_weight) for _ in range(num_layers))
 
 
-def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs: Any) -> Any:
-    """Return the descriptor of inputs, or those of inputs and weights: the arguments, or a class's; TypeError for others."""
+def pop_quant_desc_in_kwargs(quant_cls: type, input_only: bool = False, **kwargs: object) -> Any:
+    """Return the descriptor of inputs, or of inputs and weights: the arguments, or a class's; TypeError for others."""
     names = ["quant_desc_input"] if input_only else ["quant_desc_input", "quant_desc_weight"]
     unused = kwargs.keys() - names
     if unused:
@@ -96,7 +96,7 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
     return found[0] if input_only else tuple(found)
 
 
-def take_quant_desc(quant_cls: Any, kwargs: dict[str, Any], input_only: bool = False) -> Any:
+def take_quant_desc(quant_cls: type, kwargs: dict[str, object], input_only: bool = False) -> Any:
     """Remove the descriptors from a layer's arguments, and return them as `pop_quant_desc_in_kwargs` does."""
     known = _arguments_of_torch(quant_cls)
     given = {name: kwargs.pop(name) for name in tuple(kwargs) if name not in known}

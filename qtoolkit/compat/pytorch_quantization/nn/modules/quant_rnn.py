@@ -26,7 +26,7 @@ class QuantLSTM(QuantLayer, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers 
     They are `_input_quantizers` and `_weight_quantizers`, in the order of torch's states. Each step is computed separately,
     unless all quantizers are disabled; `qtoolkit.nn.QuantLSTM` can use the fused kernel for all steps.
 
-    Arguments are those of torch.nn.LSTM, `quant_desc_input` of inputs and hidden states, and `quant_desc_weight`, by default
+    It takes the arguments of torch.nn.LSTM, `quant_desc_input` of inputs and hidden states, and `quant_desc_weight`, by default
     with a range for each row. Raises ValueError: proj_size is not 0.
 
     Example:
@@ -49,7 +49,7 @@ class QuantLSTM(QuantLayer, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers 
 
     @fx_leaf
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """Compute all layers and steps; arguments and results are those of torch.nn.LSTM."""
+        """Compute all layers and steps, with the arguments and results of torch.nn.LSTM."""
         quantizers = (*self._input_quantizers, *self._weight_quantizers)
         # Scripts may set modules of their own in place of the quantizers.
         active = any(getattr(quantizer, "active", True) for quantizer in quantizers)
@@ -74,7 +74,7 @@ class QuantLSTM(QuantLayer, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers 
 class QuantLSTMCell(QuantMixin, nn.LSTMCell):
     """torch.nn.LSTMCell with a quantizer of cat([x, h], 1), `_input_quantizer`, and one of cat([w_ih, w_hh], 1).
 
-    Arguments are those of torch.nn.LSTMCell, and the descriptors of `QuantLSTM`.
+    It takes the arguments of torch.nn.LSTMCell, and the descriptors of `QuantLSTM`.
 
     Example:
         >>> h, c = QuantLSTMCell(4, 3)(torch.zeros(2, 4))
@@ -91,7 +91,7 @@ class QuantLSTMCell(QuantMixin, nn.LSTMCell):
 
     @fx_leaf
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Compute one step; arguments and results are those of torch.nn.LSTMCell."""
+        """Compute one step, with the arguments and results of torch.nn.LSTMCell."""
         batched = input.dim() == 2
         x = input if batched else input.unsqueeze(0)
         zeros = x.new_zeros(x.size(0), self.hidden_size)

@@ -1,8 +1,9 @@
 """pytorch_quantization's TensorQuantizer."""
 
 import warnings
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,15 +25,15 @@ _CALIBRATORS = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrat
 _BUFFERS = ("_amax", "_pre_quant_scale")  # registered with their first value, as scripts ask for them by hasattr
 
 
-def _setting(name: str, doc: str, writable: bool = False) -> Any:
+def _setting(name: str, doc: str, writable: bool = False) -> property:
     """Return a property that reads an attribute, and writes it if `writable`."""
     return property(attrgetter(name), (lambda self, value: setattr(self, name, value)) if writable else None, doc=doc)
 
 
-def _switch(name: str, value: bool, doc: str) -> Any:
+def _switch(name: str, value: bool, doc: str) -> Callable[["TensorQuantizer"], None]:
     """Return a method that sets a switch."""
 
-    def switch(self: Any) -> None:
+    def switch(self: "TensorQuantizer") -> None:
         setattr(self, name, value)
 
     switch.__doc__ = doc
@@ -87,7 +88,9 @@ class TensorQuantizer(ForeignQuantizer):
             self.clip = Clip(-bound, bound, learn_min=True, learn_max=True)
         if self._learn_amax or if_clip:
             self.enable_clip()
-        self._calibrator: Any = _CALIBRATORS[quant_desc.calib_method](self._num_bits, self._axis, self._unsigned)
+        self._calibrator: calib._Calibrator | None = _CALIBRATORS[quant_desc.calib_method](
+            self._num_bits, self._axis, self._unsigned
+        )
 
     # ---- switches
 
@@ -131,7 +134,7 @@ class TensorQuantizer(ForeignQuantizer):
         return getattr(self, "_amax", None)
 
     @amax.setter
-    def amax(self, value: Any) -> None:
+    def amax(self, value: object) -> None:
         """Set the range; a warning, and nothing else, for None."""
         if value is None:
             warnings.warn(
@@ -146,10 +149,10 @@ class TensorQuantizer(ForeignQuantizer):
         return getattr(self, "_pre_quant_scale", None)
 
     @pre_quant_scale.setter
-    def pre_quant_scale(self, value: Any) -> None:
+    def pre_quant_scale(self, value: object) -> None:
         self._set_buffer("pre_quant_scale", value)
 
-    def _set_buffer(self, name: str, value: Any) -> None:
+    def _set_buffer(self, name: str, value: object) -> None:
         old, new = getattr(self, name), _float32(value)
         if bool(new.isnan().any()):
             raise ValueError(f"TensorQuantizer: {name} must not be NaN, got {value}.")
@@ -184,7 +187,7 @@ class TensorQuantizer(ForeignQuantizer):
             raise NotImplementedError(f"TensorQuantizer: the float format {self._num_bits} has no integer codes.")
         return self._amax / self.maxbound
 
-    def load_calib_amax(self, *args: Any, strict: bool = True, **kwargs: Any) -> None:
+    def load_calib_amax(self, *args: object, strict: bool = True, **kwargs: object) -> None:
         """Set the range to what the calibrator's `compute_amax` returns for these arguments.
 
         Raises:
@@ -267,7 +270,7 @@ class TensorQuantizer(ForeignQuantizer):
 
     # ---- state
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         for name in _BUFFERS:
             value = state_dict.get(prefix + name)
             if value is not None and getattr(self, name, None) is None:
@@ -303,5 +306,5 @@ class TensorQuantizer(ForeignQuantizer):
         return " ".join(word for word, shown in words.items() if shown)
 
 
-def _float32(value: Any) -> Tensor:
+def _float32(value: object) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float32).detach().clone()
