@@ -1,7 +1,7 @@
 """The quantizer behind an op, as the op computes it: whether it may, and with which scale and grid."""
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,25 @@ Function = tuple[str, tuple[int, ...], Tensor | None, Tensor | None, float]
 NO_FUNCTION: Function = ("none", (), None, None, 0.0)
 """The arguments of that op for a quantizer without a function before it."""
 
-NOT_QUANTIZED = (None, None, None, None, -128, 127, 1.0)
 
-Grid = tuple[Any, ...]
-"""The arguments of an op for a scale and its grid."""
+class OutputGrid(NamedTuple):
+    """The arguments of an op for the scale and the grid of an output; without a start it is not quantized."""
 
-GridNow = Grid | Callable[[], Grid]
+    start: Tensor | None = None
+    ratio: Tensor | None = None
+    rate: Tensor | None = None
+    zero_point: Tensor | None = None
+    qmin: int = -128
+    qmax: int = 127
+    grad_factor: float = 1.0
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether the grid has a gradient."""
+        return any(t is not None and t.requires_grad for t in (self.start, self.ratio, self.zero_point))
+
+
+GridNow = OutputGrid | Callable[[], OutputGrid]
 """The same, or what returns them at each call."""
 
 
@@ -60,33 +73,27 @@ def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
 def output_grid(quantizer: TensorQuantizer | None, like: Tensor) -> GridNow:
     """Return the scale and the grid of an output like a tensor: a function where its quantizer makes them at each call."""
     if quantizer is None:
-        return NOT_QUANTIZED
+        return OutputGrid()
     start = None if torch.compiler.is_compiling() else quantizer.kind.start(quantizer)  # see `with_factor`
     if start is None:
         return grid_at_each_call(quantizer, like)
     factor = quantizer.kind.grad_factor(quantizer, like)
-    return (*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
+    return OutputGrid(*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
 
 
-def grid_at_each_call(quantizer: TensorQuantizer, like: Tensor) -> Callable[[], Grid]:
+def grid_at_each_call(quantizer: TensorQuantizer, like: Tensor) -> Callable[[], OutputGrid]:
     """Return the function that makes the scale and the grid of an output like a tensor."""
 
-    def grid() -> Grid:
+    def grid() -> OutputGrid:
         found = grid_now(quantizer, like)
-        return found.pop("scale"), None, None, *(found[name] for name in ("zero_point", "qmin", "qmax", "grad_factor"))
+        return OutputGrid(found.pop("scale"), **found)
 
     return grid
 
 
-def grid_of(output: GridNow) -> Grid:
+def grid_of(output: GridNow) -> OutputGrid:
     """Return the scale and the grid of an output in this call."""
-    return output if isinstance(output, tuple) else output()
-
-
-def is_learned(output: Grid) -> bool:
-    """Return whether a grid, as an op takes it, has a gradient."""
-    start, ratio, _, zero_point, *_ = output
-    return any(t is not None and t.requires_grad for t in (start, ratio, zero_point))
+    return output if isinstance(output, OutputGrid) else output()
 
 
 def gives_codes(quantizer: Any) -> bool:
@@ -142,11 +149,11 @@ def quantized_in_op(
     if not trains or not may_be_in_op(quantizer):
         return None
     grid = grid_of(output_grid(quantizer, x.detach()))
-    learned = is_learned(grid)
+    learned = grid.is_learned
     keeps_x = learned or function[0] != NO_FUNCTION[0]  # compiled code may have a copy of the tuple
     coded = with_codes and gives_codes(quantizer)
     y, codes, scale, *_ = _function_fake_quant(x, *function, keeps_x, *grid, learned, coded)
-    return y, codes_by_op(y, codes, scale, grid[3], quantizer)
+    return y, codes_by_op(y, codes, scale, grid.zero_point, quantizer)
 
 
 def may_be_in_op(quantizer: nn.Module) -> TypeGuard[TensorQuantizer]:

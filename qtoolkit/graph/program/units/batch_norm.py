@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit._native import library
 from qtoolkit.graph.program.epilogue import (
     NO_CODES,
     bounds_now,
@@ -21,9 +20,8 @@ from qtoolkit.graph.program.epilogue import (
     why_layer_not_fused,
 )
 from qtoolkit.graph.program.units.base import (
-    OF_LAYER,
-    OF_OUTPUT,
     Decided,
+    Fields,
     Result,
     Varying,
     kind_of_inputs,
@@ -42,24 +40,17 @@ from qtoolkit.nn.batch_norm import (
     variance_of_step,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary
-from qtoolkit.nn.output_grid import is_learned, output_grid
+from qtoolkit.nn.output_grid import output_grid
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.quantizers.codes import TensorCodes
-from qtoolkit.quantizers.recomputation import is_recomputing
 
-_bind = library.bind_unit.default
-
-NOT_TRACKED = (None, None, None, 0.0)
+OF_RESIDUAL = ("residual", "residual_codes", "residual_scale", "residual_zero_point")
 
 
 @dataclass(slots=True)
 class NormPlan(LayerPlan):
-    """The same, with what follows the layer; the bias is that which a frozen batch norm gives it."""
+    """The same, with what follows the layer."""
 
-    # the batch norm, without the variance with which the weight is folded: with its mean if it is frozen, else with the
-    # running statistics, and the process group with which they are shared
-    norm: tuple[Any, ...]
-    activation: tuple[float, float, float]
     last: bool  # whether the layer's output is in channels_last
     # the parameters whose changes end a step; None if nothing depends on the factor of a step
     changing: Changing | None
@@ -72,7 +63,7 @@ class BatchNormUnit(Decided[NormPlan]):
     and `bounds` is what the function of the activation computes, as in `qtoolkit.graph.program.epilogue.epilogue_of`.
     """
 
-    VARYING = (*OF_LAYER, "variance", "residual", "residual_codes", "residual_scale", "residual_zero_point", *OF_OUTPUT)
+    KIND = torch.classes.qtoolkit.BatchNormUnit
 
     def __init__(
         self, root: nn.Module, names: Sequence[str | None], one_by_one: Callable[..., Any], bounds: Bounds | None
@@ -109,7 +100,7 @@ class BatchNormUnit(Decided[NormPlan]):
         layer, bn, *_ = self.modules
         kind = kind_of_inputs(layer._parameters.get("weight"), x)
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
-        return None if kind is None else (*kind, added, *_forward_of(bn))
+        return None if kind is None else (*kind, added, *_of_forward(bn).values())
 
     def _planned(self, x: Tensor, *others: Any) -> NormPlan | None:
         _, residual, _ = others
@@ -120,20 +111,27 @@ class BatchNormUnit(Decided[NormPlan]):
         of_layer = layer_arguments(layer, x)
         if of_layer is None:
             return None
-        like, (dtype, memory_format) = of_layer.like, of_layer.computed
+        like, dtype, last = of_layer.like, of_layer.others["dtype"], of_layer.others["channels_last"]
         if not fits(bn, like.shape) or not (residual is None or is_added(residual, like.shape, dtype, x.device)):
             return None
         quantizer = self.quantizer_in_op()
         parameters = [p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None]
+        fields = {
+            **of_layer.fields,
+            "rounds_bias": is_folded(bn)
+            and layer.sum_steps() is not None,  # the bias that a frozen batch norm gives it
+            "gamma": bn.weight,
+            "beta": bn.bias,
+            "eps": bn.eps,
+            **_statistics(bn),
+            **bounds._asdict(),
+        }
         return NormPlan(
             quantizer,
             output_grid(quantizer, like),
+            fields,
             of_layer,
-            is_folded(bn) and layer.sum_steps() is not None,
-            True,
-            (bn.weight, bn.bias, bn.eps, *_statistics(bn)),
-            bounds,
-            memory_format is not None or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
+            last or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
             None if is_folded(bn) and not layer.takes_factor else Changing(parameters),
         )
 
@@ -145,17 +143,10 @@ class BatchNormUnit(Decided[NormPlan]):
         found = plan.layer.varying(layer, x, known, partial(_factor, bn, variance), self.names[0])
         if found is None:
             return None
-        (of_layer, constants), (of_output, of_codes) = found, plan.varying_output()
-        added = NO_CODES if residual is None else codes_added(residual, of_residual, plan.last)
-        return (*of_layer, variance, residual, *added, *of_output), (_forward_of(bn), *constants, *of_codes)
-
-    def _bound(self, plan: NormPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        count = len(OF_LAYER)
-        variance, *residual = tensors[count:-2]
-        first, last = plan.layer.call(self.modules[0], tensors[:count], constants[1:-1])
-        output = plan.output_call(tensors[-2:], constants[-1:])
-        following = *residual, *plan.activation, *output, is_learned(output)
-        return _bind(self.VARYING, *first, plan.rounds_bias, variance, *plan.norm, *following, *last)
+        tensors, numbers = found
+        codes = NO_CODES if residual is None else codes_added(residual, of_residual, plan.last)
+        added = dict(zip(OF_RESIDUAL, (residual, *codes), strict=True))
+        return plan.with_output({**tensors, "variance": variance, **added}, {**numbers, **_of_forward(bn)})
 
 
 @torch.no_grad()
@@ -163,17 +154,25 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
     return factor_of(bn) if is_folded(bn) else divisor_of(bn, variance)
 
 
-def _forward_of(bn: Any) -> tuple[Any, ...]:
-    """Return with which ranks a forward shares statistics, and whether it recomputes another forward, so that none move."""
-    return process_group_of(bn), is_recomputing()
-
-
-def _statistics(bn: Any) -> tuple[Any, ...]:
-    """Return the mean of a frozen batch norm; and the running statistics of another one, with its process group."""
+def _of_forward(bn: Any) -> Fields:
+    """Return with which ranks a forward shares statistics, and whether they move; not those that it takes for constants."""
     if is_folded(bn):
-        return bn.running_mean, *NOT_TRACKED, None
-    tracked = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.momentum)
-    return None, *(tracked if tracks(bn) else NOT_TRACKED), process_group_of(bn)
+        return {"process_group": None, "tracks": False}
+    return {"process_group": process_group_of(bn), "tracks": tracks(bn)}
+
+
+def _statistics(bn: Any) -> Fields:
+    """Return the mean of a frozen batch norm, and the running statistics of another one."""
+    if is_folded(bn):
+        return {
+            "frozen_mean": bn.running_mean,
+            "running_mean": None,
+            "running_var": None,
+            "batches": None,
+            "momentum": 0.0,
+        }
+    tracked = {"running_mean": bn.running_mean, "running_var": bn.running_var, "batches": bn.num_batches_tracked}
+    return {"frozen_mean": None, **tracked, "momentum": bn.momentum}
 
 
 def _is_one_op(layer: Any, bn: Any) -> bool:

@@ -1,6 +1,6 @@
 """A quantizer with the function before it, in one op: an activation or a layer norm, or none."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit import ops
-from qtoolkit._native import library
-from qtoolkit.graph.program.units.base import OF_OUTPUT, Decided, Plan, Result, Varying
+from qtoolkit.graph.program.units.base import Decided, Plan, Result, Varying
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.output_grid import (
     NO_FUNCTION,
@@ -19,15 +18,12 @@ from qtoolkit.nn.output_grid import (
     gives_codes,
     grid_at_each_call,
     grid_of,
-    is_learned,
     output_grid,
     quantized_by,
     quantized_in_op,
     why_quantizer_not_fused,
 )
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-
-_bind = library.bind_function_fake_quant.default
 
 
 def _named(name: str) -> Function:
@@ -37,6 +33,9 @@ def _named(name: str) -> Function:
 def _gelu(approximate: str) -> Function:
     return _named("gelu" if approximate == "none" else "gelu_tanh")
 
+
+OF_OP = ("function", "shape", "weight", "bias", "eps")
+"""The names of what a `Function` has."""
 
 NONE, PRELU = NO_FUNCTION, "prelu"
 COMPILED = ("gelu", "gelu_tanh", "silu", PRELU)
@@ -57,8 +56,7 @@ OF_FUNCTION: Mapping[Any, Function] = {F.gelu: _gelu("none"), torch.relu: _named
 class FunctionPlan(Plan):
     """The arguments of the op for some inputs."""
 
-    function: Function  # what is computed before the quantizer
-    with_codes: bool  # whether the op returns the codes of its output
+    function: str  # what is computed before the quantizer
 
 
 class FunctionUnit(Decided[FunctionPlan]):
@@ -68,7 +66,7 @@ class FunctionUnit(Decided[FunctionPlan]):
     none. `with_codes` is whether an op takes the codes of the result.
     """
 
-    VARYING = ("x", *OF_OUTPUT)
+    KIND = torch.classes.qtoolkit.FunctionUnit
 
     def __init__(
         self,
@@ -117,27 +115,23 @@ class FunctionUnit(Decided[FunctionPlan]):
             return None
         grid = grid_at_each_call if function[0] == PRELU else output_grid
         output = grid(quantizer, x.detach().to("meta"))
-        return FunctionPlan(quantizer, output, function, self.with_codes and gives_codes(quantizer))
+        fields = dict(zip(OF_OP, function, strict=True))
+        fields["with_codes"] = self.with_codes and gives_codes(quantizer)
+        return FunctionPlan(quantizer, output, fields, function[0])
 
     def compute(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op: that of a PReLU is another one, which takes the scale."""
-        if plan.function[0] != PRELU:
+        if plan.function != PRELU:
             return super().compute(plan, x, *others)
         module, quantizer = self.modules
-        scale, _, _, zero_point, *grid = grid_of(plan.output)
-        y = ops.prelu_fake_quant(x, module.weight, scale, zero_point, *grid)
-        return y, codes_by_op(y, None, scale, zero_point, quantizer)
+        grid = grid_of(plan.output)
+        scale: Any = grid.start  # there is one: of a quantizer
+        codes = (grid.qmin, grid.qmax, grid.grad_factor)
+        y = ops.prelu_fake_quant(x, module.weight, scale, grid.zero_point, *codes)
+        return y, codes_by_op(y, None, scale, grid.zero_point, quantizer)
 
     def _varying(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Varying:
-        (start, zero_point), constants = plan.varying_output()
-        return (x, start, zero_point), constants
-
-    def _bound(self, plan: FunctionPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        x, *of_output = tensors
-        output = plan.output_call(of_output, constants)
-        learned = is_learned(output)
-        keeps_x = learned or plan.function is not NONE
-        return _bind(self.VARYING, x, *plan.function, keeps_x, *output, learned, plan.with_codes)
+        return plan.with_output({"x": x}, {})
 
 
 def function_of_module(module: nn.Module) -> Function | None:
