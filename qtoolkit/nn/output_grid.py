@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit._native import library
-from qtoolkit.errors import with_article
+from qtoolkit.nn.fusion import Unit, fusion
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.ops.recording import is_recorded
 from qtoolkit.quantizers.codes import TensorCodes, codes_by, codes_on, rounded, version_of
-from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import with_factor
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -47,23 +46,8 @@ GridNow = OutputGrid | Callable[[], OutputGrid]
 """The same, or what returns them at each call."""
 
 
-def why_quantizer_not_fused(quantizer: nn.Module) -> str | None:
-    """Return why the op does not quantize its output as a quantizer does."""
-    if type(quantizer) is not TensorQuantizer:
-        return f"{with_article(type(quantizer))} is not a TensorQuantizer"
-    spec = quantizer.spec
-    if not quantizer.capability.plain or spec.axis is not None:
-        return f"{spec.describe()} is not an integer format with one scale"
-    if quantizer.looks:
-        first = f"in the first {FOLLOWED_STEPS} steps " if quantizer.follows_data else ""
-        return f"{first}its quantizer observes its input"
-    if not (quantizer.quantizing and quantizer.ready):
-        return "its quantizer is disabled or not calibrated"
-    return "its quantizer has hooks" if is_watched(quantizer) else None
-
-
 def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
-    """Return the arguments of an op for a quantizer of a tensor of x's shape, where `why_quantizer_not_fused` has no reason."""
+    """Return the arguments of an op for a quantizer of a tensor of x's shape, that `fusion` puts into the op."""
     kind, spec = quantizer.kind, quantizer.spec
     scale, zero_point, grad_factor = with_factor(*kind.grid(quantizer), kind.grad_factor(quantizer, x))
     codes = {"qmin": spec.qmin, "qmax": spec.qmax, "grad_factor": grad_factor}
@@ -158,4 +142,4 @@ def quantized_in_op(
 
 def may_be_in_op(quantizer: nn.Module) -> TypeGuard[TensorQuantizer]:
     """Return whether an op may compute what a quantizer does now."""
-    return not (is_recorded() or all_watched()) and why_quantizer_not_fused(quantizer) is None
+    return not is_recorded() and isinstance(fusion(quantizer=quantizer), Unit)

@@ -4,10 +4,10 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtoolkit.graph.program.epilogue import called_with
-from qtoolkit.graph.program.units.base import Fields, Result, Varying, gives_ready_grid, grid_of_weight, kind_of_inputs
+from qtoolkit.graph.program.units.base import Fields, Result, Varying, grid_of_weight, kind_of_inputs
 from qtoolkit.graph.program.units.function import NONE, FunctionUnit
 from qtoolkit.graph.program.units.layer import LayerPlan, LayerUnit
 from qtoolkit.nn import QuantMultiheadAttention
@@ -89,12 +89,6 @@ class ProjectionUnit(LayerUnit):
         if plan is not None and grid is not None:
             plan.fields.update(grid)  # the gradient factor of all rows
         return plan
-
-    def is_one_op(self, layer: Any) -> bool:
-        """Return whether the op computes the projection as it is now, for some inputs."""
-        parameters = (p for p in (layer.weight, layer.bias) if p is not None)
-        plain = all(type(p) in (Tensor, nn.Parameter) for p in parameters)
-        return layer.training and plain and gives_ready_grid(layer.weight_quantizer)
 
     def one_by_one(self, x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Compute the projection as the attention does."""

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn import on_codes
-from qtoolkit.nn.computed_weights import is_parametrized
-from qtoolkit.nn.output_grid import GridNow, OutputGrid, quantized_by, why_quantizer_not_fused
+from qtoolkit.nn.output_grid import GridNow, OutputGrid, quantized_by
 from qtoolkit.quantizers.codes import TensorCodes, codes_of, codes_on
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
@@ -174,11 +173,6 @@ class Decided(Generic[P]):
         """Return what the op is told besides what the plan says; None if x has no codes."""
         raise NotImplementedError
 
-    def quantizer_in_op(self) -> TensorQuantizer | None:
-        """Return the quantizer if the op may compute what it does now; None where it must be called, or there is none."""
-        quantizer = self.modules[-1]
-        return quantizer if quantizer is not None and why_quantizer_not_fused(quantizer) is None else None
-
     def output(self, plan: P, y: Tensor, *grid: Tensor) -> Result:
         """Return the output of the unit, y, with its codes.
 
@@ -212,20 +206,7 @@ def names_around(name: str) -> list[str]:
     return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
-# ---- what may be one op
-
-
-def layer_is_plain(layer: Any) -> bool:
-    """Return whether an op may compute a layer, and quantize its weight, as its modules are now."""
-    if layer.integer_kernel is not None or layer.input_quantizer is not None or is_parametrized(layer):
-        return False
-    parameters = (p for p in (layer.weight, layer.bias) if p is not None)
-    return gives_ready_grid(layer.weight_quantizer) and all(type(p) is nn.Parameter for p in parameters)
-
-
-def gives_ready_grid(quantizer: Any) -> bool:
-    """Return whether an op may quantize a weight in its quantizer's place, with a grid that it has."""
-    return on_codes.gives_grid(quantizer) and quantizer.ready and not quantizer.stopping
+# ---- what an op is told about a layer
 
 
 @dataclass(slots=True, frozen=True)

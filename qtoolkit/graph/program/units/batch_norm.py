@@ -8,17 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.graph.program.epilogue import (
-    NO_CODES,
-    bounds_now,
-    codes_added,
-    fits,
-    is_added,
-    layer_output,
-    trains,
-    why_batch_norm_not_fused,
-    why_layer_not_fused,
-)
+from qtoolkit.graph.program.epilogue import NO_CODES, codes_added, fits, is_added, layer_output
 from qtoolkit.graph.program.units.base import (
     Decided,
     Fields,
@@ -26,12 +16,10 @@ from qtoolkit.graph.program.units.base import (
     Varying,
     kind_of_inputs,
     layer_arguments,
-    layer_is_plain,
 )
 from qtoolkit.graph.program.units.layer import LayerPlan
 from qtoolkit.nn.batch_norm import (
     Changing,
-    QuantFrozenBatchNorm,
     divisor_of,
     factor_of,
     is_folded,
@@ -39,7 +27,8 @@ from qtoolkit.nn.batch_norm import (
     tracks,
     variance_of_step,
 )
-from qtoolkit.nn.hooks import all_watched, is_ordinary
+from qtoolkit.nn.fusion import Unit, fusion
+from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.output_grid import output_grid
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.quantizers.codes import TensorCodes
@@ -104,9 +93,9 @@ class BatchNormUnit(Decided[NormPlan]):
 
     def _planned(self, x: Tensor, *others: Any) -> NormPlan | None:
         _, residual, _ = others
-        layer, bn, activation, _ = self.modules
-        bounds = bounds_now(activation, self.bounds)
-        if bounds is None or bn.running_var is None or not is_ordinary(x) or not _is_one_op(layer, bn):
+        layer, bn, activation, quantizer = self.modules
+        found = fusion(layer, bn, True, activation or self.bounds, quantizer) if is_ordinary(x) else None
+        if not isinstance(found, Unit) or not found.whole or found.bounds is None:
             return None
         of_layer = layer_arguments(layer, x)
         if of_layer is None:
@@ -114,7 +103,6 @@ class BatchNormUnit(Decided[NormPlan]):
         like, dtype, last = of_layer.like, of_layer.others["dtype"], of_layer.others["channels_last"]
         if not fits(bn, like.shape) or not (residual is None or is_added(residual, like.shape, dtype, x.device)):
             return None
-        quantizer = self.quantizer_in_op()
         parameters = [p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None]
         fields = {
             **of_layer.fields,
@@ -124,11 +112,11 @@ class BatchNormUnit(Decided[NormPlan]):
             "beta": bn.bias,
             "eps": bn.eps,
             **_statistics(bn),
-            **bounds._asdict(),
+            **found.bounds._asdict(),
         }
         return NormPlan(
-            quantizer,
-            output_grid(quantizer, like),
+            found.quantizer,
+            output_grid(found.quantizer, like),
             fields,
             of_layer,
             last or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
@@ -163,25 +151,11 @@ def _of_forward(bn: Any) -> Fields:
 
 def _statistics(bn: Any) -> Fields:
     """Return the mean of a frozen batch norm, and the running statistics of another one."""
-    if is_folded(bn):
-        return {
-            "frozen_mean": bn.running_mean,
-            "running_mean": None,
-            "running_var": None,
-            "batches": None,
-            "momentum": 0.0,
-        }
-    tracked = {"running_mean": bn.running_mean, "running_var": bn.running_var, "batches": bn.num_batches_tracked}
-    return {"frozen_mean": None, **tracked, "momentum": bn.momentum}
-
-
-def _is_one_op(layer: Any, bn: Any) -> bool:
-    """Return whether the op computes modules as they are now, for some inputs."""
-    if all_watched() or why_layer_not_fused(layer, bn) is not None or not layer_is_plain(layer):
-        return False
-    if is_folded(bn) and why_batch_norm_not_fused(bn, folded=True) is not None:
-        return False
-    if not is_folded(bn) and (bn.momentum is None or not trains(bn)):
-        return False
-    kind = Tensor if type(bn) is QuantFrozenBatchNorm else nn.Parameter
-    return all(type(p) is kind for p in (bn.weight, bn.bias) if p is not None)
+    folded = is_folded(bn)
+    return {
+        "frozen_mean": bn.running_mean if folded else None,
+        "running_mean": None if folded else bn.running_mean,
+        "running_var": None if folded else bn.running_var,
+        "batches": None if folded else bn.num_batches_tracked,
+        "momentum": 0.0 if folded else bn.momentum,
+    }

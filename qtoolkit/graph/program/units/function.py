@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from qtoolkit import ops
 from qtoolkit.graph.program.units.base import Decided, Plan, Result, Varying
-from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
+from qtoolkit.nn.fusion import Unit, fusion
+from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.output_grid import (
     NO_FUNCTION,
     Function,
@@ -21,9 +22,7 @@ from qtoolkit.nn.output_grid import (
     output_grid,
     quantized_by,
     quantized_in_op,
-    why_quantizer_not_fused,
 )
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
 def _named(name: str) -> Function:
@@ -96,7 +95,7 @@ class FunctionUnit(Decided[FunctionPlan]):
     def _compiled(self, x: Tensor, module: Any, quantizer: Any) -> Result:
         """Compute the unit in compiled code, which keeps no plan: by the op too, except for functions in COMPILED."""
         function = self.function if module is None else function_of_module(module)
-        if function is not None and function[0] not in COMPILED and not why_not_fused(module, quantizer):
+        if function is not None and function[0] not in COMPILED and _is_one_op(module, quantizer):
             found = quantized_in_op(quantizer, x, function, self.with_codes) if _takes(function, x) else None
             if found is not None:
                 return found
@@ -108,7 +107,7 @@ class FunctionUnit(Decided[FunctionPlan]):
 
     def _planned(self, x: Tensor, *others: Any) -> FunctionPlan | None:
         module, quantizer = self.modules
-        if all_watched() or not is_ordinary(x) or not x.is_floating_point() or why_not_fused(module, quantizer):
+        if not (is_ordinary(x) and x.is_floating_point() and _is_one_op(module, quantizer)):
             return None
         function = self.function if module is None else function_of_module(module)
         if function is None or not _takes(function, x):
@@ -140,15 +139,8 @@ def function_of_module(module: nn.Module) -> Function | None:
     return None if found is None else found(module)
 
 
-def why_not_fused(module: nn.Module | None, quantizer: nn.Module) -> str | None:
-    """Return why an op does not compute a function, of a module or none, with its quantizer, as the modules are now."""
-    if module is not None and is_watched(module):
-        return "it has hooks"
-    why = why_quantizer_not_fused(quantizer)
-    if why is None and type(module) is nn.PReLU and isinstance(quantizer, TensorQuantizer):
-        zero_point = quantizer.kind.grid(quantizer)[1]
-        why = "its quantizer trains a zero point" if zero_point is not None and zero_point.requires_grad else None
-    return why
+def _is_one_op(module: nn.Module | None, quantizer: nn.Module) -> bool:
+    return isinstance(fusion(activation=module, quantizer=quantizer), Unit)
 
 
 def _takes(function: Function, x: Tensor) -> bool:

@@ -16,11 +16,10 @@ from qtoolkit.graph.program.units.base import (
     Varying,
     kind_of_inputs,
     layer_arguments,
-    layer_is_plain,
 )
-from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
+from qtoolkit.nn.fusion import Unit, fusion
+from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.output_grid import gives_codes, output_grid, quantized_by
-from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.codes import TensorCodes
 
 
@@ -61,22 +60,16 @@ class LayerUnit(Decided[LayerPlan]):
 
     def _planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
         layer = self.modules[0]
-        if all_watched() or not (is_ordinary(x) and self.is_one_op(layer)):
+        found = fusion(layer, quantizer=self.modules[-1]) if is_ordinary(x) else None
+        of_layer = layer_arguments(layer, x) if isinstance(found, Unit) else None
+        if of_layer is None or not isinstance(found, Unit):
             return None
-        of_layer = layer_arguments(layer, x)
-        if of_layer is None:
-            return None
-        quantizer = self.quantizer_in_op()
+        quantizer = found.quantizer
         how = {
             "rounds_bias": layer.sum_steps() is not None,
             "with_codes": self.with_codes and gives_codes(quantizer),
         }
         return LayerPlan(quantizer, output_grid(quantizer, of_layer.like), {**of_layer.fields, **how}, of_layer)
-
-    def is_one_op(self, layer: Any) -> bool:
-        """Return whether the op computes a layer as it is now, for some inputs."""
-        is_called = is_watched(layer) or type(layer).forward is not QuantWeighted.forward
-        return not is_called and layer.training and layer.batch_norm is None and layer_is_plain(layer)
 
     def _varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         (known,) = others
