@@ -14,7 +14,7 @@
 #include "exact_sums.h"
 #include "layer/int8_product.h"
 #include "layer/onednn.h"
-#include "unit/unit_call.h"
+#include "unit/calls.h"
 
 // What quant_weight and quant_layer are told about a weight, and quant_layer about a layer; layer.h reads it in this
 // order.
@@ -24,20 +24,11 @@
 #define QT_GEOMETRY \
   ", int[] stride, int[] padding, int[] dilation, int[] output_padding, bool transposed, int groups, bool integer"
 #define QT_LAYER QT_INPUT QT_WEIGHT QT_GEOMETRY
-// What unit is told about its layer, and about what follows its batch norm; unit.cpp reads it in this order.
-#define QT_START(start) " weight, " start " start, Tensor? ratio, Tensor? rate, "
-#define QT_UNIT_LAYER QT_INPUT QT_START("Tensor(f!)") QT_GRID QT_GEOMETRY
-#define QT_UNIT_KEPT QT_INPUT QT_START("Tensor?") QT_GRID QT_GEOMETRY
-#define QT_UNIT_FOLLOWED "Tensor(d!)? lo, Tensor(e!)? hi, bool pow2_scale"
-#define QT_UNIT_NORM(variance) variance " variance, Tensor? gamma, Tensor? beta, float eps"
-#define QT_UNIT_OUTPUT(start) \
-  start " y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int y_qmin, int y_qmax, float y_grad_factor"
-#define QT_UNIT_FOLLOWING                                                                                            \
-  "Tensor? residual, Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, float low, float " \
-  "high, float slope, " QT_UNIT_OUTPUT("Tensor?")
-// What other units are told about their quantizer: whether backward keeps the values before it, whether its codes are
-// wanted.
-#define QT_UNIT_QUANTIZED(start) QT_UNIT_OUTPUT(start) ", bool learned, bool with_codes"
+// What function_fake_quant is told about its quantizer: whether backward keeps the values before it, whether its codes
+// are wanted.
+#define QT_QUANTIZED                                                                                               \
+  " y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int y_qmin, int y_qmax, float y_grad_factor, " \
+  "bool learned, bool with_codes"
 // What attention_fake_quant is told about an operand, and about the quantizer of its weights.
 #define QT_OPERAND(name) \
   "Tensor " name ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point, "
@@ -56,22 +47,10 @@
 // What the input of a layer was before it was fake-quantized, and the scale that is trained by it.
 #define QT_RAW "Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0"
 #define QT_FUNCTION "str function, SymInt[] shape, Tensor? weight, Tensor? bias, float eps"
-// All that the units are told.
-#define QT_UNIT \
-  "Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED                                                  \
-  ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, bool rounds_bias, " QT_UNIT_NORM("Tensor") \
-  ", Tensor? frozen_mean, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, " \
-  "str? process_group, " QT_UNIT_FOLLOWING ", bool learned, " QT_RAW
-#define QT_LAYER_UNIT                                                                                     \
-  "Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED                                                        \
-  ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, bool rounds_bias, " QT_UNIT_QUANTIZED( \
-      "Tensor?") ", " QT_RAW
-#define QT_FUNCTION_UNIT "Tensor x, " QT_FUNCTION ", bool keeps_x, " QT_UNIT_QUANTIZED("Tensor")
-#define QT_UNIT_CALL "__torch__.torch.classes.qtoolkit.UnitCall"
-
 TORCH_LIBRARY(qtoolkit, m) {
-  // A call of a unit's op with the arguments that it has in each step; see unit/unit_call.h.
-  m.class_<qtoolkit::UnitCall>("UnitCall").def("call", &qtoolkit::UnitCall::call);
+  // LayerUnit, BatchNormUnit and FunctionUnit(Dict(str, Any) fields, str[] varying): all that an op of the same fields
+  // is told, and its calls; see unit/unit.h and unit/calls.cpp.
+  qtoolkit::register_units(m);
 
   // Returns values on the grid and the packed in-range mask (empty unless mask is set or x requires grad).
   // Differentiable in x, and in scale and zero_point if they require grad; their gradients are multiplied by
@@ -240,34 +219,27 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def("quant_layer_backward(Tensor grad, SymInt[] size, " QT_LAYER ", ScalarType x_dtype, bool[7] wanted, " QT_RAW
         ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
-  // Returns batch_norm_fake_quant of quant_layer, with all of which their arguments are made. The scale of the weight
-  // is positive_scale(start, ratio, rate), or start without a ratio; so is that of y. The weight's factor is gamma /
-  // sqrt(variance + eps), or 1 where that is 0. bias: of the layer; the batch norm subtracts it, so that only the
-  // running mean has it. frozen_mean: variance and this are constants that the batch norm normalizes by; it is folded
-  // into the layer, whose factor may be 0 and whose bias is (bias - frozen_mean) factor + beta, with rounds_bias on the
-  // grid of the sums of products of codes. lo, hi: the range that a symmetric grid covers, of each output channel;
-  // start, lo and hi are set to that of the weight. The running statistics, if given, take in the batch, and batches
-  // counts it; the batch is that of all ranks of a process group, if one is named, and backward waits for them too.
-  // Returns y and its codes, then what backward keeps: the scales, the factor, the layer's output and its statistics,
-  // or copies of the constants. Of a layer with a frozen batch norm and a quantizer alone it keeps the packed mask
-  // instead, unless the grid of y is learned, and without a quantizer nothing. Differentiable in x, weight, start,
-  // ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio, y_zero_point and raw_scale. raw, raw_scale: as in
-  // quant_layer. The grids of x and of the residual must not change before backward.
-  m.def("unit(" QT_UNIT
-        ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, "
-        "Tensor batch_variance, Tensor totals)");
+  // Returns batch_norm_fake_quant of quant_layer, with all of which their arguments are made. What it is told are the
+  // fields of the unit; x is the one of that name, for the dispatcher. The scale of the weight is positive_scale(start,
+  // ratio, rate), or start without a ratio; so is that of y. The weight's factor is gamma / sqrt(variance + eps), or 1
+  // where that is 0. bias: of the layer; the batch norm subtracts it, so that only the running mean has it.
+  // frozen_mean: variance and this are constants that the batch norm normalizes by; it is folded into the layer, whose
+  // factor may be 0 and whose bias is (bias - frozen_mean) factor + beta, with rounds_bias on the grid of the sums of
+  // products of codes. lo, hi: the range that a symmetric grid covers, of each output channel; start, lo and hi are set
+  // to that of the weight. The running statistics, if tracks is set, take in the batch, and batches counts it; the
+  // batch is that of all ranks of a process group, if one is named, and backward waits for them too. Returns y and its
+  // codes, then what backward keeps: the scales, the factor, the layer's output and its statistics, or copies of the
+  // constants. Of a layer with a frozen batch norm and a quantizer alone it keeps the packed mask instead, unless the
+  // grid of y is learned, and without a quantizer nothing. Differentiable in x, weight, start, ratio, zero_point, bias,
+  // gamma, beta, residual, y_start, y_ratio, y_zero_point and raw_scale. raw, raw_scale: as in quant_layer. The grids
+  // of x and of the residual must not change before backward.
+  m.def(
+      "unit(__torch__.torch.classes.qtoolkit.BatchNormUnit unit, Tensor x) -> (Tensor y, Tensor y_codes, Tensor?[] "
+      "kept)");
 
-  // Returns its gradients, in this order; empty where one is not wanted or there is none. start and y_start are needed
-  // with their ratios alone; without variance, mean and batch_variance are constants. order: the memory order of y.
-  m.def("unit_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, int[] order, " QT_UNIT_KEPT
-        ", Tensor? bias, " QT_UNIT_NORM(
-            "Tensor?") ", " QT_UNIT_FOLLOWING
-                       ", bool learned, Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, "
-                       "Tensor batch_variance, "
-                       "Tensor "
-                       "totals, bool[13] wanted, str? process_group, " QT_RAW
-                       ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-                       "Tensor, Tensor, Tensor)");
+  // Returns the gradients that are wanted, in the order of Gradient in unit/fields.h. start and y_start are needed with
+  // their ratios alone; without variance, mean and batch_variance are constants. order: the memory order of y.
+  m.def("unit_backward(__torch__.torch.classes.qtoolkit.BatchNormUnit unit, Tensor grad, bool[] wanted) -> Tensor[]");
 
   // Returns fake_quant of quant_layer, with their scales made as unit does, and without y_start quant_layer alone.
   // rounds_bias: puts the bias on the grid of the sums of products of codes, as quantizers/bias.py says. learned: the
@@ -275,25 +247,26 @@ TORCH_LIBRARY(qtoolkit, m) {
   // the codes of y too: int8 if y_qmin is negative, else uint8; if they fit in 4 bits, packed as quant_layer takes
   // them, and empty where that is not the order of y in memory. Returns y and its codes, then what backward keeps.
   // Differentiable in x, weight, start, ratio, zero_point, bias, y_start, y_ratio, y_zero_point and raw_scale.
-  m.def("layer_fake_quant(" QT_LAYER_UNIT ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor scale, Tensor kept)");
+  m.def(
+      "layer_fake_quant(__torch__.torch.classes.qtoolkit.LayerUnit unit, Tensor x) -> (Tensor y, Tensor y_codes, "
+      "Tensor?[] kept)");
 
-  // Returns its gradients, in this order; empty where one is not wanted or there is none. order: the memory order of y.
-  m.def("layer_fake_quant_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, int[] order, " QT_UNIT_KEPT
-        ", " QT_UNIT_QUANTIZED(
-            "Tensor?") ", Tensor y_scale, Tensor scale, Tensor kept, bool[10] wanted, " QT_RAW
-                       ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // Returns the gradients that are wanted, in the same order.
+  m.def(
+      "layer_fake_quant_backward(__torch__.torch.classes.qtoolkit.LayerUnit unit, Tensor grad, bool[] wanted) -> "
+      "Tensor[]");
 
   // Returns fake_quant of a function of x: "none", "relu", "gelu", "gelu_tanh", "silu" or "layer_norm", which shape,
   // weight, bias and eps are for. keeps_x: backward computes the function again from x; False only for "none" with a
   // grid that is not learned. learned, with_codes: as above. Returns y and its codes, then what backward keeps.
   // Differentiable in x, weight, bias, y_start, y_ratio and y_zero_point.
-  m.def("function_fake_quant(" QT_FUNCTION_UNIT
+  m.def("function_fake_quant(Tensor x, " QT_FUNCTION ", bool keeps_x, Tensor" QT_QUANTIZED
         ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd)");
 
   // Returns its gradients, in this order; empty where one is not wanted or there is none.
-  m.def("function_fake_quant_backward(Tensor grad, int[] order, Tensor? x, " QT_FUNCTION ", " QT_UNIT_QUANTIZED(
-      "Tensor?") ", Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd, bool[6] wanted) -> (Tensor, Tensor, Tensor, "
-                 "Tensor, Tensor, Tensor)");
+  m.def("function_fake_quant_backward(Tensor grad, int[] order, Tensor? x, " QT_FUNCTION ", Tensor?" QT_QUANTIZED
+        ", Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd, bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, "
+        "Tensor, Tensor)");
 
   // Returns fake_quant(softmax(q k^T + mask)) v, computed in a dtype, with the softmax in float32 (float64 for a dtype
   // of that), and what backward keeps: the scale of the weights, and the softmax if keeps_softmax is set, else that is
@@ -331,11 +304,6 @@ TORCH_LIBRARY(qtoolkit, m) {
   // Returns its gradients, in this order; empty where one is not wanted.
   m.def("fused_attention_backward(Tensor grad, " QT_KEPT_FACTOR("q") QT_KEPT_FACTOR("k") QT_KEPT_FACTOR(
       "v") "bool is_causal, float? scale, Tensor y, Tensor logsumexp, bool[3] wanted) -> (Tensor, Tensor, Tensor)");
-
-  // Return a call of the op with these arguments, to which the tensors named in varying are passed each time.
-  m.def("bind_unit(str[] varying, " QT_UNIT ") -> " QT_UNIT_CALL);
-  m.def("bind_layer_fake_quant(str[] varying, " QT_LAYER_UNIT ") -> " QT_UNIT_CALL);
-  m.def("bind_function_fake_quant(str[] varying, " QT_FUNCTION_UNIT ") -> " QT_UNIT_CALL);
 
   // torch.ops.aten.convolution with a batch and gradients that write inside of their memory; see strided_pointwise.h.
   m.def(

@@ -48,7 +48,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a layer or an op does not compute on codes: the cause, and the part of a sentence that says it to people."""
+    """Why a layer or an op does not compute on codes, or in one op: the cause, and the part of a sentence that says it."""
 
     cause: Cause
     text: str

@@ -1,7 +1,7 @@
 """What tests of a model's blocks share: a group of one process, and the code of a graph that is not divided."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.module import register_module_forward_hook
 
 import qtoolkit as qt
-from qtoolkit._native import library
-from qtoolkit.graph.program.units import batch_norm
+from qtoolkit.graph.program.units import BatchNormUnit, base
 from qtoolkit.graph.program.units.base import Decided
 from qtoolkit.quantizers import codes
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -32,17 +31,29 @@ def called_one_by_one() -> Iterator[None]:
 def recorded_norms(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Return the arguments of each call of `qtoolkit.ops.batch_norm_fake_quant` from here on, alone or as a part of a unit."""
     found = recorded_calls(monkeypatch, "batch_norm_fake_quant")
-    bind = batch_norm._bind
-    names = [argument.name for argument in library.unit.default._schema.arguments]
+    made = base.made
 
-    def recorded(varying: Sequence[str], *args: Any) -> Any:
-        given = dict(zip(names, args, strict=True))
-        grid = {} if given["y_start"] is None else {"scale": given["y_start"]}
-        found.append({**given, **grid, "divisor": given["variance"]})
-        return bind(varying, *args)
+    def recorded(kind: Any, fields: dict[str, Any], varying: list[str]) -> Any:
+        if kind is BatchNormUnit.KIND:
+            grid = {} if fields["y_start"] is None else {"scale": fields["y_start"]}
+            found.append({**fields, **grid, "divisor": fields["variance"]})
+        return made(kind, fields, varying)
 
-    monkeypatch.setattr(batch_norm, "_bind", recorded)
+    monkeypatch.setattr(base, "made", recorded)
     monkeypatch.setattr(Decided, "_again", lambda self, plan, x, *others: None)  # binds at each call
+    return found
+
+
+def units_made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any], list[str]]]:
+    """Return the class, the fields and the names of what varies of each unit of the library that is made from here on."""
+    found: list[tuple[Any, dict[str, Any], list[str]]] = []
+    made = base.made
+
+    def recorded(*of_unit: Any) -> Any:
+        found.append(of_unit)
+        return made(*of_unit)
+
+    monkeypatch.setattr(base, "made", recorded)
     return found
 
 

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <array>
 
 namespace qtoolkit {
@@ -126,13 +127,7 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 29> kWithoutGradient = {{
-    {"unit_backward",
-     "unit: double backward is not supported; compute the first gradient without create_graph=True, or prepare with "
-     "training_arithmetic='float' and save='float'."},
-    {"layer_fake_quant_backward",
-     "layer_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or "
-     "prepare with training_arithmetic='float' and save='float'."},
+constexpr std::array<WithoutGradient, 27> kWithoutGradient = {{
     {"function_fake_quant_backward",
      "function_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or "
      "use torch's function and fake_quant."},
@@ -190,21 +185,19 @@ constexpr std::array<WithoutGradient, 29> kWithoutGradient = {{
 
 // The results require grad, and backward through them raises an error: the gradient is not lost in silence.
 struct NoGradient : torch::autograd::Function<NoGradient> {
-  static variable_list forward(AutogradContext* ctx, at::TensorList /*inputs*/, std::string_view op,
+  static variable_list forward(AutogradContext* ctx, at::TensorList /*inputs*/, std::string_view sentence,
                                const variable_list& results) {
-    ctx->saved_data["op"] = std::string(op);
+    ctx->saved_data["sentence"] = std::string(sentence);
     ctx->set_materialize_grads(false);
     return results;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& /*grads*/) {
-    const std::string& op = ctx->saved_data["op"].toStringRef();
-    for (const WithoutGradient& each : kWithoutGradient) TORCH_CHECK_NOT_IMPLEMENTED(each.op != op, each.sentence);
-    return {};
+    TORCH_CHECK_NOT_IMPLEMENTED(false, ctx->saved_data["sentence"].toStringRef());
   }
 };
 
-void without_gradient(const c10::OperatorHandle& op, Stack* stack) {
+void call_without_gradient(const c10::OperatorHandle& op, Stack* stack) {
   const size_t inputs = op.schema().arguments().size(), outputs = op.schema().returns().size();
   variable_list differentiated;
   for (const c10::IValue& value : torch::jit::last(*stack, inputs)) {
@@ -216,9 +209,12 @@ void without_gradient(const c10::OperatorHandle& op, Stack* stack) {
     op.callBoxed(stack);
   }
   if (differentiated.empty()) return;
+  const std::string_view name = name_of(op);
+  const auto* refused = std::find_if(kWithoutGradient.begin(), kWithoutGradient.end(),
+                                     [&](const WithoutGradient& each) { return each.op == name; });
   variable_list results;
   for (const c10::IValue& result : torch::jit::last(*stack, outputs)) results.push_back(result.toTensor());
-  results = NoGradient::apply(at::TensorList(differentiated), name_of(op), results);
+  results = without_gradient(differentiated, refused->sentence, results);
   torch::jit::drop(*stack, outputs);
   for (const Tensor& result : results) stack->push_back(result);
 }
@@ -267,6 +263,11 @@ Tensor snapshot_without_gradient(const Tensor& x, bool changes) {
 
 }  // namespace
 
+variable_list without_gradient(const variable_list& differentiated, std::string_view sentence,
+                               const variable_list& results) {
+  return NoGradient::apply(at::TensorList(differentiated), sentence, results);
+}
+
 TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   using torch::CppFunction;
   m.impl("fake_quant", fake_quant);
@@ -280,7 +281,7 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
     m.impl(name, CppFunction::makeFromBoxedFunction<&straight_through>());
   }
   for (const WithoutGradient& each : kWithoutGradient) {
-    m.impl(each.op.data(), CppFunction::makeFromBoxedFunction<&without_gradient>());
+    m.impl(each.op.data(), CppFunction::makeFromBoxedFunction<&call_without_gradient>());
   }
 }
 

@@ -31,6 +31,12 @@ inline bool is_differentiated(std::string_view op, const std::optional<at::Tenso
   return t.has_value() && is_differentiated(op, *t);
 }
 
+// The results of an op without a gradient in tensors that need one. They require grad, and backward through them raises
+// the sentence.
+torch::autograd::variable_list without_gradient(const torch::autograd::variable_list& differentiated,
+                                                std::string_view sentence,
+                                                const torch::autograd::variable_list& results);
+
 // The result of an op, the packed mask of its elements inside the range, and the memory order of both.
 struct Masked {
   at::Tensor y, mask;

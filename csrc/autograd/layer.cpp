@@ -1,5 +1,6 @@
-// Autograd of quant_layer, quant_weight, the units and the products of activations. A node keeps the arguments that the
-// backward op shares with the op, found by their names: once, since a small layer takes less time than that.
+// Autograd of quant_layer, quant_weight, function_fake_quant and the products of activations. A node keeps the
+// arguments that the backward op shares with the op, found by their names: once, since a small layer takes less time
+// than that.
 #include <algorithm>
 #include <unordered_map>
 
@@ -254,28 +255,6 @@ const Differentiated kQuantWeight = {"quant_weight",
                                      {"weight", "factor", "scale", "zero_point"},
                                      {},
                                      &weight_differentiably};
-const Differentiated kUnit = {
-    "unit",
-    "qtoolkit::unit_backward",
-    {"x", "weight", "start", "ratio", "zero_point", "bias", "gamma", "beta", "residual", "y_start", "y_ratio",
-     "y_zero_point", "raw_scale"},
-    {"codes", "x_scale", "x_zero_point", "rate", "variance", "residual_codes", "residual_scale", "residual_zero_point",
-     "y_rate", "raw", "frozen_mean"},
-    nullptr,
-    {{"residual", "residual_codes", false},
-     {"variance", "frozen_mean", false},  // of constants it takes the copies: a process group sends them in place
-     {"start", "ratio", true},
-     {"y_start", "y_ratio", true}},
-    {"x_scale", "x_zero_point", "residual_scale", "residual_zero_point"}};
-
-const Differentiated kLayerFakeQuant = {
-    "layer_fake_quant",
-    "qtoolkit::layer_fake_quant_backward",
-    {"x", "weight", "start", "ratio", "zero_point", "bias", "y_start", "y_ratio", "y_zero_point", "raw_scale"},
-    {"codes", "x_scale", "x_zero_point", "rate", "y_rate", "raw"},
-    nullptr,
-    {{"start", "ratio", true}, {"y_start", "y_ratio", true}},
-    {"x_scale", "x_zero_point"}};
 const Differentiated kFunctionFakeQuant = {"function_fake_quant",
                                            "qtoolkit::function_fake_quant_backward",
                                            {"x", "weight", "bias", "y_start", "y_ratio", "y_zero_point"},
@@ -318,8 +297,6 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   using torch::CppFunction;
   m.impl("quant_layer", CppFunction::makeFromBoxedFunction<&recorded<kQuantLayer>>());
   m.impl("quant_weight", CppFunction::makeFromBoxedFunction<&recorded<kQuantWeight>>());
-  m.impl("unit", CppFunction::makeFromBoxedFunction<&recorded<kUnit>>());
-  m.impl("layer_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kLayerFakeQuant>>());
   m.impl("function_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kFunctionFakeQuant>>());
   m.impl("attention_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kAttention>>());
   m.impl("product", CppFunction::makeFromBoxedFunction<&recorded<kProduct>>());

@@ -9,12 +9,10 @@
 #include <ATen/ops/silu_backward.h>
 #include <ATen/ops/threshold_backward.h>
 
-#include <string_view>
-
 #include "../checks.h"
 #include "../layer/layer_ops.h"
 #include "../registration.h"
-#include "unit_parts.h"
+#include "unit.h"
 
 namespace qtoolkit {
 namespace {
@@ -22,18 +20,6 @@ namespace {
 using at::Tensor;
 using std::optional;
 using torch::jit::Stack;
-
-// What is computed before the quantizer, with the arguments of torch's function of that name.
-struct Function {
-  std::string name;
-  std::vector<c10::SymInt> shape;  // of the layer norm
-  optional<Tensor> weight, bias;
-  double eps;
-
-  bool is_none() const { return name == "none"; }
-  bool is_layer_norm() const { return name == "layer_norm"; }
-  std::string_view approximate() const { return name == "gelu_tanh" ? "tanh" : "none"; }
-};
 
 Reader& operator>>(Reader& reader, Function& f) { return reader >> f.name >> f.shape >> f.weight >> f.bias >> f.eps; }
 
@@ -86,12 +72,12 @@ void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
 
 // The places of gradients in the results of function_fake_quant_backward.
 enum { kX, kWeight, kBias, kYStart, kYRatio, kYZeroPoint, kCount };
-using Wanted = std::array<bool, kCount>;
-using Gradients = std::array<Tensor, kCount>;
+using WantedOfFunction = std::array<bool, kCount>;
+using GradientsOfFunction = std::array<Tensor, kCount>;
 
 // From the gradient of the function's value, and the value itself, which is undefined where it was not computed again.
-void through(const Function& f, const Tensor& grad, const Tensor& x, const Value& saved, const Wanted& wanted,
-             Gradients& gradients) {
+void through(const Function& f, const Tensor& grad, const Tensor& x, const Value& saved, const WantedOfFunction& wanted,
+             GradientsOfFunction& gradients) {
   if (f.is_layer_norm()) {
     std::tie(gradients[kX], gradients[kWeight], gradients[kBias]) = at::native_layer_norm_backward_symint(
         grad, x, f.shape, saved.mean, saved.rstd, f.weight, f.bias,
@@ -112,7 +98,7 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   Function function;
   Quantized output;
   Value saved;
-  Wanted wanted;
+  WantedOfFunction wanted;
   const size_t count = op.schema().arguments().size();
   Reader(torch::jit::last(*stack, count)) >> grad >> order >> x >> function >> output >> y_scale >> mask >>
       saved.mean >> saved.rstd >> wanted;
@@ -126,7 +112,7 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   const WithoutAutocast guard;
   const optional<Tensor> z = output.learned ? optional<Tensor>(value_of(function, *x).result) : std::nullopt;
   const QuantizedGradients behind = quantize_output_backward(grad, z, mask, order, output, y_scale);
-  Gradients gradients;
+  GradientsOfFunction gradients;
   through(function, behind.z, x.value_or(grad), saved, wanted, gradients);
   const PartGradients of_parts =
       gradients_of_parts(parts, {{}, behind.scale, {}, {}, {}}, {false, false, wanted[kYStart], wanted[kYRatio]});
@@ -137,6 +123,19 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 }  // namespace
+
+UnitOutput call_op(const c10::intrusive_ptr<FunctionUnit>& unit) {
+  static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
+      const Tensor&, std::string_view, c10::SymIntArrayRef, const optional<Tensor>&, const optional<Tensor>&, double,
+      bool, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, int64_t,
+      int64_t, double, bool, bool)>("qtoolkit::function_fake_quant");
+  const Function& f = unit->function;
+  const Quantized& q = unit->output;
+  auto [y, codes, y_scale, mask, mean, rstd] =
+      op.call(unit->x, f.name, f.shape, f.weight, f.bias, f.eps, /*keeps_x=*/q.learned || !f.is_none(), q.trained.start,
+              q.trained.ratio, q.trained.rate, q.zero_point, q.qmin, q.qmax, q.grad_factor, q.learned, q.with_codes);
+  return {y, codes, y_scale};
+}
 
 QT_REGISTER_BODIES(m) {
   m.impl("function_fake_quant", torch::CppFunction::makeFromBoxedFunction<&function_fake_quant>());

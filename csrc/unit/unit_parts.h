@@ -5,6 +5,8 @@
 
 #include <array>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "../layer/layer.h"
@@ -19,15 +21,11 @@ struct Trained {
   std::optional<at::Tensor> scale() const;
 };
 
-inline Reader& operator>>(Reader& reader, Trained& t) { return reader >> t.start >> t.ratio >> t.rate; }
-
 // The range of the weight that start follows, or neither.
 struct Followed {
   std::optional<at::Tensor> lo, hi;
   bool pow2_scale;
 };
-
-inline Reader& operator>>(Reader& reader, Followed& f) { return reader >> f.lo >> f.hi >> f.pow2_scale; }
 
 // The quantizer behind an op; without a start there is none.
 struct Output {
@@ -38,14 +36,8 @@ struct Output {
 };
 
 inline Reader& operator>>(Reader& reader, Output& o) {
-  return reader >> o.trained >> o.zero_point >> o.qmin >> o.qmax >> o.grad_factor;
-}
-
-// The input of the layer, and the layer without its weight's scale.
-inline Reader& read_layer(Reader& reader, Layer& l, Trained& weight) {
-  reader >> l.codes >> l.x_scale >> l.x_zero_point >> l.x_qmin >> l.x_qmax >> l.weight >> weight >> l.zero_point;
-  reader >> l.qmin >> l.qmax >> l.axis >> l.group >> l.block_size >> l.grad_factor;
-  return reader >> l.geometry >> l.integer;
+  return reader >> o.trained.start >> o.trained.ratio >> o.trained.rate >> o.zero_point >> o.qmin >> o.qmax >>
+         o.grad_factor;
 }
 
 // The running variance with which a weight is folded, and the parameters of the batch norm. With the running mean too,
@@ -59,12 +51,23 @@ struct Norm {
   bool is_frozen() const { return frozen_mean.has_value(); }
 };
 
-inline Reader& operator>>(Reader& reader, Norm& n) {
-  std::optional<at::Tensor> variance;
-  reader >> variance >> n.gamma >> n.beta >> n.eps;
-  n.variance = variance.value_or(at::Tensor());
-  return reader;
-}
+// A residual, its codes if it has some, and an activation.
+struct Following {
+  std::optional<at::Tensor> residual, codes, scale, zero_point;
+  double low, high, slope;
+};
+
+// What is computed before a quantizer alone, with the arguments of torch's function of that name.
+struct Function {
+  std::string name;
+  std::vector<c10::SymInt> shape;  // of the layer norm
+  std::optional<at::Tensor> weight, bias;
+  double eps;
+
+  bool is_none() const { return name == "none"; }
+  bool is_layer_norm() const { return name == "layer_norm"; }
+  std::string_view approximate() const { return name == "gelu_tanh" ? "tanh" : "none"; }
+};
 
 // ---- scales
 

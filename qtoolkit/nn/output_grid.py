@@ -1,18 +1,17 @@
 """The quantizer behind an op, as the op computes it: whether it may, and with which scale and grid."""
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from qtoolkit._native import library
-from qtoolkit.errors import with_article
+from qtoolkit.nn.fusion import Unit, fusion
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.ops.recording import is_recorded
 from qtoolkit.quantizers.codes import TensorCodes, codes_by, codes_on, rounded, version_of
-from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
 from qtoolkit.quantizers.in_ops import raw_input
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import with_factor
@@ -26,32 +25,30 @@ Function = tuple[str, tuple[int, ...], Tensor | None, Tensor | None, float]
 NO_FUNCTION: Function = ("none", (), None, None, 0.0)
 """The arguments of that op for a quantizer without a function before it."""
 
-NOT_QUANTIZED = (None, None, None, None, -128, 127, 1.0)
 
-Grid = tuple[Any, ...]
-"""The arguments of an op for a scale and its grid."""
+class OutputGrid(NamedTuple):
+    """The arguments of an op for the scale and the grid of an output; without a start it is not quantized."""
 
-GridNow = Grid | Callable[[], Grid]
+    start: Tensor | None = None
+    ratio: Tensor | None = None
+    rate: Tensor | None = None
+    zero_point: Tensor | None = None
+    qmin: int = -128
+    qmax: int = 127
+    grad_factor: float = 1.0
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether the grid has a gradient."""
+        return any(t is not None and t.requires_grad for t in (self.start, self.ratio, self.zero_point))
+
+
+GridNow = OutputGrid | Callable[[], OutputGrid]
 """The same, or what returns them at each call."""
 
 
-def why_quantizer_not_fused(quantizer: nn.Module) -> str | None:
-    """Return why the op does not quantize its output as a quantizer does."""
-    if type(quantizer) is not TensorQuantizer:
-        return f"{with_article(type(quantizer))} is not a TensorQuantizer"
-    spec = quantizer.spec
-    if not quantizer.capability.plain or spec.axis is not None:
-        return f"{spec.describe()} is not an integer format with one scale"
-    if quantizer.reads_input:
-        first = f"in the first {FOLLOWED_STEPS} steps " if quantizer.follows_data else ""
-        return f"{first}its quantizer observes its input"
-    if not (quantizer.quantizing and quantizer.ready):
-        return "its quantizer is disabled or not calibrated"
-    return "its quantizer has hooks" if is_watched(quantizer) else None
-
-
 def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
-    """Return the arguments of an op for a quantizer of a tensor of x's shape, where `why_quantizer_not_fused` has no reason."""
+    """Return the arguments of an op for a quantizer of a tensor of x's shape, that `fusion` puts into the op."""
     kind, spec = quantizer.kind, quantizer.spec
     scale, zero_point, grad_factor = with_factor(*kind.grid(quantizer), kind.grad_factor(quantizer, x))
     codes = {"qmin": spec.qmin, "qmax": spec.qmax, "grad_factor": grad_factor}
@@ -61,33 +58,27 @@ def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
 def output_grid(quantizer: TensorQuantizer | None, like: Tensor) -> GridNow:
     """Return the scale and the grid of an output like a tensor: a function where its quantizer makes them at each call."""
     if quantizer is None:
-        return NOT_QUANTIZED
+        return OutputGrid()
     start = None if torch.compiler.is_compiling() else quantizer.kind.start(quantizer)  # see `with_factor`
     if start is None:
         return grid_at_each_call(quantizer, like)
     factor = quantizer.kind.grad_factor(quantizer, like)
-    return (*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
+    return OutputGrid(*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
 
 
-def grid_at_each_call(quantizer: TensorQuantizer, like: Tensor) -> Callable[[], Grid]:
+def grid_at_each_call(quantizer: TensorQuantizer, like: Tensor) -> Callable[[], OutputGrid]:
     """Return the function that makes the scale and the grid of an output like a tensor."""
 
-    def grid() -> Grid:
+    def grid() -> OutputGrid:
         found = grid_now(quantizer, like)
-        return found.pop("scale"), None, None, *(found[name] for name in ("zero_point", "qmin", "qmax", "grad_factor"))
+        return OutputGrid(found.pop("scale"), **found)
 
     return grid
 
 
-def grid_of(output: GridNow) -> Grid:
+def grid_of(output: GridNow) -> OutputGrid:
     """Return the scale and the grid of an output in this call."""
-    return output if isinstance(output, tuple) else output()
-
-
-def is_learned(output: Grid) -> bool:
-    """Return whether a grid, as an op takes it, has a gradient."""
-    start, ratio, _, zero_point, *_ = output
-    return any(t is not None and t.requires_grad for t in (start, ratio, zero_point))
+    return output if isinstance(output, OutputGrid) else output()
 
 
 def gives_codes(quantizer: Any) -> bool:
@@ -143,13 +134,13 @@ def quantized_in_op(
     if not trains or not may_be_in_op(quantizer):
         return None
     grid = grid_of(output_grid(quantizer, x.detach()))
-    learned = is_learned(grid)
+    learned = grid.is_learned
     keeps_x = learned or function[0] != NO_FUNCTION[0]  # compiled code may have a copy of the tuple
     coded = with_codes and gives_codes(quantizer)
     y, codes, scale, *_ = _function_fake_quant(x, *function, keeps_x, *grid, learned, coded)
-    return y, codes_by_op(y, codes, scale, grid[3], quantizer)
+    return y, codes_by_op(y, codes, scale, grid.zero_point, quantizer)
 
 
 def may_be_in_op(quantizer: nn.Module) -> TypeGuard[TensorQuantizer]:
     """Return whether an op may compute what a quantizer does now."""
-    return not (is_recorded() or all_watched()) and why_quantizer_not_fused(quantizer) is None
+    return not is_recorded() and isinstance(fusion(quantizer=quantizer), Unit)

@@ -11,7 +11,7 @@ from qtoolkit._native import library
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.module import quantized
 from qtoolkit.nn.on_codes import TrainingArithmetic, TrainsOnCodes
-from qtoolkit.nn.output_grid import grid_of, is_learned, may_be_in_op, output_grid
+from qtoolkit.nn.output_grid import grid_of, may_be_in_op, output_grid
 from qtoolkit.nn.product import autocast_type, product
 from qtoolkit.quantizers.codes import TensorCodes, known_of
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -102,7 +102,7 @@ def quantized_attention(
     grid = grid_of(output_grid(quantizer, _scores_like(*operands[:2])))
     query = operands[0]
     how = autocast_type(query), query.is_cpu
-    y, *_ = _attention_fake_quant(*arguments, mask, *how, *grid, is_learned(grid))
+    y, *_ = _attention_fake_quant(*arguments, mask, *how, *grid, grid.is_learned)
     return y  # type: ignore[no-any-return]  # a Tensor
 
 

@@ -35,8 +35,7 @@ from tests.cases import (
 from tests.ops.devices import Device, Host, check, devices
 from tests.ops.test_batch_norm import ACTIVATIONS, tensors
 from tests.ops.test_cuda_host_fused import WEIGHTS, cases, normalized
-from tests.ops.test_every import run, sample
-from tests.ops.test_fuzz import EVERY
+from tests.ops.test_every import EAGER, run, sample
 from tests.ops.test_gradients import assert_sum
 from tests.ops.test_int4 import packed_in_memory
 from tests.ops.test_max_pool import WINDOWS, values
@@ -507,7 +506,7 @@ def shaped(grad, x, *given):
 
 
 @devices
-@pytest.mark.parametrize("op", [op for op in EVERY if op not in OF_CPU])
+@pytest.mark.parametrize("op", [op for op in EAGER if op not in OF_CPU])
 def test_every_op_gives_what_the_cpu_gives(device, op):
     """On its sample, results and what it writes: near, since some sum in another order; codes and masks are equal.
 

@@ -5,11 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.cases import Channels, assert_same, codes, floats, scales, zero_points
+from tests.ops import units
 from tests.ops.test_fuzz import EVERY, OPS, OURS, WRITTEN
 from tests.sweep import slow_but
 
 UPDATED = [op for op in EVERY if WRITTEN[op]]
-ops = pytest.mark.parametrize("op", EVERY)
+EAGER = [*EVERY, *units.OPS]  # compiled code and exports, and transforms, have no units
+ops = pytest.mark.parametrize("op", EAGER)
 
 
 def histogram(bins: int = 64) -> dict[str, Tensor]:
@@ -107,13 +109,20 @@ def sample(op: str, x: Tensor) -> dict:
         "momentum": 0.1,
         "process_group": None,
     }
-    forward = {"lo": None, "hi": None, "pow2_scale": False, "dtype": None, "memory_format": None}
+    unit |= {"raw": None, "raw_scale": None, "raw_factor": 1.0}
+    forward = {"x": x, "lo": None, "hi": None, "pow2_scale": False, "dtype": None, "channels_last": False}
+    normalized = {**unit, **forward, **tracked, "rounds_bias": False, "frozen_mean": None}
     kept = {"y_scale": scales(1), "factor": scales(6), "scale": scales(6), "undivided": x * 3}
-    kept |= {"mean": torch.zeros(6), "batch_variance": torch.ones(6), "totals": torch.zeros(0), "process_group": None}
-    kept |= {"wanted": [True, True, False, True, False, False, True, True, True, False, True, False, False]}
+    kept |= {"mean": torch.zeros(6), "batch_variance": torch.ones(6), "totals": torch.zeros(0)}
+    of_input = {"grad": x * 2, "size": list(x.shape), "x_dtype": x.dtype, "order": [0, 1, 2]}
+    of_unit = ("x", "weight", "ratio", "gamma", "beta", "residual", "y_ratio")
+    of_layer = ("x", "weight", "start", "ratio", "zero_point", "bias", "y_start", "y_ratio", "y_zero_point")
+    all_of_unit, all_of_layer = ([name in names for name in units.GRADIENTS] for names in (of_unit, of_layer))
     quantized = {name: value for name, value in unit.items() if name.startswith("y_")}
     quantized |= {"learned": True, "with_codes": True}
     plain = {name: value for name, value in unit.items() if name in layer or name in ("start", "ratio", "rate")}
+    plain |= {**forward, "bias": scales(6), "rounds_bias": True, **quantized}
+    plain |= {"raw": None, "raw_scale": None, "raw_factor": 1.0}
     gelu = {"function": "gelu", "shape": [], "weight": None, "bias": None, "eps": 0.0}
     attention: dict = {}
     for name, seed in (("q", 0), ("k", 3), ("v", 5)):
@@ -235,27 +244,16 @@ def sample(op: str, x: Tensor) -> dict:
             "x_dtype": x.dtype,
             "wanted": [True] * 7,
         },
-        "unit": {"x": x, **unit, **forward, **tracked, "rounds_bias": False, "frozen_mean": None},
-        "unit_backward": {
-            "grad": x * 2,
-            "size": list(x.shape),
-            "x_dtype": x.dtype,
-            "order": [0, 1, 2],
-            **unit,
-            **kept,
-        },
-        "layer_fake_quant": {"x": x, **plain, **forward, "bias": scales(6), "rounds_bias": True, **quantized},
+        "unit": normalized,
+        "unit_backward": {**normalized, **of_input, **kept, "wanted": all_of_unit},
+        "layer_fake_quant": plain,
         "layer_fake_quant_backward": {
-            "grad": x * 2,
-            "size": list(x.shape),
-            "x_dtype": x.dtype,
-            "order": [0, 1, 2],
             **plain,
-            **quantized,
+            **of_input,
             "y_scale": scales(1),
             "scale": scales(6),
             "kept": x * 3,
-            "wanted": [True] * 9 + [False],
+            "wanted": all_of_layer,
         },
         "function_fake_quant": {"x": x, **gelu, "keeps_x": True, **quantized},
         "function_fake_quant_backward": {
@@ -322,10 +320,11 @@ def sample(op: str, x: Tensor) -> dict:
 
 def run(op: str, given: dict) -> list[Tensor]:
     """The results, and what was updated in place (copies: the arguments stay)."""
-    given = {name: t.clone() if name in WRITTEN[op] and t is not None else t for name, t in given.items()}
-    found = OPS[op](**given)
+    written = (WRITTEN | units.WRITTEN)[op]
+    given = {name: t.clone() if name in written and t is not None else t for name, t in given.items()}
+    found = (OPS | units.OPS)[op](**given)
     results = [] if found is None else [found] if isinstance(found, Tensor) else list(found)
-    return results + [given[name] for name in WRITTEN[op] if given[name] is not None]
+    return results + [given[name] for name in written if given[name] is not None]
 
 
 def image(dtype: torch.dtype = torch.float32, batch: int = 4) -> Tensor:

@@ -30,7 +30,9 @@ from tests.reference import tensor
 from tests.reference_shaped import Shaped
 
 ROOT = Path(__file__).parents[2]
-EVERY = re.findall(r'"(\w+)\(Tensor', (ROOT / "csrc" / "library.cpp").read_text())
+EVERY = re.findall(
+    r'"(\w+)\(Tensor', (ROOT / "csrc" / "library.cpp").read_text()
+)  # those of units take an object first
 # All but torch's own op with other gradients, whose checks and sentences are torch's.
 OURS = [name for name in EVERY if name != "convolution"]
 # Other tests compare these with their ops and call them with wrong arguments: tests/graph/program/test_unit.py and

@@ -13,17 +13,16 @@ from torch.nn import functional as F
 
 from qtoolkit.graph.capture.rewrites.in_place import changes_first
 from qtoolkit.graph.nodes import bounds_of, form_of, is_quantizer, is_weight_quantizer, name_of
-from qtoolkit.graph.program.epilogue import why_activation_not_fused, why_batch_norm_not_fused, why_layer_not_fused
-from qtoolkit.graph.program.units.function import why_not_fused
 from qtoolkit.nn import QuantMultiheadAttention, QuantWeighted
-from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm, is_folded
-from qtoolkit.nn.hooks import all_watched
-from qtoolkit.nn.output_grid import why_quantizer_not_fused
+from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
+from qtoolkit.nn.fusion import Unit, fusion
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.op_kinds.rules import is_number, module_of
 from qtoolkit.op_kinds.table import calls_where
+from qtoolkit.verdicts import Cause, Refusal
 
 ADDS = calls_where(lambda kind: kind.adds)
+CALLED_APART = Refusal(Cause.CALL, "it is called in another block, or an op between them may change its input")
 SIZES = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")  # arguments of a max pool
 
 
@@ -62,26 +61,30 @@ class Chain:
 
     def sentence(self) -> str:
         """Return how the batch norm is computed in training mode, as the modules are now."""
-        bn = module_of(self.batch_norm)
-        folded = is_folded(bn) if bn.training else getattr(bn, "frozen", False)  # in training mode
-        why = "hooks of all modules are registered" if all_watched() else why_batch_norm_not_fused(bn, folded)
-        joined, end = _joined(self)
-        if why is None and not isinstance(bn, LinkedBatchNorm) and (not joined or joined[-1] is not self.quantizer):
-            why = f"no quantizer is fused with it ({end})"
-        layer = self._why_layer_not_fused(bn) if isinstance(bn, LinkedBatchNorm) else None
-        if why is None and folded and layer is not None:
-            why = f"its layer folds it, and is not fused: {layer}"
-        if why is not None:
-            return f"computed by torch: {why}"
+        bn, layer = module_of(self.batch_norm), None
+        if isinstance(bn, LinkedBatchNorm):
+            layer = CALLED_APART if self.layer is None else module_of(self.layer)
+        quantizer = None if self.quantizer is None else module_of(self.quantizer)
+        found = fusion(layer, bn, True, self._activation(), quantizer, in_training=True)
+        if isinstance(found, Refusal):
+            return f"computed by torch: {found.text}"
+        joined, end = self._joined(found), self.end if found.end is None else found.end.text
+        if not isinstance(bn, LinkedBatchNorm) and found.quantizer is None:
+            return f"computed by torch: no quantizer is fused with it ({end})"
         names = ", ".join("its quantizer" if node is self.quantizer else name_of(node) for node in joined)
         said = [f"fused with {names}" if joined else "not fused", end]
-        said.append("" if layer is None else f"its layer is not fused: {layer}")
+        said.append("" if found.layer is None else f"its layer is not fused: {found.layer.text}")
         return "; ".join(filter(None, said))
 
-    def _why_layer_not_fused(self, bn: LinkedBatchNorm) -> str | None:
-        if self.layer is None:
-            return "it is called in another block, or an op between them may change its input"
-        return why_layer_not_fused(module_of(self.layer), bn)
+    def _activation(self) -> nn.Module | Bounds | None:
+        """Return the module of the activation, or what it computes."""
+        return self.bounds if self.activation is None or self.bounds is not None else module_of(self.activation)
+
+    def _joined(self, found: Unit) -> list[fx.Node]:
+        """Return the nodes after the batch norm that its op computes."""
+        apart = [self.activation] if found.bounds is None else []
+        apart += [self.quantizer] if found.quantizer is None else []
+        return [node for node in self.following if node not in apart]
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,9 @@ class Pair:
 
     def sentence(self) -> str:
         """Return how the function is computed in training mode, as the modules are now."""
-        why = "hooks of all modules are registered" if all_watched() else None
         module = module_of(self.function) if self.function.op == "call_module" else None
-        why = why or why_not_fused(module, module_of(self.quantizer))
-        return "fused with its quantizer" if why is None else f"computed by torch: {why}"
+        found = fusion(activation=module, quantizer=module_of(self.quantizer))
+        return f"computed by torch: {found.text}" if isinstance(found, Refusal) else "fused with its quantizer"
 
 
 class ChainFinder:
@@ -183,21 +185,6 @@ class ChainFinder:
         elif bounds.known and len(node.all_input_nodes) == 1:
             chain.activation, chain.bounds = node, bounds
         return chain.activation is not None
-
-
-def _joined(chain: Chain) -> tuple[list[fx.Node], str]:
-    """Return the nodes after the batch norm that its op computes, as their modules are now, and why no more of them."""
-    joined: list[fx.Node] = []
-    for node in chain.following:
-        why = None
-        if node is chain.activation and chain.bounds is None:
-            why = why_activation_not_fused(module_of(node))
-        elif node is chain.quantizer:
-            why = why_quantizer_not_fused(module_of(node))
-        if why is not None:
-            return joined, why
-        joined.append(node)
-    return joined, chain.end
 
 
 def _called_alone(node: fx.Node) -> nn.Module | None:

@@ -12,36 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit import ops
-from qtoolkit.errors import with_article
 from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.attention import Known
-from qtoolkit.nn.batch_norm import (
-    LinkedBatchNorm,
-    QuantBatchNorm1d,
-    QuantBatchNorm2d,
-    QuantBatchNorm3d,
-    QuantFrozenBatchNorm,
-    QuantSyncBatchNorm,
-    is_folded,
-    process_group_of,
-    track,
-    unscaled,
-)
+from qtoolkit.nn.batch_norm import QuantSyncBatchNorm, is_folded, process_group_of, track, unscaled
+from qtoolkit.nn.fusion import DIMENSIONS, Unit, fusion
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
-from qtoolkit.nn.output_grid import codes_by_op, grid_now, quantized_by, why_quantizer_not_fused
+from qtoolkit.nn.output_grid import codes_by_op, grid_now, quantized_by
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import Bounds
-from qtoolkit.op_kinds.table import bounds_of_module
 from qtoolkit.quantizers.codes import TensorCodes, codes_of
-
-# Numbers of dimensions of the inputs of each type of batch norm that the op computes.
-DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
-    **dict.fromkeys((nn.BatchNorm1d, QuantBatchNorm1d), (2, 3)),
-    **dict.fromkeys((nn.BatchNorm2d, QuantBatchNorm2d), (4,)),
-    **dict.fromkeys((nn.BatchNorm3d, QuantBatchNorm3d), (5,)),
-    QuantSyncBatchNorm: (2, 3, 4, 5),
-    QuantFrozenBatchNorm: (4, 5),
-}
 
 NO_CODES = (None, None, None)
 LARGEST_WINDOW = 256  # elements whose places fit in one byte
@@ -50,49 +29,13 @@ LARGEST_WINDOW = 256  # elements whose places fit in one byte
 Output = tuple[Tensor, Tensor | None]
 
 
-# ---- what may be one op, of the modules as they are now; each returns a reason for people, or None
-
-
-def why_batch_norm_not_fused(bn: nn.Module, folded: bool = False) -> str | None:
-    """Return why the op does not compute a batch norm in training mode.
-
-    A `folded` one normalizes by its running statistics, so that its layer computes it.
-    """
-    if isinstance(bn, nn.SyncBatchNorm) and not folded:
-        # torch's exchanges statistics in another way: where one rank has hooks on it, all would wait.
-        if not isinstance(bn, QuantSyncBatchNorm):
-            return "a SyncBatchNorm that no layer is linked to"
-        if process_group_of(bn) is None:
-            return "a SyncBatchNorm without a process group of several ranks"
-    if type(bn) not in DIMENSIONS:
-        return f"it is {with_article(type(bn))}"
-    if isinstance(bn, LinkedBatchNorm) and not folded and bn.strategy != "unscale":
-        return f"its strategy is {bn.strategy!r}"
-    return "it has hooks" if is_watched(bn) else None
-
-
-def why_layer_not_fused(layer: nn.Module, bn: nn.Module) -> str | None:
-    """Return why a layer must be called as a module, whose output is unscaled, before its batch norm."""
-    if not isinstance(layer, QuantWeighted) or layer.batch_norm is not bn:
-        return "its layer is linked to another batch norm"
-    if type(layer).forward is not QuantWeighted.forward:
-        return f"{with_article(type(layer))} has a forward of its own"
-    return "its layer has hooks" if is_watched(layer) else None
-
-
-def why_activation_not_fused(activation: nn.Module) -> str | None:
-    """Return why the op does not compute the module of an activation."""
-    if bounds_of_module(activation) is None:
-        return f"{with_article(type(activation))} is not one of the activations that can be fused"
-    return "its activation has hooks" if is_watched(activation) else None
-
-
 # ---- the calls that the code of a prepared model makes
 
 
 def layer_output(layer: Any, bn: Any, input: Any, known: TensorCodes | None = None) -> Output:
     """Return the output of a layer for its linked batch norm: scaled by its factor where the op may take it."""
-    if not is_ordinary(input) or all_watched() or not trains(bn) or why_layer_not_fused(layer, bn) is not None:
+    found = fusion(layer, bn) if is_ordinary(input) else None
+    if not isinstance(found, Unit) or found.folded or found.layer is not None:
         return called_with(layer, known, input), None
     output: Output = layer.bn_scaled_output(bn, input, known)
     return output
@@ -130,20 +73,21 @@ def epilogue_of(
         known: TensorCodes | None = None
         x, factor = (value, None) if layer is None else value
         adds = residual is None or is_added(residual, x.shape, x.dtype, x.device)
-        ours = bounds_now(activation, bounds) if adds else None
-        quantizes = ours is not None and quantizer is not None and why_quantizer_not_fused(quantizer) is None
-        trains_here = factor is not None or (quantizes and not all_watched() and trains(bn))  # layer_output has asked
-        if not (trains_here and is_ordinary(x) and fits(bn, x.shape)):
-            # A batch norm that is not linked gives torch's bits where nothing is quantized.
-            adds, ours, quantizes = residual is None, None, False
+        found = (
+            fusion(None, bn, adds, activation or bounds, quantizer) if is_ordinary(x) and fits(bn, x.shape) else None
+        )
+        # A batch norm that is not linked gives torch's bits where nothing is quantized.
+        if not isinstance(found, Unit) or found.folded or (factor is None and found.quantizer is None):
+            adds, found = residual is None, Unit(bounds=None)
             y: Tensor = bn(x if factor is None else unscaled(layer, x, factor))
         else:
             joined = (residual, of_residual) if adds else (None, None)
-            y, known = _compute(x, factor, layer, bn, joined, ours or Bounds(), quantizer if quantizes else None)
+            y, known = _compute(x, factor, layer, bn, joined, found.bounds or Bounds(), found.quantizer)
         if add is not None and not adds:
             y = add(y, residual)
-        if ours is None:
+        if found.bounds is None:
             y = activation(y) if activation is not None else y if activate is None else activate(y)
+        quantizes = found.quantizer is not None
         return (y, known) if quantizer is None or quantizes else quantized_by(quantizer, y)
 
     return epilogue
@@ -193,12 +137,6 @@ def _is_faster_in_torch(input: Tensor) -> bool:
 # ---- their parts
 
 
-def trains(bn: Any) -> bool:
-    """Return whether the op computes a batch norm by the statistics of its batches, as it is now."""
-    counts = torch.compiler.is_compiling() and bn.momentum is None  # a number from a buffer, which is no constant
-    return bn.training and not is_folded(bn) and why_batch_norm_not_fused(bn) is None and not counts
-
-
 def fits(bn: Any, size: torch.Size) -> bool:
     """Return whether the op takes inputs of a size; the batch norm has the errors for one that it does not take either."""
     has_values = size.numel() > size[1] or type(bn) is QuantSyncBatchNorm  # other ranks may have them
@@ -209,13 +147,6 @@ def fits(bn: Any, size: torch.Size) -> bool:
 def is_added(residual: Any, size: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the op adds a residual to an output of this size and type."""
     return is_ordinary(residual) and (residual.shape, residual.dtype, residual.device) == (size, dtype, device)
-
-
-def bounds_now(activation: nn.Module | None, bounds: Bounds | None) -> Bounds | None:
-    """Return what the op computes for the activation, which may be none; None where it must be called."""
-    if activation is None:
-        return bounds or Bounds()
-    return None if is_watched(activation) else bounds_of_module(activation)
 
 
 def _compute(

@@ -14,11 +14,13 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit._native import library
-from qtoolkit.graph.program.units import FunctionUnit, LayerUnit, function, layer
+from qtoolkit.graph.program.units import FunctionUnit, LayerUnit
 from qtoolkit.graph.program.units.base import Decided
+from tests.blocks import units_made
 from tests.copies import made_once
-from tests.graph.program.test_unit import LSQ, SPECS, ops_of_step, same
+from tests.graph.program.test_unit import LSQ, SPECS, held_apart, ops_of_step, same
 from tests.nets import settled
+from tests.ops import units
 
 
 class Block(nn.Module):
@@ -199,20 +201,22 @@ def test_the_function_is_kept_once(of: nn.Module) -> None:
     assert floats <= 2 * 4 * x.numel()  # the input of the function, and that of the quantizer behind the last layer
 
 
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
 @pytest.mark.parametrize("name", ["fixed", "lsq"])
 def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, tuple[Any, ...]]] = []
-    model = prepared(name)
-    for module, op in ((layer, library.layer_fake_quant), (function, library.function_fake_quant)):
-        bind = module._bind
-        monkeypatch.setattr(
-            module, "_bind", lambda *a, bind=bind, op=op: (calls.append((op.default, a[1:])), bind(*a))[1]
-        )
-    model(torch.randn(2, 8, 4, 4, requires_grad=True))
-    assert len(calls) >= 10
-    for op, args in calls:
-        held = tuple(a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args)
-        torch.library.opcheck(op, held, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    made = units_made(monkeypatch)
+    prepared(name)(torch.randn(2, 8, 4, 4, requires_grad=True))
+    assert len(made) >= 10
+    for kind, fields, _ in made:
+        held = {name: held_apart(value) for name, value in fields.items()}
+        if kind is LayerUnit.KIND:  # the other checks look at tensors alone, or pass no plain ones
+            args = units.made("layer_fake_quant", held), held["x"]
+            torch.library.opcheck(library.layer_fake_quant.default, args, test_utils=CHECKS[1])
+        else:
+            held["keeps_x"] = held["learned"] or held["function"] != "none"
+            torch.library.opcheck(library.function_fake_quant.default, (), held, test_utils=CHECKS)
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -24,14 +24,16 @@ from torch.utils.checkpoint import checkpoint
 import qtoolkit as qt
 from qtoolkit._native import library
 from qtoolkit._snapshot import Snapshot
-from qtoolkit.graph.program.units import BatchNormUnit, batch_norm, layer
+from qtoolkit.graph.program.units import BatchNormUnit, LayerUnit
 from qtoolkit.graph.program.units.base import Decided
 from qtoolkit.nn.batch_norm import OF_STEP, LinkedBatchNorm
 from qtoolkit.quantizers.first_steps import Watched
 from tests import processes
+from tests.blocks import units_made
 from tests.cases import floats
 from tests.copies import made_once
 from tests.nets import settled
+from tests.ops import units
 from tests.ops.test_every import sample
 from tests.ops.test_fuzz import UNITS
 
@@ -409,13 +411,12 @@ def test_changes_of_buffers_are_counted() -> None:
     assert changed == {"running_mean", "running_var", "num_batches_tracked", *OF_STEP, "_scale", "lo", "hi"}
 
 
-def calls_of_units(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Return what the units of a model bind in a step: the names of the tensors that vary, then the op's arguments."""
-    bind, calls = batch_norm._bind, []
+def fields_of_units(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return what the units with a batch norm of a model are told in a step."""
     with monkeypatch.context() as patch:
-        patch.setattr(batch_norm, "_bind", lambda *args: (calls.append(args), bind(*args))[1])
+        made = units_made(patch)
         model(torch.randn(2, 8, 8, 8))
-    return calls
+    return [fields for kind, fields, _ in made if kind is BatchNormUnit.KIND]
 
 
 @pytest.mark.sweep(1)
@@ -423,10 +424,14 @@ def calls_of_units(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tu
 @pytest.mark.parametrize("norms", ["live", "frozen"])
 def test_opcheck(norms: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = (frozen if norms == "frozen" else prepared)(*SPECS[name])
-    for _, *args in calls_of_units(model, monkeypatch)[:3]:  # one with a residual among them
-        held = tuple(a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args)
-        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(library.unit.default, held, test_utils=checks)
+    for fields in fields_of_units(model, monkeypatch)[:3]:  # one with a residual among them
+        checks = ("test_autograd_registration",)  # the others look at tensors alone, or pass no plain ones
+        held = {name: held_apart(value) for name, value in fields.items()}
+        torch.library.opcheck(library.unit.default, (units.made("unit", held), held["x"]), test_utils=checks)
+
+
+def held_apart(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 @pytest.mark.parametrize(
@@ -441,59 +446,73 @@ def test_opcheck(norms: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("residual", torch.zeros(1), "residual"),
         ("running_var", torch.ones(5), "running_var"),
         ("running_var", None, "running_mean and running_var belong together"),
-        ("memory_format", -1, "memory_format must be a torch.memory_format or None, got the number -1"),
+        ("channels_last", -1, "BatchNormUnit: channels_last must be a bool, got Int"),
+        ("dtype", -1, "BatchNormUnit: dtype must be a torch.dtype, got Int"),
+        ("low", None, "BatchNormUnit: low must be a float, got None"),
+        ("stride", [1.0], "BatchNormUnit: stride must be a sequence of ints, got GenericList"),
+        ("weight", None, "BatchNormUnit: weight must be a tensor, got None"),
         ("lo", torch.ones(8), "lo requires hi, and a symmetric grid without a ratio"),
     ],
 )
 def test_bad_arguments(argument: str, value: Any, error: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = library.unit.default
-    _, *given = calls_of_units(prepared(*SPECS["lsq"]), monkeypatch)[0]
-    names = [each.name for each in op._schema.arguments]
-    args = dict(zip(names, (a.detach() if isinstance(a, Tensor) else a for a in given), strict=True))
+    args = {name: detached(a) for name, a in fields_of_units(prepared(*SPECS["lsq"]), monkeypatch)[0].items()}
     args[argument] = value
     if error is None:
-        op(**args)
+        units.call("unit", **args)
     else:
         with pytest.raises((ValueError, TypeError), match=error):
-            op(**args)
+            units.call("unit", **args)
 
 
-def bound(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
-    """Return a call of the first unit of a model, and the tensors that it is given."""
-    varying, *arguments = calls_of_units(model, monkeypatch)[0]
-    names = [each.name for each in library.unit.default._schema.arguments]
-    given = dict(zip(names, arguments, strict=True))
-    return batch_norm._bind(varying, *arguments), {name: given[name] for name in varying} | {"all": given}
+def detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def bound(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Return the first unit of a model, the tensors with which it is called, and all that it was told."""
+    with monkeypatch.context() as patch:
+        made = units_made(patch)
+        model(torch.randn(2, 8, 8, 8))
+    kind, fields, varying = next(each for each in made if each[0] is BatchNormUnit.KIND)
+    return kind(fields, varying), {name: fields[name] for name in varying}, fields
 
 
 @pytest.mark.parametrize(
     "change", ["size", "strides", "dtype", "requires_grad", "frozen weight", "no gradients", "autocast", "residual"]
 )
 def test_a_call_refuses_what_it_was_not_made_for(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, given = bound(prepared(*SPECS["lsq"]), monkeypatch)
-    arguments = given.pop("all")
-    assert call.call([*given.values()])[0].shape == arguments["x"].shape
-    x = arguments["x"].detach()
+    unit, given, fields = bound(prepared(*SPECS["lsq"]), monkeypatch)
+    assert unit.call([*given.values()])[0].shape == fields["x"].shape
+    x = fields["x"].detach()
     changed = {
         "size": {"x": torch.cat([x, x])},
         "strides": {"x": x.contiguous(memory_format=torch.channels_last)},
         "dtype": {"x": x.double()},
-        "requires_grad": {"x": x.requires_grad_(not arguments["x"].requires_grad)},
+        "requires_grad": {"x": x.requires_grad_(not fields["x"].requires_grad)},
         "residual": {"residual": x},
     }
     if change == "frozen weight":
-        arguments["weight"].requires_grad_(False)
+        fields["weight"].requires_grad_(False)
     modes = {"no gradients": torch.no_grad(), "autocast": torch.autocast("cpu", torch.bfloat16)}
     with modes.get(change, contextlib.nullcontext()):
-        assert call.call([*{**given, **changed.get(change, {})}.values()]) == []
+        assert unit.call([*{**given, **changed.get(change, {})}.values()]) == []
 
 
 def test_a_call_names_what_it_cannot_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, given = bound(prepared(*SPECS["lsq"]), monkeypatch)
-    with pytest.raises(ValueError, match=f"varying must have {len(given) - 1} tensors, got 1"):
-        call.call([None])
-    with pytest.raises(ValueError, match="varying must be names of arguments of qtoolkit::unit, got 'y'"):
-        batch_norm._bind(["y"], *given["all"].values())
+    unit, given, fields = bound(prepared(*SPECS["lsq"]), monkeypatch)
+    with pytest.raises(ValueError, match=f"varying must have {len(given)} tensors, got 1"):
+        unit.call([None])
+    with pytest.raises(ValueError, match="varying must be names of tensors of a BatchNormUnit, got 'y'"):
+        BatchNormUnit.KIND(fields, ["y"])
+
+
+def test_a_unit_names_fields_that_are_missing_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = fields_of_units(prepared(*SPECS["lsq"]), monkeypatch)[0]
+    with pytest.raises(ValueError, match="BatchNormUnit: there is no field slop"):
+        units.made("unit", fields | {"slop": 0.1})
+    for name in ("slope", "residual_scale", "axis"):
+        with pytest.raises(ValueError, match=f"BatchNormUnit: the field {name} is missing"):
+            units.made("unit", {other: value for other, value in fields.items() if other != name})
 
 
 WRONG = (
@@ -517,7 +536,7 @@ def call_with_wrong_arguments(seed: int, count: int) -> None:
         for name in drawn.sample(list(given), drawn.randint(1, 3)):
             given[name] = drawn.choice(WRONG)
         with contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
-            getattr(torch.ops.qtoolkit, op)(**given)
+            units.OPS.get(op, getattr(torch.ops.qtoolkit, op))(**given)
 
 
 @pytest.mark.slow
@@ -565,13 +584,16 @@ def test_a_layer_that_reads_an_image_is_in_its_unit(
     qt.calibrate(model, [x], progress=False)
     model = settled(model).train().to(dtype)
     other = copy.deepcopy(model)
-    kind: Any = batch_norm if normalized else layer
-    bind, raw = kind._bind, []
-    monkeypatch.setattr(kind, "_bind", lambda *a: (raw.append(a[-3]), bind(*a))[1])
+    made = units_made(monkeypatch)
     for net in (model, other):
         with contextlib.nullcontext() if net is model else apart(monkeypatch):
             net(x.to(dtype)).float().pow(2).sum().backward()
-    assert [values is not None for values in raw] == [True] if normalized else [True, False]
+    raw = [
+        fields["raw"] is not None
+        for kind, fields, _ in made
+        if kind is (BatchNormUnit if normalized else LayerUnit).KIND
+    ]
+    assert raw == [True] if normalized else [True, False]
     gradients, wanted = ({n: p.grad for n, p in net.named_parameters()} for net in (model, other))
     assert "activation_quantizers.x._relative_scale" in gradients
     same(gradients, wanted)
@@ -869,11 +891,9 @@ def test_a_frozen_unit_is_one_op_in_each_direction() -> None:
     ],
 )
 def test_bad_constants(argument: str, value: Tensor, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = library.unit.default
-    args = bound(frozen(*SPECS["lsq"]), monkeypatch)[1]["all"]
-    args = {name: a.detach() if isinstance(a, Tensor) else a for name, a in args.items()}
+    args = {name: detached(a) for name, a in fields_of_units(frozen(*SPECS["lsq"]), monkeypatch)[0].items()}
     with pytest.raises((ValueError, TypeError), match=error):
-        op(**{**args, argument: value})
+        units.call("unit", **{**args, argument: value})
 
 
 @pytest.mark.parametrize(("quantizer", "floats_kept"), [("fixed", 0), ("lsq", 1)])

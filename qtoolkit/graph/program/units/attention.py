@@ -1,32 +1,22 @@
 """An attention, whose quantizers and projections are units."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtoolkit.graph.program.epilogue import called_with
-from qtoolkit.graph.program.units.base import (
-    NOT_FOLLOWED,
-    NOT_TRAINED,
-    LayerArguments,
-    Result,
-    Varying,
-    gives_ready_grid,
-    grid_of_weight,
-    kind_of_inputs,
-)
+from qtoolkit.graph.program.units.base import Fields, Result, Varying, grid_of_weight, kind_of_inputs
 from qtoolkit.graph.program.units.function import NONE, FunctionUnit
 from qtoolkit.graph.program.units.layer import LayerPlan, LayerUnit
 from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.attention import Known, Parts
-from qtoolkit.nn.output_grid import Grid
-from qtoolkit.nn.projection import Projection, Rows
+from qtoolkit.nn.projection import Projection
 from qtoolkit.quantizers.codes import TensorCodes
 
-OF_ROWS = ("weight", "bias", "ratio", "rate", "lo", "hi")
-"""The names of the op's tensors that are parts of those of a weight."""
+OF_ROWS = ("start", "ratio", "rate", "zero_point", "lo", "hi")
+"""What has an element for each scale of a weight, or for each of its rows."""
 
 
 class AttentionUnit:
@@ -74,8 +64,6 @@ class ProjectionUnit(LayerUnit):
         attention: The attention.
     """
 
-    VARYING = (*LayerUnit.VARYING, *OF_ROWS)
-
     def __init__(self, attention: QuantMultiheadAttention) -> None:
         super().__init__(attention, "", None, False)
 
@@ -96,49 +84,35 @@ class ProjectionUnit(LayerUnit):
         return kind_of_inputs(self.modules[0].weight, x)
 
     def _planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
-        plan, rows = super()._planned(x, *others), self.modules[0].rows  # the plan has the grid of the whole weight
-        if plan is not None and rows is not None:
-            plan.layer = plan.layer._replace(grid=grid_of_weight(rows[0].whole))
+        plan, rows = super()._planned(x, *others), self.modules[0].rows
+        grid = None if plan is None or rows is None else grid_of_weight(rows[0].whole)
+        if plan is not None and grid is not None:
+            plan.fields.update(grid)  # the gradient factor of all rows
         return plan
-
-    def is_one_op(self, layer: Any) -> bool:
-        """Return whether the op computes the projection as it is now, for some inputs."""
-        parameters = (p for p in (layer.weight, layer.bias) if p is not None)
-        plain = all(type(p) in (Tensor, nn.Parameter) for p in parameters)
-        return layer.training and plain and gives_ready_grid(layer.weight_quantizer)
-
-    def arguments(self, plan: LayerPlan) -> LayerArguments:
-        """Return what the op is told about the projection: of a part of a weight with its part of the weight's grid."""
-        if self.modules[0].rows is None or plan.layer.grid is None:
-            return plan.layer
-        rows, part = self.modules[0].rows
-        if rows.decided is None:
-            rows.decided = _split(rows, *plan.layer.grid)
-        return plan.layer._replace(grid=rows.decided[part])
 
     def one_by_one(self, x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Compute the projection as the attention does."""
         return layer(x, known), None
 
     def _varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
-        arguments, layer = self.arguments(plan), self.modules[0]
-        found = self.varying_of(arguments, plan, x, *others)
+        found, layer = super()._varying(plan, x, *others), self.modules[0]
         if found is None:
             return None
-        grid, followed = arguments.grid or (NOT_TRAINED, NOT_FOLLOWED)
-        return (*found[0], layer.weight, layer.bias, *grid[1:3], *followed[:2]), found[1]
+        tensors, numbers = found
+        grid = {} if plan.layer.grid is None else self._grid(plan)
+        return {**tensors, "weight": layer.weight, "bias": layer.bias, **grid}, numbers
 
-    def _bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        return super()._bound(plan, tensors[: -len(OF_ROWS)], constants)
-
-
-def _split(rows: Rows, grid: Grid, followed: Grid) -> list[tuple[Grid, Grid]]:
-    """Return the parts of the scale and the grid of a weight, and of the range that the op sets."""
-    grids = [(*scales, *grid[4:]) for scales in zip(*map(rows.split, grid[:4]), strict=True)]
-    if followed is NOT_FOLLOWED:
-        return [(part, followed) for part in grids]
-    ranges = [(*ends, followed[2]) for ends in zip(*map(rows.split, followed[:2]), strict=True)]
-    return list(zip(grids, ranges, strict=True))
+    def _grid(self, plan: LayerPlan) -> Fields:
+        """Return the tensors of the weight's grid: of a part of a weight its part of them."""
+        whole = {name: plan.fields[name] for name in OF_ROWS}
+        if self.modules[0].rows is None:
+            return whole
+        rows, part = self.modules[0].rows
+        if rows.decided is None:
+            parts = zip(*map(rows.split, whole.values()), strict=True)
+            rows.decided = [dict(zip(OF_ROWS, each, strict=True)) for each in parts]
+        found: Fields = rows.decided[part]
+        return found
 
 
 def _keeps_codes(module: Any) -> bool:

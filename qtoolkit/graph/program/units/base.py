@@ -7,7 +7,7 @@ decision holds, and where one op may not compute the unit, its ops are called on
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 from weakref import ref
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn import on_codes
-from qtoolkit.nn.computed_weights import is_parametrized
-from qtoolkit.nn.output_grid import Grid, GridNow, grid_of, quantized_by, why_quantizer_not_fused
+from qtoolkit.nn.output_grid import GridNow, OutputGrid, quantized_by
 from qtoolkit.quantizers.codes import TensorCodes, codes_of, codes_on
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -29,8 +28,17 @@ IGNORED = frozenset({*CHANGING, *(name for name in vars(nn.Module()) if "hooks" 
 MOST_PLANS = 64
 """Of one unit, for inputs of different sizes."""
 
-NOT_FOLLOWED = (None, None, False)
-NOT_TRAINED = (None, None, None)
+TRAINED_OF_OUTPUT = ("y_start", "y_ratio", "y_zero_point")
+"""The tensors of an output's grid that may be trained."""
+
+Fields = dict[str, Any]
+"""Arguments of an op, by the names of the fields of its unit in the library."""
+
+Varying = tuple[dict[str, Tensor | None], Fields]
+"""What may differ from call to call: tensors, in one order, and numbers."""
+
+Result = tuple[Tensor, TensorCodes | None]
+"""The output of a unit, with its codes."""
 
 
 @dataclass(slots=True)
@@ -39,16 +47,9 @@ class Call:
 
     shape: torch.Size  # the shape of the unit's first input
     dtype: torch.dtype
-    constants: tuple[Any, ...]  # what may differ from call to call besides tensors
+    numbers: Fields  # what may differ from call to call besides tensors
     # computes the op from the tensors that may differ. It returns nothing where its other arguments might too
-    repeat: Callable[[Sequence[Tensor | None]], list[Tensor]]
-
-
-Varying = tuple[tuple[Tensor | None, ...], tuple[Any, ...]]
-"""What may differ from call to call: tensors, and `Call.constants`."""
-
-Result = tuple[Tensor, TensorCodes | None]
-"""The output of a unit, with its codes."""
+    repeat: Callable[[list[Tensor | None]], list[Tensor]]
 
 
 @dataclass(slots=True)
@@ -57,18 +58,24 @@ class Plan:
 
     quantizer: TensorQuantizer | None  # the output's quantizer in the op, if there is one
     output: GridNow  # the output's scale and grid
+    fields: Fields  # what the op is told in each call, but for an output's grid that is made at each call
     call: Call | None = field(default=None, init=False)  # the last call
 
-    def varying_output(self) -> Varying:
-        """Return what the op is told about its output's grid besides the plan, in the order of OF_OUTPUT."""
-        grid = grid_of(self.output)
-        return (grid[0], grid[3]), (grid[4:],)
+    def __post_init__(self) -> None:
+        if isinstance(self.output, OutputGrid):
+            self.fields.update(_of_output(self.output))
 
-    def output_call(self, tensors: Sequence[Tensor | None], constants: Sequence[Any]) -> Grid:
-        """Return the arguments of the op for its output's grid, of those that `varying_output` returns."""
-        (start, zero_point), (of_codes,) = tensors, constants
-        trained = self.output[1:3] if isinstance(self.output, tuple) else (None, None)
-        return start, *trained, zero_point, *of_codes
+    def with_output(self, tensors: dict[str, Tensor | None], numbers: Fields) -> Varying:
+        """Return what varies, with the grid of an output that is made at each call."""
+        if isinstance(self.output, OutputGrid):
+            return tensors, numbers
+        grid = _of_output(self.output())
+        of_call = {name: grid.pop(name) for name in ("y_start", "y_zero_point")}
+        return {**tensors, **of_call}, {**numbers, **grid}
+
+
+def _of_output(grid: OutputGrid) -> Fields:
+    return {f"y_{name}": value for name, value in grid._asdict().items()}
 
 
 P = TypeVar("P", bound=Plan)
@@ -81,8 +88,8 @@ class Decided(Generic[P]):
     quantizer last. None stands for those that there are not.
     """
 
-    VARYING: ClassVar[tuple[str, ...]]
-    """The names of the op's tensors that may differ from call to call."""
+    KIND: ClassVar[Any]
+    """The class of the library that has what the op is told (csrc/unit/unit.h)."""
 
     def __init__(self, root: nn.Module, names: Sequence[str | None]) -> None:
         self.root, self.names = ref(root), tuple(names)
@@ -127,9 +134,9 @@ class Decided(Generic[P]):
         if call is None or call.dtype is not x.dtype or call.shape != x.shape:
             return None
         varying = self._varying(plan, x, *others)
-        if varying is None or varying[1] != call.constants:
+        if varying is None or varying[1] != call.numbers:
             return None
-        results = call.repeat(varying[0])
+        results = call.repeat([*varying[0].values()])
         return self.output(plan, *results) if results else None
 
     def plan_of(self, x: Tensor, *others: Any) -> P | None:
@@ -150,9 +157,11 @@ class Decided(Generic[P]):
         varying = None if result is not None else self._varying(plan, x, *others)
         if varying is None:
             return result
-        call: Any = self._bound(plan, *varying)
-        plan.call = Call(x.shape, x.dtype, varying[1], call.call)
-        return self.output(plan, *call.call(varying[0]))
+        tensors, numbers = varying
+        fields = {**plan.fields, **numbers, **tensors}
+        fields["learned"] = any(t is not None and t.requires_grad for t in map(fields.get, TRAINED_OF_OUTPUT))
+        plan.call = Call(x.shape, x.dtype, numbers, made(self.KIND, fields, list(tensors)).call)
+        return self.output(plan, *plan.call.repeat([*tensors.values()]))
 
     def kind_of(self, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
@@ -166,23 +175,23 @@ class Decided(Generic[P]):
         """Return what the op is told besides what the plan says; None if x has no codes."""
         raise NotImplementedError
 
-    def _bound(self, plan: P, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        """Return the op with all its arguments."""
-        raise NotImplementedError
+    def output(self, plan: P, y: Tensor, *grid: Tensor) -> Result:
+        """Return the output of the unit, y, with its codes.
 
-    def quantizer_in_op(self) -> TensorQuantizer | None:
-        """Return the quantizer if the op may compute what it does now; None where it must be called, or there is none."""
-        quantizer = self.modules[-1]
-        return quantizer if quantizer is not None and why_quantizer_not_fused(quantizer) is None else None
-
-    def output(self, plan: P, y: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Result:
-        """Return the output of the unit, y, with its codes, which are empty where it has none."""
+        `grid` are the codes, empty where it has none, their scale, and their zero point if they have one.
+        """
         quantizer = self.modules[-1]
         if quantizer is not plan.quantizer:
             return quantized_by(quantizer, y)
         if quantizer is None or not quantizer.capability.codes:
             return y, None
-        return y, codes_on(scale, zero_point, quantizer, y, codes)
+        codes, scale, *zero_point = grid
+        return y, codes_on(scale, zero_point[0] if zero_point else None, quantizer, y, codes)
+
+
+def made(kind: Any, fields: Fields, varying: list[str]) -> Any:
+    """Return a unit of the library, to be called with the tensors of these names."""
+    return kind(fields, varying)
 
 
 def snapshot_of(root: nn.Module, names: Sequence[str]) -> Snapshot:
@@ -199,61 +208,53 @@ def names_around(name: str) -> list[str]:
     return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
-# ---- what may be one op
+# ---- what an op is told about a layer
 
 
-def layer_is_plain(layer: Any) -> bool:
-    """Return whether an op may compute a layer, and quantize its weight, as its modules are now."""
-    if layer.integer_kernel is not None or layer.input_quantizer is not None or is_parametrized(layer):
-        return False
-    parameters = (p for p in (layer.weight, layer.bias) if p is not None)
-    return gives_ready_grid(layer.weight_quantizer) and all(type(p) is nn.Parameter for p in parameters)
+@dataclass(slots=True, frozen=True)
+class LayerArguments:
+    """What an op is told about a layer, for inputs of a kind."""
 
-
-def gives_ready_grid(quantizer: Any) -> bool:
-    """Return whether an op may quantize a weight in its quantizer's place, with a grid that it has."""
-    return on_codes.gives_grid(quantizer) and quantizer.ready and not quantizer.stopping
-
-
-class LayerArguments(NamedTuple):
-    """What an op is told about a layer, for inputs of a kind, in its order."""
-
-    # the weight's scale and grid, and the range that it follows; None where they are computed at each call
-    grid: tuple[Grid, Grid] | None
-    geometry: tuple[Any, ...]  # what the layer computes, and whether on codes
-    computed: tuple[Any, ...]  # the type and the memory format of its output
+    # the weight's scale and grid, and the range that the op sets; None where they are made at each call
+    grid: Fields | None
+    others: Fields  # the parameters, what the layer computes, and how
     like: Tensor  # a tensor of the output's shape, without memory
     # whether the scale of the input is trained by what the input was before it was quantized, if that is known
     takes_raw: bool
 
+    @property
+    def fields(self) -> Fields:
+        """What the op is told in each call."""
+        return {**self.others, **(MADE_AT_EACH_CALL if self.grid is None else self.grid)}
+
     def varying(
         self, layer: Any, x: Tensor, known: TensorCodes | None, factor: Callable[[], Tensor | None], name: str | None
     ) -> Varying | None:
-        """Return what the op is told besides the plan, in the order of OF_LAYER; None if x has no codes.
+        """Return what the op is told besides; None if x has no codes.
 
         `factor` returns what multiplies the output channels of the weight before it is quantized, or None.
         """
-        codes = codes_of(x, layer.source, bool(self.geometry[-1]), known)
+        codes = codes_of(x, layer.source, self.others["integer"], known)
         if codes is None:
             return None
-        grid, _ = self.grid or _weight_grid_now(layer, factor(), name)
-        of_input = codes.codes, codes.scale, codes.zero_point, grid[0], grid[3]
         raw = codes.raw_of(x) if self.takes_raw else None
-        if raw is None:
-            return (x, *of_input, None, None), (codes.qmin, codes.qmax, grid[4:], 1.0)
-        return (x.detach(), *of_input, raw.values, raw.scale), (codes.qmin, codes.qmax, grid[4:], raw.grad_factor)
-
-    def call(
-        self, layer: Any, tensors: Sequence[Tensor | None], constants: Sequence[Any]
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the first arguments of the op, up to the bias, and the last ones, of those that `varying` returns."""
-        x, codes, scale, zero_of_input, start, zero_point, *raw = tensors
-        qmin, qmax, of_codes, raw_factor = constants
-        grid, followed = self.grid or (NOT_TRAINED, NOT_FOLLOWED)
-        of_x = x, codes, scale, zero_of_input, qmin, qmax
-        of_weight = layer.weight, start, *grid[1:3], zero_point, *of_codes
-        first = (*of_x, *of_weight, *self.geometry, *followed, *self.computed, layer.bias)
-        return first, (*raw, raw_factor)
+        tensors = {
+            "x": x if raw is None else x.detach(),
+            "codes": codes.codes,
+            "x_scale": codes.scale,
+            "x_zero_point": codes.zero_point,
+            "raw": None if raw is None else raw.values,
+            "raw_scale": None if raw is None else raw.scale,
+        }
+        numbers: Fields = {
+            "x_qmin": codes.qmin,
+            "x_qmax": codes.qmax,
+            "raw_factor": 1.0 if raw is None else raw.grad_factor,
+        }
+        if self.grid is not None:
+            return tensors, numbers
+        grid = _weight_grid_now(layer, factor(), name)
+        return {**tensors, "start": grid.pop("scale"), "zero_point": grid.pop("zero_point")}, {**numbers, **grid}
 
 
 def layer_arguments(layer: Any, x: Tensor) -> LayerArguments | None:
@@ -270,11 +271,11 @@ def layer_arguments(layer: Any, x: Tensor) -> LayerArguments | None:
             like = layer.compute(x.to("meta"), layer.weight.to("meta"), None)
     except RuntimeError:  # the input does not fit: the layer has a clearer error
         return None
-    sizes = (g.stride, g.padding, g.dilation, g.output_padding, g.transposed, g.groups)
     dtype = on_codes.computed_type(layer.weight, x)
-    computed = dtype, on_codes.computed_format(layer, x, integer)
+    computed = {"dtype": dtype, "channels_last": on_codes.computed_format(layer, x, integer) is not None}
+    others = {"weight": layer.weight, "bias": layer.bias, **vars(g), "integer": integer, **computed}
     takes_raw = dtype == x.dtype and on_codes.reads_image(layer, x, g)
-    return LayerArguments(grid_of_weight(layer), (*sizes, integer), computed, like, takes_raw)
+    return LayerArguments(grid_of_weight(layer), others, like, takes_raw)
 
 
 def kind_of_inputs(weight: Tensor | None, x: Tensor) -> tuple[Hashable, ...] | None:
@@ -284,28 +285,40 @@ def kind_of_inputs(weight: Tensor | None, x: Tensor) -> tuple[Hashable, ...] | N
     return x.shape, x.stride(), x.dtype, x.device, weight.dtype, on_codes.computed_type(weight, x)
 
 
-OF_LAYER = ("x", "codes", "x_scale", "x_zero_point", "start", "zero_point", "raw", "raw_scale")
-OF_OUTPUT = ("y_start", "y_zero_point")
-"""The names of tensors that may differ from call to call."""
-
-
 # ---- scales and grids
 
+MADE_AT_EACH_CALL: Fields = {"ratio": None, "rate": None, "lo": None, "hi": None, "pow2_scale": False}
+"""Of a weight's grid that is made at each call."""
 
-def grid_of_weight(layer: Any) -> tuple[Grid, Grid] | None:
-    """Return the scale and the grid of a weight, and the range that the op sets."""
+NO_RANGE: Fields = {"lo": None, "hi": None, "pow2_scale": False}
+"""Of a grid whose range the op does not set."""
+
+
+def grid_of_weight(layer: Any) -> Fields | None:
+    """Return the scale and the grid of a weight, and the range that the op sets; None where they are made at each call."""
     quantizer = layer.weight_quantizer
-    start = quantizer.kind.start(quantizer)
-    followed = _followed(layer) if quantizer.training and quantizer.follows else NOT_FOLLOWED
-    if start is None or followed is None:
+    trained = quantizer.kind.start(quantizer)
+    followed = _followed(layer) if quantizer.training and quantizer.follows else NO_RANGE
+    if trained is None or followed is None:
         return None
-    spec, factor = quantizer.spec, quantizer.kind.grad_factor(quantizer, layer.weight)
-    axis = None if spec.axis is None else spec.axis % layer.weight.dim()
-    of_codes = (spec.qmin, spec.qmax, axis, quantizer.group, spec.block_size, factor)
-    return (*start, quantizer._zero_point, *of_codes), followed
+    start, ratio, rate = trained
+    spec = quantizer.spec
+    return {
+        "start": start,
+        "ratio": ratio,
+        "rate": rate,
+        "zero_point": quantizer._zero_point,
+        "qmin": spec.qmin,
+        "qmax": spec.qmax,
+        "axis": None if spec.axis is None else spec.axis % layer.weight.dim(),
+        "group": quantizer.group,
+        "block_size": spec.block_size,
+        "grad_factor": quantizer.kind.grad_factor(quantizer, layer.weight),
+        **followed,
+    }
 
 
-def _followed(layer: Any) -> Grid | None:
+def _followed(layer: Any) -> Fields | None:
     """Return the range that the op sets to that of a weight, and the grid with it; None where the quantizer sets it."""
     quantizer, bn = layer.weight_quantizer, layer.batch_norm
     spec, observer, scale = quantizer.spec, quantizer.observer, quantizer._scale
@@ -314,13 +327,12 @@ def _followed(layer: Any) -> Grid | None:
     others = (observer.lo, observer.hi, *(() if bn is None else (bn.weight, bn.running_var)))
     if not plain or any(t is not None and (t.dtype, t.device) != (scale.dtype, scale.device) for t in others):
         return None
-    return observer.lo, observer.hi, spec.pow2_scale
+    return {"lo": observer.lo, "hi": observer.hi, "pow2_scale": spec.pow2_scale}
 
 
-def _weight_grid_now(layer: Any, factor: Tensor | None, name: str | None) -> tuple[Grid, Grid]:
-    """Return the scale and the grid of a weight whose quantizer makes them anew at each call."""
+def _weight_grid_now(layer: Any, factor: Tensor | None, name: str | None) -> Fields:
+    """Return the grid of a weight whose quantizer makes it anew at each call."""
     grid = layer.weight_grid(factor)
     if grid is None:
         raise RuntimeError(f"the weight quantizer of {name!r} changed while its layer ran.")
-    of_codes = (grid.qmin, grid.qmax, grid.axis, grid.group, grid.block_size, grid.grad_factor)
-    return (grid.scale, None, None, grid.zero_point, *of_codes), NOT_FOLLOWED
+    return dict(vars(grid))

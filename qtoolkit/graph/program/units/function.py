@@ -1,6 +1,6 @@
 """A quantizer with the function before it, in one op: an activation or a layer norm, or none."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit import ops
-from qtoolkit._native import library
-from qtoolkit.graph.program.units.base import OF_OUTPUT, Decided, Plan, Result, Varying
-from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
+from qtoolkit.graph.program.units.base import Decided, Plan, Result, Varying
+from qtoolkit.nn.fusion import Unit, fusion
+from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.output_grid import (
     NO_FUNCTION,
     Function,
@@ -19,15 +19,10 @@ from qtoolkit.nn.output_grid import (
     gives_codes,
     grid_at_each_call,
     grid_of,
-    is_learned,
     output_grid,
     quantized_by,
     quantized_in_op,
-    why_quantizer_not_fused,
 )
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-
-_bind = library.bind_function_fake_quant.default
 
 
 def _named(name: str) -> Function:
@@ -37,6 +32,9 @@ def _named(name: str) -> Function:
 def _gelu(approximate: str) -> Function:
     return _named("gelu" if approximate == "none" else "gelu_tanh")
 
+
+OF_OP = ("function", "shape", "weight", "bias", "eps")
+"""The names of what a `Function` has."""
 
 NONE, PRELU = NO_FUNCTION, "prelu"
 COMPILED = ("gelu", "gelu_tanh", "silu", PRELU)
@@ -57,8 +55,7 @@ OF_FUNCTION: Mapping[Any, Function] = {F.gelu: _gelu("none"), torch.relu: _named
 class FunctionPlan(Plan):
     """The arguments of the op for some inputs."""
 
-    function: Function  # what is computed before the quantizer
-    with_codes: bool  # whether the op returns the codes of its output
+    function: str  # what is computed before the quantizer
 
 
 class FunctionUnit(Decided[FunctionPlan]):
@@ -68,7 +65,7 @@ class FunctionUnit(Decided[FunctionPlan]):
     none. `with_codes` is whether an op takes the codes of the result.
     """
 
-    VARYING = ("x", *OF_OUTPUT)
+    KIND = torch.classes.qtoolkit.FunctionUnit
 
     def __init__(
         self,
@@ -98,7 +95,7 @@ class FunctionUnit(Decided[FunctionPlan]):
     def _compiled(self, x: Tensor, module: Any, quantizer: Any) -> Result:
         """Compute the unit in compiled code, which keeps no plan: by the op too, except for functions in COMPILED."""
         function = self.function if module is None else function_of_module(module)
-        if function is not None and function[0] not in COMPILED and not why_not_fused(module, quantizer):
+        if function is not None and function[0] not in COMPILED and _is_one_op(module, quantizer):
             found = quantized_in_op(quantizer, x, function, self.with_codes) if _takes(function, x) else None
             if found is not None:
                 return found
@@ -110,34 +107,30 @@ class FunctionUnit(Decided[FunctionPlan]):
 
     def _planned(self, x: Tensor, *others: Any) -> FunctionPlan | None:
         module, quantizer = self.modules
-        if all_watched() or not is_ordinary(x) or not x.is_floating_point() or why_not_fused(module, quantizer):
+        if not (is_ordinary(x) and x.is_floating_point() and _is_one_op(module, quantizer)):
             return None
         function = self.function if module is None else function_of_module(module)
         if function is None or not _takes(function, x):
             return None
         grid = grid_at_each_call if function[0] == PRELU else output_grid
         output = grid(quantizer, x.detach().to("meta"))
-        return FunctionPlan(quantizer, output, function, self.with_codes and gives_codes(quantizer))
+        fields = dict(zip(OF_OP, function, strict=True))
+        fields["with_codes"] = self.with_codes and gives_codes(quantizer)
+        return FunctionPlan(quantizer, output, fields, function[0])
 
     def compute(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op: that of a PReLU is another one, which takes the scale."""
-        if plan.function[0] != PRELU:
+        if plan.function != PRELU:
             return super().compute(plan, x, *others)
         module, quantizer = self.modules
-        scale, _, _, zero_point, *grid = grid_of(plan.output)
-        y = ops.prelu_fake_quant(x, module.weight, scale, zero_point, *grid)
-        return y, codes_by_op(y, None, scale, zero_point, quantizer)
+        grid = grid_of(plan.output)
+        scale: Any = grid.start  # there is one: of a quantizer
+        codes = (grid.qmin, grid.qmax, grid.grad_factor)
+        y = ops.prelu_fake_quant(x, module.weight, scale, grid.zero_point, *codes)
+        return y, codes_by_op(y, None, scale, grid.zero_point, quantizer)
 
     def _varying(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Varying:
-        (start, zero_point), constants = plan.varying_output()
-        return (x, start, zero_point), constants
-
-    def _bound(self, plan: FunctionPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        x, *of_output = tensors
-        output = plan.output_call(of_output, constants)
-        learned = is_learned(output)
-        keeps_x = learned or plan.function is not NONE
-        return _bind(self.VARYING, x, *plan.function, keeps_x, *output, learned, plan.with_codes)
+        return plan.with_output({"x": x}, {})
 
 
 def function_of_module(module: nn.Module) -> Function | None:
@@ -146,15 +139,8 @@ def function_of_module(module: nn.Module) -> Function | None:
     return None if found is None else found(module)
 
 
-def why_not_fused(module: nn.Module | None, quantizer: nn.Module) -> str | None:
-    """Return why an op does not compute a function, of a module or none, with its quantizer, as the modules are now."""
-    if module is not None and is_watched(module):
-        return "it has hooks"
-    why = why_quantizer_not_fused(quantizer)
-    if why is None and type(module) is nn.PReLU and isinstance(quantizer, TensorQuantizer):
-        zero_point = quantizer.kind.grid(quantizer)[1]
-        why = "its quantizer trains a zero point" if zero_point is not None and zero_point.requires_grad else None
-    return why
+def _is_one_op(module: nn.Module | None, quantizer: nn.Module) -> bool:
+    return isinstance(fusion(activation=module, quantizer=quantizer), Unit)
 
 
 def _takes(function: Function, x: Tensor) -> bool:

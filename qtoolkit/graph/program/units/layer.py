@@ -1,17 +1,14 @@
 """A layer without a batch norm, with a quantizer right behind it, in one op."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtoolkit._native import library
 from qtoolkit.graph.program.epilogue import called_with
 from qtoolkit.graph.program.units.base import (
-    OF_LAYER,
-    OF_OUTPUT,
     Decided,
     LayerArguments,
     Plan,
@@ -19,14 +16,11 @@ from qtoolkit.graph.program.units.base import (
     Varying,
     kind_of_inputs,
     layer_arguments,
-    layer_is_plain,
 )
-from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
-from qtoolkit.nn.output_grid import gives_codes, is_learned, output_grid, quantized_by
-from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.nn.fusion import Unit, fusion
+from qtoolkit.nn.hooks import is_ordinary
+from qtoolkit.nn.output_grid import gives_codes, output_grid, quantized_by
 from qtoolkit.quantizers.codes import TensorCodes
-
-_bind = library.bind_layer_fake_quant.default
 
 
 @dataclass(slots=True)
@@ -34,8 +28,6 @@ class LayerPlan(Plan):
     """The arguments of the op for some inputs."""
 
     layer: LayerArguments
-    rounds_bias: bool  # whether its bias is put on the grid of its sums
-    with_codes: bool  # whether the op returns the codes of its output
 
 
 class LayerUnit(Decided[LayerPlan]):
@@ -44,7 +36,7 @@ class LayerUnit(Decided[LayerPlan]):
     `with_codes` is whether an op takes the codes of the result.
     """
 
-    VARYING: ClassVar[tuple[str, ...]] = (*OF_LAYER, *OF_OUTPUT)
+    KIND = torch.classes.qtoolkit.LayerUnit
 
     def __init__(self, root: nn.Module, layer: str, quantizer: str | None, with_codes: bool) -> None:
         super().__init__(root, (layer, quantizer))
@@ -68,38 +60,18 @@ class LayerUnit(Decided[LayerPlan]):
 
     def _planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
         layer = self.modules[0]
-        if all_watched() or not (is_ordinary(x) and self.is_one_op(layer)):
+        found = fusion(layer, quantizer=self.modules[-1]) if is_ordinary(x) else None
+        of_layer = layer_arguments(layer, x) if isinstance(found, Unit) else None
+        if of_layer is None or not isinstance(found, Unit):
             return None
-        of_layer = layer_arguments(layer, x)
-        if of_layer is None:
-            return None
-        quantizer = self.quantizer_in_op()
-        output, with_codes = output_grid(quantizer, of_layer.like), self.with_codes and gives_codes(quantizer)
-        return LayerPlan(quantizer, output, of_layer, layer.sum_steps() is not None, with_codes)
-
-    def is_one_op(self, layer: Any) -> bool:
-        """Return whether the op computes a layer as it is now, for some inputs."""
-        is_called = is_watched(layer) or type(layer).forward is not QuantWeighted.forward
-        return not is_called and layer.training and layer.batch_norm is None and layer_is_plain(layer)
-
-    def arguments(self, plan: LayerPlan) -> LayerArguments:
-        """Return what the op is told about the layer."""
-        return plan.layer
+        quantizer = found.quantizer
+        how = {
+            "rounds_bias": layer.sum_steps() is not None,
+            "with_codes": self.with_codes and gives_codes(quantizer),
+        }
+        return LayerPlan(quantizer, output_grid(quantizer, of_layer.like), {**of_layer.fields, **how}, of_layer)
 
     def _varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
-        return self.varying_of(self.arguments(plan), plan, x, *others)
-
-    def varying_of(
-        self, arguments: LayerArguments, plan: LayerPlan, x: Tensor, known: TensorCodes | None
-    ) -> Varying | None:
-        """Return what varies, for what the op is told about the layer."""
-        found = arguments.varying(self.modules[0], x, known, lambda: None, self.names[0])
-        if found is None:
-            return None
-        (of_layer, constants), (of_output, of_codes) = found, plan.varying_output()
-        return (*of_layer, *of_output), (*constants, *of_codes)
-
-    def _bound(self, plan: LayerPlan, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Any:
-        first, last = self.arguments(plan).call(self.modules[0], tensors[:-2], constants[:-1])
-        output = plan.output_call(tensors[-2:], constants[-1:])
-        return _bind(self.VARYING, *first, plan.rounds_bias, *output, is_learned(output), plan.with_codes, *last)
+        (known,) = others
+        found = plan.layer.varying(self.modules[0], x, known, lambda: None, self.names[0])
+        return None if found is None else plan.with_output(*found)
