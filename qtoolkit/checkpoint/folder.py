@@ -132,7 +132,7 @@ class Folder:
                 raise ValueError(f"its files do not hold all of the tensor {name!r}")
 
 
-def _entry(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _entry(values: Mapping[str, object], name: str) -> dict[str, Any]:
     entry = values.get(name)
     if not isinstance(entry, dict):
         raise ValueError(f"its index has no {name!r}")

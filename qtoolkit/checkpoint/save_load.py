@@ -60,7 +60,7 @@ def save_checkpoint(
     model: nn.Module,
     path: str | os.PathLike[str],
     optimizer: Optimizer | None = None,
-    state: Mapping[str, Any] | None = None,
+    state: Mapping[str, object] | None = None,
 ) -> None:
     """Save a model, and its training, without pickles.
 
@@ -113,7 +113,7 @@ def load_checkpoint(
     model: nn.Module,
     path: str | os.PathLike[str],
     optimizer: Optimizer | None = None,
-    state: Mapping[str, Any] | None = None,
+    state: Mapping[str, object] | None = None,
     strict: bool = True,
 ) -> Checkpoint:
     """Load a checkpoint of `save_checkpoint`, or a state dict, into a model.
@@ -192,7 +192,7 @@ def _place_to_load(path: object) -> Path:
     return Path(path)
 
 
-def _checked(state: Mapping[str, Any] | None, what: str) -> Mapping[str, Any]:
+def _checked(state: Mapping[str, object] | None, what: str) -> Mapping[str, object]:
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(f"{what}: state must be a mapping of names to objects or values, got {type(state).__name__}.")
     return state or {}

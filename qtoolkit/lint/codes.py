@@ -6,7 +6,8 @@ import numpy as np
 
 from qtoolkit.backends import Backend
 from qtoolkit.lint.findings import IMPORTER, ONNX, Broken, Rule
-from qtoolkit.lint.ops import Array, Codes, Op, codes_of, first_opset, users_behind
+from qtoolkit.lint.ops import Codes, Op, codes_of, first_opset, users_behind
+from qtoolkit.runtimes.execution import Array
 from qtoolkit.runtimes.table import ONNXRUNTIME, OPENVINO, TENSORRT
 
 # The types of activations that TensorRT computes with, and those that it takes of weights too.

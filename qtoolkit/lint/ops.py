@@ -11,8 +11,7 @@ from qtoolkit.backends import Backend
 from qtoolkit.op_kinds.kind import OpKind, belongs_to_layer
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.table import NO_OPS
-
-Array = np.ndarray[Any, Any]
+from qtoolkit.runtimes.execution import Array
 
 # The first opsets whose QuantizeLinear has an axis, and blocks; and a type of codes, by the beginning of its name.
 AXIS_OPSET, BLOCKS_OPSET = 13, 21

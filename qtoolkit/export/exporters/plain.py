@@ -14,7 +14,8 @@ from torch import Tensor
 from qtoolkit.export.pairs.opsets import NATIVE
 from qtoolkit.export.pairs.pair_form import PairForm
 from qtoolkit.export.pairs.storage import FLOATS, SUMS, Rounding, smallest_opset, storage_of
-from qtoolkit.lint.ops import BLOCKS_OPSET, Array
+from qtoolkit.lint.ops import BLOCKS_OPSET
+from qtoolkit.runtimes.execution import Array
 
 V = TypeVar("V")
 

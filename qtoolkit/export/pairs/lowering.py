@@ -12,7 +12,7 @@ from qtoolkit.export.files.graph import Constants, constant_of, input_at, replac
 from qtoolkit.export.files.quantizer_nodes import node_name
 from qtoolkit.export.pairs.pair_form import PairForm
 from qtoolkit.export.pairs.storage import POWERS_OPSET, SUMS, code_array, exact_in, storage_of
-from qtoolkit.lint.ops import Array
+from qtoolkit.runtimes.execution import Array
 
 HALF_OPSET = 19  # the first whose QuantizeLinear takes float16 and bfloat16
 MIXED_OPSET = 23  # the first whose nodes take a scale of another type than their input's

@@ -14,7 +14,8 @@ from onnx_ir import DataType
 
 from qtoolkit.export.files.quantizer_nodes import DEQUANTIZE, QUANTIZE
 from qtoolkit.export.pairs.storage import SUMS, Rounding, Storage
-from qtoolkit.lint.ops import BLOCKS_OPSET, Array
+from qtoolkit.lint.ops import BLOCKS_OPSET
+from qtoolkit.runtimes.execution import Array
 
 V = TypeVar("V")
 

@@ -9,9 +9,10 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from qtoolkit import ops
 from qtoolkit.config.formats import LARGEST
-from qtoolkit.lint.ops import BLOCKS_OPSET, Array, first_opset
+from qtoolkit.lint.ops import BLOCKS_OPSET, first_opset
 from qtoolkit.quantizers.bias import LARGEST_CODE
 from qtoolkit.quantizers.frozen import code_dtype
+from qtoolkit.runtimes.execution import Array
 
 # The types of small floats.
 FLOATS = {"e4m3": DataType.FLOAT8E4M3FN, "e5m2": DataType.FLOAT8E5M2, "e2m1": DataType.FLOAT4E2M1}

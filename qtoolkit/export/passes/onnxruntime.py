@@ -11,8 +11,8 @@ from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale
 from qtoolkit.export.files.kinds import WEIGHTED, bounds_of, ops_where
 from qtoolkit.export.files.ops import ConstantWeight, layer_of
 from qtoolkit.export.passes.repeated_pairs import is_on_codes, moved_inputs
-from qtoolkit.lint.ops import Array
 from qtoolkit.op_kinds.reached import reached
+from qtoolkit.runtimes.execution import Array
 
 CLIPS = ops_where(lambda kind: kind.clips)
 SMALL_FLOATS = (onnx_ir.DataType.FLOAT8E4M3FN, onnx_ir.DataType.FLOAT8E5M2, onnx_ir.DataType.FLOAT4E2M1)

@@ -10,9 +10,9 @@ from qtoolkit.errors import present
 from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, maker_of
 from qtoolkit.export.files.kinds import CAST, kind_by_op
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
-from qtoolkit.lint.ops import Array
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.table import OF_ONNX, OTHER
+from qtoolkit.runtimes.execution import Array
 
 OPSET = 21  # the first in which onnxruntime inserts pairs with `output_dtype`
 
