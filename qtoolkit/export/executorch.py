@@ -3,12 +3,11 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from qtoolkit.errors import check_flags
-from qtoolkit.export.inputs import ONE_AT_A_TIME
+from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes
 from qtoolkit.export.program import Decomposed, decomposed
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.deployed import RuntimeCodes, compare_execution
@@ -60,9 +59,9 @@ class ExecutorchResult:
 @in_order(model="model", inputs="example_inputs", path="path")
 def export_executorch(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     path: str | os.PathLike[str],
-    dynamic_shapes: Any = None,
+    dynamic_shapes: DynamicShapes | None = None,
     verify: bool = True,
 ) -> ExecutorchResult:
     """Write a calibrated or converted model as a file of ExecuTorch (.pte), computed by XNNPACK where it can.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from qtoolkit.eager.record import backend_in
 from qtoolkit.errors import check_flags, check_known, some
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.written import OpsWritten
-from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source, check_outputs
+from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes, Inputs, Source, check_outputs
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
 from qtoolkit.extras import needed
@@ -36,6 +36,7 @@ from qtoolkit.runtimes.table import ONNXRUNTIME
 
 if TYPE_CHECKING:
     import onnx_ir
+    from tqdm import tqdm
 
     from qtoolkit.export.exporters.torch_exporters import Request
     from qtoolkit.export.verification.verify import Verification
@@ -81,12 +82,12 @@ class ExportResult:
 @in_order(model="model", inputs="example_inputs", path="path")
 def export_onnx(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     path: str | os.PathLike[str],
     opset: int | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: DynamicShapes | None = None,
     verify: bool = True,
     exporter: Exporter = "dynamo",
     integer_weights: bool | None = None,
@@ -271,7 +272,7 @@ def _compared(
     return replace(found, refused=refused)
 
 
-def _compare_other_sizes(model: nn.Module, example_inputs: Any, file: Path, progress: bool) -> None:
+def _compare_other_sizes(model: nn.Module, example_inputs: object, file: Path, progress: bool) -> None:
     """Compare a file on inputs of other sizes than those of the export, if the model takes them.
 
     Raises RuntimeError: the file does not run on them, or computes something else: an exporter has written a constant.
@@ -298,7 +299,11 @@ def _compare_other_sizes(model: nn.Module, example_inputs: Any, file: Path, prog
 
 
 def _saved(
-    exported: "onnx_ir.Model", path: Path, opset: int, compared: Callable[[Path], "Verification"] | None, bar: Any
+    exported: "onnx_ir.Model",
+    path: Path,
+    opset: int,
+    compared: Callable[[Path], "Verification"] | None,
+    bar: "tqdm[object]",
 ) -> tuple[int, "Verification | None"]:
     """Write a model at a path, once its file is valid and compares well; return the size and the comparison."""
     from qtoolkit.export.files.files import replacing_model

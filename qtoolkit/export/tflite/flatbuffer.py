@@ -3,9 +3,15 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import DTypeLike
+
+from qtoolkit.runtimes.execution import Array
+
+if TYPE_CHECKING:
+    from ai_edge_litert import schema_py_generated
 
 METADATA = "qtoolkit"
 IDENTIFIER = b"TFL3"
@@ -59,17 +65,16 @@ class FileBuilder:
     def __init__(self) -> None:
         from ai_edge_litert import schema_py_generated
 
-        self.schema: Any = schema_py_generated
-        self.tensors: list[Any] = []
-        self.operators: list[Any] = []
+        self.schema = schema_py_generated
+        self.tensors: list[schema_py_generated.TensorT] = []
+        self.operators: list[schema_py_generated.OperatorT] = []
         self.codes: dict[str, int] = {}
-        self.buffers: list[Any] = [self.schema.BufferT()]
+        self.buffers = [self.schema.BufferT()]
         self.shared: dict[bytes, int] = {}
         self.names: dict[str, int] = {}
-        self.facts: dict[str, Any] = {}  # what the metadata will hold, as JSON
 
     def tensor(
-        self, name: str, shape: Sequence[int], dtype: Any, scales: Scales | None = None, data: Any = None
+        self, name: str, shape: Sequence[int], dtype: DTypeLike, scales: Scales | None = None, data: Array | None = None
     ) -> int:
         """Add a tensor, constant if it has data, and return its index. Its name gets a number if it is there already."""
         count = self.names[name] = self.names.get(name, 0) + 1
@@ -84,7 +89,7 @@ class FileBuilder:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def operator(self, op: str, inputs: Sequence[int], outputs: Sequence[int], **values: Any) -> None:
+    def operator(self, op: str, inputs: Sequence[int], outputs: Sequence[int], **values: object) -> None:
         """Add an op: its name, its tensors, and its options by the schema's names."""
         number = self.codes.setdefault(op, len(self.codes))
         operator = self.schema.OperatorT(number, np.array(inputs, np.int32), np.array(outputs, np.int32))
@@ -97,8 +102,10 @@ class FileBuilder:
         """Return the number of an option, such as "VALID" of "Padding"."""
         return int(getattr(getattr(self.schema, kind), name))
 
-    def pack(self, inputs: Mapping[str, int], outputs: Mapping[str, int], description: str) -> bytes:
-        """Return the file with these inputs and outputs."""
+    def pack(
+        self, inputs: Mapping[str, int], outputs: Mapping[str, int], description: str, facts: Mapping[str, object]
+    ) -> bytes:
+        """Return the file with these inputs and outputs, and with facts as its metadata, in JSON."""
         import flatbuffers
 
         schema = self.schema
@@ -110,14 +117,14 @@ class FileBuilder:
             subgraphs=[schema.SubGraphT(self.tensors, *places, self.operators, b"main")],
             operatorCodes=[self._operator_code(op) for op in self.codes],
             signatureDefs=[schema.SignatureDefT(*ends, b"serving_default")],
-            metadata=[schema.MetadataT(METADATA.encode(), self._buffer(json.dumps(self.facts).encode()))],
+            metadata=[schema.MetadataT(METADATA.encode(), self._buffer(json.dumps(facts).encode()))],
             buffers=self.buffers,
         )
         builder = flatbuffers.Builder(sum(0 if b.data is None else len(b.data) for b in self.buffers) + 1024)
         builder.Finish(model.Pack(builder), IDENTIFIER)
         return bytes(builder.Output())
 
-    def _quantization(self, scales: Scales) -> Any:
+    def _quantization(self, scales: Scales) -> "schema_py_generated.QuantizationParametersT":
         return self.schema.QuantizationParametersT(
             scale=np.array(scales.scale, np.float32),
             zeroPoint=np.full(len(scales.scale), scales.zero_point, np.int64),
@@ -130,7 +137,7 @@ class FileBuilder:
             self.shared[data] = len(self.buffers) - 1
         return self.shared[data]
 
-    def _operator_code(self, op: str) -> Any:
+    def _operator_code(self, op: str) -> "schema_py_generated.OperatorCodeT":
         code = self.option("BuiltinOperator", op)
         in_a_byte = min(code, self.schema.BuiltinOperator.PLACEHOLDER_FOR_GREATER_OP_CODES)
         return self.schema.OperatorCodeT(in_a_byte, version=VERSIONS.get(op, 1), builtinCode=code)

@@ -35,10 +35,10 @@ def conv1d(op: Op) -> Value:
 
 def _convolution(
     op: Op, x: Value, image: Value, window: Window, padding: str
-) -> tuple[str, list[Value | int], dict[str, Any]]:
+) -> tuple[str, list[Value | int], dict[str, int]]:
     """Return the kernel of a convolution over an image, its inputs and its options."""
     out, per_group, *sizes = op.args["weight"].meta["val"].shape
-    options: dict[str, Any] = {**strides(op, window, padding), **dilations(window)}
+    options = {**strides(op, window, padding), **dilations(window)}
     options["fusedActivationFunction"] = op.joined
     along = range(2, 2 + len(sizes))
     if per_group == 1 and op.args["groups"] > 1:
@@ -49,9 +49,9 @@ def _convolution(
     return "CONV_2D", [image, weight, op.bias(x, scales, out)], options
 
 
-def _of_image(args: Mapping[str, Any]) -> dict[str, Any]:
+def _of_image(args: Mapping[str, Any]) -> dict[str, object]:
     """Return the arguments of a convolution over a line as those of one over an image."""
-    found = {}
+    found: dict[str, object] = {}
     for name, neutral in (("stride", 1), ("padding", 0), ("dilation", 1)):
         value = args[name]
         found[name] = value if isinstance(value, str) else (neutral, two(value)[0])

@@ -13,13 +13,14 @@ from qtoolkit.export import pt2e
 from qtoolkit.export.tflite.flatbuffer import Scales, Value, in_order
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.op_kinds.table import CLIPS_OF_ATEN
+from qtoolkit.runtimes.execution import Array
 
 if TYPE_CHECKING:
     from qtoolkit.export.tflite.lowering import Lowering
 
 IMAGE = (0, 2, 3, 1)  # the model's dimension of each axis of an image in the file
 # The activations that kernels join, by the ends of their ranges.
-ACTIVATIONS: Mapping[Any, str] = {(0, 6): "RELU6", (0, math.inf): "RELU", (-1, 1): "RELU_N1_TO_1"}
+ACTIVATIONS: Mapping[tuple[float, float], str] = {(0, 6): "RELU6", (0, math.inf): "RELU", (-1, 1): "RELU_N1_TO_1"}
 # Ops that return several tensors, and what takes one of them: all of its places along a dimension, or one place.
 SPLITS = {"chunk": "slice", "split": "slice", "split_with_sizes": "slice", "tensor_split": "slice", "unbind": "select"}
 
@@ -96,7 +97,7 @@ class Op:
             return Value(self.constant(constant.float().numpy(), node.name), tuple(constant.shape), order)
         codes, scale, _ = self.lowering.codes_of(node)
         dtype = str(codes.dtype).removeprefix("torch.")
-        scales = Scales(tuple(scale.tolist()), int(node.args[2]), dtype=dtype)  # type: ignore[arg-type]
+        scales = Scales(tuple(scale.tolist()), arguments(node)["zero_point"], dtype=dtype)
         tensor = self.constant(codes.numpy(), node.name, scales)
         self.lowering.note_weight(codes, tensor, order)
         return Value(tensor, tuple(codes.shape), order, scales)
@@ -134,49 +135,55 @@ class Op:
         """Return a constant of int32."""
         return self.constant(np.array(values, np.int32), "shape")
 
-    def constant(self, array: Any, name: str, scales: Scales | None = None) -> int:
+    def constant(self, array: Array, name: str, scales: Scales | None = None) -> int:
         """Return a constant tensor."""
         return self.lowering.file.tensor(name, array.shape, array.dtype, scales, array)
 
     # ---- the output
 
-    def emit(self, op: str, inputs: Sequence[Value | int], like: Value, **values: Any) -> Value:
+    def emit(self, op: str, inputs: Sequence[Value | int], like: Value, **values: object) -> Value:
         """Add the op that computes the output, in the order of dimensions of a value."""
         return self.lowering.emit(op, inputs, self.name, self.shape, like.order, self.scales, **values)
 
-    def step(self, op: str, inputs: Sequence[Value | int], like: Value, **values: Any) -> Value:
+    def step(self, op: str, inputs: Sequence[Value | int], like: Value, **values: object) -> Value:
         """Add an op before the last one, whose output has the shape, the order and the grid of a value."""
         name = f"{self.name}.{op.lower()}"
         return self.lowering.emit(op, inputs, name, like.shape, like.order, like.scales, **values)
 
     # ---- weights
 
+    def stored(self, node: fx.Node) -> Tensor:
+        """Return a weight, or another tensor that the file stores. Raises ValueError: it is computed from the inputs."""
+        values = self.lowering.constant(node)
+        if values is None:
+            raise ValueError(
+                f"export_litert: the weight of {self.node.name!r} is computed from the inputs, and a file of LiteRT stores "
+                f"weights; export another part of the model."
+            )
+        return values
+
     def weight(
         self, argument: str, axes: Sequence[int], channel: int, reshape: Sequence[int] | None = None
-    ) -> tuple[int, Any]:
+    ) -> tuple[int, Array | None]:
         """Return a weight as a constant with these of its axes, and its scales.
 
         `channel` is the axis of the output channels in the file, `reshape` the shape there, where it has other dimensions.
         """
         node = self.args[argument]
-        if self.lowering.constant(node) is None:
-            raise ValueError(
-                f"export_litert: the weight of {self.node.name!r} is computed from the inputs, and a file of LiteRT stores "
-                f"weights; export another part of the model."
-            )
+        values = self.stored(node)
         name = node.all_input_nodes[0].name if node.all_input_nodes else node.name
         if self.scales is None:
-            return self.constant(_arranged(self.lowering.constant(node).float(), axes, reshape), name), None
+            return self.constant(_arranged(values.float(), axes, reshape), name), None
         codes, scale, _ = self.lowering.codes_of(node)
         tensor = self.constant(_arranged(codes, axes, reshape), name, Scales(tuple(scale.tolist()), 0, channel))
         self.lowering.note_weight(codes, tensor, axes)
         return tensor, scale.numpy()
 
-    def bias(self, source: Value, weight_scales: Any, channels: int) -> int:
+    def bias(self, source: Value, weight_scales: Array | None, channels: int) -> int:
         """Return the bias as a constant: in int32 at input scale times weight scale, where the op computes in integers."""
         node = self.args.get("bias")
-        given = torch.zeros(channels) if node is None else self.lowering.constant(node).float()
-        if self.scales is None or source.scales is None:
+        given = torch.zeros(channels) if node is None else self.stored(node).float()
+        if self.scales is None or source.scales is None or weight_scales is None:
             return self.constant(given.numpy(), f"{self.name}.bias")
         steps = np.float32(source.scales.scale[0]) * weight_scales.astype(np.float32)
         codes = np.rint(given.double().numpy() / steps.astype(np.float64))
@@ -192,6 +199,6 @@ def _moves_nothing(value: Value, order: Sequence[int]) -> bool:
     return before == behind
 
 
-def _arranged(weight: Tensor, axes: Sequence[int], reshape: Sequence[int] | None) -> Any:
+def _arranged(weight: Tensor, axes: Sequence[int], reshape: Sequence[int] | None) -> Array:
     array = weight.numpy().transpose(axes)
     return array if reshape is None else array.reshape(reshape)
