@@ -6,7 +6,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx
 import onnx_ir
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from qtoolkit.errors import first_line
 from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
 from qtoolkit.export.exporters.translation import QUANTIZER, TRANSLATIONS, keep_quantizers, placeholders_in
-from qtoolkit.export.inputs import Inputs, by_name
+from qtoolkit.export.inputs import DynamicShapes, Inputs, by_name
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import naming_misfits, with_tensors
 from qtoolkit.op_kinds.recorded import sizes_asked
@@ -42,7 +41,7 @@ class Request:
     inputs: Inputs
     opset: int
     output_names: Sequence[str] | None
-    dynamic_shapes: Any
+    dynamic_shapes: DynamicShapes | None
 
     @property
     def what(self) -> str:
@@ -50,7 +49,7 @@ class Request:
         return self.inputs.what
 
     @torch.no_grad()
-    def run(self) -> Any:
+    def run(self) -> object:
         """Return what the model computes of its inputs."""
         with naming_misfits(self.model, self.inputs.given, f"{self.what}: example_inputs do"):
             return self.model(*self.inputs.args, **self.inputs.kwargs)
@@ -73,7 +72,7 @@ def _export_dynamo(request: Request) -> onnx_ir.Model:
     return program.model
 
 
-def _check_asked(asked: Sequence[tuple[Any, str]], what: str) -> None:
+def _check_asked(asked: Sequence[tuple[object, str]], what: str) -> None:
     """Warn of branches on dynamic sizes, which the file does not check.
 
     Raises RuntimeError: the file would compute with a number that Python has from a dynamic size.
@@ -155,7 +154,7 @@ class _Wrapper(nn.Module):
         self.add_module(WRAPPED, model)
         self.inputs = inputs
 
-    def forward(self, *tensors: Tensor) -> Any:
+    def forward(self, *tensors: Tensor) -> object:
         args, kwargs = with_tensors((self.inputs.args, self.inputs.kwargs), iter(tensors))
         return self.get_submodule(WRAPPED)(*args, **kwargs)
 

@@ -1,7 +1,5 @@
 """Placeholders of `qtoolkit.export.exporters.translation` become QuantizeLinear and DequantizeLinear in the file's opset."""
 
-from typing import Any
-
 import numpy as np
 import onnx_ir
 from onnx_ir import DataType
@@ -10,7 +8,7 @@ from qtoolkit.errors import present
 from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER, placeholders_in, rounding_of
 from qtoolkit.export.files.graph import Constants, constant_of, input_at, replace_node
 from qtoolkit.export.files.quantizer_nodes import node_name
-from qtoolkit.export.pairs.pair_form import PairForm
+from qtoolkit.export.pairs.pair_form import Attribute, PairForm
 from qtoolkit.export.pairs.storage import POWERS_OPSET, SUMS, code_array, exact_in, storage_of
 from qtoolkit.runtimes.execution import Array
 
@@ -112,7 +110,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
     def constant(self, array: Array, dtype: DataType, name: str) -> onnx_ir.Value:
         return self.constants.shared(array, dtype, name)
 
-    def node_of(self, op_type: str, *inputs: onnx_ir.Value, role: str = "", **attributes: Any) -> onnx_ir.Value:
+    def node_of(self, op_type: str, *inputs: onnx_ir.Value, role: str = "", **attributes: Attribute) -> onnx_ir.Value:
         values = {key: int(value) if isinstance(value, DataType) else value for key, value in attributes.items()}
         name = node_name(self.name, role) if self.name is not None and role else None
         output = f"{self.node.outputs[0].name}.{len(self.nodes)}"
