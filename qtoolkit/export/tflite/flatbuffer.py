@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -18,6 +18,18 @@ IDENTIFIER = b"TFL3"
 # The version of the schema, and the oldest of each op that has what is used here (tflite/tools/versioning/op_version.cc).
 SCHEMA_VERSION = 3
 TYPES = {np.dtype(kind.lower()): kind for kind in ("FLOAT32", "INT8", "INT16", "INT32", "INT64")}
+
+
+class Facts(TypedDict):
+    """The metadata of a file, by which it is verified. Orders and axes are those of `Value.order`."""
+
+    quantizers: Sequence[tuple[str, int, Sequence[int]]]  # of activations: name, tensor and order
+    weights: Sequence[tuple[str, int, Sequence[int], Sequence[int]]]  # name, tensor, axes, and shape in the model
+    constants: list[str]  # the quantizers of codes that do not depend on the inputs
+    inputs: Sequence[Sequence[int]]  # the order of each
+    outputs: Sequence[Sequence[int]]
+    conversions: int
+    layers: Sequence[tuple[str, str, bool]]  # name, kernel, and whether it computes on codes
 
 
 @dataclass(frozen=True)
@@ -102,9 +114,7 @@ class FileBuilder:
         """Return the number of an option, such as "VALID" of "Padding"."""
         return int(getattr(getattr(self.schema, kind), name))
 
-    def pack(
-        self, inputs: Mapping[str, int], outputs: Mapping[str, int], description: str, facts: Mapping[str, object]
-    ) -> bytes:
+    def pack(self, inputs: Mapping[str, int], outputs: Mapping[str, int], description: str, facts: Facts) -> bytes:
         """Return the file with these inputs and outputs, and with facts as its metadata, in JSON."""
         import flatbuffers
 

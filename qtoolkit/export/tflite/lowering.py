@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from qtoolkit.errors import present
 from qtoolkit.export.program import Decomposed
 from qtoolkit.export.pt2e import computed, decomposed_ops, layer_name
-from qtoolkit.export.tflite.flatbuffer import FileBuilder, Scales, Value, in_order
+from qtoolkit.export.tflite.flatbuffer import Facts, FileBuilder, Scales, Value, in_order
 from qtoolkit.export.tflite.kernels import KERNELS, Kernel
 from qtoolkit.export.tflite.ops import IMAGE, SPLITS, Op, activation_of, arguments, bounds_of, name_of_op
 from qtoolkit.runtimes.execution import Layer
@@ -67,15 +67,15 @@ class Lowering:
             elif node.op == "call_function" and node not in self.values:
                 self._lower(node)
         self.outputs = self._outputs()
-        facts = {
-            "quantizers": self.quantizers,
-            "weights": self.weights,
-            "constants": list(self.stored),
-            "inputs": [value.order for value in self.inputs.values()],
-            "outputs": [value.order for value in self.outputs.values()],
-            "conversions": self.conversions,
-            "layers": [(layer.name, layer.kernel, layer.integer) for layer in self.layers],
-        }
+        facts = Facts(
+            quantizers=self.quantizers,
+            weights=self.weights,
+            constants=list(self.stored),
+            inputs=[value.order for value in self.inputs.values()],
+            outputs=[value.order for value in self.outputs.values()],
+            conversions=self.conversions,
+            layers=[(layer.name, layer.kernel, layer.integer) for layer in self.layers],
+        )
         return self.file.pack(_tensors(self.inputs), _tensors(self.outputs), description, facts)
 
     # ---- nodes

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,13 +26,16 @@ from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.runtimes.execution import Array
+
+Hook = Callable[[Grid, tuple[Tensor, ...], Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
 class NodeCodes:
     """The codes that a runtime computes at one of a quantizer's nodes."""
 
-    codes: Any  # the array
+    codes: Array  # the array
     is_constant: bool = False  # whether they do not depend on the inputs of the model
 
 
@@ -55,10 +58,10 @@ class Followed:
     missing: tuple[str, ...]  # quantizers with a call for which the runtime has no codes
     # the comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes
     stored: CodeCount
-    outputs: Any  # what the model returns
+    outputs: object  # what the model returns
     drawn: Drawn  # what depends on random numbers: these quantizers are not in `counts`
 
-    def output_error(self, outputs: Sequence[Any], places: Set[int]) -> float:
+    def output_error(self, outputs: Sequence[Array], places: Set[int]) -> float:
         """Return the largest difference from a runtime's outputs at these places, as a share of an output's largest value."""
         pairs = enumerate(zip(tensors_of(self.outputs), outputs, strict=True))
         compared = (pair for place, pair in pairs if place in places and place not in self.drawn.outputs)
@@ -123,7 +126,7 @@ class _Comparison:
         else:  # runtimes may differ by rounding ties in a computed constant, as in a layer
             self.counts[name] = self.counts.get(name, CodeCount()) + count
 
-    def result(self, nodes: Nodes, outputs: Any, drawn: Drawn) -> Followed:
+    def result(self, nodes: Nodes, outputs: object, drawn: Drawn) -> Followed:
         """Return what was found. The counts of a quantizer are those of all its calls."""
         names = [name for name in dict.fromkeys((*nodes, *self.counts)) if name in self.counts]
         counts = {name: self.counts[name] for name in names if name not in {*self.missing, *drawn.quantizers}}
@@ -134,19 +137,24 @@ class _Comparison:
 class Follower:
     """Runs a converted model with these arguments, and compares its codes with those of runtimes."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.names = {grid: name for name, grid in grids_of(model).items() if grid.quantizing}
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
         # the quantizer and the tensor of each quantized weight of a layer, by the dotted name of the quantizer
-        self.weights: dict[str, tuple[Any, Tensor]] = {
-            f"{name}.{q}": quantized for name, layer in layers for q, quantized in layer.quantized_weights().items()
+        self.weights = {
+            f"{name}.{q}": (grid, weight)
+            for name, layer in layers
+            for q, (grid, weight) in layer.quantized_weights().items()
+            if isinstance(grid, Grid)
         }
         in_layers = {grid for grid, _ in self.weights.values()}
         self.between_layers = [grid for grid in self.names if grid not in in_layers]
         self.activations = {grid for grid in self.between_layers if not grid.of_weight}
         self.calls: Counter[Grid] = Counter()
-        self.codes: dict[str, list[Any]] = {}  # of each activation quantizer that is called, in the order of its calls
+        self.codes: dict[
+            str, list[Array]
+        ] = {}  # of each activation quantizer that is called, in the order of its calls
         found = dict[str, None]()
         before = RandomState.now()
         self.outputs = self._run(self.names, partial(self._record, found))  # as the model computes by itself
@@ -155,11 +163,11 @@ class Follower:
         self.draws = before != RandomState.now()  # whether the model draws random numbers
         self.drawn = self._drawn(self.codes, self.outputs)  # what depends on them
 
-    def _run(self, grids: Iterable[Grid], hook: Callable[[Any, Any, Any], Any]) -> Any:
+    def _run(self, grids: Iterable[Grid], hook: Hook) -> object:
         with removing([grid.register_forward_hook(hook) for grid in grids]), torch.no_grad():
             return self.model(*self.args, **self.kwargs)
 
-    def _record(self, nan: dict[str, None], grid: Grid, args: tuple[Tensor], output: Tensor) -> None:
+    def _record(self, nan: dict[str, None], grid: Grid, args: tuple[Tensor, ...], output: Tensor) -> None:
         self.calls[grid] += 1
         if args[0].isnan().any():
             nan[self.names[grid]] = None
@@ -167,7 +175,10 @@ class Follower:
             self.codes.setdefault(self.names[grid], []).append(_call(grid, args[0], output).codes)
 
     def _drawn(
-        self, codes: Mapping[str, Sequence[Any]], outputs: Any, values: Mapping[str, Sequence[Tensor]] | None = None
+        self,
+        codes: Mapping[str, Sequence[Array]],
+        outputs: object,
+        values: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> Drawn:
         """Return what is another one in a second run than in the first: what depends on random numbers.
 
@@ -179,7 +190,7 @@ class Follower:
         found: dict[str, None] = {}
         numbers = Counter[str]()
 
-        def compare(grid: Grid, args: tuple[Tensor], output: Tensor) -> Tensor | None:
+        def compare(grid: Grid, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             """Compare the codes of a call with those of the first run, and return its values."""
             name = self.names[grid]
             if name not in codes:
@@ -233,12 +244,12 @@ class Follower:
         A call without a node of its own then has one whose codes differ by rounding ties alone.
         """
         pairing, comparison, numbers = self._pairing(nodes, up_to_ties=complete), _Comparison(), Counter[Grid]()
-        first_codes, first_values = defaultdict[str, list[Any]](list), defaultdict[str, list[Tensor]](list)
+        first_codes, first_values = defaultdict[str, list[Array]](list), defaultdict[str, list[Tensor]](list)
         grids = self.between_layers if complete else self.activations
         tensors = (*self.model.parameters(), *self.model.buffers())
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
-        def compare(grid: Grid, args: tuple[Tensor], output: Tensor) -> Tensor:
+        def compare(grid: Grid, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             """Compare the codes of a call with its node's, and return the node's values, from which the next layer computes."""
             call = _call(grid, args[0], output)
             node = pairing.node_of(call, numbers[grid])
@@ -332,7 +343,7 @@ def by_quantizer(nodes: Iterable[tuple[str, NodeCodes]]) -> dict[str, list[NodeC
     return found
 
 
-def in_shapes_of_calls(codes: Iterable[tuple[str, Any]], follower: Follower) -> dict[str, list[NodeCodes]]:
+def in_shapes_of_calls(codes: Iterable[tuple[str, Array]], follower: Follower) -> dict[str, list[NodeCodes]]:
     """Return codes in the shapes that the model's have: a mean over an image keeps dimensions in files that it drops there."""
     shapes = {name: {call.size: call.shape for call in calls} for name, calls in follower.codes.items()}
     return by_quantizer(
