@@ -1,4 +1,4 @@
-"""Whether the entries of a checkpoint are those of a model, before anything is loaded."""
+"""Whether the entries of a checkpoint fit a model, before anything is loaded."""
 
 from collections.abc import Collection, Mapping
 

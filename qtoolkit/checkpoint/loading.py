@@ -98,7 +98,7 @@ class Loading:
         return key if fits and self.optimizer is not None else None
 
     def check(self) -> None:
-        """Raise ValueError unless the checkpoint is that of the model, the optimizer and the state."""
+        """Raise ValueError unless the checkpoint fits the model, the optimizer and the state."""
         if any(tensor.is_meta for tensor in self.own.values()):
             raise ValueError("the model is on the meta device; call model.to_empty(device='cpu') first")
         check_config(self.model, self.metadata, self.shapes, self.record.backend)

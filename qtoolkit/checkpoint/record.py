@@ -32,7 +32,7 @@ class OptimizerTree(TypedDict):
 
 @dataclass(frozen=True)
 class Record:
-    """The record of a checkpoint; by its defaults, that of a state dict, which has none."""
+    """The record of a checkpoint. A state dict has none, and gets the defaults."""
 
     modules: Metadata = field(default_factory=dict)  # the metadata of the model's state dict
     # entries of the state dict that are the same tensor as another one

@@ -134,4 +134,4 @@ def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, Runtim
         with in_float(model):
             in_floats = Follower(model, found.args, found.kwargs)
             followed = in_floats.layer_by_layer({**stored, **nodes}, complete=True)
-    return Verification.of(in_floats, followed, outputs, CodeCount()), end_to_end
+    return Verification.of(in_floats, followed, outputs, CodeCount(), frozenset()), end_to_end

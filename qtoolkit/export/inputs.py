@@ -180,8 +180,8 @@ class Source:
     def of(cls, model: nn.Module, example_inputs: T, what: str) -> "Source":
         """Return the source of a prepared model, which is converted, or of a converted one.
 
-        Raises TypeError: it has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`; RuntimeError: one saw no
-        data; ValueError: nothing is quantized, or the model has what no file can have.
+        Raises TypeError: it has no quantizers, or quantizers of `qtoolkit.compat.pytorch_quantization`; RuntimeError: one saw
+        no data; ValueError: nothing is quantized, or the model has what no file can have.
         """
         check_quantized(model, what)
         converted, inputs = on_cpu(in_reference_form(model) if quantizers_of(model) else model, example_inputs, what)
@@ -208,7 +208,7 @@ class _ByName(nn.Module):
 def by_name(model: nn.Module, kwargs: Mapping[str, object]) -> nn.Module:
     """Return a model for `torch.export` that takes the keyword arguments `kwargs` by name; the model itself if there are none.
 
-    torch.export passes those of a GraphModule by position, where an argument that is left out shifts the others.
+    torch.export passes a GraphModule's by position, where an argument that is left out shifts the others.
 
     Example:
         >>> graph = fx.symbolic_trace(nn.Bilinear(2, 2, 2))

@@ -83,7 +83,7 @@ def export_litert(
     computes in float; the result lists it, with the reason.
 
     Images have their channels last in the file: inputs of four dimensions are NHWC, and so are outputs that are images. The
-    result gives the layout of each. Sizes are those of the example inputs.
+    result gives the layout of each. The example inputs give the sizes.
 
     Args:
         model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. It is not changed.

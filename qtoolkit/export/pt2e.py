@@ -54,7 +54,7 @@ class Pair:
 class Decomposition:
     """Replaces each fake-quantization of a graph that `torch.export` captured from a converted model.
 
-    `weights` has the dotted name of each layer's weight, by that of its quantizer. Raises ValueError: the form cannot hold one.
+    `weights` has the dotted name of each layer's weight, by its quantizer's. Raises ValueError: the form cannot hold one.
     """
 
     def __init__(self, gm: fx.GraphModule, weights: Mapping[str, str]) -> None:
@@ -232,7 +232,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def name_of_op(node: fx.Node) -> str:
-    """Return the name of the op of aten that a node calls, without its overload; that of a Python function otherwise."""
+    """Return the name of the op of aten that a node calls, without its overload, or of the Python function."""
     return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
 
 
@@ -254,7 +254,7 @@ def _equal(one: object, other: Tensor) -> bool:
 
 
 def _place(node: fx.Node) -> str:
-    """Return the name of a constant: that of the node where it is computed."""
+    """Return the name of a constant; a computed one has the node's."""
     return str(node.target) if node.op == "get_attr" else node.name
 
 

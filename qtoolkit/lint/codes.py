@@ -71,9 +71,8 @@ def _activation_axis(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _is_depthwise(op: Op) -> bool:
-    return (
-        op.kind.convolves and op.kind.is_plain_layer and op.layer is not None and op.layer.groups == op.layer.inputs > 1
-    )
+    layer = op.layer
+    return layer is not None and op.kind.convolves and op.kind.is_plain_layer and layer.groups == layer.inputs > 1
 
 
 def _weight_axis(op: Op, backend: Backend) -> Iterator[Broken]:

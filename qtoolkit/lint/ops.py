@@ -1,4 +1,4 @@
-"""The ops that rules read: those of a model's graph and those of a file, in one form, and how a file stores codes."""
+"""The ops that rules read, of a model's graph and of a file in one form, and how a file stores codes."""
 
 import re
 from collections.abc import Callable, Hashable, Iterable

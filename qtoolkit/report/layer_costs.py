@@ -61,7 +61,7 @@ def stored_bytes(weights: int, spec: QuantSpec | None, scales: int) -> float:
 
 
 def bit_product(config: QConfig | None) -> int:
-    """Return the bits of the weight times those of the activation."""
+    """Return the bits of the weight times the activation's."""
     specs = (None, None) if config is None else (config.weight, config.activation)
     weight, activation = (FLOAT_BITS if spec is None else spec.bits for spec in specs)
     return weight * activation

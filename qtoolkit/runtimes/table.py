@@ -141,7 +141,7 @@ XNNPACK = Runtime(
     tie_share=1e-5,
 )
 
-# LiteRT's reference kernels, which microcontrollers run. The share is that of a model in float arithmetic: they round twice
+# LiteRT's reference kernels, which microcontrollers run. The share is for a model in float arithmetic: they round twice
 # behind a sum.
 LITERT = Runtime(
     "litert",

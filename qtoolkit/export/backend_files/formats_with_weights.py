@@ -1,6 +1,7 @@
-"""Files that hold the grids of weights too: those of Qualcomm's compilers, OpenPPL, Vitis AI and STPU."""
+"""Files that hold the grids of weights too: for Qualcomm's compilers, OpenPPL, Vitis AI and STPU."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from qtoolkit.errors import check_mapping
@@ -17,7 +18,7 @@ def _weights_in(model: "onnx.ModelProto") -> set[str]:
 
 
 # ---- Qualcomm: the encodings that SNPE and QNN take by `--quantization_overrides`, JSON in the form of AIMET 0.6.1.
-# An encoding is a list with an entry for each channel. `offset` is the lowest code relative to that of zero, so that `min` is
+# An encoding is a list with an entry for each channel. `offset` is the lowest code less the code of zero, so that `min` is
 # `offset * scale`.
 
 VERSION = "0.6.1"
@@ -48,15 +49,11 @@ def _entries(encoding: Encoding) -> list[dict[str, object]]:
 def _read_qualcomm(text: str, model: "onnx.ModelProto") -> list[Encoding]:
     found = []
     for part, of_weights in PARTS.items():
-
-        def read(tensor: str, entries: object, is_weight: bool = of_weights) -> list[Encoding]:
-            return [_of_entries(tensor, entries, is_weight)]
-
-        found += read_each(from_json(text, part), read, f"{part}.")
+        found += read_each(from_json(text, part), partial(_of_entries, is_weight=of_weights), f"{part}.")
     return found
 
 
-def _of_entries(tensor: str, entries: object, is_weight: bool) -> Encoding:
+def _of_entries(tensor: str, entries: object, is_weight: bool) -> list[Encoding]:
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"it must be a list of encodings, got {entries!r}.")
     first = entries[0]
@@ -68,7 +65,7 @@ def _of_entries(tensor: str, entries: object, is_weight: bool) -> Encoding:
     zero_points = tuple(0 if symmetric else -offset for offset in offsets)
     code_range = (offsets[0], (1 << bits - 1) - 1) if symmetric else (0, (1 << bits) - 1)
     scales = tuple(float32(number(entry, "scale")) for entry in entries)
-    return Encoding(tensor, scales, zero_points, code_range[0], code_range[1], is_weight)
+    return [Encoding(tensor, scales, zero_points, *code_range, is_weight)]
 
 
 def _is_symmetric(entry: object) -> bool:
@@ -100,10 +97,10 @@ def _entry(encoding: Encoding) -> dict[str, object]:
 
 def _read_ppl(text: str, model: "onnx.ModelProto") -> list[Encoding]:
     weights = _weights_in(model)
-    return read_each(from_json(text, "ppl"), lambda tensor, entry: [_of_lists(tensor, entry, tensor in weights)])
+    return read_each(from_json(text, "ppl"), partial(_of_lists, weights=weights))
 
 
-def _of_lists(tensor: str, entry: object, is_weight: bool) -> Encoding:
+def _of_lists(tensor: str, entry: object, weights: Collection[str]) -> list[Encoding]:
     lists: dict[str, list[object]] = {key: _as_list(entry, key) for key in _LISTS}
     if len({len(values) for values in lists.values()}) != 1 or not lists["step"]:
         raise ValueError(f"{', '.join(_LISTS)} must be numbers, or lists of one length.")
@@ -112,7 +109,7 @@ def _of_lists(tensor: str, entry: object, is_weight: bool) -> Encoding:
     low, bits = number(lists["min"][0]), width(entry, "bit")
     qmin = round(number(low / scales[0])) + zero_points[0]
     qmax = (1 << bits) - 1 if qmin >= 0 else (1 << bits - 1) - 1
-    return Encoding(tensor, scales, zero_points, qmin, qmax, is_weight)
+    return [Encoding(tensor, scales, zero_points, qmin, qmax, tensor in weights)]
 
 
 def _as_list(entry: object, key: str) -> list[object]:
@@ -142,7 +139,7 @@ def _read_vitis(text: str, model: "onnx.ModelProto") -> list[Encoding]:
 
 VITIS = Format("Vitis's file of scales", "_clip_ranges.json", _write_vitis, _read_vitis, asymmetric=False, powers=True)
 
-# ---- STPU: JSON with the ranges of tensors, those of weights by their node, and the steps of biases. Codes lie in [-127, 127].
+# ---- STPU: JSON with the ranges of tensors (weights by their node) and the steps of biases. Codes lie in [-127, 127].
 # MQBench's files also have exponents named `emin`, for which there is no description.
 
 _LARGEST = 127

@@ -118,12 +118,8 @@ def _read_operations(path: Path) -> list[Encoding]:
     except RuntimeError as error:
         first = str(error).strip().splitlines()[-1]
         raise ValueError(f"read_encodings: OpenVINO cannot read {str(path)!r}: {first}.") from None
-    found: dict[str, Encoding] = {}
-    for operation in model.get_ops():
-        if operation.get_type_name() == _OP:
-            encoding = _encoding(operation)
-            found[encoding.tensor] = encoding
-    return list(found.values())
+    found = (_encoding(operation) for operation in model.get_ops() if operation.get_type_name() == _OP)
+    return list({encoding.tensor: encoding for encoding in found}.values())
 
 
 def _encoding(operation: "openvino.Node") -> Encoding:

@@ -109,7 +109,7 @@ def _warn_of_left_out(format: Format, encodings: Sequence[Encoding], held: Seque
 
 
 def spread(model: onnx_ir.Model, encodings: Iterable[Encoding], joins_relu: bool) -> list[Encoding]:
-    """Return the encodings, and those of tensors that have the same values: with `joins_relu` also those before a ReLU."""
+    """Return the encodings, and encodings of tensors that have the same values: with `joins_relu` also before a ReLU."""
     found = {encoding.tensor: encoding for encoding in encodings}
     nodes = [node for node in model.graph if not node.domain]
     for node in nodes:

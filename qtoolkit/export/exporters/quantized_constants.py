@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir
 import torch
@@ -84,7 +85,7 @@ class QuantizedConstants:
         owner, _, attribute = call.names[0].rpartition(".")
 
         def kept(x: Tensor, *args: int) -> Tensor:
-            """Return the stored values of the constant; compute those of any other tensor."""
+            """Return the stored values of the constant; compute the values of any other tensor."""
             # While torch records, the attributes of the model are stand-ins for its tensors.
             is_constant = x is getattr(self._model.get_submodule(owner), attribute)
             return self._model.get_buffer(call.kept) if is_constant else method.call(x, *args)
@@ -161,11 +162,7 @@ class _Ops(TorchFunctionMode):
         self.calls: list[Arguments] = []
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Arguments | None = None,
+        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
     ) -> object:
         if func in TRANSLATIONS:
             given = inspect.signature(TRANSLATIONS[func]).bind(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ import onnx_ir
 import onnxscript
 import torch
 from onnx import defs
+from onnx_ir import DataType, Value
 
 from qtoolkit.errors import present
 from qtoolkit.export.exporters.plain import op_in_torchscript, type_in_torchscript
@@ -20,7 +21,9 @@ from qtoolkit.export.pairs.storage import Rounding
 if TYPE_CHECKING:
     from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
 
-Results = tuple[onnx_ir.Value, object]  # of an op: its values and its mask
+# A Value. torch's exporter reads the annotations of translations, and warns of this type, which it does not know.
+Translated = Any
+Results = tuple[Translated, Translated]  # of an op: its values and its mask
 Arguments = Mapping[str, Any]  # of an op, by the names of its schema
 DOMAIN, PLACEHOLDER = "qtoolkit", "FakeQuant"
 CHANNELS = ("axis", "group", "block_size")
@@ -40,9 +43,7 @@ def keep_quantizers(model: onnx_ir.Model) -> None:
             node.attributes[QUANTIZER] = onnx_ir.AttrString(QUANTIZER, node.metadata_props[QUANTIZER])
 
 
-def _attributes(
-    dtype: onnx_ir.DataType, shape: Iterable[object], how: Rounding
-) -> dict[str, int | str | Sequence[int]]:
+def _attributes(dtype: DataType, shape: Iterable[object], how: Rounding) -> dict[str, int | str | Sequence[int]]:
     """Return the placeholder's attributes; sizes that vary are -1, and absent values are left out."""
     sizes = [size if isinstance(size, int) else -1 for size in shape]
     values = (int(dtype), sizes, how.format, *how.code_range, how.axis, how.group, how.block_size)
@@ -84,13 +85,13 @@ def _schema() -> defs.OpSchema:
 _FLOATS = {f"tensor({name})" for name in ("float", "double", "float16", "bfloat16")}
 
 
-def _write(x: onnx_ir.Value, scale: onnx_ir.Value, zero_point: onnx_ir.Value | None, how: Rounding) -> Results:
+def _write(x: Value, scale: Value, zero_point: Value | None, how: Rounding) -> Results:
     op = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), PLACEHOLDER, _schema())
     y = op(x, scale, zero_point, **_attributes(present(x.dtype, f"the type of {x.name!r}"), x.shape or (), how))
     return y, _OPSET.Constant(value_ints=[])  # the mask, which nothing takes
 
 
-def placeholder(inputs: Sequence[onnx_ir.Value], settings: Arguments) -> onnx_ir.Node:
+def placeholder(inputs: Sequence[Value], settings: Arguments) -> onnx_ir.Node:
     """Return the placeholder of a call; `settings` are the op's other arguments by name."""
     code_range = settings.get("qmin", 0), settings.get("qmax", 0)
     how = Rounding(settings.get("format", "int"), code_range, *(settings[name] for name in CHANNELS))
@@ -100,9 +101,9 @@ def placeholder(inputs: Sequence[onnx_ir.Value], settings: Arguments) -> onnx_ir
 
 
 def _fake_quant(
-    x: onnx_ir.Value,
-    scale: onnx_ir.Value,
-    zero_point: onnx_ir.Value | None,
+    x: Translated,
+    scale: Translated,
+    zero_point: Translated,
     qmin: int,
     qmax: int,
     axis: int | None = None,
@@ -116,8 +117,8 @@ def _fake_quant(
 
 
 def _fake_quant_float(
-    x: onnx_ir.Value,
-    scale: onnx_ir.Value,
+    x: Translated,
+    scale: Translated,
     format: str,
     axis: int | None = None,
     group: int = 1,

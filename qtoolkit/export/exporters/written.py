@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from qtoolkit.nn.quantized_attention import without_keys
 from qtoolkit.runtimes.execution import Array
 
-Function = Callable[..., object]
+Function = Callable[..., Any]
 Size = int | Sequence[int]
 DIMENSIONS: Mapping[Function, int] = {F.avg_pool2d: 2, F.avg_pool3d: 3}
 ADAPTIVE: Mapping[Function, int] = {
@@ -37,12 +37,12 @@ class OpsWritten(TorchFunctionMode):
     Pools with `divisor_override` become pools that divide by their window, times a factor; with `ceil_mode` too,
     ValueError: the windows beyond the edge would need factors of their own. A `ceil_mode` that adds no window is left out:
     ONNX would add one in the padding, where torch has none. `constant_sizes` says that images have the sizes of the example
-    inputs, which torch.jit.trace does not tell. The windows of an adaptive pool follow the size
-    of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area". A softplus with
-    a threshold of its own becomes a choice of two tensors ("torchscript" drops it). An LSTM that projects its states is
-    refused ("dynamo" drops the projection). A resize to the nearest pixel whose quotients a file rounds to others takes its
-    pixels by index. An attention without heads gets one ("dynamo" takes no others), and returns zeros where its mask leaves a
-    query no key (exporters write the mean of the values). Errors begin with `what`.
+    inputs, which torch.jit.trace does not tell. The windows of an adaptive pool, and of a resize in the mode "area", follow the
+    size of its input, and exporters write the windows of the example inputs. A softplus with a threshold of its own becomes a
+    choice of two tensors ("torchscript" drops it). An LSTM that projects its states is refused ("dynamo" drops the projection).
+    A resize to the nearest pixel whose quotients a file rounds to others takes its pixels by index. An attention without heads
+    gets one ("dynamo" takes no others), and returns zeros where its mask leaves a query no key (exporters write the mean of
+    the values). Errors begin with `what`.
     """
 
     def __init__(self, what: str, constant_sizes: bool) -> None:
@@ -50,13 +50,7 @@ class OpsWritten(TorchFunctionMode):
         self.what, self.constant_sizes = what, constant_sizes
         self._follows_sizes: list[str] = []
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
+    def __torch_function__(self, function: Function, types: object, args: Any = (), kwargs: Any = None) -> object:
         """Call a function of torch."""
         named = kwargs or {}
         if function in WINDOWED:
@@ -70,8 +64,7 @@ class OpsWritten(TorchFunctionMode):
         elif function is F.scaled_dot_product_attention:
             return self._attention(*args, **named)
         elif function is F.interpolate:
-            self._note_resize(*args, **named)
-            return _resize(*args, **named)
+            return self._resize(*args, **named)
         elif function is torch.lstm:
             self._check_states(*args, **named)
         return function(*args, **named)
@@ -83,18 +76,6 @@ class OpsWritten(TorchFunctionMode):
         pooled = (length for length, to in zip(input.shape[-dimensions:], size, strict=True) if to is not None)
         if any(to != 1 for to in size) and any(isinstance(length, torch.SymInt) for length in pooled):
             self._follows_sizes.append(f"an adaptive pool to {output_size}")
-
-    def _note_resize(
-        self,
-        input: Tensor,
-        size: object = None,
-        scale_factor: object = None,
-        mode: str = "nearest",
-        *_: object,
-        **__: object,
-    ) -> None:
-        if mode == "area" and any(isinstance(length, torch.SymInt) for length in input.shape[2:]):
-            self._follows_sizes.append("a resize in the mode 'area'")
 
     def _check_states(self, _: Tensor, states: object, *__: object) -> None:
         """Raise ValueError for an LSTM that projects its states; a packed sequence has its sizes in place of them."""
@@ -136,6 +117,30 @@ class OpsWritten(TorchFunctionMode):
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **options).squeeze(1)
         return y if attn_mask is None else y.masked_fill(without_keys(attn_mask), 0.0)
 
+    def _resize(
+        self, input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *args: Any, **named: Any
+    ) -> Tensor:
+        """Return a resized image; by the indices of its pixels where ONNX's Resize would take others for the nearest ones.
+
+        Resize divides by the scale in float32, and torch multiplies by its inverse: with 16 of 56 pixels, 2 / 0.285714 is
+        below 7.
+        """
+        if mode == "area" and any(isinstance(length, torch.SymInt) for length in input.shape[2:]):
+            self._follows_sizes.append("a resize in the mode 'area'")
+        y = F.interpolate(input, size, scale_factor, mode, *args, **named)
+        lengths = [*zip(input.shape[2:], y.shape[2:], strict=True)]
+        if mode != "nearest" or any(isinstance(length, torch.SymInt) for pair in lengths for length in pair):
+            return y
+        factors = scale_factor if isinstance(scale_factor, tuple | list) else [scale_factor] * len(lengths)
+        if named.get("recompute_scale_factor") or (len(args) > 1 and args[1]):
+            factors = [None] * len(lengths)
+        chosen = [_nearest(int(old), int(new), factor) for (old, new), factor in zip(lengths, factors, strict=True)]
+        if all(np.array_equal(ours, theirs) for ours, theirs in chosen):
+            return y
+        for dim, (ours, _) in enumerate(chosen, 2):
+            input = input.index_select(dim, torch.tensor(ours.tolist(), device=input.device))
+        return input
+
     def _pool(
         self,
         pool: Callable[..., Tensor],
@@ -172,30 +177,8 @@ class OpsWritten(TorchFunctionMode):
         return (given, more) if known and sizes == without else (args, named)
 
 
-def _resize(
-    input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *args: Any, **named: Any
-) -> Tensor:
-    """Return a resized image; by the indices of its pixels where ONNX's Resize would take others for the nearest ones.
-
-    Resize divides by the scale in float32, and torch multiplies by its inverse: with 16 of 56 pixels, 2 / 0.285714 is below 7.
-    """
-    y = F.interpolate(input, size, scale_factor, mode, *args, **named)
-    lengths = [*zip(input.shape[2:], y.shape[2:], strict=True)]
-    if mode != "nearest" or any(isinstance(length, torch.SymInt) for pair in lengths for length in pair):
-        return y
-    factors = scale_factor if isinstance(scale_factor, tuple | list) else [scale_factor] * len(lengths)
-    if named.get("recompute_scale_factor") or (len(args) > 1 and args[1]):
-        factors = [None] * len(lengths)
-    chosen = [_nearest(int(old), int(new), factor) for (old, new), factor in zip(lengths, factors, strict=True)]
-    if all(np.array_equal(ours, theirs) for ours, theirs in chosen):
-        return y
-    for dim, (ours, _) in enumerate(chosen, 2):
-        input = input.index_select(dim, torch.tensor(ours.tolist(), device=input.device))
-    return input
-
-
 def _nearest(old: int, new: int, factor: float | None) -> tuple[Array, Array]:
-    """Return the pixels that torch takes, and those of Resize. Source: aten/src/ATen/native/UpSample.h, nearest_idx."""
+    """Return the pixels that torch takes, and Resize's. Source: aten/src/ATen/native/UpSample.h, nearest_idx."""
     places = np.arange(new, dtype=np.float32)
     step = np.float32(1 / factor) if factor else np.float32(old) / np.float32(new)
     scale = np.float32(factor) if factor else np.float32(new) / np.float32(old)

@@ -30,7 +30,7 @@ LARGEST_FILE = 2_000_000_000  # bytes of weights; a protocol buffer holds less t
 
 
 def save(model: onnx_ir.Model, folder: Path, weights: str) -> tuple[Path, Path | None]:
-    """Save a model in a folder; return its file, and that of its weights (with the given name) if one file cannot hold both."""
+    """Save a model in a folder; return its file, and the file of its weights (with the given name) if one cannot hold both."""
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     path = folder / "model.onnx"
     if size <= LARGEST_FILE:
@@ -67,7 +67,7 @@ def _weight_names(path: Path) -> tuple[str, str]:
 def replacing_model(model: onnx_ir.Model, path: Path, opset: int, what: str) -> Iterator[tuple[Path, ...]]:
     """Save a model in a folder of its own, and let it replace what is at a path at the end of a `with` block.
 
-    Yields its file, and that of its weights if there is one. If the block raises, what was at the path stays. Raises
+    Yields its file, and the file of its weights if there is one. If the block raises, what was at the path stays. Raises
     RuntimeError, which begins with `what`: the file is no valid ONNX.
     """
     with tempfile.TemporaryDirectory() as folder:

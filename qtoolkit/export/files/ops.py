@@ -195,7 +195,7 @@ def _codes(node: onnx_ir.Node) -> Codes:
 
 
 def _dtype(node: onnx_ir.Node, zero_point: Array | None) -> str:
-    """Return ONNX's name of the type of the codes: that of the zero point, else of the codes, else ONNX's default."""
+    """Return ONNX's name of the type of the codes: the zero point's type, else the codes' own, else ONNX's default."""
     quantize = node.op_type == "QuantizeLinear"
     values = (input_at(node, 2), node.outputs[0] if quantize else node.inputs[0])
     known = [onnx_ir.DataType.from_numpy(zero_point.dtype)] if zero_point is not None else []
@@ -230,12 +230,11 @@ class ConstantWeight:
         node = value.producer()
         if node is None or not node.inputs or node.inputs[0] is None:
             return cls(None, _shape(value), None)
+        source = cls.of(node.inputs[0])
         if node.op_type in ("DequantizeLinear", "QuantizeLinear"):
-            source = cls.of(node.inputs[0])
             codes = _codes(node)
             axis = None if codes.axis is None else codes.axis % max(len(source.shape), 1)
             return cls(codes, source.shape, axis)
-        source = cls.of(node.inputs[0])
         if node.op_type == "Transpose" and source.shape:
             order = node.attributes.get_ints("perm") or list(reversed(range(len(source.shape))))
             if sorted(order) != list(range(len(source.shape))):

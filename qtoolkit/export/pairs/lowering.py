@@ -41,16 +41,13 @@ class _Lowering(PairForm[onnx_ir.Value]):
 
     def replace(self, integer_weights: bool) -> None:
         self.check_blocks(self.opset, _sizes(self.scale))
-        stored = self._is_constant_grid() and (integer_weights or self.code_range == SUMS)
+        grid = [value for value in (self.scale, self.zero_point) if value is not None]
+        stored = all(_constant(value) is not None for value in grid) and (integer_weights or self.code_range == SUMS)
         values = _constant(self.x)
         constant = values if stored else None
         kind = {"constant": constant is not None, "computed": values is None}
         self.storage = storage_of(self.format, *self.code_range, self.opset, **kind)
-        y = self._pair(constant)
-        replace_node(self.node, self.nodes, y)
-
-    def _is_constant_grid(self) -> bool:
-        return _constant(self.scale) is not None and (self.zero_point is None or _constant(self.zero_point) is not None)
+        replace_node(self.node, self.nodes, self._pair(constant))
 
     def _pair(self, constant: Array | None) -> onnx_ir.Value:
         arithmetic = self._arithmetic()
@@ -120,7 +117,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
 
 
 def _constant(value: onnx_ir.Value) -> Array | None:
-    """Return a constant, those of half precision as float32; None for a value that is computed."""
+    """Return a constant, as float32 where it has half precision; None for a value that is computed."""
     found = None if value.is_graph_input() else constant_of(value)
     return None if found is None else np.asarray(found, np.float32)
 

@@ -31,7 +31,7 @@ def shaped_weights(converted: nn.Module, run: Callable[[], object], what: str) -
     with attribute_kept(weights, "shape"):
         for grid, weight in weights.items():
             with torch.no_grad():
-                grid.shape = _Constant(grid.shape(weight))  # type: ignore[misc]  # that of a grid with a weight to shape
+                grid.shape = _Constant(grid.shape(weight))  # type: ignore[misc]  # which a grid with a weight to shape has
         yield
 
 

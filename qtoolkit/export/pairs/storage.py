@@ -65,7 +65,7 @@ def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool,
     """Return how to store codes in an opset: in 4 bits where they fit.
 
     Codes of constants are in their range already. Others need a Clip where their type has more codes, and ONNX clips no
-    integers of 4 bits: there, these are stored in 8. So are those of `computed` values, which no file stores: onnxruntime 1.30
+    integers of 4 bits: there, these are stored in 8. So are codes of `computed` values, which no file stores: onnxruntime 1.30
     gives codes of 4 bits to its kernels of 8, and then does not load the file.
     """
     if format != "int":

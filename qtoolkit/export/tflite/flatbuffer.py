@@ -21,7 +21,7 @@ TYPES = {np.dtype(kind.lower()): kind for kind in ("FLOAT32", "INT8", "INT16", "
 
 
 class Facts(TypedDict):
-    """The metadata of a file, by which it is verified. Orders and axes are those of `Value.order`."""
+    """The metadata of a file, by which it is verified. Orders and axes are as in `Value.order`."""
 
     quantizers: Sequence[tuple[str, int, Sequence[int]]]  # of activations: name, tensor and order
     weights: Sequence[tuple[str, int, Sequence[int], Sequence[int]]]  # name, tensor, axes, and shape in the model

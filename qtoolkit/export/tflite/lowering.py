@@ -7,6 +7,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ FILLS = (
 class Lowering:
     """Makes the file of a program. Raises ValueError: LiteRT has no op for one of the program's.
 
-    `io_type` is the type of inputs and outputs: "float32", or that of the codes at those with such a quantizer.
+    `io_type` is the type of inputs and outputs: "float32", or the codes' type where they have such a quantizer.
     """
 
     def __init__(self, found: Decomposed, io_type: str) -> None:
@@ -99,9 +100,8 @@ class Lowering:
     def _input(self, node: fx.Node) -> Value:
         shape = tuple(node.meta["val"].shape)
         order = IMAGE if len(shape) == len(IMAGE) else tuple(range(len(shape)))
-        grids = {self._scales(user) for user in node.users if self._is_quantize(user)}
-        quantized = len(grids) == 1 and all(self._is_quantize(user) for user in node.users)
-        scales = grids.pop() if quantized else None
+        grids = {self._scales(user) if self._is_quantize(user) else None for user in node.users}
+        scales = grids.pop() if len(grids) == 1 else None
         if scales is not None and scales.dtype != self.io_type:
             scales = None
         dtype = np.dtype("float32" if scales is None else scales.dtype)
@@ -131,10 +131,9 @@ class Lowering:
     def _quantize(self, node: fx.Node) -> None:
         """Convert floats, or the codes of another grid."""
         source, scales = self.values[node.all_input_nodes[0]], self._scales(node)
-        if source.scales == scales:
-            self.values[node] = source
-        else:
-            self.values[node] = self.emit("QUANTIZE", [source], self.name(node), source.shape, source.order, scales)
+        if source.scales != scales:
+            source = self.emit("QUANTIZE", [source], self.name(node), replace(source, scales=scales))
+        self.values[node] = source
         self._note(node)
 
     def _note(self, node: fx.Node) -> None:
@@ -282,37 +281,26 @@ class Lowering:
 
     # ---- what kernels emit
 
-    def emit(
-        self,
-        op: str,
-        inputs: Sequence[Value | int],
-        name: str,
-        shape: Sequence[int],
-        order: Sequence[int],
-        scales: Scales | None,
-        **values: object,
-    ) -> Value:
-        """Add an op with one output."""
-        dtype = np.dtype("float32" if scales is None else scales.dtype)
-        tensor = self.file.tensor(name, in_order(tuple(shape), order), dtype, scales)
+    def emit(self, op: str, inputs: Sequence[Value | int], name: str, like: Value, **values: object) -> Value:
+        """Add an op with one output, which has the shape, the order and the grid of a value."""
+        dtype = np.dtype("float32" if like.scales is None else like.scales.dtype)
+        tensor = self.file.tensor(name, in_order(like.shape, like.order), dtype, like.scales)
         tensors = [each.tensor if isinstance(each, Value) else each for each in inputs]
         self.file.operator(op, tensors, [tensor], **values)
         self.conversions += op in CONVERSIONS
-        return Value(tensor, tuple(shape), tuple(order), scales)
+        return replace(like, tensor=tensor)
 
     def as_float(self, value: Value) -> Value:
         """Return the floats of codes."""
         if value.scales is None:
             return value
         if value.tensor not in self.floats:
-            name = self.file.tensors[value.tensor].name.decode()
-            self.floats[value.tensor] = self.emit(
-                "DEQUANTIZE", [value], f"{name}.float", value.shape, value.order, None
-            )
+            name = f"{self.file.tensors[value.tensor].name.decode()}.float"
+            self.floats[value.tensor] = self.emit("DEQUANTIZE", [value], name, replace(value, scales=None))
         return self.floats[value.tensor]
 
     def name(self, node: fx.Node) -> str:
-        """Return the name of a node's tensor: that of its quantizer, if it has one."""
+        """Return the name of a node's tensor: its quantizer's, if it has one."""
         return self.names.get(node) or node.name
 
 

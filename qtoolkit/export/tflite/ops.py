@@ -26,7 +26,7 @@ SPLITS = {"chunk": "slice", "split": "slice", "split_with_sizes": "slice", "tens
 
 
 def name_of_op(node: fx.Node) -> str:
-    """Return the name of the op of aten that a node calls, without its overload; that of a Python function otherwise.
+    """Return the name of the op of aten that a node calls, without its overload, or of the Python function.
 
     What takes one of the parts of a split is a slice, or the selection of one place.
     """
@@ -65,7 +65,7 @@ def bounds_of(node: fx.Node) -> Bounds | None:
 class Op:
     """An op of the program, with its inputs in the file, and the tensors and ops that its kernel adds.
 
-    `scales` and `name` are those of its output: no scales where it computes in float. `activation` is one that it computes too.
+    `scales` and `name` are its output's: no scales where it computes in float. `activation` is one that it computes too.
     """
 
     def __init__(self, lowering: "Lowering", node: fx.Node, scales: Scales | None, activation: str, name: str) -> None:
@@ -117,8 +117,9 @@ class Op:
         if _moves_nothing(value, order):
             return self.arranged_as(value, value.shape, order)
         axes = self.integers([value.order.index(dim) for dim in order])
-        name = f"{self.name}.transposed"
-        return self.lowering.emit("TRANSPOSE", [value, axes], name, value.shape, order, value.scales)
+        return self.lowering.emit(
+            "TRANSPOSE", [value, axes], f"{self.name}.transposed", value.moved(value.shape, order)
+        )
 
     def reshaped(self, value: Value, shape: Sequence[int], name: str = "") -> Value:
         """Return a value in another shape, in the model's order of dimensions."""
@@ -127,9 +128,11 @@ class Op:
 
     def arranged_as(self, value: Value, shape: Sequence[int], order: Sequence[int], name: str = "") -> Value:
         """Add a reshape that moves no value, with the file's axes in this order of the shape's dimensions."""
-        sizes = in_order(tuple(shape), order)
-        facts = (name or f"{self.name}.reshaped", shape, order, value.scales)
-        return self.lowering.emit("RESHAPE", [value, self.integers(sizes)], *facts, newShape=np.array(sizes, np.int32))
+        sizes, like = in_order(shape, order), value.moved(shape, order)
+        name = name or f"{self.name}.reshaped"
+        return self.lowering.emit(
+            "RESHAPE", [value, self.integers(sizes)], name, like, newShape=np.array(sizes, np.int32)
+        )
 
     def integers(self, values: Sequence[int]) -> int:
         """Return a constant of int32."""
@@ -143,12 +146,12 @@ class Op:
 
     def emit(self, op: str, inputs: Sequence[Value | int], like: Value, **values: object) -> Value:
         """Add the op that computes the output, in the order of dimensions of a value."""
-        return self.lowering.emit(op, inputs, self.name, self.shape, like.order, self.scales, **values)
+        output = Value(-1, self.shape, like.order, self.scales)
+        return self.lowering.emit(op, inputs, self.name, output, **values)
 
     def step(self, op: str, inputs: Sequence[Value | int], like: Value, **values: object) -> Value:
         """Add an op before the last one, whose output has the shape, the order and the grid of a value."""
-        name = f"{self.name}.{op.lower()}"
-        return self.lowering.emit(op, inputs, name, like.shape, like.order, like.scales, **values)
+        return self.lowering.emit(op, inputs, f"{self.name}.{op.lower()}", like, **values)
 
     # ---- weights
 
@@ -188,7 +191,7 @@ class Op:
         steps = np.float32(source.scales.scale[0]) * weight_scales.astype(np.float32)
         codes = np.rint(given.double().numpy() / steps.astype(np.float64))
         dtype = "int32" if source.scales.dtype == "int8" else "int64"
-        limits = np.iinfo(np.int32)  # those of the model's codes too
+        limits = np.iinfo(np.int32)  # of the model's codes too
         codes = np.clip(codes, limits.min, limits.max).astype(dtype)
         return self.constant(codes, f"{self.name}.bias", Scales(tuple(steps.tolist()), dtype=dtype))
 

@@ -37,8 +37,8 @@ class RuntimeComparison:
     """What `compare_runtimes` returns.
 
     Attributes:
-        runtimes: For each runtime, how its codes and outputs compare with those of the file's evaluation.
-        program: For each runtime, the largest difference of its outputs from those of the program; {} without one.
+        runtimes: For each runtime, how its codes and outputs compare with the file's evaluation.
+        program: For each runtime, the largest difference between its outputs and the program's; {} without one.
     """
 
     runtimes: Mapping[str, RuntimeCodes]
@@ -66,7 +66,7 @@ def compare_runtimes(
 ) -> RuntimeComparison:
     """Run a file with Q/DQ pairs, of any tool, in runtimes at their default settings, and compare all its codes end to end.
 
-    They are compared with the file's evaluation as it stands, node by node: that of onnxruntime without graph optimizations.
+    They are compared with the file's evaluation as it stands, node by node, in onnxruntime without graph optimizations.
     Runtimes fuse nodes into integer kernels, which round in another order. A difference therefore does not tell who is right;
     it tells where one begins. With the model at hand, `verify` compares its own codes.
 
@@ -114,7 +114,8 @@ def compare_runtimes(
         )
     names = [*(node.quantizer for node in nodes), *quantizers_in_bodies(graph)]
     tensors = _inputs(graph, inputs, seed)
-    expected = _results(program, tensors)
+    with torch.no_grad():
+        expected = None if program is None else tensors_of(program(*tensors))
     found, differences = dict[str, RuntimeCodes](), dict[str, float]()
     with progress_bar("verify", "runs", progress, total=1 + len(runtimes), after=0) as bar:
         step(bar, "onnxruntime, as the file is written")
@@ -136,17 +137,10 @@ def _run(name: str, *request: *Request) -> Executed:
 
 
 def _compare(reference: Executed, run: Executed, nodes: Sequence[QuantizerNode], names: Sequence[str]) -> RuntimeCodes:
-    """Return what differs between two runs; `names` are those of all quantizers, also where no run has their codes."""
+    """Return what differs between two runs; `names` lists all quantizers, also where no run has their codes."""
     read = {node.quantizer: node.codes for node in nodes if node.codes in reference.codes and node.codes in run.codes}
     counts = {name: CodeCount.of(run.codes[codes], reference.codes[codes]) for name, codes in read.items()}
     return RuntimeCodes.of(run, counts, reference.outputs, names)
-
-
-def _results(program: Callable[..., object] | None, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-    if program is None:
-        return None
-    with torch.no_grad():
-        return tensors_of(program(*tensors))
 
 
 def _difference(expected: Sequence[Tensor], outputs: Sequence[Array]) -> float:
@@ -195,11 +189,10 @@ def _inputs(graph: "onnx.GraphProto", given: Mapping[str, ArrayLike] | None, see
             f"the inputs must have an array for each input of the file ({names}); {missing[0]!r} is missing."
         )
     tensors = {value.name: torch.from_numpy(np.ascontiguousarray(given[value.name])) for value in values}
-    for name, tensor in tensors.items():
-        if tensor.isnan().any():
-            raise ValueError(
-                f"compare_runtimes: input {name!r} has NaN, for which nothing can be compared; pass numbers."
-            )
+    if with_nan := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
+        raise ValueError(
+            f"compare_runtimes: input {with_nan[0]!r} has NaN, for which nothing can be compared; pass numbers."
+        )
     return list(tensors.values())
 
 

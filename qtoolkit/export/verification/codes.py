@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,8 +158,8 @@ def codes_in_file(grid: Grid, x: Tensor) -> Array:
 class ChosenMaxima(TorchFunctionMode):
     """Lets pools that return positions return those that another runtime chose, where these hold a maximum too.
 
-    Otherwise an unpooling would place a value elsewhere, and all its codes there would differ. The positions are those of
-    each call, in order, counted through the whole input as ONNX's MaxPool does. A pool whose turn finds none of its shape
+    Otherwise an unpooling would place a value elsewhere, and all its codes there would differ. The positions come call
+    by call, counted through the whole input as ONNX's MaxPool does. A pool whose turn finds none of its shape
     keeps its own.
     """
 
@@ -167,13 +167,7 @@ class ChosenMaxima(TorchFunctionMode):
         super().__init__()
         self.positions = iter(positions)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> object:
         """Call a function, and choose the positions that it returns."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

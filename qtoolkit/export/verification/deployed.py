@@ -177,7 +177,7 @@ class RuntimeCodes:
 
         Warns:
             UserWarning: Quantizers could not be compared, or rounding in a few places has changed more codes behind them than
-                rounding explains in one layer: the outputs are not those of the model.
+                rounding explains in one layer: the outputs are not the model's.
         """
         check_numbers(self.output_difference, self.nan, "verify")
         verdict = self.verdict

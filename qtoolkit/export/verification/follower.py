@@ -29,6 +29,7 @@ from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Array
 
 Hook = Callable[[Grid, tuple[Tensor, ...], Tensor], Tensor | None]
+Codes = Mapping[str, Sequence[Array]]  # of each call of quantizers, by their names
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Pairing:
 
 
 def _nearest(call: Call, nodes: Iterable[NodeCodes]) -> tuple[CodeCount, NodeCodes | None]:
-    """Return the node whose codes differ least from those of a call, with how they differ; None where none has its shape."""
+    """Return the node whose codes differ least from a call's, with how they differ; None where none has its shape."""
     counts = ((call.compare(node.codes), node) for node in nodes if node.codes.shape == call.codes.shape)
     return min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
 
@@ -114,7 +115,7 @@ class _Comparison:
         self.stored = self.found = CodeCount()
 
     def add(self, name: str, call: Call, node: NodeCodes | None, stored: bool = False) -> None:
-        """Compare a call of a quantizer with its node, whose codes may be those of a stored tensor."""
+        """Compare a call of a quantizer with its node, which may stand for a stored tensor."""
         if node is None:
             if call.codes.size:  # a tensor without elements has no codes, and files leave it out
                 self.missing[name] = None
@@ -127,7 +128,7 @@ class _Comparison:
             self.counts[name] = self.counts.get(name, CodeCount()) + count
 
     def result(self, nodes: Nodes, outputs: object, drawn: Drawn) -> Followed:
-        """Return what was found. The counts of a quantizer are those of all its calls."""
+        """Return what was found. The counts of a quantizer include all its calls."""
         names = [name for name in dict.fromkeys((*nodes, *self.counts)) if name in self.counts]
         counts = {name: self.counts[name] for name in names if name not in {*self.missing, *drawn.quantizers}}
         missing = tuple(name for name in self.missing if name not in drawn.quantizers)
@@ -135,7 +136,7 @@ class _Comparison:
 
 
 class Follower:
-    """Runs a converted model with these arguments, and compares its codes with those of runtimes."""
+    """Runs a converted model with these arguments, and compares its codes with runtimes'."""
 
     def __init__(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
@@ -152,9 +153,7 @@ class Follower:
         self.between_layers = [grid for grid in self.names if grid not in in_layers]
         self.activations = {grid for grid in self.between_layers if not grid.of_weight}
         self.calls: Counter[Grid] = Counter()
-        self.codes: dict[
-            str, list[Array]
-        ] = {}  # of each activation quantizer that is called, in the order of its calls
+        self.codes = dict[str, list[Array]]()  # of each activation quantizer that is called, in the order of its calls
         found = dict[str, None]()
         before = RandomState.now()
         self.outputs = self._run(self.names, partial(self._record, found))  # as the model computes by itself
@@ -174,15 +173,10 @@ class Follower:
         if grid in self.activations:
             self.codes.setdefault(self.names[grid], []).append(_call(grid, args[0], output).codes)
 
-    def _drawn(
-        self,
-        codes: Mapping[str, Sequence[Array]],
-        outputs: object,
-        values: Mapping[str, Sequence[Tensor]] | None = None,
-    ) -> Drawn:
+    def _drawn(self, codes: Codes, outputs: object, values: Mapping[str, Sequence[Tensor]] | None = None) -> Drawn:
         """Return what is another one in a second run than in the first: what depends on random numbers.
 
-        `codes` are those of the first run, by quantizer; `values` what these quantizers return in both, None for what they
+        `codes` come from the first run, by quantizer; `values` are what these quantizers return in both, None for what they
         compute.
         """
         if not self.draws:
@@ -191,7 +185,7 @@ class Follower:
         numbers = Counter[str]()
 
         def compare(grid: Grid, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            """Compare the codes of a call with those of the first run, and return its values."""
+            """Compare the codes of a call with the first run's, and return its values."""
             name = self.names[grid]
             if name not in codes:
                 return None
@@ -206,7 +200,7 @@ class Follower:
         return Drawn(tuple(found), frozenset(place for place, pair in pairs if not _are_equal(*pair)))
 
     def unused(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return those of these quantizers on which nothing that the model returns depends, for these inputs."""
+        """Return which of these quantizers change nothing that the model returns, for these inputs."""
         grids = {name: grid for grid, name in self.names.items() if name in names}
         if not grids or self._is_unchanged_by_nan(grids.values()):
             return tuple(grids)
@@ -240,7 +234,7 @@ class Follower:
     def layer_by_layer(self, nodes: Nodes, complete: bool = False, progress: bool = False) -> Followed:
         """Compare the codes as the model computes them from the runtime's at the quantizers before: no difference spreads.
 
-        With `complete` these are the codes of all nodes, those of weights and other constants too, which are then compared.
+        With `complete` these are the codes of all nodes, weights and other constants included, which are then compared.
         A call without a node of its own then has one whose codes differ by rounding ties alone.
         """
         pairing, comparison, numbers = self._pairing(nodes, up_to_ties=complete), _Comparison(), Counter[Grid]()

@@ -1,7 +1,7 @@
 """Verification: an exported file's integer codes, as onnxruntime computes them, compared with the model's own."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,8 +69,8 @@ class Verification:
             the branches that its example inputs take), and those on which nothing that the model returns depends.
         output_error: Largest difference of the outputs when torch computes them from onnxruntime's codes, as a share of the
             largest value: of those behind layers and ops whose results change little where their inputs do.
-        drawn: Quantizers whose codes depend on random numbers, such as those of `torch.randn_like`: each run draws others, so
-            that `layer_codes` leaves them out. The ops behind them are compared from the runtime's codes.
+        drawn: Quantizers whose codes depend on random numbers, as behind `torch.randn_like`: each run draws others, so that
+            `layer_codes` leaves them out. The ops behind them are compared from the runtime's codes.
         nan: Quantizers that get NaN, for which there is nothing to compare.
         refused: Why onnxruntime does not run the file in a session without options, although it does without graph
             optimizations; "" where it runs, and where nobody tried (`verify_onnx`).
@@ -90,24 +90,23 @@ class Verification:
 
     @classmethod
     def of(
-        cls,
-        follower: Follower,
-        followed: Followed,
-        outputs: Sequence[Array],
-        quantizer_codes: CodeCount,
-        output_error: float = 0.0,
+        cls, follower: Follower, followed: Followed, outputs: Sequence[Array], codes: CodeCount, smooth: Set[int]
     ) -> "Verification":
-        """Return what a model that was followed layer by layer gives beside the outputs of a file, with other facts."""
+        """Return how a model that was followed layer by layer compares with a file that has these outputs.
+
+        `codes` compares the quantizers for exactly the inputs of their nodes; `smooth` are the places of the outputs that are
+        equal up to rounding where the codes are.
+        """
         unused = follower.unused(followed.missing)
         return cls(
             weight_codes=followed.stored,
-            quantizer_codes=quantizer_codes,
+            quantizer_codes=codes,
             layer_codes=sum_of(followed.counts.values()),
             by_quantizer=dict(followed.counts),
             output_difference=largest_difference(tensors_of(follower.outputs), outputs),
             missing=tuple(name for name in followed.missing if name not in unused),
             unreached=(*follower.unreached, *unused),
-            output_error=output_error,
+            output_error=followed.output_error(outputs, smooth),
             drawn=followed.drawn.quantizers,
             nan=follower.nan,
         )
@@ -201,7 +200,7 @@ def compare_layers(
     path: "onnx.ModelProto | str | os.PathLike[str] | None",
     progress: bool,
 ) -> Verification:
-    """Compare the codes of a file with those of a converted model as `verify_onnx` does; model and inputs are on the CPU."""
+    """Compare the codes of a file and of a converted model as `verify_onnx` does; model and inputs are on the CPU."""
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
     file = _opened(path, "verify_onnx")
     nodes = _nodes_of(file.proto.graph, converted, "verify_onnx")
@@ -217,8 +216,8 @@ def compare_layers(
     with ChosenMaxima(values[name] for name in positions):
         followed = follower.layer_by_layer(_by_quantizer(nodes, values, grids), complete=True, progress=progress)
     outputs = [values[output.name] for output in file.proto.graph.output]
-    error = followed.output_error(outputs, _smooth_outputs(file.proto.graph, nodes))
-    return Verification.of(follower, followed, outputs, _codes_of_own_inputs(nodes, values, follower), error)
+    codes, smooth = _codes_of_own_inputs(nodes, values, follower), _smooth_outputs(file.proto.graph, nodes)
+    return Verification.of(follower, followed, outputs, codes, smooth)
 
 
 def _by_quantizer(
@@ -283,7 +282,7 @@ def verify(
     optimized: bool = True,
     progress: bool = True,
 ) -> DeployedVerification:
-    """Compare all codes of a model with those of its file end to end, as users run the file.
+    """Compare all codes of a model and of its file end to end, as users run the file.
 
     Each runtime computes at its default settings, with integer kernels where it has them. Nothing is corrected on the way, so
     a code that differs early may change many after it: `first_difference` names where it began. The float reference of

@@ -27,7 +27,7 @@ class Lowered:
     """A program in the form of ExecuTorch."""
 
     file: bytes  # the content of the file
-    # the ops that compute: those of the delegate, and those with kernels of ExecuTorch, which are "portable"
+    # the ops that compute, in the delegate or in kernels of ExecuTorch, which are "portable"
     layers: tuple[Layer, ...]
     conversions: int  # how many ops convert between floats and codes
     delegates: int  # how many parts of the program the delegate computes

@@ -177,12 +177,9 @@ class LitertFile:
 
 def _computes_exactly(model: nn.Module) -> bool:
     """Return whether a model computes all its ops in the arithmetic of the reference kernels."""
-    plan = model.plan if isinstance(model, QuantizedGraphModule) else None
-    return (
-        plan is not None
-        and rounding_of(model) is LITERT.quantizes_as
-        and all(how.kernel for how in plan.computed.values())
-    )
+    if not isinstance(model, QuantizedGraphModule) or model.plan is None:
+        return False
+    return rounding_of(model) is LITERT.quantizes_as and all(how.kernel for how in model.plan.computed.values())
 
 
 def _content(path: Path) -> bytes:

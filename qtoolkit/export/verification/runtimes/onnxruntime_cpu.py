@@ -147,7 +147,7 @@ def _as_in_file(codes: Array, grid: Grid) -> Array:
 
 
 def _layers(graph: "onnx.GraphProto", types: Mapping[str, int], names: Mapping[str, str]) -> tuple[Layer, ...]:
-    """Return the nodes of an optimized graph that compute, with their layers' names; `types` are those of the tensors."""
+    """Return the nodes of an optimized graph that compute, with their layers' names; `types` are the types of tensors."""
     import onnx
 
     codes = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
@@ -162,7 +162,7 @@ def _layers(graph: "onnx.GraphProto", types: Mapping[str, int], names: Mapping[s
 
 
 def _name_of(node: "onnx.NodeProto", names: Mapping[str, str]) -> str:
-    """Return the name of a node for people; `names` are those of the file's nodes."""
+    """Return the name of a node for people, from the `names` of the file's nodes."""
     return names.get(node.name, node.name) or str(node.output[0])
 
 

@@ -1,7 +1,7 @@
 """OpenVINO on the CPU, at its default settings.
 
-The codes are those of the values behind each DequantizeLinear, which a second compilation returns as outputs. These outputs
-keep some ops from being fused, so codes deep in a network may differ from those of the plain graph by a rounding tie:
+The codes come from the values behind each DequantizeLinear, which a second compilation returns as outputs. These outputs
+keep some ops from being fused, so codes deep in a network may differ from the plain graph's by a rounding tie:
 `Executed.changed_by_reading` is what that makes of the outputs.
 """
 
@@ -64,9 +64,8 @@ def execute(
     reading, names = _compiled_with(path, tuple(read))
     values = reading(arrays)
     results = list(values.values())
-    codes = {}
-    for name in names:
-        codes[read[name].codes] = grids[read[name].quantizer].codes(torch.tensor(values[name])).numpy()
+    found = ((read[name], torch.tensor(values[name])) for name in names)
+    codes = {node.codes: grids[node.quantizer].codes(x).numpy() for node, x in found}
     file = OpenedFile.of(path)
     labels = layer_names(file.proto.graph)
     layers, conversions = _layers(plain, labels)
