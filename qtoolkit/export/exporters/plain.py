@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from onnx_ir import DataType
 from onnx_ir.tensor_adapters import from_torch_dtype, to_torch_dtype
-from torch import Tensor
+from torch import Tensor, Value
 
 from qtoolkit.errors import present
 from qtoolkit.export.pairs.opsets import NATIVE
@@ -118,42 +118,41 @@ def written_by_dynamo(
     return pair.write(x, from_torch_dtype(x.dtype), scale, zero_point)
 
 
-class _Graph(_Plain["torch.Value"]):
+class _Graph(_Plain[Value]):
     """Writes the nodes into a graph of the TorchScript exporter."""
 
     def __init__(self, g: "GraphContext", opset: int, how: Rounding, shape: Sequence[int]) -> None:
         super().__init__(opset, how, shape)
         self.g = g
 
-    def node_of(self, op_type: str, *inputs: "torch.Value", role: str = "", **attributes: Attribute) -> "torch.Value":
+    def node_of(self, op_type: str, *inputs: Value, role: str = "", **attributes: Attribute) -> Value:
         values = {f"{key}_i": int(v) if isinstance(v, DataType) else v for key, v in attributes.items()}
         return op_in_torchscript(self.g, op_type, *inputs, **values)
 
-    def constant(self, array: Array, dtype: DataType, name: str) -> "torch.Value":
+    def constant(self, array: Array, dtype: DataType, name: str) -> Value:
         return op_in_torchscript(self.g, "Constant", value_t=torch.tensor(array).to(to_torch_dtype(dtype)))
 
-    def zeros(self, scale: "torch.Value") -> "torch.Value":
-        sizes, dtype = type_in_torchscript(scale)[1], to_torch_dtype(self.storage.dtype)
-        return op_in_torchscript(self.g, "Constant", value_t=torch.zeros(sizes, dtype=dtype))
+    def zeros(self, scale: Value) -> Value:
+        sizes = present(type_in_torchscript(scale)[1], "the shape of a scale")
+        zeros = torch.zeros(sizes, dtype=to_torch_dtype(self.storage.dtype))
+        return op_in_torchscript(self.g, "Constant", value_t=zeros)
 
 
-def op_in_torchscript(g: "GraphContext", op: str, *inputs: "torch.Value", **attributes: Any) -> "torch.Value":
+def op_in_torchscript(g: "GraphContext", op: str, *inputs: Value, **attributes: Any) -> Value:
     """Write a node into a graph of the TorchScript exporter; the names of attributes end in their types, as in `axis_i`."""
-    output: torch.Value = g.op(op, *inputs, **attributes)
+    output: Value = g.op(op, *inputs, **attributes)
     return output
 
 
-def written_by_torchscript(
-    g: "GraphContext", opset: int, inputs: Sequence["torch.Value"], how: Rounding
-) -> "torch.Value":
+def written_by_torchscript(g: "GraphContext", opset: int, inputs: Sequence[Value], how: Rounding) -> Value:
     """Return the values of a call as nodes of a graph of the TorchScript exporter."""
     x, scale, *zero_point = inputs
     dtype, sizes = type_in_torchscript(x)
-    return _Graph(g, opset, how, sizes).write(x, dtype, scale, zero_point[0] if zero_point else None)
+    return _Graph(g, opset, how, sizes or ()).write(x, dtype, scale, zero_point[0] if zero_point else None)
 
 
-def type_in_torchscript(x: "torch.Value") -> tuple[DataType, list[int]]:
-    """Return the type and the sizes of a floating point tensor of a graph of the TorchScript exporter; [] for unknown ones."""
+def type_in_torchscript(x: Value) -> tuple[DataType, list[int] | None]:
+    """Return the type of a floating point tensor of the TorchScript exporter, and its sizes; None where one varies."""
     kind = x.type()
     sizes = kind.sizes() if isinstance(kind, torch.TensorType) else None
-    return from_torch_dtype(present(kind.dtype(), "the type of a tensor")), sizes or []
+    return from_torch_dtype(present(kind.dtype(), "the type of a tensor")), sizes

@@ -146,6 +146,7 @@ def _quantizing(model: nn.Module) -> Iterator[_Quantizing]:
 def _replaced(methods: Mapping[_Quantizing, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Replace methods for the duration of a `with` block."""
     for method, function in methods.items():
+        # Not by setattr: in the module's own dict the function hides the method, and `del` brings the method back.
         vars(method.module)[method.name] = function
     try:
         yield

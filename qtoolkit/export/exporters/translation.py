@@ -136,6 +136,7 @@ TRANSLATIONS: Mapping[Callable[..., object], Callable[..., Results]] = {
 
 def placeholder_in_torchscript(g: "GraphContext", inputs: Sequence["torch.Value"], how: Rounding) -> "torch.Value":
     """Write the placeholder of a call into a graph of the TorchScript exporter."""
-    attributes = _attributes(*type_in_torchscript(inputs[0]), how)
+    dtype, sizes = type_in_torchscript(inputs[0])
+    attributes = _attributes(dtype, sizes or (), how)
     named = {f"{name}_{'s' if isinstance(value, str) else 'i'}": value for name, value in attributes.items()}
     return op_in_torchscript(g, f"{DOMAIN}::{PLACEHOLDER}", *inputs, **named)

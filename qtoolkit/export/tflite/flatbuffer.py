@@ -114,13 +114,13 @@ class FileBuilder:
         """Return the number of an option, such as "VALID" of "Padding"."""
         return int(getattr(getattr(self.schema, kind), name))
 
-    def pack(self, inputs: Mapping[str, int], outputs: Mapping[str, int], description: str, facts: Facts) -> bytes:
+    def pack(self, inputs: Mapping[str, Value], outputs: Mapping[str, Value], description: str, facts: Facts) -> bytes:
         """Return the file with these inputs and outputs, and with facts as its metadata, in JSON."""
         import flatbuffers
 
         schema = self.schema
-        places = (np.array([*ends.values()], np.int32) for ends in (inputs, outputs))
-        ends = ([schema.TensorMapT(n.encode(), t) for n, t in each.items()] for each in (inputs, outputs))
+        places = (np.array([x.tensor for x in ends.values()], np.int32) for ends in (inputs, outputs))
+        ends = ([schema.TensorMapT(n.encode(), x.tensor) for n, x in each.items()] for each in (inputs, outputs))
         model = schema.ModelT(
             version=SCHEMA_VERSION,
             description=description.encode(),

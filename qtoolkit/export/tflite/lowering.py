@@ -77,7 +77,7 @@ class Lowering:
             conversions=self.conversions,
             layers=[(layer.name, layer.kernel, layer.integer) for layer in self.layers],
         )
-        return self.file.pack(_tensors(self.inputs), _tensors(self.outputs), description, facts)
+        return self.file.pack(self.inputs, self.outputs, description, facts)
 
     # ---- nodes
 
@@ -115,17 +115,15 @@ class Lowering:
 
     def _outputs(self) -> dict[str, Value]:
         (output,) = (node for node in self.program.graph.nodes if node.op == "output")
-        names = iter(f"output_{i}" if i else "output" for i in range(len(output.all_input_nodes) + 1))
         found = {}
-        for node in output.args[0]:
+        for i, node in enumerate(output.args[0]):
             value = self.values.get(node)
             if value is None:
                 raise ValueError(
                     f"export_litert: output {node.name!r} does not depend on the inputs; remove it from the outputs."
                 )
-            found[next(names)] = (
-                value if value.scales is not None and value.scales.dtype == self.io_type else self.as_float(value)
-            )
+            in_codes = value.scales is not None and value.scales.dtype == self.io_type
+            found[f"output_{i}" if i else "output"] = value if in_codes else self.as_float(value)
         return found
 
     def _quantize(self, node: fx.Node) -> None:
@@ -308,10 +306,6 @@ def _like(node: fx.Node) -> Tensor:
     """Return a tensor with the shape and the type of a node's."""
     value = node.meta["val"]
     return torch.zeros(tuple(value.shape), dtype=value.dtype)
-
-
-def _tensors(ends: Mapping[str, Value]) -> dict[str, int]:
-    return {name: value.tensor for name, value in ends.items()}
 
 
 def layouts(ends: Mapping[str, Value]) -> dict[str, str]:
