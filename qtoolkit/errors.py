@@ -71,10 +71,11 @@ def type_beside(value: object, wanted: type) -> str:
     return f"{kind.__module__}.{kind.__name__}" if kind.__name__ == wanted.__name__ else kind.__name__
 
 
-def check_mapping(what: str, value: object) -> None:
-    """Raise ValueError unless a value is a mapping; for values read from a file."""
+def check_mapping(what: str, value: object) -> Mapping[str, object]:
+    """Return a value read from a file, or raise ValueError unless it is a mapping."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be a mapping of names to values, got {type(value).__name__}.")
+    return value
 
 
 def check_sequence(value: object, what: str, argument: str, of: str = "names", empty: bool = True) -> None:

@@ -1,25 +1,35 @@
 """What a checkpoint holds: the tensors of a model and of its training, and the record."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import partial
 from itertools import chain, count
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qtoolkit.checkpoint.optimizers import Keep, optimizer_tree
-from qtoolkit.checkpoint.record import OWN, VERSION, Record, decode, encode
+from qtoolkit.checkpoint.record import OWN, VERSION, Json, Record, decode, encode
 from qtoolkit.eager.record import plan_of
 from qtoolkit.model_state import RandomState
 from qtoolkit.processes import is_sharded, rank, ranks
 
 
-def _keep_state_dict(tensors: dict[str, Tensor], saved: Mapping[str, Any]) -> dict[str, str]:
+class Stateful(Protocol):
+    """An object of the state, which is saved by its state dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take a state."""
+
+
+def _keep_state_dict(tensors: dict[str, Tensor], saved: Mapping[str, object]) -> dict[str, str]:
     """Add the entries of a model's state dict; return those that are the same tensor as another one, with its name."""
-    aliases, seen = dict[str, str](), dict[tuple[Any, ...], str]()
+    aliases, seen = dict[str, str](), dict[Hashable, str]()
     for name, value in saved.items():
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -43,7 +53,7 @@ def _keep(tensors: dict[str, Tensor], name: str, tensor: Tensor) -> str:
 
 
 def contents_of(
-    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], version: str
+    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, object], version: str
 ) -> tuple[dict[str, Tensor], Record]:
     """Return the tensors that this process has for a checkpoint, and its record.
 
@@ -76,17 +86,17 @@ def random_name(rank: int) -> str:
     return f"random/{rank}"
 
 
-def is_object(value: object) -> bool:
+def is_object(value: object) -> TypeGuard[Stateful]:
     """Return whether a value of the state is saved by its state dict."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _tree(name: str, value: Any, keep: Keep) -> dict[str, Any]:
+def _tree(name: str, value: object, keep: Keep) -> dict[str, Json]:
     kind, content = ("object", value.state_dict()) if is_object(value) else ("value", value)
     return {kind: encode(content, f"state[{name!r}]", partial(keep, f"state/{name}"))}
 
 
-def _identity(name: str, tensor: Tensor) -> tuple[Any, ...]:
+def _identity(name: str, tensor: Tensor) -> Hashable:
     """Return the same value for entries of a state dict that are one tensor."""
     if type(tensor) is not Tensor or tensor.numel() == 0:  # of other types, only the name is known to tell them apart
         return (name,)

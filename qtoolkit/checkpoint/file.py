@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -14,6 +14,8 @@ from qtoolkit.checkpoint.contents import random_name
 from qtoolkit.checkpoint.record import KEY, OWN, Record, parsed
 from qtoolkit.files import replacing
 from qtoolkit.processes import is_sharded, raising_on_all_ranks, rank, ranks
+
+T = TypeVar("T")
 
 WRAPPINGS = ("state_dict", "model_state_dict", "model")  # entries in which scripts keep a model's state dict
 # What begins the names of a model in DistributedDataParallel, and of one in torch.compile.
@@ -134,7 +136,7 @@ def wrapper_of(names: Collection[str]) -> str:
     return found
 
 
-def without_wrapper(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_wrapper(state: Mapping[str, T]) -> Mapping[str, T]:
     """Return a state dict with the names that the model in its wrappers has."""
     wrapper = wrapper_of(state)
     return {key.removeprefix(wrapper): value for key, value in state.items()} if wrapper else state

@@ -1,10 +1,10 @@
-"""Whether the entries of a checkpoint are those of a model, before anything is loaded."""
+"""Whether the entries of a checkpoint fit a model, before anything is loaded."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
+from qtoolkit.checkpoint.record import Metadata
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import nearest, some
 from qtoolkit.processes import is_sharded
@@ -16,7 +16,7 @@ Modules = Mapping[str, nn.Module]  # of a model, by all of their names
 
 
 def differences(
-    modules: Modules, own: Collection[str], saved: Mapping[str, Any], metadata: Mapping[str, Any]
+    modules: Modules, own: Collection[str], saved: Collection[str], metadata: Metadata
 ) -> tuple[list[str], list[str]]:
     """Return the entries that only the model has, and those that only the checkpoint has.
 
@@ -53,7 +53,7 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def check_config(model: nn.Module, metadata: Mapping[str, Any], saved: Collection[str], backend: str | None) -> None:
+def check_config(model: nn.Module, metadata: Metadata, saved: Collection[str], backend: str | None) -> None:
     """Raise ValueError if a quantizer of the model has another spec in the checkpoint, with all that differ."""
     owners = {_owner(name) for name in saved}
     found = {

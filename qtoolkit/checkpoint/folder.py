@@ -33,8 +33,8 @@ DATA = "data-"
 def write_folder(tensors: Mapping[str, Tensor], record: Record, folder: Path) -> None:
     """Write a folder; every process must call this. If it cannot be written, the checkpoint that was there stays.
 
-    What is not sharded is that of rank 0. Ranks may have other buffers, such as running statistics, until
-    DistributedDataParallel replaces them by those of rank 0.
+    What is not sharded comes from rank 0. Ranks may have other buffers, such as running statistics, until
+    DistributedDataParallel replaces them by rank 0's.
     """
     own = {
         name: t for name, t in tensors.items() if rank() == 0 or is_sharded(t) or name == f"{OWN}{random_name(rank())}"
@@ -92,7 +92,7 @@ def _dtype(name: object) -> torch.dtype:
 
 
 class Folder:
-    """A folder to read; ValueError if its index is not one, or its data is not that of the index."""
+    """A folder to read; ValueError if its index is not one, or its data does not belong to the index."""
 
     def __init__(self, folder: Path) -> None:
         values = parsed((folder / INDEX).read_bytes())
@@ -132,7 +132,7 @@ class Folder:
                 raise ValueError(f"its files do not hold all of the tensor {name!r}")
 
 
-def _entry(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _entry(values: Mapping[str, object], name: str) -> dict[str, Any]:
     entry = values.get(name)
     if not isinstance(entry, dict):
         raise ValueError(f"its index has no {name!r}")

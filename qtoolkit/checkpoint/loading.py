@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qtoolkit.checkpoint.contents import is_object, random_name, restore_random
+from qtoolkit.checkpoint.contents import Stateful, is_object, random_name, restore_random
 from qtoolkit.checkpoint.file import InMemory, read_file, read_pickle
 from qtoolkit.checkpoint.fitting import check_config, check_names, check_ranges, check_shapes, differences
 from qtoolkit.checkpoint.optimizers import check_optimizer, optimizer_state, shaped_like
-from qtoolkit.checkpoint.record import INDEX, OWN, Record, decode
+from qtoolkit.checkpoint.record import INDEX, OWN, Json, Metadata, OptimizerTree, Record, decode
 from qtoolkit.errors import check_known
 from qtoolkit.finite import check_finite
 from qtoolkit.model_state import unchanged_on_error, values_unchanged_on_error
@@ -58,13 +58,13 @@ class Loading:
     source: "InMemory | Folder"
     model: nn.Module
     optimizer: Optimizer | None
-    state: Mapping[str, Any]
+    state: Mapping[str, object]
     strict: bool
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    of_optimizer: dict[str, Any] = field(default_factory=dict)
+    of_optimizer: dict[str, object] = field(default_factory=dict)
 
     @property
     def record(self) -> Record:
@@ -83,7 +83,7 @@ class Loading:
         return saved | {name: saved[first] for name, first in self.record.aliases.items()}
 
     @cached_property
-    def metadata(self) -> Mapping[str, Any]:
+    def metadata(self) -> Metadata:
         """The metadata of the saved state dict."""
         for name, entry in self.record.modules.items():
             if not isinstance(entry, dict) or not isinstance(entry.get("version", 1), int | None):
@@ -98,7 +98,7 @@ class Loading:
         return key if fits and self.optimizer is not None else None
 
     def check(self) -> None:
-        """Raise ValueError unless the checkpoint is that of the model, the optimizer and the state."""
+        """Raise ValueError unless the checkpoint fits the model, the optimizer and the state."""
         if any(tensor.is_meta for tensor in self.own.values()):
             raise ValueError("the model is on the meta device; call model.to_empty(device='cpu') first")
         check_config(self.model, self.metadata, self.shapes, self.record.backend)
@@ -117,7 +117,7 @@ class Loading:
                     f"state[{name!r}] was saved as a plain value, but an object with a state dict was passed"
                 )
 
-    def _optimizer_tree(self) -> dict[str, Any]:
+    def _optimizer_tree(self) -> OptimizerTree:
         if self.record.optimizer is None:
             raise ValueError("it holds no optimizer; pass optimizer=None")
         return self.record.optimizer
@@ -147,7 +147,7 @@ class Loading:
     def _plain(self, name: str) -> Tensor:
         return torch.empty(self.source.shapes[self.record.aliases.get(name, name)])
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> dict[str, object]:
         """Load what was read; return the values that are not objects. If anything raises, all is as before."""
         loaded = OrderedDict(
             (name, self.tensors[self.record.aliases.get(name, name)])
@@ -159,7 +159,7 @@ class Loading:
         with (
             loaded_aside(self.model, loaded),
             unchanged_on_error(self.model),
-            _restored_on_error([*objects.values()], self.optimizer),
+            _restored_on_error(objects.values(), self.optimizer),
         ):
             self.model.load_state_dict(loaded, strict=self.strict)
             check_finite(self.model, "the model")
@@ -177,7 +177,7 @@ class Loading:
         return of_optimizer + [n for n, tree in self.record.state.items() if "object" in tree and n not in self.state]
 
 
-def _content(tree: Mapping[str, Any]) -> Any:
+def _content(tree: Mapping[str, Json]) -> Json:
     ((_, content),) = tree.items()
     return content
 
@@ -188,16 +188,15 @@ def _fitting(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 @contextmanager
-def _restored_on_error(objects: list[Any], optimizer: Optimizer | None) -> Iterator[None]:
+def _restored_on_error(objects: Collection[Stateful], optimizer: Optimizer | None) -> Iterator[None]:
     before = [(each, copy.deepcopy(each.state_dict())) for each in objects]
-    of_optimizer = {} if optimizer is None else optimizer.state_dict()  # loading replaces its tensors
+    if optimizer is not None:
+        before.append((optimizer, optimizer.state_dict()))  # without a copy: loading replaces its tensors
     try:
         yield
     except BaseException:
         for each, state in before:
             each.load_state_dict(state)
-        if optimizer is not None:
-            optimizer.load_state_dict(of_optimizer)
         raise
 
 

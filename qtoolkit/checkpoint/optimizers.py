@@ -1,19 +1,18 @@
 """The state of an optimizer, by the names of the model's parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qtoolkit.checkpoint.record import decode, encode
+from qtoolkit.checkpoint.record import OptimizerTree, decode, encode
 from qtoolkit.errors import some
 
 Keep = Callable[[str, Tensor], str]  # stores a tensor by a name like this one, and returns its key
 
 
-def optimizer_tree(model: nn.Module, optimizer: Optimizer, keep: Keep) -> dict[str, Any]:
+def optimizer_tree(model: nn.Module, optimizer: Optimizer, keep: Keep) -> OptimizerTree:
     """Return the state of an optimizer as JSON."""
     groups, saved = _names_in_groups(model, optimizer, "save_checkpoint"), optimizer.state_dict()
     name_of = {
@@ -33,7 +32,7 @@ def optimizer_tree(model: nn.Module, optimizer: Optimizer, keep: Keep) -> dict[s
     return {"type": type(optimizer).__name__, "groups": groups, "options": encoded, "states": states}
 
 
-def check_optimizer(model: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
+def check_optimizer(model: nn.Module, optimizer: Optimizer, tree: OptimizerTree) -> None:
     """Raise ValueError unless an optimizer has the type, and the parameters in the groups, of the one that was saved."""
     own = _names_in_groups(model, optimizer, "load_checkpoint")
     if tree["type"] != type(optimizer).__name__:
@@ -49,17 +48,20 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, tree: Mapping[str, A
         )
 
 
-def shaped_like(model: nn.Module, tree: Mapping[str, Any]) -> dict[str, Tensor]:
+def shaped_like(model: nn.Module, tree: OptimizerTree) -> dict[str, Tensor]:
     """Return the parameter that each tensor of the state may be shaped and distributed like, by the tensor's key."""
     parameters = dict(model.named_parameters())
     found: dict[str, Tensor] = {}
     for name, state in tree["states"].items():
-        for value in state.values():
-            decode(value, _noting(found, parameters[name]))
+
+        def note(key: str, like: Tensor = parameters[name]) -> Tensor:
+            return found.setdefault(key, like)
+
+        decode(list(state.values()), note)
     return found
 
 
-def optimizer_state(tree: Mapping[str, Any], take: Callable[[str], Tensor]) -> dict[str, Any]:
+def optimizer_state(tree: OptimizerTree, take: Callable[[str], Tensor]) -> dict[str, object]:
     """Return the state dict of an optimizer whose groups have the parameters of the one that was saved."""
     names = [name for group in tree["groups"] for name in group]
     number_of = {name: number for number, name in enumerate(names)}
@@ -83,7 +85,3 @@ def _names_in_groups(model: nn.Module, optimizer: Optimizer, what: str) -> list[
             f"{tuple(lost[0].shape)}; pass the optimizer of this model."
         )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _noting(found: dict[str, Tensor], tensor: Tensor) -> Callable[[str], Tensor]:
-    return lambda key: found.setdefault(key, tensor)

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,33 +17,43 @@ KEY = "qtoolkit"  # of the record in the metadata of a file
 INDEX = "checkpoint.json"  # the file of the record in a folder
 OWN = "qtoolkit:"  # begins the names of tensors that are not entries of the model's state dict
 PLAIN = (str, int, float, bool, type(None))  # what is the same in JSON
+Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+Metadata = Mapping[str, dict[str, object]]  # of a state dict, by the names of modules: versions, specs and modes
+
+
+class OptimizerTree(TypedDict):
+    """The state of an optimizer as JSON, by the names of the model's parameters."""
+
+    type: str
+    groups: list[list[str]]
+    options: list[Json]
+    states: dict[str, dict[str, Json]]
 
 
 @dataclass(frozen=True)
 class Record:
-    """The record of a checkpoint; by its defaults, that of a state dict, which has none."""
+    """The record of a checkpoint. A state dict has none, and gets the defaults."""
 
-    # the metadata of the model's state dict, by the names of its modules: versions, specs and modes
-    modules: Any = field(default_factory=dict)
+    modules: Metadata = field(default_factory=dict)  # the metadata of the model's state dict
     # entries of the state dict that are the same tensor as another one
     aliases: dict[str, str] = field(default_factory=dict)
     backend: str | None = None  # the backend that the model was prepared for; None if it was not
     mapping: str | None = None  # the user's QConfigMapping as JSON; None without one
-    # what the state dict of the optimizer has beside tensors; None without an optimizer
-    optimizer: dict[str, Any] | None = None
-    state: dict[str, Any] = field(default_factory=dict)  # what the caller gave, by name
+    optimizer: OptimizerTree | None = None
+    # what the caller gave, by name: each under its kind, "object" or "value"
+    state: dict[str, dict[str, Json]] = field(default_factory=dict)
     ranks: int = 0  # the number of processes that saved it
     qtoolkit: str = ""  # the version of the package that wrote it
     torch: str = str(torch.__version__)  # the version of torch
     version: int | None = None  # the version of this record; None of a state dict
 
-    def to_json(self, **more: Any) -> str:
+    def to_json(self, **more: object) -> str:
         """Return the record as JSON, with more entries for the caller."""
         modules = encode(self.modules, "the metadata of the state dict")
         return json.dumps({**vars(self), "modules": modules, **more})
 
     @classmethod
-    def from_values(cls, values: Any) -> Self:
+    def from_values(cls, values: object) -> Self:
         """Return the record of a JSON object; ValueError if it is of a later version, or not a record."""
         if not isinstance(values, Mapping):
             raise ValueError(f"its record is not a JSON object but {type(values).__name__}")
@@ -75,7 +85,7 @@ def parsed(text: str | bytes) -> Any:
 # ---- values as JSON
 
 
-def encode(value: Any, where: str, keep: Callable[[Tensor], str] | None = None) -> Any:
+def encode(value: object, where: str, keep: Callable[[Tensor], str] | None = None) -> Json:
     """Return a value as JSON: numbers, strings, None and tensors, in lists, tuples, dicts and Counters.
 
     `where` says what the value is; `keep` stores a tensor and returns its key. Raises TypeError for an object of another type,
@@ -105,7 +115,7 @@ def encode(value: Any, where: str, keep: Callable[[Tensor], str] | None = None) 
     )
 
 
-def decode(tree: Any, take: Callable[[str], Any] | None = None) -> Any:
+def decode(tree: object, take: Callable[[str], Tensor] | None = None) -> Any:
     """Return the value of `encode`'s result, or raise ValueError; `take` returns the tensor of a key."""
     if isinstance(tree, PLAIN):
         return tree

@@ -60,7 +60,7 @@ def save_checkpoint(
     model: nn.Module,
     path: str | os.PathLike[str],
     optimizer: Optimizer | None = None,
-    state: Mapping[str, Any] | None = None,
+    state: Mapping[str, object] | None = None,
 ) -> None:
     """Save a model, and its training, without pickles.
 
@@ -75,11 +75,11 @@ def save_checkpoint(
         optimizer: Also save its state, and the states of the random number generators of each process.
         state: What else the training needs to go on, by name: objects with `state_dict` and `load_state_dict`, such as
             learning rate schedules, `qtoolkit.tuning.QuantizationSchedule` and GradScaler; and values of numbers, strings, None
-            and tensors, in lists, tuples and dicts. It is that of rank 0, except for tensors sharded by fully_shard.
+            and tensors, in lists, tuples and dicts. Rank 0's is saved, except for tensors sharded by fully_shard.
 
     Raises:
         TypeError: The model is not a module, the path is none, or the state holds an object of another kind.
-        ValueError: The optimizer is that of another model, a sharded model is to be saved as one file, or a parameter or a
+        ValueError: The optimizer is another model's, a sharded model is to be saved as one file, or a parameter or a
             statistic of a batch norm is not finite. What was there stays.
         OSError: The file or the folder cannot be written.
         RuntimeError: It failed on another rank, which is named.
@@ -113,7 +113,7 @@ def load_checkpoint(
     model: nn.Module,
     path: str | os.PathLike[str],
     optimizer: Optimizer | None = None,
-    state: Mapping[str, Any] | None = None,
+    state: Mapping[str, object] | None = None,
     strict: bool = True,
 ) -> Checkpoint:
     """Load a checkpoint of `save_checkpoint`, or a state dict, into a model.
@@ -192,7 +192,7 @@ def _place_to_load(path: object) -> Path:
     return Path(path)
 
 
-def _checked(state: Mapping[str, Any] | None, what: str) -> Mapping[str, Any]:
+def _checked(state: Mapping[str, object] | None, what: str) -> Mapping[str, object]:
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(f"{what}: state must be a mapping of names to objects or values, got {type(state).__name__}.")
     return state or {}

@@ -3,14 +3,13 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from qtoolkit.errors import check_flags
-from qtoolkit.export.inputs import ONE_AT_A_TIME
+from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes
 from qtoolkit.export.program import Decomposed, decomposed
-from qtoolkit.export.verification.codes import largest_difference
+from qtoolkit.export.verification.codes import CodeCount, largest_difference
 from qtoolkit.export.verification.deployed import RuntimeCodes, compare_execution
 from qtoolkit.export.verification.follower import Follower, NodeCodes, in_shapes_of_calls
 from qtoolkit.export.verification.runtimes import executorch_xnnpack
@@ -60,9 +59,9 @@ class ExecutorchResult:
 @in_order(model="model", inputs="example_inputs", path="path")
 def export_executorch(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     path: str | os.PathLike[str],
-    dynamic_shapes: Any = None,
+    dynamic_shapes: DynamicShapes | None = None,
     verify: bool = True,
 ) -> ExecutorchResult:
     """Write a calibrated or converted model as a file of ExecuTorch (.pte), computed by XNNPACK where it can.
@@ -130,9 +129,9 @@ def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, Runtim
         ours = Follower(model, found.args, found.kwargs)
         codes = zip(found.quantizers.activations, values[len(outputs) :], strict=True)
         nodes = in_shapes_of_calls(((name, array) for name, array in codes if name), ours)  # without repeated pairs
-        end_to_end = compare_execution(ours, executed, nodes, ours.codes)
+        end_to_end = compare_execution(ours, executed, nodes, ours.codes, frozenset(), weights={})
         stored = {name: [NodeCodes(codes.numpy(), True)] for name, codes in found.quantizers.stored.items()}
         with in_float(model):
             in_floats = Follower(model, found.args, found.kwargs)
             followed = in_floats.layer_by_layer({**stored, **nodes}, complete=True)
-    return Verification.of(in_floats, followed, outputs), end_to_end
+    return Verification.of(in_floats, followed, outputs, CodeCount(), frozenset()), end_to_end

@@ -1,10 +1,10 @@
 """What a file takes and returns: the tensors of the example inputs, their names, and the checks of both."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,7 +14,7 @@ from qtoolkit.errors import check_sequence, shown
 from qtoolkit.export.pairs.shaped_weights import check_shapes
 from qtoolkit.finite import check_finite
 from qtoolkit.graph.block_calls import map_leaves
-from qtoolkit.model_inputs import bind, call_arguments, leaves, tensors_of, with_tensors
+from qtoolkit.model_inputs import Keys, bind, call_arguments, leaves, tensors_of, with_tensors
 from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -22,8 +22,12 @@ from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 # torch's exporters keep what they are doing in variables of the process, and the verification hooks the model.
 ONE_AT_A_TIME = threading.Lock()
 
+T = TypeVar("T")
+DynamicShapes = dict[str, Any] | tuple[Any, ...] | list[Any]  # as torch.export takes them
+Dimensions = Mapping[int, object] | Sequence[object] | None  # of one tensor: those that are not None vary
 
-def on_cpu(model: nn.Module, inputs: Any, what: str) -> tuple[nn.Module, Any]:
+
+def on_cpu(model: nn.Module, inputs: T, what: str) -> tuple[nn.Module, T]:
     """Return a model and inputs on the CPU, where files are written and compared with runtimes: themselves, if they are there.
 
     A GPU adds in another order, and rounds the inputs of convolutions to TF32 by default, which moves codes.
@@ -48,10 +52,10 @@ def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:
 class Inputs:
     """The inputs of a model, and of its file."""
 
-    args: tuple[Any, ...]  # the positional arguments of forward
-    kwargs: dict[str, Any]  # the keyword arguments
-    arguments: dict[str, Any]  # all of them by the name of forward's argument
-    given: Any  # they as the caller gave them
+    args: tuple[object, ...]  # the positional arguments of forward
+    kwargs: dict[str, object]  # the keyword arguments
+    arguments: dict[str, object]  # all of them by the name of forward's argument
+    given: object  # they as the caller gave them
     given_names: tuple[str, ...]  # the names that the caller chose for the first inputs of the file
     what: str  # the public function that takes them, with which errors begin
 
@@ -98,7 +102,7 @@ class Inputs:
         """The name of each tensor: the given ones, then the default."""
         return [*self.given_names, *self.default_names[len(self.given_names) :]]
 
-    def sizes(self, dynamic_shapes: Any) -> list[Any]:
+    def sizes(self, dynamic_shapes: DynamicShapes) -> list[Dimensions]:
         """Return the entry of `dynamic_shapes` for each tensor.
 
         Raises TypeError: it, or an entry, is of another type; ValueError: an argument has no entry, or a tensor lacks a
@@ -122,7 +126,7 @@ class Inputs:
             self._check_entry(name, entry, tensor.dim())
         return [entry for entry, _ in found]
 
-    def _check_entry(self, name: str, entry: Any, dims: int) -> None:
+    def _check_entry(self, name: str, entry: object, dims: int) -> None:
         """Check an entry of `dynamic_shapes`: torch.export ignores negative dimensions, and the older exporter crashes."""
         what = f"{self.what}: dynamic_shapes"
         if not isinstance(entry, Mapping | Sequence | None) or isinstance(entry, str):
@@ -136,13 +140,13 @@ class Inputs:
                 f"{what} must name dimensions of {name!r} by numbers from 0 to {dims - 1}, got {wrong[0]!r}."
             )
 
-    def of_other_sizes(self, dynamic_shapes: Any) -> Any:
+    def of_other_sizes(self, dynamic_shapes: DynamicShapes) -> object:
         """Return example inputs of other sizes: one sample more, and half of the other dynamic dimensions, which costs less."""
         pairs = zip(self.tensors, self.sizes(dynamic_shapes), strict=True)
         tensors = iter([_of_other_size(tensor, entry) for tensor, entry in pairs])
         return with_tensors(self.arguments if self.kwargs else self.args, tensors)
 
-    def with_dynamic_batch(self) -> "tuple[Inputs, dict[str, Any]]":
+    def with_dynamic_batch(self) -> "tuple[Inputs, dict[str, object]]":
         """Return inputs with at least two samples, and the `dynamic_shapes` that make dimension 0 of each tensor dynamic.
 
         torch.export takes a dimension of size 1 for a constant. Tensors without dimensions stay as they are. Raises ValueError:
@@ -169,15 +173,15 @@ class Source:
 
     model: nn.Module  # the converted model
     grids: Mapping[str, Grid]  # its quantizers by their names
-    example_inputs: Any  # inputs, as `export_onnx` takes them
+    example_inputs: object  # inputs, as `export_onnx` takes them
     what: str  # the public function, with which errors begin
 
     @classmethod
-    def of(cls, model: nn.Module, example_inputs: Any, what: str) -> "Source":
+    def of(cls, model: nn.Module, example_inputs: T, what: str) -> "Source":
         """Return the source of a prepared model, which is converted, or of a converted one.
 
-        Raises TypeError: it has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`; RuntimeError: one saw no
-        data; ValueError: nothing is quantized, or the model has what no file can have.
+        Raises TypeError: it has no quantizers, or quantizers of `qtoolkit.compat.pytorch_quantization`; RuntimeError: one saw
+        no data; ValueError: nothing is quantized, or the model has what no file can have.
         """
         check_quantized(model, what)
         converted, inputs = on_cpu(in_reference_form(model) if quantizers_of(model) else model, example_inputs, what)
@@ -201,10 +205,10 @@ class _ByName(nn.Module):
         self.forward = graph.forward
 
 
-def by_name(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:
+def by_name(model: nn.Module, kwargs: Mapping[str, object]) -> nn.Module:
     """Return a model for `torch.export` that takes the keyword arguments `kwargs` by name; the model itself if there are none.
 
-    torch.export passes those of a GraphModule by position, where an argument that is left out shifts the others.
+    torch.export passes a GraphModule's by position, where an argument that is left out shifts the others.
 
     Example:
         >>> graph = fx.symbolic_trace(nn.Bilinear(2, 2, 2))
@@ -228,7 +232,7 @@ def check_names(what: str, argument: str, names: Sequence[str], known: Sequence[
         raise ValueError(f"{what}: {argument} must be different names, got {list(names)}.")
 
 
-def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inputs) -> None:
+def check_outputs(outputs: object, output_names: Sequence[str] | None, inputs: Inputs) -> None:
     """Check what a model returns, and the names of it; errors begin with `inputs.what`, the public function.
 
     Raises TypeError: it returns a number or a string; ValueError: too many names, one twice, or one that is an input's.
@@ -250,7 +254,7 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None, inputs: Inpu
         )
 
 
-def _of_other_size(tensor: Tensor, entry: Any) -> Tensor:
+def _of_other_size(tensor: Tensor, entry: Dimensions) -> Tensor:
     dims = entry.items() if isinstance(entry, Mapping) else enumerate(entry or ())
     for axis, dim in dims:
         if dim is not None and not isinstance(dim, int):
@@ -260,6 +264,6 @@ def _of_other_size(tensor: Tensor, entry: Any) -> Tensor:
     return tensor.contiguous()
 
 
-def _entry(entries: Any, path: Iterable[Any]) -> Any:
+def _entry(entries: Any, path: Keys) -> Any:
     """Return the entry for a tensor, by the keys and positions that lead to both; None where one on the way is None."""
     return reduce(lambda entry, key: None if entry is None else entry[key], path, entries)

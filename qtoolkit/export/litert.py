@@ -5,13 +5,13 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
 from qtoolkit.errors import check_flags, check_known
-from qtoolkit.export.program import decomposed
-from qtoolkit.export.tflite.lowering import Lowering
+from qtoolkit.export.program import Decomposed, decomposed
+from qtoolkit.export.tflite.lowering import Lowering, layouts
 from qtoolkit.export.verification.deployed import RuntimeCodes
 from qtoolkit.export.verification.verify import verify as verify_file
 from qtoolkit.files import checked_path, write_atomically
@@ -71,7 +71,7 @@ class LitertResult:
 @in_order(model="model", inputs="example_inputs", path="path")
 def export_litert(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     path: str | os.PathLike[str],
     io_type: Literal["float32", "int8", "int16"] = "float32",
     verify: bool = True,
@@ -83,7 +83,7 @@ def export_litert(
     computes in float; the result lists it, with the reason.
 
     Images have their channels last in the file: inputs of four dimensions are NHWC, and so are outputs that are images. The
-    result gives the layout of each. Sizes are those of the example inputs.
+    result gives the layout of each. The example inputs give the sizes.
 
     Args:
         model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. It is not changed.
@@ -121,27 +121,25 @@ def export_litert(
     check_known("io_type of export_litert:", io_type, ("float32", "int8", "int16"))
     path = checked_path(path, "export_litert", "model.tflite")
     found = decomposed(model, example_inputs, None, "export_litert")
-    file, facts = Lowering(found, io_type).run(f"torch-qtoolkit {__version__}")
+    lowering = Lowering(found, io_type)
+    file = lowering.run(f"torch-qtoolkit {__version__}")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "model.tflite"
         place.write_bytes(file)
-        codes = _verified(found.converted, (found.args, found.kwargs), place) if verify else None
+        codes = _verified(found, place) if verify else None
     write_atomically(file, path)
-    return LitertResult(Path(path), len(file), verification=codes, **facts)
+    inputs, outputs = layouts(lowering.inputs), layouts(lowering.outputs)
+    facts = (tuple(lowering.layers), lowering.conversions, inputs, outputs, lowering.reasons)
+    return LitertResult(Path(path), len(file), *facts, verification=codes)
 
 
-def _verified(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], file: Path) -> RuntimeCodes:
-    args, kwargs = inputs
-    computing = _as_the_reference_kernels(model)
-    runtime = _runtime_of(computing)
-    compared = verify_file(computing, kwargs or args, file, (runtime,), progress=False).runtimes[runtime]
+def _verified(found: Decomposed, file: Path) -> RuntimeCodes:
+    """Compare a file with the delegate where the model has XNNPACK's arithmetic, otherwise with the reference kernels."""
+    computing = _as_the_reference_kernels(found.converted)
+    runtime: LitertRuntime = "litert-xnnpack" if rounding_of(computing) is XNNPACK.quantizes_as else "litert"
+    compared = verify_file(computing, found.kwargs or found.args, file, (runtime,), progress=False).runtimes[runtime]
     compared.check()
     return compared
-
-
-def _runtime_of(model: nn.Module) -> LitertRuntime:
-    """Return whose kernels a model is compared with: the delegate's in XNNPACK's arithmetic, otherwise the reference ones."""
-    return "litert-xnnpack" if rounding_of(model) is XNNPACK.quantizes_as else "litert"
 
 
 def _as_the_reference_kernels(model: nn.Module) -> nn.Module:

@@ -3,12 +3,11 @@
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from qtoolkit.eager.record import backend_in
 from qtoolkit.errors import check_flags, check_known, some
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.written import OpsWritten
-from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source, check_outputs
+from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes, Inputs, Source, check_outputs
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
 from qtoolkit.extras import needed
@@ -28,7 +27,7 @@ from qtoolkit.graph.verdict_now import ops_put_in
 from qtoolkit.instead import in_order
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import split, tensors_of
-from qtoolkit.model_state import evaluating
+from qtoolkit.model_state import attribute_kept, evaluating
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.report.lost_kernels import lost_kernels
@@ -81,12 +80,12 @@ class ExportResult:
 @in_order(model="model", inputs="example_inputs", path="path")
 def export_onnx(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     path: str | os.PathLike[str],
     opset: int | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: DynamicShapes | None = None,
     verify: bool = True,
     exporter: Exporter = "dynamo",
     integer_weights: bool | None = None,
@@ -150,7 +149,7 @@ def export_onnx(
             session without options; for other targets `verification.refused` says so.
         ValueError: An option is unknown or out of range, there are more names than tensors, ONNX does not support a
             quantizer's format, or `backend` is not the one that the model records.
-        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`; it records no backend,
+        TypeError: The model has no quantizers, or quantizers of `qtoolkit.compat.pytorch_quantization`; it records no backend,
             and none is given; it computes in float64; it returns anything but tensors; or the example inputs do not match its
             forward.
         ImportError: The extra [onnx] is not installed.
@@ -178,6 +177,7 @@ def export_onnx(
     path = checked_path(path, "export_onnx", "model.onnx")
     require_extra("export_onnx")
     from qtoolkit.export.exporters.torch_exporters import Request
+    from qtoolkit.export.files.files import replacing_model
     from qtoolkit.export.pairs.opsets import choose, native
 
     source = Source.of(model, example_inputs, "export_onnx")
@@ -190,15 +190,17 @@ def export_onnx(
     stored_as = target.weight_codes if weight_codes is None else weight_codes
     finish = partial(_finish, backend=target, opset=chosen, integer_weights=integer_weights)
     request = Request(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
-
-    compared = partial(
-        _compared, source=source, request=request, backend=target, dynamic_batch=dynamic_batch, progress=progress
-    )
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
-        with _stored_as(stored_as, source.grids.values()):
+        with attribute_kept(source.grids.values(), "weight_codes"):
+            for grid in source.grids.values():
+                grid.weight_codes = stored_as
             exported = written(request, chosen, exporter, finish, dynamic_batch)
-        size, verification = _saved(exported, Path(path), chosen, compared if verify else None, bar)
+        step(bar, "checking the file")
+        with replacing_model(exported, Path(path), chosen, "export_onnx") as files:
+            step(bar, "comparing codes with onnxruntime")
+            verification = _compared(files[0], source, request, target, dynamic_batch, progress) if verify else None
+            size = sum(file.stat().st_size for file in files)
     if stored_as == "int8" and ONNXRUNTIME.runs(target):
         _warn_of_saturation(path, source.grids)
     ops = [node.op_type for node in exported.graph]
@@ -216,19 +218,6 @@ def _packed(weights: Sequence[StoredWeights], backend: Backend) -> Iterator[str]
             f"{packed} of {sum(each.count for each in weights)} weights: two codes or more share a byte, from opset 21 on; by "
             f"default, and with opset=18, codes have 8 bits, and {backend.name} computes on them"
         )
-
-
-@contextmanager
-def _stored_as(weight_codes: WeightCodes, grids: Iterable[Grid]) -> Iterator[None]:
-    """Let quantizers record codes of this type for the duration of a `with` block."""
-    before = {grid: grid.weight_codes for grid in grids}
-    try:
-        for grid in before:
-            grid.weight_codes = weight_codes
-        yield
-    finally:
-        for grid, own in before.items():
-            grid.weight_codes = own
 
 
 def _target(model: nn.Module, backend: str | Backend | None) -> Backend:
@@ -271,8 +260,8 @@ def _compared(
     return replace(found, refused=refused)
 
 
-def _compare_other_sizes(model: nn.Module, example_inputs: Any, file: Path, progress: bool) -> None:
-    """Compare a file on inputs of other sizes than those of the export, if the model takes them.
+def _compare_other_sizes(model: nn.Module, example_inputs: object, file: Path, progress: bool) -> None:
+    """Compare a file on inputs of other sizes than in the export, if the model takes them.
 
     Raises RuntimeError: the file does not run on them, or computes something else: an exporter has written a constant.
     """
@@ -295,19 +284,6 @@ def _compare_other_sizes(model: nn.Module, example_inputs: Any, file: Path, prog
             f"torch's exporter has written a constant in place of a size. Leave that dimension out of dynamic_shapes, or take "
             f"the other exporter. ({error})"
         ) from error
-
-
-def _saved(
-    exported: "onnx_ir.Model", path: Path, opset: int, compared: Callable[[Path], "Verification"] | None, bar: Any
-) -> tuple[int, "Verification | None"]:
-    """Write a model at a path, once its file is valid and compares well; return the size and the comparison."""
-    from qtoolkit.export.files.files import replacing_model
-
-    step(bar, "checking the file")
-    with replacing_model(exported, path, opset, "export_onnx") as files:
-        step(bar, "comparing codes with onnxruntime")
-        verification = None if compared is None else compared(files[0])
-        return sum(file.stat().st_size for file in files), verification
 
 
 def written(

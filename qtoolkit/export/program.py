@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from qtoolkit.export.inputs import ONE_AT_A_TIME, Source, by_name
+from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes, Source, by_name
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pt2e import Decomposition, Quantizers
 from qtoolkit.integer.kernels import in_float
@@ -24,12 +23,14 @@ class Decomposed:
 
     program: ExportedProgram  # the program
     converted: nn.Module  # the converted model
-    args: tuple[Any, ...]  # the positional arguments of forward
-    kwargs: dict[str, Any]  # the keyword arguments
+    args: tuple[object, ...]  # the positional arguments of forward
+    kwargs: dict[str, object]  # the keyword arguments
     quantizers: Quantizers  # the quantizers of its graph
 
 
-def export_program(model: nn.Module, example_inputs: Any, dynamic_shapes: Any = None) -> ExportedProgram:
+def export_program(
+    model: nn.Module, example_inputs: object, dynamic_shapes: DynamicShapes | None = None
+) -> ExportedProgram:
     """Return a calibrated or converted model as a program of torch.export with the ops of `quantized_decomposed`.
 
     This is the form of torchao's `convert_pt2e`, which XNNPACK and other delegates of ExecuTorch match. Weights are integer
@@ -63,7 +64,7 @@ def export_program(model: nn.Module, example_inputs: Any, dynamic_shapes: Any = 
     return decomposed(model, example_inputs, dynamic_shapes, "export_program").program
 
 
-def decomposed(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, what: str) -> Decomposed:
+def decomposed(model: nn.Module, example_inputs: object, dynamic_shapes: DynamicShapes | None, what: str) -> Decomposed:
     """Return a model in the decomposed form; errors begin with `what`, the public function."""
     source = Source.of(model, example_inputs, what)
     converted = source.model
@@ -78,7 +79,7 @@ def decomposed(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, what:
     misfits = naming_misfits(converted, source.example_inputs, f"{what}: example_inputs do")
     with misfits, ONE_AT_A_TIME, evaluating(converted), in_float(converted), torch.no_grad():
         with shaped_weights(converted, partial(converted, *args, **kwargs), what):
-            captured: Any = capture(converted).module()
+            captured = capture(converted).module()
         quantizers = Decomposition(captured, names_of_weights(converted)).run()
         return Decomposed(capture(captured), converted, args, kwargs, quantizers)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from qtoolkit.op_kinds.table import OF_ATEN
 from qtoolkit.quantizers.frozen import code_dtype
@@ -46,20 +47,20 @@ class Pair:
 
     quantizer: str  # the dotted name of the quantizer; "" where the pair is repeated behind an op that moves values
     # scale, zero point, the axis of channels where each has its own, lowest and highest code, dtype
-    args: tuple[Any, ...]
+    args: tuple[Argument, ...]
     per_channel: bool = False  # whether scales and zero points are tensors, the names of constants
 
 
 class Decomposition:
     """Replaces each fake-quantization of a graph that `torch.export` captured from a converted model.
 
-    `weights` has the dotted name of each layer's weight, by that of its quantizer. Raises ValueError: the form cannot hold one.
+    `weights` has the dotted name of each layer's weight, by its quantizer's. Raises ValueError: the form cannot hold one.
     """
 
     def __init__(self, gm: fx.GraphModule, weights: Mapping[str, str]) -> None:
         self.gm, self.graph, self.ops = gm, gm.graph, decomposed_ops()
         self.weights = weights
-        self.constants: dict[fx.Node, Any] = {}
+        self.constants: dict[fx.Node, Tensor | None] = {}
         self.pairs: dict[fx.Node, Pair] = {}  # of codes, and of values on a grid
         self.stored: dict[str, Tensor] = {}
 
@@ -100,23 +101,24 @@ class Decomposition:
                     stored = FAKE_QUANT(constant, scales, zero_points, *given[3:])[0]
                     values.replace_all_uses_with(self._add(_place(x), stored))
                     continue
-                dtype = code_dtype(qmin, qmax)
-                pair = self._pair(name, scales, zero_points, (axis, qmin, qmax, dtype))
+                pair = self._pair(name, scales, zero_points, axis, (qmin, qmax))
                 if constant is None:
                     codes = self._quantize(x, pair)
                 else:
-                    self.stored[name] = QUANTIZE(constant, scales, zero_points, *given[3:8], dtype=dtype)
+                    self.stored[name] = QUANTIZE(constant, scales, zero_points, *given[3:8], dtype=pair.args[-1])
                     codes = self._add(self.weights.get(name, _place(x)), self.stored[name])
             self._dequantize(values, codes, pair)
 
-    def _pair(self, name: str, scale: Tensor, zero_point: Tensor | None, rest: tuple[Any, ...]) -> Pair:
-        axis, *codes_and_dtype = rest
+    def _pair(
+        self, name: str, scale: Tensor, zero_point: Tensor | None, axis: int | None, codes: tuple[int, int]
+    ) -> Pair:
+        dtype = code_dtype(*codes)
         if axis is None or scale.numel() == 1:
-            return Pair(name, (float(scale), 0 if zero_point is None else int(zero_point), *codes_and_dtype))
-        codes = torch.zeros(scale.shape) if zero_point is None else zero_point
-        tensors = {"scale": scale.reshape(-1), "zero_point": codes.reshape(-1).long()}
+            return Pair(name, (float(scale), 0 if zero_point is None else int(zero_point), *codes, dtype))
+        zeros = torch.zeros(scale.shape) if zero_point is None else zero_point
+        tensors = {"scale": scale.reshape(-1), "zero_point": zeros.reshape(-1).long()}
         places = (str(self._add(f"{name}.{part}", tensor).target) for part, tensor in tensors.items())
-        return Pair(name, (*places, axis, *codes_and_dtype), per_channel=True)
+        return Pair(name, (*places, axis, *codes, dtype), per_channel=True)
 
     def _quantize(self, x: fx.Node, pair: Pair) -> fx.Node:
         codes = self._call("quantize", x, pair)
@@ -137,7 +139,7 @@ class Decomposition:
         op = f"{op}_per_{'channel' if pair.per_channel else 'tensor'}"
         args = pair.args
         if pair.per_channel:
-            args = (*(self.graph.get_attr(place) for place in args[:2]), *args[2:])
+            args = (*(self.graph.get_attr(str(place)) for place in args[:2]), *args[2:])
         node = self.graph.call_function(getattr(self.ops, op), (x, *args))
         self.pairs[node] = pair
         return node
@@ -184,21 +186,14 @@ class Decomposition:
 
     # ---- constants
 
-    def _constant(self, node: fx.Node) -> Any:
+    def _constant(self, node: fx.Node) -> Tensor | None:
         """Return the tensor of a node that does not depend on the inputs; None of another."""
         if node not in self.constants:
-            self.constants[node] = self._computed(node)
+            stored = attrgetter(str(node.target))(self.gm) if node.op == "get_attr" else None
+            known = {source: self._constant(source) for source in node.all_input_nodes}
+            is_computed = bool(known) and all(value is not None for value in known.values())
+            self.constants[node] = computed(node, known) if is_computed and node.op == "call_function" else stored
         return self.constants[node]
-
-    def _computed(self, node: fx.Node) -> Any:
-        if node.op == "get_attr":
-            return attrgetter(str(node.target))(self.gm)
-        sources = {source: self._constant(source) for source in node.all_input_nodes}
-        if node.op != "call_function" or not sources or any(value is None for value in sources.values()):
-            return None
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: sources[source])
-        with torch.no_grad():
-            return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _add(self, place: str, value: Tensor) -> fx.Node:
         """Return a node that reads a constant, which gets a new name unless it is there."""
@@ -223,6 +218,13 @@ class Decomposition:
             delattr(self.gm.get_submodule(owner), attribute)
 
 
+def computed(node: fx.Node, known: Mapping[fx.Node, Tensor | None]) -> Tensor:
+    """Return what a call computes of tensors that are known."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator, no-any-return]
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return all arguments of a call by the names of its schema, with the defaults of those that are not given."""
     schema = enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
@@ -230,7 +232,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def name_of_op(node: fx.Node) -> str:
-    """Return the name of the op of aten that a node calls, without its overload; that of a Python function otherwise."""
+    """Return the name of the op of aten that a node calls, without its overload, or of the Python function."""
     return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
 
 
@@ -242,22 +244,21 @@ def layer_name(node: fx.Node) -> str:
 
 def _is_over_image(mean: fx.Node) -> bool:
     """Return whether a mean is over the last two dimensions of four, and drops them."""
-    args: Any = mean.args
-    x, dims, *keep = args
-    over = isinstance(dims, list | tuple) and x.meta["val"].dim() == 4
-    return over and sorted(dim % 4 for dim in dims) == [2, 3] and not any(keep) and not mean.kwargs
+    given = arguments(mean)
+    over = isinstance(given["dim"], list | tuple) and given["self"].meta["val"].dim() == 4
+    return over and sorted(dim % 4 for dim in given["dim"]) == [2, 3] and not given["keepdim"] and not mean.kwargs
 
 
-def _equal(one: Any, other: Tensor) -> bool:
+def _equal(one: object, other: Tensor) -> bool:
     return isinstance(one, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _place(node: fx.Node) -> str:
-    """Return the name of a constant: that of the node where it is computed."""
+    """Return the name of a constant; a computed one has the node's."""
     return str(node.target) if node.op == "get_attr" else node.name
 
 
-def decomposed_ops() -> Any:
+def decomposed_ops() -> SimpleNamespace:
     """Return the ops by their names. Raises RuntimeError: this torch does not have them."""
     try:
         import_module(MODULE)  # registers the ops

@@ -6,7 +6,8 @@ import numpy as np
 
 from qtoolkit.backends import Backend
 from qtoolkit.lint.findings import IMPORTER, ONNX, Broken, Rule
-from qtoolkit.lint.ops import Array, Codes, Op, codes_of, first_opset, users_behind
+from qtoolkit.lint.ops import Codes, Op, codes_of, first_opset, users_behind
+from qtoolkit.runtimes.execution import Array
 from qtoolkit.runtimes.table import ONNXRUNTIME, OPENVINO, TENSORRT
 
 # The types of activations that TensorRT computes with, and those that it takes of weights too.
@@ -70,9 +71,8 @@ def _activation_axis(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _is_depthwise(op: Op) -> bool:
-    return (
-        op.kind.convolves and op.kind.is_plain_layer and op.layer is not None and op.layer.groups == op.layer.inputs > 1
-    )
+    layer = op.layer
+    return layer is not None and op.kind.convolves and op.kind.is_plain_layer and layer.groups == layer.inputs > 1
 
 
 def _weight_axis(op: Op, backend: Backend) -> Iterator[Broken]:

@@ -1,4 +1,4 @@
-"""The ops that rules read: those of a model's graph and those of a file, in one form, and how a file stores codes."""
+"""The ops that rules read, of a model's graph and of a file in one form, and how a file stores codes."""
 
 import re
 from collections.abc import Callable, Hashable, Iterable
@@ -11,8 +11,7 @@ from qtoolkit.backends import Backend
 from qtoolkit.op_kinds.kind import OpKind, belongs_to_layer
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.table import NO_OPS
-
-Array = np.ndarray[Any, Any]
+from qtoolkit.runtimes.execution import Array
 
 # The first opsets whose QuantizeLinear has an axis, and blocks; and a type of codes, by the beginning of its name.
 AXIS_OPSET, BLOCKS_OPSET = 13, 21

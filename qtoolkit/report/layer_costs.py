@@ -23,17 +23,17 @@ def layers_of(model: nn.Module) -> dict[str, Any]:
     return {name: module for module, name in first_names(model).items() if type(module) in LAYERS}
 
 
-def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def input_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
     """Return the input of a layer from the arguments of its call."""
     return args[0] if args else kwargs.get("input")
 
 
-def count_macs(model: nn.Module, modules: Mapping[str, Any], example_inputs: Any) -> dict[str, int]:
+def count_macs(model: nn.Module, modules: Mapping[str, nn.Module], example_inputs: object) -> dict[str, int]:
     """Return the multiplications with a weight of each layer, in one forward."""
     counts = dict.fromkeys(modules, 0)
     names = {module: name for name, module in modules.items()}
 
-    def count(module: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+    def count(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: Tensor) -> None:
         counts[names[module]] += _macs(module, input_of(args, kwargs), output)
 
     args, kwargs = split(example_inputs)
@@ -61,7 +61,7 @@ def stored_bytes(weights: int, spec: QuantSpec | None, scales: int) -> float:
 
 
 def bit_product(config: QConfig | None) -> int:
-    """Return the bits of the weight times those of the activation."""
+    """Return the bits of the weight times the activation's."""
     specs = (None, None) if config is None else (config.weight, config.activation)
     weight, activation = (FLOAT_BITS if spec is None else spec.bits for spec in specs)
     return weight * activation

@@ -30,7 +30,7 @@ class LayerLine:
         weight: The spec of its weight.
         inputs: The quantizers of its inputs; for a layer outside a graph, of all tensors that it quantizes itself.
         verdict: Whether it is quantized, with the cause.
-        quantizers: All quantizers that its config controls: those of its weights, its inputs, and between its internal ops.
+        quantizers: All quantizers that its config controls: of its weights, of its inputs, and between its internal ops.
         training: How a layer computes in training and what it keeps for backward (`qtoolkit.nn.set_training_arithmetic`); for
             a batch norm, what is in one op with it, and why no more.
         in_float: Why a layer with one weight does not compute on codes in training; of a model converted with
@@ -107,7 +107,7 @@ class QuantizationReport:
 
     Attributes:
         layers: Every op of the model in order; for a model without a graph, its layers.
-        tensors: Every quantized activation: those of the graph, then those that layers quantize themselves.
+        tensors: Every quantized activation: first of the graph, then what layers quantize themselves.
         following: Whether the range of each weight follows the weight in training (`TensorQuantizer.follows`), by the name of
             its quantizer; a converted model has none.
     """

@@ -126,15 +126,13 @@ def _lines_not_called(model: QuantizedGraphModule) -> list[LayerLine]:
     called = [model.get_submodule(str(node.target)) for node in model.graph.nodes if node.op == "call_module"]
     reached = {part for module in called for part in module.modules()}
     taken = {id(attrgetter(str(node.target))(model)) for node in model.graph.nodes if node.op == "get_attr"}
-    rest = [
-        (name, m) for name, m in model.named_modules() if name and m not in reached and not isinstance(m, Quantizer)
-    ]
-    layers = [(name, m, [id(p) for p in m.parameters(recurse=False)]) for name, m in rest]
-    return [
-        LayerLine(name, str(kind_of_module(m)), weight_of(m), (), NOT_CALLED)
-        for name, m, own in layers
-        if own and taken.isdisjoint(own)
-    ]
+    lines = []
+    for name, module in model.named_modules():
+        own = [id(parameter) for parameter in module.parameters(recurse=False)]
+        apart = name and module not in reached and not isinstance(module, Quantizer)
+        if apart and own and taken.isdisjoint(own):
+            lines.append(LayerLine(name, str(kind_of_module(module)), weight_of(module), (), NOT_CALLED))
+    return lines
 
 
 def _line_inside(name: str, layer: nn.Module, verdict: Verdict, names: Mapping[nn.Module, str]) -> LayerLine:

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
     from qtoolkit.export.files.quantizer_nodes import QuantizerNode
+
+Array = NDArray[Any]  # of a dtype that the file decides
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,9 @@ class Executed:
     """One execution of a file."""
 
     runtime: str  # the runtime and its version
-    outputs: Sequence[Any]  # the outputs of the file
+    outputs: Sequence[Array]  # the outputs of the file
     # the codes at each quantizer, by the name of their tensor in the file; without those that cannot be read
-    codes: Mapping[str, Any]
+    codes: Mapping[str, Array]
     layers: tuple[Layer, ...]  # the nodes that compute; not those that convert, move or reorder values
     conversions: int  # how many nodes convert between floats and codes
     # the largest difference in the outputs between the graph that users run and the one that also returns the codes
@@ -43,5 +46,6 @@ class Executed:
     saturating: tuple[str, ...] = ()  # layers whose sums of products saturate on this processor; the remark says why
 
 
-# A runtime: (file, inputs, quantizers of the file, the model's grids by name, whether to optimize) -> what it computes.
-Execute = Callable[[Path, Sequence[Tensor], Sequence["QuantizerNode"], Mapping[str, Grid], bool], Executed]
+# The file, its inputs, its quantizers, the model's grids by name, and whether to optimize.
+Request = tuple[Path, Sequence[Tensor], Sequence["QuantizerNode"], Mapping[str, Grid], bool]
+Execute = Callable[[*Request], Executed]  # a runtime: what it computes

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 from torch import fx
 
@@ -19,7 +19,7 @@ from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.ops.requantize import fake_quant_away, fake_quant_by_factor, fake_quant_by_reciprocal
 from qtoolkit.quantizers.capability import NO_CODES
 from qtoolkit.quantizers.frozen import Grid, QuantizesAs
-from qtoolkit.runtimes.execution import Execute, Executed
+from qtoolkit.runtimes.execution import Execute, Executed, Request
 from qtoolkit.verdicts import Cause, Refusal
 
 RuntimeName = Literal["onnxruntime", "openvino", "tensorrt", "xnnpack", "litert"]
@@ -81,13 +81,13 @@ def _float_op(runtime: str, kind: str, *_: object) -> Refusal:
     )
 
 
-def _in_onnxruntime(*request: Any) -> Executed:
+def _in_onnxruntime(*request: *Request) -> Executed:
     from qtoolkit.export.verification.runtimes.onnxruntime_cpu import execute
 
     return execute(*request)
 
 
-def _in_openvino(*request: Any) -> Executed:
+def _in_openvino(*request: *Request) -> Executed:
     from qtoolkit.export.verification.runtimes.openvino_cpu import execute
 
     return execute(*request)
@@ -141,7 +141,7 @@ XNNPACK = Runtime(
     tie_share=1e-5,
 )
 
-# LiteRT's reference kernels, which microcontrollers run. The share is that of a model in float arithmetic: they round twice
+# LiteRT's reference kernels, which microcontrollers run. The share is for a model in float arithmetic: they round twice
 # behind a sum.
 LITERT = Runtime(
     "litert",

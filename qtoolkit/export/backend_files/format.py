@@ -5,13 +5,13 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qtoolkit.errors import check_mapping, within
 from qtoolkit.export.backend_files.encoding import Encoding
-from qtoolkit.lint.ops import Array
+from qtoolkit.runtimes.execution import Array
 
 if TYPE_CHECKING:
     import onnx
@@ -99,7 +99,7 @@ def as_json(value: object) -> str:
     return json.dumps(value, indent=4) + "\n"
 
 
-def from_json(text: str, *keys: str) -> Mapping[str, Any]:
+def from_json(text: str, *keys: str) -> Mapping[str, object]:
     """Return the mapping that a JSON file has under these keys.
 
     Raises ValueError: the text is no JSON, or has no mapping there.
@@ -109,17 +109,20 @@ def from_json(text: str, *keys: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # numbers of too many digits too
         raise ValueError(f"the file must be JSON: {str(error).rstrip('.')}.") from None
     place = "the file"
-    check_mapping(place, value)
     for key in keys:
-        if key not in value:
-            raise ValueError(f"{place} must have the key {key!r}, got {', '.join(map(repr, value)) or 'none'}.")
-        value, place = value[key], f"{place}'s {key!r}"
-        check_mapping(place, value)
-    return value  # type: ignore[no-any-return]  # check_mapping has looked
+        value, place = _under(place, value, key), f"{place}'s {key!r}"
+    return check_mapping(place, value)
+
+
+def _under(place: str, value: object, key: str) -> object:
+    entries = check_mapping(place, value)
+    if key not in entries:
+        raise ValueError(f"{place} must have the key {key!r}, got {', '.join(map(repr, entries)) or 'none'}.")
+    return entries[key]
 
 
 def read_each(
-    entries: Mapping[str, Any], read: Callable[[str, Any], Iterable[Encoding]], place: str = ""
+    entries: Mapping[str, object], read: Callable[[str, object], Iterable[Encoding]], place: str = ""
 ) -> list[Encoding]:
     """Return the encodings that entries give, one of each tensor; errors begin with `place` and the entry's key."""
     found: dict[str, Encoding] = {}
@@ -129,25 +132,26 @@ def read_each(
     return list(found.values())
 
 
-def number(entry: object, key: str | None = None, whole: bool = False) -> Any:
-    """Return a number of a JSON file: the value itself, or that of a key.
+def number(entry: object, key: str | None = None) -> float:
+    """Return a number of a JSON file: the value itself, or what a key has. Raises ValueError: there is no finite number."""
+    return _number(entry, key, (int, float), "finite")
 
-    Raises ValueError: there is none, or it is no finite number, or no whole one where it must be.
-    """
-    if key is not None:
-        check_mapping("an entry", entry)
-        if key not in entry:  # type: ignore[operator]  # a mapping
-            raise ValueError(f"an entry must have the key {key!r}, got {', '.join(map(repr, entry)) or 'none'}.")  # type: ignore[call-overload]
-        entry = entry[key]  # type: ignore[index]
-    kinds = int if whole else int | float
-    if not isinstance(entry, kinds) or isinstance(entry, bool) or not abs(entry) <= sys.float_info.max:  # NaN is not
-        raise ValueError(f"{key or 'an entry'} must be a {'whole' if whole else 'finite'} number, got {entry!r}.")
-    return entry
+
+def whole(entry: object, key: str | None = None) -> int:
+    """Return a whole number of a JSON file, as `number` does."""
+    return int(_number(entry, key, (int,), "whole"))
+
+
+def _number(entry: object, key: str | None, kinds: tuple[type[float], ...], word: str) -> float:
+    value = entry if key is None else _under("an entry", entry, key)
+    if not isinstance(value, kinds) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:  # NaN is not
+        raise ValueError(f"{key or 'an entry'} must be a {word} number, got {value!r}.")
+    return value
 
 
 def width(entry: object, key: str) -> int:
     """Return the number of bits of a JSON file. Raises ValueError: there is none, or it is no whole number in [2, 32]."""
-    bits: int = number(entry, key, whole=True)
+    bits = whole(entry, key)
     if not 2 <= bits <= 32:
         raise ValueError(f"{key} must lie in [2, 32], got {bits}.")
     return bits

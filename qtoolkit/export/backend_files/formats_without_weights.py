@@ -3,13 +3,16 @@
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qtoolkit.export.backend_files.encoding import Encoding, float32
 from qtoolkit.export.backend_files.format import Format, as_json, from_json, number, read_each
-from qtoolkit.lint.ops import Array
+from qtoolkit.runtimes.execution import Array
+
+if TYPE_CHECKING:
+    import onnx
 
 
 def _magnitudes(values: Array, axes: tuple[int, ...]) -> Array:
@@ -25,12 +28,12 @@ HEADER = "TRT-100000-EntropyCalibration2"
 _LARGEST = 127  # the code of the highest value of a dynamic range
 
 
-def _write_cache(encodings: Sequence[Encoding], model: Any) -> str:
+def _write_cache(encodings: Sequence[Encoding], model: "onnx.ModelProto") -> str:
     lines = (f"{encoding.tensor}: {struct.pack('>f', encoding.scale[0]).hex()}" for encoding in encodings)
     return "\n".join((HEADER, *lines)) + "\n"
 
 
-def _read_cache(text: str, model: Any) -> list[Encoding]:
+def _read_cache(text: str, model: "onnx.ModelProto") -> list[Encoding]:
     head, *lines = text.splitlines() or [""]
     if not re.fullmatch(r"TRT-\d+-\w+", head):
         raise ValueError(f"a calibration cache must begin with a line like {HEADER!r}, got {head!r}.")
@@ -43,12 +46,12 @@ def _read_cache(text: str, model: Any) -> list[Encoding]:
     return found
 
 
-def _write_ranges(encodings: Sequence[Encoding], model: Any) -> str:
+def _write_ranges(encodings: Sequence[Encoding], model: "onnx.ModelProto") -> str:
     ranges = {encoding.tensor: encoding.scale[0] * _LARGEST for encoding in encodings}
     return as_json({"tensorrt": {"blob_range": ranges}})
 
 
-def _read_ranges(text: str, model: Any) -> list[Encoding]:
+def _read_ranges(text: str, model: "onnx.ModelProto") -> list[Encoding]:
     ranges = from_json(text, "tensorrt", "blob_range")
     return [_signed(tensor, number(end) / _LARGEST) for tensor, end in ranges.items()]
 
@@ -75,12 +78,12 @@ TENSORRT_CACHE, TENSORRT_RANGES = (
 _STEPS = 255
 
 
-def _write_table(encodings: Sequence[Encoding], model: Any) -> str:
+def _write_table(encodings: Sequence[Encoding], model: "onnx.ModelProto") -> str:
     lines = (f"{one.tensor} {one.scale[0]!r} {one.unsigned_zero_point[0]}" for one in encodings)
     return "".join(line + "\n" for line in lines)
 
 
-def _read_table(text: str, model: Any) -> list[Encoding]:
+def _read_table(text: str, model: "onnx.ModelProto") -> list[Encoding]:
     found = []
     for line in text.splitlines():
         try:
@@ -113,7 +116,7 @@ TENGINE = Format(
 _WITHOUT = ("Clip", "Flatten", "GlobalAveragePool", "Identity", "Mul", "PRelu", "Relu", "Reshape", "Sigmoid", "Softmax")
 
 
-def _write_nnie(encodings: Sequence[Encoding], model: Any) -> str:
+def _write_nnie(encodings: Sequence[Encoding], model: "onnx.ModelProto") -> str:
     largest = {encoding.tensor: encoding.scale[0] for encoding in encodings}
     layers = {
         node: [largest[tensor] for tensor in tensors]
@@ -123,12 +126,12 @@ def _write_nnie(encodings: Sequence[Encoding], model: Any) -> str:
     return as_json({"nnie": {"gfpq_param_dict": layers}})
 
 
-def _placed(encodings: Sequence[Encoding], model: Any) -> set[str]:
+def _placed(encodings: Sequence[Encoding], model: "onnx.ModelProto") -> set[str]:
     known = {encoding.tensor for encoding in encodings}
     return {tensor for _, tensors in _inputs(model) if known.issuperset(tensors) for tensor in tensors}
 
 
-def _inputs(model: Any) -> Iterator[tuple[str, list[str]]]:
+def _inputs(model: "onnx.ModelProto") -> Iterator[tuple[str, list[str]]]:
     """Yield each node that has parameters, and its inputs that are not constants."""
     constants = {tensor.name for tensor in model.graph.initializer}
     constants |= {node.output[0] for node in model.graph.node if node.op_type == "Constant"}
@@ -139,10 +142,10 @@ def _inputs(model: Any) -> Iterator[tuple[str, list[str]]]:
             yield node.name, tensors
 
 
-def _read_nnie(text: str, model: Any) -> list[Encoding]:
+def _read_nnie(text: str, model: "onnx.ModelProto") -> list[Encoding]:
     inputs = dict(_inputs(model))
 
-    def read(node: str, values: Any) -> list[Encoding]:
+    def read(node: str, values: object) -> list[Encoding]:
         tensors = inputs.get(node)
         if tensors is None or not isinstance(values, list) or len(values) != len(tensors):
             raise ValueError(f"it must be a node of the model, with a number for each of its inputs, got {values!r}.")

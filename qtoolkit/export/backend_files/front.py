@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -21,7 +20,7 @@ from qtoolkit.progress import progress_bar, step
 def encodings(
     model: nn.Module,
     backend: str | Backend,
-    example_inputs: Any,
+    example_inputs: object,
     path: str | os.PathLike[str],
     opset: int = AXIS_OPSET,
     input_names: Sequence[str] | None = None,

@@ -5,9 +5,10 @@ weight of fewer bits is clipped to its own codes, and its operation has 256 leve
 """
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir
@@ -23,6 +24,9 @@ from qtoolkit.export.files.graph import Constants, replace_node
 from qtoolkit.export.verification.runtimes.openvino_cpu import core
 from qtoolkit.extras import needed
 from qtoolkit.files import write_atomically
+
+if TYPE_CHECKING:
+    import openvino
 
 _DOMAIN, _OP = "org.openvinotoolkit", "FakeQuantize"
 _LEVELS = 256
@@ -50,7 +54,7 @@ class FakeQuantizeIR(Target):
         return _read_operations(with_ending(path, ".xml"))
 
 
-def _write_operations(model: Any) -> list[Encoding]:
+def _write_operations(model: onnx_ir.Model) -> list[Encoding]:
     """Replace the placeholders by FakeQuantize operations; return the grids that these have, once for each tensor."""
     found: dict[str, Encoding] = {}
     for node in placeholders_in(model):
@@ -63,7 +67,7 @@ def _write_operations(model: Any) -> list[Encoding]:
             placeholders.clip(source, encoding, slack=0.0)
             encoding = _widened(encoding)
         _write_operation(node, source, encoding)
-        found[encoding.tensor] = _written(encoding, source.shape)
+        found[encoding.tensor] = _written(encoding, tuple(source.shape or ()))
     onnxscript.optimizer.remove_unused_nodes(model)
     model.opset_imports.pop(DOMAIN, None)
     model.opset_imports[_DOMAIN] = 1
@@ -85,7 +89,7 @@ def _widened(weight: Encoding) -> Encoding:
     return replace(weight, qmin=-128, qmax=127) if weight.qmin < 0 else replace(weight, qmax=255)
 
 
-def _written(encoding: Encoding, shape: Any) -> Encoding:
+def _written(encoding: Encoding, shape: Sequence[object]) -> Encoding:
     """Return an encoding with a scale for each element of the range's bounds: the groups of a weight repeat theirs."""
     if encoding.group == 1 or encoding.axis is None:
         return encoding
@@ -95,12 +99,12 @@ def _written(encoding: Encoding, shape: Any) -> Encoding:
     return replace(encoding, scale=tuple(scale.tolist()), zero_point=tuple(zero_point.tolist()), axis=0, group=1)
 
 
-def _write_operation(node: Any, source: Any, encoding: Encoding) -> None:
+def _write_operation(node: onnx_ir.Node, source: onnx_ir.Value, encoding: Encoding) -> None:
     graph = present(node.graph, f"the graph of {node.name!r}")
     bounds = []
     for role, values in (("low", encoding.low), ("high", encoding.high)):
         name = f"{node.outputs[0].name}.{role}"
-        array = placeholders.along_axis(np.array(values, np.float32), encoding, source.shape or ())
+        array = placeholders.along_axis(np.array(values, np.float32), encoding, tuple(source.shape or ()))
         bounds.append(Constants(graph).add(array, onnx_ir.DataType.FLOAT, name))
     levels = {"levels": encoding.qmax - encoding.qmin + 1}
     new = onnx_ir.node(_OP, [source, *bounds, *bounds], levels, domain=_DOMAIN, name=f"{node.outputs[0].name}.{_OP}")
@@ -114,15 +118,11 @@ def _read_operations(path: Path) -> list[Encoding]:
     except RuntimeError as error:
         first = str(error).strip().splitlines()[-1]
         raise ValueError(f"read_encodings: OpenVINO cannot read {str(path)!r}: {first}.") from None
-    found: dict[str, Encoding] = {}
-    for operation in model.get_ops():
-        if operation.get_type_name() == _OP:
-            encoding = _encoding(operation)
-            found[encoding.tensor] = encoding
-    return list(found.values())
+    found = (_encoding(operation) for operation in model.get_ops() if operation.get_type_name() == _OP)
+    return list({encoding.tensor: encoding for encoding in found}.values())
 
 
-def _encoding(operation: Any) -> Encoding:
+def _encoding(operation: "openvino.Node") -> Encoding:
     sources = [value.get_source_output() for value in operation.inputs()]
     low, high = (np.asarray(source.get_node().get_data(), np.float64).reshape(-1) for source in sources[1:3])
     steps = operation.get_attributes()["levels"] - 1

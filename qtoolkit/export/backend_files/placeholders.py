@@ -1,5 +1,6 @@
 """The placeholders of quantizers in an exported graph: the encodings of their tensors, and the graph without them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER, placeholders_in, rounding_of
 from qtoolkit.export.files.graph import constant_input
 from qtoolkit.export.pairs.storage import SUMS
-from qtoolkit.lint.ops import Array
+from qtoolkit.runtimes.execution import Array
 
 
 def encoding_of(node: onnx_ir.Node) -> Encoding | None:
@@ -106,7 +107,7 @@ def clip(source: onnx_ir.Value, encoding: Encoding, slack: float) -> None:
     source.const_value = onnx_ir.Tensor(clipped, tensor.dtype, name=source.name)
 
 
-def along_axis(values: Array, encoding: Encoding, shape: Any) -> Array:
+def along_axis(values: Array, encoding: Encoding, shape: Sequence[Any]) -> Array:
     """Return values, one or one for each channel, in a shape that broadcasts to a tensor of this shape."""
     sizes = [1] * len(shape)
     if encoding.axis is None:

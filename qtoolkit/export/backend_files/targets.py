@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -80,12 +79,12 @@ def _checked_text(format: Format, encodings: Sequence[Encoding], model: onnx.Mod
 
 def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: onnx_ir.Model) -> None:
     """Warn of weights for which a target that computes their scales itself finds others."""
-    values: dict[str, Any] = {name: value.const_value for name, value in model.graph.initializers.items()}
+    values = {name: value.const_value for name, value in model.graph.initializers.items()}
     other = [
         encoding.tensor
         for encoding in encodings
-        if encoding.is_weight and values.get(encoding.tensor) is not None
-        if not format.is_derived(encoding, np.asarray(values[encoding.tensor].numpy(), np.float32))
+        if encoding.is_weight and (tensor := values.get(encoding.tensor)) is not None
+        if not format.is_derived(encoding, np.asarray(tensor.numpy(), np.float32))
     ]
     if other:
         warnings.warn(
@@ -109,8 +108,8 @@ def _warn_of_left_out(format: Format, encodings: Sequence[Encoding], held: Seque
 # ---- grids of tensors behind and before ops that move values: a compiler that looks up each tensor finds one there too
 
 
-def spread(model: Any, encodings: Iterable[Encoding], joins_relu: bool) -> list[Encoding]:
-    """Return the encodings, and those of tensors that have the same values: with `joins_relu` also those before a ReLU."""
+def spread(model: onnx_ir.Model, encodings: Iterable[Encoding], joins_relu: bool) -> list[Encoding]:
+    """Return the encodings, and encodings of tensors that have the same values: with `joins_relu` also before a ReLU."""
     found = {encoding.tensor: encoding for encoding in encodings}
     nodes = [node for node in model.graph if not node.domain]
     for node in nodes:
@@ -118,13 +117,13 @@ def spread(model: Any, encodings: Iterable[Encoding], joins_relu: bool) -> list[
         known = [None if source is None else found.get(str(source.name)) for source in sources]
         first = known[0] if known else None
         if first is not None and all(one is not None and one.has_grid_of(first) for one in known):
-            _add(found, first, (output.name for output in node.outputs))
+            _add(found, first, (str(output.name) for output in node.outputs))
     for node in reversed(nodes):
         goes_back = node.op_type in _REARRANGING or (joins_relu and node.op_type in CLIPS)
         source = node.inputs[0] if goes_back else None
-        behind = found.get(node.outputs[0].name)
+        behind = found.get(str(node.outputs[0].name))
         if source is not None and behind is not None and source.producer() is not None and len(source.uses()) == 1:
-            _add(found, behind, () if source.is_graph_output() else (source.name,))
+            _add(found, behind, () if source.is_graph_output() else (str(source.name),))
     return list(found.values())
 
 

@@ -3,18 +3,22 @@
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import onnx_ir
 import torch
 from onnx_ir import DataType
-from onnx_ir.tensor_adapters import to_torch_dtype
-from torch import Tensor
+from onnx_ir.tensor_adapters import from_torch_dtype, to_torch_dtype
+from torch import Tensor, Value
 
+from qtoolkit.errors import present
 from qtoolkit.export.pairs.opsets import NATIVE
-from qtoolkit.export.pairs.pair_form import PairForm
+from qtoolkit.export.pairs.pair_form import Attribute, PairForm
 from qtoolkit.export.pairs.storage import FLOATS, SUMS, Rounding, smallest_opset, storage_of
-from qtoolkit.lint.ops import BLOCKS_OPSET, Array
+from qtoolkit.lint.ops import BLOCKS_OPSET
+from qtoolkit.runtimes.execution import Array
+
+if TYPE_CHECKING:
+    from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
 
 V = TypeVar("V")
 
@@ -24,7 +28,7 @@ WITHOUT_INT4 = BLOCKS_OPSET - 1  # torch has no tensors of 4 bits: their codes a
 class _Plain(PairForm[V]):
     """Writes the nodes of one call, whose scale may be computed in the file."""
 
-    def __init__(self, opset: int, how: Rounding, shape: Sequence[Any]) -> None:
+    def __init__(self, opset: int, how: Rounding, shape: Sequence[int]) -> None:
         super().__init__(how, shape)
         if how.format != "int" and how.format not in FLOATS:
             raise ValueError(
@@ -65,13 +69,16 @@ def _described(how: Rounding) -> str:
 class _Symbolic(_Plain[Tensor]):
     """Writes the nodes into the graph that torch.export records."""
 
-    def node_of(self, op_type: str, *inputs: Tensor, role: str = "", **attributes: Any) -> Tensor:
+    def node_of(self, op_type: str, *inputs: Tensor, role: str = "", **attributes: Attribute) -> Tensor:
         types = {"QuantizeLinear": self.storage.dtype, "DequantizeLinear": DataType.FLOAT}
-        dtype = attributes.get("to", types.get(op_type, inputs[0].dtype))
-        values = {key: int(value) if isinstance(value, DataType) else value for key, value in attributes.items()}
-        dtype = int(dtype) if isinstance(dtype, DataType) else dtype
-        y: Tensor = torch.onnx.ops.symbolic(op_type, inputs, values, dtype=dtype, shape=inputs[0].shape)
-        return y
+        given = attributes.get("to", types.get(op_type))
+        return torch.onnx.ops.symbolic(
+            op_type,
+            inputs,
+            {key: int(value) if isinstance(value, DataType) else value for key, value in attributes.items()},
+            dtype=int(given) if isinstance(given, DataType) else inputs[0].dtype,
+            shape=inputs[0].shape,
+        )
 
     def constant(self, array: Array, dtype: DataType, name: str) -> Tensor:
         return torch.full((), array.item(), dtype=to_torch_dtype(dtype))
@@ -87,13 +94,19 @@ class _Symbolic(_Plain[Tensor]):
 
 
 def written_by_dynamo(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, format: str, code_range: tuple[int, int], *channels: Any
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    format: str,
+    code_range: tuple[int, int],
+    axis: int | None,
+    *blocks: int,
 ) -> Tensor:
     """Return the values of a call, recorded as nodes of ONNX.
 
     What torch.export records cannot depend on the opset of the file, which only torch.onnx.export knows.
     """
-    how = Rounding(format, code_range, *channels)
+    how = Rounding(format, code_range, axis, *blocks)
     opset = _least_opset(how) if format in ("int", *FLOATS) else 0
     if opset > NATIVE["dynamo"][0]:
         warnings.warn(
@@ -102,37 +115,44 @@ def written_by_dynamo(
             stacklevel=2,
         )
     pair = _Symbolic(opset, how, x.shape)
-    return pair.write(x, onnx_ir.tensor_adapters.from_torch_dtype(x.dtype), scale, zero_point)
+    return pair.write(x, from_torch_dtype(x.dtype), scale, zero_point)
 
 
-class _Graph(_Plain[Any]):
+class _Graph(_Plain[Value]):
     """Writes the nodes into a graph of the TorchScript exporter."""
 
-    def __init__(self, g: Any, opset: int, how: Rounding, shape: Sequence[Any]) -> None:
+    def __init__(self, g: "GraphContext", opset: int, how: Rounding, shape: Sequence[int]) -> None:
         super().__init__(opset, how, shape)
         self.g = g
 
-    def node_of(self, op_type: str, *inputs: Any, role: str = "", **attributes: Any) -> Any:
+    def node_of(self, op_type: str, *inputs: Value, role: str = "", **attributes: Attribute) -> Value:
         values = {f"{key}_i": int(v) if isinstance(v, DataType) else v for key, v in attributes.items()}
-        return self.g.op(op_type, *inputs, **values)
+        return op_in_torchscript(self.g, op_type, *inputs, **values)
 
-    def constant(self, array: Array, dtype: DataType, name: str) -> Any:
-        return self.g.op("Constant", value_t=torch.tensor(array).to(to_torch_dtype(dtype)))
+    def constant(self, array: Array, dtype: DataType, name: str) -> Value:
+        return op_in_torchscript(self.g, "Constant", value_t=torch.tensor(array).to(to_torch_dtype(dtype)))
 
-    def zeros(self, scale: Any) -> Any:
-        return self.g.op(
-            "Constant", value_t=torch.zeros(scale.type().sizes(), dtype=to_torch_dtype(self.storage.dtype))
-        )
+    def zeros(self, scale: Value) -> Value:
+        sizes = present(type_in_torchscript(scale)[1], "the shape of a scale")
+        zeros = torch.zeros(sizes, dtype=to_torch_dtype(self.storage.dtype))
+        return op_in_torchscript(self.g, "Constant", value_t=zeros)
 
 
-def written_by_torchscript(g: Any, opset: int, inputs: Sequence[Any], how: Rounding) -> Any:
+def op_in_torchscript(g: "GraphContext", op: str, *inputs: Value, **attributes: Any) -> Value:
+    """Write a node into a graph of the TorchScript exporter; the names of attributes end in their types, as in `axis_i`."""
+    output: Value = g.op(op, *inputs, **attributes)
+    return output
+
+
+def written_by_torchscript(g: "GraphContext", opset: int, inputs: Sequence[Value], how: Rounding) -> Value:
     """Return the values of a call as nodes of a graph of the TorchScript exporter."""
     x, scale, *zero_point = inputs
-    pair = _Graph(g, opset, how, x.type().sizes() or ())
-    return pair.write(x, dtype_in_torchscript(x), scale, *(zero_point or [None]))
+    dtype, sizes = type_in_torchscript(x)
+    return _Graph(g, opset, how, sizes or ()).write(x, dtype, scale, zero_point[0] if zero_point else None)
 
 
-def dtype_in_torchscript(x: Any) -> DataType:
-    """Return the type of a floating point tensor of a graph of the TorchScript exporter."""
-    names = {"Float": "FLOAT", "Double": "DOUBLE", "Half": "FLOAT16", "BFloat16": "BFLOAT16"}
-    return DataType[names[x.type().scalarType()]]
+def type_in_torchscript(x: Value) -> tuple[DataType, list[int] | None]:
+    """Return the type of a floating point tensor of the TorchScript exporter, and its sizes; None where one varies."""
+    kind = x.type()
+    sizes = kind.sizes() if isinstance(kind, torch.TensorType) else None
+    return from_torch_dtype(present(kind.dtype(), "the type of a tensor")), sizes

@@ -16,7 +16,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qtoolkit.export.exporters.translation import DOMAIN, TRANSLATIONS, placeholder
+from qtoolkit.export.exporters.translation import DOMAIN, TRANSLATIONS, Arguments, placeholder
 from qtoolkit.export.files.graph import unused_name
 from qtoolkit.nn.layer_call import LayerCall
 from qtoolkit.nn.weighted import QuantWeighted
@@ -32,7 +32,7 @@ class _Call:
     # the dotted names of its tensors: the constant, the scale, and the zero point if there is one; "" of computed ones
     names: Sequence[str]
     tensors: Sequence[Tensor]  # their values
-    settings: Mapping[str, Any]  # its other arguments by name
+    settings: Arguments  # its other arguments by name
 
 
 class QuantizedConstants:
@@ -45,8 +45,8 @@ class QuantizedConstants:
         with ops_taken(), _replaced({method: self._recording(method) for method in _quantizing(model)}):
             run()
 
-    def _recording(self, method: "_Quantizing") -> Callable[[Tensor], Any]:
-        def record(x: Tensor, *args: LayerCall) -> Any:
+    def _recording(self, method: "_Quantizing") -> Callable[[Tensor], Tensor]:
+        def record(x: Tensor, *args: LayerCall) -> Tensor:
             """Call the method, and note the call, unless the method has quantized another constant or an activation."""
             with _Ops() as ops:
                 y = method.call(x, *args)
@@ -58,7 +58,7 @@ class QuantizedConstants:
 
         return record
 
-    def _call_in(self, calls: Sequence[Mapping[str, Any]]) -> _Call | None:
+    def _call_in(self, calls: Sequence[Arguments]) -> _Call | None:
         """Return the call that is all that a quantizer does; None if it does more, or not to a constant."""
         if len(calls) != 1:
             return None
@@ -82,14 +82,14 @@ class QuantizedConstants:
             for call in calls.values():
                 delattr(self._model, call.kept)
 
-    def _returning(self, method: "_Quantizing", call: _Call) -> Callable[[Tensor], Any]:
+    def _returning(self, method: "_Quantizing", call: _Call) -> Callable[[Tensor], Tensor]:
         owner, _, attribute = call.names[0].rpartition(".")
 
-        def kept(x: Tensor, *args: LayerCall) -> Any:
-            """Return the stored values of the constant; compute those of any other tensor."""
+        def kept(x: Tensor, *args: LayerCall) -> Tensor:
+            """Return the stored values of the constant; compute the values of any other tensor."""
             # While torch records, the attributes of the model are stand-ins for its tensors.
             is_constant = x is getattr(self._model.get_submodule(owner), attribute)
-            return getattr(self._model, call.kept) if is_constant else method.call(x, *args)
+            return self._model.get_buffer(call.kept) if is_constant else method.call(x, *args)
 
         return kept
 
@@ -130,8 +130,9 @@ class _Quantizing:
     module: nn.Module
     name: str
 
-    def call(self, x: Tensor, *args: LayerCall) -> Any:
-        return getattr(type(self.module), self.name)(self.module, x, *args)
+    def call(self, x: Tensor, *args: LayerCall) -> Tensor:
+        function: Callable[..., Tensor] = getattr(type(self.module), self.name)
+        return function(self.module, x, *args)
 
 
 def _quantizing(model: nn.Module) -> Iterator[_Quantizing]:
@@ -143,9 +144,10 @@ def _quantizing(model: nn.Module) -> Iterator[_Quantizing]:
 
 
 @contextmanager
-def _replaced(methods: Mapping[_Quantizing, Callable[[Tensor], Any]]) -> Iterator[None]:
+def _replaced(methods: Mapping[_Quantizing, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Replace methods for the duration of a `with` block."""
     for method, function in methods.items():
+        # Not by setattr: in the module's own dict the function hides the method, and `del` brings the method back.
         vars(method.module)[method.name] = function
     try:
         yield
@@ -159,9 +161,11 @@ class _Ops(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Mapping[str, Any]] = []
+        self.calls: list[Arguments] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         if func in TRANSLATIONS:
             given = inspect.signature(TRANSLATIONS[func]).bind(*args, **(kwargs or {}))
             given.apply_defaults()

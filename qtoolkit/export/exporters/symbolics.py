@@ -2,13 +2,19 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Value
 
 from qtoolkit.ops.recording import are_ops_taken
 
-OPSETS = range(7, 24)  # those of torch.onnx.export
+if TYPE_CHECKING:
+    from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
+
+Results = tuple[Value, Value]  # the values and the mask
+Arguments = tuple[str, tuple[int, int], int | None, int, int]  # of `qtoolkit.export.pairs.storage.Rounding`
+OPSETS = range(7, 24)  # of torch.onnx.export
 
 
 @functools.cache
@@ -20,15 +26,15 @@ def register_symbolics() -> None:
             torch.onnx.register_custom_op_symbolic(name, symbolic, opset)  # type: ignore[attr-defined]
 
 
-def _symbolics(opset: int) -> Sequence[Callable[..., Any]]:
+def _symbolics(opset: int) -> Sequence[Callable[..., Results]]:
     from torch.onnx import symbolic_helper
 
     @symbolic_helper.parse_args("v", "v", "v", "i", "i", "i", "i", "i", "f", "b")
     def fake_quant(
-        g: Any,
-        x: Any,
-        scale: Any,
-        zero_point: Any,
+        g: "GraphContext",
+        x: Value,
+        scale: Value,
+        zero_point: Value,
         qmin: int,
         qmax: int,
         axis: int | None,
@@ -36,21 +42,28 @@ def _symbolics(opset: int) -> Sequence[Callable[..., Any]]:
         block_size: int,
         factor: float,
         mask: bool,
-    ) -> Any:
+    ) -> Results:
         """Write one call. The exporter passes the op's arguments by position, so all are listed."""
         inputs = (x, scale) if zero_point.node().mustBeNone() else (x, scale, zero_point)
-        return _write(g, opset, inputs, "int", (qmin, qmax), axis, group, block_size)
+        return _write(g, opset, inputs, ("int", (qmin, qmax), axis, group, block_size))
 
     @symbolic_helper.parse_args("v", "v", "s", "i", "i", "i", "b")
     def fake_quant_float(
-        g: Any, x: Any, scale: Any, format: str, axis: int | None, group: int, block_size: int, mask: bool
-    ) -> Any:
-        return _write(g, opset, (x, scale), format, (0, 0), axis, group, block_size)
+        g: "GraphContext",
+        x: Value,
+        scale: Value,
+        format: str,
+        axis: int | None,
+        group: int,
+        block_size: int,
+        mask: bool,
+    ) -> Results:
+        return _write(g, opset, (x, scale), (format, (0, 0), axis, group, block_size))
 
     return fake_quant, fake_quant_float
 
 
-def _write(g: Any, opset: int, inputs: Sequence[Any], format: str, code_range: tuple[int, int], *channels: Any) -> Any:
+def _write(g: "GraphContext", opset: int, inputs: Sequence[Value], rounding: Arguments) -> Results:
     from qtoolkit.export.onnx import require_extra
 
     require_extra("torch.onnx.export of a quantized model")
@@ -58,6 +71,6 @@ def _write(g: Any, opset: int, inputs: Sequence[Any], format: str, code_range: t
     from qtoolkit.export.exporters.translation import placeholder_in_torchscript
     from qtoolkit.export.pairs.storage import Rounding
 
-    how = Rounding(format, code_range, *channels)
+    how = Rounding(*rounding)
     y = placeholder_in_torchscript(g, inputs, how) if are_ops_taken() else written_by_torchscript(g, opset, inputs, how)
     return y.setType(inputs[0].type()), g.op("Constant", value_t=torch.zeros(0, dtype=torch.uint8))

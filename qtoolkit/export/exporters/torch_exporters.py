@@ -1,12 +1,10 @@
 """torch's two ONNX exporters. Both return an onnx_ir.Model whose placeholders say which quantizer each is."""
 
-import contextlib
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx
 import onnx_ir
@@ -15,10 +13,10 @@ from onnx_ir.passes import PassError
 from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor, nn
 
-from qtoolkit.errors import first_line
+from qtoolkit.errors import first_line, present
 from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
 from qtoolkit.export.exporters.translation import QUANTIZER, TRANSLATIONS, keep_quantizers, placeholders_in
-from qtoolkit.export.inputs import Inputs, by_name
+from qtoolkit.export.inputs import DynamicShapes, Inputs, by_name
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import naming_misfits, with_tensors
 from qtoolkit.op_kinds.recorded import sizes_asked
@@ -42,7 +40,7 @@ class Request:
     inputs: Inputs
     opset: int
     output_names: Sequence[str] | None
-    dynamic_shapes: Any
+    dynamic_shapes: DynamicShapes | None
 
     @property
     def what(self) -> str:
@@ -50,7 +48,7 @@ class Request:
         return self.inputs.what
 
     @torch.no_grad()
-    def run(self) -> Any:
+    def run(self) -> object:
         """Return what the model computes of its inputs."""
         with naming_misfits(self.model, self.inputs.given, f"{self.what}: example_inputs do"):
             return self.model(*self.inputs.args, **self.inputs.kwargs)
@@ -73,7 +71,7 @@ def _export_dynamo(request: Request) -> onnx_ir.Model:
     return program.model
 
 
-def _check_asked(asked: Sequence[tuple[Any, str]], what: str) -> None:
+def _check_asked(asked: Sequence[tuple[object, str]], what: str) -> None:
     """Warn of branches on dynamic sizes, which the file does not check.
 
     Raises RuntimeError: the file would compute with a number that Python has from a dynamic size.
@@ -118,9 +116,7 @@ def _dynamo_program(request: Request) -> torch.onnx.ONNXProgram:
         if request.dynamic_shapes is not None and "static shape" in str(error.__cause__):
             raise RuntimeError(f"{request.what}: {_describe_constants(error.__cause__)}") from error
         raise RuntimeError(f"{request.what}: {_describe_failure(request.model, error)}") from error
-    if program is None:
-        raise RuntimeError(f"{request.what}: torch.onnx.export returned no program.")
-    return program
+    return present(program, "the program of torch.onnx.export")
 
 
 def _describe_failure(model: nn.Module, error: Exception) -> str:
@@ -155,7 +151,7 @@ class _Wrapper(nn.Module):
         self.add_module(WRAPPED, model)
         self.inputs = inputs
 
-    def forward(self, *tensors: Tensor) -> Any:
+    def forward(self, *tensors: Tensor) -> object:
         args, kwargs = with_tensors((self.inputs.args, self.inputs.kwargs), iter(tensors))
         return self.get_submodule(WRAPPED)(*args, **kwargs)
 
@@ -171,46 +167,36 @@ def _export_torchscript(request: Request) -> onnx_ir.Model:
 
 
 def _torchscript_proto(request: Request, axes: Mapping[str, dict[int, str]]) -> onnx.ModelProto:
-    with (
-        tempfile.TemporaryDirectory() as folder,  # a string in memory holds no weights above 2 GB
-        warnings.catch_warnings(),
-        _described_failures(request.what),
-        ops_taken(),
-    ):
+    # A string in memory holds no weights above 2 GB.
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), ops_taken():
         warnings.simplefilter("ignore", DeprecationWarning)  # the caller chose the older exporter
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that does not apply
         file = os.path.join(folder, "model.onnx")
-        torch.onnx.export(
-            _Wrapper(request.model, request.inputs).eval(),
-            tuple(request.inputs.tensors),
-            file,
-            dynamo=False,
-            opset_version=request.opset,
-            input_names=request.inputs.names,
-            output_names=list(request.output_names) if request.output_names else None,
-            dynamic_axes=axes,
-        )
+        try:
+            torch.onnx.export(
+                _Wrapper(request.model, request.inputs).eval(),
+                tuple(request.inputs.tensors),
+                file,
+                dynamo=False,
+                opset_version=request.opset,
+                input_names=request.inputs.names,
+                output_names=list(request.output_names) if request.output_names else None,
+                dynamic_axes=axes,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            raise RuntimeError(
+                f"{request.what}: exporter='torchscript' cannot export the model ({first_line(error)}); use "
+                f"exporter='dynamo'.{IF_THAT_FAILS}"
+            ) from error
+        except RuntimeError as error:
+            if "observable data dependence" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{request.what}: the TorchScript exporter cannot write an output that does not depend on the inputs "
+                f"({str(error).partition(' (')[0]}); use exporter='dynamo', or export a module that does not return it."
+            ) from error
         return onnx.load(file)
-
-
-@contextlib.contextmanager
-def _described_failures(what: str) -> Iterator[None]:
-    """Describe the errors of the TorchScript exporter that have another remedy than its own words say."""
-    try:
-        yield
-    except torch.onnx.OnnxExporterError as error:
-        raise RuntimeError(
-            f"{what}: exporter='torchscript' cannot export the model ({first_line(error)}); use exporter='dynamo'."
-            f"{IF_THAT_FAILS}"
-        ) from error
-    except RuntimeError as error:
-        if "observable data dependence" not in str(error):
-            raise
-        raise RuntimeError(
-            f"{what}: the TorchScript exporter cannot write an output that does not depend on the inputs "
-            f"({str(error).partition(' (')[0]}); use exporter='dynamo', or export a module that does not return it."
-        ) from error
 
 
 def _names_of_axes(request: Request) -> dict[str, dict[int, str]]:

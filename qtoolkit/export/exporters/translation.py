@@ -5,18 +5,26 @@ QuantizeLinear and DequantizeLinear once the model has its final opset, for both
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir
 import onnxscript
 import torch
 from onnx import defs
+from onnx_ir import DataType, Value
 
 from qtoolkit.errors import present
-from qtoolkit.export.exporters.plain import dtype_in_torchscript
+from qtoolkit.export.exporters.plain import op_in_torchscript, type_in_torchscript
 from qtoolkit.export.pairs.storage import Rounding
 
+if TYPE_CHECKING:
+    from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
+
+# A Value. torch's exporter reads the annotations of translations, and warns of this type, which it does not know.
+Translated = Any
+Results = tuple[Translated, Translated]  # of an op: its values and its mask
+Arguments = Mapping[str, Any]  # of an op, by the names of its schema
 DOMAIN, PLACEHOLDER = "qtoolkit", "FakeQuant"
 CHANNELS = ("axis", "group", "block_size")
 QUANTIZER = "quantizer"  # a note in the metadata, then an attribute: the name of the quantizer
@@ -35,7 +43,7 @@ def keep_quantizers(model: onnx_ir.Model) -> None:
             node.attributes[QUANTIZER] = onnx_ir.AttrString(QUANTIZER, node.metadata_props[QUANTIZER])
 
 
-def _attributes(dtype: onnx_ir.DataType, shape: Sequence[Any], how: Rounding) -> dict[str, Any]:
+def _attributes(dtype: DataType, shape: Iterable[object], how: Rounding) -> dict[str, int | str | Sequence[int]]:
     """Return the placeholder's attributes; sizes that vary are -1, and absent values are left out."""
     sizes = [size if isinstance(size, int) else -1 for size in shape]
     values = (int(dtype), sizes, how.format, *how.code_range, how.axis, how.group, how.block_size)
@@ -77,26 +85,25 @@ def _schema() -> defs.OpSchema:
 _FLOATS = {f"tensor({name})" for name in ("float", "double", "float16", "bfloat16")}
 
 
-def _write(x: Any, scale: Any, zero_point: Any, how: Rounding) -> Any:
+def _write(x: Value, scale: Value, zero_point: Value | None, how: Rounding) -> Results:
     op = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), PLACEHOLDER, _schema())
-    shape = () if x.shape is None else tuple(x.shape)
-    y = op(x, scale, zero_point, **_attributes(onnx_ir.DataType(x.dtype), shape, how))
+    y = op(x, scale, zero_point, **_attributes(present(x.dtype, f"the type of {x.name!r}"), x.shape or (), how))
     return y, _OPSET.Constant(value_ints=[])  # the mask, which nothing takes
 
 
-def placeholder(inputs: Sequence[onnx_ir.Value], settings: Mapping[str, Any]) -> onnx_ir.Node:
+def placeholder(inputs: Sequence[Value], settings: Arguments) -> onnx_ir.Node:
     """Return the placeholder of a call; `settings` are the op's other arguments by name."""
     code_range = settings.get("qmin", 0), settings.get("qmax", 0)
     how = Rounding(settings.get("format", "int"), code_range, *(settings[name] for name in CHANNELS))
-    x, shape = inputs[0], inputs[0].shape or ()
-    attributes = _attributes(present(x.dtype, f"the type of {x.name!r}"), tuple(shape), how)
+    x = inputs[0]
+    attributes = _attributes(present(x.dtype, f"the type of {x.name!r}"), x.shape or (), how)
     return onnx_ir.node(PLACEHOLDER, inputs, attributes, domain=DOMAIN)
 
 
 def _fake_quant(
-    x: Any,
-    scale: Any,
-    zero_point: Any,
+    x: Translated,
+    scale: Translated,
+    zero_point: Translated,
     qmin: int,
     qmax: int,
     axis: int | None = None,
@@ -104,26 +111,32 @@ def _fake_quant(
     block_size: int = 0,
     grad_factor: float = 1.0,
     mask: bool = False,
-) -> Any:
+) -> Results:
     """Write one call. The exporter matches these parameters with the op's schema, so all are listed."""
     return _write(x, scale, zero_point, Rounding("int", (qmin, qmax), axis, group, block_size))
 
 
 def _fake_quant_float(
-    x: Any, scale: Any, format: str, axis: int | None = None, group: int = 1, block_size: int = 0, mask: bool = False
-) -> Any:
+    x: Translated,
+    scale: Translated,
+    format: str,
+    axis: int | None = None,
+    group: int = 1,
+    block_size: int = 0,
+    mask: bool = False,
+) -> Results:
     return _write(x, scale, None, Rounding(format, (0, 0), axis, group, block_size))
 
 
-TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+TRANSLATIONS: Mapping[Callable[..., object], Callable[..., Results]] = {
     torch.ops.qtoolkit.fake_quant.default: _fake_quant,
     torch.ops.qtoolkit.fake_quant_float.default: _fake_quant_float,
 }
 
 
-def placeholder_in_torchscript(g: Any, inputs: Sequence[Any], how: Rounding) -> Any:
+def placeholder_in_torchscript(g: "GraphContext", inputs: Sequence["torch.Value"], how: Rounding) -> "torch.Value":
     """Write the placeholder of a call into a graph of the TorchScript exporter."""
-    kinds = {str: "s", int: "i", list: "i"}
-    dtype, sizes = dtype_in_torchscript(inputs[0]), inputs[0].type().sizes() or ()
-    attributes = _attributes(dtype, sizes, how)
-    return g.op(f"{DOMAIN}::{PLACEHOLDER}", *inputs, **{f"{k}_{kinds[type(v)]}": v for k, v in attributes.items()})
+    dtype, sizes = type_in_torchscript(inputs[0])
+    attributes = _attributes(dtype, sizes or (), how)
+    named = {f"{name}_{'s' if isinstance(value, str) else 'i'}": value for name, value in attributes.items()}
+    return op_in_torchscript(g, f"{DOMAIN}::{PLACEHOLDER}", *inputs, **named)

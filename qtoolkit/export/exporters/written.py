@@ -1,7 +1,7 @@
 """Ops that ONNX does not have, which torch's exporters refuse or change without a word: pools of own divisors, for example."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,16 +11,19 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from qtoolkit.nn.quantized_attention import without_keys
+from qtoolkit.runtimes.execution import Array
 
-DIMENSIONS: Mapping[Callable[..., Any], int] = {F.avg_pool2d: 2, F.avg_pool3d: 3}
-ADAPTIVE: Mapping[Callable[..., Any], int] = {
+Function = Callable[..., Any]
+Size = int | Sequence[int]
+DIMENSIONS: Mapping[Function, int] = {F.avg_pool2d: 2, F.avg_pool3d: 3}
+ADAPTIVE: Mapping[Function, int] = {
     torch.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3,
     F.adaptive_max_pool1d: 1, F.adaptive_max_pool2d: 2, F.adaptive_max_pool3d: 3,
     F.adaptive_max_pool1d_with_indices: 1, F.adaptive_max_pool2d_with_indices: 2, F.adaptive_max_pool3d_with_indices: 3,
 }  # fmt: skip
 
 # Of the pools with windows: their dimensions, and the position of `ceil_mode`.
-WINDOWED: Mapping[Callable[..., Any], tuple[int, int]] = {
+WINDOWED: Mapping[Function, tuple[int, int]] = {
     F.avg_pool1d: (1, 4), F.avg_pool2d: (2, 4), F.avg_pool3d: (3, 4),
     F.max_pool1d: (1, 5), F.max_pool2d: (2, 5), F.max_pool3d: (3, 5),
 }  # fmt: skip
@@ -34,12 +37,12 @@ class OpsWritten(TorchFunctionMode):
     Pools with `divisor_override` become pools that divide by their window, times a factor; with `ceil_mode` too,
     ValueError: the windows beyond the edge would need factors of their own. A `ceil_mode` that adds no window is left out:
     ONNX would add one in the padding, where torch has none. `constant_sizes` says that images have the sizes of the example
-    inputs, which torch.jit.trace does not tell. The windows of an adaptive pool follow the size
-    of its input, and exporters write those of the example inputs; so do those of a resize in the mode "area". A softplus with
-    a threshold of its own becomes a choice of two tensors ("torchscript" drops it). An LSTM that projects its states is
-    refused ("dynamo" drops the projection). A resize to the nearest pixel whose quotients a file rounds to others takes its
-    pixels by index. An attention without heads gets one ("dynamo" takes no others), and returns zeros where its mask leaves a
-    query no key (exporters write the mean of the values). Errors begin with `what`.
+    inputs, which torch.jit.trace does not tell. The windows of an adaptive pool, and of a resize in the mode "area", follow the
+    size of its input, and exporters write the windows of the example inputs. A softplus with a threshold of its own becomes a
+    choice of two tensors ("torchscript" drops it). An LSTM that projects its states is refused ("dynamo" drops the projection).
+    A resize to the nearest pixel whose quotients a file rounds to others takes its pixels by index. An attention without heads
+    gets one ("dynamo" takes no others), and returns zeros where its mask leaves a query no key (exporters write the mean of
+    the values). Errors begin with `what`.
     """
 
     def __init__(self, what: str, constant_sizes: bool) -> None:
@@ -47,7 +50,7 @@ class OpsWritten(TorchFunctionMode):
         self.what, self.constant_sizes = what, constant_sizes
         self._follows_sizes: list[str] = []
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Function, types: object, args: Any = (), kwargs: Any = None) -> object:
         """Call a function of torch."""
         named = kwargs or {}
         if function in WINDOWED:
@@ -61,25 +64,20 @@ class OpsWritten(TorchFunctionMode):
         elif function is F.scaled_dot_product_attention:
             return self._attention(*args, **named)
         elif function is F.interpolate:
-            self._note_resize(*args, **named)
-            return _resize(*args, **named)
+            return self._resize(*args, **named)
         elif function is torch.lstm:
             self._check_states(*args, **named)
         return function(*args, **named)
 
-    def _note_pool(self, dimensions: int, input: Tensor, output_size: Any, *_: Any, **__: Any) -> None:
+    def _note_pool(
+        self, dimensions: int, input: Tensor, output_size: int | Sequence[int | None] | None, *_: object, **__: object
+    ) -> None:
         size = output_size if isinstance(output_size, tuple | list) else [output_size] * dimensions
         pooled = (length for length, to in zip(input.shape[-dimensions:], size, strict=True) if to is not None)
         if any(to != 1 for to in size) and any(isinstance(length, torch.SymInt) for length in pooled):
             self._follows_sizes.append(f"an adaptive pool to {output_size}")
 
-    def _note_resize(
-        self, input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *_: Any, **__: Any
-    ) -> None:
-        if mode == "area" and any(isinstance(length, torch.SymInt) for length in input.shape[2:]):
-            self._follows_sizes.append("a resize in the mode 'area'")
-
-    def _check_states(self, _: Tensor, states: Any, *__: Any) -> None:
+    def _check_states(self, _: Tensor, states: object, *__: object) -> None:
         """Raise ValueError for an LSTM that projects its states; a packed sequence has its sizes in place of them."""
         if isinstance(states, tuple | list) and states[0].shape[-1] != states[1].shape[-1]:
             raise ValueError(
@@ -119,13 +117,37 @@ class OpsWritten(TorchFunctionMode):
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **options).squeeze(1)
         return y if attn_mask is None else y.masked_fill(without_keys(attn_mask), 0.0)
 
+    def _resize(
+        self, input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *args: Any, **named: Any
+    ) -> Tensor:
+        """Return a resized image; by the indices of its pixels where ONNX's Resize would take others for the nearest ones.
+
+        Resize divides by the scale in float32, and torch multiplies by its inverse: with 16 of 56 pixels, 2 / 0.285714 is
+        below 7.
+        """
+        if mode == "area" and any(isinstance(length, torch.SymInt) for length in input.shape[2:]):
+            self._follows_sizes.append("a resize in the mode 'area'")
+        y = F.interpolate(input, size, scale_factor, mode, *args, **named)
+        lengths = [*zip(input.shape[2:], y.shape[2:], strict=True)]
+        if mode != "nearest" or any(isinstance(length, torch.SymInt) for pair in lengths for length in pair):
+            return y
+        factors = scale_factor if isinstance(scale_factor, tuple | list) else [scale_factor] * len(lengths)
+        if named.get("recompute_scale_factor") or (len(args) > 1 and args[1]):
+            factors = [None] * len(lengths)
+        chosen = [_nearest(int(old), int(new), factor) for (old, new), factor in zip(lengths, factors, strict=True)]
+        if all(np.array_equal(ours, theirs) for ours, theirs in chosen):
+            return y
+        for dim, (ours, _) in enumerate(chosen, 2):
+            input = input.index_select(dim, torch.tensor(ours.tolist(), device=input.device))
+        return input
+
     def _pool(
         self,
         pool: Callable[..., Tensor],
         input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
+        kernel_size: Size,
+        stride: Size | None = None,
+        padding: Size = 0,
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
@@ -137,7 +159,7 @@ class OpsWritten(TorchFunctionMode):
                 f"{self.what}: an average pool with divisor_override={divisor_override} and ceil_mode=True has no form in "
                 f"ONNX; pad its input by torch.nn.functional.pad, and set ceil_mode=False."
             )
-        window = kernel_size if isinstance(kernel_size, tuple | list) else [kernel_size]
+        window = [kernel_size] if isinstance(kernel_size, int) else kernel_size
         factor: float = math.prod(window) ** (DIMENSIONS[pool] // len(window)) / divisor_override
         return pool(input, kernel_size, stride, padding) * factor
 
@@ -146,41 +168,17 @@ class OpsWritten(TorchFunctionMode):
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Return a pool's arguments, without `ceil_mode` where the sizes are known and the result is as large without it."""
         dimensions, position = WINDOWED[pool]
-        if len(args) > position:
-            floor: tuple[Any, ...] = (*args[:position], False, *args[position + 1 :]), named
-        else:
-            floor = args, {**named, "ceil_mode": False}
+        given = (*args[:position], False, *args[position + 1 :]) if len(args) > position else args
+        more = named if len(args) > position else {**named, "ceil_mode": False}
         with torch.no_grad():
-            sizes, without = (pool(*given, **more).shape[-dimensions:] for given, more in ((args, named), floor))
+            sizes, without = (y.shape[-dimensions:] for y in (pool(*args, **named), pool(*given, **more)))
         # A traced size is a tensor.
         known = all(isinstance(size, int) or (self.constant_sizes and isinstance(size, Tensor)) for size in sizes)
-        return floor if known and sizes == without else (args, named)
+        return (given, more) if known and sizes == without else (args, named)
 
 
-def _resize(
-    input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *args: Any, **named: Any
-) -> Tensor:
-    """Return a resized image; by the indices of its pixels where ONNX's Resize would take others for the nearest ones.
-
-    Resize divides by the scale in float32, and torch multiplies by its inverse: with 16 of 56 pixels, 2 / 0.285714 is below 7.
-    """
-    y = F.interpolate(input, size, scale_factor, mode, *args, **named)
-    lengths = [*zip(input.shape[2:], y.shape[2:], strict=True)]
-    if mode != "nearest" or any(isinstance(length, torch.SymInt) for pair in lengths for length in pair):
-        return y
-    factors = scale_factor if isinstance(scale_factor, tuple | list) else [scale_factor] * len(lengths)
-    if named.get("recompute_scale_factor") or (len(args) > 1 and args[1]):
-        factors = [None] * len(lengths)
-    chosen = [_nearest(int(old), int(new), factor) for (old, new), factor in zip(lengths, factors, strict=True)]
-    if all(np.array_equal(ours, theirs) for ours, theirs in chosen):
-        return y
-    for dim, (ours, _) in enumerate(chosen, 2):
-        input = input.index_select(dim, torch.tensor(ours.tolist(), device=input.device))
-    return input
-
-
-def _nearest(old: int, new: int, factor: float | None) -> tuple[Any, Any]:
-    """Return the pixels that torch takes, and those of Resize. Source: aten/src/ATen/native/UpSample.h, nearest_idx."""
+def _nearest(old: int, new: int, factor: float | None) -> tuple[Array, Array]:
+    """Return the pixels that torch takes, and Resize's. Source: aten/src/ATen/native/UpSample.h, nearest_idx."""
     places = np.arange(new, dtype=np.float32)
     step = np.float32(1 / factor) if factor else np.float32(old) / np.float32(new)
     scale = np.float32(factor) if factor else np.float32(new) / np.float32(old)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -20,13 +20,17 @@ from torch import Tensor
 
 from qtoolkit.errors import first_line
 from qtoolkit.files import write_atomically
+from qtoolkit.runtimes.execution import Array
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 KEPT_INSIDE = 1 << 16  # bytes of a tensor above which verification hands it to onnxruntime apart from the model
 LARGEST_FILE = 2_000_000_000  # bytes of weights; a protocol buffer holds less than 2^31 bytes
 
 
 def save(model: onnx_ir.Model, folder: Path, weights: str) -> tuple[Path, Path | None]:
-    """Save a model in a folder; return its file, and that of its weights (with the given name) if one file cannot hold both."""
+    """Save a model in a folder; return its file, and the file of its weights (with the given name) if one cannot hold both."""
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     path = folder / "model.onnx"
     if size <= LARGEST_FILE:
@@ -63,7 +67,7 @@ def _weight_names(path: Path) -> tuple[str, str]:
 def replacing_model(model: onnx_ir.Model, path: Path, opset: int, what: str) -> Iterator[tuple[Path, ...]]:
     """Save a model in a folder of its own, and let it replace what is at a path at the end of a `with` block.
 
-    Yields its file, and that of its weights if there is one. If the block raises, what was at the path stays. Raises
+    Yields its file, and the file of its weights if there is one. If the block raises, what was at the path stays. Raises
     RuntimeError, which begins with `what`: the file is no valid ONNX.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +99,7 @@ class OpenedFile:
 
     proto: onnx.ModelProto  # the model, whose large weights are elsewhere if it was read from a file
     folder: str = ""  # the folder of its weights, if they are in a file of their own
-    weights: Mapping[str, Any] = field(default_factory=dict)  # large weights that were in the file itself, by name
+    weights: Mapping[str, Array] = field(default_factory=dict)  # large weights that were in the file itself, by name
 
     @classmethod
     def of(cls, model: onnx.ModelProto | str | os.PathLike[str]) -> "OpenedFile":
@@ -105,7 +109,7 @@ class OpenedFile:
         proto = onnx.load(str(model), load_external_data=False)
         return cls(proto, os.path.dirname(os.path.abspath(model)), _take_out_weights(proto))
 
-    def run(self, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Any]:
+    def run(self, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Array]:
         """Run the model without graph optimizations; return its inputs and outputs, and the tensors of these names.
 
         Raises RuntimeError: onnxruntime cannot run it.
@@ -151,7 +155,7 @@ class OpenedFile:
                     f"dynamic_batch=True or dynamic_shapes."
                 )
 
-    def constants(self, names: Sequence[str]) -> dict[str, Any]:
+    def constants(self, names: Sequence[str]) -> dict[str, Array]:
         """Return tensors that do not depend on the inputs of the model.
 
         Raises RuntimeError: onnxruntime cannot compute them.
@@ -173,11 +177,11 @@ class OpenedFile:
         weights = {name: array for name, array in self.weights.items() if name in needed}
         return found | OpenedFile(part, self.folder, weights).run([], computed)
 
-    def constant(self, tensor: onnx.TensorProto) -> Any:
+    def constant(self, tensor: onnx.TensorProto) -> Array:
         """Return the array of an initializer."""
         return self.weights[tensor.name] if tensor.name in self.weights else numpy_helper.to_array(tensor, self.folder)
 
-    def _session(self, names: Sequence[str]) -> Any:
+    def _session(self, names: Sequence[str]) -> "onnxruntime.InferenceSession":
         """Return a session of the model whose outputs include the tensors of these names."""
         import onnxruntime
 
@@ -214,13 +218,13 @@ def refusal_of_default_session(path: Path, inputs: Sequence[Tensor]) -> str:
     return ""
 
 
-def _feeds(session: Any, inputs: Sequence[Tensor]) -> dict[str, Any]:
+def _feeds(session: "onnxruntime.InferenceSession", inputs: Sequence[Tensor]) -> dict[str, Array]:
     """Return the inputs of a session by their names."""
     names = [value.name for value in session.get_inputs()]
     return {name: x.detach().cpu().numpy() for name, x in zip(names, inputs, strict=True)}
 
 
-def _take_out_weights(model: onnx.ModelProto) -> dict[str, Any]:
+def _take_out_weights(model: onnx.ModelProto) -> dict[str, Array]:
     """Replace the data of large weights in a model by a reference, and return their arrays: a string would hold them again."""
     weights = {}
     for tensor in model.graph.initializer:
@@ -248,7 +252,7 @@ def _widen(graph: onnx.GraphProto, names: Sequence[str]) -> None:
             graph.node.append(helper.make_node("Cast", [f"{name}.narrow"], [name], to=dtype))
 
 
-def _small_floats(graph: onnx.GraphProto) -> dict[str, Any]:
+def _small_floats(graph: onnx.GraphProto) -> dict[str, np.dtype[Any]]:
     """Return the type of the codes of each QuantizeLinear in a small float format, by the name of its output."""
     kinds = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
     dtypes = {t.name: helper.tensor_dtype_to_np_dtype(t.data_type) for t in graph.initializer if t.data_type in kinds}
@@ -261,7 +265,7 @@ def _zero_point(node: onnx.NodeProto) -> str:
     return node.input[2] if len(node.input) > 2 else ""
 
 
-def _places(codes: Any) -> Any:
+def _places(codes: Array) -> Array:
     """Return the places of small floats among the numbers of their format, as `Grid.codes` does; other arrays as they are."""
     bits = {"float8_e4m3fn": 8, "float8_e5m2": 8, "float4_e2m1fn": 4}.get(codes.dtype.name)
     if bits is None:

@@ -1,13 +1,12 @@
 """Graphs of onnx_ir: what makes a value, which values are constants, and what passes put in."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain, count
-from typing import Any
 
 import numpy as np
 import onnx_ir
 
-from qtoolkit.lint.ops import Array
+from qtoolkit.runtimes.execution import Array
 
 
 def maker_of(value: onnx_ir.Value | None, op_type: str) -> onnx_ir.Node | None:
@@ -60,7 +59,7 @@ class Constants:
 
     def __init__(self, graph: onnx_ir.Graph) -> None:
         self.graph = graph
-        self.known: dict[tuple[Any, ...], onnx_ir.Value] = {}
+        self.known: dict[Hashable, onnx_ir.Value] = {}
 
     def shared(self, array: Array, dtype: onnx_ir.DataType, name: str) -> onnx_ir.Value:
         """Return a small constant, which has this name if it is new."""
@@ -77,6 +76,6 @@ class Constants:
         self.graph.register_initializer(value)
         return value
 
-    def integers(self, values: Sequence[Any], name: str) -> onnx_ir.Value:
+    def integers(self, values: Sequence[int | onnx_ir.SymbolicDim], name: str) -> onnx_ir.Value:
         """Return a new constant of int64, such as a shape or axes."""
         return self.add(np.array(values, np.int64), onnx_ir.DataType.INT64, name)

@@ -1,7 +1,7 @@
 """Kinds of ONNX's ops, by their names, attributes and constant inputs."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def _over_image(node: "onnx_ir.Node") -> bool:
     return is_over_image(axes_of(node), None if shape is None else len(shape))
 
 
-DECIDED: Mapping[str, Callable[[Any], str]] = {
+DECIDED: Mapping[str, Callable[["onnx_ir.Node"], str]] = {
     "Clip": _clip,
     "Resize": _resize,
     "Upsample": _resize,

@@ -13,6 +13,7 @@ from qtoolkit.export.files.reading import UnreadableFileError
 from qtoolkit.lint.ops import Codes, FileNode, Layer, Op, WeightGrid
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER
+from qtoolkit.runtimes.execution import Array
 
 GATED = {"Sigmoid": "silu", "HardSigmoid": "hardswish"}  # x * gate(x)
 SIZES = ("Shape", "Size")  # they read no values
@@ -38,7 +39,7 @@ class _Reader:
 
     def __init__(self, graph: onnx_ir.Graph, opset: int, ops: list[Op], taken: Iterable[onnx_ir.Value] = ()) -> None:
         self.opset, self.ops = opset, ops
-        self.made: dict[Any, Op] = {}  # the op that computes each tensor that depends on the inputs
+        self.made: dict[onnx_ir.Value | None, Op] = {}  # the op that computes each tensor that depends on the inputs
         self.gates = {gate for node in graph if (gate := _gate(node)) is not None}
         for value in (*graph.inputs, *taken):
             if not value.is_initializer():
@@ -58,7 +59,7 @@ class _Reader:
         values = (*(value for node in nodes for value in node.inputs), *body.outputs)
         return [value for value in dict.fromkeys(values) if value is not None and value in self.made]
 
-    def _add(self, op: Op, outputs: Any) -> None:
+    def _add(self, op: Op, outputs: Iterable[onnx_ir.Value]) -> None:
         op.place = len(self.ops)
         self.ops.append(op)
         for source in op.inputs:
@@ -75,12 +76,11 @@ class _Reader:
             return
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             quantize = node.op_type == "QuantizeLinear"
-            codes = _codes(node) if quantize or (first is not None and first.is_input) else None
-            if codes is not None:
-                op = Op(
-                    _name(node), OTHER, [first] if first else [], grid=codes.grid, node=self._facts(node, codes=codes)
+            if quantize or (first is not None and first.is_input):
+                codes, before = _codes(node), [] if first is None else [first]
+                self._add(
+                    Op(_name(node), OTHER, before, grid=codes.grid, node=self._facts(node, codes=codes)), node.outputs
                 )
-                self._add(op, node.outputs)
             elif first is not None:
                 self.made.update(dict.fromkeys(node.outputs, first))
             return
@@ -103,17 +103,16 @@ class _Reader:
             sources = list(dict.fromkeys(self.made[value] for value in taken if value in self.made))
         if weighted is None:
             return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node), **_of_windows(node)))
-        weight = ConstantWeight.of(weighted)
-        bias = None if input_at(node, 2) is None else ConstantWeight.of(input_at(node, 2))
+        weight, bias = ConstantWeight.of(weighted), input_at(node, 2)
         codes = weight.codes
         grid = None if codes is None else WeightGrid(codes.bits, weight.axis, codes.block_size > 0, codes.block_size)
-        facts = self._facts(node, weight=codes, bias=None if bias is None else bias.codes)
+        facts = self._facts(node, weight=codes, bias=None if bias is None else ConstantWeight.of(bias).codes)
         return Op(_name(node), kind, sources, layer=layer_of(node, weight.shape, grid), node=facts)
 
     def _facts(self, node: onnx_ir.Node, **facts: Any) -> FileNode:
         return FileNode(node.op_type, "" if node.domain == "ai.onnx" else node.domain, self.opset, **facts)
 
-    def _weight(self, node: onnx_ir.Node) -> Any:
+    def _weight(self, node: onnx_ir.Node) -> onnx_ir.Value | None:
         """Return the constant weight of a layer; None of other nodes."""
         if node.domain not in ("", "ai.onnx"):
             return None
@@ -170,7 +169,7 @@ def _name(node: onnx_ir.Node) -> str:
     return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
 
 
-def _gate(product: onnx_ir.Node) -> Any:
+def _gate(product: onnx_ir.Node) -> onnx_ir.Node | None:
     """Return the gate of x * gate(x), where nothing else takes it; None of other nodes."""
     if product.op_type != "Mul" or len(product.inputs) != 2:
         return None
@@ -195,8 +194,8 @@ def _codes(node: onnx_ir.Node) -> Codes:
     return Codes(_dtype(node, zero), scale, zero_point, given is not None, axis, block_size, takers)
 
 
-def _dtype(node: onnx_ir.Node, zero_point: Any) -> str:
-    """Return ONNX's name of the type of the codes: that of the zero point, else of the codes, else ONNX's default."""
+def _dtype(node: onnx_ir.Node, zero_point: Array | None) -> str:
+    """Return ONNX's name of the type of the codes: the zero point's type, else the codes' own, else ONNX's default."""
     quantize = node.op_type == "QuantizeLinear"
     values = (input_at(node, 2), node.outputs[0] if quantize else node.inputs[0])
     known = [onnx_ir.DataType.from_numpy(zero_point.dtype)] if zero_point is not None else []
@@ -205,15 +204,16 @@ def _dtype(node: onnx_ir.Node, zero_point: Any) -> str:
     return (known[0] if known else onnx_ir.DataType(asked or onnx_ir.DataType.UINT8)).name
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: onnx_ir.Value | None) -> Array | None:
     """Return the array of a constant, also behind Identity and Cast, as exporters write zero points; None of other values."""
     array = constant_of(value)
     node = None if value is None else value.producer()
     if array is not None or node is None or node.op_type not in ("Identity", "Cast"):
         return array
     array = _constant(node.inputs[0])
-    cast = node.op_type == "Cast" and array is not None
-    return array.astype(onnx_ir.DataType(node.attributes.get_int("to", 1)).numpy()) if cast else array
+    if array is None or node.op_type == "Identity":
+        return array
+    return array.astype(onnx_ir.DataType(node.attributes.get_int("to", 1)).numpy())
 
 
 @dataclass(frozen=True)
@@ -225,17 +225,16 @@ class ConstantWeight:
     axis: int | None  # the axis that its scales run along; None for one scale, or where it is not known
 
     @classmethod
-    def of(cls, value: Any) -> "ConstantWeight":
+    def of(cls, value: onnx_ir.Value) -> "ConstantWeight":
         """Return the weight that nodes compute from constants; what its nodes do not tell is None or ()."""
         node = value.producer()
         if node is None or not node.inputs or node.inputs[0] is None:
             return cls(None, _shape(value), None)
+        source = cls.of(node.inputs[0])
         if node.op_type in ("DequantizeLinear", "QuantizeLinear"):
-            source = cls.of(node.inputs[0])
             codes = _codes(node)
             axis = None if codes.axis is None else codes.axis % max(len(source.shape), 1)
             return cls(codes, source.shape, axis)
-        source = cls.of(node.inputs[0])
         if node.op_type == "Transpose" and source.shape:
             order = node.attributes.get_ints("perm") or list(reversed(range(len(source.shape))))
             if sorted(order) != list(range(len(source.shape))):
@@ -247,11 +246,11 @@ class ConstantWeight:
         return cls(source.codes, _shape(value), None)
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _shape(value: onnx_ir.Value) -> tuple[int, ...]:
     tensor = onnx_ir.convenience.get_const_tensor(value)
-    shape = value.shape if tensor is None else tensor.shape
-    sizes = tuple(shape or ())
-    return sizes if all(isinstance(size, int) for size in sizes) else ()
+    shape = tuple((value.shape if tensor is None else tensor.shape) or ())
+    sizes = tuple(size for size in shape if isinstance(size, int))
+    return sizes if len(sizes) == len(shape) else ()
 
 
 def layer_of(node: onnx_ir.Node, shape: tuple[int, ...], grid: WeightGrid | None = None) -> Layer:

@@ -1,9 +1,13 @@
 """The quantizers of an exported file: their nodes, and the layers that their weights belong to."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from qtoolkit.graph.passes.insert import WEIGHT_HOLDER
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir
 
 # What the nodes of a quantizer do: the end of their names (`node_name`).
 QUANTIZE, DEQUANTIZE = "quantize", "dequantize"
@@ -21,7 +25,7 @@ def node_name(quantizer: str, role: str) -> str:
     return f"{quantizer}.{role}"
 
 
-def quantizer_of(node: Any) -> str:
+def quantizer_of(node: "onnx.NodeProto | onnx_ir.Node") -> str:
     """Return the quantizer that a node of a file dequantizes for, by the node's name; "" for another node."""
     return (node.name or "").rpartition(node_name("", DEQUANTIZE))[0]
 
@@ -44,14 +48,14 @@ class QuantizerNode:
         return self.source == self.codes
 
 
-def quantizer_nodes(graph: Any) -> list[QuantizerNode]:
+def quantizer_nodes(graph: "onnx.GraphProto") -> list[QuantizerNode]:
     """Return the quantizers of a file in the order of its nodes: one for each DequantizeLinear that has a quantizer's name."""
     named = ((node, quantizer_of(node)) for node in graph.node)
     found = {node.output[0]: name for node, name in named if node.op_type == "DequantizeLinear" and name}
     return [replace(pair, quantizer=found[pair.values]) for pair in pairs(graph) if pair.values in found]
 
 
-def pairs(graph: Any) -> list[QuantizerNode]:
+def pairs(graph: "onnx.GraphProto") -> list[QuantizerNode]:
     """Return all DequantizeLinear nodes of a file, of any tool, by the names of their QuantizeLinear nodes, or their own."""
     made_by = {output: node for node in graph.node for output in node.output}
     varying = varying_tensors(graph)
@@ -73,20 +77,20 @@ def pairs(graph: Any) -> list[QuantizerNode]:
     return found
 
 
-def bodies_in(graph: Any) -> list[Any]:
+def bodies_in(graph: "onnx.GraphProto") -> list["onnx.GraphProto"]:
     """Return the bodies of If, Loop and Scan in a graph, and those in them."""
     attributes = [attribute for node in graph.node for attribute in node.attribute]
     bodies = [body for each in attributes for body in (*([each.g] if each.HasField("g") else []), *each.graphs)]
     return [each for body in bodies for each in (body, *bodies_in(body))]
 
 
-def quantizers_in_bodies(graph: Any) -> list[str]:
+def quantizers_in_bodies(graph: "onnx.GraphProto") -> list[str]:
     """Return the names of the QuantizeLinear nodes in the bodies of If, Loop and Scan, whose codes no runtime gives."""
     nodes = (node for body in bodies_in(graph) for node in body.node)
     return [node.name or node.output[0] for node in nodes if node.op_type == "QuantizeLinear"]
 
 
-def varying_tensors(graph: Any) -> set[str]:
+def varying_tensors(graph: "onnx.GraphProto") -> set[str]:
     """Return the names of the tensors that depend on the inputs of a graph."""
     varying = {value.name for value in graph.input}
     for node in graph.node:
@@ -102,7 +106,7 @@ def _owner(quantizer: str) -> str:
     return name if layer.startswith(WEIGHT_HOLDER) else layer
 
 
-def layer_names(graph: Any) -> dict[str, str]:
+def layer_names(graph: "onnx.GraphProto") -> dict[str, str]:
     """Return the name of each node of a file for people: the layer whose quantized weight it takes, or the node's own."""
     made_by = {output: node for node in graph.node for output in node.output}
     varying = varying_tensors(graph)

@@ -2,10 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qtoolkit.errors import first_line
 from qtoolkit.extras import needed
+from qtoolkit.runtimes.execution import Array
 
 if TYPE_CHECKING:
     import onnx
@@ -151,7 +152,7 @@ def _with_types(model: "onnx.ModelProto") -> "onnx.ModelProto | None":
     return copy
 
 
-def array_of(tensor: "onnx.TensorProto", file: Path) -> Any:
+def array_of(tensor: "onnx.TensorProto", file: Path) -> Array:
     """Return the values of a constant in a file.
 
     Raises UnreadableFileError: its type is not known, or it has more or fewer values than its shape says.

@@ -1,7 +1,5 @@
 """Placeholders of `qtoolkit.export.exporters.translation` become QuantizeLinear and DequantizeLinear in the file's opset."""
 
-from typing import Any
-
 import numpy as np
 import onnx_ir
 from onnx_ir import DataType
@@ -10,9 +8,9 @@ from qtoolkit.errors import present
 from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER, placeholders_in, rounding_of
 from qtoolkit.export.files.graph import Constants, constant_of, input_at, replace_node
 from qtoolkit.export.files.quantizer_nodes import node_name
-from qtoolkit.export.pairs.pair_form import PairForm
+from qtoolkit.export.pairs.pair_form import Attribute, PairForm
 from qtoolkit.export.pairs.storage import POWERS_OPSET, SUMS, code_array, exact_in, storage_of
-from qtoolkit.lint.ops import Array
+from qtoolkit.runtimes.execution import Array
 
 HALF_OPSET = 19  # the first whose QuantizeLinear takes float16 and bfloat16
 MIXED_OPSET = 23  # the first whose nodes take a scale of another type than their input's
@@ -43,16 +41,13 @@ class _Lowering(PairForm[onnx_ir.Value]):
 
     def replace(self, integer_weights: bool) -> None:
         self.check_blocks(self.opset, _sizes(self.scale))
-        stored = self._is_constant_grid() and (integer_weights or self.code_range == SUMS)
+        grid = [value for value in (self.scale, self.zero_point) if value is not None]
+        stored = all(_constant(value) is not None for value in grid) and (integer_weights or self.code_range == SUMS)
         values = _constant(self.x)
         constant = values if stored else None
         kind = {"constant": constant is not None, "computed": values is None}
         self.storage = storage_of(self.format, *self.code_range, self.opset, **kind)
-        y = self._pair(constant)
-        replace_node(self.node, self.nodes, y)
-
-    def _is_constant_grid(self) -> bool:
-        return _constant(self.scale) is not None and (self.zero_point is None or _constant(self.zero_point) is not None)
+        replace_node(self.node, self.nodes, self._pair(constant))
 
     def _pair(self, constant: Array | None) -> onnx_ir.Value:
         arithmetic = self._arithmetic()
@@ -112,7 +107,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
     def constant(self, array: Array, dtype: DataType, name: str) -> onnx_ir.Value:
         return self.constants.shared(array, dtype, name)
 
-    def node_of(self, op_type: str, *inputs: onnx_ir.Value, role: str = "", **attributes: Any) -> onnx_ir.Value:
+    def node_of(self, op_type: str, *inputs: onnx_ir.Value, role: str = "", **attributes: Attribute) -> onnx_ir.Value:
         values = {key: int(value) if isinstance(value, DataType) else value for key, value in attributes.items()}
         name = node_name(self.name, role) if self.name is not None and role else None
         output = f"{self.node.outputs[0].name}.{len(self.nodes)}"
@@ -122,7 +117,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
 
 
 def _constant(value: onnx_ir.Value) -> Array | None:
-    """Return a constant, those of half precision as float32; None for a value that is computed."""
+    """Return a constant, as float32 where it has half precision; None for a value that is computed."""
     found = None if value.is_graph_input() else constant_of(value)
     return None if found is None else np.asarray(found, np.float32)
 

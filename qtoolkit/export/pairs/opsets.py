@@ -1,12 +1,12 @@
 """ONNX opsets: which a file needs, which torch writes, and conversion of a model to another."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import onnx
 import onnx_ir
 import torch
 from onnx import helper
+from onnx.defs import OpSchema
 from onnxscript import version_converter
 
 from qtoolkit.export.files.graph import constant_input, input_at, replace_node
@@ -104,7 +104,7 @@ def _refusal(node: onnx_ir.Node, opset: int, exporter: str) -> str:
     return f"{node.op_type} has no form in opset {opset} that computes the same; pass {other} or a newer opset."
 
 
-def _take_axes(node: onnx_ir.Node, older: Any) -> None:
+def _take_axes(node: onnx_ir.Node, older: OpSchema) -> None:
     """Make the axes of a reduction, a constant input, an attribute."""
     if input_at(node, 1) is not None and "axes" in older.attributes:
         axes = constant_input(node, 1)
@@ -116,24 +116,24 @@ def _take_axes(node: onnx_ir.Node, older: Any) -> None:
         node.attributes.pop("noop_with_empty_axes", None)
 
 
-def _take_defaults(node: onnx_ir.Node, older: Any) -> None:
+def _take_defaults(node: onnx_ir.Node, older: OpSchema) -> None:
     """Drop the attributes that the older form does not have, where they say what it does."""
     for name, default in DEFAULTS[node.op_type].items():
         if name not in older.attributes and _value(node, name) in (default, None):
             node.attributes.pop(name, None)
 
 
-def _take_shape(node: onnx_ir.Node, older: Any) -> None:
+def _take_shape(node: onnx_ir.Node, older: OpSchema) -> None:
     """Drop `allowzero` of a shape without zeros, where it has no effect."""
     shape = constant_input(node, 1)
     if not _value(node, "allowzero") or (shape is not None and shape.all()):
         node.attributes.pop("allowzero", None)
 
 
-def _take_parts(node: onnx_ir.Node, older: Any) -> None:
+def _take_parts(node: onnx_ir.Node, older: OpSchema) -> None:
     """Drop the number of parts, where they are equal: the outputs give it."""
-    axis, shape = _value(node, "axis") or 0, node.inputs[0].shape  # type: ignore[union-attr]
-    size = None if shape is None else shape[axis]
+    source = input_at(node, 0)
+    size = None if source is None or source.shape is None else source.shape[node.attributes.get_int("axis", 0)]
     if isinstance(size, int) and size % len(node.outputs) == 0:
         node.attributes.pop("num_outputs", None)
 
@@ -145,12 +145,12 @@ def _write_hard_swish(node: onnx_ir.Node) -> None:
     replace_node(node, [gate, product], product.outputs[0])
 
 
-def _value(node: onnx_ir.Node, name: str) -> Any:
+def _value(node: onnx_ir.Node, name: str) -> object:
     return node.attributes[name].value if name in node.attributes else None
 
 
 # Attributes that newer forms of an op have, with the values at which it is the older op.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+DEFAULTS: Mapping[str, Mapping[str, int | str]] = {
     "BatchNormalization": {"training_mode": 0},
     "GRU": {"layout": 0},
     "LSTM": {"layout": 0},
@@ -161,7 +161,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 WRITTEN_OUT: Mapping[str, Callable[[onnx_ir.Node], None]] = {"HardSwish": _write_hard_swish}
 REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
-LOWERED: Mapping[str, Callable[[onnx_ir.Node, Any], None]] = {
+LOWERED: Mapping[str, Callable[[onnx_ir.Node, OpSchema], None]] = {
     **{f"Reduce{name}": _take_axes for name in REDUCTIONS},
     **dict.fromkeys(DEFAULTS, _take_defaults),
     "Reshape": _take_shape,

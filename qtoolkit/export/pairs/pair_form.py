@@ -7,16 +7,18 @@ cannot express: the weight is reshaped to (groups * out, in * k...) before the t
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from onnx_ir import DataType
 
 from qtoolkit.export.files.quantizer_nodes import DEQUANTIZE, QUANTIZE
 from qtoolkit.export.pairs.storage import SUMS, Rounding, Storage
-from qtoolkit.lint.ops import BLOCKS_OPSET, Array
+from qtoolkit.lint.ops import BLOCKS_OPSET
+from qtoolkit.runtimes.execution import Array
 
 V = TypeVar("V")
+Attribute = int | DataType | Sequence[int]  # of a node
 
 
 class PairForm(ABC, Generic[V]):
@@ -27,14 +29,14 @@ class PairForm(ABC, Generic[V]):
 
     storage: Storage  # how codes are stored; the subclass sets it
 
-    def __init__(self, how: Rounding, shape: Sequence[Any]) -> None:
+    def __init__(self, how: Rounding, shape: Sequence[int]) -> None:
         self.format, self.code_range, self.shape = how.format, how.code_range, shape
         self.group, self.block_size = how.group, how.block_size
         self.axis = 0 if how.group > 1 else how.axis  # of the rows
 
     @abstractmethod
-    def node_of(self, op_type: str, *inputs: V, role: str = "", **attributes: Any) -> V:
-        """Write a node; return its output. Attributes may be DataTypes."""
+    def node_of(self, op_type: str, *inputs: V, role: str = "", **attributes: Attribute) -> V:
+        """Write a node; return its output."""
 
     @abstractmethod
     def constant(self, array: Array, dtype: DataType, name: str) -> V:
@@ -48,7 +50,7 @@ class PairForm(ABC, Generic[V]):
         """Return x of four dimensions with the middle ones swapped."""
         return self.node_of("Transpose", x, perm=[0, 2, 1, 3])
 
-    def codes(self, x: V, grid: Sequence[V], attributes: Mapping[str, Any]) -> V:
+    def codes(self, x: V, grid: Sequence[V], attributes: Mapping[str, Attribute]) -> V:
         """Write the nodes that compute the codes: QuantizeLinear, but for int32, which it does not have."""
         x = self._to_rows(x)
         if self.code_range == SUMS:
@@ -58,16 +60,14 @@ class PairForm(ABC, Generic[V]):
         codes = self.node_of("QuantizeLinear", x, *grid, role=QUANTIZE, **self._channels(), **attributes)
         return self._clip(codes) if self.storage.clips else codes
 
-    def values(self, codes: V, grid: Sequence[V], attributes: Mapping[str, Any]) -> V:
+    def values(self, codes: V, grid: Sequence[V], attributes: Mapping[str, Attribute]) -> V:
         """Write the nodes that compute the values of codes."""
-        channels = self._channels()
-        return self._from_rows(
-            self.node_of("DequantizeLinear", codes, *grid, role=DEQUANTIZE, **channels, **attributes)
-        )
+        y = self.node_of("DequantizeLinear", codes, *grid, role=DEQUANTIZE, **self._channels(), **attributes)
+        return self._from_rows(y)
 
     def check_blocks(self, opset: int, sizes: Sequence[int]) -> None:
         """Raise ValueError unless the opset has blocks, and the scale has this shape of theirs."""
-        if self.block_size == 0:
+        if self.block_size == 0 or self.axis is None:  # blocks have an axis
             return
         if opset < BLOCKS_OPSET:
             raise ValueError(
@@ -75,7 +75,7 @@ class PairForm(ABC, Generic[V]):
                 f"{opset}; pass opset={BLOCKS_OPSET}."
             )
         blocks = list(self.shape)
-        blocks[self.axis] //= self.block_size  # type: ignore[index]  # blocks have an axis
+        blocks[self.axis] //= self.block_size
         if list(sizes) != blocks:
             raise ValueError(
                 f"export_onnx: with block_size={self.block_size}, the scale of fake_quant must have the shape of the blocks, "

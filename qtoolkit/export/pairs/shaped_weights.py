@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ class _Constant(nn.Module):
 
 
 @contextmanager
-def shaped_weights(converted: nn.Module, run: Callable[[], Any], what: str) -> Iterator[None]:
+def shaped_weights(converted: nn.Module, run: Callable[[], object], what: str) -> Iterator[None]:
     """Let the quantizers of weights return them from shaped constants, for the duration of a `with` block.
 
     `run` runs the model once, which shows the weights. Raises ValueError, which begins with `what`: a quantizer has several.
@@ -32,11 +31,11 @@ def shaped_weights(converted: nn.Module, run: Callable[[], Any], what: str) -> I
     with attribute_kept(weights, "shape"):
         for grid, weight in weights.items():
             with torch.no_grad():
-                grid.shape = _Constant(grid.shape(weight))  # type: ignore[misc]  # that of a grid with a weight to shape
+                grid.shape = _Constant(grid.shape(weight))  # type: ignore[misc]  # which a grid with a weight to shape has
         yield
 
 
-def _weights_to_shape(converted: nn.Module, run: Callable[[], Any], what: str) -> dict[Grid, Tensor]:
+def _weights_to_shape(converted: nn.Module, run: Callable[[], object], what: str) -> dict[Grid, Tensor]:
     """Return the weight of each quantizer that shapes it, as a run of the model gives it."""
     grids = {
         module: name
@@ -45,7 +44,7 @@ def _weights_to_shape(converted: nn.Module, run: Callable[[], Any], what: str) -
     }
     weights: dict[Grid, Tensor] = {}
 
-    def note(grid: Any, args: tuple[Tensor]) -> None:
+    def note(grid: Grid, args: tuple[Tensor, ...]) -> None:
         """Keep the weight that a grid quantizes: a forward pre-hook."""
         weight = args[0].detach()
         if grid in weights and not torch.equal(weights[grid], weight):

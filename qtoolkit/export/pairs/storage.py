@@ -9,9 +9,10 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from qtoolkit import ops
 from qtoolkit.config.formats import LARGEST
-from qtoolkit.lint.ops import BLOCKS_OPSET, Array, first_opset
+from qtoolkit.lint.ops import BLOCKS_OPSET, first_opset
 from qtoolkit.quantizers.bias import LARGEST_CODE
 from qtoolkit.quantizers.frozen import code_dtype
+from qtoolkit.runtimes.execution import Array
 
 # The types of small floats.
 FLOATS = {"e4m3": DataType.FLOAT8E4M3FN, "e5m2": DataType.FLOAT8E5M2, "e2m1": DataType.FLOAT4E2M1}
@@ -64,7 +65,7 @@ def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool,
     """Return how to store codes in an opset: in 4 bits where they fit.
 
     Codes of constants are in their range already. Others need a Clip where their type has more codes, and ONNX clips no
-    integers of 4 bits: there, these are stored in 8. So are those of `computed` values, which no file stores: onnxruntime 1.30
+    integers of 4 bits: there, these are stored in 8. So are codes of `computed` values, which no file stores: onnxruntime 1.30
     gives codes of 4 bits to its kernels of 8, and then does not load the file.
     """
     if format != "int":

@@ -56,7 +56,7 @@ class StoredWeights:
 
 
 def stored_weights(file: "onnx_ir.Model", grids: Mapping[str, Grid], opset: int) -> tuple[StoredWeights, ...]:
-    """Return how a file stores the weights that grids quantize, those of each way together."""
+    """Return how a file stores the weights that grids quantize: an entry for each way."""
     found: dict[tuple[int, str, str, str], StoredWeights] = {}
     seen = set()
     for node in file.graph:
@@ -86,8 +86,7 @@ def _of(constant: "onnx_ir.Value", grid: Grid, opset: int) -> StoredWeights:
     )
     arguments = ["integer_weights=True"] if dtype.is_floating_point() and dtype.itemsize > now.itemsize else []
     arguments += [f"opset={BLOCKS_OPSET}"] if newer.itemsize < now.itemsize else []
-    sizes = (math.ceil(elements * kind.itemsize) for kind in (dtype, newer))
-    stored, smaller = sizes
+    stored, smaller = (math.ceil(elements * kind.itemsize) for kind in (dtype, newer))
     faster = 'weight_codes="int8"' if grid.shifts and dtype == onnx_ir.DataType.UINT8 else ""
     return StoredWeights(1, spec.bits, dtype.name, stored, ", ".join(arguments), smaller, faster)
 

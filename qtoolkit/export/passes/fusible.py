@@ -84,8 +84,8 @@ def _write_counted_pool(model: onnx_ir.Model, pool: onnx_ir.Node) -> None:
     """Write a pool with ceil_mode, which counts its padding, as a padding and a pool that counts what lies inside of it.
 
     Both divide by the part of a window that lies inside of the padded input. onnxruntime's integer kernel divides by the whole
-    window, also where it reaches beyond, if `count_include_pad` is 1. Its default optimizations make that of a padding and a
-    pool, unless a pair is between them.
+    window, also where it reaches beyond, if `count_include_pad` is 1. Its default optimizations make such a pool of a padding
+    and a pool, unless a pair is between them.
     """
     attributes, source = pool.attributes, pool.inputs[0]
     if source is None or not attributes.get_int("ceil_mode", 0) or not is_on_codes(source):

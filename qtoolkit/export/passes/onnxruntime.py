@@ -11,8 +11,8 @@ from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale
 from qtoolkit.export.files.kinds import WEIGHTED, bounds_of, ops_where
 from qtoolkit.export.files.ops import ConstantWeight, layer_of
 from qtoolkit.export.passes.repeated_pairs import is_on_codes, moved_inputs
-from qtoolkit.lint.ops import Array
 from qtoolkit.op_kinds.reached import reached
+from qtoolkit.runtimes.execution import Array
 
 CLIPS = ops_where(lambda kind: kind.clips)
 SMALL_FLOATS = (onnx_ir.DataType.FLOAT8E4M3FN, onnx_ir.DataType.FLOAT8E5M2, onnx_ir.DataType.FLOAT4E2M1)
@@ -35,8 +35,7 @@ def drop_saturated_clips(model: onnx_ir.Model) -> None:
             source, output = node.inputs[0], node.outputs[0]
             if source is None or is_on_codes(source):
                 continue
-            for user, index in tuple(output.uses()):
-                user.replace_input_with(index, source)
+            onnx_ir.convenience.replace_all_uses_with(output, source)
             model.graph.remove(node, safe=True)
 
 
@@ -49,16 +48,11 @@ def _is_saturated(clip: onnx_ir.Node) -> bool:
     bounds = bounds_of(clip)
     if bounds is None or scale is None or zero_point is None or scale.size != 1 or zero_point.dtype.kind not in "iu":
         return False
-    codes = np.iinfo(zero_point.dtype)
-    lowest, highest = _bounds_of_codes(users[0]) or (codes.min, codes.max)
+    codes, takers = np.iinfo(zero_point.dtype), [user for user, _ in users[0].outputs[0].uses()]
+    clipped = bounds_of(takers[0]) if len(takers) == 1 else None  # codes of fewer bits than their type has
+    lowest, highest = clipped or (codes.min, codes.max)
     low, high = (np.rint(np.asarray(bound, scale.dtype) / scale) + zero_point for bound in bounds)
     return bool((low <= lowest).all() and (high >= highest).all())
-
-
-def _bounds_of_codes(quantize: onnx_ir.Node) -> tuple[float, float] | None:
-    """Return the bounds to which a file clips codes of fewer bits than their type has; None where it clips none."""
-    users = [user for user, _ in quantize.outputs[0].uses()]
-    return bounds_of(users[0]) if len(users) == 1 else None
 
 
 def quantizer_behind(value: onnx_ir.Value) -> tuple[onnx_ir.Node | None, list[onnx_ir.Value]]:

@@ -1,19 +1,19 @@
 """Q/DQ pairs behind ops that move values: those with which a runtime executes them on codes, and those that it would insert."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Sequence
 
 import numpy as np
 import onnx_ir
 
 from qtoolkit.errors import present
-from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, maker_of
+from qtoolkit.export.files.graph import Constants, constant_input, constant_of, has_one_scale, maker_of
 from qtoolkit.export.files.kinds import CAST, kind_by_op
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
-from qtoolkit.lint.ops import Array
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.table import OF_ONNX, OTHER
+from qtoolkit.runtimes.execution import Array
 
+Pair = tuple[onnx_ir.Value, onnx_ir.Value]  # a scale and a zero point
 OPSET = 21  # the first in which onnxruntime inserts pairs with `output_dtype`
 
 
@@ -23,9 +23,10 @@ def repeat_pairs(model: onnx_ir.Model, ops: Collection[str]) -> None:
     onnxruntime fuses a concat, a resize or a split only between pairs, and a layer only right behind a DequantizeLinear.
     """
     for node in list(model.graph):
-        moved = moved_inputs(node) if node.op_type in ops else ()
-        pair = _pair_of(moved)
-        for output in _moved_outputs(node) if pair is not None else ():
+        pair = _pair_of(moved_inputs(node)) if node.op_type in ops else None
+        if pair is None:
+            continue
+        for output in _moved_outputs(node):
             users = list(output.uses())
             if any(user.op_type != "QuantizeLinear" for user, _ in users):
                 last = _insert_pair(model, node, output, pair)
@@ -62,7 +63,7 @@ def _moved_outputs(node: onnx_ir.Node) -> Sequence[onnx_ir.Value]:
     return node.outputs if node.op_type == "Split" else node.outputs[:1]  # a max pool's others are positions
 
 
-def _insert_pair(model: onnx_ir.Model, node: onnx_ir.Node, output: onnx_ir.Value, pair: Any) -> onnx_ir.Value:
+def _insert_pair(model: onnx_ir.Model, node: onnx_ir.Node, output: onnx_ir.Value, pair: Pair) -> onnx_ir.Value:
     quantize = onnx_ir.node("QuantizeLinear", [output, *pair], name=f"{output.name}_quantize")
     mixed = output.dtype is not None and pair[0].dtype not in (None, output.dtype)  # a model in half precision
     attributes = {"output_dtype": int(output.dtype)} if mixed and output.dtype is not None else {}
@@ -77,27 +78,27 @@ def _insert_pair(model: onnx_ir.Model, node: onnx_ir.Node, output: onnx_ir.Value
     return dequantize.outputs[0]
 
 
-def _pair_of(values: Sequence[onnx_ir.Value | None]) -> Any:
+def _pair_of(values: Sequence[onnx_ir.Value | None]) -> Pair | None:
     """Return the scale and the zero point that all of these tensors have; None if they do not come from such pairs."""
     pairs = [_constants_of_pair(value) for value in values]
     first = pairs[0] if pairs else None
-    if first is None or any(pair is None or pair[1:] != first[1:] for pair in pairs):
+    if first is None or any(pair is None or pair[1] != first[1] for pair in pairs):
         return None
     return first[0]
 
 
-def _constants_of_pair(value: onnx_ir.Value | None) -> Any:
+def _constants_of_pair(value: onnx_ir.Value | None) -> tuple[Pair, Hashable] | None:
     """Return scale and zero point of the DequantizeLinear that computes a tensor, as values of the graph and as numbers."""
     maker = maker_of(value, "DequantizeLinear")
     if maker is None or len(maker.inputs) != 3:
         return None
-    codes = maker.inputs[0]
+    codes, scale, zero_point = maker.inputs
     if codes is None or (codes.producer() is None and value is not None and _is_weight(value)):
         return None
-    scale, zero_point = constant_input(maker, 1), constant_input(maker, 2)
-    if scale is None or zero_point is None or scale.size != 1 or zero_point.size != 1:
+    steps, zero = constant_of(scale), constant_of(zero_point)
+    if scale is None or zero_point is None or steps is None or zero is None or steps.size != 1 or zero.size != 1:
         return None
-    return maker.inputs[1:], scale.item(), zero_point.item(), zero_point.dtype
+    return (scale, zero_point), (steps.item(), zero.item(), zero.dtype)
 
 
 def _is_weight(value: onnx_ir.Value) -> bool:

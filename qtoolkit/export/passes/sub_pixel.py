@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir
+from onnx_ir import Value
 
-from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
+from qtoolkit.errors import present
+from qtoolkit.export.files.graph import Constants, constant_input, constant_of, maker_of, replace_node
 from qtoolkit.export.passes.onnxruntime import quantizer_behind
 from qtoolkit.export.passes.repeated_pairs import is_on_codes
 from qtoolkit.integer.sub_pixel import SubPixel, sub_pixels_of_image
@@ -35,32 +36,32 @@ class _Rewriting:
     def __init__(self, model: onnx_ir.Model, node: onnx_ir.Node) -> None:
         self.model, self.node, self.constants = model, node, Constants(model.graph)
         self.nodes: list[onnx_ir.Node] = []
-        self.joined: list[onnx_ir.Value] = []  # outputs of activations in front of the QuantizeLinear
+        self.joined: list[Value] = []  # outputs of activations in front of the QuantizeLinear
         self.groups = node.attributes.get_int("group", 1) or 1
-        self.stride = self._ints("strides", [1, 1])[0]  # that of both dimensions
+        self.stride = self._ints("strides", [1, 1])[0]  # of both dimensions
 
     def run(self) -> None:
         node, quantize = self.node, self._quantize()
         x, weight, *biases = (value for value in node.inputs if value is not None)
-        of_biases: list[Any] = [maker_of(value, "DequantizeLinear") for value in biases]
+        of_biases = [maker for value in biases if (maker := maker_of(value, "DequantizeLinear")) is not None]
         stored = _Stored.of(weight, self.groups)
-        if quantize is None or not is_on_codes(x) or stored is None or None in of_biases:
+        if quantize is None or not is_on_codes(x) or stored is None or len(of_biases) < len(biases):
             return
         forms = self._forms(stored.sizes)
         if forms is None:
             return
         inputs = [x, self._dequantized(stored.dequantize, self._arranged(stored, forms))]
         for of_bias in of_biases:
-            inputs.append(self._dequantized(of_bias, self._repeated(of_bias.inputs[0])))
+            inputs.append(self._dequantized(of_bias, self._repeated(of_bias, 0)))
         pads = [*(form.before for form in forms), *(form.after for form in forms)]
-        y = self._add("Conv", inputs, {"pads": pads, "group": self.groups}, name=node.name)
+        y = self._add("Conv", inputs, node.name, pads=pads, group=self.groups)
         replace_node(node, self.nodes, y)
         for value in self.joined:
             value.shape = None  # it has more channels now
         y.shape = None
         self._shuffle(quantize, forms)
 
-    def _quantize(self) -> Any:
+    def _quantize(self) -> onnx_ir.Node | None:
         """Return the QuantizeLinear of 8 bits that alone takes the output, behind activations that it saturates; or None."""
         quantize, self.joined = quantizer_behind(self.node.outputs[0])
         zero_point = None if quantize is None else constant_input(quantize, 2)
@@ -82,10 +83,10 @@ class _Rewriting:
 
     # ---- what is written
 
-    def _arranged(self, stored: "_Stored", forms: Sequence[SubPixel]) -> Any:
-        """Return the codes as those of a convolution: (out * stride * stride, in / groups, taps, taps)."""
+    def _arranged(self, stored: "_Stored", forms: Sequence[SubPixel]) -> Value:
+        """Return the codes in the form of a convolution's: (out * stride * stride, in / groups, taps, taps)."""
         sides, stride, taps = stored.sides, self.stride, [form.taps for form in forms]
-        y = stored.dequantize.inputs[0]
+        y = stored.codes
         if stored.in_rows:
             y = self._add("Reshape", [y, self._constant([self.groups * sides[0], sides[1], *stored.sizes])])
         zeros = [0, 0, *(form.front for form in forms), 0, 0, *(form.back for form in forms)]
@@ -94,51 +95,54 @@ class _Rewriting:
         ends = (self._constant(part) for part in ([-1, -1], [LAST, LAST], [3, 5], [-1, -1]))
         y = self._add("Slice", [y, *ends]) if max(taps) > 1 else y
         outputs, inputs = (1, 2) if stored.in_rows else (2, 1)
-        y = self._add("Transpose", [y], {"perm": [0, outputs, 4, 6, inputs, 3, 5]})
+        y = self._add("Transpose", [y], perm=[0, outputs, 4, 6, inputs, 3, 5])
         sizes = [self.groups * sides[outputs - 1] * stride * stride, sides[inputs - 1], *taps]
         y = self._add("Reshape", [y, self._constant(sizes)])
-        y.shape, y.dtype = onnx_ir.Shape(sizes), stored.dequantize.inputs[0].dtype
+        y.shape, y.type = onnx_ir.Shape(sizes), stored.codes.type
         return y
 
-    def _dequantized(self, like: Any, codes: Any) -> Any:
+    def _dequantized(self, like: onnx_ir.Node, codes: Value) -> Value:
         """Return the values of codes in the steps of a DequantizeLinear, each channel's for all pixels of a block."""
-        grid = [self._repeated(value) for value in like.inputs[1:]]
-        y = self._add("DequantizeLinear", [codes, *grid], {"axis": 0}, name=like.name)
+        grid = [self._repeated(like, index) for index in range(1, len(like.inputs))]
+        y = self._add("DequantizeLinear", [codes, *grid], like.name, axis=0)
         y.type = like.outputs[0].type
         y.shape = codes.shape if y.type is not None else None  # a shape alone cannot be written
         return y
 
-    def _repeated(self, value: Any) -> Any:
-        array = value.const_value.numpy()
+    def _repeated(self, node: onnx_ir.Node, index: int) -> Value:
+        """Return a constant input with the number of each channel for all pixels of a block."""
+        value = present(node.inputs[index], f"input {index} of {node.name!r}")
+        array = present(constant_of(value), f"the constant {value.name!r}")
         if array.ndim == 0:
             return value
-        return self.constants.add(np.repeat(array, self.stride**2), value.dtype, f"{value.name}.blocks")
+        dtype = onnx_ir.DataType.from_numpy(array.dtype)
+        return self.constants.add(np.repeat(array, self.stride**2), dtype, f"{value.name}.blocks")
 
-    def _shuffle(self, quantize: Any, forms: Sequence[SubPixel]) -> None:
+    def _shuffle(self, quantize: onnx_ir.Node, forms: Sequence[SubPixel]) -> None:
         """Put a pair and a DepthToSpace in front of a QuantizeLinear, and a Slice where blocks reach over the output."""
         self.nodes, name = [], self.node.name
-        last, *pair = quantize.inputs
-        codes = self._add("QuantizeLinear", [last, *pair], name=f"{name}/quantize")
-        values = self._add("DequantizeLinear", [codes, *pair], name=f"{name}/dequantize")
-        pixels = self._add("DepthToSpace", [values], {"blocksize": self.stride, "mode": "CRD"}, name=f"{name}/pixels")
+        last, *pair = (present(value, f"an input of {quantize.name!r}") for value in quantize.inputs)
+        codes = self._add("QuantizeLinear", [last, *pair], f"{name}/quantize")
+        values = self._add("DequantizeLinear", [codes, *pair], f"{name}/dequantize")
+        pixels = self._add("DepthToSpace", [values], f"{name}/pixels", blocksize=self.stride, mode="CRD")
         for new, like in ((codes, pair[1]), (values, last), (pixels, last)):
             new.type = like.type
         over = [(axis, -form.over) for axis, form in enumerate(forms, start=2) if form.over]
         if over:
             axes, ends = ([place[i] for place in over] for i in (0, 1))
             bounds = (self._constant(part) for part in ([0] * len(over), ends, axes))
-            pixels = self._add("Slice", [pixels, *bounds], name=f"{name}/cut")
+            pixels = self._add("Slice", [pixels, *bounds], f"{name}/cut")
             pixels.type = last.type
         self.model.graph.insert_before(quantize, self.nodes)
         quantize.replace_input_with(0, pixels)
 
-    def _constant(self, values: list[int]) -> Any:
+    def _constant(self, values: list[int]) -> Value:
         return self.constants.integers(values, f"{self.node.name}/sizes")
 
     def _add(
-        self, op_type: str, inputs: list[Any], attributes: dict[str, Any] | None = None, name: str | None = None
-    ) -> Any:
-        self.nodes.append(onnx_ir.node(op_type, inputs, attributes or {}, name=name))
+        self, op: str, inputs: Sequence[Value], name: str | None = None, **attributes: int | str | Sequence[int]
+    ) -> Value:
+        self.nodes.append(onnx_ir.node(op, inputs, attributes, name=name))
         return self.nodes[-1].outputs[0]
 
 
@@ -146,7 +150,8 @@ class _Rewriting:
 class _Stored:
     """The codes of a transposed convolution's weight, as the file stores them."""
 
-    dequantize: Any  # their DequantizeLinear, with one scale, or one for each output channel
+    codes: Value
+    dequantize: onnx_ir.Node  # their DequantizeLinear, with one scale, or one for each output channel
     # whether they are rows of one output channel each, (out, in / groups * k * k), as those with groups and a scale for each
     # channel are; else (in, out / groups, k, k)
     in_rows: bool
@@ -154,20 +159,21 @@ class _Stored:
     sizes: list[int]  # the spatial sizes
 
     @classmethod
-    def of(cls, weight: Any, groups: int) -> "_Stored | None":
+    def of(cls, weight: Value, groups: int) -> "_Stored | None":
         """Return the codes of a weight; None where it has none, or where its scales run along other channels.
 
         None too where onnxruntime has no integer kernels for it: codes of 4 bits, zero points that differ, values in bfloat16.
         """
-        value, shape = weight, _sizes_of(weight)
-        while (maker := value.producer()) is not None and maker.op_type in ("Reshape", "Transpose"):
+        value: Value | None = weight
+        while (
+            value is not None and (maker := value.producer()) is not None and maker.op_type in ("Reshape", "Transpose")
+        ):
             value = maker.inputs[0]
-        dequantize: Any = maker_of(value, "DequantizeLinear")
-        in_rows = value is not weight
-        scale = None if dequantize is None else constant_input(dequantize, 1)
-        if dequantize is None or scale is None or shape is None or dequantize.inputs[0].const_value is None:
+        dequantize, shape, in_rows = maker_of(value, "DequantizeLinear"), _sizes_of(weight), value is not weight
+        if dequantize is None or shape is None or "output_dtype" in dequantize.attributes:
             return None
-        if dequantize.inputs[0].dtype.itemsize < 1 or "output_dtype" in dequantize.attributes:
+        codes, scale = dequantize.inputs[0], constant_input(dequantize, 1)
+        if codes is None or codes.const_value is None or codes.const_value.dtype.itemsize < 1 or scale is None:
             return None
         zero_point = constant_input(dequantize, 2)
         if zero_point is not None and np.unique(zero_point).size > 1:
@@ -176,22 +182,22 @@ class _Stored:
         if scale.size > 1 and not along_outputs:
             return None
         sides = [shape[0] // groups, shape[1]]
-        return cls(dequantize, in_rows, sides[::-1] if in_rows else sides, shape[2:])
+        return cls(codes, dequantize, in_rows, sides[::-1] if in_rows else sides, shape[2:])
 
-    def zeros(self, constants: Constants) -> list[Any]:
+    def zeros(self, constants: Constants) -> list[Value]:
         """Return the code of zero, as Pad takes it; nothing for 0, which is its default."""
         zero_point = constant_input(self.dequantize, 2)
         if zero_point is None or not zero_point.any():
             return []
-        dtype = self.dequantize.inputs[0].dtype
-        return [constants.shared(zero_point.reshape(-1)[0], dtype, f"{self.dequantize.inputs[0].name}.of_zero")]
+        dtype = onnx_ir.DataType.from_numpy(zero_point.dtype)
+        return [constants.shared(zero_point.reshape(-1)[0], dtype, f"{self.codes.name}.of_zero")]
 
 
-def _sizes_of(weight: Any) -> list[int] | None:
-    """Return the shape of a weight, that of the Reshape that computes it included; None where it is not known."""
+def _sizes_of(weight: Value) -> list[int] | None:
+    """Return the shape of a weight, also where a Reshape computes it; None where it is not known."""
     maker = weight.producer()
     if maker is not None and maker.op_type == "Reshape":
         shape = constant_input(maker, 1)
         return None if shape is None else [int(size) for size in shape]
-    codes = None if maker is None or not maker.inputs else maker.inputs[0]
-    return None if codes is None or codes.shape is None else [int(size) for size in codes.shape]
+    codes = None if maker is None else constant_input(maker, 0)
+    return None if codes is None else list(codes.shape)

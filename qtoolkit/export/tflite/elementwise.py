@@ -1,7 +1,6 @@
 """Kernels of elementwise ops, and of softmax and batch norm."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from torch import fx
@@ -49,7 +48,7 @@ def reciprocal(op: Op) -> Value:
     return op.emit("DIV", [_number(op, 1.0), x], x)
 
 
-def unary(kernel: str, **options: Callable[[Op], Any]) -> Callable[[Op], Value]:
+def unary(kernel: str, **options: Callable[[Op], object]) -> Callable[[Op], Value]:
     """Return the kernel of an op on one tensor, with options that the op gives."""
 
     def emit(op: Op) -> Value:
@@ -122,7 +121,7 @@ def hardsigmoid(op: Op) -> Value:
 
 def prelu(op: Op) -> Value:
     """Add a PReLU."""
-    x, slopes = op.value("self"), op.lowering.constant(op.args["weight"]).float()
+    x, slopes = op.value("self"), op.stored(op.args["weight"]).float()
     shape = [1] * (len(x.shape) - 1)
     if slopes.numel() > 1:
         shape[x.axis(1) - 1] = slopes.numel()
@@ -164,9 +163,9 @@ def attention(op: Op) -> Value:
 
 def batch_norm(op: Op) -> Value:
     """Add a batch norm: a factor and a sum."""
-    mean, var = (op.lowering.constant(op.args[name]).double() for name in ("running_mean", "running_var"))
+    mean, var = (op.stored(op.args[name]).double() for name in ("running_mean", "running_var"))
     given = (op.args[name] for name in ("weight", "bias"))
-    weight, bias = (None if node is None else op.lowering.constant(node).double() for node in given)
+    weight, bias = (None if node is None else op.stored(node).double() for node in given)
     factor = (var + op.args["eps"]).rsqrt() * (1 if weight is None else weight)
     shift = (0 if bias is None else bias) - mean * factor
     x = op.value("input")

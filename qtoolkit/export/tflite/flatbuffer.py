@@ -3,15 +3,33 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
+from numpy.typing import DTypeLike
+
+from qtoolkit.runtimes.execution import Array
+
+if TYPE_CHECKING:
+    from ai_edge_litert import schema_py_generated
 
 METADATA = "qtoolkit"
 IDENTIFIER = b"TFL3"
 # The version of the schema, and the oldest of each op that has what is used here (tflite/tools/versioning/op_version.cc).
 SCHEMA_VERSION = 3
 TYPES = {np.dtype(kind.lower()): kind for kind in ("FLOAT32", "INT8", "INT16", "INT32", "INT64")}
+
+
+class Facts(TypedDict):
+    """The metadata of a file, by which it is verified. Orders and axes are as in `Value.order`."""
+
+    quantizers: Sequence[tuple[str, int, Sequence[int]]]  # of activations: name, tensor and order
+    weights: Sequence[tuple[str, int, Sequence[int], Sequence[int]]]  # name, tensor, axes, and shape in the model
+    constants: list[str]  # the quantizers of codes that do not depend on the inputs
+    inputs: Sequence[Sequence[int]]  # the order of each
+    outputs: Sequence[Sequence[int]]
+    conversions: int
+    layers: Sequence[tuple[str, str, bool]]  # name, kernel, and whether it computes on codes
 
 
 @dataclass(frozen=True)
@@ -59,17 +77,16 @@ class FileBuilder:
     def __init__(self) -> None:
         from ai_edge_litert import schema_py_generated
 
-        self.schema: Any = schema_py_generated
-        self.tensors: list[Any] = []
-        self.operators: list[Any] = []
+        self.schema = schema_py_generated
+        self.tensors: list[schema_py_generated.TensorT] = []
+        self.operators: list[schema_py_generated.OperatorT] = []
         self.codes: dict[str, int] = {}
-        self.buffers: list[Any] = [self.schema.BufferT()]
+        self.buffers = [self.schema.BufferT()]
         self.shared: dict[bytes, int] = {}
         self.names: dict[str, int] = {}
-        self.facts: dict[str, Any] = {}  # what the metadata will hold, as JSON
 
     def tensor(
-        self, name: str, shape: Sequence[int], dtype: Any, scales: Scales | None = None, data: Any = None
+        self, name: str, shape: Sequence[int], dtype: DTypeLike, scales: Scales | None = None, data: Array | None = None
     ) -> int:
         """Add a tensor, constant if it has data, and return its index. Its name gets a number if it is there already."""
         count = self.names[name] = self.names.get(name, 0) + 1
@@ -84,7 +101,7 @@ class FileBuilder:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def operator(self, op: str, inputs: Sequence[int], outputs: Sequence[int], **values: Any) -> None:
+    def operator(self, op: str, inputs: Sequence[int], outputs: Sequence[int], **values: object) -> None:
         """Add an op: its name, its tensors, and its options by the schema's names."""
         number = self.codes.setdefault(op, len(self.codes))
         operator = self.schema.OperatorT(number, np.array(inputs, np.int32), np.array(outputs, np.int32))
@@ -97,27 +114,27 @@ class FileBuilder:
         """Return the number of an option, such as "VALID" of "Padding"."""
         return int(getattr(getattr(self.schema, kind), name))
 
-    def pack(self, inputs: Mapping[str, int], outputs: Mapping[str, int], description: str) -> bytes:
-        """Return the file with these inputs and outputs."""
+    def pack(self, inputs: Mapping[str, Value], outputs: Mapping[str, Value], description: str, facts: Facts) -> bytes:
+        """Return the file with these inputs and outputs, and with facts as its metadata, in JSON."""
         import flatbuffers
 
         schema = self.schema
-        places = (np.array([*ends.values()], np.int32) for ends in (inputs, outputs))
-        ends = ([schema.TensorMapT(n.encode(), t) for n, t in each.items()] for each in (inputs, outputs))
+        places = (np.array([x.tensor for x in ends.values()], np.int32) for ends in (inputs, outputs))
+        ends = ([schema.TensorMapT(n.encode(), x.tensor) for n, x in each.items()] for each in (inputs, outputs))
         model = schema.ModelT(
             version=SCHEMA_VERSION,
             description=description.encode(),
             subgraphs=[schema.SubGraphT(self.tensors, *places, self.operators, b"main")],
             operatorCodes=[self._operator_code(op) for op in self.codes],
             signatureDefs=[schema.SignatureDefT(*ends, b"serving_default")],
-            metadata=[schema.MetadataT(METADATA.encode(), self._buffer(json.dumps(self.facts).encode()))],
+            metadata=[schema.MetadataT(METADATA.encode(), self._buffer(json.dumps(facts).encode()))],
             buffers=self.buffers,
         )
         builder = flatbuffers.Builder(sum(0 if b.data is None else len(b.data) for b in self.buffers) + 1024)
         builder.Finish(model.Pack(builder), IDENTIFIER)
         return bytes(builder.Output())
 
-    def _quantization(self, scales: Scales) -> Any:
+    def _quantization(self, scales: Scales) -> "schema_py_generated.QuantizationParametersT":
         return self.schema.QuantizationParametersT(
             scale=np.array(scales.scale, np.float32),
             zeroPoint=np.full(len(scales.scale), scales.zero_point, np.int64),
@@ -130,7 +147,7 @@ class FileBuilder:
             self.shared[data] = len(self.buffers) - 1
         return self.shared[data]
 
-    def _operator_code(self, op: str) -> Any:
+    def _operator_code(self, op: str) -> "schema_py_generated.OperatorCodeT":
         code = self.option("BuiltinOperator", op)
         in_a_byte = min(code, self.schema.BuiltinOperator.PLACEHOLDER_FOR_GREATER_OP_CODES)
         return self.schema.OperatorCodeT(in_a_byte, version=VERSIONS.get(op, 1), builtinCode=code)

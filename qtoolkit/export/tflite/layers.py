@@ -35,10 +35,10 @@ def conv1d(op: Op) -> Value:
 
 def _convolution(
     op: Op, x: Value, image: Value, window: Window, padding: str
-) -> tuple[str, list[Value | int], dict[str, Any]]:
+) -> tuple[str, list[Value | int], dict[str, int]]:
     """Return the kernel of a convolution over an image, its inputs and its options."""
     out, per_group, *sizes = op.args["weight"].meta["val"].shape
-    options: dict[str, Any] = {**strides(op, window, padding), **dilations(window)}
+    options = {**strides(op, window, padding), **dilations(window)}
     options["fusedActivationFunction"] = op.joined
     along = range(2, 2 + len(sizes))
     if per_group == 1 and op.args["groups"] > 1:
@@ -49,9 +49,9 @@ def _convolution(
     return "CONV_2D", [image, weight, op.bias(x, scales, out)], options
 
 
-def _of_image(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a convolution over a line as those of one over an image."""
-    found = {}
+def _of_image(args: Mapping[str, Any]) -> dict[str, object]:
+    """Return the arguments of a convolution over a line in the form of one over an image."""
+    found: dict[str, object] = {}
     for name, neutral in (("stride", 1), ("padding", 0), ("dilation", 1)):
         value = args[name]
         found[name] = value if isinstance(value, str) else (neutral, two(value)[0])
@@ -66,21 +66,15 @@ def conv_transpose2d(op: Op) -> Value:
             f"groups={op.args['groups']} and dilation={tuple(op.args['dilation'])}. Replace the layer."
         )
     x, (_, channels, *size) = op.image("input"), op.args["weight"].meta["val"].shape
-    stride, before = two(op.args["stride"]), two(op.args["padding"])
-    out = op.shape[2:]
-    totals = [max((-(-out[d] // stride[d]) - 1) * stride[d] + size[d] - out[d], 0) for d in range(2)]
-    same = any(before) and all(
-        total // 2 == before[d] and -(-out[d] // stride[d]) == x.shape[2 + d] for d, total in enumerate(totals)
-    )
-    full = [max((x.shape[2 + d] - 1) * stride[d] + size[d], before[d] + out[d]) for d in range(2)]
+    out, image, before = op.shape[2:], x.shape[2:], two(op.args["padding"])
+    window = Window.of(op.args, size, out, image)  # of the convolution that goes the other way
+    same = any(before) and window.is_same(out, image)
+    full = [max((image[d] - 1) * window.stride[d] + size[d], before[d] + out[d]) for d in range(2)]
     is_cut = not same and tuple(full) != out
     full = full if is_cut else list(out)
     weight, scales = op.weight("weight", (1, 2, 3, 0), 0)
     sizes = op.integers([op.shape[0], *full, channels])
-    options = {
-        "padding": op.option("Padding", "SAME" if same else "VALID"), "strideH": stride[0], "strideW": stride[1],
-        "fusedActivationFunction": op.joined,
-    }  # fmt: skip
+    options = {**strides(op, window, "SAME" if same else "VALID"), "fusedActivationFunction": op.joined}
     inputs: list[Value | int] = [sizes, weight, x, op.bias(x, scales, channels)]
     if not is_cut:
         return op.emit("TRANSPOSE_CONV", inputs, x, **options)

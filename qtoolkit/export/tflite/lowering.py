@@ -7,17 +7,18 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
+from qtoolkit.errors import present
 from qtoolkit.export.program import Decomposed
-from qtoolkit.export.pt2e import decomposed_ops, layer_name
-from qtoolkit.export.tflite.flatbuffer import FileBuilder, Scales, Value, in_order
+from qtoolkit.export.pt2e import computed, decomposed_ops, layer_name
+from qtoolkit.export.tflite.flatbuffer import Facts, FileBuilder, Scales, Value, in_order
 from qtoolkit.export.tflite.kernels import KERNELS, Kernel
-from qtoolkit.export.tflite.ops import IMAGE, SPLITS, Op, activation_of, bounds_of, name_of_op
+from qtoolkit.export.tflite.ops import IMAGE, SPLITS, Op, activation_of, arguments, bounds_of, name_of_op
 from qtoolkit.runtimes.execution import Layer
 
 CONVERSIONS = ("QUANTIZE", "DEQUANTIZE")
@@ -30,7 +31,7 @@ FILLS = (
 class Lowering:
     """Makes the file of a program. Raises ValueError: LiteRT has no op for one of the program's.
 
-    `io_type` is the type of inputs and outputs: "float32", or that of the codes at those with such a quantizer.
+    `io_type` is the type of inputs and outputs: "float32", or the codes' type where they have such a quantizer.
     """
 
     def __init__(self, found: Decomposed, io_type: str) -> None:
@@ -40,7 +41,7 @@ class Lowering:
         self.ops = decomposed_ops()
         self.values: dict[fx.Node, Value] = {}
         self.parts: dict[fx.Node, tuple[Value, ...]] = {}
-        self.constants: dict[fx.Node, Any] = {}
+        self.constants: dict[fx.Node, Tensor | None] = {}
         self.floats: dict[int, Value] = {}
         self.layers: list[Layer] = []
         self.reasons: dict[str, str] = {}
@@ -50,10 +51,11 @@ class Lowering:
         nodes = (node for node in self.program.graph.nodes if self._is_quantize(node))
         self.names = dict(zip(nodes, found.quantizers.activations, strict=True))
         self.inputs: dict[str, Value] = {}
+        self.outputs: dict[str, Value] = {}
         self.conversions = 0
 
-    def run(self, description: str) -> tuple[bytes, dict[str, Any]]:
-        """Lower the graph; return the content of the file, and the facts of a LitertResult."""
+    def run(self, description: str) -> bytes:
+        """Lower the graph; return the content of the file."""
         nodes = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
         for spec in self.program.graph_signature.input_specs:
             if spec.target is not None:
@@ -65,22 +67,17 @@ class Lowering:
                 self.inputs[node.name] = self.values[node] = self._input(node)
             elif node.op == "call_function" and node not in self.values:
                 self._lower(node)
-        outputs = self._outputs()
-        self.file.facts |= {
-            "quantizers": self.quantizers,
-            "weights": self.weights,
-            "constants": list(self.stored),
-            "inputs": [value.order for value in self.inputs.values()],
-            "outputs": [value.order for value in outputs.values()],
-            "conversions": self.conversions,
-            "layers": [(layer.name, layer.kernel, layer.integer) for layer in self.layers],
-        }
-        ends = {"inputs": self.inputs, "outputs": outputs}
-        file = self.file.pack(_tensors(self.inputs), _tensors(outputs), description)
-        layouts = {side: _layouts(values) for side, values in ends.items()}
-        return file, {
-            "layers": tuple(self.layers), "conversions": self.conversions, "reasons": self.reasons, **layouts,
-        }  # fmt: skip
+        self.outputs = self._outputs()
+        facts = Facts(
+            quantizers=self.quantizers,
+            weights=self.weights,
+            constants=list(self.stored),
+            inputs=[value.order for value in self.inputs.values()],
+            outputs=[value.order for value in self.outputs.values()],
+            conversions=self.conversions,
+            layers=[(layer.name, layer.kernel, layer.integer) for layer in self.layers],
+        )
+        return self.file.pack(self.inputs, self.outputs, description, facts)
 
     # ---- nodes
 
@@ -96,16 +93,15 @@ class Lowering:
         elif name_of_op(node) in SPLITS:
             return  # its parts are slices of its input
         elif self._is_dequantize(node):
-            self.values[node] = self.values[node.args[0]]  # type: ignore[index]
+            self.values[node] = self.values[node.all_input_nodes[0]]
         else:
             self._compute(node)
 
     def _input(self, node: fx.Node) -> Value:
         shape = tuple(node.meta["val"].shape)
         order = IMAGE if len(shape) == len(IMAGE) else tuple(range(len(shape)))
-        grids = {self._scales(user) for user in node.users if self._is_quantize(user)}
-        quantized = len(grids) == 1 and all(self._is_quantize(user) for user in node.users)
-        scales = grids.pop() if quantized else None
+        grids = {self._scales(user) if self._is_quantize(user) else None for user in node.users}
+        scales = grids.pop() if len(grids) == 1 else None
         if scales is not None and scales.dtype != self.io_type:
             scales = None
         dtype = np.dtype("float32" if scales is None else scales.dtype)
@@ -119,26 +115,23 @@ class Lowering:
 
     def _outputs(self) -> dict[str, Value]:
         (output,) = (node for node in self.program.graph.nodes if node.op == "output")
-        names = iter(f"output_{i}" if i else "output" for i in range(len(output.all_input_nodes) + 1))
         found = {}
-        for node in output.args[0]:
+        for i, node in enumerate(output.args[0]):
             value = self.values.get(node)
             if value is None:
                 raise ValueError(
                     f"export_litert: output {node.name!r} does not depend on the inputs; remove it from the outputs."
                 )
-            found[next(names)] = (
-                value if value.scales is not None and value.scales.dtype == self.io_type else self.as_float(value)
-            )
+            in_codes = value.scales is not None and value.scales.dtype == self.io_type
+            found[f"output_{i}" if i else "output"] = value if in_codes else self.as_float(value)
         return found
 
     def _quantize(self, node: fx.Node) -> None:
         """Convert floats, or the codes of another grid."""
-        source, scales = self.values[node.args[0]], self._scales(node)  # type: ignore[index]
-        if source.scales == scales:
-            self.values[node] = source
-        else:
-            self.values[node] = self.emit("QUANTIZE", [source], self.name(node), source.shape, source.order, scales)
+        source, scales = self.values[node.all_input_nodes[0]], self._scales(node)
+        if source.scales != scales:
+            source = self.emit("QUANTIZE", [source], self.name(node), replace(source, scales=scales))
+        self.values[node] = source
         self._note(node)
 
     def _note(self, node: fx.Node) -> None:
@@ -149,7 +142,7 @@ class Lowering:
     def _note_constant(self, node: fx.Node) -> None:
         """Store the codes of a constant that is quantized as activations are, so that the file has them all."""
         if self._is_quantize(node) and self.names[node]:
-            codes, scales = self.constants[node].numpy(), self._scales(node)
+            codes, scales = self.stored_tensor(node).numpy(), self._scales(node)
             tensor = self.file.tensor(self.name(node), codes.shape, codes.dtype, scales, codes)
             self.quantizers.append((self.names[node], tensor, tuple(range(codes.ndim))))
 
@@ -163,20 +156,22 @@ class Lowering:
         end, activation = self._joined(node, kernel)
         quantize = self._sole_user(end)
         reason = self._why_float(node, kernel, quantize)
-        scales = None if reason else self._scales(quantize)  # type: ignore[arg-type]
-        op = Op(self, node, scales, activation, self.name(node if reason else quantize))  # type: ignore[arg-type]
-        reason = reason or kernel.check(op)
-        if reason and scales is not None:
-            op = Op(self, node, None, activation, self.name(node))
+        in_float = Op(self, node, None, activation, self.name(node))
+        if quantize is None or reason:
+            op, quantize = in_float, None
+        else:
+            op = Op(self, node, self._scales(quantize), activation, self.name(quantize))
+            if reason := kernel.check(op):
+                op, quantize = in_float, None
         first = len(self.file.operators)
         found = kernel.emit(op)
         if isinstance(found, tuple):
             self.parts[node] = found
         else:
             self.values[end] = self.values[node] = found
-            if not reason:
-                self.values[quantize] = found  # type: ignore[index]
-                self._note(quantize)  # type: ignore[arg-type]
+            if quantize is not None:
+                self.values[quantize] = found
+                self._note(quantize)
         if kernel.computes and len(self.file.operators) > first:
             name = layer_name(node)
             self.layers.append(Layer(name, kernel.name, not reason, left=bool(reason)))
@@ -196,10 +191,9 @@ class Lowering:
         bounds, quantize = bounds_of(clip), self._sole_user(clip)
         if bounds is None or quantize is None or not self._is_quantize(quantize):
             return False
-        scales = self._scales(quantize)
-        lowest, highest = (int(code) for code in quantize.args[3:5])  # type: ignore[arg-type]
+        scales, given = self._scales(quantize), arguments(quantize)
         low, high = (np.rint(end / scales.scale[0]) + scales.zero_point for end in (bounds.low, bounds.high))
-        return bool(low <= lowest and high >= highest)
+        return bool(low <= given["quant_min"] and high >= given["quant_max"])
 
     def _why_float(self, node: fx.Node, kernel: Kernel, quantize: fx.Node | None) -> str:
         if kernel.refusal:
@@ -212,7 +206,8 @@ class Lowering:
         for source in kernel.data(node):
             if not self._is_quantized(source):
                 return f"its input {source.name} is not quantized"
-            if source in self.values and self.values[source].scales.dtype != str(dtype).removeprefix("torch."):  # type: ignore[union-attr]
+            scales = self.values[source].scales if source in self.values else None
+            if scales is not None and scales.dtype != str(dtype).removeprefix("torch."):
                 return f"its input {source.name} does not have {dtype} codes, as its output"
         return ""
 
@@ -237,38 +232,40 @@ class Lowering:
             raise ValueError(
                 f"export_litert: {self.names.get(node, node.name)!r} has scales by channel; take one scale."
             )
-        _, scale, zero_point, *_, dtype = node.args
+        given = arguments(node)
+        dtype = given["dtype"]
         if dtype not in (torch.int8, torch.int16):
             raise ValueError(
                 f"export_litert: {self.names.get(node, node.name)!r} has {dtype} codes, and LiteRT's kernels take int8 and "
                 f'int16; prepare the model with backend="litert".'
             )
-        return Scales((float(np.float32(scale)),), int(zero_point), dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
+        scale = float(np.float32(given["scale"]))
+        return Scales((scale,), given["zero_point"], dtype=str(dtype).removeprefix("torch."))
 
     # ---- constants
 
     def _is_constant(self, node: fx.Node) -> bool:
         return self.constant(node) is not None
 
-    def constant(self, node: fx.Node) -> Any:
+    def constant(self, node: fx.Node) -> Tensor | None:
         """Return the tensor of a node that does not depend on the inputs; None of another."""
         if node not in self.constants:
             fills, sources = name_of_op(node) in FILLS, node.all_input_nodes
             known = {source: _like(source) if fills else self.constant(source) for source in sources}
-            self.constants[node] = None
             is_op = node.op == "call_function" and (fills or sources)
-            if is_op and all(isinstance(x, Tensor) for x in known.values()):
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: known[source])
-                with torch.no_grad():
-                    self.constants[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            is_known = is_op and all(isinstance(x, Tensor) for x in known.values())
+            self.constants[node] = computed(node, known) if is_known else None
         return self.constants[node]
 
     def codes_of(self, node: fx.Node) -> tuple[Tensor, Tensor, int | None]:
         """Return the codes, the scales and the axis of a dequantized constant."""
-        args: Any = (self.constant(arg) if isinstance(arg, fx.Node) else arg for arg in node.args)
-        codes, scale, _, *rest = args
-        axis = rest[0] if node.target is self.ops.dequantize_per_channel else None
-        return codes, torch.as_tensor(scale, dtype=torch.float32).reshape(-1), axis
+        given = arguments(node)
+        scale = self.stored_tensor(given["scales"]) if "scales" in given else torch.tensor(given["scale"])
+        return self.stored_tensor(given["input"]), scale.float().reshape(-1), given.get("axis")
+
+    def stored_tensor(self, node: fx.Node) -> Tensor:
+        """Return a constant, which is there."""
+        return present(self.constant(node), f"the constant {node.name!r}")
 
     def is_dequantized(self, node: fx.Node) -> bool:
         """Return whether a node is a dequantized constant."""
@@ -282,37 +279,26 @@ class Lowering:
 
     # ---- what kernels emit
 
-    def emit(
-        self,
-        op: str,
-        inputs: Sequence[Value | int],
-        name: str,
-        shape: Sequence[int],
-        order: Sequence[int],
-        scales: Scales | None,
-        **values: Any,
-    ) -> Value:
-        """Add an op with one output."""
-        dtype = np.dtype("float32" if scales is None else scales.dtype)
-        tensor = self.file.tensor(name, in_order(tuple(shape), order), dtype, scales)
+    def emit(self, op: str, inputs: Sequence[Value | int], name: str, like: Value, **values: object) -> Value:
+        """Add an op with one output, which has the shape, the order and the grid of a value."""
+        dtype = np.dtype("float32" if like.scales is None else like.scales.dtype)
+        tensor = self.file.tensor(name, in_order(like.shape, like.order), dtype, like.scales)
         tensors = [each.tensor if isinstance(each, Value) else each for each in inputs]
         self.file.operator(op, tensors, [tensor], **values)
         self.conversions += op in CONVERSIONS
-        return Value(tensor, tuple(shape), tuple(order), scales)
+        return replace(like, tensor=tensor)
 
     def as_float(self, value: Value) -> Value:
         """Return the floats of codes."""
         if value.scales is None:
             return value
         if value.tensor not in self.floats:
-            name = self.file.tensors[value.tensor].name.decode()
-            self.floats[value.tensor] = self.emit(
-                "DEQUANTIZE", [value], f"{name}.float", value.shape, value.order, None
-            )
+            name = f"{self.file.tensors[value.tensor].name.decode()}.float"
+            self.floats[value.tensor] = self.emit("DEQUANTIZE", [value], name, replace(value, scales=None))
         return self.floats[value.tensor]
 
     def name(self, node: fx.Node) -> str:
-        """Return the name of a node's tensor: that of its quantizer, if it has one."""
+        """Return the name of a node's tensor: its quantizer's, if it has one."""
         return self.names.get(node) or node.name
 
 
@@ -322,9 +308,6 @@ def _like(node: fx.Node) -> Tensor:
     return torch.zeros(tuple(value.shape), dtype=value.dtype)
 
 
-def _tensors(ends: Mapping[str, Value]) -> dict[str, int]:
-    return {name: value.tensor for name, value in ends.items()}
-
-
-def _layouts(ends: Mapping[str, Value]) -> dict[str, str]:
+def layouts(ends: Mapping[str, Value]) -> dict[str, str]:
+    """Return the layout of each input or output, for people."""
     return {name: "NHWC" if value.order == IMAGE else "as in the model" for name, value in ends.items()}

@@ -13,19 +13,20 @@ from qtoolkit.export import pt2e
 from qtoolkit.export.tflite.flatbuffer import Scales, Value, in_order
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.op_kinds.table import CLIPS_OF_ATEN
+from qtoolkit.runtimes.execution import Array
 
 if TYPE_CHECKING:
     from qtoolkit.export.tflite.lowering import Lowering
 
 IMAGE = (0, 2, 3, 1)  # the model's dimension of each axis of an image in the file
 # The activations that kernels join, by the ends of their ranges.
-ACTIVATIONS: Mapping[Any, str] = {(0, 6): "RELU6", (0, math.inf): "RELU", (-1, 1): "RELU_N1_TO_1"}
+ACTIVATIONS: Mapping[tuple[float, float], str] = {(0, 6): "RELU6", (0, math.inf): "RELU", (-1, 1): "RELU_N1_TO_1"}
 # Ops that return several tensors, and what takes one of them: all of its places along a dimension, or one place.
 SPLITS = {"chunk": "slice", "split": "slice", "split_with_sizes": "slice", "tensor_split": "slice", "unbind": "select"}
 
 
 def name_of_op(node: fx.Node) -> str:
-    """Return the name of the op of aten that a node calls, without its overload; that of a Python function otherwise.
+    """Return the name of the op of aten that a node calls, without its overload, or of the Python function.
 
     What takes one of the parts of a split is a slice, or the selection of one place.
     """
@@ -64,7 +65,7 @@ def bounds_of(node: fx.Node) -> Bounds | None:
 class Op:
     """An op of the program, with its inputs in the file, and the tensors and ops that its kernel adds.
 
-    `scales` and `name` are those of its output: no scales where it computes in float. `activation` is one that it computes too.
+    `scales` and `name` are its output's: no scales where it computes in float. `activation` is one that it computes too.
     """
 
     def __init__(self, lowering: "Lowering", node: fx.Node, scales: Scales | None, activation: str, name: str) -> None:
@@ -96,7 +97,7 @@ class Op:
             return Value(self.constant(constant.float().numpy(), node.name), tuple(constant.shape), order)
         codes, scale, _ = self.lowering.codes_of(node)
         dtype = str(codes.dtype).removeprefix("torch.")
-        scales = Scales(tuple(scale.tolist()), int(node.args[2]), dtype=dtype)  # type: ignore[arg-type]
+        scales = Scales(tuple(scale.tolist()), arguments(node)["zero_point"], dtype=dtype)
         tensor = self.constant(codes.numpy(), node.name, scales)
         self.lowering.note_weight(codes, tensor, order)
         return Value(tensor, tuple(codes.shape), order, scales)
@@ -116,8 +117,9 @@ class Op:
         if _moves_nothing(value, order):
             return self.arranged_as(value, value.shape, order)
         axes = self.integers([value.order.index(dim) for dim in order])
-        name = f"{self.name}.transposed"
-        return self.lowering.emit("TRANSPOSE", [value, axes], name, value.shape, order, value.scales)
+        return self.lowering.emit(
+            "TRANSPOSE", [value, axes], f"{self.name}.transposed", value.moved(value.shape, order)
+        )
 
     def reshaped(self, value: Value, shape: Sequence[int], name: str = "") -> Value:
         """Return a value in another shape, in the model's order of dimensions."""
@@ -126,62 +128,70 @@ class Op:
 
     def arranged_as(self, value: Value, shape: Sequence[int], order: Sequence[int], name: str = "") -> Value:
         """Add a reshape that moves no value, with the file's axes in this order of the shape's dimensions."""
-        sizes = in_order(tuple(shape), order)
-        facts = (name or f"{self.name}.reshaped", shape, order, value.scales)
-        return self.lowering.emit("RESHAPE", [value, self.integers(sizes)], *facts, newShape=np.array(sizes, np.int32))
+        sizes, like = in_order(shape, order), value.moved(shape, order)
+        name = name or f"{self.name}.reshaped"
+        return self.lowering.emit(
+            "RESHAPE", [value, self.integers(sizes)], name, like, newShape=np.array(sizes, np.int32)
+        )
 
     def integers(self, values: Sequence[int]) -> int:
         """Return a constant of int32."""
         return self.constant(np.array(values, np.int32), "shape")
 
-    def constant(self, array: Any, name: str, scales: Scales | None = None) -> int:
+    def constant(self, array: Array, name: str, scales: Scales | None = None) -> int:
         """Return a constant tensor."""
         return self.lowering.file.tensor(name, array.shape, array.dtype, scales, array)
 
     # ---- the output
 
-    def emit(self, op: str, inputs: Sequence[Value | int], like: Value, **values: Any) -> Value:
+    def emit(self, op: str, inputs: Sequence[Value | int], like: Value, **values: object) -> Value:
         """Add the op that computes the output, in the order of dimensions of a value."""
-        return self.lowering.emit(op, inputs, self.name, self.shape, like.order, self.scales, **values)
+        output = Value(-1, self.shape, like.order, self.scales)
+        return self.lowering.emit(op, inputs, self.name, output, **values)
 
-    def step(self, op: str, inputs: Sequence[Value | int], like: Value, **values: Any) -> Value:
+    def step(self, op: str, inputs: Sequence[Value | int], like: Value, **values: object) -> Value:
         """Add an op before the last one, whose output has the shape, the order and the grid of a value."""
-        name = f"{self.name}.{op.lower()}"
-        return self.lowering.emit(op, inputs, name, like.shape, like.order, like.scales, **values)
+        return self.lowering.emit(op, inputs, f"{self.name}.{op.lower()}", like, **values)
 
     # ---- weights
 
+    def stored(self, node: fx.Node) -> Tensor:
+        """Return a weight, or another tensor that the file stores. Raises ValueError: it is computed from the inputs."""
+        values = self.lowering.constant(node)
+        if values is None:
+            raise ValueError(
+                f"export_litert: the weight of {self.node.name!r} is computed from the inputs, and a file of LiteRT stores "
+                f"weights; export another part of the model."
+            )
+        return values
+
     def weight(
         self, argument: str, axes: Sequence[int], channel: int, reshape: Sequence[int] | None = None
-    ) -> tuple[int, Any]:
+    ) -> tuple[int, Array | None]:
         """Return a weight as a constant with these of its axes, and its scales.
 
         `channel` is the axis of the output channels in the file, `reshape` the shape there, where it has other dimensions.
         """
         node = self.args[argument]
-        if self.lowering.constant(node) is None:
-            raise ValueError(
-                f"export_litert: the weight of {self.node.name!r} is computed from the inputs, and a file of LiteRT stores "
-                f"weights; export another part of the model."
-            )
+        values = self.stored(node)
         name = node.all_input_nodes[0].name if node.all_input_nodes else node.name
         if self.scales is None:
-            return self.constant(_arranged(self.lowering.constant(node).float(), axes, reshape), name), None
+            return self.constant(_arranged(values.float(), axes, reshape), name), None
         codes, scale, _ = self.lowering.codes_of(node)
         tensor = self.constant(_arranged(codes, axes, reshape), name, Scales(tuple(scale.tolist()), 0, channel))
         self.lowering.note_weight(codes, tensor, axes)
         return tensor, scale.numpy()
 
-    def bias(self, source: Value, weight_scales: Any, channels: int) -> int:
+    def bias(self, source: Value, weight_scales: Array | None, channels: int) -> int:
         """Return the bias as a constant: in int32 at input scale times weight scale, where the op computes in integers."""
         node = self.args.get("bias")
-        given = torch.zeros(channels) if node is None else self.lowering.constant(node).float()
-        if self.scales is None or source.scales is None:
+        given = torch.zeros(channels) if node is None else self.stored(node).float()
+        if self.scales is None or source.scales is None or weight_scales is None:
             return self.constant(given.numpy(), f"{self.name}.bias")
         steps = np.float32(source.scales.scale[0]) * weight_scales.astype(np.float32)
         codes = np.rint(given.double().numpy() / steps.astype(np.float64))
         dtype = "int32" if source.scales.dtype == "int8" else "int64"
-        limits = np.iinfo(np.int32)  # those of the model's codes too
+        limits = np.iinfo(np.int32)  # of the model's codes too
         codes = np.clip(codes, limits.min, limits.max).astype(dtype)
         return self.constant(codes, f"{self.name}.bias", Scales(tuple(steps.tolist()), dtype=dtype))
 
@@ -192,6 +202,6 @@ def _moves_nothing(value: Value, order: Sequence[int]) -> bool:
     return before == behind
 
 
-def _arranged(weight: Tensor, axes: Sequence[int], reshape: Sequence[int] | None) -> Any:
+def _arranged(weight: Tensor, axes: Sequence[int], reshape: Sequence[int] | None) -> Array:
     array = weight.numpy().transpose(axes)
     return array if reshape is None else array.reshape(reshape)

@@ -5,7 +5,6 @@ LiteRT's own ops of whole layers keep their states from one call of the interpre
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -57,7 +56,7 @@ def cell(step: Step) -> Callable[[Op], Value | State]:
 
     def emit(op: Op) -> Value | State:
         given = [op.args[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh")]
-        weights = _Weights(*(op.lowering.constant(node) for node in given if node is not None))
+        weights = _Weights(*(op.stored(node) for node in given if node is not None))
         state = tuple(op.plain(op.value(node)) for node in _nodes(op.args["hx"]))
         found = step(op, _product(op, op.plain(op.value("input")), weights.ih, weights.bias_ih), state, weights)
         return found if isinstance(op.args["hx"], list | tuple) else found[0]
@@ -91,7 +90,7 @@ def _weights(op: Op) -> list[_Weights]:
     """Return the weights of each direction of each layer, in the order of the states."""
     if "params" not in op.args:
         raise ValueError(f"export_litert: {op.node.name!r} takes packed sequences; export it for padded ones.")
-    params = [op.lowering.constant(node) for node in op.args["params"]]
+    params = [op.stored(node) for node in op.args["params"]]
     count = op.args["num_layers"] * (2 if op.args["bidirectional"] else 1)
     each = 4 if op.args["has_biases"] else 2
     if len(params) != each * count:
@@ -110,7 +109,7 @@ def _run(op: Op, step: Step, x: Value, state: State, weights: _Weights, backward
     return stacked(op, outputs[::-1] if backwards else outputs), state
 
 
-def _nodes(hx: Any) -> Sequence[fx.Node]:
+def _nodes(hx: fx.Node | Sequence[fx.Node]) -> Sequence[fx.Node]:
     return hx if isinstance(hx, list | tuple) else (hx,)
 
 

@@ -1,6 +1,6 @@
 """Windows that move over images, and their padding; kernels of pools, means and resizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class Window:
         return out == -(-image // self.stride[d]) and (before, behind) == (total // 2, total - total // 2)
 
 
-def two(value: Any) -> tuple[int, ...]:
+def two(value: int | Iterable[int]) -> tuple[int, ...]:
     """Return a size of both dimensions."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * 2 if len(values) == 1 else values

@@ -1,1 +1,1 @@
-"""Verification: the codes that runtimes compute, beside those of the model."""
+"""Verification: the codes of runtimes beside the model's."""

@@ -2,13 +2,14 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from qtoolkit.config import QuantSpec
@@ -21,8 +22,11 @@ from qtoolkit.instead import in_order
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.runtimes.execution import Executed
+from qtoolkit.runtimes.execution import Array, Executed, Request
 from qtoolkit.runtimes.table import EXECUTES, RUNTIMES, ExecutingRuntime
+
+if TYPE_CHECKING:
+    import onnx
 
 LARGEST_INPUT = 1 << 25  # values: 256 MiB while they are made
 INTEGERS = (np.int8, np.uint8, np.int16, np.uint16)
@@ -33,8 +37,8 @@ class RuntimeComparison:
     """What `compare_runtimes` returns.
 
     Attributes:
-        runtimes: For each runtime, how its codes and outputs compare with those of the file's evaluation.
-        program: For each runtime, the largest difference of its outputs from those of the program; {} without one.
+        runtimes: For each runtime, how its codes and outputs compare with the file's evaluation.
+        program: For each runtime, the largest difference between its outputs and the program's; {} without one.
     """
 
     runtimes: Mapping[str, RuntimeCodes]
@@ -54,15 +58,15 @@ class RuntimeComparison:
 @in_order(path="path", inputs="inputs")
 def compare_runtimes(
     path: str | os.PathLike[str],
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, ArrayLike] | None = None,
     runtimes: Sequence[ExecutingRuntime] = ("onnxruntime",),
-    program: Any = None,
+    program: Callable[..., object] | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> RuntimeComparison:
     """Run a file with Q/DQ pairs, of any tool, in runtimes at their default settings, and compare all its codes end to end.
 
-    They are compared with the file's evaluation as it stands, node by node: that of onnxruntime without graph optimizations.
+    They are compared with the file's evaluation as it stands, node by node, in onnxruntime without graph optimizations.
     Runtimes fuse nodes into integer kernels, which round in another order. A difference therefore does not tell who is right;
     it tells where one begins. With the model at hand, `verify` compares its own codes.
 
@@ -110,42 +114,36 @@ def compare_runtimes(
         )
     names = [*(node.quantizer for node in nodes), *quantizers_in_bodies(graph)]
     tensors = _inputs(graph, inputs, seed)
-    expected = _results(program, tensors)
+    with torch.no_grad():
+        expected = None if program is None else tensors_of(program(*tensors))
     found, differences = dict[str, RuntimeCodes](), dict[str, float]()
     with progress_bar("verify", "runs", progress, total=1 + len(runtimes), after=0) as bar:
         step(bar, "onnxruntime, as the file is written")
-        reference = _run("onnxruntime", Path(path), tensors, nodes, grids, optimized=False)
+        reference = _run("onnxruntime", Path(path), tensors, nodes, grids, False)
         for name in runtimes:
             step(bar, ", ".join([name, *(f"{other}: {codes.codes}" for other, codes in found.items())]))
-            run = _run(name, Path(path), tensors, nodes, grids, optimized=True)
+            run = _run(name, Path(path), tensors, nodes, grids, True)
             found[name] = _compare(reference, run, nodes, names)
             if expected is not None:
                 differences[name] = _difference(expected, run.outputs)
     return RuntimeComparison(found, differences)
 
 
-def _run(name: str, path: Path, tensors: Sequence[Tensor], nodes: Any, grids: Any, *, optimized: bool) -> Executed:
+def _run(name: str, *request: *Request) -> Executed:
     try:
-        return EXECUTES[name](path, tensors, nodes, grids, optimized)
+        return EXECUTES[name](*request)
     except Exception as error:  # runtimes' errors have no base class of their own
-        raise RuntimeError(f"{name} cannot run {str(path)!r} on these inputs: {first_line(error)}.") from error
+        raise RuntimeError(f"{name} cannot run {str(request[0])!r} on these inputs: {first_line(error)}.") from error
 
 
 def _compare(reference: Executed, run: Executed, nodes: Sequence[QuantizerNode], names: Sequence[str]) -> RuntimeCodes:
-    """Return what differs between two runs; `names` are those of all quantizers, also where no run has their codes."""
+    """Return what differs between two runs; `names` lists all quantizers, also where no run has their codes."""
     read = {node.quantizer: node.codes for node in nodes if node.codes in reference.codes and node.codes in run.codes}
     counts = {name: CodeCount.of(run.codes[codes], reference.codes[codes]) for name, codes in read.items()}
     return RuntimeCodes.of(run, counts, reference.outputs, names)
 
 
-def _results(program: Any, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-    if program is None:
-        return None
-    with torch.no_grad():
-        return tensors_of(program(*tensors))
-
-
-def _difference(expected: Sequence[Tensor], outputs: Sequence[Any]) -> float:
+def _difference(expected: Sequence[Tensor], outputs: Sequence[Array]) -> float:
     shapes = [tuple(tensor.shape) for tensor in expected], [tuple(np.shape(output)) for output in outputs]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -154,13 +152,13 @@ def _difference(expected: Sequence[Tensor], outputs: Sequence[Any]) -> float:
     return largest_difference(expected, outputs)
 
 
-def _grids(graph: Any, file: Path) -> dict[str, Grid]:
+def _grids(graph: "onnx.GraphProto", file: Path) -> dict[str, Grid]:
     """Return the grid of each quantizer with integer codes and a constant scale, by its name."""
     made = [(node.output[0], node.attribute) for node in graph.node if node.op_type == "Constant"]
     values = {name: each.t for name, attributes in made for each in attributes if each.name == "value"}
     constants = {**{tensor.name: tensor for tensor in graph.initializer}, **values}
 
-    def array(name: str) -> Any:
+    def array(name: str) -> Array | None:
         """Return a constant; None where it is computed."""
         return array_of(constants[name], file) if name in constants else None
 
@@ -179,7 +177,7 @@ def _grids(graph: Any, file: Path) -> dict[str, Grid]:
     return found
 
 
-def _inputs(graph: Any, given: Mapping[str, Any] | None, seed: int) -> list[Tensor]:
+def _inputs(graph: "onnx.GraphProto", given: Mapping[str, ArrayLike] | None, seed: int) -> list[Tensor]:
     constants = {tensor.name for tensor in graph.initializer}
     values = [value for value in graph.input if value.name not in constants]
     names = ", ".join(value.name for value in values)
@@ -191,15 +189,14 @@ def _inputs(graph: Any, given: Mapping[str, Any] | None, seed: int) -> list[Tens
             f"the inputs must have an array for each input of the file ({names}); {missing[0]!r} is missing."
         )
     tensors = {value.name: torch.from_numpy(np.ascontiguousarray(given[value.name])) for value in values}
-    for name, tensor in tensors.items():
-        if tensor.isnan().any():
-            raise ValueError(
-                f"compare_runtimes: input {name!r} has NaN, for which nothing can be compared; pass numbers."
-            )
+    if with_nan := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
+        raise ValueError(
+            f"compare_runtimes: input {with_nan[0]!r} has NaN, for which nothing can be compared; pass numbers."
+        )
     return list(tensors.values())
 
 
-def _random(value: Any, generator: np.random.Generator) -> Any:
+def _random(value: "onnx.ValueInfoProto", generator: np.random.Generator) -> Array:
     from onnx import helper
 
     kind = value.type.tensor_type

@@ -2,17 +2,19 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qtoolkit.errors import some
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.runtimes.execution import Array
 
 # The sums of a layer may round differently in two runtimes; a value near a rounding boundary then changes by one code.
 TIE_SHARE = 1e-4
@@ -52,7 +54,7 @@ class CodeCount:
         return self.differing / max(self.compared, 1)
 
     @classmethod
-    def of(cls, ours: Any, theirs: Any, near: Any = False) -> "CodeCount":
+    def of(cls, ours: Array, theirs: Array, near: Array | bool = False) -> "CodeCount":
         """Compare two arrays of codes; `near` marks the values that are near a rounding boundary."""
         gap = np.abs(np.asarray(ours, np.int64) - np.asarray(theirs, np.int64))
         return cls(gap.size, int((gap > 0).sum()), int(gap.max(initial=0)), int(((gap == 1) & near).sum()))
@@ -77,18 +79,15 @@ def sum_of(counts: Iterable[CodeCount]) -> CodeCount:
     return sum(counts, CodeCount())
 
 
-def largest_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
+def largest_difference(ours: Sequence[Tensor | Array], theirs: Sequence[Tensor | Array]) -> float:
     """Return the largest absolute difference between tensors or arrays of the same shapes; NaN where one of them has NaN."""
-    gaps = [_gap(np.float64(_array(a)), np.float64(_array(b))) for a, b in zip(ours, theirs, strict=True)]
+    with np.errstate(invalid="ignore"):  # of equal infinities, whose difference is zero here
+        pairs = ((_array(a), _array(b)) for a, b in zip(ours, theirs, strict=True))
+        gaps = [np.where(a == b, 0.0, np.abs(a - b)).max(initial=0) for a, b in pairs]
     return float(np.max(gaps, initial=0.0))
 
 
-def _gap(one: Any, other: Any) -> Any:
-    with np.errstate(invalid="ignore"):  # of equal infinities, whose difference is zero here
-        return np.where(one == other, 0.0, np.abs(one - other)).max(initial=0)
-
-
-def relative_difference(ours: Tensor, theirs: Any) -> float:
+def relative_difference(ours: Tensor, theirs: Array) -> float:
     """Return the largest difference between a tensor and an array, as a share of the largest finite value of both."""
     sizes = np.abs(np.concatenate([np.ravel(_array(ours)), np.ravel(_array(theirs))]))
     size, gap = float(sizes[np.isfinite(sizes)].max(initial=0)), largest_difference([ours], [theirs])
@@ -115,8 +114,8 @@ def check_numbers(difference: float, nan: Sequence[str], what: str) -> None:
         )
 
 
-def _array(value: Any) -> Any:
-    return value.detach().cpu().double().numpy() if isinstance(value, Tensor) else value
+def _array(value: Tensor | Array) -> NDArray[np.float64]:
+    return np.asarray(value.detach().cpu().double().numpy() if isinstance(value, Tensor) else value, np.float64)
 
 
 @dataclass(frozen=True)
@@ -124,10 +123,10 @@ class Call:
     """What a quantizer of a converted model computes in one call."""
 
     grid: Grid  # the quantizer
-    codes: Any  # its codes, in the layout of the file
+    codes: Array  # its codes, in the layout of the file
     x: Tensor | None = None  # what it quantizes; None where no difference counts as a tie
 
-    def compare(self, theirs: Any) -> CodeCount:
+    def compare(self, theirs: Array) -> CodeCount:
         """Compare the codes with a runtime's."""
         count = CodeCount.of(self.codes, theirs)
         if not count.differing or self.x is None or self.grid.scale.numel() != 1:
@@ -137,7 +136,7 @@ class Call:
         return CodeCount.of(self.codes, theirs, near_boundary)
 
 
-def compare_codes(grid: Grid, x: Tensor, theirs: Any) -> CodeCount:
+def compare_codes(grid: Grid, x: Tensor, theirs: Array) -> CodeCount:
     """Compare a quantizer's codes of x with a runtime's."""
     return Call(grid, codes_in_file(grid, x), x).compare(theirs)
 
@@ -148,7 +147,7 @@ def tie_band(grid: Grid, dtype: torch.dtype) -> float:
     return min(max(LEAST_BAND, (grid.spec.qmax - grid.spec.qmin) * error), LARGEST_BAND)
 
 
-def codes_in_file(grid: Grid, x: Tensor) -> Any:
+def codes_in_file(grid: Grid, x: Tensor) -> Array:
     """Return the codes of x as an array in the layout of the file, in which the exporters write grouped weights."""
     codes = grid.codes(x.detach()).cpu()
     if grid.group > 1:
@@ -159,16 +158,16 @@ def codes_in_file(grid: Grid, x: Tensor) -> Any:
 class ChosenMaxima(TorchFunctionMode):
     """Lets pools that return positions return those that another runtime chose, where these hold a maximum too.
 
-    Otherwise an unpooling would place a value elsewhere, and all its codes there would differ. The positions are those of
-    each call, in order, counted through the whole input as ONNX's MaxPool does. A pool whose turn finds none of its shape
+    Otherwise an unpooling would place a value elsewhere, and all its codes there would differ. The positions come call
+    by call, counted through the whole input as ONNX's MaxPool does. A pool whose turn finds none of its shape
     keeps its own.
     """
 
-    def __init__(self, positions: Iterable[Any]) -> None:
+    def __init__(self, positions: Iterable[Array]) -> None:
         super().__init__()
         self.positions = iter(positions)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> object:
         """Call a function, and choose the positions that it returns."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -4,9 +4,10 @@ import math
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+
+from torch import Tensor
 
 from qtoolkit.export.verification.codes import (
     OUTPUT_ERROR,
@@ -18,7 +19,7 @@ from qtoolkit.export.verification.codes import (
 )
 from qtoolkit.export.verification.follower import Follower, Nodes
 from qtoolkit.model_inputs import tensors_of
-from qtoolkit.runtimes.execution import Executed, Layer
+from qtoolkit.runtimes.execution import Array, Executed, Layer
 
 SHOWN = 5  # names of layers in a line
 
@@ -95,28 +96,18 @@ class RuntimeCodes:
         cls,
         executed: Executed,
         counts: Mapping[str, CodeCount],
-        outputs: Sequence[Any],
+        outputs: Sequence[Tensor | Array],
         names: Iterable[str],
-        **model: Any,
     ) -> "RuntimeCodes":
         """Return the comparison of one execution: its counts, and its outputs with others.
 
-        `names` are the quantizers that should be compared, `model` has the fields that a model gives.
+        `names` are the quantizers that should be compared. What a model gives has the defaults.
         """
         return cls(
-            executed.runtime,
-            counts,
-            largest_difference(outputs, executed.outputs),
-            executed.layers,
-            executed.conversions,
-            tuple(name for name in dict.fromkeys(names) if name not in counts),
-            executed.changed_by_reading,
-            executed.share,
-            executed.remark,
-            unrounded=executed.unrounded,
-            steps=executed.steps,
-            saturating=executed.saturating,
-            **model,
+            by_quantizer=counts,
+            output_difference=largest_difference(outputs, executed.outputs),
+            not_compared=tuple(name for name in dict.fromkeys(names) if name not in counts),
+            **{name: value for name, value in vars(executed).items() if name in cls.__dataclass_fields__},
         )
 
     @property
@@ -186,7 +177,7 @@ class RuntimeCodes:
 
         Warns:
             UserWarning: Quantizers could not be compared, or rounding in a few places has changed more codes behind them than
-                rounding explains in one layer: the outputs are not those of the model.
+                rounding explains in one layer: the outputs are not the model's.
         """
         check_numbers(self.output_difference, self.nan, "verify")
         verdict = self.verdict
@@ -325,8 +316,8 @@ def compare_execution(
     executed: Executed,
     nodes: Nodes,
     names: Iterable[str],
-    smooth_outputs: Set[int] = frozenset(),
-    **weights: Mapping[str, CodeCount],
+    smooth_outputs: Set[int],
+    weights: Mapping[str, CodeCount],
 ) -> RuntimeCodes:
     """Compare a model with one execution of its file, end to end and, where codes differ, layer by layer.
 
@@ -341,14 +332,11 @@ def compare_execution(
         counts = {**followed.counts, **counts}
     # Where reading changes the outputs, they belong to other codes than those that were read.
     places = frozenset() if executed.changed_by_reading else smooth_outputs
-    return RuntimeCodes.of(
-        executed,
-        counts,
-        tensors_of(follower.outputs),
-        names,
+    return replace(
+        RuntimeCodes.of(executed, counts, tensors_of(follower.outputs), names),
         layer_by_layer=followed.counts,
+        weights=weights,
         on_codes=follower.on_codes,
         nan=follower.nan,
         output_error=followed.output_error(executed.outputs, places),
-        **weights,
     )

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,13 +26,17 @@ from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.runtimes.execution import Array
+
+Hook = Callable[[Grid, tuple[Tensor, ...], Tensor], Tensor | None]
+Codes = Mapping[str, Sequence[Array]]  # of each call of quantizers, by their names
 
 
 @dataclass(frozen=True)
 class NodeCodes:
     """The codes that a runtime computes at one of a quantizer's nodes."""
 
-    codes: Any  # the array
+    codes: Array  # the array
     is_constant: bool = False  # whether they do not depend on the inputs of the model
 
 
@@ -55,10 +59,10 @@ class Followed:
     missing: tuple[str, ...]  # quantizers with a call for which the runtime has no codes
     # the comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes
     stored: CodeCount
-    outputs: Any  # what the model returns
+    outputs: object  # what the model returns
     drawn: Drawn  # what depends on random numbers: these quantizers are not in `counts`
 
-    def output_error(self, outputs: Sequence[Any], places: Set[int]) -> float:
+    def output_error(self, outputs: Sequence[Array], places: Set[int]) -> float:
         """Return the largest difference from a runtime's outputs at these places, as a share of an output's largest value."""
         pairs = enumerate(zip(tensors_of(self.outputs), outputs, strict=True))
         compared = (pair for place, pair in pairs if place in places and place not in self.drawn.outputs)
@@ -97,7 +101,7 @@ class Pairing:
 
 
 def _nearest(call: Call, nodes: Iterable[NodeCodes]) -> tuple[CodeCount, NodeCodes | None]:
-    """Return the node whose codes differ least from those of a call, with how they differ; None where none has its shape."""
+    """Return the node whose codes differ least from a call's, with how they differ; None where none has its shape."""
     counts = ((call.compare(node.codes), node) for node in nodes if node.codes.shape == call.codes.shape)
     return min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
 
@@ -111,7 +115,7 @@ class _Comparison:
         self.stored = self.found = CodeCount()
 
     def add(self, name: str, call: Call, node: NodeCodes | None, stored: bool = False) -> None:
-        """Compare a call of a quantizer with its node, whose codes may be those of a stored tensor."""
+        """Compare a call of a quantizer with its node, which may stand for a stored tensor."""
         if node is None:
             if call.codes.size:  # a tensor without elements has no codes, and files leave it out
                 self.missing[name] = None
@@ -123,8 +127,8 @@ class _Comparison:
         else:  # runtimes may differ by rounding ties in a computed constant, as in a layer
             self.counts[name] = self.counts.get(name, CodeCount()) + count
 
-    def result(self, nodes: Nodes, outputs: Any, drawn: Drawn) -> Followed:
-        """Return what was found. The counts of a quantizer are those of all its calls."""
+    def result(self, nodes: Nodes, outputs: object, drawn: Drawn) -> Followed:
+        """Return what was found. The counts of a quantizer include all its calls."""
         names = [name for name in dict.fromkeys((*nodes, *self.counts)) if name in self.counts]
         counts = {name: self.counts[name] for name in names if name not in {*self.missing, *drawn.quantizers}}
         missing = tuple(name for name in self.missing if name not in drawn.quantizers)
@@ -132,21 +136,24 @@ class _Comparison:
 
 
 class Follower:
-    """Runs a converted model with these arguments, and compares its codes with those of runtimes."""
+    """Runs a converted model with these arguments, and compares its codes with runtimes'."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.names = {grid: name for name, grid in grids_of(model).items() if grid.quantizing}
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
         # the quantizer and the tensor of each quantized weight of a layer, by the dotted name of the quantizer
-        self.weights: dict[str, tuple[Any, Tensor]] = {
-            f"{name}.{q}": quantized for name, layer in layers for q, quantized in layer.quantized_weights().items()
+        self.weights = {
+            f"{name}.{q}": (grid, weight)
+            for name, layer in layers
+            for q, (grid, weight) in layer.quantized_weights().items()
+            if isinstance(grid, Grid)
         }
         in_layers = {grid for grid, _ in self.weights.values()}
         self.between_layers = [grid for grid in self.names if grid not in in_layers]
         self.activations = {grid for grid in self.between_layers if not grid.of_weight}
         self.calls: Counter[Grid] = Counter()
-        self.codes: dict[str, list[Any]] = {}  # of each activation quantizer that is called, in the order of its calls
+        self.codes = dict[str, list[Array]]()  # of each activation quantizer that is called, in the order of its calls
         found = dict[str, None]()
         before = RandomState.now()
         self.outputs = self._run(self.names, partial(self._record, found))  # as the model computes by itself
@@ -155,23 +162,21 @@ class Follower:
         self.draws = before != RandomState.now()  # whether the model draws random numbers
         self.drawn = self._drawn(self.codes, self.outputs)  # what depends on them
 
-    def _run(self, grids: Iterable[Grid], hook: Callable[[Any, Any, Any], Any]) -> Any:
+    def _run(self, grids: Iterable[Grid], hook: Hook) -> object:
         with removing([grid.register_forward_hook(hook) for grid in grids]), torch.no_grad():
             return self.model(*self.args, **self.kwargs)
 
-    def _record(self, nan: dict[str, None], grid: Grid, args: tuple[Tensor], output: Tensor) -> None:
+    def _record(self, nan: dict[str, None], grid: Grid, args: tuple[Tensor, ...], output: Tensor) -> None:
         self.calls[grid] += 1
         if args[0].isnan().any():
             nan[self.names[grid]] = None
         if grid in self.activations:
             self.codes.setdefault(self.names[grid], []).append(_call(grid, args[0], output).codes)
 
-    def _drawn(
-        self, codes: Mapping[str, Sequence[Any]], outputs: Any, values: Mapping[str, Sequence[Tensor]] | None = None
-    ) -> Drawn:
+    def _drawn(self, codes: Codes, outputs: object, values: Mapping[str, Sequence[Tensor]] | None = None) -> Drawn:
         """Return what is another one in a second run than in the first: what depends on random numbers.
 
-        `codes` are those of the first run, by quantizer; `values` what these quantizers return in both, None for what they
+        `codes` come from the first run, by quantizer; `values` are what these quantizers return in both, None for what they
         compute.
         """
         if not self.draws:
@@ -179,8 +184,8 @@ class Follower:
         found: dict[str, None] = {}
         numbers = Counter[str]()
 
-        def compare(grid: Grid, args: tuple[Tensor], output: Tensor) -> Tensor | None:
-            """Compare the codes of a call with those of the first run, and return its values."""
+        def compare(grid: Grid, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            """Compare the codes of a call with the first run's, and return its values."""
             name = self.names[grid]
             if name not in codes:
                 return None
@@ -195,7 +200,7 @@ class Follower:
         return Drawn(tuple(found), frozenset(place for place, pair in pairs if not _are_equal(*pair)))
 
     def unused(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return those of these quantizers on which nothing that the model returns depends, for these inputs."""
+        """Return which of these quantizers change nothing that the model returns, for these inputs."""
         grids = {name: grid for grid, name in self.names.items() if name in names}
         if not grids or self._is_unchanged_by_nan(grids.values()):
             return tuple(grids)
@@ -229,16 +234,16 @@ class Follower:
     def layer_by_layer(self, nodes: Nodes, complete: bool = False, progress: bool = False) -> Followed:
         """Compare the codes as the model computes them from the runtime's at the quantizers before: no difference spreads.
 
-        With `complete` these are the codes of all nodes, those of weights and other constants too, which are then compared.
+        With `complete` these are the codes of all nodes, weights and other constants included, which are then compared.
         A call without a node of its own then has one whose codes differ by rounding ties alone.
         """
         pairing, comparison, numbers = self._pairing(nodes, up_to_ties=complete), _Comparison(), Counter[Grid]()
-        first_codes, first_values = defaultdict[str, list[Any]](list), defaultdict[str, list[Tensor]](list)
+        first_codes, first_values = defaultdict[str, list[Array]](list), defaultdict[str, list[Tensor]](list)
         grids = self.between_layers if complete else self.activations
         tensors = (*self.model.parameters(), *self.model.buffers())
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
-        def compare(grid: Grid, args: tuple[Tensor], output: Tensor) -> Tensor:
+        def compare(grid: Grid, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             """Compare the codes of a call with its node's, and return the node's values, from which the next layer computes."""
             call = _call(grid, args[0], output)
             node = pairing.node_of(call, numbers[grid])
@@ -332,7 +337,7 @@ def by_quantizer(nodes: Iterable[tuple[str, NodeCodes]]) -> dict[str, list[NodeC
     return found
 
 
-def in_shapes_of_calls(codes: Iterable[tuple[str, Any]], follower: Follower) -> dict[str, list[NodeCodes]]:
+def in_shapes_of_calls(codes: Iterable[tuple[str, Array]], follower: Follower) -> dict[str, list[NodeCodes]]:
     """Return codes in the shapes that the model's have: a mean over an image keeps dimensions in files that it drops there."""
     shapes = {name: {call.size: call.shape for call in calls} for name, calls in follower.codes.items()}
     return by_quantizer(

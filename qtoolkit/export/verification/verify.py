@@ -1,10 +1,10 @@
 """Verification: an exported file's integer codes, as onnxruntime computes them, compared with the model's own."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from qtoolkit.model_inputs import call_arguments, naming_misfits, tensors_of
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.runtimes.execution import Executed
+from qtoolkit.runtimes.execution import Array, Executed
 from qtoolkit.runtimes.table import EXECUTES, LITERT_RUNTIMES, RUNTIMES, ExecutingRuntime, LitertRuntime
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from qtoolkit.export.files.files import OpenedFile
 
 
-WITHOUT_OPTIMIZATIONS = "onnxruntime without graph optimizations (ORT_DISABLE_ALL)"
+Arrays = Mapping[str, Array]  # of a file, by the names of its tensors
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Verification:
             the branches that its example inputs take), and those on which nothing that the model returns depends.
         output_error: Largest difference of the outputs when torch computes them from onnxruntime's codes, as a share of the
             largest value: of those behind layers and ops whose results change little where their inputs do.
-        drawn: Quantizers whose codes depend on random numbers, such as those of `torch.randn_like`: each run draws others, so
-            that `layer_codes` leaves them out. The ops behind them are compared from the runtime's codes.
+        drawn: Quantizers whose codes depend on random numbers, as behind `torch.randn_like`: each run draws others, so that
+            `layer_codes` leaves them out. The ops behind them are compared from the runtime's codes.
         nan: Quantizers that get NaN, for which there is nothing to compare.
         refused: Why onnxruntime does not run the file in a session without options, although it does without graph
             optimizations; "" where it runs, and where nobody tried (`verify_onnx`).
@@ -89,20 +89,26 @@ class Verification:
     refused: str = ""
 
     @classmethod
-    def of(cls, follower: Follower, followed: Followed, outputs: Sequence[Any], **facts: Any) -> "Verification":
-        """Return what a model that was followed layer by layer gives beside the outputs of a file, with other facts."""
-        facts.setdefault("quantizer_codes", CodeCount())
+    def of(
+        cls, follower: Follower, followed: Followed, outputs: Sequence[Array], codes: CodeCount, smooth: Set[int]
+    ) -> "Verification":
+        """Return how a model that was followed layer by layer compares with a file that has these outputs.
+
+        `codes` compares the quantizers for exactly the inputs of their nodes; `smooth` are the places of the outputs that are
+        equal up to rounding where the codes are.
+        """
         unused = follower.unused(followed.missing)
         return cls(
             weight_codes=followed.stored,
+            quantizer_codes=codes,
             layer_codes=sum_of(followed.counts.values()),
             by_quantizer=dict(followed.counts),
             output_difference=largest_difference(tensors_of(follower.outputs), outputs),
             missing=tuple(name for name in followed.missing if name not in unused),
             unreached=(*follower.unreached, *unused),
+            output_error=followed.output_error(outputs, smooth),
             drawn=followed.drawn.quantizers,
             nan=follower.nan,
-            **facts,
         )
 
     def check(self) -> None:
@@ -142,15 +148,18 @@ class Verification:
         lines += [f"not executed, or not used, for these inputs: {', '.join(self.unreached)}"] if self.unreached else []
         lines += [f"not compared, as each run draws others: {', '.join(self.drawn)}"] if self.drawn else []
         lines += [f"NaN, for which nothing can be compared: {', '.join(self.nan)}"] if self.nan else []
-        runs = f"runs in:          {WITHOUT_OPTIMIZATIONS}; not in its default session: {self.refused}"
-        lines += [runs] if self.refused else []
+        if self.refused:
+            lines.append(
+                f"runs in:          onnxruntime without graph optimizations (ORT_DISABLE_ALL); not in its default session: "
+                f"{self.refused}"
+            )
         return "\n".join(lines)
 
 
 @in_order(model="converted", inputs="inputs", path="path")
 def verify_onnx(
     converted: nn.Module,
-    inputs: Any,
+    inputs: object,
     path: "onnx.ModelProto | str | os.PathLike[str] | None" = None,
     progress: bool = True,
 ) -> Verification:
@@ -187,11 +196,11 @@ def verify_onnx(
 
 def compare_layers(
     converted: nn.Module,
-    inputs: Any,
+    inputs: object,
     path: "onnx.ModelProto | str | os.PathLike[str] | None",
     progress: bool,
 ) -> Verification:
-    """Compare the codes of a file with those of a converted model as `verify_onnx` does; model and inputs are on the CPU."""
+    """Compare the codes of a file and of a converted model as `verify_onnx` does; model and inputs are on the CPU."""
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
     file = _opened(path, "verify_onnx")
     nodes = _nodes_of(file.proto.graph, converted, "verify_onnx")
@@ -207,17 +216,12 @@ def compare_layers(
     with ChosenMaxima(values[name] for name in positions):
         followed = follower.layer_by_layer(_by_quantizer(nodes, values, grids), complete=True, progress=progress)
     outputs = [values[output.name] for output in file.proto.graph.output]
-    return Verification.of(
-        follower,
-        followed,
-        outputs,
-        quantizer_codes=_codes_of_own_inputs(nodes, values, follower),
-        output_error=followed.output_error(outputs, _smooth_outputs(file.proto.graph, nodes)),
-    )
+    codes, smooth = _codes_of_own_inputs(nodes, values, follower), _smooth_outputs(file.proto.graph, nodes)
+    return Verification.of(follower, followed, outputs, codes, smooth)
 
 
 def _by_quantizer(
-    nodes: Sequence[QuantizerNode], tensors: Mapping[str, Any], grids: Mapping[str, Grid]
+    nodes: Sequence[QuantizerNode], tensors: Arrays, grids: Mapping[str, Grid]
 ) -> dict[str, list[NodeCodes]]:
     """Return the nodes of each quantizer whose codes are there, by the names of their tensors."""
     there = (node for node in nodes if node.codes in tensors)
@@ -229,7 +233,7 @@ def _shifting(node: QuantizerNode, grids: Mapping[str, Grid]) -> tuple[str, ...]
     return (node.zero_points,) if grids[node.quantizer].shifts and node.zero_points else ()
 
 
-def _node_codes(node: QuantizerNode, tensors: Mapping[str, Any], grids: Mapping[str, Grid]) -> NodeCodes:
+def _node_codes(node: QuantizerNode, tensors: Arrays, grids: Mapping[str, Grid]) -> NodeCodes:
     """Return the codes of a node as the model's quantizer numbers them: higher or lower by what the zero points are."""
     codes, grid = tensors[node.codes], grids[node.quantizer]
     for name in _shifting(node, grids):
@@ -239,7 +243,7 @@ def _node_codes(node: QuantizerNode, tensors: Mapping[str, Any], grids: Mapping[
     return NodeCodes(codes, node.is_constant)
 
 
-def _codes_of_own_inputs(nodes: Sequence[QuantizerNode], values: Mapping[str, Any], follower: Follower) -> CodeCount:
+def _codes_of_own_inputs(nodes: Sequence[QuantizerNode], values: Arrays, follower: Follower) -> CodeCount:
     """Compare the codes of activations for exactly the inputs of their nodes."""
     computed = [(grid_named(follower.model, node.quantizer), node) for node in nodes if not node.is_stored]
     return sum_of(
@@ -249,7 +253,7 @@ def _codes_of_own_inputs(nodes: Sequence[QuantizerNode], values: Mapping[str, An
     )
 
 
-def _smooth_outputs(graph: Any, nodes: Sequence[QuantizerNode]) -> set[int]:
+def _smooth_outputs(graph: "onnx.GraphProto", nodes: Sequence[QuantizerNode]) -> set[int]:
     """Return the places of a file's outputs between which and the quantized tensors behind them there are smooth ops alone."""
     from qtoolkit.export.files.kinds import ops_where
 
@@ -272,13 +276,13 @@ def _smooth_outputs(graph: Any, nodes: Sequence[QuantizerNode]) -> set[int]:
 @in_order(model="model", inputs="inputs", path="path")
 def verify(
     model: nn.Module,
-    inputs: Any,
+    inputs: object,
     path: str | os.PathLike[str],
     runtimes: Sequence[ExecutingRuntime | LitertRuntime] = ("onnxruntime",),
     optimized: bool = True,
     progress: bool = True,
 ) -> DeployedVerification:
-    """Compare all codes of a model with those of its file end to end, as users run the file.
+    """Compare all codes of a model and of its file end to end, as users run the file.
 
     Each runtime computes at its default settings, with integer kernels where it has them. Nothing is corrected on the way, so
     a code that differs early may change many after it: `first_difference` names where it began. The float reference of
@@ -403,11 +407,11 @@ def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str)
     return OpenedFile.of(model)
 
 
-def _no_path(path: Any, what: str) -> TypeError:
+def _no_path(path: object, what: str) -> TypeError:
     return TypeError(f"{what}: path must be the path of the exported file, got {shown(path)}.")
 
 
-def _nodes_of(graph: Any, model: nn.Module, what: str) -> list[QuantizerNode]:
+def _nodes_of(graph: "onnx.GraphProto", model: nn.Module, what: str) -> list[QuantizerNode]:
     """Return the quantizers of a file; raise an error, which begins with `what`, for a file that is not of the model."""
     nodes = quantizer_nodes(graph)
     if not nodes and any(grid.quantizing for grid in grids_of(model).values()):

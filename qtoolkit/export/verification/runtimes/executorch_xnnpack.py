@@ -6,7 +6,6 @@ The delegate returns no codes on the way. They are read from a second file, whos
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,7 +16,7 @@ from qtoolkit.errors import first_line
 from qtoolkit.export.pt2e import layer_name
 from qtoolkit.model_inputs import tensors_of, with_tensors
 from qtoolkit.op_kinds.table import KINDS, OF_ATEN
-from qtoolkit.runtimes.execution import Layer
+from qtoolkit.runtimes.execution import Array, Layer
 
 # Activations that join the op before them in the delegate.
 JOINED = {name for kind in backends["xnnpack"].joined_activations for name in KINDS[kind].aten}
@@ -28,7 +27,7 @@ class Lowered:
     """A program in the form of ExecuTorch."""
 
     file: bytes  # the content of the file
-    # the ops that compute: those of the delegate, and those with kernels of ExecuTorch, which are "portable"
+    # the ops that compute, in the delegate or in kernels of ExecuTorch, which are "portable"
     layers: tuple[Layer, ...]
     conversions: int  # how many ops convert between floats and codes
     delegates: int  # how many parts of the program the delegate computes
@@ -58,7 +57,7 @@ def lower(program: ExportedProgram) -> Lowered:
     return Lowered(file, tuple(layers), len(conversions), len(parts))
 
 
-def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Any]]:
+def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Array]]:
     """Return what runs the content of a file on tensors, and returns its outputs as arrays.
 
     Raises RuntimeError: execuTorch does not find forward in the file.
@@ -71,13 +70,13 @@ def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Any]]:
         raise RuntimeError("export_executorch: ExecuTorch does not find forward in the file that it wrote.")
 
     # A method does not keep its program alive.
-    def execute(tensors: Sequence[Tensor], owner: Any = program) -> list[Any]:
+    def execute(tensors: Sequence[Tensor], owner: object = program) -> list[Array]:
         return [output.numpy().copy() for output in method.execute([x.detach().contiguous() for x in tensors])]
 
     return execute
 
 
-def with_codes(program: ExportedProgram, inputs: Any) -> ExportedProgram:
+def with_codes(program: ExportedProgram, inputs: object) -> ExportedProgram:
     """Return a program, of the inputs' tensors, that returns the codes of its quantize ops too, behind its outputs."""
     return torch.export.export(_Reading(program.module(), inputs), tuple(tensors_of(inputs)))
 
@@ -137,7 +136,7 @@ def _kind(node: fx.Node) -> str:
 class _Reading(nn.Module):
     """Returns the codes of a program's quantize ops too."""
 
-    def __init__(self, module: nn.Module, inputs: Any) -> None:
+    def __init__(self, module: nn.Module, inputs: object) -> None:
         super().__init__()
         self.module, self.inputs = module, inputs
 
@@ -149,11 +148,11 @@ class _Reading(nn.Module):
 
 
 class _Reader(fx.Interpreter):
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.codes: list[Tensor] = []
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         result = super().run_node(n)
         if _kind(n).startswith("quantize_per"):
             self.codes.append(result)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,14 +17,18 @@ from torch import Tensor, nn
 from qtoolkit import ops
 from qtoolkit.errors import first_line
 from qtoolkit.export.files.reading import UnreadableFileError
-from qtoolkit.export.tflite.flatbuffer import IDENTIFIER, METADATA
+from qtoolkit.export.tflite.flatbuffer import IDENTIFIER, METADATA, Facts
 from qtoolkit.export.verification.codes import CodeCount, largest_difference
 from qtoolkit.export.verification.follower import Follower, NodeCodes, Nodes, check_names, in_shapes_of_calls
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.quantizers.frozen import QuantizesAs, rounding_of
-from qtoolkit.runtimes.execution import Executed, Layer
+from qtoolkit.runtimes.execution import Array, Executed, Layer
 from qtoolkit.runtimes.table import LITERT, LITERT_RUNTIMES
 
+if TYPE_CHECKING:
+    from ai_edge_litert.interpreter import Interpreter
+
+Detail = Mapping[str, Any]  # what the interpreter says of a tensor
 PLACE = 4  # of the identifier in a file
 # Kernels whose fixed point or table is coarser than float, and the share of codes that they may change by one step.
 COARSE = {"LEAKY_RELU": 5e-2, "HARD_SWISH": 1e-2, "BATCH_MATMUL": 5e-3, "RESIZE_BILINEAR": 5e-2}
@@ -99,14 +103,14 @@ class LitertFile:
 
     # ---- the file
 
-    def _facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Facts:
         from ai_edge_litert import schema_py_generated as schema
 
         model = schema.Model.GetRootAs(self.content, 0)
         for i in range(model.MetadataLength()):
             entry = model.Metadata(i)
             if entry.Name().decode() == METADATA:
-                facts: Mapping[str, Any] = json.loads(bytes(model.Buffers(entry.Buffer()).DataAsNumpy()))
+                facts: Facts = json.loads(bytes(model.Buffers(entry.Buffer()).DataAsNumpy()))
                 return facts
         raise UnreadableFileError(
             f"{str(self.path)!r} was not written by qtoolkit.export_litert: it does not say which tensors belong to the "
@@ -151,7 +155,7 @@ class LitertFile:
 
     # ---- the execution
 
-    def _run(self, interpreter: Any, read: bool = True) -> tuple[list[Any], list[Any]]:
+    def _run(self, interpreter: "Interpreter", read: bool = True) -> tuple[list[Array], list[Array]]:
         """Return the outputs as floats in the model's order of dimensions, and the codes at each quantizer."""
         interpreter.allocate_tensors()
         count = len(self.facts["outputs"])
@@ -173,12 +177,9 @@ class LitertFile:
 
 def _computes_exactly(model: nn.Module) -> bool:
     """Return whether a model computes all its ops in the arithmetic of the reference kernels."""
-    plan = model.plan if isinstance(model, QuantizedGraphModule) else None
-    return (
-        plan is not None
-        and rounding_of(model) is LITERT.quantizes_as
-        and all(how.kernel for how in plan.computed.values())
-    )
+    if not isinstance(model, QuantizedGraphModule) or model.plan is None:
+        return False
+    return rounding_of(model) is LITERT.quantizes_as and all(how.kernel for how in model.plan.computed.values())
 
 
 def _content(path: Path) -> bytes:
@@ -190,7 +191,7 @@ def _content(path: Path) -> bytes:
     return content
 
 
-def _interpreter(content: bytes, references: bool, path: Path) -> Any:
+def _interpreter(content: bytes, references: bool, path: Path) -> "Interpreter":
     from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
     kind = OpResolverType.BUILTIN_REF if references else OpResolverType.BUILTIN
@@ -205,7 +206,7 @@ def _interpreter(content: bytes, references: bool, path: Path) -> Any:
         raise UnreadableFileError(f"LiteRT cannot open {str(path)!r}: {first_line(error)}.") from error
 
 
-def _as_input(x: Tensor, detail: Mapping[str, Any], order: Sequence[int], rounding: QuantizesAs | None) -> Any:
+def _as_input(x: Tensor, detail: Detail, order: Sequence[int], rounding: QuantizesAs | None) -> Array:
     """Return an input as the file takes it: floats, or codes by the grid of its tensor, rounded as the model does."""
     values = x.detach().cpu().float().permute(tuple(order)).contiguous()
     if detail["dtype"] is np.float32:
@@ -216,13 +217,13 @@ def _as_input(x: Tensor, detail: Mapping[str, Any], order: Sequence[int], roundi
     return ops.quantize(values, *_grid_of(detail), *bounds, dtype=dtype).numpy()
 
 
-def _as_floats(array: Any, detail: Mapping[str, Any]) -> Any:
+def _as_floats(array: Array, detail: Detail) -> Array:
     if array.dtype == np.float32:
         return array
     return ops.dequantize(torch.from_numpy(array), *_grid_of(detail)).numpy()
 
 
-def _grid_of(detail: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _grid_of(detail: Detail) -> tuple[Tensor, Tensor]:
     """Return the scale and the zero point of a tensor, float32."""
     (scale,), (zero_point,) = (detail["quantization_parameters"][name] for name in ("scales", "zero_points"))
     return torch.tensor(scale), torch.tensor(float(zero_point))

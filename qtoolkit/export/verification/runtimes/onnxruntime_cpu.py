@@ -14,7 +14,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -26,8 +26,12 @@ from qtoolkit.export.files.quantizer_nodes import QuantizerNode, bodies_in, laye
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.runtimes.saturating_sums import processor_saturates, saturating_nodes
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.runtimes.execution import Executed, Layer
+from qtoolkit.runtimes.execution import Array, Executed, Layer
 from qtoolkit.runtimes.table import ONNXRUNTIME
+
+if TYPE_CHECKING:
+    import onnx
+    import onnxruntime
 
 TO_NHWC, FUSE = "NhwcTransformer", "QDQSelectorActionTransformer"
 ALIKE = {"QuantizeLinear": 2, "DequantizeLinear": 1}  # the input that has the type of the output
@@ -91,7 +95,7 @@ def execute(
     )
 
 
-def _session(path: Path, folder: Path, optimized: bool, name: str, *disabled: str) -> Any:
+def _session(path: Path, folder: Path, optimized: bool, name: str, *disabled: str) -> "onnxruntime.InferenceSession":
     """Return a session, and save its graph under a name in a folder. Large weights are saved beside it."""
     import onnxruntime
 
@@ -114,7 +118,7 @@ def _session(path: Path, folder: Path, optimized: bool, name: str, *disabled: st
         ) from error
 
 
-def _keep_constants_once(graph: Any) -> None:
+def _keep_constants_once(graph: "onnx.GraphProto") -> None:
     """Remove the second copy of constants in bodies, which onnxruntime 1.30 writes with large weights beside, and refuses."""
     for body in bodies_in(graph):
         once = {tensor.name: tensor for tensor in body.initializer}
@@ -124,7 +128,7 @@ def _keep_constants_once(graph: Any) -> None:
 
 
 def _tensors_with_codes(
-    open_session: Callable[..., Any], folder: Path, graph: Any, nodes: Sequence[QuantizerNode]
+    open_session: Callable[..., object], folder: Path, graph: "onnx.GraphProto", nodes: Sequence[QuantizerNode]
 ) -> dict[str, str]:
     """Return which tensor of the optimized graph holds the codes of each tensor of the file that has codes."""
     written = {output for node in graph.node for output in node.output}
@@ -138,12 +142,12 @@ def _tensors_with_codes(
     return tensors
 
 
-def _as_in_file(codes: Any, grid: Grid) -> Any:
+def _as_in_file(codes: Array, grid: Grid) -> Array:
     return codes.astype(np.int16) - 128 if grid.spec.qmin < 0 and codes.dtype == np.uint8 else codes
 
 
-def _layers(graph: Any, types: Mapping[str, int], names: Mapping[str, str]) -> tuple[Layer, ...]:
-    """Return the nodes of an optimized graph that compute, with their layers' names; `types` are those of the tensors."""
+def _layers(graph: "onnx.GraphProto", types: Mapping[str, int], names: Mapping[str, str]) -> tuple[Layer, ...]:
+    """Return the nodes of an optimized graph that compute, with their layers' names; `types` are the types of tensors."""
     import onnx
 
     codes = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
@@ -157,12 +161,12 @@ def _layers(graph: Any, types: Mapping[str, int], names: Mapping[str, str]) -> t
     return tuple(layers)
 
 
-def _name_of(node: Any, names: Mapping[str, str]) -> str:
-    """Return the name of a node for people; `names` are those of the file's nodes."""
+def _name_of(node: "onnx.NodeProto", names: Mapping[str, str]) -> str:
+    """Return the name of a node for people, from the `names` of the file's nodes."""
     return names.get(node.name, node.name) or str(node.output[0])
 
 
-def _types(graph: Any) -> dict[str, int]:
+def _types(graph: "onnx.GraphProto") -> dict[str, int]:
     """Return the types of tensors. A tensor whose type is not saved was moved, and has the type of the node's first input."""
     values = (*graph.value_info, *graph.input, *graph.output)
     types = {value.name: value.type.tensor_type.elem_type for value in values}

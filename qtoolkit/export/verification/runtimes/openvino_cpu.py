@@ -1,14 +1,14 @@
 """OpenVINO on the CPU, at its default settings.
 
-The codes are those of the values behind each DequantizeLinear, which a second compilation returns as outputs. These outputs
-keep some ops from being fused, so codes deep in a network may differ from those of the plain graph by a rounding tie:
+The codes come from the values behind each DequantizeLinear, which a second compilation returns as outputs. These outputs
+keep some ops from being fused, so codes deep in a network may differ from the plain graph's by a rounding tie:
 `Executed.changed_by_reading` is what that makes of the outputs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from qtoolkit.export.verification.runtimes.saturating_sums import has_wide_weigh
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Executed, Layer
 from qtoolkit.runtimes.table import OPENVINO
+
+if TYPE_CHECKING:
+    import openvino
 
 # Nodes that do not compute.
 PLUMBING = ("Const", "Input", "Output", "Reorder", "Reshape", "Transpose", "Split", "Convert")
@@ -36,7 +39,7 @@ UNROUNDED = (
 
 
 @cache
-def core() -> Any:
+def core() -> "openvino.Core":
     """Return OpenVINO's Core: one for the process, which stays.
 
     The CPU plugin of a Core handles signals on a stack of its own. Of two Cores, the one that goes last leaves the stack of the
@@ -61,9 +64,8 @@ def execute(
     reading, names = _compiled_with(path, tuple(read))
     values = reading(arrays)
     results = list(values.values())
-    codes = {}
-    for name in names:
-        codes[read[name].codes] = grids[read[name].quantizer].codes(torch.tensor(values[name])).numpy()
+    found = ((read[name], torch.tensor(values[name])) for name in names)
+    codes = {node.codes: grids[node.quantizer].codes(x).numpy() for node, x in found}
     file = OpenedFile.of(path)
     labels = layer_names(file.proto.graph)
     layers, conversions = _layers(plain, labels)
@@ -78,7 +80,7 @@ def execute(
     return Executed(_description(plain), outputs, *facts, saturating=saturating)
 
 
-def _compiled_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:
+def _compiled_with(path: Path, tensors: Sequence[str]) -> tuple["openvino.CompiledModel", list[str]]:
     """Compile a file that also returns these tensors; return which of them it has."""
     try:
         model = core().read_model(str(path))
@@ -91,7 +93,7 @@ def _compiled_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:
         raise RuntimeError(f"verify: OpenVINO cannot run {str(path)!r} on the CPU: {str(error).strip()}") from error
 
 
-def _description(compiled: Any) -> str:
+def _description(compiled: "openvino.CompiledModel") -> str:
     """Return the version, and the type of float ops where it is not float32: bfloat16 on processors that compute in it."""
     import openvino
 
@@ -102,7 +104,7 @@ def _description(compiled: Any) -> str:
     )
 
 
-def _unrounded(compiled: Any, nodes: Sequence[QuantizerNode]) -> tuple[str, ...]:
+def _unrounded(compiled: "openvino.CompiledModel", nodes: Sequence[QuantizerNode]) -> tuple[str, ...]:
     """Return the quantizers whose values OpenVINO does not round: in one kernel with a later quantizer."""
     quantizers = {node.quantize: node.quantizer for node in nodes if node.quantize}
     found = []
@@ -111,7 +113,7 @@ def _unrounded(compiled: Any, nodes: Sequence[QuantizerNode]) -> tuple[str, ...]
     return tuple(found)
 
 
-def _layers(compiled: Any, labels: Mapping[str, str]) -> tuple[tuple[Layer, ...], int]:
+def _layers(compiled: "openvino.CompiledModel", labels: Mapping[str, str]) -> tuple[tuple[Layer, ...], int]:
     """Return the nodes that compute, and how many convert."""
     layers, conversions = [], 0
     for name, facts in _executed_nodes(compiled):
@@ -124,7 +126,7 @@ def _layers(compiled: Any, labels: Mapping[str, str]) -> tuple[tuple[Layer, ...]
     return tuple(layers), conversions
 
 
-def _executed_nodes(compiled: Any) -> Iterator[tuple[str, Mapping[str, str]]]:
+def _executed_nodes(compiled: "openvino.CompiledModel") -> Iterator[tuple[str, Mapping[str, str]]]:
     """Return the name and the facts of each node that OpenVINO executes."""
     for op in compiled.get_runtime_model().get_ordered_ops():
         yield op.get_friendly_name(), {key: value.astype(str) for key, value in op.get_rt_info().items()}

@@ -8,10 +8,9 @@ onnxruntime: docs/performance/model-optimizations/quantization.md, "When and why
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.quantizers.quantizer import LARGEST_SAFE_CODE
@@ -64,14 +63,14 @@ def has_wide_weights(file: OpenedFile) -> bool:
     return False
 
 
-def saturating_nodes(optimized: OpenedFile, types: Mapping[str, int]) -> Sequence[Any]:
+def saturating_nodes(optimized: OpenedFile, types: Mapping[str, int]) -> Sequence[NodeProto]:
     """Return the nodes of an optimized graph whose sums may saturate: products of uint8 with wide int8 codes.
 
     `types` are the types of the tensors. Measured with onnxruntime 1.30: other combinations of the two types have exact sums.
     """
     constants = {tensor.name: tensor for tensor in optimized.proto.graph.initializer}
 
-    def may_saturate(node: Any) -> bool:
+    def may_saturate(node: NodeProto) -> bool:
         first, second = (node.input[place] for place in PRODUCTS[node.op_type])
         if types.get(first) == TensorProto.INT8 or types.get(second) != TensorProto.INT8:
             return False  # floats become uint8 codes in the kernel
