@@ -4,7 +4,7 @@ import warnings
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 DISTRIBUTION = "torch-qtoolkit"  # the name to pip; "qtoolkit" on the package index is another project
 
@@ -14,7 +14,7 @@ def missing(what: str, package: str | None, extra: str) -> ImportError:
     return ImportError(f"{what} needs {package}, which is not installed; run: {install_command(extra)}.")
 
 
-def needed(module: str, what: str, extra: str) -> Any:
+def needed(module: str, what: str, extra: str) -> ModuleType:
     """Import a module of an extra; raise the error of `missing` where it is not installed.
 
     Example:

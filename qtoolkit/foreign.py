@@ -3,7 +3,8 @@
 import sys
 import warnings
 from importlib import import_module
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import ClassVar
 
 from torch import nn
 
@@ -15,7 +16,7 @@ OF_PACKAGES = {("transformers.modeling_utils", "PreTrainedModel"): "qtoolkit.int
 ASKED_FOR = ("no_weight_decay", "no_weight_decay_keywords", "group_matcher", "pretrained_cfg")
 
 
-def integration_of(model_class: type[nn.Module]) -> Any:
+def integration_of(model_class: type[nn.Module]) -> ModuleType | None:
     """Return the module of `qtoolkit.integrations` for models of a class; None for a class of no such package.
 
     Raises ImportError where the package lacks what the module imports of it.

@@ -3,12 +3,13 @@
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.config.kinds import Kind
 from qtoolkit.config.mapping import Source, is_same_rule
 from qtoolkit.errors import with_article, within
 from qtoolkit.nn.registry import QatModules
@@ -166,7 +167,7 @@ class LayerRules:
         named = self.names.values() if self.mapping is not None else ()
         return next((names for names in named if name in names), (name,))
 
-    def find(self, names: Sequence[str], object_type: Any, scope: str | None = None) -> Rule:
+    def find(self, names: Sequence[str], object_type: Kind, scope: str | None = None) -> Rule:
         """Return the rule for all names of a module, or for that of an op; ValueError if the names differ in rules.
 
         `object_type` is the module's float type, or the function or method, and `scope` the dotted name of the module whose
@@ -205,7 +206,7 @@ class LayerRules:
         with within(f"qconfig_mapping, with what it leaves to {self.backend.name}"):
             return qconfig.completed(self.backend.qconfig)
 
-    def _type_named(self, name: str, object_type: Any) -> Any:
+    def _type_named(self, name: str, object_type: Kind) -> Kind:
         """Return the type by which the mapping finds a module: the float model's, where a rule is for it, else `object_type`.
 
         They differ for a subclass of torch's layer, which capture replaces by torch's layer where both compute the same.

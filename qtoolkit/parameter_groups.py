@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ def parameter_groups(
     scale_lr: float | Tensor | None = None,
     scale_weight_decay: float = 0.0,
     no_decay: Sequence[str] = (),
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return the trainable parameters of a model in groups for any optimizer of torch, with the learned scales apart.
 
     The groups (empty ones are left out):
@@ -97,7 +96,7 @@ def parameter_groups(
     ]
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _given(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 

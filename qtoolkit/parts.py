@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from qtoolkit.config.mapping import Exclude, with_excluded
 from qtoolkit.errors import check_flags, check_sequence, some
 from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.graph.capture.untraceable import UntraceableError
-from qtoolkit.model_inputs import naming_misfits, split
+from qtoolkit.model_inputs import Args, Kwargs, naming_misfits, split
 from qtoolkit.model_state import changing, check_module, evaluating, removing, values_kept
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.registry import imported_types
@@ -23,7 +22,7 @@ from qtoolkit.quant_modules import replace
 
 def prepare_parts(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     parts: Sequence[str] | None = None,
     backend: str | Backend = REQUIRED,
     qconfig_mapping: QConfigMapping | None = None,
@@ -92,15 +91,15 @@ def prepare_parts(
         return replace(own, mapping, backend=target, inplace=True)
 
 
-Calls = dict[str, Any]  # the inputs of the submodules that are called once, by the names of their arguments
+Calls = dict[str, object]  # the inputs of the submodules that are called once, by the names of their arguments
 
 
-def _calls(model: nn.Module, example_inputs: Any) -> Calls:
+def _calls(model: nn.Module, example_inputs: object) -> Calls:
     """Run a model, and return what its submodules get."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[object]] = {}
     names = {module: name for name, module in model.named_modules() if name}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         found.setdefault(names[module], []).append(None if _is_variadic(module) else dict(bound))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -27,8 +27,8 @@ def from_all_ranks(mine: T) -> list[T]:
     """Return what each rank has; every rank must call this."""
     if ranks() == 1:
         return [mine]
-    gathered: list[Any] = [None] * ranks()
-    distributed.all_gather_object(gathered, mine)
+    gathered = [mine] * ranks()
+    distributed.all_gather_object(gathered, mine)  # into the list
     return gathered
 
 

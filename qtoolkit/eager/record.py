@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
@@ -33,9 +32,9 @@ def record_of(model: nn.Module) -> EagerRecord:
     return record
 
 
-def update_record(model: nn.Module, **fields: Any) -> None:
-    """Set fields of a model's record."""
-    setattr(model, ATTRIBUTE, dataclasses.replace(record_of(model), **fields))
+def set_record(model: nn.Module, record: EagerRecord) -> None:
+    """Store a record on a model."""
+    setattr(model, ATTRIBUTE, record)
 
 
 def records_in(model: nn.Module) -> Iterator[tuple[str, EagerRecord]]:

@@ -17,7 +17,8 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import FunctionSchema, Tensor, fx, nn
+from torch.fx.node import Argument
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
@@ -45,11 +46,8 @@ DROPOUTS: Mapping[str, Callable[..., Tensor]] = {
     "dropout": F.dropout, "alpha_dropout": F.alpha_dropout, "feature_alpha_dropout": F.feature_alpha_dropout,
     "feature_dropout": torch.feature_dropout,
 }  # fmt: skip
-OF_CHANNELS = {
-    3: F.dropout1d,
-    4: F.dropout2d,
-    5: F.dropout3d,
-}  # by the dimensions of the input, all of them feature_dropout
+# By the dimensions of the input; all of them are feature_dropout.
+OF_CHANNELS = {3: F.dropout1d, 4: F.dropout2d, 5: F.dropout3d}
 BY_MODE = ("train", "training", "dropout_p")  # arguments of ops that another mode may change
 SPACES = ("linalg", "fft", "special")  # of torch, whose functions aten names with a prefix
 # Ops of aten that are methods with another name in Python.
@@ -66,7 +64,7 @@ RESIZES = {
 }  # fmt: skip
 
 
-def run(model: nn.Module, example_inputs: Any, leaf_modules: Sequence[type[nn.Module]] = ()) -> fx.GraphModule:
+def run(model: nn.Module, example_inputs: object, leaf_modules: Sequence[type[nn.Module]] = ()) -> fx.GraphModule:
     """Return a graph module with the parameters, buffers and layers of a model, under their names, in the model's mode.
 
     The graph has the branches of the example inputs. Batch sizes above 1 may change, if the model allows it. Modules of the
@@ -90,7 +88,7 @@ def _has_layers(module: nn.Module) -> bool:
     return any(isinstance(part, tuple(QAT_MODULES)) for part in module.modules())
 
 
-def _captured(model: nn.Module, example_inputs: Any, called: Mapping[nn.Module, str]) -> fx.GraphModule:
+def _captured(model: nn.Module, example_inputs: object, called: Mapping[nn.Module, str]) -> fx.GraphModule:
     """Return the program of torch.export for a model in its mode, with calls of modules and functions of torch."""
     args, kwargs = split(example_inputs)
     try:
@@ -102,7 +100,7 @@ def _captured(model: nn.Module, example_inputs: Any, called: Mapping[nn.Module, 
             f"prepare: torch.export cannot capture {type(model).__name__} ({type(error).__name__}: {first_line(error)}); "
             f"{WITHOUT_TRACING}."
         ) from error
-    exported: Any = program.module()
+    exported = program.module()
     _check_ops(model, exported)
     for node in exported.graph.find_nodes(op="call_module", target=GUARDS):
         exported.graph.erase_node(node)
@@ -110,7 +108,7 @@ def _captured(model: nn.Module, example_inputs: Any, called: Mapping[nn.Module, 
     for node in list(exported.graph.nodes):
         if calls_aten(node):
             _call_torch(node)
-    return exported  # type: ignore[no-any-return]  # a GraphModule
+    return exported
 
 
 def calls_aten(node: fx.Node) -> bool:
@@ -130,7 +128,7 @@ def _check_ops(model: nn.Module, exported: fx.GraphModule) -> None:
         )
 
 
-def _shapes_of(value: Any) -> Any:
+def _shapes_of(value: object) -> object:
     """Return which sizes of an input may change: of a tensor that of the first dimension."""
     return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.dim() and len(value) > 1 else None
 
@@ -140,7 +138,7 @@ def _shapes_of(value: Any) -> Any:
 
 def _in_both_modes(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     called: Mapping[nn.Module, str],
     branching: Collection[nn.Module],
 ) -> tuple[fx.GraphModule, dict[nn.Module, fx.Node]]:
@@ -223,7 +221,7 @@ def _call_torch(node: fx.Node) -> None:
     """Let a node call what Python calls for an op of aten."""
     schema = node.target._schema  # type: ignore[union-attr]
     name = schema.name.rpartition("::")[2]
-    node.args = args = _up_to_mode(schema, tuple[Any, ...](node.args))
+    node.args = args = _up_to_mode(schema, node.args)
     node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("layout", "pin_memory")}
     if name in ASSERTIONS:
         node.graph.erase_node(node)
@@ -249,7 +247,7 @@ def _call_torch(node: fx.Node) -> None:
         node.target = function or METHODS.get(name, name)
 
 
-def _up_to_mode(schema: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _up_to_mode(schema: FunctionSchema, args: tuple[Argument, ...]) -> tuple[Any, ...]:
     """Return the arguments of an op with the one that depends on the mode, which torch leaves out where it has its default."""
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     count = max((names.index(name) + 1 for name in BY_MODE if name in names), default=0)
@@ -260,7 +258,7 @@ def _changes_its_input(node: fx.Node) -> bool:
     return str(getattr(node.target, "__name__", node.target)).partition(".")[0].endswith("_")
 
 
-def _function_of(schema: Any, name: str, count: int) -> Callable[..., Any] | None:
+def _function_of(schema: FunctionSchema, name: str, count: int) -> Callable[..., object] | None:
     """Return the function that takes the first arguments of an op of aten in its order; None where it is a method."""
     names = ["input" if argument.name == "self" else argument.name for argument in schema.arguments][:count]
     function = getattr(F, name, None)
@@ -269,7 +267,7 @@ def _function_of(schema: Any, name: str, count: int) -> Callable[..., Any] | Non
     space, _, rest = name.partition("_")
     if space in SPACES:
         return getattr(getattr(torch, space), rest, None)
-    found: Callable[..., Any] | None = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
+    found: Callable[..., object] | None = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
     return found
 
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,7 +26,7 @@ class Expected:
     """
 
     def __init__(
-        self, model: nn.Module, example_inputs: Any, concrete_args: Mapping[str, Any], of_own_mode: bool
+        self, model: nn.Module, example_inputs: object, concrete_args: Mapping[str, object], of_own_mode: bool
     ) -> None:
         self.name, self.random = type(model).__name__, RandomState.now()
         self.args, self.kwargs = split(example_inputs)
@@ -63,7 +63,7 @@ class Expected:
         far = [name for name in sorted(common) if _difference([found.buffers[name]], [expected.buffers[name]])]
         return f"leaves other values than the model in {some(list(map(repr, far)))}" if far else ""
 
-    def _run(self, model: nn.Module, kwargs: Mapping[str, Any], evaluates: bool) -> "Computed":
+    def _run(self, model: nn.Module, kwargs: Mapping[str, object], evaluates: bool) -> "Computed":
         args, kwargs = tree_map(_cloned, (self.args, dict(kwargs)))  # a forward may change its inputs in place
         with (
             torch.no_grad(),
@@ -101,7 +101,7 @@ def without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _cloned(value: Any) -> Any:
+def _cloned(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 

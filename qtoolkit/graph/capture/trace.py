@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx, nn
 
@@ -52,9 +52,9 @@ def run(
     model: nn.Module,
     leaf_modules: Sequence[type[nn.Module]] = (),
     untraced: Sequence[str] = (),
-    concrete_args: Mapping[str, Any] | None = None,
+    concrete_args: Mapping[str, object] | None = None,
     preserve_attributes: Sequence[str] | None = None,
-    example_inputs: Any = None,
+    example_inputs: object = None,
     original: nn.Module | None = None,
 ) -> Captured:
     """Trace a model.
@@ -120,7 +120,7 @@ class _Trace(NamedTuple):
     traced: Traced
 
 
-def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any]) -> fx.Graph:
+def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, object]) -> fx.Graph:
     """Trace a model in its mode; errors as for `run`."""
     random = RandomState.now()
     try:
@@ -290,7 +290,7 @@ def _unknown_submodule(model: nn.Module, argument: str, name: str) -> ValueError
     return ValueError(f"prepare: {argument}: " + unknown("submodule", name, filter(None, modules_by_name(model))))
 
 
-def _attributes_to_keep(model: nn.Module, names: Sequence[str]) -> dict[str, Any]:
+def _attributes_to_keep(model: nn.Module, names: Sequence[str]) -> dict[str, object]:
     check_sequence(names, "prepare", "preserve_attributes")
     integration = integration_of(type(model))
     own = {} if integration is None else integration.attributes_of(model)
@@ -303,7 +303,7 @@ def _attributes_to_keep(model: nn.Module, names: Sequence[str]) -> dict[str, Any
     return {**own, **{name: _find_attribute(model, name) for name in names}}
 
 
-def _find_attribute(model: nn.Module, name: str) -> Any:
+def _find_attribute(model: nn.Module, name: str) -> object:
     if not isinstance(name, str):
         raise TypeError(f"prepare: preserve_attributes must contain dotted names, got {name!r}.")
     owner_name, _, attribute = name.rpartition(".")
@@ -328,7 +328,7 @@ def _find_attribute(model: nn.Module, name: str) -> Any:
         ) from None
 
 
-def _restore_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
+def _restore_arguments(graph: fx.Graph, fixed: Mapping[str, object]) -> None:
     """Give the placeholders of fixed arguments the arguments' names, so that they can be passed, and the values as defaults."""
     behind_default = False  # Python allows no argument without a default there; a call passes it
     for node in graph.find_nodes(op="placeholder"):
@@ -341,7 +341,7 @@ def _restore_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
         behind_default = behind_default or bool(node.args)
 
 
-def _check_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
+def _check_arguments(graph: fx.Graph, fixed: Mapping[str, object]) -> None:
     """Let a graph refuse None for arguments that the example inputs give: forward would take another branch."""
     placeholders = graph.find_nodes(op="placeholder")
     read = [node for node in placeholders if node.users and node.args == (None,) and node.target not in fixed]

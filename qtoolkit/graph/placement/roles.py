@@ -74,6 +74,12 @@ class Roles:
             return None
         return None if source is None or (returns_tuple(source) and self[source] != "transparent") else source
 
+    def computing(self, node: fx.Node) -> fx.Node:
+        """Return the op that computes the values of a node, back through ops that move them."""
+        while (moved := self.moves_from(node)) is not None:
+            node = moved
+        return node
+
     def _by_rule(self, node: fx.Node) -> Role:
         role, kind = self.backend.role(kind_of(node)), kind_of(node)
         if facts_of(node).in_training:

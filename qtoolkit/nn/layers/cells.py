@@ -1,7 +1,7 @@
 """Recurrent cells with quantized weights, input and state, and the base class that they share with recurrent layers."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -38,11 +38,11 @@ class QuantRecurrent(QuantModule):
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         weight_spec: QuantSpec | None = None,
         input_spec: QuantSpec | None = None,
         activation_spec: QuantSpec | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(*args, **kwargs)
         name = type(self).__name__

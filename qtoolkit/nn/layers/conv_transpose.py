@@ -27,19 +27,20 @@ class _QuantConvTranspose(QuantWeighted):
     output_padding: tuple[int, ...]
     groups: int
 
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Convolve; the optional further argument is torch's output_size."""
-        extra = self.output_padding_for(x, *args, **kwargs)
+    def compute(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None
+    ) -> Tensor:
+        extra = self.output_padding_for(x, output_size)
         if trains_strided_pointwise(self, weight):
             sizes = self.stride, self.padding, self.dilation, tuple(extra)
             return convolution(x, weight, bias, Geometry(*sizes, True, self.groups))
         return self.FUNCTION(x, weight, bias, self.stride, self.padding, extra, self.groups, self.dilation)
 
-    def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
+    def geometry(self, x: Tensor, output_size: Sequence[int] | None = None) -> Geometry | None:
         """Return the transposed convolution for an op, or None for an input without a batch."""
         if x.dim() != self.weight.dim():
             return None
-        extra = tuple(self.output_padding_for(x, *args, **kwargs))
+        extra = tuple(self.output_padding_for(x, output_size))
         return Geometry(self.stride, self.padding, self.dilation, extra, True, self.groups)
 
     def output_padding_for(self, x: Tensor, output_size: Sequence[int] | None = None) -> list[int]:

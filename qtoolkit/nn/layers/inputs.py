@@ -33,7 +33,7 @@ class QuantInput(QuantModule):
 
     input_quantizer: Quantizer | None
 
-    def __init__(self, *args: Any, input_spec: QuantSpec | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: object, input_spec: QuantSpec | None = None, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         name = type(self).__name__
         self.add_quantizers(None, name)
@@ -45,7 +45,7 @@ class QuantInput(QuantModule):
     def own_attributes(self) -> tuple[str, ...]:
         return ("input_quantizer",)
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, input: Tensor, *args: object, **kwargs: object) -> Any:
         """Apply the float layer to the quantized input; other arguments and results are the float layer's."""
         return super().forward(quantized(self.input_quantizer, input), *args, **kwargs)
 
