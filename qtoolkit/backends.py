@@ -175,12 +175,8 @@ def _roles(
 
 _LAYERS = tuple(kind.name for kind in KINDS.values() if kind.layer)
 # The ONNX ops that move values, but those that runtimes remove.
-_MOVING_OPS = tuple(
-    name
-    for kind in KINDS.values()
-    if (kind.moves or kind.concatenates) and not kind.returns_input
-    for name in kind.onnx
-)
+_MOVING = [kind for kind in KINDS.values() if (kind.moves or kind.concatenates) and not kind.returns_input]
+_MOVING_OPS = tuple(name for kind in _MOVING for name in kind.onnx)
 _PRODUCTS = (*_LAYERS, "matmul", "attention")
 _ALL_PRODUCTS = (*_PRODUCTS, "dot_product_attention")
 # On targets that compute in integers throughout.
@@ -363,7 +359,7 @@ TVM = Backend(
 )
 
 # XNNPACK, through ExecuTorch's delegate. Source: its partitioner (executorch 1.5, backends/xnnpack/partition/config):
-# activations int8 with a zero point, weights symmetric in [-127, 127] (xnnpack_quantizer.py), those of transposed convolutions
+# activations int8 with a zero point, weights symmetric in [-127, 127] (xnnpack_quantizer.py), of transposed convolutions
 # along the output channels. It takes a layer, sum, difference, product or global mean on codes only if one quantize op takes
 # its output, behind a ReLU or ReLU6 at most. A layer without one is not delegated: the runtime's own kernels, which are slow,
 # dequantize its weight at each run. Average pools over windows, linear resizes and other activations are float. Biases are

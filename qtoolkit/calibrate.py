@@ -319,11 +319,9 @@ def _run(run: Callable[..., object], model: nn.Module, batch: object, by_batch: 
         run(model, batch)
 
 
-def _warn_of_clipping(
-    quantizers: Mapping[str, TensorQuantizer], clipped: Mapping[str, float | None], what: str
-) -> None:
+def _warn_of_clipping(reached: Mapping[str, TensorQuantizer], clipped: Mapping[str, float | None], what: str) -> None:
     """Warn of ranges that clip more than a few per cent, unless a percentile asks for it or few codes make it best."""
-    much = [f"{name!r} ({share:.1%})" for name, share in clipped.items() if much_clipped(quantizers[name], share)]
+    much = [f"{name!r} ({share:.1%})" for name, share in clipped.items() if much_clipped(reached[name], share)]
     if much:
         warnings.warn(
             f"{what}: the ranges of {some(much)} clip more than {MUCH_CLIPPED:.0%} of the values; if the "

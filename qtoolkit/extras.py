@@ -33,10 +33,8 @@ def install_command(extra: str) -> str:
         requirements = requires(DISTRIBUTION) or []
     except PackageNotFoundError:  # Python imports qtoolkit from its source folder
         return f"pip install -r requirements-{extra}.txt"
-    split = [requirement.partition(";")[::2] for requirement in requirements]
-    packages = [
-        package.strip() for package, marker in split if marker.replace("'", '"').strip() == f'extra == "{extra}"'
-    ]
+    split = [requirement.replace("'", '"').partition(";")[::2] for requirement in requirements]
+    packages = [package.strip() for package, marker in split if marker.strip() == f'extra == "{extra}"']
     return " ".join(["pip install", *(f'"{package}"' for package in packages)])
 
 

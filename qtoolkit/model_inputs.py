@@ -160,11 +160,9 @@ def given_arguments(model: nn.Module, inputs: object) -> Kwargs | None:
         return None
 
 
-def bind(
-    model: nn.Module, example_inputs: object, what: str = "prepare: example_inputs do", remedy: str = ""
-) -> Kwargs:
+def bind(model: nn.Module, inputs: object, what: str = "prepare: example_inputs do", remedy: str = "") -> Kwargs:
     """Return the example value of each argument of a model's forward."""
-    return _bound(model, example_inputs, what, remedy).arguments
+    return _bound(model, inputs, what, remedy).arguments
 
 
 def call_arguments(model: nn.Module, example_inputs: object, what: str) -> tuple[Args, Kwargs]:
@@ -210,7 +208,7 @@ def clone_tensors(value: Any) -> Any:
 
 
 def copy_containers(value: object) -> Any:
-    """Return a nested value with new lists and dicts: those of a graph's node are immutable."""
+    """Return a nested value with new lists and dicts: a graph's node has immutable ones."""
     if type(value) is tuple:
         return tuple(map(copy_containers, value))
     if isinstance(value, list):

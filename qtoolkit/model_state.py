@@ -230,7 +230,8 @@ def check_numbers(what: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{what}: {name!r} must be a tensor, got {type(value).__name__}.")
     if not value.is_floating_point() or value.dtype.itemsize < 2 or value.layout is not torch.strided or value.is_meta:
-        kind = (
-            f"{str(value.dtype).removeprefix('torch.')}, {str(value.layout).removeprefix('torch.')}, on {value.device}"
+        dtype, layout = (str(each).removeprefix("torch.") for each in (value.dtype, value.layout))
+        raise TypeError(
+            f"{what}: {name!r} must be a dense tensor of floating-point numbers with values, got {dtype}, "
+            f"{layout}, on {value.device}."
         )
-        raise TypeError(f"{what}: {name!r} must be a dense tensor of floating-point numbers with values, got {kind}.")

@@ -39,7 +39,7 @@ def parameter_groups(
         model: A prepared or replaced model, or one that contains it, also in DistributedDataParallel.
         lr: Learning rate of all groups; None leaves it to the optimizer.
         weight_decay: Weight decay of the group "weights"; None leaves it to the optimizer.
-        scale_lr: Learning rate of the scales; None is that of the others, which is right for SGD and the quantizers "lsq" and
+        scale_lr: Learning rate of the scales; None is `lr`, which is right for SGD and the quantizers "lsq" and
             "lsq_plus". A scale is trained as a ratio to its start (see `qtoolkit.ops.positive_scale`), so a step of Adam
             changes it by about this share: 1e-4 is a good first choice.
         scale_weight_decay: Weight decay of the scales.
@@ -112,11 +112,8 @@ def _parameters_named(model: nn.Module, names: Sequence[str]) -> set[int]:
     known = {".".join(part[:count]) for part in parts for count in range(1, len(part) + 1)}
     for name in names:
         check_known("parameter or module in no_decay", name, known)
-    return {
-        id(parameter)
-        for name, parameter in parameters.items()
-        if any(f"{name}.".startswith(f"{place}.") for place in names)
-    }
+    places = tuple(f"{name}." for name in names)
+    return {id(parameter) for name, parameter in parameters.items() if f"{name}.".startswith(places)}
 
 
 def _parameters_exempted(model: nn.Module) -> Iterator[int]:

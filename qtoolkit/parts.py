@@ -121,17 +121,15 @@ def _check(model: nn.Module, parts: Sequence[str] | None, calls: Calls) -> None:
     known = {name for name, _ in model.named_modules()}
     for part in parts or ():
         around = [other for other in parts or () if part.startswith(f"{other}.")]
-        if part not in known or part not in calls or around:
-            why = (
-                "the model has no submodule of this name"
-                if part not in known
-                else f"it lies in the part {around[0]!r}"
-                if around
-                else "the model does not call it exactly once, or it takes *args or **kwargs"
-            )
-            raise ValueError(
-                f"prepare_parts: parts names {part!r}, but {why}. Called once were: {some(sorted(calls), most=20)}."
-            )
+        if part in calls and not around:
+            continue
+        why = "the model does not call it exactly once, or it takes *args or **kwargs"
+        if part not in known:
+            why = "the model has no submodule of this name"
+        elif around:
+            why = f"it lies in the part {around[0]!r}"
+        called = some(sorted(calls), most=20)
+        raise ValueError(f"prepare_parts: parts names {part!r}, but {why}. Called once were: {called}.")
 
 
 def _prepared(
@@ -155,10 +153,9 @@ def _prepared(
 
 def _attributes_of(part: nn.Module) -> list[str]:
     """Return what the model's Python may read of a part besides its forward, such as a method for the loss of a head."""
-    methods = {name for kind in type(part).__mro__ if not _is_of_torch(kind) for name in vars(kind)} - set(
-        dir(nn.Module)
-    )
-    found = [name for name in sorted(methods) if name[0] != "_" and inspect.ismethod(getattr(part, name))]
+    own_classes = [kind for kind in type(part).__mro__ if not _is_of_torch(kind)]
+    names = sorted({name for kind in own_classes for name in vars(kind)}.difference(dir(nn.Module)))
+    found = [name for name in names if name[0] != "_" and inspect.ismethod(getattr(part, name))]
     bare = vars(nn.Module())
     for inner, module in part.named_modules():
         own = () if _is_of_torch(type(module)) else vars(module).keys() - bare
@@ -176,7 +173,7 @@ def _layers_in(part: nn.Module) -> int:
 
 
 def _of_part(name: str, part: nn.Module, mapping: QConfigMapping | None) -> QConfigMapping | None:
-    """Return the rules of a whole model for a part: those of its layers by their names in it, and those for functions."""
+    """Return the rules of a whole model for a part: rules for its layers, by their names in it, and for functions."""
     if mapping is None:
         return None
     found = mapping.copy()

@@ -95,6 +95,7 @@ def link_chains(model: nn.Module, strategy: str, not_linked: Mapping[str, Verdic
             layer.link_batch_norm(bn)  # type: ignore[arg-type]  # now a LinkedBatchNorm
             text = f"{chain[0]!r}, the layer before it, computes it"
             verdicts[chain[1]] = Verdict(Status.FUSED, Cause.FOLDED, text)
+    # A second call must not register the hook again: torch offers no public way to ask.
     has_links = any(verdict.status is Status.FUSED for verdict in verdicts.values())
     if has_links and reset_after_loading not in model._load_state_dict_post_hooks.values():
         model.register_load_state_dict_post_hook(reset_after_loading)  # type: ignore[no-untyped-call]

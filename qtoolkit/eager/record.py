@@ -23,11 +23,11 @@ class EagerRecord:
     """What was stored on a model; names are dotted names in that model."""
 
     plan: Plan | None = None  # what `quant_modules.replace` decided; None if it was not called
-    chains: tuple[tuple[str, ...], ...] = ()  # those of modules that `fuse_modules` was given
+    chains: tuple[tuple[str, ...], ...] = ()  # of modules, as `fuse_modules` was given them
 
 
 def record_of(model: nn.Module) -> EagerRecord:
-    """Return the record of a model itself, without those of its parts."""
+    """Return the record of a model itself, without its parts' records."""
     record: EagerRecord = vars(model).get(ATTRIBUTE, EagerRecord())
     return record
 
@@ -50,7 +50,7 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 def backend_in(model: nn.Module) -> Backend | None:
-    """Return the backend of a model, else that of the first part that has one; None if none was prepared or replaced."""
+    """Return the backend of a model, else of the first part that has one; None if none was prepared or replaced."""
     plans = (part.plan if isinstance(part, QuantizedGraphModule) else record_of(part).plan for part in model.modules())
     return next((plan.backend for plan in plans if plan is not None), None)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The first call of a traced model is that of the model itself.
+# The first call of a traced model is the call of the model itself.
 ROOT = 0
 
 
@@ -45,7 +45,7 @@ def map_leaves(tree: object, function: Callable[[Any], object]) -> Any:
 
 
 def ancestors(calls: tuple[BlockCall, ...], call: int) -> list[int]:
-    """Return a call and those around it, that of the model first."""
+    """Return a call and the calls around it, from the model's inwards."""
     path = [call]
     while path[-1] != ROOT:
         path.append(calls[path[-1]].parent)

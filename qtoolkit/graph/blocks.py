@@ -63,6 +63,7 @@ class TracedBlock(nn.Module):
 
     def set_code(self, code: Callable[..., object] | None, model: nn.Module, reason: str = NO_CALL) -> None:
         """Let the block run code that takes it and its arguments, and finds the model as `_block_model`; or say why not."""
+        # `vars`: an assignment would make the model a submodule of its own block.
         vars(self).update(_block_code=code, _block_model=model, _block_reason=reason)
 
     def check_watched(self, held: nn.Module | None) -> None:

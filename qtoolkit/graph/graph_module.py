@@ -131,7 +131,9 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
 
     def recompile(self) -> PythonCode:
         """Compile the graph, and the parts of it that the blocks run."""
-        code = super().recompile()
+        code = (
+            super().recompile()
+        )  # torch's constructor calls this, before the fields below are set: hence `vars().get`
         type(self)._traced_forward = type(self).forward
         self.divide(vars(self).get("calls", ()))
         return code

@@ -187,7 +187,7 @@ def is_output(node: fx.Node) -> bool:
 
 
 def chooses_by_mode(node: fx.Node) -> bool:
-    """Return whether a node returns a tensor of training mode, or that of eval mode."""
+    """Return whether a node returns one of two tensors: the first in training mode, the second in eval mode."""
     return node.target is by_mode and not is_number(node)
 
 

@@ -21,7 +21,7 @@ class FunctionKernel(OpKernel):
         return self.kernel.active
 
     def refresh(self) -> None:
-        """Take the weight and the bias from the next call, which has those of the model as it is now."""
+        """Take the weight and the bias from the next call, which has them as the model is now."""
         self._changed = True
 
     def compute(

@@ -143,7 +143,7 @@ class LayerKernel(Kernel):
 
     def __init__(self, layer: QuantWeighted, source: Grid, output: Grid | None, call: int = 0) -> None:
         super().__init__([source], None if self.TO_FLOAT else output)
-        self._layer, self.call = (layer,), call
+        self._layer, self.call = (layer,), call  # in a tuple: the layer is no submodule of its kernel
         self.refresh()
 
     @property

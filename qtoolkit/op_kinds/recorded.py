@@ -100,7 +100,7 @@ def length_of(value: Sized) -> int:
 
 
 def items_of(value: Iterable[object]) -> list[object]:
-    """Return the items of a value in order, so that they can be indexed: those of a dict or of its views cannot."""
+    """Return the items of a value in order, so that they can be indexed, as a dict and its views cannot."""
     return list(value)
 
 
@@ -111,7 +111,7 @@ def set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def by_mode(training: bool, in_training: object, in_eval: object) -> object:
-    """Return the value of training mode or that of eval mode, where Python branches on the mode."""
+    """Return the value of training mode or of eval mode, where Python branches on the mode."""
     return in_training if training else in_eval
 
 

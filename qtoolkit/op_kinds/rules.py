@@ -20,7 +20,7 @@ DISCRETE = frozenset((
     "isfinite", "logical_and", "logical_or", "logical_not", "logical_xor", "and_", "or_", "xor", "invert", "bool", "int",
     "long", "argmax", "argmin", "argsort",
 ))  # fmt: skip
-IMAGES = (4, 5)  # the dimensions of images and volumes, with those of the batch and the channels
+IMAGES = (4, 5)  # the dimensions of images and volumes, with batch and channels
 CASTS = ("float", "double", "half", "bfloat16", "to", "type_as", "cpu", "cuda")  # methods
 UPSAMPLE_KINDS = {
     **dict.fromkeys(("nearest", "nearest-exact"), "upsample_nearest"),
@@ -92,9 +92,7 @@ def is_number(node: fx.Node) -> bool:
 def _reads_numbers(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in READ_NUMBERS
-    return node.op == "call_function" and (
-        node.target is length_of or (node.target is getattr and node.args[1] in SIZES)
-    )
+    return node.target is length_of or (node.target is getattr and node.args[1] in SIZES)
 
 
 def _computes_plainly(node: fx.Node) -> bool:
@@ -166,7 +164,7 @@ def is_over_image(dims: object, rank: int | None) -> bool:
 
 
 def is_over_positions(dims: object, rank: int) -> bool:
-    """Return whether a reduction is over all dimensions behind that of the channels."""
+    """Return whether a reduction is over all dimensions behind the channels."""
     if not isinstance(dims, list | tuple) or not all(isinstance(dim, int) for dim in dims):
         return False
     return sorted(dim % rank for dim in dims) == list(range(2, rank))

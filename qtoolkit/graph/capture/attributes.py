@@ -68,7 +68,10 @@ class Mode(int):
 def _traced_modes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> Iterator[None]:
     """Make `training` of each submodule a Mode in a block."""
     before = [(module, module.training) for module in model.modules()]
-    for module, _ in before:
+    for (
+        module,
+        _,
+    ) in before:  # `vars`: an assignment to an attribute of a scripted module goes to C++, which takes no Mode
         vars(module)["training"] = Mode.of(module, on_branch)
     try:
         yield
@@ -84,6 +87,7 @@ def kept_in_eval_mode(model: nn.Module) -> list[str]:
     """
     if not any(map(has_own_train, model.modules())):
         return []
+    # The base classes of batch and instance norms, and of dropouts: torch has no public ones.
     by_mode = nn.modules.batchnorm._NormBase | nn.modules.dropout._DropoutNd
     with attribute_kept(model.modules(), "training"), attribute_kept(model.parameters(), "requires_grad"):
         try:
@@ -106,7 +110,7 @@ def has_own_train(module: nn.Module) -> bool:
 
 
 def returns_input(module: nn.Module) -> bool:
-    """Return whether a module without state returns its input in eval mode, as those of dropouts and stochastic depth do."""
+    """Return whether a module without state returns its input in eval mode, as dropouts and stochastic depth do."""
     something = object()
     with evaluating(module):
         try:

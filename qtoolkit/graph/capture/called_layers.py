@@ -77,7 +77,8 @@ def called_as_layers(layers: Mapping[nn.Module, str]) -> Iterator[list[LayerCall
     calls: list[LayerCall] = []
     token = _calls.set(calls)
     for layer, path in layers.items():
-        vars(layer)["_call_impl"] = _call_of(layer, path)  # its hooks are part of the call
+        # `__call__` looks up `_call_impl` on the module, so that this replaces the call of this one, with its hooks.
+        vars(layer)["_call_impl"] = _call_of(layer, path)
     try:
         yield calls
     finally:

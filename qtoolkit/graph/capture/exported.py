@@ -1,8 +1,8 @@
 """Capture a model by torch.export, which follows Python that symbolic tracing does not; its graph is then traced as any model.
 
 torch.export does not look into the modules that a trace keeps whole, nor into those that read their training mode and have no
-layers: the graph calls them, so that batch norms and dropouts follow their mode, and names and parameters are those of the
-model. What it looks into becomes torch's functions and methods. Where other modules read their mode, it captures both modes,
+layers: the graph calls them, so that batch norms and dropouts follow their mode, and the model's names and parameters
+stay. What it looks into becomes torch's functions and methods. Where other modules read their mode, it captures both modes,
 and the graph takes what differs by the mode.
 """
 
@@ -129,7 +129,7 @@ def _check_ops(model: nn.Module, exported: fx.GraphModule) -> None:
 
 
 def _shapes_of(value: object) -> object:
-    """Return which sizes of an input may change: of a tensor that of the first dimension."""
+    """Return which sizes of an input may change: the first size of a tensor."""
     return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.dim() and len(value) > 1 else None
 
 
@@ -144,8 +144,8 @@ def _in_both_modes(
 ) -> tuple[fx.GraphModule, dict[nn.Module, fx.Node]]:
     """Return a program that follows the modes of some submodules, and the node that reads the mode of each.
 
-    Where the programs of both modes do not become one, it is that of eval mode; UntraceableError if one of these submodules is
-    in training mode.
+    Where the programs of both modes do not become one, it is the program of eval mode; UntraceableError if one of
+    these submodules is in training mode.
     """
     modes: dict[nn.Module, fx.Node] = {}
     trained = [name or type(model).__name__ for name, m in model.named_modules() if m in branching and m.training]
@@ -186,6 +186,7 @@ def _agree(one: fx.GraphModule, two: fx.GraphModule, model: nn.Module) -> bool:
     own = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     constants = set.intersection(*read).difference(name for tensors in own for name, _ in tensors)
     pairs = [(attrgetter(name)(one), attrgetter(name)(two)) for name in constants]
+    # `_out_spec` is where torch.export keeps the containers that a program returns.
     return one._out_spec == two._out_spec and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
@@ -225,11 +226,7 @@ def _call_torch(node: fx.Node) -> None:
     node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("layout", "pin_memory")}
     if name in ASSERTIONS:
         node.graph.erase_node(node)
-    elif (
-        name == ALIAS
-        or (name in DROPOUTS and not args[2])
-        or (name in LIFTS and not any(map(_changes_its_input, node.users)))
-    ):
+    elif name == ALIAS or (name in DROPOUTS and not args[2]) or (name in LIFTS and not _is_changed(node)):
         node.replace_all_uses_with(args[0])
         node.graph.erase_node(node)
     elif name in DROPOUTS:
@@ -254,8 +251,10 @@ def _up_to_mode(schema: FunctionSchema, args: tuple[Argument, ...]) -> tuple[Any
     return (*args, *(argument.default_value for argument in schema.arguments[len(args) : count]))
 
 
-def _changes_its_input(node: fx.Node) -> bool:
-    return str(getattr(node.target, "__name__", node.target)).partition(".")[0].endswith("_")
+def _is_changed(node: fx.Node) -> bool:
+    """Return whether an op changes what a node returns in place."""
+    names = [str(getattr(user.target, "__name__", user.target)).partition(".")[0] for user in node.users]
+    return any(name.endswith("_") for name in names)
 
 
 def _function_of(schema: FunctionSchema, name: str, count: int) -> Callable[..., object] | None:
@@ -286,6 +285,7 @@ def _module_of(model: nn.Module, captured: fx.GraphModule, modes: Mapping[nn.Mod
             root.register_buffer(name, getattr(captured, name), persistent=False)
     result = fx.GraphModule(root, graph, type(model).__name__)
     held = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
+    # GraphModule takes over only what its graph uses: this one has all that the model has.
     vars(result).update({name: vars(root)[name] for name in held})
     result.graph.eliminate_dead_code(lambda node: node.is_impure() or changed_by(node, result) is not None)
     result.recompile()

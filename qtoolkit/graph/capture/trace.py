@@ -64,7 +64,7 @@ def run(
     numbers of items): the graph has the branch that these sizes select, and checks at each run that the sizes select the same
     one. The values of example inputs do not change the graph, which is compared with the model on them.
 
-    The arguments are those of `qtoolkit.prepare`; `original` is the model of which `model` is a graph already, by torch.export.
+    `qtoolkit.prepare` has the same arguments; `original` is the model of which `model` is a graph already, by torch.export.
 
     Raises:
         UntraceableError: The model's Python cannot be traced, or its graph computes something else.
@@ -88,7 +88,7 @@ def run(
     (tracer, traced), batch_norms, branches = _in_both_modes(model, trace_once)
     note_training_mode(traced.graph)
     expected = None
-    if example_inputs is not None:  # with branches the graph is that of the model's mode in both modes
+    if example_inputs is not None:  # with branches the graph computes what the model's own mode does, in both modes
         expected = Expected(original, example_inputs, concrete_args or {}, of_own_mode=bool(branches))
     if model.training:
         _warn_of_modes(branches)
@@ -182,31 +182,33 @@ def _in_other_mode(model: nn.Module, branching: Sequence[nn.Module], trace_once:
     return other
 
 
+def _warn(text: str) -> None:
+    """Warn, from a function that `run` calls."""
+    warnings.warn(f"prepare: {text}", stacklevel=5)  # the caller of prepare
+
+
 def _warn_of_checkpoint(model: nn.Module) -> None:
-    warnings.warn(
-        f"prepare: {type(model).__name__} uses torch.utils.checkpoint; the graph computes the same values and gradients, but "
+    _warn(
+        f"{type(model).__name__} uses torch.utils.checkpoint; the graph computes the same values and gradients, but "
         f"stores the activations instead of recomputing them. To recompute them, checkpoint blocks of the prepared model, as "
-        f"apply_activation_checkpointing does, or make the submodules that use it leaf modules with `untraced`.",
-        stacklevel=4,  # the caller of prepare
+        f"apply_activation_checkpointing does, or make the submodules that use it leaf modules with `untraced`."
     )
 
 
 def _warn_of_finite_checks(names: Iterable[str]) -> None:
     if names := tuple(dict.fromkeys(names)):
-        warnings.warn(
-            f"prepare: Python tests whether values are finite in {some(names)}; the graph has the branch of finite values, and "
+        _warn(
+            f"Python tests whether values are finite in {some(names)}; the graph has the branch of finite values, and "
             f"passes NaN and infinities on. qtoolkit.stop_on_nonfinite(prepared) raises an error at the first one; to keep "
-            f"such a test, name the submodule in `untraced`.",
-            stacklevel=4,  # the caller of prepare
+            f"such a test, name the submodule in `untraced`."
         )
 
 
 def _warn_of_modes(branches: Sequence[str]) -> None:
     if branches:
-        warnings.warn(
-            f"prepare: Python branches on self.training in {', '.join(branches)}; the graph computes the branch of training "
-            f"mode in eval mode too. Prepare the model in the mode of its export, or name the submodule in `untraced`.",
-            stacklevel=4,  # the caller of prepare
+        _warn(
+            f"Python branches on self.training in {', '.join(branches)}; the graph computes the branch of training "
+            f"mode in eval mode too. Prepare the model in the mode of its export, or name the submodule in `untraced`."
         )
 
 
@@ -214,12 +216,11 @@ def _warn_of_own_train(gm: QuantizedGraphModule, names: Sequence[str]) -> None:
     """Warn of modules that `train()` of a class of the model keeps in eval mode, unless that class is in the graph."""
     others = [name for name in names if not any(has_own_train(part) for part in _path_to(gm, name))]
     if others:
-        warnings.warn(
-            f"prepare: train() of this model's own classes keeps {some(list(map(repr, others)))} in eval mode, and that of "
+        _warn(
+            f"train() of this model's own classes keeps {some(list(map(repr, others)))} in eval mode, and that of "
             f"the prepared model is torch's, which puts them in training mode. After each prepared.train(), call "
             f"prepared.get_submodule(name).eval() for them; or once qtoolkit.freeze_batch_norm(prepared.get_submodule(name)) "
-            f"for a batch norm behind a layer, or a block of them.",
-            stacklevel=4,  # the caller of prepare
+            f"for a batch norm behind a layer, or a block of them."
         )
 
 

@@ -57,7 +57,8 @@ from qtoolkit.op_kinds.recorded import RECORDED, TrainingMode, call_scripted, ch
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
-# Functions and methods that compute gradients, whose calls a graph does not record rightly.
+# Functions and methods that compute gradients, whose calls a graph does not record rightly. `torch._make_dual` is what
+# torch.autograd.forward_ad.make_dual calls.
 GRADIENT_CALLS = (torch.autograd.grad, torch.autograd.backward, torch._make_dual, "backward", "register_hook")
 LEAVES = (QuantModule, TensorQuantizer, Grid, TrainingMode, torch.jit.ScriptModule)
 # How torch.fx ends its error for another value of a fixed argument, and what this package adds.
@@ -101,7 +102,7 @@ class ModelTracer(fx.Tracer):
         super().__init__(autowrap_functions=self.leaf_functions)
         self.leaf_modules, self.leaf_submodules, self.shapes = tuple(leaf_modules), set(leaf_submodules), shapes
         self.call = call
-        # names and modules of the submodules that are being traced, outermost first; after an error, those of the error
+        # names and modules of the submodules that are being traced, outermost first; after an error, where it was raised
         self.path: list[tuple[str, nn.Module]] = []
         self.tensors: set[Tensor] = set()  # parameters and buffers of the model
         self.checkpointed = False  # whether the forward calls torch.utils.checkpoint

@@ -246,8 +246,8 @@ class _Collector:
 def spec_of_weight(request: Request, roles: Roles, dims: int) -> QuantSpec:
     """Return the spec of a function's weight of `dims` dimensions: in a matrix product, axis 0 stands for the outputs.
 
-    These are its columns; its rows, if it is the first operand. A vector has none. The axis that is written in a rule that
-    names the function is that of the weight itself.
+    These are its columns; its rows, if it is the first operand. A vector has none. A rule that names the function
+    names an axis of the weight itself.
     """
     node, weight, spec = request.consumer, request.producer, request.spec
     if spec.axis != 0 or not kind_of(node).of_two_matrices or roles.rule(node).says_axis:

@@ -49,7 +49,7 @@ class Roles:
         return self._rule_of[node] if node in self._rule_of else rule_of_node(node, self.rules)
 
     def has_rule(self, node: fx.Node) -> bool:
-        """Return whether a rule of the user's names an op itself: it holds against those of the target."""
+        """Return whether a rule of the user's names an op itself: it holds against the target's rules."""
         return self.rule(node).is_explicit
 
     def last_in_unit(self, node: fx.Node) -> fx.Node:

@@ -51,19 +51,19 @@ class QuantInput(QuantModule):
 
 
 class QuantMaxPool1d(QuantInput, nn.MaxPool1d):
-    """torch.nn.MaxPool1d of a quantized input; the indices are those of the quantized input."""
+    """torch.nn.MaxPool1d of a quantized input, whose indices it returns."""
 
     FLOAT, KIND = nn.MaxPool1d, "max_pool"
 
 
 class QuantMaxPool2d(QuantInput, nn.MaxPool2d):
-    """torch.nn.MaxPool2d of a quantized input; the indices are those of the quantized input."""
+    """torch.nn.MaxPool2d of a quantized input, whose indices it returns."""
 
     FLOAT, KIND = nn.MaxPool2d, "max_pool"
 
 
 class QuantMaxPool3d(QuantInput, nn.MaxPool3d):
-    """torch.nn.MaxPool3d of a quantized input; the indices are those of the quantized input."""
+    """torch.nn.MaxPool3d of a quantized input, whose indices it returns."""
 
     FLOAT, KIND = nn.MaxPool3d, "max_pool"
 

@@ -21,7 +21,7 @@ class QuantRNNBase(QuantRecurrent):
 
     With a float state (`activation_spec=None`, or QUANTIZE_HIDDEN = False) or with its quantizers off, one call of torch's
     fused kernel computes all layers and steps. A quantized state is rounded at each step, so a loop calls torch's fused
-    cell. Export unrolls the loop; the number of steps is that of the example input.
+    cell. Export unrolls the loop; the example input gives the number of steps.
 
     Padding in a PackedSequence is neither observed nor quantized. The output is not quantized.
     """
@@ -48,7 +48,7 @@ class QuantRNNBase(QuantRecurrent):
         return [key for layer in range(self.num_layers) for key in self._directions(layer)]
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """Compute all layers and steps; arguments and results are those of torch's class."""
+        """Compute all layers and steps; arguments and results are as in torch's class."""
         x = self._quantize_input(input)
         if any(is_active(getattr(self, name)) for name in self.activation_quantizer_names()):
             return self.by_steps(x, hx)
@@ -197,7 +197,7 @@ class QuantLSTM(QuantRNNBase, nn.LSTM):
 class QuantGRU(QuantRNNBase, nn.GRU):
     """torch.nn.GRU with quantized weights and quantized operands of all matrix products.
 
-    If the state is quantized, each new state is interpolated from the quantized old state. Its quantizers are those of
+    If the state is quantized, each new state is interpolated from the quantized old state. It has the quantizers of
     `QuantLSTM`, without a projection.
     """
 

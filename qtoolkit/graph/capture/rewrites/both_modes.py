@@ -1,8 +1,8 @@
 """Python that branches on self.training: the graphs of both modes become one, which reads the mode where they differ.
 
 `dropout = self.dropout if self.training else 0.0` gives a graph with the same ops in both modes, and other numbers. In training
-mode there may also be dropouts, and more ops: those of an auxiliary head, whose values the model returns, or those of
-stochastic depth, between others. Eval mode then computes them too, and takes its own values; `qtoolkit.convert` removes them.
+mode there may also be dropouts, and more ops: an auxiliary head, whose values the model returns, or stochastic
+depth, between other ops. Eval mode then computes them too, and takes its own values; `qtoolkit.convert` removes them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -109,7 +109,7 @@ class _Merge:
             yield check, self._owner(check), (Choice(check.args[0], passing), *check.args[1:]), {}
 
     def _arguments(self, mine: fx.Node, theirs: fx.Node) -> tuple[object, object]:
-        """Return the arguments of a node, with choices where those of the node like it differ."""
+        """Return the arguments of a node, with choices where the node like it has others."""
         args, kwargs = fx.node.map_arg((theirs.args, theirs.kwargs), self._mapped)
         return _both(mine.args, args), _both(mine.kwargs, kwargs)
 
@@ -202,7 +202,7 @@ def _choices_in(args: object, kwargs: object) -> list[Choice]:
 
 
 def _both(own: Argument, other: Argument) -> Any:
-    """Return arguments with a Choice wherever those of both modes differ."""
+    """Return arguments with a Choice wherever both modes differ."""
     if isinstance(own, dict) and isinstance(other, dict) and list(own) == list(other):
         return {key: _both(value, other[key]) for key, value in own.items()}
     if isinstance(own, tuple | list) and isinstance(other, tuple | list) and len(own) == len(other):

@@ -80,7 +80,7 @@ def _value(model: nn.Module, operand: object) -> object:
 def _erase_dimension_checks(source: fx.Node, call: int | None) -> None:
     """Erase assertions on the number of dimensions of the input: torch's batch norms check it themselves.
 
-    `call` is that of the batch norm, whose forward tests it in Python; tests around it stay.
+    `call` is the call of the batch norm, whose forward tests it in Python; tests around it stay.
     """
     for dims in [user for user in source.users if _reads_dimensions(user)]:
         conditions = list(dims.users)

@@ -67,7 +67,7 @@ def _reads(operand: object, target: str) -> bool:
 
 
 def call_layer(call: fx.Node, name: str, source: fx.Node) -> None:
-    """Replace the call of a function by that of the layer of this name, which has the function's tensors."""
+    """Replace the call of a function by a call of the layer of this name, which has the function's tensors."""
     with call.graph.inserting_before(call):
         new = call.graph.call_module(name, (source,))
     others = [node for node in call.all_input_nodes if node is not source and node.op != "placeholder"]

@@ -54,7 +54,7 @@ class TorchModes:
 def run(graph: fx.Graph, model: nn.Module, values: Mapping[fx.Node, object], without_grad: Collection[fx.Node]) -> None:
     """Detach the tensors that the nodes `without_grad`, made under torch.no_grad, compute, where other code takes them.
 
-    `values` are those of the nodes for the example inputs. Raises ValueError: the code changes a tensor in place that other
+    `values` has the value of each node for the example inputs. Raises ValueError: the code changes a tensor in place that other
     code computes, or returns a value that is not known to be a tensor or a number.
     """
     inside = set(without_grad)
