@@ -153,9 +153,8 @@ def leaves(value: object, path: Keys = ()) -> Iterator[tuple[Keys, object]]:
 
 def given_arguments(model: nn.Module, inputs: object) -> Kwargs | None:
     """Return the value of each argument of a model's forward; None where its signature does not take the inputs."""
-    args, kwargs = split(inputs)
     try:
-        return inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        return bind(model, inputs)
     except TypeError:
         return None
 

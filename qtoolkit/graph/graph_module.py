@@ -131,10 +131,9 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
 
     def recompile(self) -> PythonCode:
         """Compile the graph, and the parts of it that the blocks run."""
-        code = (
-            super().recompile()
-        )  # torch's constructor calls this, before the fields below are set: hence `vars().get`
+        code = super().recompile()
         type(self)._traced_forward = type(self).forward
+        # `vars`: torch's constructor calls this before the fields are set, and Module.__getattr__ would raise.
         self.divide(vars(self).get("calls", ()))
         return code
 

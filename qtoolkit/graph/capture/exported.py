@@ -137,10 +137,7 @@ def _shapes_of(value: object) -> object:
 
 
 def _in_both_modes(
-    model: nn.Module,
-    example_inputs: object,
-    called: Mapping[nn.Module, str],
-    branching: Collection[nn.Module],
+    model: nn.Module, example_inputs: object, called: Mapping[nn.Module, str], branching: Collection[nn.Module]
 ) -> tuple[fx.GraphModule, dict[nn.Module, fx.Node]]:
     """Return a program that follows the modes of some submodules, and the node that reads the mode of each.
 

@@ -13,11 +13,13 @@ from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.blocks import TracedBlock
 from qtoolkit.graph.capture.attributes import add_modes, has_own_train, kept_in_eval_mode, traced_attributes
 from qtoolkit.graph.capture.exported import calls_aten
+from qtoolkit.graph.capture.functions import scripted_functions
 from qtoolkit.graph.capture.rewrites import both_modes, functional_layers, in_place, subclasses, torch_modes
 from qtoolkit.graph.capture.rewrites import functional_batch_norms as norms
 from qtoolkit.graph.capture.rewrites.blocks import with_blocks
 from qtoolkit.graph.capture.rewrites.both_modes import Traced, note_training_mode
 from qtoolkit.graph.capture.same_outputs import Expected
+from qtoolkit.graph.capture.shapes import ShapePropagation
 from qtoolkit.graph.capture.signature import FIXED_TYPES, Arguments
 from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
@@ -81,7 +83,8 @@ def run(
     arguments = Arguments.of(model, concrete_args, example_inputs)
 
     def trace_once() -> _Trace:
-        tracer = ModelTracer.of(model, arguments, leaf_modules, leaf_submodules)
+        shapes = None if arguments.given is None else ShapePropagation(model, arguments.given)
+        tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model), arguments.call)
         graph = _graph(model, tracer, arguments.fixed)
         return _Trace(tracer, Traced(model, graph, tracer.modes, tracer.blocks.calls))
 

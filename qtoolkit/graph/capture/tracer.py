@@ -4,7 +4,7 @@ import functools
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from qtoolkit.graph.capture.functions import (
     is_weight,
     patched,
     recorded_functions,
-    scripted_functions,
     torchvision_ops,
     traced_checkpoints,
 )
@@ -44,7 +43,7 @@ from qtoolkit.graph.capture.shapes import (
     is_plain,
     is_sequence_of_tensors,
 )
-from qtoolkit.graph.capture.signature import Arguments, Call
+from qtoolkit.graph.capture.signature import Call
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
 from qtoolkit.graph.nodes import node_name
 from qtoolkit.graph.output_types import OutputTypes, types_in
@@ -82,8 +81,8 @@ class Checkpoint(NamedTuple):
 class ModelTracer(fx.Tracer):
     """fx.Tracer with more leaf modules, shape propagation, and a record of the submodule that is being traced.
 
-    `scripted` has the module and the name of each function compiled by torch.jit.script; `call` says how forward is called, or
-    is None where its arguments are passed as torch.fx does.
+    `shapes` propagates shapes, where example values are known; `scripted` has the module and the name of each function compiled
+    by torch.jit.script; `call` says how forward is called, or is None where its arguments are passed as torch.fx does.
     """
 
     proxy_buffer_attributes = True  # otherwise values computed from buffers alone would be constants of the graph
@@ -121,18 +120,6 @@ class ModelTracer(fx.Tracer):
         self.torch_modes = TorchModes(shapes is not None)
         self.patches = [*recorded_functions(), *self.torch_modes.patches()]
         self.originals = [(owner, name, getattr(owner, name)) for owner, name, _ in self.patches]
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        arguments: Arguments,
-        leaf_modules: Sequence[type[nn.Module]],
-        leaf_submodules: Collection[nn.Module],
-    ) -> Self:
-        """Return the tracer of a model, which propagates shapes where the arguments of its forward have example values."""
-        shapes = None if arguments.given is None else ShapePropagation(model, arguments.given)
-        return cls(leaf_modules, leaf_submodules, shapes, scripted_functions(model), arguments.call)
 
     def trace(self, root: nn.Module | Callable[..., object], concrete_args: Kwargs | None = None) -> fx.Graph:
         """Return the graph of a model."""

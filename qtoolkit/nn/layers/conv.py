@@ -22,18 +22,25 @@ def trains_strided_pointwise(layer: QuantWeighted, weight: Tensor) -> bool:
     return is_strided_pointwise(layer) and torch.is_grad_enabled() and weight.requires_grad and not is_recorded()
 
 
-class _QuantConv(QuantWeighted):
-    """A convolution in any number of dimensions, in any padding mode."""
+class Convolution(QuantWeighted):
+    """A convolution in any number of dimensions, transposed or not."""
 
-    KIND = "conv"
     FUNCTION: ClassVar[Callable[..., Tensor]]
 
     # Of torch's own class, mixed in:
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
-    padding: str | tuple[int, ...]  # "same", "valid", or a tuple
     dilation: tuple[int, ...]
     groups: int
+
+
+class _QuantConv(Convolution):
+    """A convolution in any number of dimensions, in any padding mode."""
+
+    KIND = "conv"
+
+    # Of torch's own class, mixed in:
+    padding: str | tuple[int, ...]  # "same", "valid", or a tuple
     padding_mode: Literal["zeros", "reflect", "replicate", "circular"]
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: object, **kwargs: object) -> Tensor:

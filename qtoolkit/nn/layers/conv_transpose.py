@@ -1,31 +1,25 @@
 """Transposed convolutions: the weight is (in, out / groups, k...), so output channels run along groups and axis 1."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtoolkit.nn.layers.conv import trains_strided_pointwise
-from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.nn.layers.conv import Convolution, trains_strided_pointwise
 from qtoolkit.ops.layer import Geometry, convolution
 
 
-class _QuantConvTranspose(QuantWeighted):
+class _QuantConvTranspose(Convolution):
     """A transposed convolution in any number of dimensions."""
 
     KIND = "conv_transpose"
     OUTPUT_AXIS = 1
-    FUNCTION: ClassVar[Callable[..., Tensor]]
 
     # Of torch's own class, mixed in:
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
     padding: Any  # a tuple of numbers; "same" and "valid" are not supported
-    dilation: tuple[int, ...]
     output_padding: tuple[int, ...]
-    groups: int
 
     def compute(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None
