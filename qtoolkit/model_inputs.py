@@ -7,13 +7,15 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from qtoolkit.errors import first_line, with_article
 
+T = TypeVar("T")
 Keys = tuple[str | int, ...]  # the keys and positions that lead to a value in nested containers
 Args = tuple[object, ...]  # the arguments of a call, by position and by keyword
 Kwargs = dict[str, object]
@@ -201,9 +203,10 @@ def with_tensors(value: object, tensors: Iterator[Tensor]) -> Any:
     return parts if isinstance(value, list) else tuple(parts)
 
 
-def clone_tensors(value: Any) -> Any:
-    """Return a nested value with clones of its tensors, which later in-place ops do not change."""
-    return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)
+def clone_tensors(value: T) -> T:
+    """Return a nested value with new containers and clones of its tensors, which later in-place ops do not change."""
+    cloned: T = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, value)
+    return cloned
 
 
 def copy_containers(value: object) -> Any:

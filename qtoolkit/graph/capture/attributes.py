@@ -68,10 +68,8 @@ class Mode(int):
 def _traced_modes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> Iterator[None]:
     """Make `training` of each submodule a Mode in a block."""
     before = [(module, module.training) for module in model.modules()]
-    for (
-        module,
-        _,
-    ) in before:  # `vars`: an assignment to an attribute of a scripted module goes to C++, which takes no Mode
+    for module, _ in before:
+        # `vars`: an assignment to an attribute of a scripted module goes to C++, which takes no Mode.
         vars(module)["training"] = Mode.of(module, on_branch)
     try:
         yield

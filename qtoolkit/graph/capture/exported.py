@@ -11,6 +11,7 @@ import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stderr
+from copy import copy
 from functools import partial
 from io import StringIO
 from operator import attrgetter
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from qtoolkit.errors import first_line, some
 from qtoolkit.graph.block_calls import ROOT, BlockCall
+from qtoolkit.graph.blocks import HELD
 from qtoolkit.graph.capture.attributes import add_modes, name_in
 from qtoolkit.graph.capture.called_layers import call_layers, called_as_layers
 from qtoolkit.graph.capture.mode_reads import readers_of_modes
@@ -281,9 +283,8 @@ def _module_of(model: nn.Module, captured: fx.GraphModule, modes: Mapping[nn.Mod
         if "." not in name and not hasattr(root, name):
             root.register_buffer(name, getattr(captured, name), persistent=False)
     result = fx.GraphModule(root, graph, type(model).__name__)
-    held = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
     # GraphModule takes over only what its graph uses: this one has all that the model has.
-    vars(result).update({name: vars(root)[name] for name in held})
+    vars(result).update({name: vars(root)[name] for name in HELD})
     result.graph.eliminate_dead_code(lambda node: node.is_impure() or changed_by(node, result) is not None)
     result.recompile()
     return result
@@ -294,9 +295,8 @@ def _without_forward(module: nn.Module, called: Collection[nn.Module], made: dic
     if module in called:
         return module
     if module not in made:
-        made[module] = new = nn.Module().train(module.training)
-        new._parameters, new._buffers = dict(module._parameters), dict(module._buffers)
-        new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        made[module] = new = nn.Module()
+        vars(new).update({name: copy(vars(module)[name]) for name in HELD})
         children = ((name, child) for name, child in module._modules.items() if child is not None)
         new._modules = {name: _without_forward(child, called, made) for name, child in children}
     return made[module]

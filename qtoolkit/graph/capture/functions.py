@@ -10,6 +10,7 @@ from types import FunctionType
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from qtoolkit.op_kinds.rules import name_called
@@ -105,8 +106,7 @@ def _checks() -> list[Patch]:
 
 def _recorded(function: Callable[..., object]) -> Callable[..., object]:
     def call(*args: object, **kwargs: object) -> object:
-        sizes = [part for arg in args if isinstance(arg, tuple | list) for part in arg]
-        proxy = next((arg for arg in (*args, *sizes, *kwargs.values()) if isinstance(arg, fx.Proxy)), None)
+        proxy = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.Proxy)), None)
         if proxy is None:
             return function(*args, **kwargs)
         return proxy.tracer.create_proxy("call_function", function, args, kwargs)

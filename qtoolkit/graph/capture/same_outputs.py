@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 
 from qtoolkit.errors import first_line, some
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError
-from qtoolkit.model_inputs import split, tensors_of
+from qtoolkit.model_inputs import clone_tensors, split, tensors_of
 from qtoolkit.model_state import RandomState, evaluating, random_state_kept, values_kept
 
 # The graph has the ops of forward in their order, so that only kernels without a fixed order of sums differ at all.
@@ -64,7 +63,6 @@ class Expected:
         return f"leaves other values than the model in {some(list(map(repr, far)))}" if far else ""
 
     def _run(self, model: nn.Module, kwargs: Mapping[str, object], evaluates: bool) -> "Computed":
-        args, kwargs = tree_map(_cloned, (self.args, dict(kwargs)))  # a forward may change its inputs in place
         with (
             torch.no_grad(),
             random_state_kept(model),
@@ -73,6 +71,7 @@ class Expected:
             without_fast_path(),
             warnings.catch_warnings(action="ignore"),
         ):
+            args, kwargs = clone_tensors((self.args, dict(kwargs)))  # a forward may change its inputs in place
             self.random.restore()
             for device in {p.device.index for p in model.parameters() if p.is_cuda}:
                 torch.cuda.default_generators[device].manual_seed(0)
@@ -99,10 +98,6 @@ def without_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _cloned(value: object) -> object:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _difference(found: list[Tensor], expected: list[Tensor]) -> str:
