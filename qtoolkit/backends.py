@@ -351,7 +351,7 @@ TVM = Backend(
 )
 
 # XNNPACK, through ExecuTorch's delegate. Source: its partitioner (executorch 1.5, backends/xnnpack/partition/config):
-# activations int8 with a zero point, weights symmetric in [-127, 127] (xnnpack_quantizer.py), of transposed convolutions
+# activations int8 with a zero point, weights symmetric in [-127, 127] (xnnpack_quantizer.py), for transposed convolutions
 # along the output channels. It takes a layer, sum, difference, product or global mean on codes only if one quantize op takes
 # its output, behind a ReLU or ReLU6 at most. A layer without one is not delegated: the runtime's own kernels, which are slow,
 # dequantize its weight at each run. Average pools over windows, linear resizes and other activations are float. Biases are
