@@ -175,14 +175,11 @@ def _roles(
 
 _LAYERS = tuple(kind.name for kind in KINDS.values() if kind.layer)
 # The ONNX ops that move values, but those that runtimes remove.
-_MOVING_OPS = tuple(
-    name
-    for kind in KINDS.values()
-    if (kind.moves or kind.concatenates) and not kind.returns_input
-    for name in kind.onnx
-)
+_MOVING = [kind for kind in KINDS.values() if (kind.moves or kind.concatenates) and not kind.returns_input]
+_MOVING_OPS = tuple(name for kind in _MOVING for name in kind.onnx)
 _PRODUCTS = (*_LAYERS, "matmul", "attention")
 _ALL_PRODUCTS = (*_PRODUCTS, "dot_product_attention")
+_ARITHMETIC = ("add", "sub", "mul", "div")
 # On targets that compute in integers throughout.
 _IN_INTEGERS = ("scale", "avg_pool", "mean", "upsample_linear", "batch_norm")
 
@@ -245,10 +242,7 @@ ONNXRUNTIME = Backend(
     name="onnxruntime",
     title="onnxruntime on CPUs",
     qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),
-    roles=_roles(
-        compute=(*_PRODUCTS, "embedding", "avg_pool", "sigmoid", "leaky_relu"),
-        merge=("add", "mul"),
-    ),
+    roles=_roles(compute=(*_PRODUCTS, "embedding", "avg_pool", "sigmoid", "leaky_relu"), merge=("add", "mul")),
     needs_quantized_output=("conv", "conv_transpose", "add", "mul", "avg_pool", "sigmoid", "leaky_relu"),
     splits_silu=True,
     joined_activations=("relu", "relu6", "clamp"),
@@ -268,10 +262,7 @@ OPENVINO = Backend(
     name="openvino",
     title="OpenVINO on CPUs",
     qconfig=QConfig(activation=_SIGNED, weight=QuantSpec(bits=7, axis=0)),
-    roles=_roles(
-        compute=(*_ALL_PRODUCTS, "scale", "avg_pool", "mean", "upsample_linear"),
-        merge=("add", "sub", "mul", "div"),
-    ),
+    roles=_roles(compute=(*_ALL_PRODUCTS, "scale", "avg_pool", "mean", "upsample_linear"), merge=_ARITHMETIC),
     unsigned_after_relu=True,
     weight_bits=(7, 8),
     runtime="openvino",
@@ -283,7 +274,7 @@ SNPE = Backend(
     name="snpe",
     title="SNPE (Qualcomm)",
     qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
-    roles=_roles(compute=(*_ALL_PRODUCTS, *_IN_INTEGERS), merge=("add", "sub", "mul", "div")),
+    roles=_roles(compute=(*_ALL_PRODUCTS, *_IN_INTEGERS), merge=_ARITHMETIC),
     shared_concat=False,
     integer_bias=True,
     quantize_outputs=True,
@@ -298,10 +289,7 @@ QNN = replace(
     SNPE,
     name="qnn",
     title="QNN (Qualcomm's HTP)",
-    roles=_roles(
-        compute=(*_ALL_PRODUCTS, *_IN_INTEGERS, "layer_norm", "instance_norm", "softmax"),
-        merge=("add", "sub", "mul", "div"),
-    ),
+    roles=_roles((*_ALL_PRODUCTS, *_IN_INTEGERS, "layer_norm", "instance_norm", "softmax"), merge=_ARITHMETIC),
 )
 
 # Vitis AI's DPU. Source: MQBench's Vitis scheme and Xilinx UG1414: int8 symmetric with power-of-two scales per tensor, for
@@ -363,7 +351,7 @@ TVM = Backend(
 )
 
 # XNNPACK, through ExecuTorch's delegate. Source: its partitioner (executorch 1.5, backends/xnnpack/partition/config):
-# activations int8 with a zero point, weights symmetric in [-127, 127] (xnnpack_quantizer.py), those of transposed convolutions
+# activations int8 with a zero point, weights symmetric in [-127, 127] (xnnpack_quantizer.py), for transposed convolutions
 # along the output channels. It takes a layer, sum, difference, product or global mean on codes only if one quantize op takes
 # its output, behind a ReLU or ReLU6 at most. A layer without one is not delegated: the runtime's own kernels, which are slow,
 # dequantize its weight at each run. Average pools over windows, linear resizes and other activations are float. Biases are

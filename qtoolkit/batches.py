@@ -3,13 +3,13 @@
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from qtoolkit.model_inputs import bind, given_arguments, naming_misfits, split
+from qtoolkit.model_inputs import Args, Kwargs, bind, given_arguments, naming_misfits, split
 from qtoolkit.model_state import removing
 from qtoolkit.op_kinds.recorded import check_none
 
@@ -49,21 +49,21 @@ class Caller:
     def __init__(self, what: str) -> None:
         self.what, self._said = what, False
 
-    def __call__(self, model: nn.Module, batch: Any) -> Any:
+    def __call__(self, model: nn.Module, batch: object) -> Any:
         """Return model's output for a batch; TypeError for one that does not match the signature of forward."""
         inputs = tuple(batch) if isinstance(batch, list) else batch
-        taken = _without_labels(model, inputs)
-        if taken is not inputs and not self._said:
+        fewer = _without_labels(model, inputs)
+        if fewer is not None and not self._said:
             self._said = True
             warnings.warn(
                 f"{self.what}: {type(model).__name__}.forward({', '.join(taken_arguments(model))}) does not take "
-                f"{_difference(inputs, taken)} of a batch, which is left out as its labels; pass forward=lambda model, batch: "
+                f"{_difference(inputs, fewer)} of a batch, which is left out as its labels; pass forward=lambda model, batch: "
                 f"... to call it otherwise.{_if_fixed(model, inputs)}",
                 stacklevel=4,
             )
-        return self._call(model, taken)
+        return self._call(model, inputs if fewer is None else fewer)
 
-    def _call(self, model: nn.Module, inputs: Any) -> Any:
+    def _call(self, model: nn.Module, inputs: object) -> Any:
         args, kwargs = split(inputs)
         try:
             with naming_misfits(model, inputs, f"{self.what}: a batch does"):
@@ -75,7 +75,7 @@ class Caller:
             raise
 
 
-def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], what: str) -> Any:
+def recorded_inputs(model: nn.Module, batch: object, forward: Callable[[nn.Module, Any], object], what: str) -> object:
     """Run a model on a batch by forward(model, batch), without gradients; return what its forward got, as example inputs.
 
     Raises TypeError, which begins with `what`, for a batch that does not match the signature of the model's forward, ValueError
@@ -85,7 +85,7 @@ def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, 
         >>> recorded_inputs(nn.Linear(1, 2), {"image": torch.ones(1), "label": 3}, lambda m, b: m(b["image"]), "quantize")
         (tensor([1.]),)
     """
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[Args, Kwargs]] = []
     handle = model.register_forward_hook(lambda _, args, kwargs, __: calls.append((args, kwargs)), with_kwargs=True)
     with removing([handle]), torch.no_grad():
         forward(model, batch)
@@ -97,25 +97,26 @@ def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, 
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
-def _without_labels(model: nn.Module, inputs: Any) -> Any:
-    """Return the inputs, or those without the labels if these alone are too many."""
+def _without_labels(model: nn.Module, inputs: object) -> Collection[object] | None:
+    """Return the inputs without the labels, if these alone are too many; else None."""
     if model._forward_pre_hooks or _takes(model, inputs):  # hooks may take the labels
-        return inputs
+        return None
+    fewer: Collection[object] | None = None
     if isinstance(inputs, Mapping):
         named = taken_arguments(model)
-        fewer: Any = {name: v for name, v in inputs.items() if name in named or not LABELS.search(str(name))}
-    else:
-        fewer = inputs[:-1] if isinstance(inputs, tuple) and len(inputs) > 1 else inputs
-    return fewer if _takes(model, fewer) else inputs
+        fewer = {name: v for name, v in inputs.items() if name in named or not LABELS.search(str(name))}
+    elif isinstance(inputs, tuple) and len(inputs) > 1:
+        fewer = inputs[:-1]
+    return fewer if fewer is not None and _takes(model, fewer) else None
 
 
-def _takes(model: nn.Module, inputs: Any) -> bool:
+def _takes(model: nn.Module, inputs: object) -> bool:
     """Return whether the forward of a model takes these inputs, by its signature and by what was fixed at tracing."""
     given, named = given_arguments(model, inputs), taken_arguments(model)
     return given is not None and all(name in named or value is None for name, value in given.items())
 
 
-def _if_fixed(model: nn.Module, inputs: Any) -> str:
+def _if_fixed(model: nn.Module, inputs: object) -> str:
     """Return what to do, if what is left out of a batch is an argument that the model's graph has fixed at None."""
     named, given = taken_arguments(model), given_arguments(model, inputs) or {}
     fixed = [name for name in given if name not in named and not LABELS.search(name)]
@@ -130,7 +131,7 @@ def taken_arguments(model: nn.Module) -> list[str]:
     return [name for name in inspect.signature(model.forward).parameters if name not in fixed]
 
 
-def _difference(inputs: Any, taken: Any) -> str:
+def _difference(inputs: object, taken: Collection[object]) -> str:
     """Return in words what of the inputs is not taken."""
     if isinstance(inputs, Mapping):
         return " and ".join(repr(name) for name in inputs if name not in taken)

@@ -56,15 +56,9 @@ class CalibrationReport:
     def __str__(self) -> str:
         lines = [f"{self.batches} batches, {len(self.ranges)} quantizers calibrated, {len(self.unreached)} not reached"]
         rows: list[tuple[str, ...]] = [("quantizer", "observed", "grid", "clipped")]
-        rows += [
-            (
-                name,
-                _interval(self.observed[name]),
-                _interval(self.grids[name]),
-                "?" if share is None else f"{share:.3%}",
-            )
-            for name, share in self.clipped.items()
-        ]
+        for name, share in self.clipped.items():
+            clipped = "?" if share is None else f"{share:.3%}"
+            rows.append((name, _interval(self.observed[name]), _interval(self.grids[name]), clipped))
         lines += table(rows)
         lines += [f"{name}: no data reached it" for name in self.unreached]
         return "\n".join(lines)
@@ -76,9 +70,9 @@ def _interval(bounds: tuple[float, float]) -> str:
 
 def calibrate(
     prepared: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     max_batches: int | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
+    forward: Callable[[nn.Module, Any], object] | None = None,
     progress: bool = True,
     synchronize: bool = True,
     method: str | None = None,
@@ -312,7 +306,7 @@ def load_ranges(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer]) 
     return loaded
 
 
-def _run(run: Callable[..., Any], model: nn.Module, batch: Any, by_batch: Callable[[bool], None]) -> None:
+def _run(run: Callable[..., object], model: nn.Module, batch: object, by_batch: Callable[[bool], None]) -> None:
     """Run a batch with its own statistics, or with the running ones where torch refuses one value for each channel."""
     by_batch(True)
     try:
@@ -324,11 +318,9 @@ def _run(run: Callable[..., Any], model: nn.Module, batch: Any, by_batch: Callab
         run(model, batch)
 
 
-def _warn_of_clipping(
-    quantizers: Mapping[str, TensorQuantizer], clipped: Mapping[str, float | None], what: str
-) -> None:
+def _warn_of_clipping(reached: Mapping[str, TensorQuantizer], clipped: Mapping[str, float | None], what: str) -> None:
     """Warn of ranges that clip more than a few per cent, unless a percentile asks for it or few codes make it best."""
-    much = [f"{name!r} ({share:.1%})" for name, share in clipped.items() if much_clipped(quantizers[name], share)]
+    much = [f"{name!r} ({share:.1%})" for name, share in clipped.items() if much_clipped(reached[name], share)]
     if much:
         warnings.warn(
             f"{what}: the ranges of {some(much)} clip more than {MUCH_CLIPPED:.0%} of the values; if the "

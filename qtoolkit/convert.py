@@ -40,7 +40,7 @@ def convert(
     functions too, computes in float. The prepared model does not change.
 
     With `arithmetic="integer"`, ops between quantizers are computed on codes, as the runtime's own integer kernels do: exact
-    integer sums, an int32 bias, and the runtime's order of roundings. The codes of every quantizer are then those of the
+    integer sums, an int32 bias, and the runtime's order of roundings. Every quantizer then gives the codes of the
     deployed file. An op for which the runtime has no integer kernel stays float, as in the runtime; `plan.computed` and
     `qtoolkit.quantization_report` list the kernels, and the reasons of the others.
 
@@ -53,7 +53,7 @@ def convert(
             QConfigMapping. The result has its weights and scales, and `prepared` needs no data: this restores a converted
             model in a new process.
         runtime: Whose arithmetic "integer" is: "onnxruntime", "openvino", "xnnpack", "litert" (its reference kernels) or
-            "tensorrt" (as documented). None: that of the backend.
+            "tensorrt" (as documented). None: the runtime of the backend.
 
     Returns:
         A model of the same type, in eval mode, without observers. In a model without a graph, a folded batch norm is an
@@ -64,8 +64,8 @@ def convert(
         ValueError: A scale is not positive and finite, a parameter or a statistic of a batch norm is not finite, `arithmetic`
             or `runtime` is not known, the model has no graph or the backend no runtime for "integer", or a batch norm that is
             linked to a layer is no longer in the model; or `runtime` is given without "integer".
-        TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`; or `state_dict` is no
-            mapping.
+        TypeError: The model has no quantizers, or only quantizers of `qtoolkit.compat.pytorch_quantization`; or `state_dict` is
+            no mapping.
         RuntimeError, ValueError: `state_dict` does not fit the model.
 
     Example:
@@ -153,9 +153,7 @@ def _runtime_for(model: nn.Module, arithmetic: str, runtime: str | None) -> Runt
 
 def _warn_of_skipped(model: nn.Module) -> None:
     """Warn of quantizers whose ranges leave out what was not finite."""
-    names = [
-        name for name, quantizer in quantizers_of(model).items() if quantizer.ready and not quantizer.observer.finite()
-    ]
+    names = [name for name, q in quantizers_of(model).items() if q.ready and not q.observer.finite()]
     if names:
         warnings.warn(
             f"convert: {len(names)} quantizers got NaN or infinities in training, which their ranges leave out: "

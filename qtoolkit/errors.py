@@ -8,7 +8,7 @@ from typing import TypeVar
 
 
 def unknown(what: str, name: object, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
-    """Return a sentence for an unknown name, with the nearest known one, or that of `meant` for a name of other tools."""
+    """Return a sentence for an unknown name, with the nearest known one, or what a name of other tools means (`meant`)."""
     names = sorted(known)
     near = (meant or {}).get(str(name)) or nearest(name, names)
     hint = "." if near is None else f"; did you mean {near!r}?"

@@ -4,7 +4,7 @@ import warnings
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 DISTRIBUTION = "torch-qtoolkit"  # the name to pip; "qtoolkit" on the package index is another project
 
@@ -14,7 +14,7 @@ def missing(what: str, package: str | None, extra: str) -> ImportError:
     return ImportError(f"{what} needs {package}, which is not installed; run: {install_command(extra)}.")
 
 
-def needed(module: str, what: str, extra: str) -> Any:
+def needed(module: str, what: str, extra: str) -> ModuleType:
     """Import a module of an extra; raise the error of `missing` where it is not installed.
 
     Example:
@@ -33,10 +33,8 @@ def install_command(extra: str) -> str:
         requirements = requires(DISTRIBUTION) or []
     except PackageNotFoundError:  # Python imports qtoolkit from its source folder
         return f"pip install -r requirements-{extra}.txt"
-    split = [requirement.partition(";")[::2] for requirement in requirements]
-    packages = [
-        package.strip() for package, marker in split if marker.replace("'", '"').strip() == f'extra == "{extra}"'
-    ]
+    split = [requirement.replace("'", '"').partition(";")[::2] for requirement in requirements]
+    packages = [package.strip() for package, marker in split if marker.strip() == f'extra == "{extra}"']
     return " ".join(["pip install", *(f'"{package}"' for package in packages)])
 
 

@@ -59,7 +59,7 @@ def write_atomically(data: bytes | Path, path: str | os.PathLike[str]) -> None:
     """Write a file, with its folders: these bytes, or what another file holds.
 
     If any step fails, a file that exists at `path` stays unchanged. A symbolic link stays one: the file that it points to is
-    written. An existing file keeps its mode, and a new one has that of the umask. A FIFO or a device is written directly.
+    written. An existing file keeps its mode, and a new one has the umask's. A FIFO or a device is written directly.
     Temporary files are named .NAME.HOST.PID.RANDOM.tmp; those that a killed process left are removed at the next write of
     the same file.
 

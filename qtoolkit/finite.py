@@ -40,9 +40,8 @@ def _faults(model: nn.Module) -> Iterator[str]:
     ignored = {id(buffer) for quantizer in quantizers for buffer in quantizer.buffers()}
     ignored |= {id(p) for quantizer in quantizers if not quantizer.ready for p in quantizer.parameters()}
     statistics = [module for module in model.modules() if isinstance(getattr(module, "running_var", None), Tensor)]
-    finite = {
-        id(tensor) for tensor in (*model.parameters(), *(b for bn in statistics for b in bn.buffers(recurse=False)))
-    }
+    buffers = [buffer for module in statistics for buffer in module.buffers(recurse=False)]
+    finite = set(map(id, (*model.parameters(), *buffers)))
     variances = {id(module.running_var) for module in statistics}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in ignored and _has_values(tensor):

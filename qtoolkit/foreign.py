@@ -3,19 +3,20 @@
 import sys
 import warnings
 from importlib import import_module
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import ClassVar
 
 from torch import nn
 
 # What keeps such a model what it is, by the class of the models: where the class is, its name, and the module for it.
 OF_PACKAGES = {("transformers.modeling_utils", "PreTrainedModel"): "qtoolkit.integrations.transformers"}
 
-# What timm's optimizers and transforms ask a model for, and repos that follow timm: the parameters that do not decay, those of
-# each layer, the size and normalization of images. Without it they take defaults, without a word.
+# What timm's optimizers and transforms ask a model for, and repos that follow timm: the parameters that do not decay, the
+# parameters of each layer, the size and normalization of images. Without it they take defaults, without a word.
 ASKED_FOR = ("no_weight_decay", "no_weight_decay_keywords", "group_matcher", "pretrained_cfg")
 
 
-def integration_of(model_class: type[nn.Module]) -> Any:
+def integration_of(model_class: type[nn.Module]) -> ModuleType | None:
     """Return the module of `qtoolkit.integrations` for models of a class; None for a class of no such package.
 
     Raises ImportError where the package lacks what the module imports of it.

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from torch import nn
 
@@ -64,7 +64,7 @@ def _of_type(dtype: object) -> str:
     return f"format={FORMATS[name]!r}" if name in FORMATS else "bits=8 for integers, format='e4m3' for small floats"
 
 
-TRANSLATED: Mapping[str, Callable[[Any], str]] = {
+TRANSLATED: Mapping[str, Callable[[object], str]] = {
     "dtype": _of_type,
     "per_channel": lambda value: "axis=0" if value else "axis=None",
     "unsigned": lambda value: f"signed={not value}",
@@ -75,7 +75,7 @@ TRANSLATED: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-def check_arguments(of: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+def check_arguments(of: str, given: Mapping[str, object], known: Collection[str]) -> None:
     """Raise TypeError for keyword arguments of QuantSpec that it does not have, with those to write instead.
 
     Example:
@@ -112,7 +112,7 @@ def say_when_called(package: str, way: str) -> None:
     """Let a call of a package, as if it were a function, raise TypeError that says what to write."""
 
     class Package(ModuleType):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args: object, **kwargs: object) -> object:
             """Raise TypeError."""
             raise TypeError(f"{package} is a package and no function; write {way}.")
 
@@ -160,7 +160,7 @@ def in_order(**roles: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _role_of(value: Any) -> str:
+def _role_of(value: object) -> str:
     if isinstance(value, nn.Module):
         return "model"
     is_path = isinstance(value, str | os.PathLike) or type(value).__name__ == "ModelProto"

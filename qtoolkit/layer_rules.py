@@ -3,12 +3,13 @@
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.config.kinds import Kind
 from qtoolkit.config.mapping import Source, is_same_rule
 from qtoolkit.errors import with_article, within
 from qtoolkit.nn.registry import QatModules
@@ -37,7 +38,7 @@ class Rule:
     source: Source | Literal["default"] = "default"  # the kind of rule, or the backend's default
     depth: int = 0  # 0 for a rule for the layer or op itself, more for a module around it
     left: Verdict = BY_CONFIG  # what the report says where the config is None
-    says_axis: bool = False  # whether the axis of its weight's spec is that of the weight itself
+    says_axis: bool = False  # whether its weight's spec names an axis of the weight itself
 
     @property
     def is_general(self) -> bool:
@@ -97,7 +98,7 @@ class LayerRules:
     def check_names(self, ops: Iterable[str] = ()) -> None:
         """Raise ValueError for a rule by name or regular expression that is for no module of the model, and for no op of these.
 
-        Containers are modules too. The name "" is that of a model that is a layer itself.
+        Containers are modules too. A model that is a layer itself has the name "".
         """
         if self.mapping is not None:
             modules = [name for name, kind in self.types.items() if name or kind in self.table]
@@ -128,7 +129,7 @@ class LayerRules:
         """Return the spec of the weight of a layer, with the axis that the weight itself has.
 
         Axis 0 of the backend's default, of a global rule or of a rule for a module around the layer stands for the output
-        channel, and (with a group_size) axis 1 for the input channel. An axis that is written in an explicit rule is that of
+        channel, and (with a group_size) axis 1 for the input channel. An axis that is written in an explicit rule is an axis of
         the weight itself; one that the target does not take gives a warning.
         """
         spec = None if rule.qconfig is None else rule.qconfig.weight
@@ -138,7 +139,7 @@ class LayerRules:
             if kind.transposed:
                 self._check_axis(spec)
             return spec
-        # The weight of a transposed convolution is (in, out / groups, k...), that of transformers' Conv1D (in, out).
+        # The weight of a transposed convolution is (in, out / groups, k...), of transformers' Conv1D (in, out).
         if spec.group_size is None:
             axis = self.backend.conv_transpose_axis if kind.transposed else output_axis
             return replace(spec, axis=axis) if spec.axis == 0 else spec
@@ -166,8 +167,8 @@ class LayerRules:
         named = self.names.values() if self.mapping is not None else ()
         return next((names for names in named if name in names), (name,))
 
-    def find(self, names: Sequence[str], object_type: Any, scope: str | None = None) -> Rule:
-        """Return the rule for all names of a module, or for that of an op; ValueError if the names differ in rules.
+    def find(self, names: Sequence[str], object_type: Kind, scope: str | None = None) -> Rule:
+        """Return the rule for all names of a module, or for an op's name; ValueError if the names differ in rules.
 
         `object_type` is the module's float type, or the function or method, and `scope` the dotted name of the module whose
         forward calls an op; None for a module, whose name has it.
@@ -205,7 +206,7 @@ class LayerRules:
         with within(f"qconfig_mapping, with what it leaves to {self.backend.name}"):
             return qconfig.completed(self.backend.qconfig)
 
-    def _type_named(self, name: str, object_type: Any) -> Any:
+    def _type_named(self, name: str, object_type: Kind) -> Kind:
         """Return the type by which the mapping finds a module: the float model's, where a rule is for it, else `object_type`.
 
         They differ for a subclass of torch's layer, which capture replaces by torch's layer where both compute the same.

@@ -7,21 +7,25 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from qtoolkit.errors import first_line, with_article
 
-Keys = tuple[Any, ...]  # the keys and positions that lead to a value in nested containers
+T = TypeVar("T")
+Keys = tuple[str | int, ...]  # the keys and positions that lead to a value in nested containers
+Args = tuple[object, ...]  # the arguments of a call, by position and by keyword
+Kwargs = dict[str, object]
 
 OWN_FOLDER = os.path.dirname(__file__)
 # What torch says of a tensor of another shape than an op takes.
 OF_SHAPES = re.compile(r"\b(shapes?|sizes?|channels|elements|dimensions?|[2-5]D)\b")
 
 
-def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split(example_inputs: object) -> tuple[Args, Kwargs]:
     """Return example inputs as positional and keyword arguments.
 
     Example:
@@ -42,7 +46,7 @@ class ShapeMisfitError(MisfitError, ValueError):
 
 
 @contextmanager
-def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
+def naming_misfits(model: nn.Module, inputs: object, what: str) -> Iterator[None]:
     """Let an error of a run say which input is of a type, dtype or shape, or on a device, that the model does not take.
 
     Example:
@@ -73,7 +77,7 @@ def _is_raised_here(error: BaseException) -> bool:
     return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OWN_FOLDER)
 
 
-def _misfit(model: nn.Module, inputs: Any, in_lookup: bool) -> str | None:
+def _misfit(model: nn.Module, inputs: object, in_lookup: bool) -> str | None:
     """Return what is wrong with inputs that a model, or its embedding, failed on, and the remedy; None if nothing is seen."""
     arguments = given_arguments(model, inputs)
     if arguments is None:
@@ -88,7 +92,7 @@ def _misfit(model: nn.Module, inputs: Any, in_lookup: bool) -> str | None:
     return next((reason for reason in found if reason is not None), None)
 
 
-def _wrong_shape(model: nn.Module, inputs: Any, error: Exception) -> str | None:
+def _wrong_shape(model: nn.Module, inputs: object, error: Exception) -> str | None:
     """Return what is said of inputs whose shapes a layer of the model, or an op, does not take; None for any other error."""
     if type(error) not in (RuntimeError, ValueError) or not OF_SHAPES.search(str(error)):
         return None
@@ -115,20 +119,16 @@ def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
-def _misfit_of(name: str, value: Any, model: nn.Module, in_lookup: bool) -> str | None:
+def _misfit_of(name: str, value: object, model: nn.Module, in_lookup: bool) -> str | None:
     own = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     if not isinstance(value, Tensor):  # of other types nothing is known: they may be what the model takes
-        is_array = hasattr(value, "__array_interface__")
+        if not hasattr(value, "__array_interface__"):
+            return None
         kind = type(value).__name__
-        return (
-            f"{name} is an array of type {kind}, and layers take tensors; pass torch.as_tensor(array)"
-            if is_array
-            else None
-        )
+        return f"{name} is an array of type {kind}, and layers take tensors; pass torch.as_tensor(array)"
     if own and value.device not in {parameter.device for parameter in own}:
-        return (
-            f"{name} is on {value.device}, and the model on {own[0].device}; pass it with .to({str(own[0].device)!r})"
-        )
+        place = str(own[0].device)
+        return f"{name} is on {value.device}, and the model on {place}; pass it with .to({place!r})"
     looks_up = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules())
     fits = value.dtype in {parameter.dtype for parameter in own} or (looks_up and not value.is_floating_point())
     fits = fits or value.is_complex()  # the cast would drop a part of it
@@ -144,7 +144,7 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def leaves(value: object, path: Keys = ()) -> Iterator[tuple[Keys, object]]:
     """Yield the values in nested tuples, lists and mappings, each with the keys and positions that lead to it."""
     if isinstance(value, Mapping | tuple | list) and not isinstance(value, torch.Size):
         for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
@@ -153,23 +153,20 @@ def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
         yield path, value
 
 
-def given_arguments(model: nn.Module, inputs: Any) -> dict[str, Any] | None:
+def given_arguments(model: nn.Module, inputs: object) -> Kwargs | None:
     """Return the value of each argument of a model's forward; None where its signature does not take the inputs."""
-    args, kwargs = split(inputs)
     try:
-        return inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        return bind(model, inputs)
     except TypeError:
         return None
 
 
-def bind(
-    model: nn.Module, example_inputs: Any, what: str = "prepare: example_inputs do", remedy: str = ""
-) -> dict[str, Any]:
+def bind(model: nn.Module, inputs: object, what: str = "prepare: example_inputs do", remedy: str = "") -> Kwargs:
     """Return the example value of each argument of a model's forward."""
-    return _bound(model, example_inputs, what, remedy).arguments
+    return _bound(model, inputs, what, remedy).arguments
 
 
-def call_arguments(model: nn.Module, example_inputs: Any, what: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(model: nn.Module, example_inputs: object, what: str) -> tuple[Args, Kwargs]:
     """Return example inputs as a call of forward has them: by position where it can be, in the order of forward.
 
     Example:
@@ -180,7 +177,7 @@ def call_arguments(model: nn.Module, example_inputs: Any, what: str) -> tuple[tu
     return bound.args, bound.kwargs
 
 
-def _bound(model: nn.Module, example_inputs: Any, what: str, remedy: str = "") -> inspect.BoundArguments:
+def _bound(model: nn.Module, example_inputs: object, what: str, remedy: str = "") -> inspect.BoundArguments:
     args, kwargs = split(example_inputs)
     signature = inspect.signature(model.forward)
     try:
@@ -189,12 +186,12 @@ def _bound(model: nn.Module, example_inputs: Any, what: str, remedy: str = "") -
         raise TypeError(f"{what} not match {type(model).__name__}.forward{signature}: {error}{remedy}.") from None
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def tensors_of(value: object) -> list[Tensor]:
     """Return the tensors in a nested value, in order; other values are ignored."""
     return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+def with_tensors(value: object, tensors: Iterator[Tensor]) -> Any:
     """Return a nested value with other tensors, in the order of `tensors_of`."""
     if isinstance(value, Tensor):
         return next(tensors)
@@ -206,13 +203,14 @@ def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     return parts if isinstance(value, list) else tuple(parts)
 
 
-def clone_tensors(value: Any) -> Any:
-    """Return a nested value with clones of its tensors, which later in-place ops do not change."""
-    return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)
+def clone_tensors(value: T) -> T:
+    """Return a nested value with new containers and clones of its tensors, which later in-place ops do not change."""
+    cloned: T = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, value)
+    return cloned
 
 
-def copy_containers(value: Any) -> Any:
-    """Return a nested value with new lists and dicts: those of a graph's node are immutable."""
+def copy_containers(value: object) -> Any:
+    """Return a nested value with new lists and dicts: a graph's node has immutable ones."""
     if type(value) is tuple:
         return tuple(map(copy_containers, value))
     if isinstance(value, list):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ def device_of(module: nn.Module) -> torch.device | None:
     return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
 
 
-def deepcopy_model(model: M, memo: dict[int, Any] | None = None, what: str = "prepare") -> M:
+def deepcopy_model(model: M, memo: dict[int, object] | None = None, what: str = "prepare") -> M:
     """Return a deep copy of a model for the public function `what`; TypeError if it cannot be copied."""
     memo = {**_detached_attributes(model), **(memo or {})}
     try:
@@ -45,7 +45,7 @@ def deepcopy_model(model: M, memo: dict[int, Any] | None = None, what: str = "pr
     return copied
 
 
-def _copy_attributes_of_parameters(model: nn.Module, memo: dict[int, Any]) -> None:
+def _copy_attributes_of_parameters(model: nn.Module, memo: dict[int, object]) -> None:
     """Give the copies of parameters the attributes that the parameters have: Parameter.__deepcopy__ drops them.
 
     Training scripts tell by them how a parameter is trained (`weight._no_weight_decay = True`). Those of torch.compile are of
@@ -142,7 +142,7 @@ def _values_of(tensors: Sequence[Tensor]) -> Callable[[], None]:
     return put_back
 
 
-def _contents(state: dict[str, Any]) -> dict[str, dict[Any, Any]]:
+def _contents(state: dict[str, object]) -> dict[str, dict[object, object]]:
     # A module stores hooks, submodules and parameters in dicts. Most are empty, and slow to copy.
     return {name: dict(value) if value else {} for name, value in state.items() if isinstance(value, dict)}
 
@@ -155,8 +155,8 @@ class RandomState:
     """
 
     of_torch: Tensor
-    of_python: Any
-    of_numpy: Any
+    of_python: tuple[object, ...]
+    of_numpy: object
 
     @classmethod
     def now(cls) -> Self:
@@ -215,7 +215,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def attribute_kept(owners: Iterable[Any], name: str) -> Iterator[None]:
+def attribute_kept(owners: Iterable[object], name: str) -> Iterator[None]:
     """Restore an attribute of each owner after the block."""
     before = [(owner, getattr(owner, name)) for owner in owners]
     try:
@@ -230,7 +230,8 @@ def check_numbers(what: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{what}: {name!r} must be a tensor, got {type(value).__name__}.")
     if not value.is_floating_point() or value.dtype.itemsize < 2 or value.layout is not torch.strided or value.is_meta:
-        kind = (
-            f"{str(value.dtype).removeprefix('torch.')}, {str(value.layout).removeprefix('torch.')}, on {value.device}"
+        dtype, layout = (str(each).removeprefix("torch.") for each in (value.dtype, value.layout))
+        raise TypeError(
+            f"{what}: {name!r} must be a dense tensor of floating-point numbers with values, got {dtype}, "
+            f"{layout}, on {value.device}."
         )
-        raise TypeError(f"{what}: {name!r} must be a dense tensor of floating-point numbers with values, got {kind}.")

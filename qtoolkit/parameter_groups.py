@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ def parameter_groups(
     scale_lr: float | Tensor | None = None,
     scale_weight_decay: float = 0.0,
     no_decay: Sequence[str] = (),
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return the trainable parameters of a model in groups for any optimizer of torch, with the learned scales apart.
 
     The groups (empty ones are left out):
@@ -40,7 +39,7 @@ def parameter_groups(
         model: A prepared or replaced model, or one that contains it, also in DistributedDataParallel.
         lr: Learning rate of all groups; None leaves it to the optimizer.
         weight_decay: Weight decay of the group "weights"; None leaves it to the optimizer.
-        scale_lr: Learning rate of the scales; None is that of the others, which is right for SGD and the quantizers "lsq" and
+        scale_lr: Learning rate of the scales; None is `lr`, which is right for SGD and the quantizers "lsq" and
             "lsq_plus". A scale is trained as a ratio to its start (see `qtoolkit.ops.positive_scale`), so a step of Adam
             changes it by about this share: 1e-4 is a good first choice.
         scale_weight_decay: Weight decay of the scales.
@@ -97,7 +96,7 @@ def parameter_groups(
     ]
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _given(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -113,11 +112,8 @@ def _parameters_named(model: nn.Module, names: Sequence[str]) -> set[int]:
     known = {".".join(part[:count]) for part in parts for count in range(1, len(part) + 1)}
     for name in names:
         check_known("parameter or module in no_decay", name, known)
-    return {
-        id(parameter)
-        for name, parameter in parameters.items()
-        if any(f"{name}.".startswith(f"{place}.") for place in names)
-    }
+    places = tuple(f"{name}." for name in names)
+    return {id(parameter) for name, parameter in parameters.items() if f"{name}.".startswith(places)}
 
 
 def _parameters_exempted(model: nn.Module) -> Iterator[int]:

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from qtoolkit.config.mapping import Exclude, with_excluded
 from qtoolkit.errors import check_flags, check_sequence, some
 from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.graph.capture.untraceable import UntraceableError
-from qtoolkit.model_inputs import naming_misfits, split
+from qtoolkit.model_inputs import Args, Kwargs, naming_misfits, split
 from qtoolkit.model_state import changing, check_module, evaluating, removing, values_kept
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.registry import imported_types
@@ -23,7 +22,7 @@ from qtoolkit.quant_modules import replace
 
 def prepare_parts(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     parts: Sequence[str] | None = None,
     backend: str | Backend = REQUIRED,
     qconfig_mapping: QConfigMapping | None = None,
@@ -92,15 +91,15 @@ def prepare_parts(
         return replace(own, mapping, backend=target, inplace=True)
 
 
-Calls = dict[str, Any]  # the inputs of the submodules that are called once, by the names of their arguments
+Calls = dict[str, object]  # the inputs of the submodules that are called once, by the names of their arguments
 
 
-def _calls(model: nn.Module, example_inputs: Any) -> Calls:
+def _calls(model: nn.Module, example_inputs: object) -> Calls:
     """Run a model, and return what its submodules get."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[object]] = {}
     names = {module: name for name, module in model.named_modules() if name}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         found.setdefault(names[module], []).append(None if _is_variadic(module) else dict(bound))
 
@@ -122,17 +121,15 @@ def _check(model: nn.Module, parts: Sequence[str] | None, calls: Calls) -> None:
     known = {name for name, _ in model.named_modules()}
     for part in parts or ():
         around = [other for other in parts or () if part.startswith(f"{other}.")]
-        if part not in known or part not in calls or around:
-            why = (
-                "the model has no submodule of this name"
-                if part not in known
-                else f"it lies in the part {around[0]!r}"
-                if around
-                else "the model does not call it exactly once, or it takes *args or **kwargs"
-            )
-            raise ValueError(
-                f"prepare_parts: parts names {part!r}, but {why}. Called once were: {some(sorted(calls), most=20)}."
-            )
+        if part in calls and not around:
+            continue
+        why = "the model does not call it exactly once, or it takes *args or **kwargs"
+        if part not in known:
+            why = "the model has no submodule of this name"
+        elif around:
+            why = f"it lies in the part {around[0]!r}"
+        called = some(sorted(calls), most=20)
+        raise ValueError(f"prepare_parts: parts names {part!r}, but {why}. Called once were: {called}.")
 
 
 def _prepared(
@@ -156,10 +153,9 @@ def _prepared(
 
 def _attributes_of(part: nn.Module) -> list[str]:
     """Return what the model's Python may read of a part besides its forward, such as a method for the loss of a head."""
-    methods = {name for kind in type(part).__mro__ if not _is_of_torch(kind) for name in vars(kind)} - set(
-        dir(nn.Module)
-    )
-    found = [name for name in sorted(methods) if name[0] != "_" and inspect.ismethod(getattr(part, name))]
+    own_classes = [kind for kind in type(part).__mro__ if not _is_of_torch(kind)]
+    names = sorted({name for kind in own_classes for name in vars(kind)}.difference(dir(nn.Module)))
+    found = [name for name in names if name[0] != "_" and inspect.ismethod(getattr(part, name))]
     bare = vars(nn.Module())
     for inner, module in part.named_modules():
         own = () if _is_of_torch(type(module)) else vars(module).keys() - bare
@@ -177,7 +173,7 @@ def _layers_in(part: nn.Module) -> int:
 
 
 def _of_part(name: str, part: nn.Module, mapping: QConfigMapping | None) -> QConfigMapping | None:
-    """Return the rules of a whole model for a part: those of its layers by their names in it, and those for functions."""
+    """Return the rules of a whole model for a part: rules for its layers, by their names in it, and for functions."""
     if mapping is None:
         return None
     found = mapping.copy()

@@ -1,7 +1,7 @@
 """prepare(): the passes in order."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -39,12 +39,12 @@ from qtoolkit.report.lost_kernels import warn_of_lost_kernels
 
 def prepare(
     model: nn.Module,
-    example_inputs: Any = None,
+    example_inputs: object = None,
     backend: str | Backend = REQUIRED,
     qconfig_mapping: QConfigMapping | None = None,
     leaf_modules: Sequence[type[nn.Module]] = (),
     untraced: Sequence[str] = (),
-    concrete_args: Mapping[str, Any] | None = None,
+    concrete_args: Mapping[str, object] | None = None,
     preserve_attributes: Sequence[str] | None = None,
     qat_modules: QatModules | None = None,
     fuse_patterns: FusePatterns | None = None,
@@ -156,7 +156,7 @@ def prepare(
     return gm
 
 
-def _values_of(model: nn.Module) -> dict[str, Any]:
+def _values_of(model: nn.Module) -> dict[str, object]:
     """Return the plain values of a model that its graph has as they are now, and the prepared model no attribute for."""
     own = names_of_own()
     return {name: value for name, value in plain_attributes(model).items() if name not in own}
@@ -176,14 +176,14 @@ def _quantized(
     return passes.record.run(gm, rules)
 
 
-def _note(gm: QuantizedGraphModule, model: nn.Module, example_inputs: Any, options: Mapping[str, Any]) -> None:
+def _note(gm: QuantizedGraphModule, model: nn.Module, example_inputs: object, options: Mapping[str, object]) -> None:
     """Let the config of a model of another package say how the model is prepared."""
     integration = integration_of(gm.model_class)
     if integration is not None:
         integration.note(gm, gm.plan, options, bind(model, example_inputs) if example_inputs is not None else None)
 
 
-def _try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
+def _try_out(gm: QuantizedGraphModule, example_inputs: object) -> None:
     """Run a prepared model on example inputs in eval mode with quantizers off; its state does not change."""
     args, kwargs = split(example_inputs)
     with (
@@ -227,7 +227,7 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
     check_qconfig_mapping("prepare", mapping)
 
 
-def _check_example_inputs(example_inputs: Any) -> None:
+def _check_example_inputs(example_inputs: object) -> None:
     """Raise TypeError for a backend or a mapping as the second argument, where some other tools take it."""
     if isinstance(example_inputs, str | Backend | QConfigMapping):
         names = "backend=..., qconfig_mapping=..." if isinstance(example_inputs, QConfigMapping) else "backend=..."
@@ -237,7 +237,7 @@ def _check_example_inputs(example_inputs: Any) -> None:
         )
 
 
-def _check_capture(capture: str, untraced: Sequence[str], concrete_args: Mapping[str, Any] | None) -> None:
+def _check_capture(capture: str, untraced: Sequence[str], concrete_args: Mapping[str, object] | None) -> None:
     check_known("capture of prepare:", capture, ("trace", "export"))
     given = [name for name, value in (("untraced", untraced), ("concrete_args", concrete_args)) if value]
     if capture == "export" and given:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -27,8 +27,8 @@ def from_all_ranks(mine: T) -> list[T]:
     """Return what each rank has; every rank must call this."""
     if ranks() == 1:
         return [mine]
-    gathered: list[Any] = [None] * ranks()
-    distributed.all_gather_object(gathered, mine)
+    gathered = [mine] * ranks()
+    distributed.all_gather_object(gathered, mine)  # into the list
     return gathered
 
 
@@ -40,9 +40,8 @@ def raising_on_all_ranks(what: str) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    failed = [
-        f"rank {r}: {text}" for r, text in enumerate(from_all_ranks(None if error is None else str(error))) if text
-    ]
+    texts = from_all_ranks(None if error is None else str(error))
+    failed = [f"rank {r}: {text}" for r, text in enumerate(texts) if text]
     if error is not None:
         raise error
     if failed:
@@ -55,7 +54,7 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model in DistributedDataParallel and torch.compile, whose names are those of its state dict."""
+    """Return the model in DistributedDataParallel and torch.compile, which has the names of its state dict."""
     inner = vars(without_ddp(model)).get("_modules", {}).get("_orig_mod")
     return without_ddp(model) if inner is None else unwrapped(inner)
 

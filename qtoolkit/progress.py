@@ -1,13 +1,14 @@
 """Progress bars: one form for every loop that can take longer than a second."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.processes import rank
 
+T = TypeVar("T")
 AFTER = 1.0  # seconds: a bar of less would only flicker
 
 
@@ -15,7 +16,7 @@ def progress_bar(
     name: str,
     unit: str,
     show: bool = True,
-    over: Iterable[Any] | None = None,
+    over: Iterable[object] | None = None,
     total: int | None = None,
     after: float = AFTER,
 ) -> "tqdm[Any]":
@@ -49,7 +50,7 @@ def step(bar: "tqdm[Any]", what: str) -> None:
     bar.refresh()
 
 
-def batches_of(name: str, batches: Iterable[Any], show: bool, total: int | None = None) -> Iterator[Any]:
+def batches_of(name: str, batches: Iterable[T], show: bool, total: int | None = None) -> Iterator[T]:
     """Yield batches under a bar that shows how many samples have run."""
     samples = 0
     with progress_bar(name, "batches", show, batches, total) as bar:

@@ -1,10 +1,9 @@
 """The modules that pickled models name: public packages, so that pickles load after internal modules have moved."""
 
 from types import FunctionType
-from typing import Any
 
 
-def publish(package: str, *exports: Any) -> None:
+def publish(package: str, *exports: object) -> None:
     """Set the module of classes and functions to the public package whose `__init__` exports them.
 
     Pickles, and the code that torch.fx generates, name each class and function by its module and its name. `inspect.getsource`

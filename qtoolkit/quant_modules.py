@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from types import TracebackType
 from typing import Literal, Self
 
 from torch import nn
@@ -166,9 +165,7 @@ class Active(AbstractContextManager["Active"]):
         CONSTRUCTION.switch(self._settings)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         CONSTRUCTION.switch(self._before.pop())
 
 

@@ -74,13 +74,13 @@ class QuantizeResult:
 
 def quantize(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     backend: str | Backend = REQUIRED,
     path: str | os.PathLike[str] = "model.onnx",
     *,
     exclude: Exclude | None = None,
     qconfig_mapping: QConfigMapping | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
+    forward: Callable[[nn.Module, Any], object] | None = None,
     max_batches: int | None = None,
     method: str | None = None,
     exporter: Exporter = "dynamo",
@@ -177,8 +177,8 @@ def _check_path(path: object) -> None:
 
 
 def _first_inputs(
-    model: nn.Module, batches: Iterable[Any], call: Callable[[nn.Module, Any], Any]
-) -> tuple[Any, Iterable[Any]]:
+    model: nn.Module, batches: Iterable[Any], call: Callable[[nn.Module, Any], object]
+) -> tuple[object, Iterable[object]]:
     """Return what the model takes of the first batch, as example inputs, and all batches."""
     iterator = iter(batches)
     try:
@@ -190,7 +190,7 @@ def _first_inputs(
 
 
 def _prepared(
-    model: nn.Module, inputs: Any, backend: Backend, mapping: QConfigMapping | None, notes: list[str]
+    model: nn.Module, inputs: object, backend: Backend, mapping: QConfigMapping | None, notes: list[str]
 ) -> nn.Module:
     """Prepare a model; what cannot be traced becomes a leaf module, or has its layers replaced, with a warning and a note."""
     untraced: list[str] = []
@@ -220,7 +220,7 @@ def _note(notes: list[str], note: str, reason: str = "") -> None:
 
 
 def _verified(
-    prepared: nn.Module, backend: Backend, export: ExportResult, inputs: Any, progress: bool, notes: list[str]
+    prepared: nn.Module, backend: Backend, export: ExportResult, inputs: object, progress: bool, notes: list[str]
 ) -> DeployedVerification | None:
     """Compare all codes end to end in the runtime of a backend; where that cannot be done, a note says why."""
     try:

@@ -159,7 +159,7 @@ class _Recorder(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self.values: dict[str, object] = {}
+        self.values: dict[str, Argument] = {}
 
     def run_node(self, n: fx.Node) -> object:
         """Run a node and store a copy of its value."""
@@ -172,7 +172,7 @@ class _SideBySide(fx.Interpreter):
     """Runs a quantized graph, and runs each quantized op on the float values too, to compare the outputs."""
 
     def __init__(
-        self, gm: QuantizedGraphModule, counterparts: Mapping[str, str], reference: Mapping[str, object], bar: Any
+        self, gm: QuantizedGraphModule, counterparts: Mapping[str, str], reference: Mapping[str, Argument], bar: Any
     ) -> None:
         super().__init__(gm)
         self.gm, self.counterparts, self.reference, self.bar = gm, counterparts, reference, bar
@@ -205,7 +205,7 @@ class _SideBySide(fx.Interpreter):
         moves = self.gm.plan is not None and self.gm.plan.backend.role(kind_of(node)) == "transparent"
         return self._alone(node) if moves or is_quantizer(node) else clone_tensors(self._float(node))
 
-    def _float(self, node: fx.Node) -> object:
+    def _float(self, node: fx.Node) -> Argument:
         return self.reference[self.counterparts[node.name]]
 
     def _weight(self, node: fx.Node) -> Similarity | None:

@@ -4,7 +4,6 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -60,7 +59,7 @@ class Construction:
         inherited: Init = cls.__init__
 
         @functools.wraps(inherited)
-        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        def init(module: nn.Module, *args: object, **kwargs: object) -> None:
             """Run the constructor that the class had, then make the module a QAT module by the settings of now."""
             inherited(module, *args, **kwargs)
             settings = self.settings  # None after `deactivate`, if other code has kept a reference to this function

@@ -1,14 +1,14 @@
 """Fusion without tracing: chains of modules that the user names, and outputs quantized by forward hooks."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.eager.record import chains_of, record_of, update_record
+from qtoolkit.eager.record import chains_of, record_of, set_record
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
 from qtoolkit.errors import check_flags, unknown, with_article
 from qtoolkit.graph.nodes import kind_of_module
@@ -67,7 +67,8 @@ def fuse_modules(
             first, second = (own.get_submodule(name) for name in chain[:2])
             if is_batch_norm(second) and not second.training:
                 _fold(first, second)
-        update_record(own, chains=(*record_of(own).chains, *chains))
+        record = record_of(own)
+        set_record(own, replace(record, chains=(*record.chains, *chains)))
     return own
 
 
@@ -94,6 +95,7 @@ def link_chains(model: nn.Module, strategy: str, not_linked: Mapping[str, Verdic
             layer.link_batch_norm(bn)  # type: ignore[arg-type]  # now a LinkedBatchNorm
             text = f"{chain[0]!r}, the layer before it, computes it"
             verdicts[chain[1]] = Verdict(Status.FUSED, Cause.FOLDED, text)
+    # A second call must not register the hook again: torch offers no public way to ask.
     has_links = any(verdict.status is Status.FUSED for verdict in verdicts.values())
     if has_links and reset_after_loading not in model._load_state_dict_post_hooks.values():
         model.register_load_state_dict_post_hook(reset_after_loading)  # type: ignore[no-untyped-call]
@@ -138,11 +140,7 @@ def _quantize_output(module: nn.Module, spec: QuantSpec, name: str, device: torc
 def _fold(layer: nn.Module, bn: nn.Module) -> None:
     """Fold a batch norm into the float layer before it, and replace it by torch.nn.Identity with its hooks."""
     masks = bake(layer)
-    quantized = QAT_MODULES[type(layer)].from_float(layer, None)
-    if not isinstance(quantized, QuantWeighted):
-        raise TypeError(
-            f"a batch norm cannot be folded into {with_article(type(layer))}: it must have a single weight."
-        )
+    quantized = _weighted(layer)
     quantized.fold_batch_norm(bn)
     replace_in_place(layer, quantized.to_float())
     mask(layer, masks)
@@ -151,7 +149,17 @@ def _fold(layer: nn.Module, bn: nn.Module) -> None:
     replace_in_place(bn, identity_of(bn))
 
 
-def _check_rows(module: nn.Module, args: Any) -> None:
+def _weighted(layer: nn.Module) -> QuantWeighted:
+    """Return the QAT layer of a float layer, without quantizers."""
+    weighted = QAT_MODULES[type(layer)].from_float(layer, None)
+    if not isinstance(weighted, QuantWeighted):
+        raise TypeError(
+            f"a batch norm cannot be folded into {with_article(type(layer))}: it must have a single weight."
+        )
+    return weighted
+
+
+def _check_rows(module: nn.Module, args: Sequence[Tensor]) -> None:
     """Check the input of a linear layer with a folded batch norm; a forward pre-hook."""
     if args and args[0].dim() != 2:
         raise ValueError(
@@ -185,7 +193,7 @@ FOLLOWS: Mapping[type[nn.Module], tuple[int, ...]] = {
 }
 
 
-def chains_in(modules_to_fuse: Any) -> list[tuple[str, ...]]:
+def chains_in(modules_to_fuse: object) -> list[tuple[str, ...]]:
     """Return the chains in an argument: a list of names, or a list of such lists; TypeError for anything else."""
     given = list(modules_to_fuse) if isinstance(modules_to_fuse, list | tuple) else None
     chains = [given] if given and all(isinstance(part, str) for part in given) else given
@@ -250,23 +258,20 @@ class ChainRules:
         )
 
     def _batch_norm(self, chain: tuple[str, ...]) -> None:
-        layer: Any = self.modules[chain[0]]
-        bn: Any = self.modules[chain[1]]
+        layer, bn = (self.modules[name] for name in chain[:2])
         if not (is_batch_norm(bn) and type(layer) in QAT_MODULES):
             return
-        if bn.running_mean is None or bn.running_var is None:
+        mean = bn.running_mean
+        if not isinstance(mean, Tensor) or bn.running_var is None:
             raise ValueError(
                 f"fuse_modules: {chain[1]!r} has no running statistics to fold; set track_running_stats=True."
             )
-        quantized: Any = QAT_MODULES[type(layer)].from_float(layer, None)
-        channels = quantized.channels()
-        if (
-            layer.weight.dim() not in FOLLOWS.get(type(bn), (layer.weight.dim(),))
-            or bn.running_mean.numel() != channels
-        ):
+        weighted = _weighted(layer)
+        channels, dims = weighted.channels(), weighted.weight.dim()
+        if dims not in FOLLOWS.get(type(bn), (dims,)) or mean.numel() != channels:
             raise ValueError(
                 f"fuse_modules: {chain[1]!r} must be a batch norm for the {channels} channels of {chain[0]!r}, a "
-                f"{type(layer).__name__}; got {with_article(type(bn))} of {bn.running_mean.numel()}."
+                f"{type(layer).__name__}; got {with_article(type(bn))} of {mean.numel()}."
             )
 
 

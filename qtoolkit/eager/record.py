@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
@@ -24,18 +23,18 @@ class EagerRecord:
     """What was stored on a model; names are dotted names in that model."""
 
     plan: Plan | None = None  # what `quant_modules.replace` decided; None if it was not called
-    chains: tuple[tuple[str, ...], ...] = ()  # those of modules that `fuse_modules` was given
+    chains: tuple[tuple[str, ...], ...] = ()  # of modules, as `fuse_modules` was given them
 
 
 def record_of(model: nn.Module) -> EagerRecord:
-    """Return the record of a model itself, without those of its parts."""
+    """Return the record of a model itself, without its parts' records."""
     record: EagerRecord = vars(model).get(ATTRIBUTE, EagerRecord())
     return record
 
 
-def update_record(model: nn.Module, **fields: Any) -> None:
-    """Set fields of a model's record."""
-    setattr(model, ATTRIBUTE, dataclasses.replace(record_of(model), **fields))
+def set_record(model: nn.Module, record: EagerRecord) -> None:
+    """Store a record on a model."""
+    setattr(model, ATTRIBUTE, record)
 
 
 def records_in(model: nn.Module) -> Iterator[tuple[str, EagerRecord]]:
@@ -51,7 +50,7 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 def backend_in(model: nn.Module) -> Backend | None:
-    """Return the backend of a model, else that of the first part that has one; None if none was prepared or replaced."""
+    """Return the backend of a model, else of the first part that has one; None if none was prepared or replaced."""
     plans = (part.plan if isinstance(part, QuantizedGraphModule) else record_of(part).plan for part in model.modules())
     return next((plan.backend for plan in plans if plan is not None), None)
 

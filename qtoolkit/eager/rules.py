@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.eager.record import plans_in, update_record, verdicts_in
+from qtoolkit.eager.record import plans_in, record_of, set_record, verdicts_in
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, kind_of_module
@@ -79,15 +78,15 @@ def names_ignored(model: nn.Module, ignore: Ignore | None) -> list[str]:
 
 def entries_of(ignore: object, what: str) -> list[str]:
     """Return the strings of an `ignore` argument of the public function `what`; TypeError for an entry that is none."""
-    several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
-    entries: list[Any] = list(ignore) if several else [ignore]  # type: ignore[call-overload]  # an Iterable
-    for entry in entries:
-        if not isinstance(entry, str):
-            raise TypeError(
-                f"{what}: ignore must be a name, a list of names, or a callable(name, module), got {entry!r} in it; name types "
-                f"in exclude."
-            )
-    return entries
+    entries = list(ignore) if isinstance(ignore, Iterable) and not isinstance(ignore, str) else [ignore]
+    names = [entry for entry in entries if isinstance(entry, str)]
+    if names != entries:
+        other = next(entry for entry in entries if not isinstance(entry, str))
+        raise TypeError(
+            f"{what}: ignore must be a name, a list of names, or a callable(name, module), got {other!r} in it; name types "
+            f"in exclude."
+        )
+    return names
 
 
 def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
@@ -117,7 +116,8 @@ def record_plan(model: nn.Module, rules: LayerRules, verdicts: Mapping[str, Verd
     now = modules_by_name(model)
     kinds = {name: str(kind_of_module(now[name])) for name in verdicts if name in now}
     mapping = None if rules.mapping is None else rules.mapping.copy()
-    update_record(model, plan=Plan(rules.backend, kinds=kinds, inside=verdicts, mapping=mapping))
+    plan = Plan(rules.backend, kinds=kinds, inside=verdicts, mapping=mapping)
+    set_record(model, replace(record_of(model), plan=plan))
     store_weights_as(rules.backend.weight_codes, model)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The first call of a traced model is that of the model itself.
+# The first call of a traced model is the call of the model itself.
 ROOT = 0
 
 
@@ -29,12 +29,12 @@ class BlockCall:
     block: str  # the dotted name of the block; "" for the model
     parent: int = ROOT  # the index of the call that calls the block
     names: tuple[str, ...] = ()  # names of the positional arguments
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    result: Any = None  # what the block returns
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    result: object = None  # what the block returns
 
 
-def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
+def map_leaves(tree: object, function: Callable[[Any], object]) -> Any:
     """Return nested tuples, lists and dicts with what a function makes of what they contain."""
     if isinstance(tree, dict):
         return type(tree)((key, map_leaves(item, function)) for key, item in tree.items())
@@ -45,7 +45,7 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def ancestors(calls: tuple[BlockCall, ...], call: int) -> list[int]:
-    """Return a call and those around it, that of the model first."""
+    """Return a call and the calls around it, from the model's inwards."""
     path = [call]
     while path[-1] != ROOT:
         path.append(calls[path[-1]].parent)

@@ -44,13 +44,13 @@ class TracedBlock(nn.Module):
     block_type = "Module"
     _block_name = ""
     _block_class: type[nn.Module] = nn.Module
-    _block_code: Callable[..., Any] | None = None
+    _block_code: Callable[..., object] | None = None
     _block_reason = NO_MODEL
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Do nothing: what the block's class does with its subclasses is not meant for this one."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the block's part of the graph; RuntimeError if it has none."""
         if self._block_code is None:
             self.refuse("called on its own", self._block_reason)
@@ -61,8 +61,9 @@ class TracedBlock(nn.Module):
             warn_of_traced_value(self, vars(self), name, value, f"block {self._block_name!r} of the prepared model")
         nn.Module.__setattr__(self, name, value)
 
-    def set_code(self, code: Callable[..., Any] | None, model: nn.Module, reason: str = NO_CALL) -> None:
+    def set_code(self, code: Callable[..., object] | None, model: nn.Module, reason: str = NO_CALL) -> None:
         """Let the block run code that takes it and its arguments, and finds the model as `_block_model`; or say why not."""
+        # `vars`: an assignment would make the model a submodule of its own block.
         vars(self).update(_block_code=code, _block_model=model, _block_reason=reason)
 
     def check_watched(self, held: nn.Module | None) -> None:
@@ -87,7 +88,7 @@ class TracedBlock(nn.Module):
     # Copies are made by __reduce_ex__: a wrapper that passes on attributes would be copied by the block's __deepcopy__.
     __copy__ = __deepcopy__ = None
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         state = {"block_type": self.block_type, **vars(self)}
         kept = {name: value for name, value in state.items() if name not in COMPILED}
         return restore_block, (container_of(self._block_class), ClassReference(self._block_class)), kept
@@ -96,7 +97,7 @@ class TracedBlock(nn.Module):
         return self.block_type
 
 
-def warn_of_traced_value(module: nn.Module, traced: Mapping[str, Any], name: str, value: Any, owner: str) -> None:
+def warn_of_traced_value(module: nn.Module, traced: Mapping[str, object], name: str, value: object, owner: str) -> None:
     """Warn once of a new value of an attribute, where the graph has what forward computed with its value in `traced`."""
     told: tuple[str, ...] = vars(module).get("_told", ())
     if name in traced and name not in told and _differs(traced[name], value):
@@ -109,11 +110,11 @@ def warn_of_traced_value(module: nn.Module, traced: Mapping[str, Any], name: str
         )
 
 
-def _differs(traced: Any, value: Any) -> bool:
+def _differs(traced: object, value: object) -> bool:
     return not isinstance(value, type(traced) | int | float) or bool(traced != value)
 
 
-def refuse_change(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+def refuse_change(self: nn.Module, *args: object, **kwargs: object) -> NoReturn:
     """Raise RuntimeError."""
     kind = getattr(self, "block_type", type(self).__name__)
     raise RuntimeError(
@@ -139,7 +140,7 @@ class Hidden:
     def __init__(self, name: str, value: property | Tensor) -> None:
         self.name, self.value = name, value
 
-    def __get__(self, instance: nn.Module | None, owner: type) -> Any:
+    def __get__(self, instance: nn.Module | None, owner: type) -> object:
         if isinstance(self.value, property):
             return self.value.__get__(instance, owner)
         held = None if instance is None else vars(instance)["_buffers"].get(self.name)
@@ -158,7 +159,7 @@ def traced_type(kind: type[Any]) -> type[TracedBlock]:
     base = kind if _may_be_base(kind) else container
     ours = OF_EACH_CLASS.union(vars(TracedBlock))
     own = {name for each in base.__mro__ if each not in container.__mro__ for name in vars(each)}.difference(ours)
-    members: dict[str, Any] = {name: getattr_static(container, name) for name in own.intersection(dir(container))}
+    members: dict[str, object] = {name: getattr_static(container, name) for name in own.intersection(dir(container))}
     members |= {
         name: Hidden(name, value)
         for name, value in getmembers_static(base)
@@ -200,10 +201,10 @@ class ClassReference:
         """Return the reference to a class of a module."""
         return cls(object_of_name(module, name))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ClassReference":
+    def __deepcopy__(self, memo: dict[int, object]) -> "ClassReference":
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         kind = self.kind
         return (ClassReference, (None,)) if kind is None else (self.by_name, (kind.__module__, kind.__qualname__))
 

@@ -54,7 +54,7 @@ class Method:
     def __init__(self, function: Any, owner: nn.Module | None = None, needed: bool = True) -> None:
         self.function, self.owner, self.needed = function, owner, needed
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the method."""
         return self.function(self.owner, *args, **kwargs)
 
@@ -63,10 +63,10 @@ class Method:
         """Return the method of a function's name, without a function if there is none of that name."""
         return cls(object_of_name(module, name), needed=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Method":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Method":
         return Method(self.function, needed=self.needed)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         if self.needed or self.function is None:
             return Method, (self.function, None, self.needed)
         return Method.by_name, (self.function.__module__, self.function.__qualname__)
@@ -93,13 +93,13 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     """
 
     plan: Plan | None
-    kept: dict[str, Any]
+    kept: dict[str, object]
     aliases: dict[str, tuple[str, ...]]
     calls: tuple[BlockCall, ...]
     products: Mapping[str, Product]
     _arithmetic: TrainingArithmetic = DEFAULT
     # What torch.fx makes of the graph. Each instance has a class of its own.
-    _traced_forward: ClassVar[Callable[..., Any]]
+    _traced_forward: ClassVar[Callable[..., object]]
     model_class: ClassVar[type[nn.Module]] = nn.Module
 
     @classmethod
@@ -109,7 +109,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         graph: fx.Graph,
         name: str,
         plan: Plan | None = None,
-        kept: Mapping[str, Any] | None = None,
+        kept: Mapping[str, object] | None = None,
         calls: tuple[BlockCall, ...] = (),
         arithmetic: TrainingArithmetic = DEFAULT,
     ) -> Self:
@@ -132,6 +132,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         """Compile the graph, and the parts of it that the blocks run."""
         code = super().recompile()
         type(self)._traced_forward = type(self).forward
+        # `vars`: torch's constructor calls this before the fields are set, and Module.__getattr__ would raise.
         self.divide(vars(self).get("calls", ()))
         return code
 
@@ -192,7 +193,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             warn_of_traced_value(self, plan.tracing.values, name, value, "the prepared model")
         super().__setattr__(name, value)
 
-    def keep(self, name: str, value: Any) -> None:
+    def keep(self, name: str, value: object) -> None:
         """Set an attribute, by dotted name, that copies and pickles keep."""
         self.kept[name] = value
         self.set_kept()
@@ -276,7 +277,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         linked = (node for node, m in calls if isinstance(m, QuantWeighted) and m.batch_norm is not None)
         return [(node, readers_of(node)[0]) for node in linked]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedGraphModule":
+    def __deepcopy__(self, memo: dict[int, object]) -> "QuantizedGraphModule":
         result = super().__deepcopy__(memo)
         if not isinstance(result, QuantizedGraphModule):
             raise TypeError(f"copying gave {with_article(type(result))}.")
@@ -288,7 +289,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         keep_trained(result)
         return result
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         rebuild, arguments = super().__reduce__()
         # torch.fx traces the graph again when it is unpickled, without the meta of its nodes.
         facts = {node.name: facts_of(node) for node in self.graph.nodes if facts_of(node) != NodeFacts()}
@@ -339,7 +340,7 @@ def type_for(model_class: type[nn.Module]) -> type[QuantizedGraphModule]:
     return kind
 
 
-def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
+def update_ranges(gm: QuantizedGraphModule, keys: object) -> None:
     """Set the ranges of weights that a state dict without them, or out of date, was loaded into: a hook."""
     reset_after_loading(gm, keys)
     if not gm.training:
@@ -351,10 +352,10 @@ def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
 
 def restore_graph_module(
     rebuild: Callable[..., fx.GraphModule],
-    arguments: tuple[Any, ...],
+    arguments: tuple[dict[str, object], ...],  # of which the first has the attributes
     name: str,
     plan: Plan | None,
-    kept: Mapping[str, Any],
+    kept: Mapping[str, object],
     facts: Mapping[str, NodeFacts],
     calls: tuple[BlockCall, ...],
     kind: ClassReference,
@@ -367,7 +368,7 @@ def restore_graph_module(
     return type_for(kind.kind or nn.Module).of(_bare(arguments[0]), gm.graph, name, plan, kept, calls, arithmetic)
 
 
-def _bare(state: Mapping[str, Any]) -> nn.Module:
+def _bare(state: Mapping[str, object]) -> nn.Module:
     """Return a plain module with the attributes of a GraphModule: torch's copies drop the second name of a shared module."""
     module = nn.Module()
     vars(module).update(state)

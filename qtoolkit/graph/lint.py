@@ -18,7 +18,7 @@ from qtoolkit.verdicts import Cause, Status
 def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ...]:
     """Check the quantizers of a model against the rules of its backend.
 
-    The rules are those of `qtoolkit.lint`, which `qtoolkit.export.lint` checks on files too.
+    The rules are in `qtoolkit.lint`; `qtoolkit.export.lint` checks them on files too.
 
     Args:
         model: What `qtoolkit.prepare` or `qtoolkit.convert` returned, also with a graph that was changed afterwards.

@@ -165,7 +165,7 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     return [source for source in sources if not (is_mode(source) or is_number(source))]
 
 
-def operands_of(node: fx.Node) -> list[Any]:
+def operands_of(node: fx.Node) -> list[object]:
     """Return the arguments of an op in the table that are data, in order; one tensor may be several of them."""
     form = form_of(node)
     return [] if form is None else list(_data(node, form))
@@ -187,7 +187,7 @@ def is_output(node: fx.Node) -> bool:
 
 
 def chooses_by_mode(node: fx.Node) -> bool:
-    """Return whether a node returns a tensor of training mode, or that of eval mode."""
+    """Return whether a node returns one of two tensors: the first in training mode, the second in eval mode."""
     return node.target is by_mode and not is_number(node)
 
 
@@ -211,7 +211,7 @@ def parameters_in(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _data(node: fx.Node, form: Form) -> Iterable[Any]:
+def _data(node: fx.Node, form: Form) -> Iterable[object]:
     # A module owns its weight. A further argument, such as output_size, is no data.
     operands = form.operands[:1] if form.operands == WEIGHTED and owns_weight(node) else form.operands
     for position, names in enumerate(operands):
@@ -223,7 +223,7 @@ def _data(node: fx.Node, form: Form) -> Iterable[Any]:
         yield from node.args[len(form.operands) :]
 
 
-def _nodes_in(values: Iterable[Any]) -> Iterable[fx.Node]:
+def _nodes_in(values: Iterable[object]) -> Iterable[fx.Node]:
     for value in values:
         if isinstance(value, fx.Node):
             yield value

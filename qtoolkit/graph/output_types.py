@@ -21,13 +21,13 @@ def types_in(result: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
             yield path, type(result)
 
 
-def returning(forward: Callable[..., Any], types: OutputTypes) -> Callable[..., Any]:
+def returning(forward: Callable[..., object], types: OutputTypes) -> Callable[..., object]:
     """Return a forward that makes objects of these classes of the dicts that another one returns."""
     if not types:
         return forward
 
     @functools.wraps(forward)
-    def typed(*args: Any, **kwargs: Any) -> Any:
+    def typed(*args: object, **kwargs: object) -> object:
         result = forward(*args, **kwargs)
         for path, kind in types:
             result = _typed(result, path, kind)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -82,12 +81,12 @@ class Tracing:
 
     leaf_modules: tuple[type[nn.Module], ...] = ()
     skip: tuple[str, ...] = ()
-    concrete_args: Mapping[str, Any] | None = None
+    concrete_args: Mapping[str, object] | None = None
     measured: bool = False
     branches: tuple[str, ...] = ()
     training: bool = False
     output_types: OutputTypes = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The verdict on an op as a model is now: that of its plan, unless the op was changed since."""
+"""The verdict on an op as a model is now: its plan's, unless the op was changed since."""
 
 import operator
 

@@ -77,9 +77,8 @@ def layer_of(gm: QuantizedGraphModule, node: fx.Node) -> QuantWeighted | None:
 def geometry_of(node: fx.Node) -> dict[str, Any] | None:
     """Return the arguments behind the bias; None where one is computed."""
     names = GEOMETRY.get(kind_of(node).name, {})
-    given = {
-        name: argument(node, BIAS + 1 + place, name, default) for place, (name, default) in enumerate(names.items())
-    }
+    places = enumerate(names.items(), start=BIAS + 1)
+    given = {name: argument(node, place, name, default) for place, (name, default) in places}
     plain = {name: tuple(value) if isinstance(value, list | tuple) else value for name, value in given.items()}
     parts = [part for value in plain.values() for part in (value if isinstance(value, tuple) else (value,))]
     return plain if all(isinstance(part, int | str) for part in parts) else None

@@ -1,7 +1,6 @@
 """Functions with a weight, F.conv2d(x, weight), computed by the kernels of layers."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +10,7 @@ from qtoolkit.integer.kernels import LayerKernel, OpKernel
 class FunctionKernel(OpKernel):
     """Computes a function by the kernel of the layer that computes the same, with its own copies of weight and bias."""
 
-    def __init__(self, op: Callable[..., Any], kernel: LayerKernel, kind: str, replaces: str) -> None:
+    def __init__(self, op: Callable[..., Tensor], kernel: LayerKernel, kind: str, replaces: str) -> None:
         super().__init__(op, [], None, kind, replaces)
         self.kernel = kernel
         self._changed = False
@@ -22,10 +21,12 @@ class FunctionKernel(OpKernel):
         return self.kernel.active
 
     def refresh(self) -> None:
-        """Take the weight and the bias from the next call, which has those of the model as it is now."""
+        """Take the weight and the bias from the next call, which has them as the model is now."""
         self._changed = True
 
-    def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    def compute(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: object, **kwargs: object
+    ) -> Tensor:
         """Return the output; the weight and the bias count where a state dict was loaded."""
         if self._changed:
             layer = self.kernel.layer

@@ -31,7 +31,7 @@ def int8_sums(layer: Any, weight: Tensor, shape: list[int]) -> Int8Sums | None:
     zero_padding = by_numbers and getattr(layer, "padding_mode", "zeros") == "zeros"
     if not layer.OP_KIND.is_plain_layer or not zero_padding or not _fits(weight) or not is_exact():
         return None
-    geometry: tuple[Any, ...] = ([], [], [], 1)
+    geometry: tuple[object, ...] = ([], [], [], 1)
     if layer.OP_KIND.convolves:
         geometry = (list(layer.stride), list(layer.padding), list(layer.dilation), int(layer.groups))
     packed = torch.classes.qtoolkit.Int8Layer(weight.to(torch.int8).contiguous(), *geometry, shape)

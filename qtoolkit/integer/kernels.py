@@ -182,7 +182,7 @@ class LayerKernel(Kernel):
             bias = bias.float()
         self.constant("bias", None if bias is None else layer.along_channels(bias))
 
-    def sums(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def sums(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the exact sums of products of codes, without the bias: integers in float32 or float64."""
         (source,), int8 = self.inputs, self._int8_sums(x)
         by_product = self._sums_by_product(x, *args, **kwargs)
@@ -208,7 +208,7 @@ class LayerKernel(Kernel):
             self._int8 = {x.shape: int8_product.int8_sums(self.layer, self.codes, list(x.shape))}
         return self._int8[x.shape]
 
-    def _sums_by_product(self, x: Tensor, *args: Any, **kwargs: Any) -> int8_product.CodeSums | None:
+    def _sums_by_product(self, x: Tensor, *args: object, **kwargs: object) -> int8_product.CodeSums | None:
         """Return the layer as a product of int8 matrices; None where it is none, on other devices, and for graphs."""
         weight = self.layer.weight_quantizer
         if torch.compiler.is_compiling() or weight is None or not int8_product.computes_on(x.device):
@@ -219,10 +219,10 @@ class LayerKernel(Kernel):
             self._products = {(x.device, geometry): int8_product.code_sums(*specs, geometry, self.bounds, self.codes)}
         return self._products[x.device, geometry]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_int8": {}, "_products": {}}  # packed weights cannot be copied
 
-    def sums_with_bias(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def sums_with_bias(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the exact sums with the codes of the bias: integers in float32 or float64."""
         sums = self.sums(x, *args, **kwargs)
         return sums if self.bias is None else sums + self.bias
@@ -240,7 +240,7 @@ class FloatOutput(LayerKernel):
         bias = self.layer.bias_in_sums(self.layer.bias, self.layer.layer_calls[self._number])
         self.constant("float_bias", None if bias is None else self.layer.along_channels(bias.detach()))
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the output in float."""
         y = self.sums(x, *args, **kwargs).float() * self.steps
         return y if self.float_bias is None else y + self.float_bias
@@ -253,7 +253,7 @@ class OpKernel(Kernel):
     """
 
     def __init__(
-        self, op: Callable[..., Any], inputs: Sequence[Grid], output: Grid | None, kind: str, replaces: str
+        self, op: Callable[..., Tensor], inputs: Sequence[Grid], output: Grid | None, kind: str, replaces: str
     ) -> None:
         super().__init__(inputs, output)
         self._op = Unregistered(op)
@@ -266,15 +266,15 @@ class OpKernel(Kernel):
         return self._op.value
 
     @property
-    def object_type(self) -> Any:
+    def object_type(self) -> object:
         """The function or method that it replaces, or the type of the module."""
         return type(self.op) if isinstance(self.op, nn.Module) else self.op
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Return the values of the output's codes; of the op in float where quantization is off."""
         return self.compute(*args, **kwargs) if self.active else self.op(*args, **kwargs)
 
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the values of the output's codes."""
         raise NotImplementedError
 
@@ -282,7 +282,7 @@ class OpKernel(Kernel):
 class SumKernel(OpKernel):
     """Computes a sum of two tensors by `qtoolkit.ops.requantize.add_codes`, with these of its options."""
 
-    HOW: ClassVar[Mapping[str, Any]] = {}
+    HOW: ClassVar[Mapping[str, object]] = {}
     AS_UNSIGNED: ClassVar[bool] = False  # whether signed codes are taken as unsigned ones
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.verdicts import Cause, Refusal
 
 RUNTIME = "LiteRT"
+Size = int | tuple[int, ...]  # of a window
 CARRIES = (*MOVES, *CONCATS)
 ABSORBS = backends["litert"].joined_activations
 
@@ -58,7 +59,7 @@ class Layer(LayerKernel):
             scales = self.layer.along_channels(self.input_scale.double() * weight.scale.double())
             self.constant("factor", scales / output_of(self).scale.double())
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the values of the output's codes."""
         sums = self.sums_with_bias(x, *args, **kwargs)
         return requantized(sums, self.factor, output_of(self), rounded_once=self.ROUNDS_ONCE)
@@ -121,7 +122,7 @@ class Absolute(OpKernel):
 
     NAME = "ABS"
 
-    def compute(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def compute(self, x: Tensor, *_: object, **__: object) -> Tensor:
         (source,), output = self.inputs, output_of(self)
         return requantized(source.centred(x).abs(), source.scale / output.scale, output)
 
@@ -150,16 +151,16 @@ class AveragePool(OpKernel):
 
 
 def _window_of(
-    op: Any,
-    kernel_size: Any = None,
-    stride: Any = None,
-    padding: Any = 0,
+    op: Callable[..., Tensor],
+    kernel_size: Size = 1,
+    stride: Size | None = None,
+    padding: Size = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-) -> tuple[Any, Any, Any, bool]:
+) -> tuple[Size, Size | None, Size, bool]:
     """Return size, stride and padding of an average pool, a module or a function, and whether padding counts."""
-    if isinstance(op, nn.Module):
+    if isinstance(op, nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d):
         return op.kernel_size, op.stride, op.padding, bool(op.count_include_pad)
     return kernel_size, stride, padding, count_include_pad
 
@@ -169,7 +170,7 @@ class Mean(OpKernel):
 
     NAME = "MEAN"
 
-    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def compute(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         (source,), output = self.inputs, output_of(self)
         sums, count = sums_of_means(self.op, source.centred(x), *args, **kwargs)
         return requantized(sums, source.scale.double() / output.scale.double(), output, count)
@@ -180,7 +181,7 @@ class Table(OpKernel):
 
     NAME = "table of 256 codes"
 
-    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def compute(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         output = output_of(self)
         return output.rounded(self.op(x, *args, **kwargs), 1 / output.scale)
 
@@ -195,7 +196,7 @@ class Softmax(OpKernel):
         super().refresh()
         self.input_step = float(self.inputs[0].scale)
 
-    def compute(self, x: Tensor, dim: int = -1, *_: Any, **__: Any) -> Tensor:
+    def compute(self, x: Tensor, dim: int = -1, *_: object, **__: object) -> Tensor:
         along = getattr(self.op, "dim", dim)
         return softmax_codes(self.inputs[0].centred(x), self.input_step, along) * output_of(self).scale
 
@@ -211,7 +212,7 @@ class HardSwish(OpKernel):
         super().refresh()
         self.input_step, self.output_step = float(self.inputs[0].scale), float(output_of(self).scale)
 
-    def compute(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def compute(self, x: Tensor, *_: object, **__: object) -> Tensor:
         codes, output = self.inputs[0].centred(x), output_of(self)
         return hard_swish_codes(codes, self.input_step, self.output_step, *output.ends) * output.scale
 
@@ -224,12 +225,12 @@ class ResizeLinear(OpKernel):
     def compute(
         self,
         x: Tensor,
-        size: Any = None,
-        scale_factor: Any = None,
+        size: object = None,
+        scale_factor: object = None,
         mode: str = "",
         align_corners: bool | None = None,
-        *_: Any,
-        **__: Any,
+        *_: object,
+        **__: object,
     ) -> Tensor:
         (source,), output, op = self.inputs, output_of(self), self.op
         aligned = bool(getattr(op, "align_corners", align_corners))
@@ -290,7 +291,7 @@ def _refusal_of_steps(kernel: type[OpKernel], source: Side, output: Side | None)
 
 
 NO_STEPS = Refusal(Cause.OUTPUT_CODES, "the fixed point of LiteRT's kernel does not hold its steps")
-POOLS: Mapping[Any, Callable[..., Tensor]] = {
+POOLS: Mapping[object, Callable[..., Tensor]] = {
     nn.AvgPool1d: F.avg_pool1d,
     nn.AvgPool2d: F.avg_pool2d,
     nn.AvgPool3d: F.avg_pool3d,

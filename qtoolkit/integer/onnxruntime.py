@@ -39,7 +39,7 @@ class QLinearConv(LayerKernel):
         super().refresh()
         self.constant("factor", self.steps / output_of(self).scale)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the values of the output's codes."""
         return output_of(self).rounded(self.sums_with_bias(x, *args, **kwargs), self.factor)
 
@@ -58,7 +58,7 @@ class QGemmToFloat(LayerKernel):
 
     NAME, TO_FLOAT = "QGemm", True
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the output in float."""
         return self.sums_with_bias(x, *args, **kwargs).float() * self.steps
 
@@ -107,13 +107,13 @@ class QLinearGlobalAveragePool(OpKernel):
 
     NAME = "QLinearGlobalAveragePool"
 
-    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def compute(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         (source,), output = self.inputs, output_of(self)
         sums, count = sums_of_means(self.op, source.centred(x), *args, **kwargs)
         return output.rounded(sums, source.scale / (output.scale * count))
 
 
-def sums_of_means(mean: Callable[..., Tensor], codes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
+def sums_of_means(mean: Callable[..., Tensor], codes: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, int]:
     """Return the sums of codes of which an op with these arguments returns the means, in float64, and how many each has."""
     means = mean(codes.double(), *args, **kwargs)
     count = codes.numel() // max(means.numel(), 1)
@@ -128,7 +128,7 @@ class QLinearAveragePool(OpKernel):
 
     NAME = "QLinearAveragePool"
 
-    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def compute(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         output = output_of(self)
         return output.rounded(self.op(x, *args, **kwargs), None, zero_code=output.unsigned_zero_point)
 

@@ -6,8 +6,6 @@ one scale per output channel, and the float bias is added. Activations and what 
 kernel, so that they round as in the float form.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -57,7 +55,7 @@ class QuantizedSums(MultipliedSums):
         self.constant("factor", (steps / (high - low)).double())
         self.constant("shift", (-low * steps / (high - low)).double())
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the values of the output's codes."""
         output = output_of(self)
         y = super().forward(x, *args, **kwargs)

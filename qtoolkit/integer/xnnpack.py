@@ -27,7 +27,7 @@ ABSORBS = backends["xnnpack"].joined_activations
 class Layer(QLinearConv):
     """Convolutions, transposed ones too, and linear layers: f32(sums + bias) * f32(f32(xs * ws) / ys), rounded to even.
 
-    Source: qs8-qc8w-gemm and its kin; the factors are those of operators/convolution-nhwc.c.
+    Source: qs8-qc8w-gemm and its kin; the factors are in operators/convolution-nhwc.c.
     """
 
     NAME = "qs8 sums"

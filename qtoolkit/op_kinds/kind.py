@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx, nn
 
@@ -14,8 +14,8 @@ ONE: Operands = (("input", "x"),)
 TWO: Operands = (("input",), ("other", "mat2"))
 WEIGHTED: Operands = (("input", "x"), ("weight",))
 ATTENTION: Operands = (("query",), ("key",), ("value",))
-Read = Callable[[int, str, Any], Any]  # returns an argument of an op by its position, its name and its default
-End = float | tuple[int, str, Any]  # a number, or the argument that gives it, as `Read` takes it
+Read = Callable[[int, str, object], object]  # returns an argument of an op by its position, its name and its default
+End = float | tuple[int, str, object]  # a number, or the argument that gives it, as `Read` takes it
 
 
 class Bounds(NamedTuple):
@@ -45,7 +45,7 @@ def bounded(low: End = -math.inf, high: End = math.inf, slope: End = 0.0) -> Cal
     return of_arguments
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
@@ -55,7 +55,7 @@ class Form:
 
     # module types. They take their data as the arguments in `operands`, except weights, which they own
     modules: tuple[type[nn.Module], ...] = ()
-    functions: tuple[Callable[..., Any], ...] = ()  # functions and operators, in-place ones too
+    functions: tuple[Callable[..., object], ...] = ()  # functions and operators, in-place ones too
     methods: tuple[str, ...] = ()  # names of tensor methods, in-place ones too
     operands: Operands = ONE  # the arguments that are data
     rest: bool = False  # whether all arguments after the last operand are data too (torch.einsum)

@@ -8,18 +8,18 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from qtoolkit.public import publish
 
 # What `check_size` asks of sizes that are dynamic, and where, while an exporter records the model: the file does not ask it.
-_asked: ContextVar[list[tuple[Any, str]] | None] = ContextVar("asked", default=None)
+_asked: ContextVar[list[tuple[object, str]] | None] = ContextVar("asked", default=None)
 
 
 @contextmanager
-def sizes_asked() -> Iterator[list[tuple[Any, str]]]:
+def sizes_asked() -> Iterator[list[tuple[object, str]]]:
     """Collect what Python asks of dynamic sizes in a `with` block: the value that an export then has, and the place."""
-    asked: list[tuple[Any, str]] = []
+    asked: list[tuple[object, str]] = []
     token = _asked.set(asked)
     try:
         yield asked
@@ -41,7 +41,7 @@ def is_mode(node: fx.Node) -> bool:
     return node.op == "call_module" and gm is not None and isinstance(gm.get_submodule(str(node.target)), TrainingMode)
 
 
-def check_size(value: Any, expected: Any, where: str) -> None:
+def check_size(value: object, expected: object, where: str) -> None:
     """Raise ValueError if a value that decided a branch at tracing is another one now."""
     if not torch.compiler.is_dynamo_compiling() and isinstance(value, torch.SymInt | torch.SymBool):
         _note_asked(value, expected, where)
@@ -54,7 +54,7 @@ def check_size(value: Any, expected: Any, where: str) -> None:
         )
 
 
-def _note_asked(value: Any, expected: Any, where: str) -> None:
+def _note_asked(value: object, expected: object, where: str) -> None:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     asked = _asked.get()
@@ -62,7 +62,7 @@ def _note_asked(value: Any, expected: Any, where: str) -> None:
         asked.append((expected, where))
 
 
-def check_none(value: Any, message: str) -> None:
+def check_none(value: object, message: str) -> None:
     """Raise ValueError if an argument that was fixed at None is given."""
     if value is not None:
         raise ValueError(
@@ -71,7 +71,7 @@ def check_none(value: Any, message: str) -> None:
         )
 
 
-def check_given(value: Any, name: str) -> None:
+def check_given(value: object, name: str) -> None:
     """Raise ValueError if an argument that the graph computes with is left out or None."""
     if value is None:
         raise ValueError(
@@ -80,7 +80,7 @@ def check_given(value: Any, name: str) -> None:
         )
 
 
-def check_argument(value: Any, expected: Any, name: str) -> None:
+def check_argument(value: object, expected: object, name: str) -> None:
     """Raise ValueError if an argument of a block is another one than the model gives it."""
     if type(value) is not type(expected) or value != expected:
         raise ValueError(
@@ -89,7 +89,7 @@ def check_argument(value: Any, expected: Any, name: str) -> None:
         )
 
 
-def call_scripted(module: str, name: str, *args: Any, **kwargs: Any) -> Any:
+def call_scripted(module: str, name: str, *args: object, **kwargs: object) -> object:
     """Call a function compiled by torch.jit.script, by its module and name: the function itself cannot be pickled."""
     return getattr(import_module(module), name)(*args, **kwargs)
 
@@ -99,19 +99,19 @@ def length_of(value: Sized) -> int:
     return len(value)
 
 
-def items_of(value: Iterable[Any]) -> list[Any]:
-    """Return the items of a value in order, so that they can be indexed: those of a dict or of its views cannot."""
+def items_of(value: Iterable[object]) -> list[object]:
+    """Return the items of a value in order, so that they can be indexed, as a dict and its views cannot."""
     return list(value)
 
 
-def set_item(tensor: Any, index: Any, value: Any) -> Any:
+def set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
     """Write into a tensor, and return it."""
     tensor[index] = value
     return tensor
 
 
-def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
-    """Return the value of training mode or that of eval mode, where Python branches on the mode."""
+def by_mode(training: bool, in_training: object, in_eval: object) -> object:
+    """Return the value of training mode or of eval mode, where Python branches on the mode."""
     return in_training if training else in_eval
 
 

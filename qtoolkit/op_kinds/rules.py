@@ -20,7 +20,7 @@ DISCRETE = frozenset((
     "isfinite", "logical_and", "logical_or", "logical_not", "logical_xor", "and_", "or_", "xor", "invert", "bool", "int",
     "long", "argmax", "argmin", "argsort",
 ))  # fmt: skip
-IMAGES = (4, 5)  # the dimensions of images and volumes, with those of the batch and the channels
+IMAGES = (4, 5)  # the dimensions of images and volumes, with batch and channels
 CASTS = ("float", "double", "half", "bfloat16", "to", "type_as", "cpu", "cuda")  # methods
 UPSAMPLE_KINDS = {
     **dict.fromkeys(("nearest", "nearest-exact"), "upsample_nearest"),
@@ -43,12 +43,12 @@ def called_module(node: fx.Node) -> nn.Module | None:
     return module_of(node) if node.op == "call_module" else None
 
 
-def called_by(node: fx.Node) -> Any:
+def called_by(node: fx.Node) -> object:
     """Return what a node calls: the type of its module, or its function or method."""
     return type(module_of(node)) if node.op == "call_module" else node.target
 
 
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+def argument(node: fx.Node, position: int, name: str, default: object = None) -> Any:
     """Return an argument of a node; for a node that calls a module, the module's attribute of that name."""
     if node.op == "call_module":
         owner = node.graph.owning_module
@@ -56,7 +56,7 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def is_constant(value: Any) -> bool:
+def is_constant(value: object) -> bool:
     """Return whether an operand is a number, or a parameter or buffer of the model."""
     if isinstance(value, fx.Node):
         return value.op == "get_attr" or is_number(value)
@@ -92,9 +92,7 @@ def is_number(node: fx.Node) -> bool:
 def _reads_numbers(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in READ_NUMBERS
-    return node.op == "call_function" and (
-        node.target is length_of or (node.target is getattr and node.args[1] in SIZES)
-    )
+    return node.target is length_of or (node.target is getattr and node.args[1] in SIZES)
 
 
 def _computes_plainly(node: fx.Node) -> bool:
@@ -157,7 +155,7 @@ def mean(node: fx.Node) -> str:
     return "avg_pool" if is_over_image(dims, facts_of(node).input_dims) else "mean"
 
 
-def is_over_image(dims: Any, rank: int | None) -> bool:
+def is_over_image(dims: object, rank: int | None) -> bool:
     """Return whether a reduction is over all positions of an image or of a volume, of four or five dimensions.
 
     Where the number of dimensions is not known (None), dimensions that may be these are taken for them.
@@ -165,10 +163,11 @@ def is_over_image(dims: Any, rank: int | None) -> bool:
     return any(is_over_positions(dims, image) for image in IMAGES if rank in (None, image))
 
 
-def is_over_positions(dims: Any, rank: int) -> bool:
-    """Return whether a reduction is over all dimensions behind that of the channels."""
-    are_numbers = isinstance(dims, list | tuple) and all(isinstance(dim, int) for dim in dims)
-    return are_numbers and sorted(dim % rank for dim in dims) == list(range(2, rank))
+def is_over_positions(dims: object, rank: int) -> bool:
+    """Return whether a reduction is over all dimensions behind the channels."""
+    if not isinstance(dims, list | tuple) or not all(isinstance(dim, int) for dim in dims):
+        return False
+    return sorted(dim % rank for dim in dims) == list(range(2, rank))
 
 
 def upsample(node: fx.Node) -> str:
@@ -248,5 +247,5 @@ def name_called(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", "")) if node.op == "call_function" else ""
 
 
-def _picks(part: Any) -> bool:
+def _picks(part: object) -> bool:
     return part is None or part is Ellipsis or isinstance(part, int | slice)

@@ -9,7 +9,6 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -21,7 +20,7 @@ from qtoolkit.op_kinds.kind import ATTENTION, TWO, WEIGHTED, Bounds, Form, OpKin
 from qtoolkit.op_kinds.recorded import by_mode
 
 
-def _named(*names: str) -> tuple[Callable[..., Any], ...]:
+def _named(*names: str) -> tuple[Callable[..., object], ...]:
     """Return the functions of these names in torch and torch.nn.functional: some are in one, some in both."""
     return tuple(getattr(owner, name) for owner in (torch, F) for name in names if hasattr(owner, name))
 
@@ -228,7 +227,7 @@ IDENTITY: Entry = (KINDS["identity"], Form())
 # Functions and modules of packages that qtoolkit does not import, by module and name.
 FOREIGN: Mapping[tuple[str, str], Entry] = {("torchvision.ops.stochastic_depth", "stochastic_depth"): IDENTITY}
 OF_MODULE: Mapping[type[nn.Module], Entry] = {module: entry for entry in _ENTRIES for module in entry[1].modules}
-OF_FUNCTION: Mapping[Any, Entry] = {function: entry for entry in _ENTRIES for function in entry[1].functions}
+OF_FUNCTION: Mapping[object, Entry] = {function: entry for entry in _ENTRIES for function in entry[1].functions}
 OF_METHOD: Mapping[str, Entry] = {method: entry for entry in _ENTRIES for method in entry[1].methods}
 
 
@@ -252,7 +251,7 @@ CLIPS_OF_ATEN: Mapping[str, Callable[[Read], Bounds]] = {
 }
 
 
-def calls_where(holds: Callable[[OpKind], bool]) -> frozenset[Any]:
+def calls_where(holds: Callable[[OpKind], bool]) -> frozenset[object]:
     """Return the functions, operators and names of methods of the kinds for which something holds."""
     forms = (form for kind in KINDS.values() if holds(kind) for form in kind.forms)
     return frozenset(call for form in forms for call in (*form.functions, *form.methods))
@@ -277,6 +276,6 @@ def kind_named(name: str) -> OpKind:
     return KINDS[name]
 
 
-def kind_of_type(qat_type: type[Any]) -> OpKind:
+def kind_of_type(qat_type: type[object]) -> OpKind:
     """Return the kind that a QAT type declares; OTHER for a type of the user's own that declares none."""
     return kind_named(getattr(qat_type, "KIND", OTHER.name))

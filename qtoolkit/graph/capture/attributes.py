@@ -6,14 +6,14 @@ error.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING
-from qtoolkit.model_state import evaluating
+from qtoolkit.model_state import attribute_kept, evaluating
 from qtoolkit.op_kinds.recorded import TrainingMode
 from qtoolkit.op_kinds.rules import CASTS
 
@@ -69,6 +69,7 @@ def _traced_modes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> I
     """Make `training` of each submodule a Mode in a block."""
     before = [(module, module.training) for module in model.modules()]
     for module, _ in before:
+        # `vars`: an assignment to an attribute of a scripted module goes to C++, which takes no Mode.
         vars(module)["training"] = Mode.of(module, on_branch)
     try:
         yield
@@ -84,22 +85,17 @@ def kept_in_eval_mode(model: nn.Module) -> list[str]:
     """
     if not any(map(has_own_train, model.modules())):
         return []
-    modes = [(module, module.training) for module in model.modules()]
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    # The base classes of batch and instance norms, and of dropouts: torch has no public ones.
     by_mode = nn.modules.batchnorm._NormBase | nn.modules.dropout._DropoutNd
-    try:
-        model.train()
+    with attribute_kept(model.modules(), "training"), attribute_kept(model.parameters(), "requires_grad"):
+        try:
+            model.train()
+        except Exception:  # it may raise anything
+            return []
         return [name for name, module in model.named_modules() if isinstance(module, by_mode) and not module.training]
-    except Exception:  # it may raise anything
-        return []
-    finally:
-        for module, training in modes:
-            module.training = training
-        for parameter, requires_grad in trained:
-            parameter.requires_grad = requires_grad
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
+def plain_attributes(module: nn.Module) -> dict[str, object]:
     """Return the numbers, strings, flags and None among a module's attributes, which a graph has as they are now."""
     found = {name: value for name, value in vars(module).items() if is_plain(value) and not name.startswith("_")}
     return {name: value for name, value in found.items() if name != "training"}
@@ -112,7 +108,7 @@ def has_own_train(module: nn.Module) -> bool:
 
 
 def returns_input(module: nn.Module) -> bool:
-    """Return whether a module without state returns its input in eval mode, as those of dropouts and stochastic depth do."""
+    """Return whether a module without state returns its input in eval mode, as dropouts and stochastic depth do."""
     something = object()
     with evaluating(module):
         try:
@@ -156,12 +152,7 @@ class _Assignments:
     """The attributes of a model's submodules before a trace, whose forward may assign traced values to them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.before = [
-            (f"{name}.{attribute}".removeprefix("."), kind, space, attribute, value)
-            for name, kind, space in _spaces(model)
-            for attribute, value in space.items()
-        ]
-        self.spaces = [(space, set(space)) for _, _, space in _spaces(model)]
+        self.spaces = [(name, kind, space, dict(space)) for name, kind, space in _spaces(model)]
         values = (value for module in model.modules() for value in vars(module).values())
         self.lists = [(value, tuple(value)) for value in values if type(value) is list]
 
@@ -170,30 +161,31 @@ class _Assignments:
 
         A cast of the tensor itself is a local value: each forward makes it anew.
         """
-        for name, kind, space, attribute, value in self.before:
-            assigned = space.get(attribute)
-            if isinstance(value, Tensor) and isinstance(assigned, fx.Proxy) and not _is_cast_of(name, assigned.node):
-                raise RuntimeError(
-                    f"the forward assigns to {kind} {name!r}, which a graph does not record; write into the {kind} with copy_ "
-                    f"or add_, or assign to a local variable."
-                )
+        for owner, kind, space, before in self.spaces:
+            for attribute, assigned in space.items():
+                if not (isinstance(before.get(attribute), Tensor) and isinstance(assigned, fx.Proxy)):
+                    continue
+                name = f"{owner}.{attribute}".removeprefix(".")
+                if not _is_cast_of(name, assigned.node):
+                    raise RuntimeError(
+                        f"the forward assigns to {kind} {name!r}, which a graph does not record; write into the {kind} with "
+                        f"copy_ or add_, or assign to a local variable."
+                    )
 
     def undo(self) -> None:
         """Give attributes, and lists that are attributes, the values that they had in place of traced ones."""
-        for _, _, space, attribute, value in self.before:
-            if isinstance(space.get(attribute), fx.Proxy):
-                space[attribute] = value
-        for space, known in self.spaces:
-            for attribute in [
-                name for name, value in space.items() if isinstance(value, fx.Proxy) and name not in known
-            ]:
-                del space[attribute]
-        for values, before in self.lists:
+        for _, _, space, before in self.spaces:
+            for attribute in [name for name, value in space.items() if isinstance(value, fx.Proxy)]:
+                if attribute in before:
+                    space[attribute] = before[attribute]
+                else:
+                    del space[attribute]
+        for values, items in self.lists:
             if any(isinstance(value, fx.Proxy) for value in values):
-                values[:] = before
+                values[:] = items
 
 
-def _spaces(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _spaces(model: nn.Module) -> Iterator[tuple[str, str, dict[str, object]]]:
     for name, module in model.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):  # a leaf module
             yield name, "attribute", vars(module)

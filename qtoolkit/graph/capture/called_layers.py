@@ -31,14 +31,14 @@ class LayerCall:
     """A call of a layer while torch.export runs: torch sees its tensors and sizes, and this the rest."""
 
     path: str  # of the layer
-    compute: Callable[..., Any]
-    arguments: list[Any]  # the leaves of the positional and keyword arguments
+    compute: Callable[..., object]
+    arguments: list[object]  # the leaves of the positional and keyword arguments
     spec: TreeSpec
-    outputs: list[Any] = field(default_factory=list)  # the leaves of the result
+    outputs: list[object] = field(default_factory=list)  # the leaves of the result
     output_spec: TreeSpec | None = None
     places: list[KeyPath] = field(default_factory=list)  # of the tensors among these leaves
 
-    def run(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> list[Tensor]:
+    def run(self, tensors: Sequence[object], sizes: Sequence[object]) -> list[Tensor]:
         """Call the layer with fake tensors; return new tensors, of which none is an input."""
         args, kwargs = self.given(tensors, sizes)
         with_paths, self.output_spec = tree_flatten_with_path(self.compute(*args, **kwargs))
@@ -46,11 +46,11 @@ class LayerCall:
         self.places = [path for path, value in with_paths if isinstance(value, Tensor)]
         return [value.clone() for value in self.outputs if isinstance(value, Tensor)]
 
-    def given(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> Any:
+    def given(self, tensors: Sequence[object], sizes: Sequence[object]) -> Any:
         """Return the arguments, with other tensors and sizes."""
         return tree_unflatten(_replaced(self.arguments, tensors, sizes), self.spec)
 
-    def result(self, tensors: Sequence[Any]) -> Any:
+    def result(self, tensors: Sequence[object]) -> object:
         """Return the result, with other tensors."""
         spec = present(self.output_spec, f"the result of {self.path!r}")
         return tree_unflatten(_replaced(self.outputs, tensors, ()), spec)
@@ -60,7 +60,7 @@ _calls: ContextVar[list[LayerCall]] = ContextVar("calls")
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
-def _run(call: int, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
+def _run(call: int, tensors: Sequence[Tensor], sizes: Sequence[object]) -> list[Tensor]:
     token = _inside.set(True)
     try:
         return _calls.get()[call].run(tensors, sizes)
@@ -77,7 +77,8 @@ def called_as_layers(layers: Mapping[nn.Module, str]) -> Iterator[list[LayerCall
     calls: list[LayerCall] = []
     token = _calls.set(calls)
     for layer, path in layers.items():
-        vars(layer)["_call_impl"] = _call_of(layer, path)  # its hooks are part of the call
+        # `__call__` looks up `_call_impl` on the module, so that this replaces the call of this one, with its hooks.
+        vars(layer)["_call_impl"] = _call_of(layer, path)
     try:
         yield calls
     finally:
@@ -86,10 +87,10 @@ def called_as_layers(layers: Mapping[nn.Module, str]) -> Iterator[list[LayerCall
             del vars(layer)["_call_impl"]
 
 
-def _call_of(layer: nn.Module, path: str) -> Callable[..., Any]:
-    compute: Callable[..., Any] = layer._call_impl
+def _call_of(layer: nn.Module, path: str) -> Callable[..., object]:
+    compute: Callable[..., object] = layer._call_impl
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if torch.compiler.is_dynamo_compiling() or _inside.get():  # as the branches of torch.cond are
             return compute(*args, **kwargs)
         arguments, spec = tree_flatten((args, kwargs))
@@ -101,7 +102,7 @@ def _call_of(layer: nn.Module, path: str) -> Callable[..., Any]:
     return call
 
 
-def _replaced(leaves: Sequence[Any], tensors: Sequence[Any], sizes: Sequence[Any]) -> list[Any]:
+def _replaced(leaves: Sequence[object], tensors: Sequence[object], sizes: Sequence[object]) -> list[object]:
     of_tensors, of_sizes = iter(tensors), iter(sizes)
     return [
         next(of_tensors) if isinstance(leaf, Tensor) else next(of_sizes) if isinstance(leaf, torch.SymInt) else leaf

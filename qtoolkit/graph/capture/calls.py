@@ -18,14 +18,14 @@ class CallRecorder:
     def __init__(self) -> None:
         self.calls, self.open = [BlockCall("")], [ROOT]
 
-    def enter(self, name: str, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def enter(self, name: str, block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Record that a block is called."""
         values = {key: _recorded(value) for key, value in kwargs.items()}
         names = _positional_names(block, len(args))
         self.calls.append(BlockCall(name, self.open[-1], names, tuple(map(_recorded, args)), values))
         self.open.append(len(self.calls) - 1)
 
-    def leave(self, result: Any) -> None:
+    def leave(self, result: object) -> None:
         """Record what the block returns."""
         call = self.open.pop()
         self.calls[call] = replace(self.calls[call], result=_recorded(result))
@@ -36,7 +36,7 @@ class CallRecorder:
         self.open = [call for call in self.open if call < count]
 
 
-def _recorded(value: Any) -> Any:
+def _recorded(value: Any) -> object:
     if isinstance(value, fx.Proxy):
         return Value(value.node.name)
     if type(value) in (tuple, list):

@@ -1,8 +1,8 @@
 """Capture a model by torch.export, which follows Python that symbolic tracing does not; its graph is then traced as any model.
 
 torch.export does not look into the modules that a trace keeps whole, nor into those that read their training mode and have no
-layers: the graph calls them, so that batch norms and dropouts follow their mode, and names and parameters are those of the
-model. What it looks into becomes torch's functions and methods. Where other modules read their mode, it captures both modes,
+layers: the graph calls them, so that batch norms and dropouts follow their mode, and the model's names and parameters
+stay. What it looks into becomes torch's functions and methods. Where other modules read their mode, it captures both modes,
 and the graph takes what differs by the mode.
 """
 
@@ -11,18 +11,21 @@ import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stderr
+from copy import copy
 from functools import partial
 from io import StringIO
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import FunctionSchema, Tensor, fx, nn
+from torch.fx.node import Argument
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from qtoolkit.errors import first_line, some
 from qtoolkit.graph.block_calls import ROOT, BlockCall
+from qtoolkit.graph.blocks import HELD
 from qtoolkit.graph.capture.attributes import add_modes, name_in
 from qtoolkit.graph.capture.called_layers import call_layers, called_as_layers
 from qtoolkit.graph.capture.mode_reads import readers_of_modes
@@ -45,11 +48,8 @@ DROPOUTS: Mapping[str, Callable[..., Tensor]] = {
     "dropout": F.dropout, "alpha_dropout": F.alpha_dropout, "feature_alpha_dropout": F.feature_alpha_dropout,
     "feature_dropout": torch.feature_dropout,
 }  # fmt: skip
-OF_CHANNELS = {
-    3: F.dropout1d,
-    4: F.dropout2d,
-    5: F.dropout3d,
-}  # by the dimensions of the input, all of them feature_dropout
+# By the dimensions of the input; all of them are feature_dropout.
+OF_CHANNELS = {3: F.dropout1d, 4: F.dropout2d, 5: F.dropout3d}
 BY_MODE = ("train", "training", "dropout_p")  # arguments of ops that another mode may change
 SPACES = ("linalg", "fft", "special")  # of torch, whose functions aten names with a prefix
 # Ops of aten that are methods with another name in Python.
@@ -66,7 +66,7 @@ RESIZES = {
 }  # fmt: skip
 
 
-def run(model: nn.Module, example_inputs: Any, leaf_modules: Sequence[type[nn.Module]] = ()) -> fx.GraphModule:
+def run(model: nn.Module, example_inputs: object, leaf_modules: Sequence[type[nn.Module]] = ()) -> fx.GraphModule:
     """Return a graph module with the parameters, buffers and layers of a model, under their names, in the model's mode.
 
     The graph has the branches of the example inputs. Batch sizes above 1 may change, if the model allows it. Modules of the
@@ -90,7 +90,7 @@ def _has_layers(module: nn.Module) -> bool:
     return any(isinstance(part, tuple(QAT_MODULES)) for part in module.modules())
 
 
-def _captured(model: nn.Module, example_inputs: Any, called: Mapping[nn.Module, str]) -> fx.GraphModule:
+def _captured(model: nn.Module, example_inputs: object, called: Mapping[nn.Module, str]) -> fx.GraphModule:
     """Return the program of torch.export for a model in its mode, with calls of modules and functions of torch."""
     args, kwargs = split(example_inputs)
     try:
@@ -102,7 +102,7 @@ def _captured(model: nn.Module, example_inputs: Any, called: Mapping[nn.Module, 
             f"prepare: torch.export cannot capture {type(model).__name__} ({type(error).__name__}: {first_line(error)}); "
             f"{WITHOUT_TRACING}."
         ) from error
-    exported: Any = program.module()
+    exported = program.module()
     _check_ops(model, exported)
     for node in exported.graph.find_nodes(op="call_module", target=GUARDS):
         exported.graph.erase_node(node)
@@ -110,7 +110,7 @@ def _captured(model: nn.Module, example_inputs: Any, called: Mapping[nn.Module, 
     for node in list(exported.graph.nodes):
         if calls_aten(node):
             _call_torch(node)
-    return exported  # type: ignore[no-any-return]  # a GraphModule
+    return exported
 
 
 def calls_aten(node: fx.Node) -> bool:
@@ -130,8 +130,8 @@ def _check_ops(model: nn.Module, exported: fx.GraphModule) -> None:
         )
 
 
-def _shapes_of(value: Any) -> Any:
-    """Return which sizes of an input may change: of a tensor that of the first dimension."""
+def _shapes_of(value: object) -> object:
+    """Return which sizes of an input may change: the first size of a tensor."""
     return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.dim() and len(value) > 1 else None
 
 
@@ -139,15 +139,12 @@ def _shapes_of(value: Any) -> Any:
 
 
 def _in_both_modes(
-    model: nn.Module,
-    example_inputs: Any,
-    called: Mapping[nn.Module, str],
-    branching: Collection[nn.Module],
+    model: nn.Module, example_inputs: object, called: Mapping[nn.Module, str], branching: Collection[nn.Module]
 ) -> tuple[fx.GraphModule, dict[nn.Module, fx.Node]]:
     """Return a program that follows the modes of some submodules, and the node that reads the mode of each.
 
-    Where the programs of both modes do not become one, it is that of eval mode; UntraceableError if one of these submodules is
-    in training mode.
+    Where the programs of both modes do not become one, it is the program of eval mode; UntraceableError if one of
+    these submodules is in training mode.
     """
     modes: dict[nn.Module, fx.Node] = {}
     trained = [name or type(model).__name__ for name, m in model.named_modules() if m in branching and m.training]
@@ -188,6 +185,7 @@ def _agree(one: fx.GraphModule, two: fx.GraphModule, model: nn.Module) -> bool:
     own = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     constants = set.intersection(*read).difference(name for tensors in own for name, _ in tensors)
     pairs = [(attrgetter(name)(one), attrgetter(name)(two)) for name in constants]
+    # `_out_spec` is where torch.export keeps the containers that a program returns.
     return one._out_spec == two._out_spec and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
@@ -223,15 +221,11 @@ def _call_torch(node: fx.Node) -> None:
     """Let a node call what Python calls for an op of aten."""
     schema = node.target._schema  # type: ignore[union-attr]
     name = schema.name.rpartition("::")[2]
-    node.args = args = _up_to_mode(schema, tuple[Any, ...](node.args))
+    node.args = args = _up_to_mode(schema, node.args)
     node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("layout", "pin_memory")}
     if name in ASSERTIONS:
         node.graph.erase_node(node)
-    elif (
-        name == ALIAS
-        or (name in DROPOUTS and not args[2])
-        or (name in LIFTS and not any(map(_changes_its_input, node.users)))
-    ):
+    elif name == ALIAS or (name in DROPOUTS and not args[2]) or (name in LIFTS and not _is_changed(node)):
         node.replace_all_uses_with(args[0])
         node.graph.erase_node(node)
     elif name in DROPOUTS:
@@ -249,18 +243,20 @@ def _call_torch(node: fx.Node) -> None:
         node.target = function or METHODS.get(name, name)
 
 
-def _up_to_mode(schema: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _up_to_mode(schema: FunctionSchema, args: tuple[Argument, ...]) -> tuple[Any, ...]:
     """Return the arguments of an op with the one that depends on the mode, which torch leaves out where it has its default."""
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     count = max((names.index(name) + 1 for name in BY_MODE if name in names), default=0)
     return (*args, *(argument.default_value for argument in schema.arguments[len(args) : count]))
 
 
-def _changes_its_input(node: fx.Node) -> bool:
-    return str(getattr(node.target, "__name__", node.target)).partition(".")[0].endswith("_")
+def _is_changed(node: fx.Node) -> bool:
+    """Return whether an op changes what a node returns in place."""
+    names = [str(getattr(user.target, "__name__", user.target)).partition(".")[0] for user in node.users]
+    return any(name.endswith("_") for name in names)
 
 
-def _function_of(schema: Any, name: str, count: int) -> Callable[..., Any] | None:
+def _function_of(schema: FunctionSchema, name: str, count: int) -> Callable[..., object] | None:
     """Return the function that takes the first arguments of an op of aten in its order; None where it is a method."""
     names = ["input" if argument.name == "self" else argument.name for argument in schema.arguments][:count]
     function = getattr(F, name, None)
@@ -269,7 +265,7 @@ def _function_of(schema: Any, name: str, count: int) -> Callable[..., Any] | Non
     space, _, rest = name.partition("_")
     if space in SPACES:
         return getattr(getattr(torch, space), rest, None)
-    found: Callable[..., Any] | None = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
+    found: Callable[..., object] | None = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
     return found
 
 
@@ -287,8 +283,8 @@ def _module_of(model: nn.Module, captured: fx.GraphModule, modes: Mapping[nn.Mod
         if "." not in name and not hasattr(root, name):
             root.register_buffer(name, getattr(captured, name), persistent=False)
     result = fx.GraphModule(root, graph, type(model).__name__)
-    held = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
-    vars(result).update({name: vars(root)[name] for name in held})
+    # GraphModule takes over only what its graph uses: this one has all that the model has.
+    vars(result).update({name: vars(root)[name] for name in HELD})
     result.graph.eliminate_dead_code(lambda node: node.is_impure() or changed_by(node, result) is not None)
     result.recompile()
     return result
@@ -299,9 +295,8 @@ def _without_forward(module: nn.Module, called: Collection[nn.Module], made: dic
     if module in called:
         return module
     if module not in made:
-        made[module] = new = nn.Module().train(module.training)
-        new._parameters, new._buffers = dict(module._parameters), dict(module._buffers)
-        new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        made[module] = new = nn.Module()
+        vars(new).update({name: copy(vars(module)[name]) for name in HELD})
         children = ((name, child) for name, child in module._modules.items() if child is not None)
         new._modules = {name: _without_forward(child, called, made) for name, child in children}
     return made[module]

@@ -6,18 +6,18 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from qtoolkit.op_kinds.rules import name_called
 
 # Reductions of tests of values, such as torch.isfinite(x).all(), and what they give where all values are finite.
 FINITE_CHECKS = {("all", "isfinite"): True, ("any", "isinf"): False, ("any", "isnan"): False}
-Patch = tuple[Any, str, Any]  # an object, the name of one of its attributes, and the attribute's other value
+Patch = tuple[object, str, object]  # an object, the name of one of its attributes, and the attribute's other value
 
 
 def torchvision_ops() -> tuple[FunctionType, ...]:
@@ -27,7 +27,7 @@ def torchvision_ops() -> tuple[FunctionType, ...]:
     return tuple(f for f in found if isinstance(f, FunctionType))
 
 
-def scripted_functions(model: nn.Module) -> dict[Any, tuple[str, str]]:
+def scripted_functions(model: nn.Module) -> dict[Callable[..., object], tuple[str, str]]:
     """Return the functions compiled by torch.jit.script in the namespaces of a model's forwards: their module and name."""
     forwards = [inspect.getattr_static(type(m), "forward", None) for m in model.modules()]
     spaces = [space for forward in forwards if (space := getattr(forward, "__globals__", None))]
@@ -39,12 +39,12 @@ def scripted_functions(model: nn.Module) -> dict[Any, tuple[str, str]]:
     }
 
 
-def is_foreign(target: Any) -> bool:
+def is_foreign(target: object) -> bool:
     """Return whether a target is a Python function outside torch."""
     return isinstance(target, FunctionType) and (target.__module__ or "").partition(".")[0] != "torch"
 
 
-def is_weight(node: fx.Node, value: Any) -> bool:
+def is_weight(node: fx.Node, value: object) -> bool:
     """Return whether a node reads a parameter of two or more dimensions."""
     return node.op == "get_attr" and isinstance(value, nn.Parameter) and value.dim() > 1
 
@@ -70,6 +70,7 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+Message = str | Callable[[], object] | None  # of an error, as torch._check takes it
 TYPES_OF_LIMITS = ("finfo", "iinfo")
 MAKERS = ("zeros", "ones", "empty", "full", "arange", "rand", "randn")
 
@@ -88,26 +89,24 @@ def _checks() -> list[Patch]:
     Where a torch has no such functions, `prepare` names the line of the check.
     """
 
-    def check(error_type: type[Exception], cond: Any, message: Any) -> None:
+    def check(error_type: type[Exception], cond: bool | torch.SymBool | fx.Proxy, message: Message) -> None:
         """Check a number now, and let the graph check it again."""
         original(error_type, bool(cond) if isinstance(cond, fx.Proxy) else cond, message)
 
-    def check_tensor(error_type: type[Exception], cond: Any, message: Any) -> None:
+    def check_tensor(error_type: type[Exception], cond: Tensor, message: Message) -> None:
         """Check a tensor, but not a traced one: torch.export takes no graph that raises by the values of its tensors."""
         if not isinstance(cond, fx.Proxy):
             original_of_tensors(error_type, cond, message)
 
-    original: Any = getattr(torch, "_check_with", None)
-    original_of_tensors: Any = getattr(torch, "_check_tensor_all_with", None)
-    if original is None or original_of_tensors is None:
+    if not (hasattr(torch, "_check_with") and hasattr(torch, "_check_tensor_all_with")):
         return []
+    original, original_of_tensors = torch._check_with, torch._check_tensor_all_with
     return [(torch, "_check_with", check), (torch, "_check_tensor_all_with", check_tensor)]
 
 
-def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        sizes = [part for arg in args if isinstance(arg, tuple | list) for part in arg]
-        proxy = next((arg for arg in (*args, *sizes, *kwargs.values()) if isinstance(arg, fx.Proxy)), None)
+def _recorded(function: Callable[..., object]) -> Callable[..., object]:
+    def call(*args: object, **kwargs: object) -> object:
+        proxy = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.Proxy)), None)
         if proxy is None:
             return function(*args, **kwargs)
         return proxy.tracer.create_proxy("call_function", function, args, kwargs)
@@ -128,7 +127,7 @@ def traced_checkpoints() -> Iterator[None]:
         del CheckpointFunction.apply
 
 
-def _call(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+def _call(function: Callable[..., object], preserve_rng_state: bool, *args: object) -> object:
     return function(*args)
 
 

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from qtoolkit.model_inputs import clone_tensors, split
 from qtoolkit.model_state import evaluating, random_state_kept, values_kept
 
 
-def readers_of_modes(model: nn.Module, example_inputs: Any) -> set[nn.Module]:
+def readers_of_modes(model: nn.Module, example_inputs: object) -> set[nn.Module]:
     """Run a model on example inputs in both modes; return the modules that read their own mode. Its state does not change."""
     found: set[nn.Module] = set()
     for training in (False, True):

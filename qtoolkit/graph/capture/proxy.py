@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, fx
 
@@ -41,17 +41,17 @@ class SizedProxy(fx.Proxy):
         value = self.tracer.value_of(self)
         return type(self) if value is UNKNOWN or isinstance(value, Tensor) else type(value)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if hasattr(Tensor, name):
             raise RuntimeError(f"{name!r} of a tensor is assigned here, which a graph does not record.")
         super().__setattr__(name, value)
 
-    def __deepcopy__(self, memo: Any = None) -> Any:
+    def __deepcopy__(self, memo: object = None) -> NoReturn:
         raise RuntimeError(
             "copy.deepcopy of a traced value is called here, which a graph does not record; use x.clone()."
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> fx.Proxy:
         """Return the proxy of a value that cannot be called: code that takes values or functions asks `callable`."""
         value = self.tracer.value_of(self)
         return super().__call__(*args, **kwargs) if value is UNKNOWN or callable(value) else self
@@ -73,19 +73,19 @@ class SizedProxy(fx.Proxy):
     def __float__(self) -> float:
         return float(self.tracer.guard(self))
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         return item in self.tracer.guard(self)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         new = self.tracer.create_proxy("call_function", set_item, (self, index, value), {})
         self.tracer.rebound.append((self, self.node))
         self.node = new.node  # later readers of the tensor read it after the assignment
 
 
-def _assigning(function: Callable[..., Any]) -> Callable[..., Any]:
+def _assigning(function: Callable[[object, object], object]) -> Callable[[SizedProxy, object], fx.Proxy]:
     """Return the method of an augmented assignment such as +=, which torch.fx records as + on a new tensor."""
 
-    def assign(proxy: SizedProxy, other: Any) -> fx.Proxy:
+    def assign(proxy: SizedProxy, other: object) -> fx.Proxy:
         result = proxy.tracer.create_proxy("call_function", function, (proxy, other), {})
         set_facts(result.node, assigns_in_place=True)
         return result
@@ -114,7 +114,7 @@ class TensorProxy(SizedProxy, Tensor):  # type: ignore[misc]  # Proxy comes firs
         SizedProxy.__init__(proxy, node, tracer)
         return proxy
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name: str) -> object:
         """Return an attribute of the proxy, or record the read of a tensor's attribute."""
         is_own = name in _OWN or name in super().__getattribute__("__dict__")
         return super().__getattribute__(name) if is_own else self.__getattr__(name)

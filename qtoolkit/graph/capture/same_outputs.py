@@ -3,15 +3,14 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 
 from qtoolkit.errors import first_line, some
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError
-from qtoolkit.model_inputs import split, tensors_of
+from qtoolkit.model_inputs import clone_tensors, split, tensors_of
 from qtoolkit.model_state import RandomState, evaluating, random_state_kept, values_kept
 
 # The graph has the ops of forward in their order, so that only kernels without a fixed order of sums differ at all.
@@ -26,7 +25,7 @@ class Expected:
     """
 
     def __init__(
-        self, model: nn.Module, example_inputs: Any, concrete_args: Mapping[str, Any], of_own_mode: bool
+        self, model: nn.Module, example_inputs: object, concrete_args: Mapping[str, object], of_own_mode: bool
     ) -> None:
         self.name, self.random = type(model).__name__, RandomState.now()
         self.args, self.kwargs = split(example_inputs)
@@ -63,8 +62,7 @@ class Expected:
         far = [name for name in sorted(common) if _difference([found.buffers[name]], [expected.buffers[name]])]
         return f"leaves other values than the model in {some(list(map(repr, far)))}" if far else ""
 
-    def _run(self, model: nn.Module, kwargs: Mapping[str, Any], evaluates: bool) -> "Computed":
-        args, kwargs = tree_map(_cloned, (self.args, dict(kwargs)))  # a forward may change its inputs in place
+    def _run(self, model: nn.Module, kwargs: Mapping[str, object], evaluates: bool) -> "Computed":
         with (
             torch.no_grad(),
             random_state_kept(model),
@@ -73,6 +71,7 @@ class Expected:
             without_fast_path(),
             warnings.catch_warnings(action="ignore"),
         ):
+            args, kwargs = clone_tensors((self.args, dict(kwargs)))  # a forward may change its inputs in place
             self.random.restore()
             for device in {p.device.index for p in model.parameters() if p.is_cuda}:
                 torch.cuda.default_generators[device].manual_seed(0)
@@ -99,10 +98,6 @@ def without_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _cloned(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _difference(found: list[Tensor], expected: list[Tensor]) -> str:

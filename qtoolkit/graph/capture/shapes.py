@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
+from torch.fx.node import Argument, map_aggregate
 from torch.utils._pytree import tree_map
 
 from qtoolkit.model_inputs import copy_containers
@@ -18,23 +18,23 @@ DEVICE_ATTRIBUTES = ("device", "is_cuda", "is_cpu", "is_meta")
 UNKNOWN = object()  # a value that depends on data, or that was not computed
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether a value is a number, string, dtype, device or None, or a tuple or list of those: Python may use it."""
     return all(map(is_plain, value)) if isinstance(value, tuple | list) else isinstance(value, PLAIN)
 
 
-def holds_no_floats(value: Any) -> bool:
+def holds_no_floats(value: object) -> bool:
     """Return whether a value is a tensor of integers, booleans or complex numbers, or a tuple or list of such tensors."""
     tensors = value if isinstance(value, tuple | list) and value else [value]
     return all(isinstance(t, Tensor) and not t.is_floating_point() for t in tensors)
 
 
-def is_sequence_of_tensors(value: Any) -> bool:
+def is_sequence_of_tensors(value: object) -> bool:
     """Return whether a value is a tuple or list with tensors."""
     return isinstance(value, tuple | list) and any(isinstance(t, Tensor) for t in value)
 
 
-def dims_of(value: Any) -> int | None:
+def dims_of(value: object) -> int | None:
     """Return the number of dimensions of a tensor; None of other values."""
     return value.dim() if isinstance(value, Tensor) else None
 
@@ -45,16 +45,16 @@ class ShapePropagation:
     `inputs` are example values of the arguments of its forward, by name.
     """
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, inputs: Mapping[str, object]) -> None:
         self.model = model
         tensors = [*model.parameters(), *model.buffers()]
         self.device = device_of(model) or torch.device("cpu")
         # The copy's parameters and buffers are on the meta device from the start, so they take no memory.
         self.meta_model = deepcopy_model(model, {id(t): _on_meta(t) for t in tensors})
         self.inputs = inputs
-        self.values: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, object] = {}
 
-    def __getitem__(self, node: fx.Node) -> Any:
+    def __getitem__(self, node: fx.Node) -> object:
         return self.values.get(node, UNKNOWN)
 
     def add(self, node: fx.Node) -> None:
@@ -74,7 +74,7 @@ class ShapePropagation:
             # Containers keep their types: code may read an attribute, as x.max(0).values.
             self.values[node] = tree_map(_on_meta, value)
 
-    def _compute(self, node: fx.Node) -> Any:
+    def _compute(self, node: fx.Node) -> object:
         target: Any = node.target
         # Functions of Python may compare devices but make no tensor on them.
         compares = getattr(target, "__module__", "") in ("builtins", "_operator")
@@ -94,15 +94,15 @@ class ShapePropagation:
             return getattr(torch.empty(0, device=self.device), args[1])
         return target(*args, **kwargs)
 
-    def _read(self, value: Any) -> Any:
+    def _read(self, value: Argument) -> Any:
         return self.values[value] if isinstance(value, fx.Node) else value
 
-    def _read_for_meta(self, value: Any) -> Any:
+    def _read_for_meta(self, value: Argument) -> Any:
         value = self._read(value)
         return META if isinstance(value, torch.device) else value
 
 
-def _on_meta(value: Any) -> Any:
+def _on_meta(value: object) -> object:
     if isinstance(value, nn.Parameter):
         return nn.Parameter(value.detach().to(META), value.requires_grad)
     return value.to(META) if isinstance(value, Tensor) else value

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
 
 from torch import nn
 
@@ -29,7 +28,7 @@ class Call:
     def find(
         cls,
         parameters: Mapping[str, inspect.Parameter],
-        given: Mapping[str, Any] | None,
+        given: Mapping[str, object] | None,
         fixed: Collection[str],
         by_name: Collection[str],
     ) -> "Call | None":
@@ -49,10 +48,10 @@ class Call:
                 passed[name] = after_gap or name in by_name or parameter.kind is inspect.Parameter.KEYWORD_ONLY
         return cls(inspect.Signature(list(named.values())), passed)
 
-    def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def of(self, forward: Callable[..., object]) -> Callable[..., object]:
         """Return a function that calls a forward with the model and the values of the named parameters, in their order."""
 
-        def call(model: nn.Module, *values: Any) -> Any:
+        def call(model: nn.Module, *values: object) -> object:
             arguments = dict(zip(self.signature.parameters, values, strict=True))
             by_place = [arguments[name] for name, by_keyword in self.passed.items() if not by_keyword]
             by_name = {name: arguments[name] for name, by_keyword in self.passed.items() if by_keyword}
@@ -72,14 +71,14 @@ class Call:
 class Arguments:
     """The arguments of a forward that is traced."""
 
-    given: dict[str, Any] | None  # the example value of each argument; None without example inputs
+    given: dict[str, object] | None  # the example value of each argument; None without example inputs
     # the values of those that are fixed: the user's choices, and arguments whose example value or default is a flag, a string
     # or None; a default that is a number is fixed too
-    fixed: dict[str, Any]
+    fixed: dict[str, object]
     call: Call | None  # how forward is called; None if its `*args` or `**kwargs` have values, or may have some
 
     @classmethod
-    def of(cls, model: nn.Module, chosen: Mapping[str, Any] | None, example_inputs: Any) -> "Arguments":
+    def of(cls, model: nn.Module, chosen: Mapping[str, object] | None, example_inputs: object) -> "Arguments":
         """Return the arguments of a model's forward; `chosen` are the values that the user has fixed.
 
         Raises ValueError: a key of `chosen` is not an argument of forward; TypeError: the example inputs do not match it.
@@ -97,6 +96,6 @@ class Arguments:
         return cls(given, {**fixed, **chosen}, call)
 
 
-def _is_fixed(value: Any, given: bool) -> bool:
+def _is_fixed(value: object, given: bool) -> bool:
     # A number that the user passes stays an input. Flags, strings and None select a branch of the forward.
     return isinstance(value, bool | str | type(None)) if given else isinstance(value, FIXED_TYPES)

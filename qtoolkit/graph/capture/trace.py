@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx, nn
 
@@ -13,11 +13,13 @@ from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.blocks import TracedBlock
 from qtoolkit.graph.capture.attributes import add_modes, has_own_train, kept_in_eval_mode, traced_attributes
 from qtoolkit.graph.capture.exported import calls_aten
+from qtoolkit.graph.capture.functions import scripted_functions
 from qtoolkit.graph.capture.rewrites import both_modes, functional_layers, in_place, subclasses, torch_modes
 from qtoolkit.graph.capture.rewrites import functional_batch_norms as norms
 from qtoolkit.graph.capture.rewrites.blocks import with_blocks
 from qtoolkit.graph.capture.rewrites.both_modes import Traced, note_training_mode
 from qtoolkit.graph.capture.same_outputs import Expected
+from qtoolkit.graph.capture.shapes import ShapePropagation
 from qtoolkit.graph.capture.signature import FIXED_TYPES, Arguments
 from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
@@ -52,9 +54,9 @@ def run(
     model: nn.Module,
     leaf_modules: Sequence[type[nn.Module]] = (),
     untraced: Sequence[str] = (),
-    concrete_args: Mapping[str, Any] | None = None,
+    concrete_args: Mapping[str, object] | None = None,
     preserve_attributes: Sequence[str] | None = None,
-    example_inputs: Any = None,
+    example_inputs: object = None,
     original: nn.Module | None = None,
 ) -> Captured:
     """Trace a model.
@@ -64,7 +66,7 @@ def run(
     numbers of items): the graph has the branch that these sizes select, and checks at each run that the sizes select the same
     one. The values of example inputs do not change the graph, which is compared with the model on them.
 
-    The arguments are those of `qtoolkit.prepare`; `original` is the model of which `model` is a graph already, by torch.export.
+    `qtoolkit.prepare` has the same arguments; `original` is the model of which `model` is a graph already, by torch.export.
 
     Raises:
         UntraceableError: The model's Python cannot be traced, or its graph computes something else.
@@ -81,14 +83,15 @@ def run(
     arguments = Arguments.of(model, concrete_args, example_inputs)
 
     def trace_once() -> _Trace:
-        tracer = ModelTracer.of(model, arguments, leaf_modules, leaf_submodules)
+        shapes = None if arguments.given is None else ShapePropagation(model, arguments.given)
+        tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model), arguments.call)
         graph = _graph(model, tracer, arguments.fixed)
         return _Trace(tracer, Traced(model, graph, tracer.modes, tracer.blocks.calls))
 
     (tracer, traced), batch_norms, branches = _in_both_modes(model, trace_once)
     note_training_mode(traced.graph)
     expected = None
-    if example_inputs is not None:  # with branches the graph is that of the model's mode in both modes
+    if example_inputs is not None:  # with branches the graph computes what the model's own mode does, in both modes
         expected = Expected(original, example_inputs, concrete_args or {}, of_own_mode=bool(branches))
     if model.training:
         _warn_of_modes(branches)
@@ -120,7 +123,7 @@ class _Trace(NamedTuple):
     traced: Traced
 
 
-def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any]) -> fx.Graph:
+def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, object]) -> fx.Graph:
     """Trace a model in its mode; errors as for `run`."""
     random = RandomState.now()
     try:
@@ -182,31 +185,33 @@ def _in_other_mode(model: nn.Module, branching: Sequence[nn.Module], trace_once:
     return other
 
 
+def _warn(text: str) -> None:
+    """Warn, from a function that `run` calls."""
+    warnings.warn(f"prepare: {text}", stacklevel=5)  # the caller of prepare
+
+
 def _warn_of_checkpoint(model: nn.Module) -> None:
-    warnings.warn(
-        f"prepare: {type(model).__name__} uses torch.utils.checkpoint; the graph computes the same values and gradients, but "
+    _warn(
+        f"{type(model).__name__} uses torch.utils.checkpoint; the graph computes the same values and gradients, but "
         f"stores the activations instead of recomputing them. To recompute them, checkpoint blocks of the prepared model, as "
-        f"apply_activation_checkpointing does, or make the submodules that use it leaf modules with `untraced`.",
-        stacklevel=4,  # the caller of prepare
+        f"apply_activation_checkpointing does, or make the submodules that use it leaf modules with `untraced`."
     )
 
 
 def _warn_of_finite_checks(names: Iterable[str]) -> None:
     if names := tuple(dict.fromkeys(names)):
-        warnings.warn(
-            f"prepare: Python tests whether values are finite in {some(names)}; the graph has the branch of finite values, and "
+        _warn(
+            f"Python tests whether values are finite in {some(names)}; the graph has the branch of finite values, and "
             f"passes NaN and infinities on. qtoolkit.stop_on_nonfinite(prepared) raises an error at the first one; to keep "
-            f"such a test, name the submodule in `untraced`.",
-            stacklevel=4,  # the caller of prepare
+            f"such a test, name the submodule in `untraced`."
         )
 
 
 def _warn_of_modes(branches: Sequence[str]) -> None:
     if branches:
-        warnings.warn(
-            f"prepare: Python branches on self.training in {', '.join(branches)}; the graph computes the branch of training "
-            f"mode in eval mode too. Prepare the model in the mode of its export, or name the submodule in `untraced`.",
-            stacklevel=4,  # the caller of prepare
+        _warn(
+            f"Python branches on self.training in {', '.join(branches)}; the graph computes the branch of training "
+            f"mode in eval mode too. Prepare the model in the mode of its export, or name the submodule in `untraced`."
         )
 
 
@@ -214,12 +219,11 @@ def _warn_of_own_train(gm: QuantizedGraphModule, names: Sequence[str]) -> None:
     """Warn of modules that `train()` of a class of the model keeps in eval mode, unless that class is in the graph."""
     others = [name for name in names if not any(has_own_train(part) for part in _path_to(gm, name))]
     if others:
-        warnings.warn(
-            f"prepare: train() of this model's own classes keeps {some(list(map(repr, others)))} in eval mode, and that of "
+        _warn(
+            f"train() of this model's own classes keeps {some(list(map(repr, others)))} in eval mode, and that of "
             f"the prepared model is torch's, which puts them in training mode. After each prepared.train(), call "
             f"prepared.get_submodule(name).eval() for them; or once qtoolkit.freeze_batch_norm(prepared.get_submodule(name)) "
-            f"for a batch norm behind a layer, or a block of them.",
-            stacklevel=4,  # the caller of prepare
+            f"for a batch norm behind a layer, or a block of them."
         )
 
 
@@ -290,7 +294,7 @@ def _unknown_submodule(model: nn.Module, argument: str, name: str) -> ValueError
     return ValueError(f"prepare: {argument}: " + unknown("submodule", name, filter(None, modules_by_name(model))))
 
 
-def _attributes_to_keep(model: nn.Module, names: Sequence[str]) -> dict[str, Any]:
+def _attributes_to_keep(model: nn.Module, names: Sequence[str]) -> dict[str, object]:
     check_sequence(names, "prepare", "preserve_attributes")
     integration = integration_of(type(model))
     own = {} if integration is None else integration.attributes_of(model)
@@ -303,7 +307,7 @@ def _attributes_to_keep(model: nn.Module, names: Sequence[str]) -> dict[str, Any
     return {**own, **{name: _find_attribute(model, name) for name in names}}
 
 
-def _find_attribute(model: nn.Module, name: str) -> Any:
+def _find_attribute(model: nn.Module, name: str) -> object:
     if not isinstance(name, str):
         raise TypeError(f"prepare: preserve_attributes must contain dotted names, got {name!r}.")
     owner_name, _, attribute = name.rpartition(".")
@@ -328,7 +332,7 @@ def _find_attribute(model: nn.Module, name: str) -> Any:
         ) from None
 
 
-def _restore_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
+def _restore_arguments(graph: fx.Graph, fixed: Mapping[str, object]) -> None:
     """Give the placeholders of fixed arguments the arguments' names, so that they can be passed, and the values as defaults."""
     behind_default = False  # Python allows no argument without a default there; a call passes it
     for node in graph.find_nodes(op="placeholder"):
@@ -341,7 +345,7 @@ def _restore_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
         behind_default = behind_default or bool(node.args)
 
 
-def _check_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
+def _check_arguments(graph: fx.Graph, fixed: Mapping[str, object]) -> None:
     """Let a graph refuse None for arguments that the example inputs give: forward would take another branch."""
     placeholders = graph.find_nodes(op="placeholder")
     read = [node for node in placeholders if node.users and node.args == (None,) and node.target not in fixed]

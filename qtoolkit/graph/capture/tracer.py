@@ -4,11 +4,12 @@ import functools
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument, Target
 from torch.utils._pytree import tree_leaves
 
 from qtoolkit.errors import with_article
@@ -28,7 +29,6 @@ from qtoolkit.graph.capture.functions import (
     is_weight,
     patched,
     recorded_functions,
-    scripted_functions,
     torchvision_ops,
     traced_checkpoints,
 )
@@ -43,10 +43,11 @@ from qtoolkit.graph.capture.shapes import (
     is_plain,
     is_sequence_of_tensors,
 )
-from qtoolkit.graph.capture.signature import Arguments, Call
+from qtoolkit.graph.capture.signature import Call
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
 from qtoolkit.graph.nodes import node_name
 from qtoolkit.graph.output_types import OutputTypes, types_in
+from qtoolkit.model_inputs import Args, Kwargs
 from qtoolkit.model_state import RandomState
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -55,7 +56,8 @@ from qtoolkit.op_kinds.recorded import RECORDED, TrainingMode, call_scripted, ch
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
-# Functions and methods that compute gradients, whose calls a graph does not record rightly.
+# Functions and methods that compute gradients, whose calls a graph does not record rightly. `torch._make_dual` is what
+# torch.autograd.forward_ad.make_dual calls.
 GRADIENT_CALLS = (torch.autograd.grad, torch.autograd.backward, torch._make_dual, "backward", "register_hook")
 LEAVES = (QuantModule, TensorQuantizer, Grid, TrainingMode, torch.jit.ScriptModule)
 # How torch.fx ends its error for another value of a fixed argument, and what this package adds.
@@ -70,7 +72,8 @@ class Checkpoint(NamedTuple):
     """The state of a trace, to which `ModelTracer` can roll back."""
 
     last: fx.Node
-    module_stack: Any  # the stack of modules of torch.fx, which does not restore it after an error
+    # the stack of modules of torch.fx, which does not restore it after an error
+    module_stack: OrderedDict[str, tuple[str, Any]]
     rebound: int  # the number of proxies that were rebound
     calls: int  # the number of calls of blocks
 
@@ -78,8 +81,8 @@ class Checkpoint(NamedTuple):
 class ModelTracer(fx.Tracer):
     """fx.Tracer with more leaf modules, shape propagation, and a record of the submodule that is being traced.
 
-    `scripted` has the module and the name of each function compiled by torch.jit.script; `call` says how forward is called, or
-    is None where its arguments are passed as torch.fx does.
+    `shapes` propagates shapes, where example values are known; `scripted` has the module and the name of each function compiled
+    by torch.jit.script; `call` says how forward is called, or is None where its arguments are passed as torch.fx does.
     """
 
     proxy_buffer_attributes = True  # otherwise values computed from buffers alone would be constants of the graph
@@ -90,15 +93,15 @@ class ModelTracer(fx.Tracer):
         leaf_modules: Sequence[type[nn.Module]] = (),
         leaf_submodules: Collection[nn.Module] = (),
         shapes: ShapePropagation | None = None,
-        scripted: Mapping[Any, tuple[str, str]] | None = None,
+        scripted: Mapping[Callable[..., object], tuple[str, str]] | None = None,
         call: Call | None = None,
     ) -> None:
         self.scripted = dict(scripted or {})
-        self.leaf_functions = (*RECORDED, *self.scripted, *torchvision_ops())
+        self.leaf_functions: tuple[Callable[..., object], ...] = (*RECORDED, *self.scripted, *torchvision_ops())
         super().__init__(autowrap_functions=self.leaf_functions)
         self.leaf_modules, self.leaf_submodules, self.shapes = tuple(leaf_modules), set(leaf_submodules), shapes
         self.call = call
-        # names and modules of the submodules that are being traced, outermost first; after an error, those of the error
+        # names and modules of the submodules that are being traced, outermost first; after an error, where it was raised
         self.path: list[tuple[str, nn.Module]] = []
         self.tensors: set[Tensor] = set()  # parameters and buffers of the model
         self.checkpointed = False  # whether the forward calls torch.utils.checkpoint
@@ -118,19 +121,7 @@ class ModelTracer(fx.Tracer):
         self.patches = [*recorded_functions(), *self.torch_modes.patches()]
         self.originals = [(owner, name, getattr(owner, name)) for owner, name, _ in self.patches]
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        arguments: Arguments,
-        leaf_modules: Sequence[type[nn.Module]],
-        leaf_submodules: Collection[nn.Module],
-    ) -> Self:
-        """Return the tracer of a model, which propagates shapes where the arguments of its forward have example values."""
-        shapes = None if arguments.given is None else ShapePropagation(model, arguments.given)
-        return cls(leaf_modules, leaf_submodules, shapes, scripted_functions(model), arguments.call)
-
-    def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+    def trace(self, root: nn.Module | Callable[..., object], concrete_args: Kwargs | None = None) -> fx.Graph:
         """Return the graph of a model."""
         if isinstance(root, nn.Module):
             self.tensors = {*root.parameters(), *root.buffers()}
@@ -141,8 +132,8 @@ class ModelTracer(fx.Tracer):
             return super().trace(root, concrete_args)
 
     def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
-    ) -> tuple[Any, list[Any]]:
+        self, root_fn: Callable[..., object], is_module: bool, concrete_args: Kwargs | Args | None = None
+    ) -> tuple[Callable[..., object], list[object]]:
         """Make the placeholders; return the function to call and its arguments."""
         if self.call is None and hasattr(root_fn, "__wrapped__"):
             raise RuntimeError(
@@ -153,7 +144,7 @@ class ModelTracer(fx.Tracer):
         called, arguments = super().create_args_for_root(function, is_module, concrete_args)
 
         @functools.wraps(called)  # the code of the graph has its annotations
-        def call(*args: Any) -> Any:
+        def call(*args: object) -> object:
             result = called(*args)
             self.output_types = tuple(types_in(result))
             return result
@@ -170,7 +161,7 @@ class ModelTracer(fx.Tracer):
             return True
         return type(m) not in BASES and super().is_leaf_module(m, module_qualified_name)
 
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    def call_module(self, m: nn.Module, forward: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         """Trace a submodule, or make it a node; `path` has the submodule meanwhile."""
         if self.propagating or self._is_built_in_forward(m):
             return forward(*args, **kwargs)
@@ -207,7 +198,7 @@ class ModelTracer(fx.Tracer):
             )
         return True
 
-    def _check_call(self, m: nn.Module, name: str, arguments: Any) -> None:
+    def _check_call(self, m: nn.Module, name: str, arguments: object) -> None:
         if not set(m.parameters()) <= self.tensors:
             raise RuntimeError(
                 f"a parameter of {name!r} is replaced here, as torch.func.functional_call does, which a graph does not record."
@@ -215,7 +206,7 @@ class ModelTracer(fx.Tracer):
         for value in tree_leaves(arguments):
             self._check_traced(value)
 
-    def _check_traced(self, value: Any) -> None:
+    def _check_traced(self, value: object) -> None:
         """Raise RuntimeError for a tensor that was computed from a traced value without a node."""
         if not isinstance(value, Tensor) or isinstance(value, fx.Proxy) or not value.is_meta:
             return
@@ -225,13 +216,22 @@ class ModelTracer(fx.Tracer):
                 "torch.tensor(x), torch.Tensor(x) and torch.func.vmap do; use x.clone() for a copy."
             )
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+    def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: dict[str, fx.Proxy]) -> object:
         """Return a proxy for a parameter or buffer of the model."""
         return attr_val if self.propagating else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     # ---- functions
 
-    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
+    def create_proxy(
+        self,
+        kind: str,
+        target: Target,
+        args: Args,
+        kwargs: Kwargs,
+        name: str | None = None,
+        type_expr: object = None,
+        proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
+    ) -> fx.Proxy:
         """Make a node, or inline a Python function that takes weights.
 
         torch.fx.wrap makes such a function one op, in which its layers would stay in float without a report.
@@ -239,17 +239,19 @@ class ModelTracer(fx.Tracer):
         if target in GRADIENT_CALLS:
             called = getattr(target, "__name__", target)
             raise RuntimeError(f"{called} is called here; a graph does not record gradients inside a forward.")
-        takes_weights = kind == "call_function" and self._takes_weights(target, (args, kwargs))
-        inlined = self._inline(target, args, kwargs) if takes_weights else None
-        return super().create_proxy(kind, target, args, kwargs, *rest, **more) if inlined is None else inlined
+        if callable(target) and self._takes_weights(target, (args, kwargs)):
+            inlined = self._inline(target, args, kwargs)
+            if inlined is not None:
+                return inlined
+        return super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
 
-    def _takes_weights(self, target: Any, arguments: Any) -> bool:
+    def _takes_weights(self, target: Target, arguments: object) -> bool:
         if self.shapes is None or not is_foreign(target) or target in self.leaf_functions:
             return False
-        proxies: list[Any] = [a for a in tree_leaves(arguments) if isinstance(a, fx.Proxy)]
+        proxies = [a for a in tree_leaves(arguments) if isinstance(a, fx.Proxy)]
         return any(is_weight(p.node, self.shapes[p.node]) for p in proxies)
 
-    def _inline(self, function: Any, args: Any, kwargs: Any) -> fx.Proxy | None:
+    def _inline(self, function: Callable[..., object], args: Args, kwargs: Kwargs) -> fx.Proxy | None:
         before, random = self._checkpoint(), RandomState.now()
         try:
             result = function(*args, **kwargs)
@@ -287,7 +289,7 @@ class ModelTracer(fx.Tracer):
         value = UNKNOWN if self.shapes is None else self.shapes[node]
         return TensorProxy.of(value, node, self) if isinstance(value, Tensor) else SizedProxy(node, self)
 
-    def create_arg(self, a: Any) -> Any:
+    def create_arg(self, a: object) -> Argument:
         """Return a value as the argument of a node.
 
         torch.fx would take a proxy that is an instance of Tensor for a constant, an OrderedDict for a dict and a mode for an
@@ -300,7 +302,7 @@ class ModelTracer(fx.Tracer):
         if isinstance(a, Mode):
             return self._read_mode(a)
         if isinstance(a, np.generic):
-            return a.item()
+            return super().create_arg(a.item())
         if type(a) is OrderedDict:
             return self.create_node(
                 "call_function", OrderedDict, ([(k, self.create_arg(v)) for k, v in a.items()],), {}
@@ -313,7 +315,13 @@ class ModelTracer(fx.Tracer):
             ) from None
 
     def create_node(
-        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
+        self,
+        kind: str,
+        target: Target,
+        args: tuple[Argument, ...],
+        kwargs: dict[str, Argument],
+        name: str | None = None,
+        type_expr: object = None,
     ) -> fx.Node:
         """Make a node, and propagate shapes through it; RuntimeError in a mode of torch that a graph does not record."""
         is_op = kind not in ("placeholder", "output")
@@ -321,7 +329,7 @@ class ModelTracer(fx.Tracer):
             self.torch_modes.check()
         self.checkpointed = self.checkpointed or is_checkpointed()
         if kind in ("call_module", "get_attr"):
-            target = name_in_graph(self.root, target)
+            target = name_in_graph(self.root, str(target))
             name = name or node_name(target)
         if kind == "call_function":
             target, args = self._picklable_call(target, args)
@@ -341,12 +349,12 @@ class ModelTracer(fx.Tracer):
             self.without_grad.append(node)
         return node
 
-    def _picklable_call(self, target: Any, args: Any) -> tuple[Any, Any]:
+    def _picklable_call(self, target: Target, args: tuple[Argument, ...]) -> tuple[Target, tuple[Argument, ...]]:
         """Return a call of a function that a pickle can name: the function and its arguments."""
         if target in self.scripted:
             return call_scripted, (*self.scripted[target], *args)
         if target is torch._assert and str(args[-1]).endswith(OF_FIXED):
-            return target, (*args[:-1], args[-1] + TO_PASS_ANOTHER)
+            return target, (*args[:-1], f"{args[-1]}{TO_PASS_ANOTHER}")
         # torch.fx cannot trace any more after a pickle with its own check of a None argument was loaded (torch 2.14).
         return (check_none if getattr(target, "__name__", "") == "_assert_is_none" else target), args
 
@@ -380,7 +388,7 @@ class ModelTracer(fx.Tracer):
 
     # ---- values that Python uses
 
-    def value_of(self, proxy: fx.Proxy) -> Any:
+    def value_of(self, proxy: fx.Proxy) -> object:
         """Return the example value of a proxy, with tensors on the meta device; UNKNOWN if it depends on data."""
         return UNKNOWN if self.shapes is None else self.shapes[proxy.node]
 
@@ -409,7 +417,7 @@ class ModelTracer(fx.Tracer):
                 if not unused.users:
                     self.graph.erase_node(unused)
 
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+    def iter(self, obj: fx.Proxy) -> Iterator[object]:
         """Return the items of a proxy, if their number is known."""
         value = self.value_of(obj)
         if value is UNKNOWN:

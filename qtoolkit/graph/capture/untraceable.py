@@ -77,7 +77,7 @@ def untraceable(
     if frame is not None and frame.name != "forward":
         remedies.append(f"if {frame.name!r} is a function, make it a single op with torch.fx.wrap({frame.name!r})")
     remedies += _remedies(model, name, kind)
-    if has_example_inputs and not isinstance(model, fx.GraphModule):  # that of torch.export is one
+    if has_example_inputs and not isinstance(model, fx.GraphModule):  # as after torch.export
         remedies.append('capture the model by torch.export, with capture="export"')
     if not has_example_inputs:
         remedies.append("pass example_inputs, which determine the sizes that Python branches on")

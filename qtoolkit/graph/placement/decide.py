@@ -192,14 +192,10 @@ class _Collector:
             return None
         if are_masked_scores(self.op_of[node], lambda softmax: self.roles[softmax.node] == "float"):
             return MASKED
-        return self._without_quantized_output(node)
-
-    def _without_quantized_output(self, node: fx.Node) -> Verdict | None:
         if self.backend.quantize_outputs or not self.backend.is_float_without_quantized_output(kind_of(node)):
             return None
-        if self.roles.last_in_unit(node) in self.on_grid or fuses(self.op_of[node], self.backend):
-            return None
-        return float_output(self.backend)
+        has_one = self.roles.last_in_unit(node) in self.on_grid or fuses(self.op_of[node], self.backend)
+        return None if has_one else float_output(self.backend)
 
     def _take_inputs(self, node: fx.Node, spec: QuantSpec) -> None:
         branch, weights = free_branch(self.op_of[node], self.backend), self.roles.weights_of(node)
@@ -224,16 +220,13 @@ class _Collector:
                     self.request(output, user, spec, why)
 
     def _first_in_unit(self, source: fx.Node) -> fx.Node:
-        while (moved := self.roles.moves_from(source)) is not None:
-            source = moved
+        source = self.roles.computing(source)
         return self.roles.unit.get(source, owner_of(source))
 
     # ---- tensors of one scale
 
     def _join_input_and_output(self, node: fx.Node) -> None:
-        source = tensor_inputs(node)[0]
-        while (moved := self.roles.moves_from(source)) is not None:
-            source = moved
+        source = self.roles.computing(tensor_inputs(node)[0])
         ends = self._root(source), self._root(self.roles.last_in_unit(node))
         if ends[0] is not ends[1]:
             self.shares_with[ends[1]] = ends[0]
@@ -253,8 +246,8 @@ class _Collector:
 def spec_of_weight(request: Request, roles: Roles, dims: int) -> QuantSpec:
     """Return the spec of a function's weight of `dims` dimensions: in a matrix product, axis 0 stands for the outputs.
 
-    These are its columns; its rows, if it is the first operand. A vector has none. The axis that is written in a rule that
-    names the function is that of the weight itself.
+    These are its columns; its rows, if it is the first operand. A vector has none. A rule that names the function
+    names an axis of the weight itself.
     """
     node, weight, spec = request.consumer, request.producer, request.spec
     if spec.axis != 0 or not kind_of(node).of_two_matrices or roles.rule(node).says_axis:

@@ -49,7 +49,7 @@ class Roles:
         return self._rule_of[node] if node in self._rule_of else rule_of_node(node, self.rules)
 
     def has_rule(self, node: fx.Node) -> bool:
-        """Return whether a rule of the user's names an op itself: it holds against those of the target."""
+        """Return whether a rule of the user's names an op itself: it holds against the target's rules."""
         return self.rule(node).is_explicit
 
     def last_in_unit(self, node: fx.Node) -> fx.Node:
@@ -73,6 +73,12 @@ class Roles:
         if source is not None and kind_of(node).takes_maxima and kind_of(source).pads_off_grid:
             return None
         return None if source is None or (returns_tuple(source) and self[source] != "transparent") else source
+
+    def computing(self, node: fx.Node) -> fx.Node:
+        """Return the op that computes the values of a node, back through ops that move them."""
+        while (moved := self.moves_from(node)) is not None:
+            node = moved
+        return node
 
     def _by_rule(self, node: fx.Node) -> Role:
         role, kind = self.backend.role(kind_of(node)), kind_of(node)

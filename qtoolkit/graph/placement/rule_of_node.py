@@ -1,4 +1,4 @@
-"""The rule that holds for a node of a graph: that of the one resolver, or one of the target's."""
+"""The rule that holds for a node of a graph: from the one resolver, or from the target."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -21,7 +21,7 @@ from qtoolkit.quantizers.quantizer import Quantizer
 def link_sources(graph: fx.Graph, backend: Backend) -> None:
     """Tell each layer that a graph calls the quantizer of its input, for each `LayerCall`.
 
-    An attention is told those of query, key and value, one object for those that are one tensor in each call.
+    An attention is told the sources of query, key and value: one object where these are one tensor in each call.
 
     It is None where it is unknown, and where the nodes of one `LayerCall` have several. A prepared model does so whenever its
     graph is compiled: the graph may have been changed. A layer that something else has come to call, such as an adapter around
@@ -50,7 +50,7 @@ def warn_of_adapters(graph: fx.Graph) -> None:
 
 
 def linked_in(model: nn.Module | None) -> list[TakesCodes]:
-    """Return the modules in a model that its graph has linked, without those of other graphs in it."""
+    """Return the modules in a model that its graph has linked, without modules of other graphs in it."""
     seen: dict[nn.Module, None] = {}
     waiting = [] if model is None else [model]
     while waiting:
@@ -75,7 +75,7 @@ def _common_source(tensors: Sequence[fx.Node | None], backend: Backend) -> Sourc
 
 
 def source_in_training(node: fx.Node, backend: Backend) -> Source | None:
-    """Return the source of a tensor in training; None where its values are on no quantizer's grid, or on that of a weight."""
+    """Return the source of a tensor in training; None where its values are on no quantizer's grid, or on a weight's."""
     behind = quantizer_behind(node, backend, in_training=True)
     source = None if behind is None or is_weight_quantizer(behind) else _source_at(behind)
     return None if source is None else replace(source, dropouts=dropouts_behind([node], backend))

@@ -86,7 +86,6 @@ def _drops_nothing(module: nn.Module) -> bool:
 
 def dropouts_behind(tensors: Iterable[fx.Node], backend: Backend) -> tuple[nn.Module, ...]:
     """Return the dropouts, of probability 0, between some tensors and the quantizers that `quantizer_behind` finds."""
-    modules = [
-        module_of(node) for node in reached(tensors, lambda node: _moved(node, backend)) if node.op == "call_module"
-    ]
+    moving = reached(tensors, lambda node: _moved(node, backend))
+    modules = [module_of(node) for node in moving if node.op == "call_module"]
     return tuple(dict.fromkeys(filter(_drops_nothing, modules)))

@@ -61,9 +61,7 @@ def _layer_of_module(module: nn.Module, weight: WeightGrid | None) -> Layer:
     own = getattr(module, "weight", None)
     sizes = () if own is None else tuple(own.shape)
     groups = getattr(module, "groups", 1)
-    if isinstance(
-        module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d | nn.Conv1d | nn.Conv2d | nn.Conv3d
-    ):
+    if isinstance(module, nn.modules.conv._ConvNd):  # the base class of all convolutions, transposed ones too
         return Layer(weight, module.in_channels, module.out_channels, groups, tuple(module.kernel_size))
     return Layer(weight, sizes[1], sizes[0], groups) if len(sizes) == 2 else Layer(weight, groups=groups)
 

@@ -1,7 +1,7 @@
 """Recurrent cells with quantized weights, input and state, and the base class that they share with recurrent layers."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -38,11 +38,11 @@ class QuantRecurrent(QuantModule):
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         weight_spec: QuantSpec | None = None,
         input_spec: QuantSpec | None = None,
         activation_spec: QuantSpec | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(*args, **kwargs)
         name = type(self).__name__
@@ -115,7 +115,7 @@ class QuantLSTMCell(QuantRecurrent, nn.LSTMCell):
     hidden_quantizer: Quantizer | None
 
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Take one step; arguments and results are those of torch.nn.LSTMCell."""
+        """Take one step; arguments and results are as in torch.nn.LSTMCell."""
         state = None if hx is None else (quantized(self.hidden_quantizer, hx[0]), hx[1])
         return nn.LSTMCell.forward(self.with_quantized_weights(), quantized(self.input_quantizer, input), state)  # type: ignore[arg-type]
 
@@ -123,7 +123,7 @@ class QuantLSTMCell(QuantRecurrent, nn.LSTMCell):
 class QuantGRUCell(QuantRecurrent, nn.GRUCell):
     """torch.nn.GRUCell with quantized weights and quantized operands of both matrix products.
 
-    The new state is interpolated from the quantized old state. Its quantizers are those of `QuantLSTMCell`.
+    The new state is interpolated from the quantized old state. It has the quantizers of `QuantLSTMCell`.
     """
 
     FLOAT = nn.GRUCell
@@ -131,6 +131,6 @@ class QuantGRUCell(QuantRecurrent, nn.GRUCell):
     hidden_quantizer: Quantizer | None
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
-        """Take one step; arguments and result are those of torch.nn.GRUCell."""
+        """Take one step; arguments and result are as in torch.nn.GRUCell."""
         state = None if hx is None else quantized(self.hidden_quantizer, hx)
         return nn.GRUCell.forward(self.with_quantized_weights(), quantized(self.input_quantizer, input), state)  # type: ignore[arg-type]

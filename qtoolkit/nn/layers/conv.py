@@ -1,7 +1,7 @@
 """Convolutions in one, two and three dimensions."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,48 +22,57 @@ def trains_strided_pointwise(layer: QuantWeighted, weight: Tensor) -> bool:
     return is_strided_pointwise(layer) and torch.is_grad_enabled() and weight.requires_grad and not is_recorded()
 
 
-class _QuantConv(QuantWeighted):
-    """A convolution in any number of dimensions, in any padding mode."""
+class Convolution(QuantWeighted):
+    """A convolution in any number of dimensions, transposed or not."""
 
-    KIND = "conv"
     FUNCTION: ClassVar[Callable[..., Tensor]]
 
     # Of torch's own class, mixed in:
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
-    padding: Any  # a tuple, "same" or "valid"
     dilation: tuple[int, ...]
     groups: int
-    padding_mode: Any
 
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+
+class _QuantConv(Convolution):
+    """A convolution in any number of dimensions, in any padding mode."""
+
+    KIND = "conv"
+
+    # Of torch's own class, mixed in:
+    padding: str | tuple[int, ...]  # "same", "valid", or a tuple
+    padding_mode: Literal["zeros", "reflect", "replicate", "circular"]
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: object, **kwargs: object) -> Tensor:
         padding = self.padding
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self.edges(), mode=self.padding_mode), "valid"
         if trains_strided_pointwise(self, weight):
             zeros = (0,) * len(self.stride)  # "same" is for layers without a stride
-            sizes = zeros if padding == "valid" else padding
+            sizes = zeros if isinstance(padding, str) else padding
             return convolution(x, weight, bias, Geometry(self.stride, sizes, self.dilation, zeros, False, self.groups))
         return self.FUNCTION(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
-    def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
+    def geometry(self, x: Tensor, *args: object, **kwargs: object) -> Geometry | None:
         """Return the convolution for an op, or None: for an input without a batch, or padding that is not by zeros alike."""
+        if self.padding_mode != "zeros" or x.dim() != len(self.stride) + 2:
+            return None
         padding = self.padding
         if isinstance(padding, str):
             edges = self.edges()
-            padding = tuple(reversed(edges[::2])) if edges[::2] == edges[1::2] else None
-        if self.padding_mode != "zeros" or x.dim() != len(self.stride) + 2 or padding is None:
-            return None
+            if edges[::2] != edges[1::2]:
+                return None
+            padding = tuple(reversed(edges[::2]))
         return Geometry(self.stride, padding, self.dilation, (0,) * len(self.stride), False, self.groups)
 
     def edges(self) -> list[int]:
         """Return the padding of each edge in the order of torch.nn.functional.pad, last dimension first."""
-        if self.padding == "same":
-            totals = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        if not isinstance(self.padding, str):
+            totals = [2 * int(p) for p in self.padding]
         elif self.padding == "valid":
             totals = [0] * len(self.kernel_size)
         else:
-            totals = [2 * int(p) for p in self.padding]
+            totals = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         return [edge for total in reversed(totals) for edge in (total // 2, total - total // 2)]
 
 

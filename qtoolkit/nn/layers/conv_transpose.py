@@ -1,45 +1,40 @@
 """Transposed convolutions: the weight is (in, out / groups, k...), so output channels run along groups and axis 1."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtoolkit.nn.layers.conv import trains_strided_pointwise
-from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.nn.layers.conv import Convolution, trains_strided_pointwise
 from qtoolkit.ops.layer import Geometry, convolution
 
 
-class _QuantConvTranspose(QuantWeighted):
+class _QuantConvTranspose(Convolution):
     """A transposed convolution in any number of dimensions."""
 
     KIND = "conv_transpose"
     OUTPUT_AXIS = 1
-    FUNCTION: ClassVar[Callable[..., Tensor]]
 
     # Of torch's own class, mixed in:
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
     padding: Any  # a tuple of numbers; "same" and "valid" are not supported
-    dilation: tuple[int, ...]
     output_padding: tuple[int, ...]
-    groups: int
 
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Convolve; the optional further argument is torch's output_size."""
-        extra = self.output_padding_for(x, *args, **kwargs)
+    def compute(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None
+    ) -> Tensor:
+        extra = self.output_padding_for(x, output_size)
         if trains_strided_pointwise(self, weight):
             sizes = self.stride, self.padding, self.dilation, tuple(extra)
             return convolution(x, weight, bias, Geometry(*sizes, True, self.groups))
         return self.FUNCTION(x, weight, bias, self.stride, self.padding, extra, self.groups, self.dilation)
 
-    def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
+    def geometry(self, x: Tensor, output_size: Sequence[int] | None = None) -> Geometry | None:
         """Return the transposed convolution for an op, or None for an input without a batch."""
         if x.dim() != self.weight.dim():
             return None
-        extra = tuple(self.output_padding_for(x, *args, **kwargs))
+        extra = tuple(self.output_padding_for(x, output_size))
         return Geometry(self.stride, self.padding, self.dilation, extra, True, self.groups)
 
     def output_padding_for(self, x: Tensor, output_size: Sequence[int] | None = None) -> list[int]:

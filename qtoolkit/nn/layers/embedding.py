@@ -21,11 +21,11 @@ def renormalize_table(module: nn.Module) -> None:
         module.max_norm = None
 
 
-def _all_rows(module: Any) -> Tensor:
+def _all_rows(module: "Table") -> Tensor:
     return torch.arange(module.num_embeddings, device=module.weight.device)
 
 
-def _renormalize(module: Any, rows: Tensor, table: Tensor | None = None) -> None:
+def _renormalize(module: "Table", rows: Tensor, table: Tensor | None = None) -> None:
     """Renormalize rows of the table in place, or of a copy of it."""
     if module.max_norm is not None:
         with torch.no_grad():  # F.embedding renormalizes the rows in place
@@ -36,6 +36,7 @@ def _renormalize(module: Any, rows: Tensor, table: Tensor | None = None) -> None
 class _QuantTable(QuantWeighted):
     """The base class of embeddings and embedding bags, which renormalize rows in place before they look them up."""
 
+    num_embeddings: int
     weight: Tensor
     max_norm: float | None
     norm_type: float
@@ -59,6 +60,9 @@ class _QuantTable(QuantWeighted):
         return super().forward_fp32(input, *args, **kwargs)
 
 
+Table = nn.Embedding | nn.EmbeddingBag | _QuantTable
+
+
 class QuantEmbedding(_QuantTable, nn.Embedding):
     """torch.nn.Embedding with a quantized table; `weight_spec`'s axis 0 is the row.
 
@@ -75,10 +79,10 @@ class QuantEmbedding(_QuantTable, nn.Embedding):
     FLOAT = nn.Embedding
     KIND = "embedding"
 
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: object, **kwargs: object) -> Tensor:
         return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, input: Tensor, *args: object, **kwargs: object) -> Tensor:
         quantizer = self.weight_quantizer
         if self.sparse and self.training and isinstance(quantizer, TensorQuantizer):
             _renormalize(self, input)
@@ -111,8 +115,8 @@ class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
         bias: Tensor | None,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Tensor:
         """Reduce the rows of each bag to their sum, mean or maximum."""
         return F.embedding_bag(

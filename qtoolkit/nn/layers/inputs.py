@@ -33,7 +33,7 @@ class QuantInput(QuantModule):
 
     input_quantizer: Quantizer | None
 
-    def __init__(self, *args: Any, input_spec: QuantSpec | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: object, input_spec: QuantSpec | None = None, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         name = type(self).__name__
         self.add_quantizers(None, name)
@@ -45,25 +45,25 @@ class QuantInput(QuantModule):
     def own_attributes(self) -> tuple[str, ...]:
         return ("input_quantizer",)
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, input: Tensor, *args: object, **kwargs: object) -> Any:
         """Apply the float layer to the quantized input; other arguments and results are the float layer's."""
         return super().forward(quantized(self.input_quantizer, input), *args, **kwargs)
 
 
 class QuantMaxPool1d(QuantInput, nn.MaxPool1d):
-    """torch.nn.MaxPool1d of a quantized input; the indices are those of the quantized input."""
+    """torch.nn.MaxPool1d of a quantized input, whose indices it returns."""
 
     FLOAT, KIND = nn.MaxPool1d, "max_pool"
 
 
 class QuantMaxPool2d(QuantInput, nn.MaxPool2d):
-    """torch.nn.MaxPool2d of a quantized input; the indices are those of the quantized input."""
+    """torch.nn.MaxPool2d of a quantized input, whose indices it returns."""
 
     FLOAT, KIND = nn.MaxPool2d, "max_pool"
 
 
 class QuantMaxPool3d(QuantInput, nn.MaxPool3d):
-    """torch.nn.MaxPool3d of a quantized input; the indices are those of the quantized input."""
+    """torch.nn.MaxPool3d of a quantized input, whose indices it returns."""
 
     FLOAT, KIND = nn.MaxPool3d, "max_pool"
 

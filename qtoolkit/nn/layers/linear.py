@@ -1,7 +1,5 @@
 """Linear layers."""
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,10 +18,10 @@ class QuantLinear(QuantWeighted, nn.Linear):
     FLOAT = nn.Linear
     KIND = "linear"
 
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: object, **kwargs: object) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
+    def geometry(self, x: Tensor, *args: object, **kwargs: object) -> Geometry | None:
         """Return the product for an op, or None for a single vector."""
         return Geometry() if x.dim() > 1 else None
 

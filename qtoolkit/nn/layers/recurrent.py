@@ -12,6 +12,7 @@ from qtoolkit.nn.layers.cells import QuantRecurrent
 from qtoolkit.nn.module import is_active, quantized
 
 State = tuple[Tensor, ...]
+Hidden = Tensor | tuple[Tensor, ...]  # a state as torch's class takes it
 Step = Callable[[Tensor, State], State]
 
 
@@ -20,7 +21,7 @@ class QuantRNNBase(QuantRecurrent):
 
     With a float state (`activation_spec=None`, or QUANTIZE_HIDDEN = False) or with its quantizers off, one call of torch's
     fused kernel computes all layers and steps. A quantized state is rounded at each step, so a loop calls torch's fused
-    cell. Export unrolls the loop; the number of steps is that of the example input.
+    cell. Export unrolls the loop; the example input gives the number of steps.
 
     Padding in a PackedSequence is neither observed nor quantized. The output is not quantized.
     """
@@ -47,27 +48,26 @@ class QuantRNNBase(QuantRecurrent):
         return [key for layer in range(self.num_layers) for key in self._directions(layer)]
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """Compute all layers and steps; arguments and results are those of torch's class."""
+        """Compute all layers and steps; arguments and results are as in torch's class."""
         x = self._quantize_input(input)
         if any(is_active(getattr(self, name)) for name in self.activation_quantizer_names()):
             return self.by_steps(x, hx)
-        float_forward: Any = self.FLOAT.forward
-        return float_forward(self.with_quantized_weights(), x, hx)
+        return self.FLOAT.forward(self.with_quantized_weights(), x, hx)
 
-    def by_steps(self, x: Any, hx: Any) -> Any:
+    def by_steps(self, x: Tensor | PackedSequence, hx: Hidden | None) -> Any:
         """Compute all layers step by step; x is already quantized."""
         if isinstance(x, PackedSequence):
             return self._packed(x, hx)
         return self.forward_fp32(x, hx) if _is_refused(x, self.batch_first) else self._padded(x, hx)
 
-    def _quantize_input(self, input: Any) -> Any:
+    def _quantize_input(self, input: Tensor | PackedSequence) -> Any:
         if self.input_quantizer is None or not isinstance(input, PackedSequence):
             return quantized(self.input_quantizer, input)
         return PackedSequence(self.input_quantizer(input.data), *input[1:])
 
     # ---- packed and padded batches
 
-    def _packed(self, x: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
+    def _packed(self, x: PackedSequence, hx: Hidden | None) -> tuple[PackedSequence, Hidden]:
         data, sizes, order, back = x
         hx = None if hx is None else self.permute_hidden(hx, order)
         self._check(data, hx, sizes)
@@ -75,7 +75,7 @@ class QuantRNNBase(QuantRecurrent):
         y, state = self._layers(data, lambda values: torch.split(values, sizes.tolist()), torch.cat, state)
         return PackedSequence(y, sizes, order, back), self.permute_hidden(self._result(state), back)
 
-    def _padded(self, x: Tensor, hx: Any) -> tuple[Tensor, Any]:
+    def _padded(self, x: Tensor, hx: Hidden | None) -> tuple[Tensor, Hidden]:
         batched = x.dim() == 3
         if not batched:
             x = x.unsqueeze(0 if self.batch_first else 1)
@@ -87,12 +87,12 @@ class QuantRNNBase(QuantRecurrent):
             return y.squeeze(1), self._result(tuple(part.squeeze(1) for part in state))
         return y.transpose(0, 1) if self.batch_first else y, self._result(state)
 
-    def _check(self, x: Tensor, hx: Any, sizes: Tensor | None) -> None:
+    def _check(self, x: Tensor, hx: Hidden | None, sizes: Tensor | None) -> None:
         """Raise torch's own errors for shapes that do not fit."""
         batch = int(sizes[0]) if sizes is not None else x.size(0 if self.batch_first else 1)
         self.check_forward_args(x, self._result(self._state(hx, x, batch)), sizes)
 
-    def _state(self, hx: Any, x: Tensor, batch: int) -> State:
+    def _state(self, hx: Hidden | None, x: Tensor, batch: int) -> State:
         if hx is not None:
             return _parts(hx)
         count = self.num_layers * (2 if self.bidirectional else 1)
@@ -150,7 +150,7 @@ class QuantRNNBase(QuantRecurrent):
         """Return the number of features of each tensor in the state."""
         raise NotImplementedError
 
-    def _result(self, state: State) -> Any:
+    def _result(self, state: State) -> Hidden:
         """Return a state in the form that torch's class returns."""
         raise NotImplementedError
 
@@ -190,14 +190,14 @@ class QuantLSTM(QuantRNNBase, nn.LSTM):
     def _state_sizes(self) -> tuple[int, ...]:
         return self.proj_size or self.hidden_size, self.hidden_size
 
-    def _result(self, state: State) -> Any:
+    def _result(self, state: State) -> Hidden:
         return state
 
 
 class QuantGRU(QuantRNNBase, nn.GRU):
     """torch.nn.GRU with quantized weights and quantized operands of all matrix products.
 
-    If the state is quantized, each new state is interpolated from the quantized old state. Its quantizers are those of
+    If the state is quantized, each new state is interpolated from the quantized old state. It has the quantizers of
     `QuantLSTM`, without a projection.
     """
 
@@ -210,7 +210,7 @@ class QuantGRU(QuantRNNBase, nn.GRU):
     def _state_sizes(self) -> tuple[int, ...]:
         return (self.hidden_size,)
 
-    def _result(self, state: State) -> Any:
+    def _result(self, state: State) -> Hidden:
         return state[0]
 
 
@@ -219,7 +219,7 @@ def _is_refused(x: Tensor, batch_first: bool) -> bool:
     return x.dim() not in (2, 3) or x.size(1 if batch_first and x.dim() == 3 else 0) == 0
 
 
-def _parts(hx: Any) -> State:
+def _parts(hx: Hidden) -> State:
     return (hx,) if isinstance(hx, Tensor) else tuple(hx)
 
 

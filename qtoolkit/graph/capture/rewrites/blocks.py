@@ -19,7 +19,7 @@ def with_blocks(traced: Traced) -> nn.Module:
     inside = (*(str(node.target) for node in used), *(f"{call.block}." for call in traced.calls))
     names = [name for each in inside for name in _around(each) if name and name not in leaves]
     made = {block: _traced(block, name) for block, name in {model.get_submodule(name): name for name in names}.items()}
-    root = nn.Module()
+    root = nn.Module()  # without the constructor and the `__setattr__` of the model's class
     vars(root).update({**vars(model), "_modules": model._modules.copy()})
     for module in (root, *made.values()):
         for name, child in module._modules.items():

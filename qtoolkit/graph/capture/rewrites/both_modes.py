@@ -1,8 +1,8 @@
 """Python that branches on self.training: the graphs of both modes become one, which reads the mode where they differ.
 
 `dropout = self.dropout if self.training else 0.0` gives a graph with the same ops in both modes, and other numbers. In training
-mode there may also be dropouts, and more ops: those of an auxiliary head, whose values the model returns, or those of
-stochastic depth, between others. Eval mode then computes them too, and takes its own values; `qtoolkit.convert` removes them.
+mode there may also be dropouts, and more ops: an auxiliary head, whose values the model returns, or stochastic
+depth, between other ops. Eval mode then computes them too, and takes its own values; `qtoolkit.convert` removes them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 from torch.nn import functional as F
 
 from qtoolkit.graph.block_calls import ROOT, BlockCall, ancestors, map_leaves
@@ -26,7 +27,7 @@ from qtoolkit.op_kinds.table import KINDS
 
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 # Checks, each with the value that passes one, from its arguments.
-CHECKS: Mapping[Any, Callable[..., Any]] = {
+CHECKS: Mapping[object, Callable[..., Argument]] = {
     check_size: lambda value, expected, where: expected,
     check_none: lambda value, message: None,
     torch._assert: lambda condition, message: True,
@@ -52,8 +53,8 @@ class Traced(NamedTuple):
 class Choice:
     """Two arguments, of the mode of the graph and of the other mode."""
 
-    own: Any
-    other: Any
+    own: Argument
+    other: Argument
 
     @property
     def is_possible(self) -> bool:
@@ -62,10 +63,12 @@ class Choice:
         return all(map(is_plain, sides)) or all(isinstance(side, fx.Node) for side in sides)
 
     @property
-    def drops(self) -> bool:
-        """Whether the first is a dropout of the second."""
+    def dropout(self) -> fx.Node | None:
+        """The first, where it is a dropout of the second."""
         node = self.own
-        return isinstance(node, fx.Node) and node.target in DROPOUTS and node.args[:1] == (self.other,)
+        if isinstance(node, fx.Node) and node.target in DROPOUTS and node.args[:1] == (self.other,):
+            return node
+        return None
 
 
 def merge(
@@ -95,7 +98,7 @@ class _Merge:
         self.alone: list[fx.Node] = []  # nodes that the other graph does not have
         self._pair()
 
-    def choices(self) -> Iterator[tuple[fx.Node, nn.Module, Any, Any]]:
+    def choices(self) -> Iterator[tuple[fx.Node, nn.Module, object, object]]:
         """Yield the nodes that differ, each with the submodule whose mode decides and its arguments with choices."""
         for counterpart, node in self.others.items():
             args, kwargs = self._arguments(node, counterpart)
@@ -105,8 +108,8 @@ class _Merge:
             passing = CHECKS[check.target](*check.args)
             yield check, self._owner(check), (Choice(check.args[0], passing), *check.args[1:]), {}
 
-    def _arguments(self, mine: fx.Node, theirs: fx.Node) -> tuple[Any, Any]:
-        """Return the arguments of a node, with choices where those of the node like it differ."""
+    def _arguments(self, mine: fx.Node, theirs: fx.Node) -> tuple[object, object]:
+        """Return the arguments of a node, with choices where the node like it has others."""
         args, kwargs = fx.node.map_arg((theirs.args, theirs.kwargs), self._mapped)
         return _both(mine.args, args), _both(mine.kwargs, kwargs)
 
@@ -194,32 +197,30 @@ def _block(node: fx.Node, calls: Sequence[BlockCall]) -> str:
     return calls[facts_of(node).call or ROOT].block
 
 
-def _choices_in(args: Any, kwargs: Any) -> list[Choice]:
+def _choices_in(args: object, kwargs: object) -> list[Choice]:
     return [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Choice)]
 
 
-def _both(own: Any, other: Any) -> Any:
-    """Return arguments with a Choice wherever those of both modes differ."""
-    is_container = isinstance(own, tuple | list | dict) and isinstance(other, tuple | list | dict)
-    if is_container and len(own) == len(other):
-        if isinstance(own, dict) and isinstance(other, dict) and list(own) == list(other):
-            return {key: _both(value, other[key]) for key, value in own.items()}
-        if isinstance(own, tuple | list) and isinstance(other, tuple | list):
-            return type(own)(_both(*each) for each in zip(own, other, strict=True))
+def _both(own: Argument, other: Argument) -> Any:
+    """Return arguments with a Choice wherever both modes differ."""
+    if isinstance(own, dict) and isinstance(other, dict) and list(own) == list(other):
+        return {key: _both(value, other[key]) for key, value in own.items()}
+    if isinstance(own, tuple | list) and isinstance(other, tuple | list) and len(own) == len(other):
+        return type(own)(_both(*each) for each in zip(own, other, strict=True))
     if own is other or (type(own) is type(other) and own == other):
         return own
     return Choice(own, other)
 
 
 def _put_choices(
-    node: fx.Node, owner: nn.Module, args: Any, kwargs: Any, mode_of: Callable[[nn.Module], fx.Node]
+    node: fx.Node, owner: nn.Module, args: object, kwargs: object, mode_of: Callable[[nn.Module], fx.Node]
 ) -> None:
-    def written(value: Any) -> Any:
+    def written(value: object) -> object:
         if not isinstance(value, Choice):
             return value
-        if value.drops:
-            value.own.update_kwarg("training", mode_of(owner))
-            return value.own
+        if (dropout := value.dropout) is not None:
+            dropout.update_kwarg("training", mode_of(owner))
+            return dropout
         in_modes = (value.own, value.other) if owner.training else (value.other, value.own)
         return _choice(node, mode_of(owner), *in_modes)
 
@@ -238,14 +239,14 @@ def _is_choice_in_training(node: fx.Node, user: fx.Node) -> bool:
     return user.target is by_mode and taken == [1] and all(taker.op != "output" for taker in user.users)
 
 
-def _choice(node: fx.Node, mode: fx.Node, in_training: Any, in_eval: Any) -> fx.Node:
+def _choice(node: fx.Node, mode: fx.Node, in_training: Argument, in_eval: Argument) -> fx.Node:
     with node.graph.inserting_before(node):
         chosen = node.graph.call_function(by_mode, (mode, in_training, in_eval))
     set_facts(chosen, call=facts_of(node).call, is_number=all(map(_is_number, (in_training, in_eval))))
     return chosen
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return bool(facts_of(value).is_number) if isinstance(value, fx.Node) else is_plain(value)
 
 
@@ -259,7 +260,7 @@ def keep_eval(graph: fx.Graph) -> None:
         _erase_unused(node)
 
 
-def _in_eval(choice: fx.Node, argument: fx.Node) -> Any:
+def _in_eval(choice: fx.Node, argument: fx.Node) -> Argument:
     return choice.args[2] if argument is choice else argument
 
 

@@ -5,7 +5,6 @@ For example, timm's BatchNormAct2d calls torch.nn.functional.batch_norm with its
 
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -59,7 +58,7 @@ def _owner(model: nn.Module, node: fx.Node, modes: Mapping[nn.Module, fx.Node]) 
     if not name or _torch_type(module) is None:
         return None
     tensors = {of: argument(node, i + 1, of) for i, of in enumerate(TENSORS)}
-    own: Any = module.momentum, module.eps
+    own: object = module.momentum, module.eps
     numbers = argument(node, 6, "momentum", 0.1), argument(node, 7, "eps", 1e-5)
     if numbers != own or any(_value(model, t) is not getattr(module, of) for of, t in tensors.items()):
         return None
@@ -72,15 +71,16 @@ def _torch_type(module: nn.Module) -> type[nn.Module] | None:
     return next((base for base in type(module).__mro__ if base in BATCH_NORMS), None)
 
 
-def _value(model: nn.Module, operand: Any) -> Any:
-    is_attribute = isinstance(operand, fx.Node) and operand.op == "get_attr"
-    return attrgetter(operand.target)(model) if is_attribute else operand
+def _value(model: nn.Module, operand: object) -> object:
+    if isinstance(operand, fx.Node) and operand.op == "get_attr":
+        return attrgetter(str(operand.target))(model)
+    return operand
 
 
 def _erase_dimension_checks(source: fx.Node, call: int | None) -> None:
     """Erase assertions on the number of dimensions of the input: torch's batch norms check it themselves.
 
-    `call` is that of the batch norm, whose forward tests it in Python; tests around it stay.
+    `call` is the call of the batch norm, whose forward tests it in Python; tests around it stay.
     """
     for dims in [user for user in source.users if _reads_dimensions(user)]:
         conditions = list(dims.users)

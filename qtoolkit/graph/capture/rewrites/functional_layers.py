@@ -5,8 +5,7 @@ it can then be folded, and reports name the module.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import fx, nn
 
@@ -44,22 +43,15 @@ def _torch_layer(name: str, module: nn.Module, calls: Sequence[fx.Node]) -> nn.M
     own = all(_takes_parameters(call, name, bias is not None) for call in calls)
     if not calls or has_more or weight is None or not own:
         return None
-    (kind, *other_kinds), (geometry, *others) = _distinct(map(kind_of, calls)), _distinct(map(geometry_of, calls))
+    (kind, geometry), *others = [(kind_of(call), geometry_of(call)) for call in calls]
+    differ = any(other != (kind, geometry) for other in others)
     cls = LAYERS.get((kind.name, weight.dim()))
-    if other_kinds or others or geometry is None or cls is None or not isinstance(module, cls.FLOAT):
+    if differ or geometry is None or cls is None or not isinstance(module, cls.FLOAT):
         return None
     layer = float_layer(cls, weight, geometry)
     layer.register_parameter("weight", weight)
     layer.register_parameter("bias", bias)
     return layer.train(module.training)
-
-
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        if value not in found:
-            found.append(value)
-    return found
 
 
 def _takes_parameters(call: fx.Node, name: str, has_bias: bool) -> bool:
@@ -70,12 +62,12 @@ def _takes_parameters(call: fx.Node, name: str, has_bias: bool) -> bool:
     return _reads(weight, f"{name}.weight") and (_reads(bias, f"{name}.bias") if has_bias else bias is None)
 
 
-def _reads(operand: Any, target: str) -> bool:
+def _reads(operand: object, target: str) -> bool:
     return isinstance(operand, fx.Node) and (operand.op, operand.target) == ("get_attr", target)
 
 
 def call_layer(call: fx.Node, name: str, source: fx.Node) -> None:
-    """Replace the call of a function by that of the layer of this name, which has the function's tensors."""
+    """Replace the call of a function by a call of the layer of this name, which has the function's tensors."""
     with call.graph.inserting_before(call):
         new = call.graph.call_module(name, (source,))
     others = [node for node in call.all_input_nodes if node is not source and node.op != "placeholder"]

@@ -26,9 +26,7 @@ VIEWS = (
 METHODS_THAT_VIEW = (*VIEWS, "unfold")  # torch.nn.functional.unfold copies
 RESHAPES = ("flatten", "ravel", "reshape")  # they share the memory of a tensor that has its elements in their order
 MODULES = {nn.Flatten: "flatten", nn.Unflatten: "unflatten"}
-OPERATORS = tuple(
-    getattr(operator, name) for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)
-)
+OPERATORS = tuple(getattr(operator, f"i{name}") for name in dir(operator) if f"i{name}" in dir(operator))
 
 
 def run(graph: fx.Graph, model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,7 +29,7 @@ class TorchModes:
         """Return the functions of torch that enter modes, each with one that watches it."""
         set_grad_enabled = torch._C._set_grad_enabled
 
-        def enter_autocast(autocast: Any) -> Any:
+        def enter_autocast(autocast: object) -> object:
             raise RuntimeError(f"torch.autocast is entered here, {LOST}, with enabled=False too.")
 
         def note_grad_mode(enabled: bool) -> None:
@@ -52,10 +51,10 @@ class TorchModes:
             raise RuntimeError(f"torch.no_grad is entered here, {LOST} without example_inputs.")
 
 
-def run(graph: fx.Graph, model: nn.Module, values: Mapping[fx.Node, Any], without_grad: Collection[fx.Node]) -> None:
+def run(graph: fx.Graph, model: nn.Module, values: Mapping[fx.Node, object], without_grad: Collection[fx.Node]) -> None:
     """Detach the tensors that the nodes `without_grad`, made under torch.no_grad, compute, where other code takes them.
 
-    `values` are those of the nodes for the example inputs. Raises ValueError: the code changes a tensor in place that other
+    `values` has the value of each node for the example inputs. Raises ValueError: the code changes a tensor in place that other
     code computes, or returns a value that is not known to be a tensor or a number.
     """
     inside = set(without_grad)
@@ -84,7 +83,7 @@ def _buffers(model: nn.Module) -> Collection[str]:
     return {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
 
-def _detach(node: fx.Node, users: Collection[fx.Node], value: Any) -> None:
+def _detach(node: fx.Node, users: Collection[fx.Node], value: object) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(
             f"prepare: {node.name!r} is computed under torch.no_grad and used outside, and the example inputs do not tell that "
