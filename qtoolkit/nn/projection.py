@@ -70,7 +70,7 @@ class Projection(LayerOp):
 
     def __call__(self, x: Tensor, known: TensorCodes | None) -> Tensor:
         """Return the layer of x, of which this is known: in training by an op that keeps codes, where it has some."""
-        y = on_codes.run(self, x, self.source, None, lambda: self.bias, (), {}, known)
+        y = on_codes.run(self, x, lambda: self.source, None, lambda: self.bias, (), {}, known)
         if y is not None:
             return y
         weight = on_codes.quantized_weight(self, None)

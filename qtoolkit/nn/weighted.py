@@ -204,8 +204,8 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         """Compute a call with the weight, each output channel multiplied by a factor before it is quantized."""
         if not with_quantized_weight:
             return self.compute(x, self.weight, bias, *args, **kwargs)
-        in_sums = partial(self.bias_in_sums, bias, call)
-        y = on_codes.run(self, x, call.input_quantizer(self), factor, in_sums, args, kwargs, known)
+        source, in_sums = partial(call.input_quantizer, self), partial(self.bias_in_sums, bias, call)
+        y = on_codes.run(self, x, source, factor, in_sums, args, kwargs, known)
         if y is not None:
             return y
         weight = on_codes.quantized_weight(self, factor)  # before the bias, whose grid takes the weight's scale
