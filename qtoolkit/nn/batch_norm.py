@@ -95,12 +95,17 @@ class LinkedBatchNorm(nn.Module):
 
     def hold_variance(self) -> None:
         """Make the buffers of a step of the training, where the statistics now are."""
+        CLOCK.begin()
         variance = self.running_var
         with torch.inference_mode(False):  # a training follows, whatever mode prepares
             held = None if variance is None else variance.detach().clone()
             taken = torch.tensor(NEVER, device=None if variance is None else variance.device)
         self.register_buffer("_variance_of_step", held, persistent=False)
         self.register_buffer("_taken", taken, persistent=False)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        CLOCK.begin()
 
     def begin_step(self) -> None:
         """Let the next forward in training begin a step, whatever the clock shows."""

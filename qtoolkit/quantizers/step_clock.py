@@ -23,10 +23,11 @@ NEVER = -1
 class StepClock:
     """The number of steps that optimizers have taken, in an int64 tensor for each device that asks.
 
-    Torch has one table of hooks for all optimizers. The clock adds a hook when the first device asks.
+    Torch has one table of hooks for all optimizers, to which `begin` adds one.
 
     Example:
         >>> from qtoolkit.quantizers.step_clock import CLOCK
+        >>> CLOCK.begin()
         >>> clock, weight = CLOCK.on(torch.device("cpu")), torch.nn.Parameter(torch.ones(2))
         >>> before = clock.clone()
         >>> torch.optim.SGD([weight], 0.1).step()
@@ -36,6 +37,13 @@ class StepClock:
 
     def __init__(self) -> None:
         self._clocks: dict[torch.device, Tensor] = {}
+        self._begun = False
+
+    def begin(self) -> None:
+        """Count from now on. Modules call it when they are made or copied, as no compiler traces it."""
+        if not self._begun:
+            self._begun = True
+            register_optimizer_step_post_hook(self._advance)
 
     def on(self, device: torch.device) -> Tensor:
         """Return what the clock shows on a device.
@@ -49,8 +57,6 @@ class StepClock:
         return clock
 
     def _new(self, device: torch.device) -> Tensor:
-        if not self._clocks:
-            register_optimizer_step_post_hook(self._advance)
         with torch.inference_mode(False):
             clock = torch.ones((), dtype=torch.int64, device=device)
         if is_captured(clock):

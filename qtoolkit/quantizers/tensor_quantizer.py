@@ -19,7 +19,7 @@ from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.ranged import RangedQuantizer
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.states import CALIBRATING, FOLLOWS_DATA, FOLLOWS_WEIGHT, FROZEN, LEARNED, State
-from qtoolkit.quantizers.step_clock import NEVER
+from qtoolkit.quantizers.step_clock import CLOCK, NEVER
 
 
 class TensorQuantizer(RangedQuantizer):
@@ -165,6 +165,7 @@ class TensorQuantizer(RangedQuantizer):
         self.watched = Watched(steps)
         WATCHER.watch(self)
         if steps < FOLLOWED_STEPS and not self.of_weight and self.kind.follows(self):
+            CLOCK.begin()
             with torch.inference_mode(False):  # a training follows, whatever mode calibrates
                 self.count_of_steps = torch.tensor([NEVER, steps], device=self._scale.device)
 
@@ -242,6 +243,8 @@ class TensorQuantizer(RangedQuantizer):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self.watched is not None:  # of a copy
             WATCHER.watch(self)
+        if self.count_of_steps is not None:
+            CLOCK.begin()
 
     # ---- for ops and layers
 

@@ -205,10 +205,22 @@ def test_graphed_callables_train_as_the_model_does(quantizer: str, dtype: torch.
         torch.testing.assert_close(one, other, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_range_that_follows_the_data_is_not_captured_silently() -> None:
-    model = prepared("cuda", "fixed", "minmax")
-    with pytest.warns(UserWarning, match="is captured in a CUDA graph while its range follows the data"):
-        torch.cuda.make_graphed_callables(model, (images().cuda(),))
+def test_a_range_follows_the_data_in_a_captured_step() -> None:
+    """The clock advances where the graph runs, and so do the steps: as in a training without the graph."""
+    model, x = prepared("cuda", "fixed", "minmax"), images().cuda()
+    twin = copy.deepcopy(model)
+    graph, _ = captured_step(model, 2 * x)
+    for _ in range(20):
+        graph.replay()
+    optimizer = torch.optim.SGD(twin.parameters(), 0.01)
+    for _ in range(3 + 20):  # of the warm-up, too
+        taken_step(twin, 2 * x, optimizer)
+    activations = [q for q in qt.quantizers_of(model).values() if q.follows_data]
+    wanted = [q for q in qt.quantizers_of(twin).values() if q.follows_data]
+    assert activations
+    for one, other in zip(activations, wanted, strict=True):
+        assert one.steps == other.steps == 23
+        torch.testing.assert_close(one.scale, other.scale, rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
