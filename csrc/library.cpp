@@ -24,32 +24,22 @@
 #define QT_GEOMETRY \
   ", int[] stride, int[] padding, int[] dilation, int[] output_padding, bool transposed, int groups, bool integer"
 #define QT_LAYER QT_INPUT QT_WEIGHT QT_GEOMETRY
-// What function_fake_quant is told about its quantizer: whether backward keeps the values before it, whether its codes
-// are wanted.
-#define QT_QUANTIZED                                                                                               \
-  " y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int y_qmin, int y_qmax, float y_grad_factor, " \
-  "bool learned, bool with_codes"
-// What attention_fake_quant is told about an operand, and about the quantizer of its weights.
-#define QT_OPERAND(name) \
-  "Tensor " name ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point, "
-#define QT_KEPT_OPERAND(name) \
-  "Tensor? " name ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point, "
+// What function_fake_quant is told about its quantizer.
+#define QT_QUANTIZED \
+  " y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int y_qmin, int y_qmax, float y_grad_factor"
 // What product and fused_attention are told about an operand.
-#define QT_CODES_OF(name)                                                                                  \
-  " " name ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point, SymInt[] " name \
-  "_size, bool " name "_signed, bool " name "_transposed, bool " name "_kept, "
+#define QT_CODES(name) ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point"
+#define QT_CODES_OF(name)                                                                                        \
+  " " name QT_CODES(name) ", SymInt[] " name "_size, bool " name "_signed, bool " name "_transposed, bool " name \
+                          "_kept, "
 #define QT_FACTOR(name) "Tensor" QT_CODES_OF(name)
 #define QT_KEPT_FACTOR(name) "Tensor?" QT_CODES_OF(name)
-#define QT_ATTENTION                                                                                           \
-  "Tensor? mask, ScalarType dtype, bool keeps_softmax, Tensor? weights_start, Tensor? weights_ratio, Tensor? " \
-  "weights_rate, Tensor? "                                                                                     \
-  "weights_zero_point, int weights_qmin, int weights_qmax, float weights_grad_factor, bool learned"
 // What the input of a layer was before it was fake-quantized, and the scale that is trained by it.
 #define QT_RAW "Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0"
 #define QT_FUNCTION "str function, SymInt[] shape, Tensor? weight, Tensor? bias, float eps"
 TORCH_LIBRARY(qtoolkit, m) {
-  // LayerUnit, BatchNormUnit and FunctionUnit(Dict(str, Any) fields, str[] varying): all that an op of the same fields
-  // is told, and its calls; see unit/unit.h and unit/calls.cpp.
+  // AttentionUnit(Dict(str, Any) fields), and LayerUnit, BatchNormUnit and FunctionUnit(Dict(str, Any) fields, str[]
+  // varying): all that an op of the same fields is told, and its calls; see unit/unit.h and unit/calls.cpp.
   qtoolkit::register_units(m);
 
   // Returns values on the grid and the packed in-range mask (empty unless mask is set or x requires grad).
@@ -261,13 +251,16 @@ TORCH_LIBRARY(qtoolkit, m) {
   // grid that is not learned. learned, with_codes: as above. Returns y and its codes, then what backward keeps.
   // Differentiable in x, weight, bias, y_start, y_ratio and y_zero_point.
   m.def("function_fake_quant(Tensor x, " QT_FUNCTION ", bool keeps_x, Tensor" QT_QUANTIZED
-        ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd)");
+        ", bool learned, bool with_codes) -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor mask, Tensor mean, "
+        "Tensor rstd)");
 
-  // Returns its gradients, in this order; empty where one is not wanted or there is none.
+  // Returns its gradients, in this order; empty where one is not wanted or there is none. mask: empty where the grid is
+  // learned.
   m.def("function_fake_quant_backward(Tensor grad, int[] order, Tensor? x, " QT_FUNCTION ", Tensor?" QT_QUANTIZED
         ", Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd, bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, "
         "Tensor, Tensor)");
 
+  // What it is told are the fields of the unit; q is the one of that name, for the dispatcher.
   // Returns fake_quant(softmax(q k^T + mask)) v, computed in a dtype, with the softmax in float32 (float64 for a dtype
   // of that), and what backward keeps: the scale of the weights, and the softmax if keeps_softmax is set, else that is
   // computed again. q: (..., target, features), k: (..., source, features), v: (..., source, features of v), with the
@@ -276,13 +269,14 @@ TORCH_LIBRARY(qtoolkit, m) {
   // weights_start: makes the scale as y_start does; without it the weights are not rounded. learned: their grid is
   // trained. Differentiable in q, k, v, weights_start, weights_ratio and weights_zero_point; backward computes the
   // weights again.
-  m.def("attention_fake_quant(" QT_OPERAND("q") QT_OPERAND("k") QT_OPERAND("v") QT_ATTENTION
-        ") -> (Tensor y, Tensor weights_scale, Tensor softmax)");
+  m.def(
+      "attention_fake_quant(__torch__.torch.classes.qtoolkit.AttentionUnit unit, Tensor q) -> (Tensor y, Tensor?[] "
+      "kept)");
 
-  // Returns its gradients, in this order; empty where one is not wanted or there is none.
-  m.def("attention_fake_quant_backward(Tensor grad, " QT_KEPT_OPERAND("q") QT_KEPT_OPERAND("k") QT_KEPT_OPERAND("v")
-            QT_ATTENTION
-        ", Tensor weights_scale, Tensor softmax, bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // Returns the gradients that are wanted, in the order of Gradient in unit/fields.h.
+  m.def(
+      "attention_fake_quant_backward(__torch__.torch.classes.qtoolkit.AttentionUnit unit, Tensor grad, bool[] wanted) "
+      "-> Tensor[]");
 
   // Returns x @ other as torch.bmm, x: (batch, rows, features), other: (batch, features, columns), or a copy of
   // `computed`, which is that. Backward keeps the codes of an operand; without codes it keeps the operand, if `kept` is
@@ -296,14 +290,15 @@ TORCH_LIBRARY(qtoolkit, m) {
             QT_KEPT_FACTOR("other") "bool[2] wanted) -> (Tensor, Tensor)");
 
   // Returns torch's scaled_dot_product_attention of (batch, heads, length, features) as its fused op of the CPU
-  // computes it, and the logarithms of its sums. The operands are kept as those of product are. Differentiable in q, k
-  // and v.
-  m.def("fused_attention(" QT_FACTOR("q") QT_FACTOR("k")
-            QT_FACTOR("v") "bool is_causal, float? scale) -> (Tensor y, Tensor logsumexp)");
+  // computes it, and the logarithms of its sums. Backward keeps an operand as its codes, if it has some. is_signed: of
+  // the codes of q, k and v. Differentiable in q, k and v.
+  m.def("fused_attention(Tensor q" QT_CODES("q") ", Tensor k" QT_CODES("k") ", Tensor v" QT_CODES(
+      "v") ", SymInt[] k_size, bool[3] is_signed, bool is_causal, float? scale) -> (Tensor y, Tensor logsumexp)");
 
   // Returns its gradients, in this order; empty where one is not wanted.
-  m.def("fused_attention_backward(Tensor grad, " QT_KEPT_FACTOR("q") QT_KEPT_FACTOR("k") QT_KEPT_FACTOR(
-      "v") "bool is_causal, float? scale, Tensor y, Tensor logsumexp, bool[3] wanted) -> (Tensor, Tensor, Tensor)");
+  m.def("fused_attention_backward(Tensor grad, Tensor? q" QT_CODES("q") ", Tensor? k" QT_CODES("k") ", Tensor? v" QT_CODES(
+      "v") ", SymInt[] k_size, bool[3] is_signed, bool is_causal, float? scale, Tensor y, Tensor logsumexp, bool[3] "
+           "wanted) -> (Tensor, Tensor, Tensor)");
 
   // torch.ops.aten.convolution with a batch and gradients that write inside of their memory; see strided_pointwise.h.
   m.def(

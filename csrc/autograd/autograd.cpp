@@ -127,13 +127,10 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 27> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 26> kWithoutGradient = {{
     {"function_fake_quant_backward",
      "function_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or "
      "use torch's function and fake_quant."},
-    {"attention_fake_quant_backward",
-     "attention_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or "
-     "prepare with training_arithmetic='float' and save='float'."},
     {"product_backward",
      "product: double backward is not supported; compute the first gradient without create_graph=True, or prepare with "
      "training_arithmetic='float' and save='float'."},

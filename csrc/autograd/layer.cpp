@@ -261,19 +261,6 @@ const Differentiated kFunctionFakeQuant = {"function_fake_quant",
                                            {"y_rate"},
                                            nullptr,
                                            {{"x", "keeps_x", true}, {"y_start", "y_ratio", true}}};
-const Differentiated kAttention = {"attention_fake_quant",
-                                   "qtoolkit::attention_fake_quant_backward",
-                                   {"q", "k", "v", "weights_start", "weights_ratio", "weights_zero_point"},
-                                   {"q_codes", "q_scale", "q_zero_point", "k_codes", "k_scale", "k_zero_point",
-                                    "v_codes", "v_scale", "v_zero_point", "mask", "weights_rate"},
-                                   nullptr,
-                                   {{"mask", "keeps_softmax", false},
-                                    {"q", "q_codes", false},
-                                    {"k", "k_codes", false},
-                                    {"v", "v_codes", false},
-                                    {"weights_start", "weights_ratio", true}},
-                                   {"q_scale", "q_zero_point", "k_scale", "k_zero_point", "v_scale", "v_zero_point"}};
-
 const Differentiated kProduct = {
     "product",
     "qtoolkit::product_backward",
@@ -288,7 +275,7 @@ const Differentiated kFusedAttention = {
     {"q", "k", "v"},
     {"q_codes", "q_scale", "q_zero_point", "k_codes", "k_scale", "k_zero_point", "v_codes", "v_scale", "v_zero_point"},
     nullptr,
-    {{"q", "q_kept", true}, {"k", "k_kept", true}, {"v", "v_kept", true}},
+    {{"q", "q_codes", false}, {"k", "k_codes", false}, {"v", "v_codes", false}},
     {"q_scale", "q_zero_point", "k_scale", "k_zero_point", "v_scale", "v_zero_point"}};
 
 }  // namespace
@@ -298,7 +285,6 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("quant_layer", CppFunction::makeFromBoxedFunction<&recorded<kQuantLayer>>());
   m.impl("quant_weight", CppFunction::makeFromBoxedFunction<&recorded<kQuantWeight>>());
   m.impl("function_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kFunctionFakeQuant>>());
-  m.impl("attention_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kAttention>>());
   m.impl("product", CppFunction::makeFromBoxedFunction<&recorded<kProduct>>());
   m.impl("fused_attention", CppFunction::makeFromBoxedFunction<&recorded<kFusedAttention>>());
 }

@@ -36,21 +36,18 @@ struct UnitNode : torch::autograd::Function<UnitNode<U>> {
       const at::AutoDispatchBelowADInplaceOrView guard;
       call.op.callBoxed(call.stack);
     }
-    const Tensor y = torch::jit::peek(*call.stack, 0, 3).toTensor();
+    const Tensor y = torch::jit::peek(*call.stack, 0, U::kResults).toTensor();
     for (const IValue& result : call.stack->back().toListRef()) {
       saved.push_back(result.isTensor() ? result.toTensor() : Tensor());
     }
     const auto unit = c10::make_intrusive<U>(call.unit);
-    unit->calls.reset();
     unit->tensors([](const char*, auto& t, Role) { put(t, Tensor()); });
-    unit->size = call.unit.x.sym_sizes().vec();
-    unit->x_dtype = call.unit.x.scalar_type();
-    unit->order = memory_order(y);
+    unit->note(call.unit, y);
     ctx->set_materialize_grads(false);
     ctx->save_for_backward(saved);
     ctx->saved_data["unit"] = unit;
     ctx->saved_data["places"] = call.places;
-    ctx->saved_data["x_format"] = call.unit.x.suggest_memory_format();
+    ctx->saved_data["x_format"] = call.unit.first().suggest_memory_format();
     return y;
   }
 
@@ -105,7 +102,7 @@ void recorded_unit(const c10::OperatorHandle& op, Stack* stack) {
     return op.callBoxed(stack);
   }
   const Tensor y = UnitNode<U>::apply(at::TensorList(inputs), call);
-  torch::jit::peek(*stack, 0, 3) = y;
+  torch::jit::peek(*stack, 0, U::kResults) = y;
 }
 
 // The backward ops have no gradients, so that none is lost in silence.
@@ -141,6 +138,9 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("unit_backward", CppFunction::makeFromBoxedFunction<&unit_backward_without_gradient<BatchNormUnit>>());
   m.impl("layer_fake_quant", CppFunction::makeFromBoxedFunction<&recorded_unit<LayerUnit>>());
   m.impl("layer_fake_quant_backward", CppFunction::makeFromBoxedFunction<&unit_backward_without_gradient<LayerUnit>>());
+  m.impl("attention_fake_quant", CppFunction::makeFromBoxedFunction<&recorded_unit<AttentionUnit>>());
+  m.impl("attention_fake_quant_backward",
+         CppFunction::makeFromBoxedFunction<&unit_backward_without_gradient<AttentionUnit>>());
 }
 
 }  // namespace qtoolkit

@@ -12,8 +12,7 @@
 #include "../launch.h"
 #include "../layer/layer_ops.h"
 #include "../registration.h"
-#include "operand.h"
-#include "unit_parts.h"
+#include "unit.h"
 
 namespace qtoolkit {
 namespace {
@@ -22,20 +21,7 @@ using at::Tensor;
 using std::optional;
 using torch::jit::Stack;
 
-struct Attention {
-  ProductOperand q, k, v;
-  optional<Tensor> mask;
-  at::ScalarType dtype;
-  bool keeps_softmax;
-  Quantized weights;
-};
-
-Reader& operator>>(Reader& reader, Attention& a) {
-  a.weights.with_codes = false;
-  reader >> a.q >> a.k >> a.v >> a.mask >> a.dtype >> a.keeps_softmax >> static_cast<Output&>(a.weights) >>
-      a.weights.learned;
-  return reader;
-}
+using Attention = AttentionUnit;
 
 void check_operand(const char* op, const char* name, const ProductOperand& o) {
   check_given(op, name, o);
@@ -191,69 +177,59 @@ Weights weights_of(const Attention& a, const Matrices& m, const optional<Tensor>
 
 // ---- the ops
 
-void attention_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
-  Attention a;
-  const size_t count = op.schema().arguments().size();
-  Reader reader(torch::jit::last(*stack, count));
-  reader >> a;
-  torch::jit::drop(*stack, count);
-
-  constexpr const char* kOp = "attention_fake_quant";
+void attention_fake_quant(const c10::OperatorHandle& /*op*/, Stack* stack) {
+  constexpr const char* kOp = Attention::kOp;
+  Attention a = *torch::jit::peek(*stack, 0, 2).toCustomClass<Attention>();
   TORCH_CHECK_VALUE(a.q.values.has_value() && a.k.values.has_value() && a.v.values.has_value(), kOp,
                     ": q, k and v must be given, got None.");
   check_attention(kOp, a);
   const UnitParts parts = {kOp, nullptr, nullptr, nullptr, &a.weights.trained};
   check_parts(parts, 0);
   const WithoutAutocast guard;
-  optional<Tensor> scale;
-  if (a.weights.trained.start.has_value()) scale = make_scales(parts, {}).y_scale;
+  if (a.weights.trained.start.has_value()) a.weights_scale = make_scales(parts, {}).y_scale;
   const Matrices m(a);
-  const Weights w = weights_of(a, m, scale, {});
-  stack->emplace_back(shaped_as(at::bmm(w.weights, m.v), *a.q.values));
-  stack->emplace_back(or_empty(scale.value_or(Tensor()), m.q.options()));
-  stack->emplace_back(or_empty(a.keeps_softmax ? w.softmax : Tensor(), m.q.options()));
+  const Weights w = weights_of(a, m, a.weights_scale, {});
+  if (a.keeps_softmax) a.softmax = w.softmax;
+  torch::jit::drop(*stack, 2);
+  torch::jit::push(*stack, shaped_as(at::bmm(w.weights, m.v), *a.q.values), results_of(a));
 }
 
-void attention_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
-  // The places of gradients in the results of attention_fake_quant_backward.
-  enum { kQ, kK, kV, kStart, kRatio, kZeroPoint, kCount };
-  Tensor grad, weights_scale, softmax;
-  Attention a;
-  std::array<bool, kCount> wanted;
-  const size_t count = op.schema().arguments().size();
-  Reader(torch::jit::last(*stack, count)) >> grad >> a >> weights_scale >> softmax >> wanted;
-  torch::jit::drop(*stack, count);
-
-  const UnitParts parts = {"attention_fake_quant_backward", nullptr, nullptr, nullptr, &a.weights.trained};
+void attention_fake_quant_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
+  const UnitBackward<Attention> given(*stack);
+  const auto& [unit, grad, wanted] = given;
+  Attention a = *unit;
+  const UnitParts parts = {Attention::kBackward, nullptr, nullptr, nullptr, &a.weights.trained};
   check_attention(parts.op, a);
   check_parts(parts, 0);
   const WithoutAutocast guard;
-  TORCH_CHECK_VALUE(!a.keeps_softmax || softmax.dim() == 3, parts.op,
+  TORCH_CHECK_VALUE(!a.keeps_softmax || given.kept("softmax", a.softmax).dim() == 3, parts.op,
                     ": softmax must be what the forward returned with keeps_softmax=True, got shape ",
-                    softmax.sym_sizes(), ".");
-  const optional<Tensor> scale = weights_scale.sym_numel() > 0 ? optional<Tensor>(weights_scale) : std::nullopt;
+                    a.softmax->sym_sizes(), ".");
   for (ProductOperand* o : {&a.q, &a.k, &a.v}) {
     if (o->codes.has_value()) o->values.reset();  // the codes are less to read
   }
+  const optional<Tensor>& scale = a.weights_scale;
   const Matrices m(a);
   const Tensor dy = matrices(grad.to(a.dtype)), of_weights = at::bmm(dy, m.v.transpose(1, 2));
-  const Weights w = a.keeps_softmax ? by_ops(a, softmax, scale, of_weights) : weights_of(a, m, scale, of_weights);
+  const Weights w = a.keeps_softmax ? by_ops(a, *a.softmax, scale, of_weights) : weights_of(a, m, scale, of_weights);
 
-  std::array<Tensor, kCount> gradients;
-  if (wanted[kQ]) gradients[kQ] = shaped_as(at::bmm(w.of_scores, m.k), grad);
-  if (wanted[kK]) {
+  ForGradients<Tensor> gradients;
+  if (wanted[Gradient::x]) gradients[Gradient::x] = shaped_as(at::bmm(w.of_scores, m.k), grad);
+  if (wanted[Gradient::k]) {
     // The order of torch's own gradient decides its last bits. On CUDA the other one is faster.
     const Tensor dk = has_kernel(a) ? at::bmm(w.of_scores.transpose(1, 2), m.q)
                                     : at::bmm(m.q.transpose(1, 2), w.of_scores).transpose(1, 2);
-    gradients[kK] = without_padding(dk, a, grad);
+    gradients[Gradient::k] = without_padding(dk, a, grad);
   }
-  if (wanted[kV]) gradients[kV] = without_padding(at::bmm(w.weights.transpose(1, 2), dy), a, grad);
-  const PartGradients of_parts =
-      gradients_of_parts(parts, {{}, w.of_scale, {}, {}, {}}, {false, false, wanted[kStart], wanted[kRatio]});
-  gradients[kStart] = of_parts.y_start;
-  gradients[kRatio] = of_parts.y_ratio;
-  gradients[kZeroPoint] = w.of_zero_point;
-  push_wanted(stack, gradients, wanted, grad.options());
+  if (wanted[Gradient::v]) {
+    gradients[Gradient::v] = without_padding(at::bmm(w.weights.transpose(1, 2), dy), a, grad);
+  }
+  const PartGradients of_parts = gradients_of_parts(
+      parts, {{}, w.of_scale, {}, {}, {}}, {false, false, wanted[Gradient::y_start], wanted[Gradient::y_ratio]});
+  gradients[Gradient::y_start] = of_parts.y_start;
+  gradients[Gradient::y_ratio] = of_parts.y_ratio;
+  gradients[Gradient::y_zero_point] = w.of_zero_point;
+  given.push(stack, gradients);
 }
 
 }  // namespace

@@ -73,9 +73,9 @@ void fill_backward(U& unit, Filling& fill) {
 
 void fill_backward(FunctionUnit& /*unit*/, Filling& /*fill*/) {}
 
-// A unit with these fields, to be called with the tensors of the names in `varying`, which it does not keep.
+// A unit with these fields.
 template <class U>
-c10::intrusive_ptr<U> make_unit(const NamedValues& given, const std::vector<std::string>& varying) {
+c10::intrusive_ptr<U> filled(const NamedValues& given) {
   auto unit = c10::make_intrusive<U>();
   Filling fill(U::kClass, given);
   unit->numbers(fill);
@@ -83,6 +83,13 @@ c10::intrusive_ptr<U> make_unit(const NamedValues& given, const std::vector<std:
   fill.may_be_absent = true;
   fill_backward(*unit, fill);
   fill.check_names();
+  return unit;
+}
+
+// The same, to be called with the tensors of the names in `varying`, which it does not keep.
+template <class U>
+c10::intrusive_ptr<U> make_unit(const NamedValues& given, const std::vector<std::string>& varying) {
+  const auto unit = filled<U>(given);
   auto calls = std::make_shared<Calls>();
   calls->count = static_cast<int64_t>(varying.size());
   calls->autocast = autocast_on(unit->x.device().type());
@@ -154,6 +161,8 @@ void register_units(torch::Library& library) {
   register_unit<LayerUnit>(library);
   register_unit<BatchNormUnit>(library);
   register_unit<FunctionUnit>(library);
+  library.class_<AttentionUnit>(AttentionUnit::kClass)
+      .def(torch::init(&filled<AttentionUnit>), "", {torch::arg("fields")});
 }
 
 }  // namespace qtoolkit

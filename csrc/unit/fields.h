@@ -30,6 +30,8 @@ enum class Gradient {
   y_ratio,
   y_zero_point,
   raw_scale,
+  k,  // of an attention, whose q is x
+  v,
   count,
   none
 };

@@ -100,15 +100,15 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   Value saved;
   WantedOfFunction wanted;
   const size_t count = op.schema().arguments().size();
-  Reader(torch::jit::last(*stack, count)) >> grad >> order >> x >> function >> output >> y_scale >> mask >>
-      saved.mean >> saved.rstd >> wanted;
+  Reader(torch::jit::last(*stack, count)) >> grad >> order >> x >> function >> static_cast<Output&>(output) >>
+      y_scale >> mask >> saved.mean >> saved.rstd >> wanted;
   torch::jit::drop(*stack, count);
 
   const UnitParts parts = {"function_fake_quant_backward", nullptr, nullptr, nullptr, &output.trained};
   check_parts(parts, 0);
   check_function(parts.op, function);
-  TORCH_CHECK_VALUE(x.has_value() || (function.is_none() && !output.learned), parts.op,
-                    ": x must be given for a function or a learned grid, got None.");
+  TORCH_CHECK_VALUE(x.has_value() || function.is_none(), parts.op, ": x must be given for a function, got None.");
+  output.learned = x.has_value() && mask.sym_numel() == 0;
   const WithoutAutocast guard;
   const optional<Tensor> z = output.learned ? optional<Tensor>(value_of(function, *x).result) : std::nullopt;
   const QuantizedGradients behind = quantize_output_backward(grad, z, mask, order, output, y_scale);

@@ -117,11 +117,30 @@ struct FusedAttention {
   optional<double> scale;
 };
 
-Reader& operator>>(Reader& reader, FusedAttention& a) { return reader >> a.q >> a.k >> a.v >> a.is_causal >> a.scale; }
+// The sizes of q and v are those of k and y.
+void set_sizes(FusedAttention& a, c10::SymIntArrayRef y) {
+  const std::vector<c10::SymInt>& k = a.k.size;
+  if (k.size() != 4 || y.size() != 4) return;  // check_attention says so
+  a.q.size = {y[0], y[1], y[2], k[3]};
+  a.v.size = {k[0], k[1], k[2], y[3]};
+}
+
+Reader& operator>>(Reader& reader, FusedAttention& a) {
+  for (KeptOperand* o : {&a.q, &a.k, &a.v}) {
+    reader >> static_cast<ProductOperand&>(*o);
+    o->transposed = false;
+  }
+  std::array<bool, 3> is_signed;
+  reader >> a.k.size >> is_signed >> a.is_causal >> a.scale;
+  a.q.is_signed = is_signed[0];
+  a.k.is_signed = is_signed[1];
+  a.v.is_signed = is_signed[2];
+  return reader;
+}
 
 void check_attention(const char* op, const FusedAttention& a) {
-  check_kept(op, "q", a.q, 4);
   check_kept(op, "k", a.k, 4);
+  check_kept(op, "q", a.q, 4);
   check_kept(op, "v", a.v, 4);
 }
 
@@ -134,6 +153,8 @@ void fused_attention(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, count);
   TORCH_CHECK_VALUE(a.q.values.has_value() && a.k.values.has_value() && a.v.values.has_value(), kOp,
                     ": q, k and v must be given, got None.");
+  a.q.size = a.q.values->sym_sizes().vec();
+  a.v.size = a.v.values->sym_sizes().vec();
   check_attention(kOp, a);
   static const auto fused = find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, double,
                                                                bool, const optional<Tensor>&, optional<double>)>(
@@ -155,6 +176,7 @@ void fused_attention_backward(const c10::OperatorHandle& op, Stack* stack) {
   reader >> grad >> a >> y >> logsumexp >> wanted;
   torch::jit::drop(*stack, count);
   check_float(kOp, "grad", grad);
+  set_sizes(a, y.sym_sizes());
   check_attention(kOp, a);
   static const auto fused = find_op<std::tuple<Tensor, Tensor, Tensor>(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, double, bool,

@@ -10,7 +10,9 @@
 
 #include <memory>
 
+#include "../layout.h"
 #include "fields.h"
+#include "operand.h"
 #include "unit_parts.h"
 
 namespace qtoolkit {
@@ -56,6 +58,15 @@ struct UnitOfLayer : Unit {
   at::ScalarType x_dtype;
   std::vector<int64_t> order;  // of y in memory
   std::optional<at::Tensor> y_scale, scale;
+
+  const at::Tensor& first() const { return x; }
+
+  // Keeps for backward what it needs of the values besides tensors.
+  void note(const UnitOfLayer& of_step, const at::Tensor& y) {
+    size = of_step.x.sym_sizes().vec();
+    x_dtype = of_step.x.scalar_type();
+    order = memory_order(y);
+  }
 
   std::optional<at::MemoryFormat> format() const {
     return channels_last ? std::optional(at::MemoryFormat::ChannelsLast) : std::nullopt;
@@ -120,6 +131,7 @@ struct UnitOfLayer : Unit {
 struct LayerUnit : UnitOfLayer {
   static constexpr const char *kClass = "LayerUnit", *kOp = "layer_fake_quant",
                               *kBackward = "layer_fake_quant_backward";
+  static constexpr size_t kResults = 3;  // of the op
 
   std::optional<at::Tensor> kept;  // the values before a learned quantizer, or the packed mask
 
@@ -145,6 +157,7 @@ struct LayerUnit : UnitOfLayer {
 // A layer with its batch norm and all that follows it up to a quantizer: a residual add and an activation.
 struct BatchNormUnit : UnitOfLayer {
   static constexpr const char *kClass = "BatchNormUnit", *kOp = "unit", *kBackward = "unit_backward";
+  static constexpr size_t kResults = 3;
 
   Norm norm;
   std::optional<at::Tensor> running_mean, running_var, batches;
@@ -223,6 +236,66 @@ struct FunctionUnit : Unit {
   }
 };
 
+// The products of an attention, with the softmax and its quantizer between them. It is called once.
+struct AttentionUnit : torch::CustomClassHolder {
+  static constexpr const char *kClass = "AttentionUnit", *kOp = "attention_fake_quant",
+                              *kBackward = "attention_fake_quant_backward";
+  static constexpr size_t kResults = 2;
+
+  ProductOperand q, k, v;
+  std::optional<at::Tensor> mask;
+  at::ScalarType dtype;
+  bool keeps_softmax;
+  Quantized weights;
+
+  std::optional<at::Tensor> weights_scale, softmax;  // of backward alone
+
+  at::Tensor first() const { return tensor_in(q.values); }
+  void note(const AttentionUnit& /*of_step*/, const at::Tensor& /*y*/) {}
+
+  template <class Visit>
+  void tensors(Visit&& visit) {
+    // Nobody changes the grids of operands before backward.
+    visit("q", q.values, Role{Gradient::x, keeps_if(!q.codes.has_value())});
+    visit("q_codes", q.codes, kConstant);
+    visit("q_scale", q.scale, kConstant);
+    visit("q_zero_point", q.zero_point, kConstant);
+    visit("k", k.values, Role{Gradient::k, keeps_if(!k.codes.has_value())});
+    visit("k_codes", k.codes, kConstant);
+    visit("k_scale", k.scale, kConstant);
+    visit("k_zero_point", k.zero_point, kConstant);
+    visit("v", v.values, Role{Gradient::v, keeps_if(!v.codes.has_value())});
+    visit("v_codes", v.codes, kConstant);
+    visit("v_scale", v.scale, kConstant);
+    visit("v_zero_point", v.zero_point, kConstant);
+    visit("mask", mask, Role{Gradient::none, keeps_if(!keeps_softmax)});
+    const bool is_trained = weights.trained.ratio.has_value();
+    visit("weights_start", weights.trained.start, Role{Gradient::y_start, keeps_if(is_trained)});
+    visit("weights_ratio", weights.trained.ratio, Role{Gradient::y_ratio, Keeps::tensor});
+    visit("weights_rate", weights.trained.rate, kConstant);
+    visit("weights_zero_point", weights.zero_point, Role{Gradient::y_zero_point, Keeps::copy});
+  }
+
+  template <class Visit>
+  void numbers(Visit&& visit) {
+    visit("dtype", dtype);
+    visit("keeps_softmax", keeps_softmax);
+    visit("weights_qmin", weights.qmin);
+    visit("weights_qmax", weights.qmax);
+    visit("weights_grad_factor", weights.grad_factor);
+    visit("learned", weights.learned);
+  }
+
+  template <class Visit>
+  void backward_numbers(Visit&& /*visit*/) {}
+
+  template <class Visit>
+  void results(Visit&& visit) {
+    visit("weights_scale", weights_scale, kConstant);
+    visit("softmax", softmax, kConstant);
+  }
+};
+
 // ---- the ops
 
 // The first results of a unit's op. The codes are undefined where there are none, the scale where there is no
@@ -238,13 +311,19 @@ UnitOutput call_op(const c10::intrusive_ptr<FunctionUnit>& unit);
 // Below are the results and arguments of `unit` and `layer_fake_quant`, and of their backward ops:
 //   (U unit, Tensor x) -> (Tensor y, Tensor y_codes, Tensor?[] kept), with x as the dispatcher sees it;
 //   (U unit, Tensor grad, bool[] wanted) -> Tensor[], which are the gradients that are wanted.
+// Those of an attention have no codes.
+
+template <class U>
+c10::List<std::optional<at::Tensor>> results_of(U& unit) {
+  c10::List<std::optional<at::Tensor>> kept;
+  unit.results([&](const char*, const std::optional<at::Tensor>& field, Role) { kept.push_back(field); });
+  return kept;
+}
 
 template <class U>
 void push_output(torch::jit::Stack* stack, const at::Tensor& y, const at::Tensor& codes, U& unit) {
-  c10::List<std::optional<at::Tensor>> kept;
-  unit.results([&](const char*, const std::optional<at::Tensor>& field, Role) { kept.push_back(field); });
   torch::jit::drop(*stack, 2);
-  torch::jit::push(*stack, y, or_empty(codes, y.options()), std::move(kept));
+  torch::jit::push(*stack, y, or_empty(codes, y.options()), results_of(unit));
 }
 
 template <class U>

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from qtoolkit._native import library
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import TrainingArithmetic
-from qtoolkit.nn.product import Product, kept_operand
+from qtoolkit.nn.product import Product, of_codes
 from qtoolkit.quantizers.codes import TensorCodes, known_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
@@ -72,9 +72,12 @@ def attention(
         grids = [known_of(x, source, of_x) for x, source, of_x in zip(inputs, sources, known, strict=True)]
         kept = [None if grid is None else grid.of_whole(x) for x, grid in zip(inputs, grids, strict=True)]
         if kept != [None] * 3:
-            operands = (kept_operand(x, codes, True) for x, codes in zip(inputs, kept, strict=True))
-            y, _ = _fused_attention(*chain.from_iterable(operands), is_causal, scale)
-            return y  # type: ignore[no-any-return]  # a Tensor
+            operands = ((x, *of_codes(codes)) for x, codes in zip(inputs, kept, strict=True))
+            is_signed = [codes is None or codes.qmin < 0 for codes in kept]
+            y: Tensor = _fused_attention(*chain.from_iterable(operands), inputs[1].shape, is_signed, is_causal, scale)[
+                0
+            ]
+            return y
     return F.scaled_dot_product_attention(*inputs, None, 0.0, is_causal, scale=scale)
 
 

@@ -157,7 +157,7 @@ def _is_transposed(x: Tensor) -> bool:
 
 
 def kept_operand(x: Tensor, codes: Codes | None, needed: bool, transposed: bool = False) -> tuple[Any, ...]:
-    """Return what `product` and `fused_attention` of the library are told about an operand.
+    """Return what `product` of the library is told about an operand.
 
     Args:
         x: The operand.
@@ -166,9 +166,14 @@ def kept_operand(x: Tensor, codes: Codes | None, needed: bool, transposed: bool 
         transposed: Whether its codes are those of its transposed matrices.
     """
     if codes is None or not needed:
-        return x, None, None, None, x.shape, True, False, needed
+        return x, *of_codes(None), x.shape, True, False, needed
     size = x.transpose(-2, -1).shape if transposed else x.shape
-    return x, codes.codes, codes.scale, codes.zero_point, size, codes.qmin < 0, transposed, False
+    return x, *of_codes(codes), size, codes.qmin < 0, transposed, False
+
+
+def of_codes(codes: Codes | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return codes with their scale and their zero point, as ops take them."""
+    return (None, None, None) if codes is None else (codes.codes, codes.scale, codes.zero_point)
 
 
 def _on_codes(x: Tensor, other: Tensor, grid: Codes, grid_of_other: Codes) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,11 @@ from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.module import quantized
 from qtoolkit.nn.on_codes import TrainingArithmetic, TrainsOnCodes
 from qtoolkit.nn.output_grid import grid_of, may_be_in_op, output_grid
-from qtoolkit.nn.product import autocast_type, product
+from qtoolkit.nn.product import autocast_type, of_codes, product
 from qtoolkit.quantizers.codes import TensorCodes, known_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
+_AttentionUnit = torch.classes.qtoolkit.AttentionUnit
 _attention_fake_quant = library.attention_fake_quant.default
 
 
@@ -94,16 +96,18 @@ def quantized_attention(
         return None
     if quantizer is not None and not may_be_in_op(quantizer):
         return None
-    arguments: list[Tensor | None] = []
-    for operand, source, of_operand in zip(operands, sources, known, strict=True):
+    query = operands[0]
+    fields: dict[str, Any] = {"mask": mask, "dtype": autocast_type(query), "keeps_softmax": query.is_cpu}
+    for name, operand, source, of_operand in zip("qkv", operands, sources, known, strict=True):
         found = known_of(operand, source, of_operand)
         codes = None if found is None else found.of_whole(operand, packs=False)
-        arguments += [operand, *((None,) * 3 if codes is None else (codes.codes, codes.scale, codes.zero_point))]
+        names = (name, f"{name}_codes", f"{name}_scale", f"{name}_zero_point")
+        fields.update(zip(names, (operand, *of_codes(codes)), strict=True))
     grid = grid_of(output_grid(quantizer, _scores_like(*operands[:2])))
-    query = operands[0]
-    how = autocast_type(query), query.is_cpu
-    y, *_ = _attention_fake_quant(*arguments, mask, *how, *grid, grid.is_learned)
-    return y  # type: ignore[no-any-return]  # a Tensor
+    fields |= {f"weights_{name}": value for name, value in grid._asdict().items()}
+    fields["learned"] = grid.is_learned
+    y: Tensor = _attention_fake_quant(_AttentionUnit(fields), query)[0]
+    return y
 
 
 def as_summand(masked: Tensor, dtype: torch.dtype) -> Tensor:

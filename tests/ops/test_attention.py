@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qtoolkit import ops
 from tests.cases import FLOATS, assert_same, floats, leaf, name_of
+from tests.ops import units
 
-native = torch.ops.qtoolkit
 QMIN, QMAX = 0, 200
 SHAPES = [((3,), 5, 7, 4, 6), ((2, 3), 1, 1, 8, 8), ((2, 2, 1), 9, 3, 2, 1), ((1,), 4, 300, 8, 4)]
 GRIDS = ("none", "fixed", "learned", "affine")
@@ -59,11 +59,18 @@ def by_op(
     keeps: bool = False,
 ) -> Tensor:
     known = codes_of(values) if codes else {}
-    arguments = []
-    for name, value in values.items():
-        arguments += [value, *(known.get(f"{name}_{part}") for part in ("codes", "scale", "zero_point"))]
+    names = (f"{name}_{part}" for name in values for part in ("codes", "scale", "zero_point"))
+    given = {
+        **values,
+        **{name: known.get(name) for name in names},
+        "mask": mask,
+        "dtype": dtype,
+        "keeps_softmax": keeps,
+    }
+    given |= {f"weights_{name}": value for name, value in grid.items()}
+    given |= {"weights_qmin": QMIN, "weights_qmax": QMAX, "weights_grad_factor": 0.5}
     learned = any(t is not None and t.requires_grad for t in grid.values())
-    return native.attention_fake_quant(*arguments, mask, dtype, keeps, *grid.values(), QMIN, QMAX, 0.5, learned)[0]
+    return units.call("attention_fake_quant", **given, learned=learned)[0]
 
 
 def one_by_one(values: dict[str, Tensor], grid: dict, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -75,7 +82,7 @@ def one_by_one(values: dict[str, Tensor], grid: dict, mask: Tensor | None, dtype
     if grid["start"] is not None:
         scale = grid["start"]
         if grid["ratio"] is not None:
-            scale = native.positive_scale(scale, grid["ratio"], grid["rate"])
+            scale = torch.ops.qtoolkit.positive_scale(scale, grid["ratio"], grid["rate"])
         weights = ops.fake_quant(weights, scale, grid["zero_point"], QMIN, QMAX, grad_factor=0.5)
     return torch.matmul(weights.to(dtype), v)
 
@@ -161,10 +168,10 @@ def test_errors(wrong):
     }
     given |= {f"weights_{name}": value for name, value in grid_of("none", torch.float32).items()}
     given |= {"weights_qmin": QMIN, "weights_qmax": QMAX, "weights_grad_factor": 1.0}
-    native.attention_fake_quant(**given)
+    units.call("attention_fake_quant", **given)
     arguments, sentence = WRONG[wrong]
     with pytest.raises((ValueError, TypeError), match=sentence):
-        native.attention_fake_quant(**{**given, **arguments})
+        units.call("attention_fake_quant", **{**given, **arguments})
 
 
 def test_double_backward_is_refused():

@@ -107,6 +107,7 @@ def sample(op: str, x: Tensor) -> dict:
         "running_var": torch.ones(6),
         "batches": torch.tensor(3),
         "momentum": 0.1,
+        "tracks": True,
         "process_group": None,
     }
     unit |= {"raw": None, "raw_scale": None, "raw_factor": 1.0}
@@ -135,8 +136,9 @@ def sample(op: str, x: Tensor) -> dict:
     attention |= {f"weights_{name}": value for name, value in of_weights.items()}
     product = {**on_codes_of("x", x.dtype, 2, 5, 4), **on_codes_of("other", x.dtype, 2, 4, 3)}
     product |= {"other_codes": None, "other_scale": None, "other_kept": True}
-    fused = {"is_causal": True, "scale": 0.3}
-    fused |= {k: v for name in "qkv" for k, v in on_codes_of(name, x.dtype, 2, 3, 5, 4).items()}
+    fused = {k: v for name in "qkv" for k, v in on_codes_of(name, x.dtype, 2, 3, 5, 4).items()}
+    fused = {name: value for name, value in fused.items() if not isinstance(value, bool | list)}
+    fused |= {"k_size": [2, 3, 5, 4], "is_signed": [True] * 3, "is_causal": True, "scale": 0.3}
     statistics = {"mean": torch.linspace(-1, 1, 6), "variance": torch.linspace(1, 90, 6)}
     window = {"kernel_size": [3], "stride": [2], "padding": [1], "dilation": [1]}
     return {
@@ -261,7 +263,7 @@ def sample(op: str, x: Tensor) -> dict:
             "order": [0, 1, 2],
             "x": x,
             **gelu,
-            **quantized,
+            **{name: value for name, value in quantized.items() if name.startswith("y_")},
             "y_scale": scales(1),
             "mask": torch.zeros(0),
             "mean": torch.zeros(0),
@@ -273,8 +275,7 @@ def sample(op: str, x: Tensor) -> dict:
             "grad": floats(x.dtype, 7)(2, 5, 4),
             **attention,
             "weights_scale": torch.tensor(0.004),
-            "softmax": torch.zeros(0),
-            "wanted": [True] * 5 + [False],
+            "wanted": [name in ("x", "k", "v", "y_start", "y_ratio") for name in units.GRADIENTS],
         },
         "product": {**product, "computed": None},
         "product_backward": {"grad": floats(x.dtype, 7)(2, 5, 3), **product, "wanted": [True, True]},
