@@ -129,23 +129,23 @@ class Watcher:
                 _warn(quantizer, f"rounds its whole input to zero after {entry.steps + 1} steps of training", RANGES)
             elif much_clipped(quantizer, clipped):
                 _warn(quantizer, f"clips {clipped:.1%} of its input after {entry.steps + 1} steps of training", RANGES)
-        warn_of_growth([quantizer for quantizer, entry in watched.items() if entry.steps + 1 in GROWTH_AT])
+        grown = (quantizer for quantizer, entry in watched.items() if entry.steps + 1 in GROWTH_AT)
+        # Copies, as an average of the weights, have no gradients.
+        warn_of_growth([quantizer for quantizer in grown if any(p.grad is not None for p in quantizer.parameters())])
 
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def after(watched: Watched, of_input: bool) -> Watched | None:
-    """Return what is known of a quantizer after one more step; None behind the first steps.
+def after(watched: Watched, of_input: bool) -> Watched:
+    """Return what is known of a quantizer after one more step.
 
     A new object where the next forward looks at its input, and after it: code that runs a quantizer in another op notices.
     """
     steps = watched.steps + 1
     waits = watched.clip_check_due and watched.clipped is None  # for a forward, while another optimizer steps
     due = waits or (of_input and steps + 1 in LOOKED_AT)
-    if steps > LAST_STEP:
-        return None
     if due != watched.clip_check_due or watched.clipped is not None:
         return Watched(steps, due)
     watched.steps = steps

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qtoolkit.processes import whole
 from qtoolkit.quantizers.spec_ops import grid_of_range
+from qtoolkit.quantizers.step_clock import NEVER
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -33,6 +34,7 @@ def materialize(quantizer: "TensorQuantizer", device: torch.device) -> None:
     """Leave the meta device, without a range: for a model that was made there and got only its float tensors."""
     quantizer.observer.put_sums_on(device)
     if quantizer.scale.is_meta:
+        quantizer.steps = NEVER
         quantizer.to_empty(device=device)
         empty = torch.full_like(quantizer.scale, torch.nan)
         quantizer.write_grid(empty, torch.zeros_like(empty))

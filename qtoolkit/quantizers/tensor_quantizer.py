@@ -1,7 +1,7 @@
 """TensorQuantizer: the quantizer of prepared models, which observes ranges and fake-quantizes."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -66,9 +66,6 @@ class TensorQuantizer(RangedQuantizer):
     MODES = ("quantizing", "observing", "following", "steps")
     _version = 4  # of the state dict
 
-    # While a range follows the data: the clock at the last forward, and the steps of the training so far.
-    count_of_steps: Tensor | None
-
     def __init__(
         self,
         spec: QuantSpec,
@@ -80,7 +77,9 @@ class TensorQuantizer(RangedQuantizer):
         inserted: bool = False,
     ) -> None:
         super().__init__(spec, channels, group, name, of_weight=of_weight, inserted=inserted)
-        self.register_buffer("count_of_steps", None, persistent=False)
+        # While a range follows the data: the clock at the last forward, and the steps of the training so far. No buffer: those
+        # who average the buffers of models take them by their places, and this one goes.
+        self.count_of_steps: Tensor | None = None
         self.watched: Watched | None = None  # in the first steps
         self.warned, self.last_read_input = False, False
 
@@ -238,6 +237,12 @@ class TensorQuantizer(RangedQuantizer):
         if self.stored_in_uint8 and self.capability.direct:
             return self.in_uint8(x, self.grid_spec)
         return self.quantize(x)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self.count_of_steps is not None:
+            self.count_of_steps = fn(self.count_of_steps)
+        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -171,6 +171,25 @@ def test_a_training_resumed_in_its_first_steps_goes_on_bit_for_bit() -> None:
     assert (loaded.steps, quantizer.steps) == (12, 12)
 
 
+@pytest.mark.parametrize("buffers", [False, True])
+def test_an_average_of_the_model_keeps_its_buffers_by_their_places(buffers: bool) -> None:
+    """Averages go through the buffers of both models in turn: behind the first steps as within them."""
+    model = calibrated(pooled(), torch.randn(8, 3, 16, 16))
+    names = [name for name, _ in model.named_buffers()]
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=buffers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(FOLLOWED_STEPS + 3):
+        model(torch.randn(2, 3, 4, 4)).sum().backward()
+        optimizer.step()
+        if step % 50 == 0:
+            average.update_parameters(model)
+    assert not any(quantizer.follows_data for quantizer in qt.quantizers_of(model).values())
+    for found in (model, average.module):
+        assert [name for name, _ in found.named_buffers()] == names
+    average.update_parameters(model)
+    assert all(torch.isfinite(buffer).all() for name, buffer in average.module.named_buffers() if "_scale" in name)
+
+
 def test_a_copy_made_before_a_step_is_not_changed_by_it() -> None:
     model, _ = linear_net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
