@@ -38,8 +38,8 @@
 #define QT_RAW "Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0"
 #define QT_FUNCTION "str function, SymInt[] shape, Tensor? weight, Tensor? bias, float eps"
 TORCH_LIBRARY(qtoolkit, m) {
-  // AttentionUnit(Dict(str, Any) fields), and LayerUnit, BatchNormUnit and FunctionUnit(Dict(str, Any) fields, str[]
-  // varying): all that an op of the same fields is told, and its calls; see unit/unit.h and unit/calls.cpp.
+  // LayerUnit, BatchNormUnit, FunctionUnit and AttentionUnit(Dict(str, Any) fields, str[] varying): all that an op of
+  // the same fields is told, and its calls; see unit/unit.h and unit/calls.cpp.
   qtoolkit::register_units(m);
 
   // Returns values on the grid and the packed in-range mask (empty unless mask is set or x requires grad).

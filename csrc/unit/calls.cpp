@@ -92,7 +92,7 @@ c10::intrusive_ptr<U> make_unit(const NamedValues& given, const std::vector<std:
   const auto unit = filled<U>(given);
   auto calls = std::make_shared<Calls>();
   calls->count = static_cast<int64_t>(varying.size());
-  calls->autocast = autocast_on(unit->x.device().type());
+  if (unit->first().defined()) calls->autocast = autocast_on(unit->first().device().type());
   std::unordered_set<std::string> unknown(varying.begin(), varying.end());
   unit->tensors([&](const char* name, auto& field, Role) {
     calls->kinds.emplace_back(tensor_in(field));
@@ -106,24 +106,32 @@ c10::intrusive_ptr<U> make_unit(const NamedValues& given, const std::vector<std:
   return unit;
 }
 
-// Returns the output, and if it has a quantizer its codes (empty where there are none), their scale, positive, and
-// their rounded zero point, if there is one. Returns nothing where this is another call than the unit was made for: a
-// tensor has another kind, or gradients or autocast are switched.
+// Gives a unit the tensors of a call; returns whether they are of the kinds for which it was made.
 template <class U>
-std::vector<Tensor> call(const c10::intrusive_ptr<U>& made, const c10::List<std::optional<Tensor>>& varying) {
-  const Calls& calls = *made->calls;
+bool place_tensors(U& unit, const c10::List<std::optional<Tensor>>& varying) {
+  const Calls& calls = *unit.calls;
   TORCH_CHECK_VALUE(static_cast<int64_t>(varying.size()) == calls.count, "varying must have ", calls.count,
                     " tensors, got ", varying.size(), ".");
-  const auto unit = c10::make_intrusive<U>(*made);
   size_t tensor = 0;
   bool same = true;
-  unit->tensors([&](const char*, auto& field, Role) {
+  unit.tensors([&](const char*, auto& field, Role) {
     const int64_t place = calls.places[tensor];
     if (place >= 0) put(field, varying.get(place).value_or(Tensor()));
     same = same && calls.kinds[tensor].is_that_of(tensor_in(field));
     ++tensor;
   });
-  if (!same || !at::GradMode::is_enabled() || autocast_on(unit->x.device().type()) != calls.autocast) return {};
+  return same;
+}
+
+// Returns the output, and if it has a quantizer its codes (empty where there are none), their scale, positive, and
+// their rounded zero point, if there is one. Returns nothing where this is another call than the unit was made for: a
+// tensor has another kind, or gradients or autocast are switched.
+template <class U>
+std::vector<Tensor> call(const c10::intrusive_ptr<U>& made, const c10::List<std::optional<Tensor>>& varying) {
+  const auto unit = c10::make_intrusive<U>(*made);
+  const bool same = place_tensors(*unit, varying);
+  const auto autocast = autocast_on(unit->x.device().type());
+  if (!same || !at::GradMode::is_enabled() || autocast != unit->calls->autocast) return {};
   UnitOutput found = call_op(unit);
   std::vector<Tensor> results = {std::move(found.y)};
   const Quantized& output = unit->output;
@@ -135,6 +143,31 @@ std::vector<Tensor> call(const c10::intrusive_ptr<U>& made, const c10::List<std:
   return results;
 }
 
+// Returns the results of a unit's op.
+template <class U>
+torch::jit::Stack call_boxed(const c10::intrusive_ptr<U>& unit) {
+  static const c10::OperatorHandle op =
+      c10::Dispatcher::singleton().findSchemaOrThrow((std::string("qtoolkit::") + U::kOp).c_str(), "");
+  torch::jit::Stack stack = {c10::IValue(unit), unit->first()};
+  op.callBoxed(&stack);
+  return stack;
+}
+
+template <class U>
+UnitOutput output_of(const c10::intrusive_ptr<U>& unit) {
+  const torch::jit::Stack results = call_boxed(unit);
+  // The first of what backward keeps is the scale.
+  const c10::IValue& scale = results[2].toListRef()[0];
+  return {results[0].toTensor(), results[1].toTensor(), scale.isTensor() ? scale.toTensor() : Tensor()};
+}
+
+// Returns the output of an attention, which is made for numbers alone: its tensors may be any.
+Tensor call_attention(const c10::intrusive_ptr<AttentionUnit>& made, const c10::List<std::optional<Tensor>>& varying) {
+  const auto unit = c10::make_intrusive<AttentionUnit>(*made);
+  place_tensors(*unit, varying);
+  return call_boxed(unit)[0].toTensor();
+}
+
 template <class U>
 void register_unit(torch::Library& library) {
   library.class_<U>(U::kClass)
@@ -142,27 +175,18 @@ void register_unit(torch::Library& library) {
       .def("call", &call<U>);
 }
 
-template <class U>
-UnitOutput call_boxed(const c10::intrusive_ptr<U>& unit) {
-  static const c10::OperatorHandle op =
-      c10::Dispatcher::singleton().findSchemaOrThrow((std::string("qtoolkit::") + U::kOp).c_str(), "");
-  torch::jit::Stack stack = {c10::IValue(unit), unit->x};
-  op.callBoxed(&stack);
-  // The first of what backward keeps is the scale.
-  return {stack[0].toTensor(), stack[1].toTensor(), stack[2].toListRef()[0].toOptional<Tensor>().value_or(Tensor())};
-}
-
 }  // namespace
 
-UnitOutput call_op(const c10::intrusive_ptr<LayerUnit>& unit) { return call_boxed(unit); }
-UnitOutput call_op(const c10::intrusive_ptr<BatchNormUnit>& unit) { return call_boxed(unit); }
+UnitOutput call_op(const c10::intrusive_ptr<LayerUnit>& unit) { return output_of(unit); }
+UnitOutput call_op(const c10::intrusive_ptr<BatchNormUnit>& unit) { return output_of(unit); }
 
 void register_units(torch::Library& library) {
   register_unit<LayerUnit>(library);
   register_unit<BatchNormUnit>(library);
   register_unit<FunctionUnit>(library);
   library.class_<AttentionUnit>(AttentionUnit::kClass)
-      .def(torch::init(&filled<AttentionUnit>), "", {torch::arg("fields")});
+      .def(torch::init(&make_unit<AttentionUnit>), "", {torch::arg("fields"), torch::arg("varying")})
+      .def("call", &call_attention);
 }
 
 }  // namespace qtoolkit

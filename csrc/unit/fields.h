@@ -5,10 +5,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
-#include <unordered_set>
+#include <string_view>
 #include <vector>
 
 namespace qtoolkit {
@@ -145,18 +146,21 @@ class Filling {
 
   template <class T>
   void operator()(const char* name, T& field, Role /*role*/ = kOfForward) {
-    names_.insert(name);
+    names_.push_back(name);
     const auto found = given_.find(name);
     if (found == given_.end()) {
       TORCH_CHECK_VALUE(may_be_absent, owner_, ": the field ", name, " is missing.");
       return;
     }
+    ++found_;
     fields::read({owner_, name}, found->value(), field);
   }
 
   void check_names() const {
+    if (found_ == given_.size()) return;
     for (const auto& each : given_) {
-      TORCH_CHECK_VALUE(names_.count(each.key()) > 0, owner_, ": there is no field ", each.key(), ".");
+      const bool is_field = std::find(names_.begin(), names_.end(), each.key()) != names_.end();
+      TORCH_CHECK_VALUE(is_field, owner_, ": there is no field ", each.key(), ".");
     }
   }
 
@@ -165,7 +169,8 @@ class Filling {
  private:
   const char* owner_;
   const NamedValues& given_;
-  std::unordered_set<std::string> names_;
+  std::vector<std::string_view> names_;
+  size_t found_ = 0;
 };
 
 }  // namespace qtoolkit

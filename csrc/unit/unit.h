@@ -21,10 +21,15 @@ struct Calls;
 
 // ---- what units have in common
 
-struct Unit : torch::CustomClassHolder {
+struct CalledUnit : torch::CustomClassHolder {
+  std::shared_ptr<const Calls> calls;  // the calls for which it was made; see calls.cpp
+};
+
+struct Unit : CalledUnit {
   at::Tensor x;
   Quantized output;
-  std::shared_ptr<const Calls> calls;  // the calls for which it was made; see calls.cpp
+
+  const at::Tensor& first() const { return x; }
 
   template <class Visit>
   void output_tensors(Visit& visit) {
@@ -58,8 +63,6 @@ struct UnitOfLayer : Unit {
   at::ScalarType x_dtype;
   std::vector<int64_t> order;  // of y in memory
   std::optional<at::Tensor> y_scale, scale;
-
-  const at::Tensor& first() const { return x; }
 
   // Keeps for backward what it needs of the values besides tensors.
   void note(const UnitOfLayer& of_step, const at::Tensor& y) {
@@ -236,8 +239,8 @@ struct FunctionUnit : Unit {
   }
 };
 
-// The products of an attention, with the softmax and its quantizer between them. It is called once.
-struct AttentionUnit : torch::CustomClassHolder {
+// The products of an attention, with the softmax and its quantizer between them.
+struct AttentionUnit : CalledUnit {
   static constexpr const char *kClass = "AttentionUnit", *kOp = "attention_fake_quant",
                               *kBackward = "attention_fake_quant_backward";
   static constexpr size_t kResults = 2;

@@ -1,5 +1,6 @@
 """The products of an attention with quantized operands; in training one op, which keeps query, key and value alone."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtoolkit._native import library
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.module import quantized
 from qtoolkit.nn.on_codes import TrainingArithmetic, TrainsOnCodes
@@ -17,8 +17,14 @@ from qtoolkit.nn.product import autocast_type, of_codes, product
 from qtoolkit.quantizers.codes import TensorCodes, known_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
-_AttentionUnit = torch.classes.qtoolkit.AttentionUnit
-_attention_fake_quant = library.attention_fake_quant.default
+TENSORS = (
+    *("mask", "weights_start", "weights_ratio", "weights_rate", "weights_zero_point"),
+    *(f"{name}{part}" for name in "qkv" for part in ("", "_codes", "_scale", "_zero_point")),
+)
+"""The tensors of an attention, by the names of the fields of the library's unit (csrc/unit/unit.h)."""
+
+MOST_UNITS = 64
+"""Of attentions with different numbers, which depend on the sizes of scores."""
 
 
 class Attends(TrainsOnCodes):
@@ -97,17 +103,22 @@ def quantized_attention(
     if quantizer is not None and not may_be_in_op(quantizer):
         return None
     query = operands[0]
-    fields: dict[str, Any] = {"mask": mask, "dtype": autocast_type(query), "keeps_softmax": query.is_cpu}
-    for name, operand, source, of_operand in zip("qkv", operands, sources, known, strict=True):
-        found = known_of(operand, source, of_operand)
-        codes = None if found is None else found.of_whole(operand, packs=False)
-        names = (name, f"{name}_codes", f"{name}_scale", f"{name}_zero_point")
-        fields.update(zip(names, (operand, *of_codes(codes)), strict=True))
     grid = grid_of(output_grid(quantizer, _scores_like(*operands[:2])))
-    fields |= {f"weights_{name}": value for name, value in grid._asdict().items()}
-    fields["learned"] = grid.is_learned
-    y: Tensor = _attention_fake_quant(_AttentionUnit(fields), query)[0]
+    tensors: list[Tensor | None] = [mask, grid.start, grid.ratio, grid.rate, grid.zero_point]
+    for operand, source, of_operand in zip(operands, sources, known, strict=True):
+        found = known_of(operand, source, of_operand)
+        tensors += [operand, *of_codes(None if found is None else found.of_whole(operand, packs=False))]
+    unit = _unit(autocast_type(query), query.is_cpu, grid.qmin, grid.qmax, grid.grad_factor, grid.is_learned)
+    y: Tensor = unit.call(tensors)
     return y
+
+
+@functools.lru_cache(MOST_UNITS)
+def _unit(dtype: torch.dtype, keeps_softmax: bool, qmin: int, qmax: int, grad_factor: float, learned: bool) -> Any:
+    """Return the library's unit of attentions with these numbers, to be called with `TENSORS`."""
+    of_weights = {"weights_qmin": qmin, "weights_qmax": qmax, "weights_grad_factor": grad_factor, "learned": learned}
+    fields = {**dict.fromkeys(TENSORS), "dtype": dtype, "keeps_softmax": keeps_softmax, **of_weights}
+    return torch.classes.qtoolkit.AttentionUnit(fields, TENSORS)
 
 
 def as_summand(masked: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 import qtoolkit  # noqa: F401, loads the library
 
 CLASSES = {"unit": torch.classes.qtoolkit.BatchNormUnit, "layer_fake_quant": torch.classes.qtoolkit.LayerUnit}
-ATTENTION = torch.classes.qtoolkit.AttentionUnit
+CLASSES |= {"attention_fake_quant": torch.classes.qtoolkit.AttentionUnit}
 # The places of the gradients of backward ops (`Gradient` in csrc/unit/fields.h).
 GRADIENTS = (
     *("x", "weight", "start", "ratio", "zero_point", "bias", "gamma", "beta", "residual"),
@@ -18,14 +18,14 @@ GRADIENTS = (
 )
 # Arguments that are written in place.
 WRITTEN = {"unit": ["start", "lo", "hi", "running_mean", "running_var", "batches"], "layer_fake_quant": []}
-WRITTEN |= {"attention_fake_quant": []} | {f"{op}_backward": [] for op in (*CLASSES, "attention_fake_quant")}
+WRITTEN |= {"attention_fake_quant": []} | {f"{op}_backward": [] for op in CLASSES}
 OP_OF = {name: getattr(torch.ops.qtoolkit, name).default for name in WRITTEN}
 
 
 def made(op: str, fields: dict[str, Any]) -> Any:
     """Return the unit of an op, or of its backward op."""
     name = op.removesuffix("_backward")
-    return CLASSES[name](fields, []) if name in CLASSES else ATTENTION(fields)
+    return CLASSES[name](fields, [])
 
 
 def call(op: str, **given: Any) -> list[Tensor]:
