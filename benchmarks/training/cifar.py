@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import qtoolkit as qt
 from benchmarks.export_models import MEAN, jpeg_images, jpeg_pixels
-from qtoolkit.quantizers.first_steps import COUNTED_STEPS
+from qtoolkit.quantizers.first_steps import LAST_STEP
 
 PADDING = 4  # pixels around an image before the random crop
 CALIBRATION = 512  # images
@@ -161,8 +161,8 @@ class Run:
             first = self.step
             while self.step < self.schedule.steps:
                 for images, labels in self._epoch():
-                    # Python takes the steps in which ranges follow the data, by a hook of the optimizer.
-                    if self.recorded and self.graph is None and self.step - first == COUNTED_STEPS:
+                    # Behind the steps in which quantizers observe their inputs, which a graph would do to its end.
+                    if self.recorded and self.graph is None and self.step - first == LAST_STEP + 1:
                         self._record(images, labels)
                     self._train_on(images, labels)
                     bar.update()

@@ -158,16 +158,16 @@ def _is_plain(layer: Any) -> bool:
     from qtoolkit.nn.weighted import QuantWeighted  # whose quantizers ask here too
 
     quantizer = layer.weight_quantizer
-    ready = on_codes.gives_grid(quantizer) and quantizer.ready and not quantizer.stopping
-    parameters = [p for p in (layer.weight, layer.bias) if p is not None]
-    if not ready:
+    if not on_codes.gives_grid(quantizer) or not quantizer.ready or quantizer.stopping:
         return False
+    kinds: tuple[type, ...] = (nn.Parameter,)
     if not isinstance(layer, nn.Module):  # a projection, whose weight may be a part of another one's rows
-        return all(type(p) in (Tensor, nn.Parameter) for p in parameters)
-    if type(layer).forward is not QuantWeighted.forward or is_watched(layer) or is_parametrized(layer):
+        kinds = (Tensor, nn.Parameter)
+    elif type(layer).forward is not QuantWeighted.forward or is_watched(layer) or is_parametrized(layer):
+        return False  # before the weight is read, which a parametrization would compute
+    elif layer.integer_kernel is not None or layer.input_quantizer is not None:
         return False
-    kernel: Any = layer.integer_kernel
-    return kernel is None and layer.input_quantizer is None and all(type(p) is nn.Parameter for p in parameters)
+    return all(type(p) in kinds for p in (layer.weight, layer.bias) if p is not None)
 
 
 def _is_constant_enough(bn: Any, folded: bool) -> bool:

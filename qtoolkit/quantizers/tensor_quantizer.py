@@ -244,9 +244,13 @@ class TensorQuantizer(RangedQuantizer):
             self.count_of_steps = fn(self.count_of_steps)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "watched": None if self.watched is None else self.watched.steps}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self.watched is not None:  # of a copy
+        steps = state["watched"]
+        super().__setstate__({**state, "watched": None if steps is None else Watched(steps)})  # type: ignore[no-untyped-call]
+        if self.watched is not None:
             WATCHER.watch(self)
         if self.count_of_steps is not None:
             CLOCK.begin()
