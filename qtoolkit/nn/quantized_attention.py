@@ -14,7 +14,7 @@ from qtoolkit.nn.module import quantized
 from qtoolkit.nn.on_codes import TrainingArithmetic, TrainsOnCodes
 from qtoolkit.nn.output_grid import grid_of, may_be_in_op, output_grid
 from qtoolkit.nn.product import autocast_type, of_codes, product
-from qtoolkit.quantizers.codes import TensorCodes, known_of
+from qtoolkit.quantizers.codes import TensorCodes, tensor_codes_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 _AttentionUnit = torch.classes.qtoolkit.AttentionUnit
@@ -43,7 +43,7 @@ class Attends(TrainsOnCodes):
     def _attend(
         self,
         operands: tuple[Tensor, Tensor, Tensor],
-        known: Sequence[TensorCodes | None],
+        operand_codes: Sequence[TensorCodes | None],
         mask: Tensor | None = None,
         *,
         in_one_op: bool,
@@ -57,7 +57,7 @@ class Attends(TrainsOnCodes):
         mask, empty = _without_empty_rows(mask)
         if in_one_op and not (self.dropout_p and self.training):
             sources = (*of_scores, of_values[1])
-            y = quantized_attention(operands, sources, known, mask, self.softmax_quantizer, arithmetic)
+            y = quantized_attention(operands, sources, operand_codes, mask, self.softmax_quantizer, arithmetic)
             if y is not None:
                 return _with_zeros(y, empty), None
         scores = product(torch.matmul, q, k.transpose(-2, -1), of_scores, arithmetic)
@@ -69,7 +69,7 @@ class Attends(TrainsOnCodes):
 def quantized_attention(
     operands: tuple[Tensor, Tensor, Tensor],
     sources: Sequence[Quantizer | None],
-    known: Sequence[TensorCodes | None],
+    operand_codes: Sequence[TensorCodes | None],
     mask: Tensor | None,
     quantizer: Quantizer | None,
     arithmetic: TrainingArithmetic,
@@ -84,7 +84,7 @@ def quantized_attention(
         operands: The scaled query (..., target, features), the key (..., source, features) and the value
             (..., source, features of the value).
         sources: For each of them the quantizer on whose grid its values lie, or None.
-        known: What is known of each of them.
+        operand_codes: The codes of each of them, or None.
         mask: Added to the scores, or None.
         quantizer: Of the weights, or None.
         arithmetic: How to compute, and what to keep.
@@ -98,8 +98,8 @@ def quantized_attention(
         return None
     query = operands[0]
     fields: dict[str, Any] = {"mask": mask, "dtype": autocast_type(query), "keeps_softmax": query.is_cpu}
-    for name, operand, source, of_operand in zip("qkv", operands, sources, known, strict=True):
-        found = known_of(operand, source, of_operand)
+    for name, operand, source, of_operand in zip("qkv", operands, sources, operand_codes, strict=True):
+        found = tensor_codes_of(operand, source, of_operand)
         codes = None if found is None else found.of_whole(operand, packs=False)
         names = (name, f"{name}_codes", f"{name}_scale", f"{name}_zero_point")
         fields.update(zip(names, (operand, *of_codes(codes)), strict=True))
