@@ -12,7 +12,7 @@ from qtoolkit.graph.program import products
 from qtoolkit.graph.program.chains import (
     Chain,
     ChainFinder,
-    Pair,
+    FunctionPair,
     is_activation_quantizer,
     is_attention_call,
     is_max_pool_call,
@@ -96,10 +96,10 @@ class UnitWriter(Writer):
         joins = is_weighted_call(before) or _function(before) is not None
         return before if joins and len(before.users) == 1 and self._nothing_between(before, quantizer) else None
 
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[FunctionPair]:
         """Return the functions that run with the quantizers behind them."""
         found = ((last, before) for last, before in self.units.items() if before is not None)
-        return [Pair(before, last) for last, before in found if not is_weighted_call(before)]
+        return [FunctionPair(before, last) for last, before in found if not is_weighted_call(before)]
 
     def _is_other(self, node: fx.Node) -> bool:
         """Return whether training computes an op its own way, which is no unit."""

@@ -42,8 +42,8 @@ Result = tuple[Tensor, TensorCodes | None]
 
 
 @dataclass(slots=True)
-class Call:
-    """A call of an op, for those after it."""
+class LastCall:
+    """The last call of an op, for those after it."""
 
     shape: torch.Size  # the shape of the unit's first input
     dtype: torch.dtype
@@ -53,13 +53,13 @@ class Call:
 
 
 @dataclass(slots=True)
-class Plan:
+class UnitPlan:
     """How one op computes a unit for inputs of a kind."""
 
     quantizer: TensorQuantizer | None  # the output's quantizer in the op, if there is one
     output: GridNow  # the output's scale and grid
     fields: Fields  # what the op is told in each call, but for an output's grid that is made at each call
-    call: Call | None = field(default=None, init=False)  # the last call
+    call: LastCall | None = field(default=None, init=False)  # the last call
 
     def __post_init__(self) -> None:
         if isinstance(self.output, OutputGrid):
@@ -78,7 +78,7 @@ def _of_output(grid: OutputGrid) -> Fields:
     return {f"y_{name}": value for name, value in grid._asdict().items()}
 
 
-P = TypeVar("P", bound=Plan)
+P = TypeVar("P", bound=UnitPlan)
 
 
 class CachedFusedOp(Generic[P]):
@@ -160,7 +160,7 @@ class CachedFusedOp(Generic[P]):
         tensors, numbers = varying
         fields = {**plan.fields, **numbers, **tensors}
         fields["learned"] = any(t is not None and t.requires_grad for t in map(fields.get, TRAINED_OF_OUTPUT))
-        plan.call = Call(x.shape, x.dtype, numbers, made(self.KIND, fields, list(tensors)).call)
+        plan.call = LastCall(x.shape, x.dtype, numbers, made(self.KIND, fields, list(tensors)).call)
         return self.output(plan, *plan.call.repeat([*tensors.values()]))
 
     def kind_of(self, x: Tensor, *others: Any) -> Hashable:

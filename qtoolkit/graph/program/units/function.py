@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit import ops
-from qtoolkit.graph.program.units.base import CachedFusedOp, Plan, Result, Varying
+from qtoolkit.graph.program.units.base import CachedFusedOp, Result, UnitPlan, Varying
 from qtoolkit.nn.fusion import Unit, fusion
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.output_grid import (
@@ -52,7 +52,7 @@ OF_FUNCTION: Mapping[Any, Function] = {F.gelu: _gelu("none"), torch.relu: _named
 
 
 @dataclass(slots=True)
-class FunctionPlan(Plan):
+class FunctionPlan(UnitPlan):
     """The arguments of the op for some inputs."""
 
     function: str  # what is computed before the quantizer

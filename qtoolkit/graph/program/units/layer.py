@@ -11,8 +11,8 @@ from qtoolkit.graph.program.epilogue import called_with
 from qtoolkit.graph.program.units.base import (
     CachedFusedOp,
     LayerArguments,
-    Plan,
     Result,
+    UnitPlan,
     Varying,
     kind_of_inputs,
     layer_arguments,
@@ -24,7 +24,7 @@ from qtoolkit.quantizers.codes import TensorCodes
 
 
 @dataclass(slots=True)
-class LayerPlan(Plan):
+class LayerPlan(UnitPlan):
     """The arguments of the op for some inputs."""
 
     layer: LayerArguments
