@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import qtoolkit as qt
 from qtoolkit.graph.program.units import BatchNormUnit, base
-from qtoolkit.graph.program.units.base import Decided
+from qtoolkit.graph.program.units.base import CachedFusedOp
 from qtoolkit.quantizers import codes
 from qtoolkit.quantizers.quantizer import Quantizer
 
@@ -40,7 +40,7 @@ def recorded_norms(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return made(kind, fields, varying)
 
     monkeypatch.setattr(base, "made", recorded)
-    monkeypatch.setattr(Decided, "_again", lambda self, plan, x, *others: None)  # binds at each call
+    monkeypatch.setattr(CachedFusedOp, "_try_last_call", lambda self, plan, x, *others: None)  # binds at each call
     return found
 
 
@@ -71,17 +71,17 @@ def recorded_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str,
 
 
 def codes_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Quantizer | None, Tensor, codes.TensorCodes]]:
-    """Return the layers' sources, inputs and what the op before knew of them, for each layer that takes that from here on."""
+    """Return the layers' sources, inputs and the codes that came with them, for each layer that takes these from here on."""
     found: list[tuple[Quantizer | None, Tensor, codes.TensorCodes]] = []
-    known_of = codes.known_of
+    tensor_codes_of = codes.tensor_codes_of
 
-    def recorded(y: Tensor, quantizer: Quantizer | None, known: codes.TensorCodes | None = None) -> Any:
-        taken = known_of(y, quantizer, known)
-        if taken is not None and taken is known:
+    def recorded(y: Tensor, quantizer: Quantizer | None, kept: codes.TensorCodes | None = None) -> Any:
+        taken = tensor_codes_of(y, quantizer, kept)
+        if taken is not None and taken is kept:
             found.append((quantizer, y, taken))
         return taken
 
-    monkeypatch.setattr(codes, "known_of", recorded)
+    monkeypatch.setattr(codes, "tensor_codes_of", recorded)
     return found
 
 

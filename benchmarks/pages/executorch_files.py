@@ -10,17 +10,17 @@ import torch
 import qtoolkit as qt
 from benchmarks.export_models import Subject
 from qtoolkit.export.verification.runtimes.executorch_xnnpack import load, lower
-from qtoolkit.runtimes.execution import Layer
+from qtoolkit.runtimes.execution import ExecutedLayer
 
 
-def write_float(subject: Subject, path: Path) -> tuple[Path, Sequence[Layer]]:
+def write_float(subject: Subject, path: Path) -> tuple[Path, Sequence[ExecutedLayer]]:
     """Write the float model; return the file and the ops that compute."""
     lowered = lower(torch.export.export(subject.model, (subject.example,)))
     path.write_bytes(lowered.file)
     return path, lowered.layers
 
 
-def write_quantized(subject: Subject, path: Path) -> tuple[Path, Sequence[Layer]]:
+def write_quantized(subject: Subject, path: Path) -> tuple[Path, Sequence[ExecutedLayer]]:
     """Write the quantized model; return the file and the ops that compute."""
     prepared = qt.prepare(subject.model, (subject.example,), backend="xnnpack")
     qt.calibrate(prepared, subject.calibration, progress=False)

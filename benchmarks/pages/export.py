@@ -36,7 +36,7 @@ from benchmarks.pages import executorch_files, litert_files
 from benchmarks.real_data import DATA
 from benchmarks.report import facts
 from qtoolkit.extras import install_command
-from qtoolkit.runtimes.execution import Layer
+from qtoolkit.runtimes.execution import ExecutedLayer
 from qtoolkit.runtimes.table import EXECUTES
 
 GOAL = "below 1, and no slower than quantize_static"
@@ -44,7 +44,7 @@ FLOAT, OURS, STATIC = "float", "qtoolkit", "quantize_static"
 IN_INT8, OF_7_BITS = "qtoolkit, int8 weights", "qtoolkit, 7-bit weights"
 EXECUTORCH, LITERT = "executorch", "litert"
 PACKAGES = {LITERT: "ai_edge_litert"}  # where the package has another name than the runtime
-Files = dict[str, tuple[Path, Sequence[Layer]]]
+Files = dict[str, tuple[Path, Sequence[ExecutedLayer]]]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from benchmarks.export_models import ROOT
-from qtoolkit.runtimes.execution import Layer
+from qtoolkit.runtimes.execution import ExecutedLayer
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -34,7 +34,7 @@ def quantized_by_ai_edge(path: Path, calibration: Sequence[Tensor], out: Path) -
 
 def write_files(
     model: nn.Module, image: Tensor, calibration: Sequence[Tensor], folder: Path
-) -> tuple[dict[str, Path], Sequence[Layer]]:
+) -> tuple[dict[str, Path], Sequence[ExecutedLayer]]:
     """Write a model for one image in float, by qtoolkit and by ai-edge-quantizer, where it is installed and takes it.
 
     Returns:

@@ -17,7 +17,7 @@ SHOWN = 20  # rows of quantizers that differ, on a terminal
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Rows of cells, of which a terminal shows the first ones: elsewhere `file` is the first cell of each line.
 
     A line divides the rows if they are `spaced`, as sentences are.
@@ -43,7 +43,7 @@ def findings(data: Data) -> str:
     counted = (
         f"{data['file']}: {_count(len(rows), 'finding')} for {data['backend']}; {_count(len(data['rules']), 'rule')}."
     )
-    table = Table(("node", "rule", "what, and what to do", "source"), rows, data["file"], spaced=True)
+    table = TextTable(("node", "rule", "what, and what to do", "source"), rows, data["file"], spaced=True)
     return _rendered(table, counted)
 
 
@@ -53,7 +53,7 @@ def codes(data: Data) -> str:
     return _rendered(*(part for run in data["runtimes"] for part in _codes_of_runtime(file, run)))
 
 
-def _codes_of_runtime(file: str, run: Data) -> list[str | Table]:
+def _codes_of_runtime(file: str, run: Data) -> list[str | TextTable]:
     head = f"{file}: {run['version']}:"
     rows = [(q["quantizer"], q["differing"], q["compared"], q["steps"]) for q in run["quantizers"] if q["differing"]]
     facts = {
@@ -74,7 +74,7 @@ def _codes_of_runtime(file: str, run: Data) -> list[str | Table]:
     return [
         f"{head} {run['differing']} of {run['compared']} codes differ, by at most {run['steps']} steps",
         *(f"{head} {name}: {value}" for name, value in facts.items()),
-        Table(("quantizer", "differing", "of", "steps"), rows, file, most=SHOWN),
+        TextTable(("quantizer", "differing", "of", "steps"), rows, file, most=SHOWN),
     ]
 
 
@@ -92,7 +92,7 @@ def description(found: FileDescription) -> str:
         ("weights", _listed(found.weights) or "none quantized"),
         ("layers", f"{len(found.layers) - len(floats)} quantized, {len(floats)} float"),
     ]
-    return _rendered(Table(("", ""), rows, found.path), Table(("float layer", "op", "why"), floats, found.path))
+    return _rendered(TextTable(("", ""), rows, found.path), TextTable(("float layer", "op", "why"), floats, found.path))
 
 
 def quantized(data: Data) -> str:
@@ -103,7 +103,7 @@ def quantized(data: Data) -> str:
     return _rendered(
         f"{file}: {data['bytes'] / 1024:.1f} KiB, opset {data['opset']}, for {data['backend']}",
         f"{file}: {count} layers and ops quantized, {len(floats)} left in float",
-        Table(("float layer", "kind", "why"), floats, file),
+        TextTable(("float layer", "kind", "why"), floats, file),
         f"{file}: {_count(ranges['quantizers'], 'range')} from {ranges['batches']} batches of data",
         *(f"{file}: {name}: {each['differing']} of {each['compared']} codes differ" for name, each in codes.items()),
         *(f"{file}: in float by the config: {lost}" for lost in data["in_float"]),
@@ -123,7 +123,7 @@ def environment(data: Data) -> str:
         ("CUDA", f"{cuda['torch'] or 'not in this torch'}; devices: {', '.join(cuda['devices']) or 'none'}"),
         *((name, version or "not installed") for name, version in data["packages"].items()),
     ]
-    return _rendered(Table(("", ""), rows))
+    return _rendered(TextTable(("", ""), rows))
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -134,14 +134,14 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
-def _rendered(*parts: str | Table) -> str:
+def _rendered(*parts: str | TextTable) -> str:
     """Return tables where stdout is a terminal and rich is installed, else lines, of which none is cut or broken."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         return _on_terminal(parts)
     return "\n".join(line for part in parts for line in ([part] if isinstance(part, str) else part.lines()))
 
 
-def _on_terminal(parts: Iterable[str | Table]) -> str:
+def _on_terminal(parts: Iterable[str | TextTable]) -> str:
     from rich.console import Console
     from rich.text import Text
 
@@ -158,7 +158,7 @@ def _on_terminal(parts: Iterable[str | Table]) -> str:
     return written.getvalue()
 
 
-def _rich(table: Table) -> object:
+def _rich(table: TextTable) -> object:
     from rich.table import Table as RichTable
     from rich.text import Text
 

@@ -120,7 +120,7 @@ def _check(inputs: object, float_model: object, accuracy: object, sensitivity: o
 
 
 def _rendered(
-    known: facts.Facts,
+    known: facts.ReportFacts,
     title: str | None,
     accuracy: tables.Accuracy | None,
     verification: tables.Verified | None,
@@ -177,7 +177,7 @@ def _drawn(model: nn.Module) -> tuple[tuple[picture.Picture, ...], str]:
         return (), f"The graph is not drawn: {error}. These are the ops by their names."
 
 
-def _tree(known: facts.Facts) -> picture.Branch:
+def _tree(known: facts.ReportFacts) -> picture.Branch:
     root = picture.Branch(type(known.model).__name__)
     for line in known.report.layers:
         branch = root.at(line.name)
@@ -189,7 +189,7 @@ def _tree(known: facts.Facts) -> picture.Branch:
     return root
 
 
-def _histograms(known: facts.Facts) -> list[tuple[str, str, charts.Histogram, facts.Values, str]]:
+def _histograms(known: facts.ReportFacts) -> list[tuple[str, str, charts.Histogram, facts.Values, str]]:
     """Return the key and the title of each quantizer with a histogram, its chart, its values and how it quantizes."""
     found = []
     for name, values in known.values.items():
@@ -199,7 +199,7 @@ def _histograms(known: facts.Facts) -> list[tuple[str, str, charts.Histogram, fa
     return found
 
 
-def _weights(known: facts.Facts) -> list[tuple[str, charts.Channels, str, str]]:
+def _weights(known: facts.ReportFacts) -> list[tuple[str, charts.Channels, str, str]]:
     """Return the name of each quantized weight, its chart, how it is quantized, and the key of its layer."""
     found, names = [], {quantizer: name for name, quantizer in known.quantizers.items()}
     layers = {module: name for name, module in known.model.named_modules() if isinstance(module, QuantModule)}
@@ -217,7 +217,7 @@ def _weights(known: facts.Facts) -> list[tuple[str, charts.Channels, str, str]]:
     return found
 
 
-def _left_out(known: facts.Facts, accuracy: object, verification: object) -> list[tuple[str, str]]:
+def _left_out(known: facts.ReportFacts, accuracy: object, verification: object) -> list[tuple[str, str]]:
     """Return what the page leaves out, and what to pass for it."""
     wanted = [
         ("Accuracy", accuracy, 'accuracy={"float": 0.912, "int8": 0.909}'),

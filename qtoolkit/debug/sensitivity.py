@@ -118,7 +118,7 @@ class Sensitivity:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _SwitchedTogether:
     """The quantizers that are switched together: of one layer, or of all layers of one type."""
 
     name: str
@@ -224,7 +224,7 @@ def sensitivity(
     return Sensitivity(in_float, quantized, tuple(rows), by, types, None if plan is None else plan.mapping)
 
 
-def _units(model: nn.Module, by: By) -> list[_Unit]:
+def _units(model: nn.Module, by: By) -> list[_SwitchedTogether]:
     """Return the quantized layers and ops, or their types, each with its quantizers; raise ValueError if there are none."""
     ops: dict[str, Kind] = {}
     if isinstance(model, QuantizedGraphModule):
@@ -240,7 +240,9 @@ def _units(model: nn.Module, by: By) -> list[_Unit]:
             "scores with and without qtoolkit.disable_quantization."
         )
     return [
-        _Unit(name, of[0].kind, types[of[0].name], frozenset(quantizer for line in of for quantizer in line.quantizers))
+        _SwitchedTogether(
+            name, of[0].kind, types[of[0].name], frozenset(quantizer for line in of for quantizer in line.quantizers)
+        )
         for name, of in lines.items()
     ]
 

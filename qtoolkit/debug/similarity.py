@@ -104,7 +104,7 @@ class Comparison:
         return "\n".join([f"{len(self.layers)} quantized layers, worst first; output {self.output}", "", *table(rows)])
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """One call of a layer."""
 
     args: tuple[object, ...]
@@ -112,7 +112,7 @@ class Call(NamedTuple):
     output: object
 
 
-Calls = dict[str, list[Call]]
+Calls = dict[str, list[RecordedCall]]
 
 
 def _badness(layer: LayerComparison) -> tuple[bool, float]:
@@ -131,8 +131,10 @@ def watching(model: nn.Module, names: Sequence[str]) -> Iterator[Calls]:
         yield calls
 
 
-def _note(calls: list[Call], _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-    calls.append(Call(clone_tensors(args), clone_tensors(kwargs), clone_tensors(output)))
+def _note(
+    calls: list[RecordedCall], _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
+) -> None:
+    calls.append(RecordedCall(clone_tensors(args), clone_tensors(kwargs), clone_tensors(output)))
 
 
 def note_worst(bar: Any, layers: Sequence[LayerComparison]) -> None:

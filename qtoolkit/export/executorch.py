@@ -20,7 +20,7 @@ from qtoolkit.instead import in_order
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.model_state import evaluating
-from qtoolkit.runtimes.execution import Executed, Layer
+from qtoolkit.runtimes.execution import Executed, ExecutedLayer
 from qtoolkit.runtimes.table import XNNPACK
 
 
@@ -39,13 +39,13 @@ class ExecutorchResult:
 
     path: Path
     bytes: int
-    layers: tuple[Layer, ...]
+    layers: tuple[ExecutedLayer, ...]
     delegates: int
     verification: Verification | None
     end_to_end: RuntimeCodes | None
 
     @property
-    def left(self) -> tuple[Layer, ...]:
+    def left(self) -> tuple[ExecutedLayer, ...]:
         """The ops that the delegate did not take."""
         return tuple(layer for layer in self.layers if layer.left)
 

@@ -60,7 +60,7 @@ class Inputs:
     what: str  # the public function that takes them, with which errors begin
 
     @classmethod
-    def of(cls, source: "Source", input_names: Sequence[str] | None) -> "Inputs":
+    def of(cls, source: "ExportSource", input_names: Sequence[str] | None) -> "Inputs":
         """Return the inputs of a model, with names for the first ones.
 
         Raises TypeError: the example inputs do not match forward, or something is float64; ValueError: too many names, or
@@ -76,7 +76,7 @@ class Inputs:
         inputs._check_dtypes(source)
         return inputs
 
-    def _check_dtypes(self, source: "Source") -> None:
+    def _check_dtypes(self, source: "ExportSource") -> None:
         """Raise TypeError for a model or an input of float64."""
         scales = [(f"{name}.scale", grid.scale) for name, grid in source.grids.items()]
         tensors = [*source.model.named_parameters(), *scales, *zip(self.names, self.tensors, strict=True)]
@@ -168,7 +168,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """What a file is written from, on the CPU."""
 
     model: nn.Module  # the converted model
@@ -177,7 +177,7 @@ class Source:
     what: str  # the public function, with which errors begin
 
     @classmethod
-    def of(cls, model: nn.Module, example_inputs: T, what: str) -> "Source":
+    def of(cls, model: nn.Module, example_inputs: T, what: str) -> "ExportSource":
         """Return the source of a prepared model, which is converted, or of a converted one.
 
         Raises TypeError: it has no quantizers, or quantizers of `qtoolkit.compat.pytorch_quantization`; RuntimeError: one saw

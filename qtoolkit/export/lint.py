@@ -6,7 +6,7 @@ from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_flags
 from qtoolkit.export.files.reading import UnreadableFileError, open_graph
 from qtoolkit.lint.codes import CODES
-from qtoolkit.lint.findings import Finding, Rule, broken
+from qtoolkit.lint.findings import Finding, LintRule, broken
 from qtoolkit.lint.fusions import FILE_ADVICE, FUSIONS
 from qtoolkit.lint.layers import ADVICE, LAYERS
 from qtoolkit.lint.placement import PLACEMENT
@@ -56,7 +56,7 @@ def lint(path: str | os.PathLike[str], backend: str | Backend, advice: bool = Fa
     return broken(rules_of(backend, advice), ops_of(model), backend)
 
 
-def rules_of(backend: Backend, advice: bool = False) -> tuple[Rule, ...]:
+def rules_of(backend: Backend, advice: bool = False) -> tuple[LintRule, ...]:
     """Return the rules that `lint` checks for a target.
 
     Example:

@@ -21,7 +21,7 @@ from qtoolkit.instead import in_order
 from qtoolkit.integer.kernels import Kernel
 from qtoolkit.model_state import deepcopy_model
 from qtoolkit.quantizers.frozen import rounding_of
-from qtoolkit.runtimes.execution import Layer
+from qtoolkit.runtimes.execution import ExecutedLayer
 from qtoolkit.runtimes.table import LITERT, LITERT_RUNTIMES, XNNPACK, LitertRuntime
 from qtoolkit.version import __version__
 
@@ -44,7 +44,7 @@ class LitertResult:
 
     path: Path
     bytes: int
-    layers: tuple[Layer, ...]
+    layers: tuple[ExecutedLayer, ...]
     conversions: int
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
@@ -52,7 +52,7 @@ class LitertResult:
     verification: RuntimeCodes | None
 
     @property
-    def float_layers(self) -> tuple[Layer, ...]:
+    def float_layers(self) -> tuple[ExecutedLayer, ...]:
         """The ops that compute in float."""
         return tuple(layer for layer in self.layers if not layer.integer)
 

@@ -18,7 +18,7 @@ from qtoolkit.eager.record import backend_in
 from qtoolkit.errors import check_flags, check_known, some
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.written import OpsWritten
-from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes, Inputs, Source, check_outputs
+from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes, ExportSource, Inputs, check_outputs
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
 from qtoolkit.extras import needed
@@ -36,7 +36,7 @@ from qtoolkit.runtimes.table import ONNXRUNTIME
 if TYPE_CHECKING:
     import onnx_ir
 
-    from qtoolkit.export.exporters.torch_exporters import Request
+    from qtoolkit.export.exporters.torch_exporters import ExportRequest
     from qtoolkit.export.verification.verify import Verification
 
 Exporter = Literal["dynamo", "torchscript"]
@@ -176,11 +176,11 @@ def export_onnx(
         )
     path = checked_path(path, "export_onnx", "model.onnx")
     require_extra("export_onnx")
-    from qtoolkit.export.exporters.torch_exporters import Request
+    from qtoolkit.export.exporters.torch_exporters import ExportRequest
     from qtoolkit.export.files.files import replacing_model
     from qtoolkit.export.pairs.opsets import choose, native
 
-    source = Source.of(model, example_inputs, "export_onnx")
+    source = ExportSource.of(model, example_inputs, "export_onnx")
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
     inputs = Inputs.of(source, input_names)
@@ -189,7 +189,7 @@ def export_onnx(
         integer_weights = target.integer_weights
     stored_as = target.weight_codes if weight_codes is None else weight_codes
     finish = partial(_finish, backend=target, opset=chosen, integer_weights=integer_weights)
-    request = Request(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
+    request = ExportRequest(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
         with attribute_kept(source.grids.values(), "weight_codes"):
@@ -235,7 +235,7 @@ def _target(model: nn.Module, backend: str | Backend | None) -> Backend:
 
 
 def _compared(
-    file: Path, source: Source, request: "Request", backend: Backend, dynamic_batch: bool, progress: bool
+    file: Path, source: ExportSource, request: "ExportRequest", backend: Backend, dynamic_batch: bool, progress: bool
 ) -> "Verification":
     """Compare a file with its model on the example inputs, which is returned, and with dynamic dimensions on others too.
 
@@ -287,7 +287,7 @@ def _compare_other_sizes(model: nn.Module, example_inputs: object, file: Path, p
 
 
 def written(
-    request: "Request",
+    request: "ExportRequest",
     opset: int,
     exporter: Exporter,
     finish: Callable[["onnx_ir.Model"], None],
@@ -360,7 +360,7 @@ def _warn_of_saturation(path: str | os.PathLike[str], grids: Mapping[str, Grid])
         )
 
 
-def _check_formats(source: Source) -> None:
+def _check_formats(source: ExportSource) -> None:
     for name, grid in source.grids.items():
         if grid.spec.format == "nnie":
             raise ValueError(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes, Source, by_name
+from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes, ExportSource, by_name
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pt2e import Decomposition, Quantizers
 from qtoolkit.integer.kernels import in_float
@@ -66,7 +66,7 @@ def export_program(
 
 def decomposed(model: nn.Module, example_inputs: object, dynamic_shapes: DynamicShapes | None, what: str) -> Decomposed:
     """Return a model in the decomposed form; errors begin with `what`, the public function."""
-    source = Source.of(model, example_inputs, what)
+    source = ExportSource.of(model, example_inputs, what)
     converted = source.model
     for name, grid in converted.named_modules():
         if reason := _reason(grid):

@@ -42,7 +42,7 @@ class Quantizers:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairArguments:
     """The arguments of a quantize op and its dequantize ops."""
 
     quantizer: str  # the dotted name of the quantizer; "" where the pair is repeated behind an op that moves values
@@ -61,7 +61,7 @@ class Decomposition:
         self.gm, self.graph, self.ops = gm, gm.graph, decomposed_ops()
         self.weights = weights
         self.constants: dict[fx.Node, Tensor | None] = {}
-        self.pairs: dict[fx.Node, Pair] = {}  # of codes, and of values on a grid
+        self.pairs: dict[fx.Node, PairArguments] = {}  # of codes, and of values on a grid
         self.stored: dict[str, Tensor] = {}
 
     def run(self) -> Quantizers:
@@ -111,21 +111,21 @@ class Decomposition:
 
     def _pair(
         self, name: str, scale: Tensor, zero_point: Tensor | None, axis: int | None, codes: tuple[int, int]
-    ) -> Pair:
+    ) -> PairArguments:
         dtype = code_dtype(*codes)
         if axis is None or scale.numel() == 1:
-            return Pair(name, (float(scale), 0 if zero_point is None else int(zero_point), *codes, dtype))
+            return PairArguments(name, (float(scale), 0 if zero_point is None else int(zero_point), *codes, dtype))
         zeros = torch.zeros(scale.shape) if zero_point is None else zero_point
         tensors = {"scale": scale.reshape(-1), "zero_point": zeros.reshape(-1).long()}
         places = (str(self._add(f"{name}.{part}", tensor).target) for part, tensor in tensors.items())
-        return Pair(name, (*places, axis, *codes, dtype), per_channel=True)
+        return PairArguments(name, (*places, axis, *codes, dtype), per_channel=True)
 
-    def _quantize(self, x: fx.Node, pair: Pair) -> fx.Node:
+    def _quantize(self, x: fx.Node, pair: PairArguments) -> fx.Node:
         codes = self._call("quantize", x, pair)
         codes.meta = {name: value for name, value in x.meta.items() if name in PLACES}
         return codes
 
-    def _dequantize(self, values: fx.Node, codes: fx.Node, pair: Pair) -> None:
+    def _dequantize(self, values: fx.Node, codes: fx.Node, pair: PairArguments) -> None:
         """Give each op that takes a tensor a dequantize op of its own, as PT2E does."""
         for user in list(values.users):
             if user is codes:
@@ -135,7 +135,7 @@ class Decomposition:
             own.meta = {name: value for name, value in values.meta.items() if name in (*PLACES, "val")}
             user.replace_input_with(values, own)
 
-    def _call(self, op: str, x: fx.Node, pair: Pair) -> fx.Node:
+    def _call(self, op: str, x: fx.Node, pair: PairArguments) -> fx.Node:
         op = f"{op}_per_{'channel' if pair.per_channel else 'tensor'}"
         args = pair.args
         if pair.per_channel:
@@ -171,7 +171,7 @@ class Decomposition:
                 codes = self._quantize(node, pair)
             self._dequantize(node, codes, pair)
 
-    def _moved(self, node: fx.Node) -> Pair | None:
+    def _moved(self, node: fx.Node) -> PairArguments | None:
         """Return the pair of the inputs of an op that moves values; None of another op, or where the inputs differ."""
         kinds = OF_ATEN.get(name_of_op(node), ())
         if not any(kind.moves or kind.concatenates for kind in kinds):

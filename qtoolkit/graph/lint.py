@@ -8,7 +8,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.placement.view import ops_of
 from qtoolkit.graph.plan import Plan
 from qtoolkit.graph.verdict_now import verdict_now
-from qtoolkit.lint.findings import Broken, Finding, Rule, broken
+from qtoolkit.lint.findings import Broken, Finding, LintRule, broken
 from qtoolkit.lint.layers import ADVICE, LAYERS
 from qtoolkit.lint.ops import Op
 from qtoolkit.lint.placement import PLACEMENT
@@ -47,7 +47,7 @@ def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ..
     return broken(rules, ops_of(model.graph), backend)
 
 
-def _put_in(plan: Plan) -> Rule:
+def _put_in(plan: Plan) -> LintRule:
     """Return the rule that no quantized op was replaced after the model was prepared."""
 
     def check(op: Op, backend: Backend) -> Iterator[Broken]:
@@ -61,4 +61,4 @@ def _put_in(plan: Plan) -> Rule:
                 "Make that change in the float model, and call qtoolkit.prepare on it.",
             )
 
-    return Rule("put-in", check, "the plan of the model")
+    return LintRule("put-in", check, "the plan of the model")

@@ -15,7 +15,6 @@ from qtoolkit.errors import with_article
 from qtoolkit.integer import int8_product
 from qtoolkit.model_state import attribute_kept
 from qtoolkit.nn.layer_call import LayerCall
-from qtoolkit.nn.unregistered import Unregistered
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Geometry
 from qtoolkit.ops.recording import is_recorded_for_onnx
@@ -23,6 +22,7 @@ from qtoolkit.ops.requantize import add_codes, centred_codes, requantize
 from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
 from qtoolkit.quantizers.bias import bias_scale, codes_of
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.unregistered import Unregistered
 
 
 @dataclass(frozen=True)

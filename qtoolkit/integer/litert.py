@@ -43,7 +43,7 @@ def requantized(sums: Tensor, factor: Tensor, output: Side, count: int = 1, roun
     return requantize_fixed_point(sums, factor, output.scale, *output.ends, count, rounded_once)
 
 
-class Layer(LayerKernel):
+class LitertConvolution(LayerKernel):
     """Convolutions, depthwise and transposed ones too: factor xs ws / ys, bias in the sums.
 
     Source: reference/integer_ops/conv.h, depthwise_conv.h, transpose_conv.h, and kernel_util.cc.
@@ -65,7 +65,7 @@ class Layer(LayerKernel):
         return requantized(sums, self.factor, output_of(self), rounded_once=self.ROUNDS_ONCE)
 
 
-class FullyConnected(Layer):
+class FullyConnected(LitertConvolution):
     """Linear layers, whose sums are rounded once. Source: reference/integer_ops/fully_connected.h, as measured."""
 
     NAME, ROUNDS_ONCE = "FULLY_CONNECTED", True
@@ -176,7 +176,7 @@ class Mean(OpKernel):
         return requantized(sums, source.scale.double() / output.scale.double(), output, count)
 
 
-class Table(OpKernel):
+class LookupTable(OpKernel):
     """A function of one code, in float32, times f32(1 / ys). Source: LUTPopulate in internal/common.h."""
 
     NAME = "table of 256 codes"
@@ -241,7 +241,7 @@ class ResizeLinear(OpKernel):
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
     """Return the kernel of a layer with sums of codes, or why it runs in float."""
-    kernel = Layer if layer.OP_KIND.convolves else FullyConnected
+    kernel = LitertConvolution if layer.OP_KIND.convolves else FullyConnected
     return refusals.of_signed_layer(RUNTIME, layer, source, output) or kernel
 
 
@@ -309,5 +309,5 @@ _KERNELS: Mapping[str, type[OpKernel]] = {
     "softmax": Softmax,
     "hardswish": HardSwish,
     "upsample_linear": ResizeLinear,
-    **dict.fromkeys(("sigmoid", "tanh", "gelu"), Table),
+    **dict.fromkeys(("sigmoid", "tanh", "gelu"), LookupTable),
 }

@@ -24,7 +24,7 @@ CARRIES = (*MOVES, *CONCATS)  # behind all of them the file repeats the pair
 ABSORBS = backends["xnnpack"].joined_activations
 
 
-class Layer(QLinearConv):
+class Qs8Layer(QLinearConv):
     """Convolutions, transposed ones too, and linear layers: f32(sums + bias) * f32(f32(xs * ws) / ys), rounded to even.
 
     Source: qs8-qc8w-gemm and its kin; the factors are in operators/convolution-nhwc.c.
@@ -60,7 +60,7 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     if layer.weight.dim() > 4:
         what = f"{with_article(layer.KIND)} with a weight of {layer.weight.dim()} dimensions"
         return Refusal(Cause.NO_KERNEL, f"XNNPACK has no integer kernel for {what}")
-    return refusals.of_signed_layer(RUNTIME, layer, source, output) or Layer
+    return refusals.of_signed_layer(RUNTIME, layer, source, output) or Qs8Layer
 
 
 def op_kernel(

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.findings import IMPORTER, ONNX, Broken, Rule
-from qtoolkit.lint.ops import Codes, Op, codes_of, first_opset, users_behind
+from qtoolkit.lint.findings import IMPORTER, ONNX, Broken, LintRule
+from qtoolkit.lint.ops import FileCodes, Op, codes_of, first_opset, users_behind
 from qtoolkit.runtimes.execution import Array
 from qtoolkit.runtimes.table import ONNXRUNTIME, OPENVINO, TENSORRT
 
@@ -16,7 +16,7 @@ BIAS_TOLERANCE = 0.01  # onnxruntime's, of a bias's scale
 INT4_BLOCKS = (64, 128)
 
 
-def stored(op: Op) -> Iterator[tuple[str, Codes]]:
+def stored(op: Op) -> Iterator[tuple[str, FileCodes]]:
     """Return the codes of a quantizer, or of a layer's weight, each with what it is."""
     named = {"it": op.node.codes, "its weight": op.node.weight}
     return ((what, codes) for what, codes in named.items() if codes is not None)
@@ -180,16 +180,16 @@ def _weight_zero_point(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 CODES = (
-    Rule("symmetric", _zero_point, f"{TENSORRT.rules}; {IMPORTER}", TENSORRT.runs),
-    *(Rule("code-type", _code_type, each.rules, each.runs) for each in (TENSORRT, ONNXRUNTIME, OPENVINO)),
-    Rule("constant-scale", _scale, f"{TENSORRT.rules}; {ONNXRUNTIME.rules}"),
-    Rule("activation-axis", _activation_axis, f"{TENSORRT.rules}; {ONNXRUNTIME.rules}; {OPENVINO.rules}"),
-    Rule("weight-axis", _weight_axis, f"{TENSORRT.rules}; {IMPORTER}"),
-    Rule("float-bias", _bias, f"{TENSORRT.rules}; {IMPORTER}", TENSORRT.runs),
-    Rule("bias-scale", _bias_scale, f"{ONNXRUNTIME.rules}; onnxruntime PR 28229", lambda b: b.integer_bias),
-    Rule("opset", _opset, ONNX),
-    Rule("int4-blocks", _blocks, TENSORRT.rules, TENSORRT.runs),
-    Rule("cast", _casts, TENSORRT.rules, TENSORRT.runs),
-    Rule("weight-zero-point", _weight_zero_point, f"measured with 2026.4, {OPENVINO.rules}", OPENVINO.runs),
-    Rule("deconvolution-zero-point", _deconvolution_zero_point, OPENVINO.rules, OPENVINO.runs),
+    LintRule("symmetric", _zero_point, f"{TENSORRT.rules}; {IMPORTER}", TENSORRT.runs),
+    *(LintRule("code-type", _code_type, each.rules, each.runs) for each in (TENSORRT, ONNXRUNTIME, OPENVINO)),
+    LintRule("constant-scale", _scale, f"{TENSORRT.rules}; {ONNXRUNTIME.rules}"),
+    LintRule("activation-axis", _activation_axis, f"{TENSORRT.rules}; {ONNXRUNTIME.rules}; {OPENVINO.rules}"),
+    LintRule("weight-axis", _weight_axis, f"{TENSORRT.rules}; {IMPORTER}"),
+    LintRule("float-bias", _bias, f"{TENSORRT.rules}; {IMPORTER}", TENSORRT.runs),
+    LintRule("bias-scale", _bias_scale, f"{ONNXRUNTIME.rules}; onnxruntime PR 28229", lambda b: b.integer_bias),
+    LintRule("opset", _opset, ONNX),
+    LintRule("int4-blocks", _blocks, TENSORRT.rules, TENSORRT.runs),
+    LintRule("cast", _casts, TENSORRT.rules, TENSORRT.runs),
+    LintRule("weight-zero-point", _weight_zero_point, f"measured with 2026.4, {OPENVINO.rules}", OPENVINO.runs),
+    LintRule("deconvolution-zero-point", _deconvolution_zero_point, OPENVINO.rules, OPENVINO.runs),
 )

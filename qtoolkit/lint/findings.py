@@ -41,7 +41,7 @@ Check = Callable[[Op, Backend], Iterator[Broken]]
 
 
 @dataclass(frozen=True)
-class Rule:
+class LintRule:
     """A rule of one or more targets."""
 
     name: str  # its name in reports
@@ -50,7 +50,7 @@ class Rule:
     applies: Callable[[Backend], bool] = lambda backend: True  # whether a target has the rule
 
 
-def broken(rules: Iterable[Rule], ops: Sequence[Op], backend: Backend) -> tuple[Finding, ...]:
+def broken(rules: Iterable[LintRule], ops: Sequence[Op], backend: Backend) -> tuple[Finding, ...]:
     """Return what breaks these rules, as far as the target has them, in the order of the ops."""
     rules = [rule for rule in rules if rule.applies(backend)]
     find_quantizers(ops, backend)

@@ -7,9 +7,18 @@ import numpy as np
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, ONNX, Broken, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, ONNX, Broken, LintRule
 from qtoolkit.lint.masked_attention import MASKED_SCORES
-from qtoolkit.lint.ops import Codes, Op, codes_of, end_of_unit, is_taken_by_codes, origin, serves_others, users_behind
+from qtoolkit.lint.ops import (
+    FileCodes,
+    Op,
+    codes_of,
+    end_of_unit,
+    is_taken_by_codes,
+    origin,
+    serves_others,
+    users_behind,
+)
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.runtimes.table import ONNXRUNTIME, TENSORRT
 
@@ -85,7 +94,7 @@ def _mixed_types(op: Op, backend: Backend) -> Iterator[Broken]:
         )
 
 
-def _type_as_run(codes: Codes) -> str:
+def _type_as_run(codes: FileCodes) -> str:
     """Return the type of codes after onnxruntime has shifted INT8 to UINT8, which it does where one node takes them."""
     return "UINT8" if codes.dtype == "INT8" and codes.takers == 1 else codes.dtype
 
@@ -202,14 +211,16 @@ def _for_floats_only(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 FUSIONS = (
-    Rule("quantized-output", _float_output, ONNXRUNTIME.rules, lambda b: bool(b.needs_quantized_output)),
-    Rule("repeated-pair", _unrepeated_pair, ONNXRUNTIME.rules, lambda b: bool(b.repeated_pairs)),
-    Rule("edge-windows", _windows_beyond, ONNXRUNTIME.rules, ONNXRUNTIME.runs),
-    Rule("one-type", _mixed_types, ONNXRUNTIME.rules, ONNXRUNTIME.runs),
-    Rule("saturation", _activation_before_quantizer, CLIP_FUSION, ONNXRUNTIME.runs),
-    Rule("silu", _inside_silu, MODEL_OPTIMIZER, lambda b: not b.splits_silu and not b.quantize_outputs),
+    LintRule("quantized-output", _float_output, ONNXRUNTIME.rules, lambda b: bool(b.needs_quantized_output)),
+    LintRule("repeated-pair", _unrepeated_pair, ONNXRUNTIME.rules, lambda b: bool(b.repeated_pairs)),
+    LintRule("edge-windows", _windows_beyond, ONNXRUNTIME.rules, ONNXRUNTIME.runs),
+    LintRule("one-type", _mixed_types, ONNXRUNTIME.rules, ONNXRUNTIME.runs),
+    LintRule("saturation", _activation_before_quantizer, CLIP_FUSION, ONNXRUNTIME.runs),
+    LintRule("silu", _inside_silu, MODEL_OPTIMIZER, lambda b: not b.splits_silu and not b.quantize_outputs),
     MASKED_SCORES,
-    Rule("plugin", _unknown_op, TENSORRT.rules, TENSORRT.runs),
+    LintRule("plugin", _unknown_op, TENSORRT.rules, TENSORRT.runs),
 )
 
-FILE_ADVICE = (Rule("floats-only", _for_floats_only, f"{TENSORRT.rules}; {ONNX}", lambda b: not b.quantize_outputs),)
+FILE_ADVICE = (
+    LintRule("floats-only", _for_floats_only, f"{TENSORRT.rules}; {ONNX}", lambda b: not b.quantize_outputs),
+)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, TABLE, Broken, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, TABLE, Broken, LintRule
 from qtoolkit.lint.ops import Op, origin
 from qtoolkit.op_kinds.kind import belongs_to_layer
 from qtoolkit.runtimes.table import TENSORRT
@@ -101,20 +101,20 @@ def _origin(op: Op) -> Op | None:
 
 
 LAYERS = (
-    Rule(
+    LintRule(
         "grouped-conv-transpose",
         _grouped_conv_transpose,
         "NVIDIA/TensorRT #1934",
         lambda b: not b.grouped_conv_transpose,
     ),
-    Rule(
+    LintRule(
         "conv-transpose-axis", _conv_transpose_axis, "NVIDIA/TensorRT #1694, #1699, #2380; TensorRT 10.2 release notes"
     ),
-    Rule("weight-bits", _weight_bits, f"{TENSORRT.rules}; {TABLE}", lambda b: b.weight_bits is not None),
+    LintRule("weight-bits", _weight_bits, f"{TENSORRT.rules}; {TABLE}", lambda b: b.weight_bits is not None),
 )
 
 # Ops that are not faster in integers, by the names in `Backend.advice`.
-ADVICE: Mapping[str, Rule] = {
-    "few channels": Rule("few-channels", _few_channels, MODEL_OPTIMIZER),
-    "deconvolution": Rule("deconvolution", _deconvolution, "NVIDIA/TensorRT #1934, #2597, #4668"),
+ADVICE: Mapping[str, LintRule] = {
+    "few channels": LintRule("few-channels", _few_channels, MODEL_OPTIMIZER),
+    "deconvolution": LintRule("deconvolution", _deconvolution, "NVIDIA/TensorRT #1934, #2597, #4668"),
 }

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, LintRule
 from qtoolkit.lint.ops import Op
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.verdicts import Cause, Verdict
@@ -57,4 +57,4 @@ def _quantized(op: Op, backend: Backend) -> Iterator[Broken]:
         )
 
 
-MASKED_SCORES = Rule("masked-scores", _quantized, MODEL_OPTIMIZER)
+MASKED_SCORES = LintRule("masked-scores", _quantized, MODEL_OPTIMIZER)

@@ -25,7 +25,7 @@ def first_opset(dtype: str, *, by_axis: bool, blocks: bool) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Codes:
+class FileCodes:
     """A QuantizeLinear, or a DequantizeLinear whose codes the file stores."""
 
     dtype: str  # ONNX's name of the type of the codes: "INT8", "UINT8", "FLOAT8E4M3FN"
@@ -71,9 +71,9 @@ class FileNode:
     op_type: str  # its op
     domain: str  # the domain of its op, "" for ONNX's own
     opset: int  # the opset of the file
-    codes: Codes | None = None  # of a quantizer, its codes
-    weight: Codes | None = None  # of a layer, the codes of its weight; None where it stays float
-    bias: Codes | None = None  # of a layer, the codes of its bias; None where it stays float or has none
+    codes: FileCodes | None = None  # of a quantizer, its codes
+    weight: FileCodes | None = None  # of a layer, the codes of its weight; None where it stays float
+    bias: FileCodes | None = None  # of a layer, the codes of its bias; None where it stays float or has none
     # of a clip, its bounds, infinite where it has none; None of other nodes, and where they are computed
     bounds: tuple[float, float] | None = None
     # of an average pool, whether its windows may reach beyond the padded input (`ceil_mode`), and whether padding counts
@@ -82,7 +82,7 @@ class FileNode:
 
 
 @dataclass(frozen=True)
-class WeightGrid:
+class WeightFacts:
     """How a weight is quantized."""
 
     bits: int  # the width of its codes
@@ -92,10 +92,10 @@ class WeightGrid:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerFacts:
     """A layer with a weight of its own."""
 
-    weight: WeightGrid | None  # how the weight is quantized; None where it stays float
+    weight: WeightFacts | None  # how the weight is quantized; None where it stays float
     # the input channels; of a convolution with groups, all of them. 0 where they are not known, as the sizes below
     inputs: int = 0
     outputs: int = 0
@@ -118,7 +118,7 @@ class Op:
     is_cast: bool = False  # whether it converts its first input to another type; others tell the type alone
     place: int = 0  # its place in the order in which the ops run
     # of a layer with a weight of its own, or of a function that takes a weight, what is known about it
-    layer: Layer | None = None
+    layer: LayerFacts | None = None
     returned: bool = False  # whether the graph returns its output
     node: Any = None  # its node: in a file, the FileNode that `qtoolkit.export.files.ops` makes of it
     # the quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a concat whose
@@ -136,7 +136,7 @@ class Op:
         return self.grid is not None
 
     @property
-    def weight(self) -> WeightGrid | None:
+    def weight(self) -> WeightFacts | None:
         """How its weight is quantized; None where the weight stays float, and of an op that takes none."""
         return None if self.layer is None else self.layer.weight
 
@@ -146,7 +146,7 @@ class Op:
         return self.kind.multiplies and self.layer is not None and self.weight is None
 
 
-def codes_of(op: Op | None) -> Codes | None:
+def codes_of(op: Op | None) -> FileCodes | None:
     """Return the codes of a quantizer of a file; None of no quantizer."""
     return None if op is None else op.node.codes
 

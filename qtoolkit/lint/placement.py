@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.lint import residual
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, LintRule
 from qtoolkit.lint.ops import Op, end_of_unit, is_taken_by_codes, origin, serves_others, takes_into_unit, users_behind
 from qtoolkit.op_kinds.table import KINDS
 from qtoolkit.runtimes.table import TENSORRT
@@ -119,11 +119,11 @@ def _two_quantizers(op: Op, backend: Backend) -> Iterator[Broken]:
 
 PLACEMENT = (
     *residual.RULES,
-    Rule("inside-a-unit", _inside_a_unit, TENSORRT.rules),
-    Rule("all-inputs", _some_inputs, TENSORRT.rules),
-    Rule("shared-concat", _concat, f"{MODEL_OPTIMIZER}; {TENSORRT.rules}", lambda b: b.shared_concat),
-    Rule("requantized", _requantized, f"{TENSORRT.rules}; onnxruntime double_qdq_pairs_remover.cc"),
-    Rule("in-and-out", _in_and_out, TENSORRT.rules, lambda b: b.integers_in_and_out),
-    Rule("pad", _pad_before_quantizer, "NVIDIA/TensorRT #2592"),
-    Rule("one-quantizer", _two_quantizers, f"{TENSORRT.rules}; {MODEL_OPTIMIZER}"),
+    LintRule("inside-a-unit", _inside_a_unit, TENSORRT.rules),
+    LintRule("all-inputs", _some_inputs, TENSORRT.rules),
+    LintRule("shared-concat", _concat, f"{MODEL_OPTIMIZER}; {TENSORRT.rules}", lambda b: b.shared_concat),
+    LintRule("requantized", _requantized, f"{TENSORRT.rules}; onnxruntime double_qdq_pairs_remover.cc"),
+    LintRule("in-and-out", _in_and_out, TENSORRT.rules, lambda b: b.integers_in_and_out),
+    LintRule("pad", _pad_before_quantizer, "NVIDIA/TensorRT #2592"),
+    LintRule("one-quantizer", _two_quantizers, f"{TENSORRT.rules}; {MODEL_OPTIMIZER}"),
 )

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, Rule
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, LintRule
 from qtoolkit.lint.ops import Op, origin
 from qtoolkit.runtimes.table import TENSORRT
 
@@ -94,6 +94,6 @@ def _the_longer_branch(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 RULES = (
-    Rule("residual-add", _one_free_branch, f"{TENSORRT.rules}; {MODEL_OPTIMIZER}", Backend.frees_a_branch),
-    Rule("residual-branch", _the_longer_branch, MODEL_OPTIMIZER, Backend.frees_a_branch),
+    LintRule("residual-add", _one_free_branch, f"{TENSORRT.rules}; {MODEL_OPTIMIZER}", Backend.frees_a_branch),
+    LintRule("residual-branch", _the_longer_branch, MODEL_OPTIMIZER, Backend.frees_a_branch),
 )

@@ -48,9 +48,9 @@ from qtoolkit.nn.module import QuantModule, quantize_output, reset_after_loading
 from qtoolkit.nn.on_codes import TrainingArithmetic, set_training_arithmetic
 from qtoolkit.nn.product import Product  # noqa: F401 (pickles of graphs name it)
 from qtoolkit.nn.registry import imported_types
-from qtoolkit.nn.unregistered import Unregistered  # noqa: F401 (pickles of layers name it)
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.public import publish
+from qtoolkit.unregistered import Unregistered  # noqa: F401 (pickles of layers name it)
 
 # Float type -> QAT type: the layers that the swap pass replaces.
 QAT_MODULES: dict[type, type[QuantModule]] = {

@@ -19,10 +19,10 @@ from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.quantizer import Quantizer
 
 IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-Known = tuple[TensorCodes | None, TensorCodes | None, TensorCodes | None]
-"""What is known of query, key and value."""
+InputCodes = tuple[TensorCodes | None, TensorCodes | None, TensorCodes | None]
+"""The codes of query, key and value, where they have some."""
 Input = tuple[Tensor, TensorCodes | None]
-"""One of them, and what is known of it."""
+"""One of them, and its codes, if it has some."""
 SHARED = {
     (True, True): ("qkv",),
     (True, False): ("qk", "v"),
@@ -54,12 +54,12 @@ class Parts:
         self.attention = attention
 
     def quantized(self, name: str, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
-        """Return x quantized by the quantizer of this name, or x itself without one, and what is known of it."""
+        """Return x quantized by the quantizer of this name, or x itself without one, and its codes, if it has some."""
         return quantized_for(self.attention.training_arithmetic, getattr(self.attention, name), x)
 
-    def projected(self, projection: Projection, x: Tensor, known: TensorCodes | None) -> Tensor:
-        """Return a projection of x; `known` is what is known of x."""
-        return projection(x, known)
+    def projected(self, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
+        """Return a projection of x; `input_codes` are those of x."""
+        return projection(x, input_codes)
 
 
 class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, Attends):
@@ -146,20 +146,20 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        known: Known = (None, None, None),
+        input_codes: InputCodes = (None, None, None),
         parts: Parts | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; arguments and results are those of torch.nn.MultiheadAttention.
 
-        `known` is what the code of a prepared model knows of query, key and value, `parts` what computes inside of the module
-        there.
+        `input_codes` are the codes of query, key and value, and `parts` computes inside of the module: the code of a prepared
+        model passes both.
 
         Raises:
             ValueError: An input is a nested tensor, or the numbers of dimensions do not fit.
         """
         self._check(query, key, value, attn_mask, is_causal)
         batched = query.dim() == 3
-        inputs = self._quantize_inputs((query, key, value), batched, known)
+        inputs = self._quantize_inputs((query, key, value), batched, input_codes)
         parts = Parts(self) if parts is None else parts
         q, k, v = self._project(inputs, parts)
         along = 1 if self.batch_first and batched else 0
@@ -204,18 +204,20 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
                 "QuantMultiheadAttention: is_causal=True is a hint about attn_mask; pass the mask as well."
             )
 
-    def _quantize_inputs(self, inputs: tuple[Tensor, Tensor, Tensor], batched: bool, known: Known) -> list[Input]:
+    def _quantize_inputs(
+        self, inputs: tuple[Tensor, Tensor, Tensor], batched: bool, input_codes: InputCodes
+    ) -> list[Input]:
         """Quantize each distinct tensor once, and give one without a batch a batch of 1, behind its length."""
         query, key, value = inputs
-        q = self._quantize_input(query, batched, known[0])
-        k = q if key is query else self._quantize_input(key, batched, known[1])
-        v = k if value is key else q if value is query else self._quantize_input(value, batched, known[2])
+        q = self._quantize_input(query, batched, input_codes[0])
+        k = q if key is query else self._quantize_input(key, batched, input_codes[1])
+        v = k if value is key else q if value is query else self._quantize_input(value, batched, input_codes[2])
         return [q, k, v]
 
-    def _quantize_input(self, x: Tensor, batched: bool, known: TensorCodes | None) -> Input:
+    def _quantize_input(self, x: Tensor, batched: bool, input_codes: TensorCodes | None) -> Input:
         if self.input_quantizer is not None:
-            x, known = quantized_for(self.training_arithmetic, self.input_quantizer, x)
-        return (x, known) if batched else (x.unsqueeze(1), None)
+            x, input_codes = quantized_for(self.training_arithmetic, self.input_quantizer, x)
+        return (x, input_codes) if batched else (x.unsqueeze(1), None)
 
     def input_sources(self) -> Sequence[Source | None]:
         return self.sources
@@ -260,11 +262,11 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         return [*self.in_projections(self.sources), self.out_projection]
 
     def _project(self, inputs: list[Input], by: Parts) -> list[Tensor]:
-        """Return the projected query, key and value; `inputs` are their values, and what is known of them."""
+        """Return the projected query, key and value; `inputs` are their values, each with its codes."""
         found: list[Tensor] = []
         for projection in self.in_projections([x for x, _ in inputs]):
-            x, known = inputs[len(found)]
-            y, count = by.projected(projection, x, known), len(projection.name)
+            x, input_codes = inputs[len(found)]
+            y, count = by.projected(projection, x, input_codes), len(projection.name)
             found += [y] if count == 1 else y.chunk(count, dim=-1)
         return found
 

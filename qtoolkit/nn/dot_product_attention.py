@@ -123,10 +123,10 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Att
         y, _ = self._attend((q, k, v), (of_q, of_k, of_v), self._summand(attn_mask, q, k), in_one_op=one_op)
         return y
 
-    def _heads_of(self, query: Tensor, x: Tensor, known: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
+    def _heads_of(self, query: Tensor, x: Tensor, input_codes: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
         """Repeat the heads of a key or a value for those of a query that share them."""
         if not self.enable_gqa:
-            return x, known
+            return x, input_codes
         return x.repeat_interleave(query.size(-3) // x.size(-3), -3), None
 
     def _summand(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -9,9 +9,9 @@ from qtoolkit.nn.batch_norm import LinkedBatchNorm, QuantFrozenBatchNorm
 from qtoolkit.nn.computed_weights import bake, mask
 from qtoolkit.nn.layer_op import LayerOp
 from qtoolkit.nn.module import QuantModule
-from qtoolkit.nn.unregistered import Unregistered
 from qtoolkit.processes import whole
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.unregistered import Unregistered
 
 
 class FoldsBatchNorm(LayerOp, QuantModule):

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from qtoolkit.nn.unregistered import Unregistered
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.unregistered import Unregistered
 
 
 class FunctionBias(nn.Module):

@@ -17,7 +17,7 @@ from qtoolkit._native import library
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.product import Product, of_codes
-from qtoolkit.quantizers.codes import TensorCodes, known_of
+from qtoolkit.quantizers.codes import TensorCodes, tensor_codes_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 _choice = getattr(torch, "_fused_sdp_choice", None)
@@ -30,13 +30,13 @@ _fused_attention = library.fused_attention.default
 def attention_of(how: Product) -> Callable[..., Tensor]:
     """Return the function that computes torch.nn.functional.scaled_dot_product_attention as `attention` does.
 
-    It takes what is known of query, key and value before them.
+    It takes the codes of query, key and value, or None, before them.
     """
 
     def computed(
-        known: Sequence[TensorCodes | None], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        input_codes: Sequence[TensorCodes | None], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        return attention((query, key, value), how.sources, known, how.arithmetic, *args, **kwargs)
+        return attention((query, key, value), how.sources, input_codes, how.arithmetic, *args, **kwargs)
 
     return computed
 
@@ -44,7 +44,7 @@ def attention_of(how: Product) -> Callable[..., Tensor]:
 def attention(
     inputs: tuple[Tensor, Tensor, Tensor],
     sources: Iterable[Quantizer | None],
-    known: Sequence[TensorCodes | None],
+    input_codes: Sequence[TensorCodes | None],
     arithmetic: TrainingArithmetic,
     attn_mask: None = None,
     dropout_p: float = 0.0,
@@ -60,7 +60,7 @@ def attention(
     Args:
         inputs: Query, key and value.
         sources: For each of them the quantizer on whose grid its values lie, or None.
-        known: What is known of each of them.
+        input_codes: The codes of each of them, or None.
         arithmetic: What to keep.
         attn_mask: None.
         dropout_p: 0.
@@ -69,7 +69,7 @@ def attention(
         no_others: The defaults of other arguments.
     """
     if arithmetic.save == "codes" and _fits(inputs, is_causal, scale):
-        grids = [known_of(x, source, of_x) for x, source, of_x in zip(inputs, sources, known, strict=True)]
+        grids = [tensor_codes_of(x, source, of_x) for x, source, of_x in zip(inputs, sources, input_codes, strict=True)]
         kept = [None if grid is None else grid.of_whole(x) for x, grid in zip(inputs, grids, strict=True)]
         if kept != [None] * 3:
             operands = ((x, *of_codes(codes)) for x, codes in zip(inputs, kept, strict=True))
@@ -83,8 +83,8 @@ def attention(
 
 def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmetic) -> str:
     """Return what the attention keeps for backward, in words."""
-    known = any(source is not None and source.capability.codes for source in sources)
-    keeps = arithmetic.save == "codes" and HAS_FUSED and known
+    has_codes = any(source is not None and source.capability.codes for source in sources)
+    keeps = arithmetic.save == "codes" and HAS_FUSED and has_codes
     return f"float, saves {'codes on a CPU' if keeps else 'floats'}"
 
 

@@ -149,12 +149,12 @@ def run(
     bias: Callable[[], Tensor | None],
     args: Any,
     kwargs: Any,
-    known: TensorCodes | None = None,
+    input_codes: TensorCodes | None = None,
 ) -> Tensor | None:
     """Compute a layer in one op that keeps codes for backward; None where the layer's plain computation holds.
 
-    `source` returns the quantizer on whose grid x lies, if there is one; `known` is what is known of x. `bias` is called when
-    the weight has its range, on whose steps a bias lies.
+    `source` returns the quantizer on whose grid x lies, if there is one; `input_codes` are the codes that came with x. `bias`
+    is called when the weight has its range, on whose steps a bias lies.
     """
     wanted = layer.training_arithmetic
     if not torch.is_grad_enabled() or is_recorded():
@@ -165,7 +165,7 @@ def run(
     integer = computes_on_codes(layer, x, geometry)
     if not integer and wanted.save == "float":
         return None
-    found = codes_of(x, source(), integer, known)
+    found = codes_of(x, source(), integer, input_codes)
     if found is None or found.codes is None:
         return None
     codes = found.as_codes(found.codes)

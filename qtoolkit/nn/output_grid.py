@@ -89,14 +89,14 @@ def gives_codes(quantizer: Any) -> bool:
 def codes_by_op(
     y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor | None, quantizer: TensorQuantizer | None
 ) -> TensorCodes | None:
-    """Return what is known of an output on a grid of which an op was told; None without a quantizer that has codes."""
+    """Return the codes of an output on a grid of which an op was told; None without a quantizer that has codes."""
     if quantizer is None or not gives_codes(quantizer):
         return None
     return codes_on(scale.detach().abs(), rounded(zero_point), quantizer, y, codes)
 
 
 def quantized_by(quantizer: nn.Module | None, x: Tensor, with_codes: bool = False) -> tuple[Tensor, TensorCodes | None]:
-    """Return the output of a quantizer that is called, and what is known of it; x itself without one.
+    """Return the output of a quantizer that is called, and its codes, if it has some; x itself without one.
 
     Where its codes are wanted, compiled code has both from one op if that computes the quantizer: one read instead of two.
     """
@@ -108,18 +108,18 @@ def quantized_by(quantizer: nn.Module | None, x: Tensor, with_codes: bool = Fals
     in_training = torch.is_grad_enabled() and not is_recorded()
     if not (isinstance(quantizer, Quantizer) and in_training) or all_watched() or is_watched(quantizer):
         return y, None
-    known = codes_by(quantizer, y)
-    if known is not None and isinstance(quantizer, TensorQuantizer):
-        known.raw, known.raw_version = raw_input(quantizer, x), version_of(x)
-    return y, known
+    output_codes = codes_by(quantizer, y)
+    if output_codes is not None and isinstance(quantizer, TensorQuantizer):
+        output_codes.raw, output_codes.raw_version = raw_input(quantizer, x), version_of(x)
+    return y, output_codes
 
 
 def quantized_for(
     arithmetic: TrainingArithmetic, quantizer: Quantizer | None, x: Tensor
 ) -> tuple[Tensor, TensorCodes | None]:
-    """Return x quantized, or x itself without a quantizer, for a module that trains so, and what is known of it.
+    """Return x quantized, or x itself without a quantizer, for a module that trains so, and its codes, if it has some.
 
-    If the module keeps codes, they are known where one op gives both.
+    If the module keeps codes, one op gives both where it can.
     """
     if quantizer is None or arithmetic.save == "float" or not gives_codes(quantizer):
         return quantized_by(quantizer, x)
@@ -129,7 +129,7 @@ def quantized_for(
 def quantized_in_op(
     quantizer: nn.Module, x: Tensor, function: Function = NO_FUNCTION, with_codes: bool = True
 ) -> tuple[Tensor, TensorCodes | None] | None:
-    """Return a function of x quantized by one op, and what is known of it; None where only a call of the quantizer may."""
+    """Return a function of x quantized by one op, and its codes if it has some; None where only a call of the quantizer may."""
     trains = is_ordinary(x) and torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()
     if not trains or not may_be_in_op(quantizer):
         return None

@@ -12,7 +12,7 @@ from qtoolkit.nn.on_codes import AS_ASKED, DEFAULT, NO_INT8, TrainingArithmetic
 from qtoolkit.ops.layer import Codes
 from qtoolkit.ops.requantize import centred_codes
 from qtoolkit.ops.sums import exact_matmul
-from qtoolkit.quantizers.codes import TensorCodes, known_of
+from qtoolkit.quantizers.codes import TensorCodes, tensor_codes_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ class Product:
 def product_of(op: Callable[[Tensor, Tensor], Tensor], how: Product) -> Callable[..., Tensor]:
     """Return the function that computes an op, torch.matmul or another of its names, as `product` does.
 
-    It takes what is known of the operands before them.
+    It takes the codes of the operands, or None, before them.
     """
 
-    def computed(known: Sequence[TensorCodes | None], x: Tensor, other: Tensor) -> Tensor:
-        return product(op, x, other, how.sources, how.arithmetic, known)
+    def computed(operand_codes: Sequence[TensorCodes | None], x: Tensor, other: Tensor) -> Tensor:
+        return product(op, x, other, how.sources, how.arithmetic, operand_codes)
 
     return computed
 
@@ -63,7 +63,7 @@ def product(
     other: Tensor,
     sources: Iterable[Quantizer | None],
     arithmetic: TrainingArithmetic,
-    known: Sequence[TensorCodes | None] = (None, None),
+    operand_codes: Sequence[TensorCodes | None] = (None, None),
 ) -> Tensor:
     """Return a matrix product, keeping codes of the operands for backward where they are on grids and a gradient is needed.
 
@@ -76,7 +76,7 @@ def product(
         other: Tensor. Where either is no batch of matrices, or they have different batch dimensions, the op is called.
         sources: For each operand the quantizer on whose grid its values lie, or None.
         arithmetic: How to compute, and what to keep.
-        known: What is known of each operand.
+        operand_codes: The codes of each operand, or None.
     """
     grids = tuple(sources)
     integer = _on_integers(arithmetic, grids)
@@ -84,8 +84,8 @@ def product(
         return op(x, other)
     operands = x.flatten(0, -3), other.flatten(0, -3)
     codes = [
-        _codes_by_rows(operand, known_of(whole, source, of_whole))
-        for operand, whole, source, of_whole in zip(operands, (x, other), grids, known, strict=True)
+        _codes_by_rows(operand, tensor_codes_of(whole, source, of_whole))
+        for operand, whole, source, of_whole in zip(operands, (x, other), grids, operand_codes, strict=True)
     ]
     if codes == [None, None]:
         return op(x, other)
@@ -103,13 +103,13 @@ def product(
 def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmetic) -> str:
     """Return how a product computes in training and what it keeps for backward, in words."""
     grids = list(sources)
-    known = [grid is not None and grid.capability.codes for grid in grids]
-    if not any(known):
+    have_codes = [grid is not None and grid.capability.codes for grid in grids]
+    if not any(have_codes):
         return "float, saves floats: its operands are not quantized to at most 8 bits with one scale each"
-    integer = all(known) and arithmetic.forward == "integer"
+    integer = all(have_codes) and arithmetic.forward == "integer"
     reason = (AS_ASKED if arithmetic.forward == "float" else NO_INT8).text
-    reason = reason if all(known) else "an operand is not quantized to at most 8 bits with one scale"
-    keeps = "codes" if all(known) else "codes of one operand"
+    reason = reason if all(have_codes) else "an operand is not quantized to at most 8 bits with one scale"
+    keeps = "codes" if all(have_codes) else "codes of one operand"
     forward = "int8 kernel" if integer else f"float ({reason})"
     return f"{forward}, saves {'floats' if arithmetic.save == 'float' and not integer else keeps}"
 

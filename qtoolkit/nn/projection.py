@@ -68,9 +68,9 @@ class Projection(LayerOp):
             for part, (name, weight, bias, source) in parts
         ]
 
-    def __call__(self, x: Tensor, known: TensorCodes | None) -> Tensor:
-        """Return the layer of x, of which this is known: in training by an op that keeps codes, where it has some."""
-        y = on_codes.run(self, x, lambda: self.source, None, lambda: self.bias, (), {}, known)
+    def __call__(self, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
+        """Return the layer of x, which has these codes: in training by an op that keeps codes, where it has some."""
+        y = on_codes.run(self, x, lambda: self.source, None, lambda: self.bias, (), {}, input_codes)
         if y is not None:
             return y
         weight = on_codes.quantized_weight(self, None)

@@ -14,7 +14,7 @@ from qtoolkit.nn.module import quantized
 from qtoolkit.nn.on_codes import TrainingArithmetic, TrainsOnCodes
 from qtoolkit.nn.output_grid import grid_of, may_be_in_op, output_grid
 from qtoolkit.nn.product import autocast_type, of_codes, product
-from qtoolkit.quantizers.codes import TensorCodes, known_of
+from qtoolkit.quantizers.codes import TensorCodes, tensor_codes_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 TENSORS = (
@@ -49,7 +49,7 @@ class Attends(TrainsOnCodes):
     def _attend(
         self,
         operands: tuple[Tensor, Tensor, Tensor],
-        known: Sequence[TensorCodes | None],
+        operand_codes: Sequence[TensorCodes | None],
         mask: Tensor | None = None,
         *,
         in_one_op: bool,
@@ -63,7 +63,7 @@ class Attends(TrainsOnCodes):
         mask, empty = _without_empty_rows(mask)
         if in_one_op and not (self.dropout_p and self.training):
             sources = (*of_scores, of_values[1])
-            y = quantized_attention(operands, sources, known, mask, self.softmax_quantizer, arithmetic)
+            y = quantized_attention(operands, sources, operand_codes, mask, self.softmax_quantizer, arithmetic)
             if y is not None:
                 return _with_zeros(y, empty), None
         scores = product(torch.matmul, q, k.transpose(-2, -1), of_scores, arithmetic)
@@ -75,7 +75,7 @@ class Attends(TrainsOnCodes):
 def quantized_attention(
     operands: tuple[Tensor, Tensor, Tensor],
     sources: Sequence[Quantizer | None],
-    known: Sequence[TensorCodes | None],
+    operand_codes: Sequence[TensorCodes | None],
     mask: Tensor | None,
     quantizer: Quantizer | None,
     arithmetic: TrainingArithmetic,
@@ -90,7 +90,7 @@ def quantized_attention(
         operands: The scaled query (..., target, features), the key (..., source, features) and the value
             (..., source, features of the value).
         sources: For each of them the quantizer on whose grid its values lie, or None.
-        known: What is known of each of them.
+        operand_codes: The codes of each of them, or None.
         mask: Added to the scores, or None.
         quantizer: Of the weights, or None.
         arithmetic: How to compute, and what to keep.
@@ -105,8 +105,8 @@ def quantized_attention(
     query = operands[0]
     grid = grid_of(output_grid(quantizer, _scores_like(*operands[:2])))
     tensors: list[Tensor | None] = [mask, grid.start, grid.ratio, grid.rate, grid.zero_point]
-    for operand, source, of_operand in zip(operands, sources, known, strict=True):
-        found = known_of(operand, source, of_operand)
+    for operand, source, of_operand in zip(operands, sources, operand_codes, strict=True):
+        found = tensor_codes_of(operand, source, of_operand)
         tensors += [operand, *of_codes(None if found is None else found.of_whole(operand, packs=False))]
     unit = _unit(autocast_type(query), query.is_cpu, grid.qmin, grid.qmax, grid.grad_factor, grid.is_learned)
     y: Tensor = unit.call(tensors)

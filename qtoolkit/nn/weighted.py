@@ -151,32 +151,32 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         return quantized(self.weight_quantizer, weight)  # type: ignore[no-any-return]  # a Tensor, as its argument
 
     def forward(
-        self, input: Tensor, *args: Any, call: int = 0, known: TensorCodes | None = None, **kwargs: Any
+        self, input: Tensor, *args: Any, call: int = 0, input_codes: TensorCodes | None = None, **kwargs: Any
     ) -> Tensor:
         """Apply the layer to its quantized input with its quantized weight; other arguments are those of torch's layer.
 
-        `call` is the number of this call, where a graph has several of the layer on different grids: passes set it. `known` is
-        what the code of a prepared model knows of the input.
+        `call` is the number of this call, where a graph has several of the layer on different grids: passes set it. The code of
+        a prepared model passes `input_codes`.
         """
         self.check_input(input)
         this = self.layer_calls[call]
         kernel = this.kernel(self)
         if kernel is not None and kernel.active:
             return kernel(input, *args, **kwargs)  # type: ignore[no-any-return]  # a Tensor
-        x, known = self._quantized(input, known)
-        compute, bn = partial(self._run, this, x, known, args, kwargs), self.batch_norm
+        x, input_codes = self._quantized(input, input_codes)
+        compute, bn = partial(self._run, this, x, input_codes, args, kwargs), self.batch_norm
         with computing_once(self):
             if bn is None:
                 return compute(None, self.bias, True)
             return batch_norm.forward_with(self, bn, compute)
 
     def bn_scaled_output(
-        self, bn: LinkedBatchNorm, input: Tensor, known: TensorCodes | None = None
+        self, bn: LinkedBatchNorm, input: Tensor, input_codes: TensorCodes | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return what `qtoolkit.nn.batch_norm.bn_scaled_output` does for the linked batch norm, of an input of forward."""
         self.check_input(input)
-        x, known = self._quantized(input, known)
-        compute = partial(self._run, self.layer_calls[0], x, known, (), {})
+        x, input_codes = self._quantized(input, input_codes)
+        compute = partial(self._run, self.layer_calls[0], x, input_codes, (), {})
         with computing_once(self):
             return batch_norm.bn_scaled_output(self, bn, compute)
 
@@ -184,17 +184,17 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         """Compute the float layer: without quantizers and without the batch norm. It takes the arguments of forward."""
         return self.compute(input, self.weight, self.bias, *args, **kwargs)
 
-    def _quantized(self, x: Tensor, known: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
-        """Return the quantized input and what is known of it."""
+    def _quantized(self, x: Tensor, input_codes: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
+        """Return the quantized input and its codes, where it has some."""
         if self.input_quantizer is None:
-            return x, known
+            return x, input_codes
         return quantized_for(self.training_arithmetic, self.input_quantizer, x)
 
     def _run(
         self,
         call: LayerCall,
         x: Tensor,
-        known: TensorCodes | None,
+        input_codes: TensorCodes | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         factor: Tensor | None,
@@ -205,7 +205,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         if not with_quantized_weight:
             return self.compute(x, self.weight, bias, *args, **kwargs)
         source, in_sums = partial(call.input_quantizer, self), partial(self.bias_in_sums, bias, call)
-        y = on_codes.run(self, x, source, factor, in_sums, args, kwargs, known)
+        y = on_codes.run(self, x, source, factor, in_sums, args, kwargs, input_codes)
         if y is not None:
             return y
         weight = on_codes.quantized_weight(self, factor)  # before the bias, whose grid takes the weight's scale

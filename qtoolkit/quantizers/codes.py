@@ -57,9 +57,9 @@ class TensorCodes:
         return self.as_codes(ops.quantize(x, *grid, dtype=code_dtype(self.qmin, self.qmax)))
 
     def of_whole(self, y: Tensor, packs: bool = True) -> Codes:
-        """Return the codes of y, the tensor, as `of` does, or those that are known."""
-        known = self.codes is not None and (not self.packed or (packs and self.codes.dim() == 1))
-        return self.as_codes(self.codes) if known else self.of(y, packs)  # type: ignore[arg-type]  # not None
+        """Return the codes of y, the tensor, as `of` does, or those that it has."""
+        has_whole = self.codes is not None and (not self.packed or (packs and self.codes.dim() == 1))
+        return self.as_codes(self.codes) if has_whole else self.of(y, packs)  # type: ignore[arg-type]  # not None
 
     def as_codes(self, codes: Tensor) -> Codes:
         """Return codes on the grid."""
@@ -90,17 +90,17 @@ def _reference(y: Tensor) -> ReferenceType[Tensor] | Tensor:
 def codes_on(
     scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer, y: Tensor, codes: Tensor | None = None
 ) -> TensorCodes:
-    """Return what is known of a tensor y on the grid of a quantizer with `Capability.codes`.
+    """Return the codes of a tensor y on the grid of a quantizer with `Capability.codes`.
 
     Nobody else has the scale, positive, and the zero point, rounded. `codes` are what an op returned: empty where it gave none.
     """
-    spec, known = quantizer.spec, None if codes is None or codes.numel() == 0 else codes
+    spec, given = quantizer.spec, None if codes is None or codes.numel() == 0 else codes
     packed = quantizer.capability.packed
-    return TensorCodes(scale, zero_point, spec.qmin, spec.qmax, packed, _reference(y), version_of(y), known)
+    return TensorCodes(scale, zero_point, spec.qmin, spec.qmax, packed, _reference(y), version_of(y), given)
 
 
 def codes_by(quantizer: Quantizer | None, y: Tensor) -> TensorCodes | None:
-    """Return what is known of a tensor on the grid of a quantizer as it is now, yet without codes; None if it has none."""
+    """Return the grid of a tensor, that of a quantizer as it is now, with its codes yet to be computed; None if it has none."""
     if quantizer is None or not quantizer.capability_now.codes:
         return None
     return codes_on(quantizer.scale.detach().abs(), rounded(quantizer.zero_point), quantizer, y)
@@ -112,23 +112,23 @@ def rounded(zero_point: Tensor | None) -> Tensor | None:
 
 
 def codes_of(
-    y: Tensor, quantizer: Quantizer | None, channels_last: bool, known: TensorCodes | None = None
+    y: Tensor, quantizer: Quantizer | None, channels_last: bool, kept: TensorCodes | None = None
 ) -> TensorCodes | None:
-    """Return what is known of a tensor, with its codes; None where the grid is not known or has no codes of a byte.
+    """Return the grid of a tensor, with its codes computed; None where the grid is not known or has no codes of a byte.
 
-    The quantizer is that on whose grid its values lie where nothing is known of it. What is known is left out if it is of
-    another tensor, or y has changed. `channels_last` is whether the codes of an image are wanted in this memory format.
+    `kept` are the codes that came with the tensor; they are left out if they are of another one, or y has changed. Then its
+    values lie on the grid of the quantizer. `channels_last` is whether the codes of an image are wanted in this memory format.
     """
-    found = known_of(y, quantizer, known)
+    found = tensor_codes_of(y, quantizer, kept)
     return None if found is None else found.completed(y, channels_last)
 
 
-def known_of(y: Tensor, quantizer: Quantizer | None, known: TensorCodes | None = None) -> TensorCodes | None:
-    """Return what is known of a tensor; the arguments are those of `codes_of`.
+def tensor_codes_of(y: Tensor, quantizer: Quantizer | None, kept: TensorCodes | None = None) -> TensorCodes | None:
+    """Return the grid of a tensor, with its codes if they are computed; the arguments are those of `codes_of`.
 
     The grid of a quantizer that observes may be another one since it quantized the tensor.
     """
-    if known is not None and known.hold_for(y):
-        return known
+    if kept is not None and kept.hold_for(y):
+        return kept
     found = codes_by(quantizer, y)
     return None if found is None or (quantizer is not None and quantizer.observing) else found

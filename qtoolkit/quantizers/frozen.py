@@ -14,6 +14,7 @@ from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.kinds.dynamic import of_blocks, of_tokens
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import fake_quant, float_codes, float_values
+from qtoolkit.unregistered import Unregistered
 
 QuantizesAs = Callable[[Tensor, Tensor, Tensor | None, int, int], Tensor]
 SMALLEST_CODES = {
@@ -77,7 +78,7 @@ class Grid(Quantizer):
     zero_point: Tensor | None
     shape: nn.Module | None
     quantizes_as: QuantizesAs | None = None
-    _computed_by: tuple[Any, ...] = ()
+    _kernel: Unregistered[Any] | None = None  # that computes values of this grid; a submodule of its layer or op
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class Grid(Quantizer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the grid's values nearest to x; x itself where an integer kernel has computed these values."""
-        if not self.quantizing or (self._computed_by and self._computed_by[0].active):
+        if not self.quantizing or (self._kernel is not None and self._kernel.value.active):
             return x
         if self.quantizes_as is not None and not is_recorded_for_onnx():
             return self.quantizes_as(x, self.scale, self.zero_point, self.spec.qmin, self.spec.qmax)
@@ -110,7 +111,7 @@ class Grid(Quantizer):
 
     def computed_by(self, kernel: Any) -> None:
         """Take inputs as they are where a `qtoolkit.integer.kernels.Kernel`, while active, returns values on this grid."""
-        self._computed_by = (kernel,)  # in a tuple: it is a submodule elsewhere
+        self._kernel = Unregistered(kernel)
 
     def codes(self, x: Tensor) -> Tensor:
         """Return the integer codes of x; of a small float format, the places of its numbers (`spec_ops.float_codes`).

@@ -17,7 +17,7 @@ Array = NDArray[Any]  # of a dtype that the file decides
 
 
 @dataclass(frozen=True)
-class Layer:
+class ExecutedLayer:
     """A node of the graph that a runtime executes."""
 
     name: str  # the layer of the model whose quantized weight it takes; otherwise the node's name in the file
@@ -34,7 +34,7 @@ class Executed:
     outputs: Sequence[Array]  # the outputs of the file
     # the codes at each quantizer, by the name of their tensor in the file; without those that cannot be read
     codes: Mapping[str, Array]
-    layers: tuple[Layer, ...]  # the nodes that compute; not those that convert, move or reorder values
+    layers: tuple[ExecutedLayer, ...]  # the nodes that compute; not those that convert, move or reorder values
     conversions: int  # how many nodes convert between floats and codes
     # the largest difference in the outputs between the graph that users run and the one that also returns the codes
     changed_by_reading: float
@@ -47,5 +47,5 @@ class Executed:
 
 
 # The file, its inputs, its quantizers, the model's grids by name, and whether to optimize.
-Request = tuple[Path, Sequence[Tensor], Sequence["QuantizerNode"], Mapping[str, Grid], bool]
-Execute = Callable[[*Request], Executed]  # a runtime: what it computes
+ExecutionRequest = tuple[Path, Sequence[Tensor], Sequence["QuantizerNode"], Mapping[str, Grid], bool]
+Execute = Callable[[*ExecutionRequest], Executed]  # a runtime: what it computes

@@ -19,7 +19,7 @@ from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.ops.requantize import fake_quant_away, fake_quant_by_factor, fake_quant_by_reciprocal
 from qtoolkit.quantizers.capability import NO_CODES
 from qtoolkit.quantizers.frozen import Grid, QuantizesAs
-from qtoolkit.runtimes.execution import Execute, Executed, Request
+from qtoolkit.runtimes.execution import Execute, Executed, ExecutionRequest
 from qtoolkit.verdicts import Cause, Refusal
 
 RuntimeName = Literal["onnxruntime", "openvino", "tensorrt", "xnnpack", "litert"]
@@ -81,13 +81,13 @@ def _float_op(runtime: str, kind: str, *_: object) -> Refusal:
     )
 
 
-def _in_onnxruntime(*request: *Request) -> Executed:
+def _in_onnxruntime(*request: *ExecutionRequest) -> Executed:
     from qtoolkit.export.verification.runtimes.onnxruntime_cpu import execute
 
     return execute(*request)
 
 
-def _in_openvino(*request: *Request) -> Executed:
+def _in_openvino(*request: *ExecutionRequest) -> Executed:
     from qtoolkit.export.verification.runtimes.openvino_cpu import execute
 
     return execute(*request)

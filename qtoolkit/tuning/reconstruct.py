@@ -24,13 +24,13 @@ from qtoolkit.tuning.rounding.grids import CodeGrid
 from qtoolkit.tuning.rounding.learning import Options, Sample, distances, learn
 from qtoolkit.tuning.rounding.saved import FinishedUnit, SavedUnits, UnitState
 from qtoolkit.tuning.rounding.unit_samples import Loss, UnitSamples
-from qtoolkit.tuning.rounding.units import Unit, find_units
+from qtoolkit.tuning.rounding.units import RoundingUnit, find_units
 from qtoolkit.tuning.runs.batches import Batches, Forward, part_between, tuning
 from qtoolkit.tuning.runs.cache import BatchCache
 
 
 @dataclass(frozen=True)
-class Method:
+class ReconstructionMethod:
     """A method of `reconstruct`."""
 
     granularity: str  # what it reconstructs unless the caller says otherwise: "layer" or "block"
@@ -39,10 +39,10 @@ class Method:
     drop: float = 0.0
 
 
-METHODS: Mapping[str, Method] = {
-    "adaround": Method("layer"),
-    "brecq": Method("block", learn_scales=True),
-    "qdrop": Method("block", learn_scales=True, drop=0.5),
+METHODS: Mapping[str, ReconstructionMethod] = {
+    "adaround": ReconstructionMethod("layer"),
+    "brecq": ReconstructionMethod("block", learn_scales=True),
+    "qdrop": ReconstructionMethod("block", learn_scales=True, drop=0.5),
 }
 
 
@@ -210,7 +210,7 @@ def _gain(results: Sequence[UnitResult]) -> str:
 
 def _check(
     prepared: object, method: str, granularity: str | None, steps: int, cache_gib: float, loss: object
-) -> Method:
+) -> ReconstructionMethod:
     if not isinstance(prepared, QuantizedGraphModule):
         raise TypeError(
             f"reconstruct: prepared must be what qtoolkit.prepare returned, whose graph gives the layers and blocks, got "
@@ -233,7 +233,7 @@ def _check(
 class _Task:
     """The reconstruction of one unit."""
 
-    def __init__(self, gm: QuantizedGraphModule, unit: Unit, options: Options) -> None:
+    def __init__(self, gm: QuantizedGraphModule, unit: RoundingUnit, options: Options) -> None:
         self.gm, self.unit, self.options = gm, unit, options
         names = {module: name for name, module in gm.named_modules()}
         self.grids = {name: CodeGrid(gm.get_submodule(name), name) for name in unit.layers}

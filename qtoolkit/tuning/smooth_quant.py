@@ -118,7 +118,7 @@ def smooth_quant(
     for name in skip:
         check_known("norm in skip of smooth_quant", name, norms)
     with torch.no_grad(), random_state_kept(own), evaluating(own):
-        uses = _Uses(own, norms)
+        uses = _UsesOfNorms(own, norms)
         batch, before = _watch(own, data, uses, progress)
         groups, skipped = _groups(uses, names, skip, _shared(own))
         for name in groups:
@@ -138,7 +138,7 @@ def _is_norm(module: nn.Module) -> bool:
     return named and weight is not None and weight.dim() == 1
 
 
-class _Uses(TorchFunctionMode):
+class _UsesOfNorms(TorchFunctionMode):
     """What takes the outputs of norms while a model runs, and the largest magnitude of each of their channels."""
 
     def __init__(self, model: nn.Module, norms: Mapping[str, nn.Module]) -> None:
@@ -190,7 +190,7 @@ class _Uses(TorchFunctionMode):
             self.others[name].setdefault("linear, with a weight of several layers or of none")
 
 
-def _watch(model: nn.Module, data: Batches, uses: _Uses, progress: bool) -> tuple[object, list[Tensor]]:
+def _watch(model: nn.Module, data: Batches, uses: _UsesOfNorms, progress: bool) -> tuple[object, list[Tensor]]:
     """Run all batches; return the first one with the tensors of its result."""
     first: list[tuple[object, list[Tensor]]] = []
     handles = [norm.register_forward_hook(partial(uses.hear, name)) for name, norm in uses.norms.items()]
@@ -222,7 +222,7 @@ def _shared(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _groups(
-    uses: _Uses, names: Mapping[nn.Module, str], skip: Sequence[str], tied: Mapping[nn.Module, str]
+    uses: _UsesOfNorms, names: Mapping[nn.Module, str], skip: Sequence[str], tied: Mapping[nn.Module, str]
 ) -> tuple[dict[str, list[nn.Linear]], dict[str, str]]:
     groups: dict[str, list[nn.Linear]] = {}
     skipped: dict[str, str] = {}

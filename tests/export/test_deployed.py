@@ -16,7 +16,7 @@ from qtoolkit.export import verify
 from qtoolkit.export.verification.codes import CodeCount
 from qtoolkit.export.verification.runtimes import onnxruntime_cpu
 from qtoolkit.runtimes import table
-from qtoolkit.runtimes.execution import Layer
+from qtoolkit.runtimes.execution import ExecutedLayer
 from tests.export.qdq_files import File
 
 X = torch.linspace(-1, 1, 2 * 3 * 12 * 12).reshape(2, 3, 12, 12).roll(7, 3)
@@ -337,7 +337,7 @@ def test_an_output_that_differs_behind_the_same_codes_is_named(runtime: str, tmp
 
 
 def test_the_cause_of_a_difference_is_named() -> None:
-    codes, integer = {"a": CodeCount(1000, 900, 3)}, (Layer("first", "QLinearConv", True),)
+    codes, integer = {"a": CodeCount(1000, 900, 3)}, (ExecutedLayer("first", "QLinearConv", True),)
     found = qt.export.RuntimeCodes("runtime", codes, 0.0, integer, 0, (), 0.0, 1e-5, layer_by_layer=codes)
     with pytest.raises(RuntimeError, match=r"verify qtoolkit.convert\(prepared, arithmetic='integer'\)"):
         found.check()
@@ -345,7 +345,7 @@ def test_the_cause_of_a_difference_is_named() -> None:
     with pytest.raises(RuntimeError, match="Weights and arithmetic are the same on both sides") as raised:
         on_codes.check()
     assert "arithmetic=" not in str(raised.value)
-    in_float = replace(on_codes, layers=(Layer("first", "FusedConv", False),))
+    in_float = replace(on_codes, layers=(ExecutedLayer("first", "FusedConv", False),))
     with pytest.raises(
         RuntimeError, match=r"in integers that the runtime computes in float \(first\): .*integer_weights=True"
     ):

@@ -10,7 +10,7 @@ from onnx import numpy_helper
 from torch import Tensor, fx, nn
 
 import qtoolkit as qt
-from qtoolkit.export.verification.codes import TIE_SHARE, Call, CodeCount, compare_codes, tie_band
+from qtoolkit.export.verification.codes import TIE_SHARE, CodeCount, QuantizerCall, compare_codes, tie_band
 from qtoolkit.export.verification.follower import Follower, NodeCodes, Pairing
 from qtoolkit.export.verification.verify import verify_onnx
 from qtoolkit.quantizers.frozen import Grid
@@ -413,8 +413,8 @@ def test_nodes_in_another_order_than_the_calls() -> None:
     for order in itertools.permutations(range(3)):
         pairing = Pairing({grid: [NodeCodes(codes[place]) for place in order]}, {grid: 3}, up_to_ties=True)
         for number, of_call in enumerate(codes):
-            node = pairing.node_of(Call(grid, of_call), number)
+            node = pairing.node_of(QuantizerCall(grid, of_call), number)
             assert node is not None
             assert node.codes is of_call
     pairing = Pairing({grid: [NodeCodes(codes[0]), NodeCodes(codes[0])]}, {grid: 2}, up_to_ties=True)
-    assert pairing.node_of(Call(grid, codes[1]), 1) is None
+    assert pairing.node_of(QuantizerCall(grid, codes[1]), 1) is None

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
 from qtoolkit.graph.program.units.attention import ProjectionUnit
-from qtoolkit.graph.program.units.base import Decided
+from qtoolkit.graph.program.units.base import CachedFusedOp
 from qtoolkit.nn import on_codes
 from tests.blocks import codes_taken
 from tests.copies import made_once
@@ -263,7 +263,7 @@ def test_units_have_the_bits_of_their_ops(
     assert len(planned) == PRODUCTS.get(case, 3) + 1
     second = step(model)[0]
     assert len(planned) == PRODUCTS.get(case, 3) + 1
-    monkeypatch.setattr(Decided, "by_op", lambda self, *inputs: None)
+    monkeypatch.setattr(CachedFusedOp, "by_op", lambda self, *inputs: None)
     same(first, step(other)[0])
     same(second, step(other)[0])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from qtoolkit.debug.page.facts import Facts, ends_of
+from qtoolkit.debug.page.facts import ReportFacts, ends_of
 from qtoolkit.debug.page.picture import blocks_of, key_of
 from qtoolkit.debug.page.words import interval, percent
 from qtoolkit.debug.similarity import Similarity
@@ -26,7 +26,7 @@ class Detail:
     rows: tuple[Row, ...]  # what there is to say
 
 
-def details_of(facts: Facts) -> dict[str, Detail]:
+def details_of(facts: ReportFacts) -> dict[str, Detail]:
     """Return what there is to say of each op and each quantizer, by its key."""
     found: dict[str, Detail] = {}
     for line in facts.report.layers:  # several for a module that is called several times
@@ -46,7 +46,7 @@ def details_of(facts: Facts) -> dict[str, Detail]:
     return found
 
 
-def _of_layer(facts: Facts, line: LayerLine) -> Detail:
+def _of_layer(facts: ReportFacts, line: LayerLine) -> Detail:
     rows = [("op", line.kind), ("status", str(line.status)), ("why", line.reason or str(line.verdict.cause))]
     for name in line.quantizers:
         if name in facts.quantizers:
@@ -65,7 +65,7 @@ def _similarity(found: Similarity) -> str:
     return f"{found.sqnr:.1f} dB, cosine {found.cosine:.6f}"
 
 
-def _of_quantizer(facts: Facts, name: str, quantizer: Quantizer, lines: Iterable[TensorLine]) -> Detail:
+def _of_quantizer(facts: ReportFacts, name: str, quantizer: Quantizer, lines: Iterable[TensorLine]) -> Detail:
     spec, values = quantizer.spec, facts.values.get(name)
     rows = [("how", spec.describe()), ("bits", str(spec.bits)), ("range", range_of(quantizer)), *_of_grid(quantizer)]
     if values is not None:

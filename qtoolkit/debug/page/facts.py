@@ -56,7 +56,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ReportFacts:
     """All that the sections of a report show."""
 
     model: nn.Module  # the model
@@ -92,7 +92,9 @@ class Facts:
         return {name: "; ".join(rules) for name, rules in found.items()}
 
 
-def gather(model: nn.Module, inputs: object, comparison: Comparison | None, sensitivity: Sensitivity | None) -> Facts:
+def gather(
+    model: nn.Module, inputs: object, comparison: Comparison | None, sensitivity: Sensitivity | None
+) -> ReportFacts:
     """Return the facts of a model; with inputs it runs twice in eval mode, and no range changes."""
     report, found = quantization_report(model), quantizers_in(model)
     with freeze_ranges(model):
@@ -102,7 +104,7 @@ def gather(model: nn.Module, inputs: object, comparison: Comparison | None, sens
         macs = {} if inputs is None else count_macs(model, layers, inputs)
         lines = {line.name: line for line in report.layers}
         costs = tuple(_cost(name, layer, lines.get(name), found, macs.get(name)) for name, layer in layers.items())
-    return Facts(model, report, plan_of(model), found, values, costs, comparison, sensitivity)
+    return ReportFacts(model, report, plan_of(model), found, values, costs, comparison, sensitivity)
 
 
 def quantizers_in(model: nn.Module) -> dict[str, Quantizer]:

@@ -16,7 +16,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @dataclass(frozen=True)
-class Shape:
+class PictureNode:
     """A node of the picture."""
 
     key: str  # the key of what the page says of it
@@ -49,7 +49,7 @@ class Picture:
     block: str
     width: float
     height: float
-    shapes: tuple[Shape, ...]
+    shapes: tuple[PictureNode, ...]
     lines: tuple[Line, ...]
 
 
@@ -115,7 +115,7 @@ def _title(group: ElementTree.Element) -> str:
     return "" if title is None or title.text is None else title.text
 
 
-def _shape(group: ElementTree.Element, place: int, node: fx.Node, folded: Mapping[fx.Node, str]) -> Shape:
+def _shape(group: ElementTree.Element, place: int, node: fx.Node, folded: Mapping[fx.Node, str]) -> PictureNode:
     outline, ellipse = group.find(f".//{SVG}path"), group.find(f".//{SVG}ellipse")
     texts = [(text.get("x", ""), text.get("y", ""), (text.text or "").strip()) for text in group.iter(f"{SVG}text")]
     is_op = node in folded or node.op.startswith("call")
@@ -123,7 +123,7 @@ def _shape(group: ElementTree.Element, place: int, node: fx.Node, folded: Mappin
     round_ = None if ellipse is None else tuple(ellipse.get(name, "") for name in ("cx", "cy", "rx", "ry"))
     path = "" if outline is None else _short(outline.get("d", ""))
     key = f"block {folded[node]}" if node in folded else key_of(node)
-    return Shape(key, kind, place, path, round_, tuple(texts))
+    return PictureNode(key, kind, place, path, round_, tuple(texts))
 
 
 def _line(group: ElementTree.Element, nodes: Mapping[str, tuple[int, fx.Node]]) -> Line:

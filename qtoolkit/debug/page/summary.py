@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qtoolkit.debug.page.facts import Facts
+from qtoolkit.debug.page.facts import ReportFacts
 from qtoolkit.debug.page.tables import Table, Verified
 from qtoolkit.debug.page.words import count, percent, size
 from qtoolkit.export.verification.deployed import DeployedVerification
@@ -17,7 +17,7 @@ class Figure:
     below: str = ""
 
 
-def figures_of(facts: Facts, accuracy: Table | None, verification: Verified | None) -> list[Figure]:
+def figures_of(facts: ReportFacts, accuracy: Table | None, verification: Verified | None) -> list[Figure]:
     """Return the figures of a report."""
     report = facts.report
     kept = f"{len(report.left_float)} stay in float, {len(report.tensors)} tensors quantized"
@@ -54,7 +54,7 @@ def _of_accuracy(accuracy: Table) -> list[Figure]:
     return [Figure(title, last[column].text, "; ".join(filter(None, (name[-1], *before))))]
 
 
-def _of_costs(facts: Facts) -> list[Figure]:
+def _of_costs(facts: ReportFacts) -> list[Figure]:
     stored, whole = sum(cost.bytes for cost in facts.costs), sum(cost.float_bytes for cost in facts.costs)
     if not whole:
         return []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qtoolkit.config import QConfig
 from qtoolkit.debug.page.details import range_of
-from qtoolkit.debug.page.facts import Facts
+from qtoolkit.debug.page.facts import ReportFacts
 from qtoolkit.debug.page.words import count, percent
 from qtoolkit.debug.similarity import Similarity
 from qtoolkit.export.verification.codes import CodeCount
@@ -67,7 +67,7 @@ def _any(value: object) -> Cell:
     return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else Cell(str(value))
 
 
-def error_table(facts: Facts) -> Table | None:
+def error_table(facts: ReportFacts) -> Table | None:
     """Return the errors of the layers."""
     if facts.comparison is None:
         return None
@@ -90,7 +90,7 @@ def _sqnr(found: Similarity | None) -> Cell:
     return Cell(f"{value:.1f} dB", value, min(max(value / FULL_SQNR, 0.0), 1.0), value < POOR_SQNR)
 
 
-def sensitivity_table(facts: Facts) -> Table | None:
+def sensitivity_table(facts: ReportFacts) -> Table | None:
     """Return what the quantization of each layer costs in score."""
     found = facts.sensitivity
     if found is None:
@@ -108,7 +108,7 @@ def sensitivity_table(facts: Facts) -> Table | None:
     return Table((found.by, "op", "score", "drop"), tuple(rows))
 
 
-def float_table(facts: Facts) -> Table:
+def float_table(facts: ReportFacts) -> Table:
     """Return what stays in float, and why."""
     rows = [
         (layer_cell(x.name), Cell(x.kind), Cell(str(x.verdict.cause)), Cell(x.reason.removeprefix("float: ")))
@@ -117,7 +117,7 @@ def float_table(facts: Facts) -> Table:
     return Table(("layer", "op", "cause", "why"), tuple(rows))
 
 
-def range_table(facts: Facts) -> Table:
+def range_table(facts: ReportFacts) -> Table:
     """Return the ranges of all activations."""
     rows = []
     for line in facts.report.tensors:
@@ -129,7 +129,7 @@ def range_table(facts: Facts) -> Table:
     return Table(("tensor", "how", "range", "clipped"), tuple(rows))
 
 
-def cost_table(facts: Facts) -> Table:
+def cost_table(facts: ReportFacts) -> Table:
     """Return the size and the operations of the layers with a weight."""
     costs = facts.costs
     most = max((cost.bytes for cost in costs), default=0.0) or 1.0

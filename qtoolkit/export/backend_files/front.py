@@ -11,7 +11,7 @@ from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_flags
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.target import BackendFiles, Target
-from qtoolkit.export.inputs import ONE_AT_A_TIME, Inputs, Source
+from qtoolkit.export.inputs import ONE_AT_A_TIME, ExportSource, Inputs
 from qtoolkit.export.onnx import require_extra, written
 from qtoolkit.lint.ops import AXIS_OPSET
 from qtoolkit.progress import progress_bar, step
@@ -70,14 +70,16 @@ def encodings(
     """
     check_flags("encodings", dynamic_batch=dynamic_batch, progress=progress)
     target = _target(backend, "encodings")
-    from qtoolkit.export.exporters.torch_exporters import Request
+    from qtoolkit.export.exporters.torch_exporters import ExportRequest
     from qtoolkit.export.pairs.opsets import check_opset, native
 
     check_opset("encodings", opset)
-    source = Source.of(model, example_inputs, "encodings")
+    source = ExportSource.of(model, example_inputs, "encodings")
     bar = progress_bar("encodings", "steps", progress, total=1, after=0)
     with ONE_AT_A_TIME, bar:
-        request = Request(source.model, Inputs.of(source, input_names), native(opset, "dynamo"), output_names, None)
+        request = ExportRequest(
+            source.model, Inputs.of(source, input_names), native(opset, "dynamo"), output_names, None
+        )
         step(bar, "torch's exporter, and the files")
         export = partial(written, request, opset, "dynamo", dynamic_batch=dynamic_batch)
         return target.write(export, opset, Path(path))

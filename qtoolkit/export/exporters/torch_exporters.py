@@ -33,7 +33,7 @@ IF_THAT_FAILS = (
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """The arguments of both exporters."""
 
     model: nn.Module
@@ -54,7 +54,7 @@ class Request:
             return self.model(*self.inputs.args, **self.inputs.kwargs)
 
 
-def _export_dynamo(request: Request) -> onnx_ir.Model:
+def _export_dynamo(request: ExportRequest) -> onnx_ir.Model:
     constants, axes = QuantizedConstants(request.model, request.run), _names_of_axes(request)
     with constants.kept_out(), ops_taken(), sizes_asked() as asked:
         program = _dynamo_program(request)
@@ -94,7 +94,7 @@ def _check_asked(asked: Sequence[tuple[object, str]], what: str) -> None:
         )
 
 
-def _dynamo_program(request: Request) -> torch.onnx.ONNXProgram:
+def _dynamo_program(request: ExportRequest) -> torch.onnx.ONNXProgram:
     inputs = request.inputs
     # torch.onnx.export takes a dict at the end for keyword arguments.
     ends_with_dict = bool(inputs.args) and isinstance(inputs.args[-1], dict)
@@ -156,7 +156,7 @@ class _Wrapper(nn.Module):
         return self.get_submodule(WRAPPED)(*args, **kwargs)
 
 
-def _export_torchscript(request: Request) -> onnx_ir.Model:
+def _export_torchscript(request: ExportRequest) -> onnx_ir.Model:
     axes = _names_of_axes(request)
     model = onnx_ir.from_proto(_torchscript_proto(request, axes))
     _add_unused_inputs(model, request.inputs, axes)
@@ -166,7 +166,7 @@ def _export_torchscript(request: Request) -> onnx_ir.Model:
     return model
 
 
-def _torchscript_proto(request: Request, axes: Mapping[str, dict[int, str]]) -> onnx.ModelProto:
+def _torchscript_proto(request: ExportRequest, axes: Mapping[str, dict[int, str]]) -> onnx.ModelProto:
     # A string in memory holds no weights above 2 GB.
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), ops_taken():
         warnings.simplefilter("ignore", DeprecationWarning)  # the caller chose the older exporter
@@ -199,7 +199,7 @@ def _torchscript_proto(request: Request, axes: Mapping[str, dict[int, str]]) -> 
         return onnx.load(file)
 
 
-def _names_of_axes(request: Request) -> dict[str, dict[int, str]]:
+def _names_of_axes(request: ExportRequest) -> dict[str, dict[int, str]]:
     """Return the names of the dynamic dimensions of each input."""
     if request.dynamic_shapes is None:
         return {}
@@ -253,7 +253,7 @@ def _name_by_quantizers(model: onnx_ir.Model, quantizers: Mapping[str, str]) -> 
             node.metadata_props[QUANTIZER] = quantizer
 
 
-EXPORTERS: Mapping[str, Callable[[Request], onnx_ir.Model]] = {
+EXPORTERS: Mapping[str, Callable[[ExportRequest], onnx_ir.Model]] = {
     "dynamo": _export_dynamo,
     "torchscript": _export_torchscript,
 }

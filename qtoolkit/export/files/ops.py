@@ -10,7 +10,7 @@ import onnx_ir
 from qtoolkit.export.files.graph import constant_of, input_at, is_of_one
 from qtoolkit.export.files.kinds import BINARY, WEIGHTED, bounds_of, kind_by_op
 from qtoolkit.export.files.reading import UnreadableFileError
-from qtoolkit.lint.ops import Codes, FileNode, Layer, Op, WeightGrid
+from qtoolkit.lint.ops import FileCodes, FileNode, LayerFacts, Op, WeightFacts
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER
 from qtoolkit.runtimes.execution import Array
@@ -105,7 +105,7 @@ class _Reader:
             return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node), **_of_windows(node)))
         weight, bias = ConstantWeight.of(weighted), input_at(node, 2)
         codes = weight.codes
-        grid = None if codes is None else WeightGrid(codes.bits, weight.axis, codes.block_size > 0, codes.block_size)
+        grid = None if codes is None else WeightFacts(codes.bits, weight.axis, codes.block_size > 0, codes.block_size)
         facts = self._facts(node, weight=codes, bias=None if bias is None else ConstantWeight.of(bias).codes)
         return Op(_name(node), kind, sources, layer=layer_of(node, weight.shape, grid), node=facts)
 
@@ -182,7 +182,7 @@ def _gate(product: onnx_ir.Node) -> onnx_ir.Node | None:
     return None
 
 
-def _codes(node: onnx_ir.Node) -> Codes:
+def _codes(node: onnx_ir.Node) -> FileCodes:
     """Return the codes of a QuantizeLinear or DequantizeLinear."""
     quantize = node.op_type == "QuantizeLinear"
     given = input_at(node, 2)
@@ -191,7 +191,7 @@ def _codes(node: onnx_ir.Node) -> Codes:
     axis = None if shared else node.attributes.get_int("axis", 1)
     zero_point = np.zeros((), np.float32) if given is None else zero
     block_size, takers = node.attributes.get_int("block_size", 0) or 0, len(node.outputs[0].uses()) if quantize else 1
-    return Codes(_dtype(node, zero), scale, zero_point, given is not None, axis, block_size, takers)
+    return FileCodes(_dtype(node, zero), scale, zero_point, given is not None, axis, block_size, takers)
 
 
 def _dtype(node: onnx_ir.Node, zero_point: Array | None) -> str:
@@ -220,7 +220,7 @@ def _constant(value: onnx_ir.Value | None) -> Array | None:
 class ConstantWeight:
     """A constant, back to how its codes are stored."""
 
-    codes: Codes | None  # its codes; None where it stays float
+    codes: FileCodes | None  # its codes; None where it stays float
     shape: tuple[int, ...]  # its shape; () where it is not known
     axis: int | None  # the axis that its scales run along; None for one scale, or where it is not known
 
@@ -253,15 +253,15 @@ def _shape(value: onnx_ir.Value) -> tuple[int, ...]:
     return sizes if len(sizes) == len(shape) else ()
 
 
-def layer_of(node: onnx_ir.Node, shape: tuple[int, ...], grid: WeightGrid | None = None) -> Layer:
+def layer_of(node: onnx_ir.Node, shape: tuple[int, ...], grid: WeightFacts | None = None) -> LayerFacts:
     """Return the layer that a node computes with a weight of this shape."""
     groups = max(node.attributes.get_int("group", 1) or 1, 1)
     if node.op_type == "Conv" and len(shape) > 2:
-        return Layer(grid, shape[1] * groups, shape[0], groups, shape[2:])
+        return LayerFacts(grid, shape[1] * groups, shape[0], groups, shape[2:])
     if node.op_type == "ConvTranspose" and len(shape) > 2:
-        return Layer(grid, shape[0], shape[1] * groups, groups, shape[2:], output_axis=1)
+        return LayerFacts(grid, shape[0], shape[1] * groups, groups, shape[2:], output_axis=1)
     if len(shape) == 2 and node.op_type in ("Gemm", "MatMul"):
         rows_are_outputs = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
         output_axis = 0 if rows_are_outputs else 1
-        return Layer(grid, shape[1 - output_axis], shape[output_axis], output_axis=output_axis)
-    return Layer(grid, groups=groups, output_axis=max(len(shape) - 1, 0))
+        return LayerFacts(grid, shape[1 - output_axis], shape[output_axis], output_axis=output_axis)
+    return LayerFacts(grid, groups=groups, output_axis=max(len(shape) - 1, 0))

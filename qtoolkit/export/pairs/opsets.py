@@ -10,7 +10,7 @@ from onnx.defs import OpSchema
 from onnxscript import version_converter
 
 from qtoolkit.export.files.graph import constant_input, input_at, replace_node
-from qtoolkit.export.inputs import Source
+from qtoolkit.export.inputs import ExportSource
 from qtoolkit.lint.ops import AXIS_OPSET
 
 LOWEST = AXIS_OPSET
@@ -20,7 +20,7 @@ NATIVE = {"dynamo": (18, 23), "torchscript": (13, 20)}  # those that torch's exp
 SCRIPT_NEWEST = 25  # the newest that onnxscript's converter knows
 
 
-def choose(opset: int | None, source: Source) -> int:
+def choose(opset: int | None, source: ExportSource) -> int:
     """Return the opset of a file. Raises ValueError: ONNX does not have it, or it cannot express the model's codes."""
     from qtoolkit.export.pairs.storage import smallest_opset
 

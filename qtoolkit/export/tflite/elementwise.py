@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import fx
 
-from qtoolkit.export.tflite.flatbuffer import Scales, Value
-from qtoolkit.export.tflite.ops import Op, activation_of
+from qtoolkit.export.tflite.flatbuffer import Scales, TensorInFile
+from qtoolkit.export.tflite.ops import TfliteOp, activation_of
 
 OF_16_BITS = Scales((1 / 32768,), dtype="int16")  # the outputs of softmax, logistic and tanh
 
 
-def _aligned(op: Op, values: Sequence[Value]) -> list[Value]:
+def _aligned(op: TfliteOp, values: Sequence[TensorInFile]) -> list[TensorInFile]:
     """Return values with the rank and the order of dimensions of the output."""
     rank = len(op.shape)
     full = [x if len(x.shape) == rank else op.reshaped(x, (1,) * (rank - len(x.shape)) + x.shape) for x in values]
@@ -19,10 +19,10 @@ def _aligned(op: Op, values: Sequence[Value]) -> list[Value]:
     return [op.ordered(x, orders[0]) for x in full]
 
 
-def binary(kernel: str, operands: Sequence[str] = ("self", "other")) -> Callable[[Op], Value]:
+def binary(kernel: str, operands: Sequence[str] = ("self", "other")) -> Callable[[TfliteOp], TensorInFile]:
     """Return the kernel of an op on two tensors, or on a tensor and a number: these arguments, in the kernel's order."""
 
-    def emit(op: Op) -> Value:
+    def emit(op: TfliteOp) -> TensorInFile:
         if op.args.get("alpha", 1) != 1:
             raise ValueError(f"export_litert: {op.node.name!r} adds with alpha; multiply by it before the sum.")
         given = (op.args[name] for name in operands)
@@ -33,35 +33,35 @@ def binary(kernel: str, operands: Sequence[str] = ("self", "other")) -> Callable
     return emit
 
 
-def _number(op: Op, value: float) -> Value:
-    return Value(op.constant(np.array([value], np.float32), "number"), (1,), (0,))
+def _number(op: TfliteOp, value: float) -> TensorInFile:
+    return TensorInFile(op.constant(np.array([value], np.float32), "number"), (1,), (0,))
 
 
-def check_binary(op: Op) -> str:
+def check_binary(op: TfliteOp) -> str:
     """Return why an op on two tensors has no integer kernel."""
     return "" if isinstance(op.args["other"], fx.Node) else "it takes a constant, which is not quantized"
 
 
-def reciprocal(op: Op) -> Value:
+def reciprocal(op: TfliteOp) -> TensorInFile:
     """Add one divided by x."""
     x = op.value("self")
     return op.emit("DIV", [_number(op, 1.0), x], x)
 
 
-def unary(kernel: str, **options: Callable[[Op], object]) -> Callable[[Op], Value]:
+def unary(kernel: str, **options: Callable[[TfliteOp], object]) -> Callable[[TfliteOp], TensorInFile]:
     """Return the kernel of an op on one tensor, with options that the op gives."""
 
-    def emit(op: Op) -> Value:
+    def emit(op: TfliteOp) -> TensorInFile:
         x = op.value(op.first)
         return op.emit(kernel, [x], x, **{name: of(op) for name, of in options.items()})
 
     return emit
 
 
-def fixed(scales: Scales) -> Callable[[Op], str]:
+def fixed(scales: Scales) -> Callable[[TfliteOp], str]:
     """Return the check of a kernel whose output grid is fixed."""
 
-    def check(op: Op) -> str:
+    def check(op: TfliteOp) -> str:
         wanted = scales if op.scales is None or op.scales.dtype == "int8" else OF_16_BITS
         words = f"LiteRT's kernel has the output scale {wanted.scale[0]} and zero point {wanted.zero_point}"
         return "" if op.scales == wanted else words
@@ -69,7 +69,7 @@ def fixed(scales: Scales) -> Callable[[Op], str]:
     return check
 
 
-def softmax(op: Op) -> Value:
+def softmax(op: TfliteOp) -> TensorInFile:
     """Compute it over the last axis of the file."""
     x, dim = op.value("self"), op.args["dim"] % len(op.shape)
     order = x.order if x.axis(dim) == len(x.shape) - 1 else (*(d for d in range(len(x.shape)) if d != dim), dim)
@@ -77,7 +77,7 @@ def softmax(op: Op) -> Value:
     return op.emit("SOFTMAX", [x], x, beta=1.0)
 
 
-def relu(op: Op) -> Value:
+def relu(op: TfliteOp) -> TensorInFile:
     """Add a ReLU, a ReLU6 or a clip to other bounds."""
     x, kind = op.value("self"), activation_of(op.node)
     if kind:
@@ -89,18 +89,18 @@ def relu(op: Op) -> Value:
     return x
 
 
-def check_relu(op: Op) -> str:
+def check_relu(op: TfliteOp) -> str:
     """Return why a clip has no integer kernel."""
     return "" if activation_of(op.node) else "LiteRT has no integer kernel for these bounds"
 
 
-def silu(op: Op) -> Value:
+def silu(op: TfliteOp) -> TensorInFile:
     """Add a SiLU: the product of x and its sigmoid."""
     x = op.value("self")
     return op.emit("MUL", [x, op.step("LOGISTIC", [x], x)], x)
 
 
-def elu(op: Op) -> Value:
+def elu(op: TfliteOp) -> TensorInFile:
     """Add an ELU: relu(x) + alpha (exp(min(x, 0)) - 1), as the reference kernels have no ELU."""
     x, alpha = op.value("self"), float(op.args["alpha"])
     if op.args["input_scale"] != 1 or op.args["scale"] != 1:
@@ -111,7 +111,7 @@ def elu(op: Op) -> Value:
     return op.emit("ADD", [op.step("RELU", [x], x), scaled], x)
 
 
-def hardsigmoid(op: Op) -> Value:
+def hardsigmoid(op: TfliteOp) -> TensorInFile:
     """Add a hard sigmoid: relu6(x + 3) / 6."""
     x = op.value("self")
     six = op.option("ActivationFunctionType", "RELU6")
@@ -119,7 +119,7 @@ def hardsigmoid(op: Op) -> Value:
     return op.emit("MUL", [shifted, _number(op, 1 / 6)], x)
 
 
-def prelu(op: Op) -> Value:
+def prelu(op: TfliteOp) -> TensorInFile:
     """Add a PReLU."""
     x, slopes = op.value("self"), op.stored(op.args["weight"]).float()
     shape = [1] * (len(x.shape) - 1)
@@ -128,7 +128,7 @@ def prelu(op: Op) -> Value:
     return op.emit("PRELU", [x, op.constant(slopes.reshape(shape).numpy(), f"{op.name}.slopes")], x)
 
 
-def layer_norm(op: Op) -> Value:
+def layer_norm(op: TfliteOp) -> TensorInFile:
     """Add a layer norm: (x - mean) / sqrt(variance + eps) over the last dimensions, with a factor and a sum."""
     x, rank = op.plain(op.value("input")), len(op.shape)
     dims = range(rank - len(op.args["normalized_shape"]), rank)
@@ -145,7 +145,7 @@ def layer_norm(op: Op) -> Value:
     return op.emit("ADD", [op.step("MUL", scaled, x), op.value("bias")], x)
 
 
-def attention(op: Op) -> Value:
+def attention(op: TfliteOp) -> TensorInFile:
     """Add an attention without a mask: softmax(q k / sqrt(features)) v."""
     if op.args["attn_mask"] is not None or op.args["is_causal"] or op.args["enable_gqa"]:
         raise ValueError(
@@ -161,7 +161,7 @@ def attention(op: Op) -> Value:
     return op.emit("BATCH_MATMUL", [weights, value], query)
 
 
-def batch_norm(op: Op) -> Value:
+def batch_norm(op: TfliteOp) -> TensorInFile:
     """Add a batch norm: a factor and a sum."""
     mean, var = (op.stored(op.args[name]).double() for name in ("running_mean", "running_var"))
     given = (op.args[name] for name in ("weight", "bias"))

@@ -20,8 +20,8 @@ SCHEMA_VERSION = 3
 TYPES = {np.dtype(kind.lower()): kind for kind in ("FLOAT32", "INT8", "INT16", "INT32", "INT64")}
 
 
-class Facts(TypedDict):
-    """The metadata of a file, by which it is verified. Orders and axes are as in `Value.order`."""
+class FileFacts(TypedDict):
+    """The metadata of a file, by which it is verified. Orders and axes are as in `TensorInFile.order`."""
 
     quantizers: Sequence[tuple[str, int, Sequence[int]]]  # of activations: name, tensor and order
     weights: Sequence[tuple[str, int, Sequence[int], Sequence[int]]]  # name, tensor, axes, and shape in the model
@@ -43,7 +43,7 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class Value:
+class TensorInFile:
     """A tensor of a file."""
 
     tensor: int  # its index
@@ -61,7 +61,7 @@ class Value:
         """Return the file's axis of a dimension of the model's tensor."""
         return self.order.index(dim % len(self.shape))
 
-    def moved(self, shape: Sequence[int], order: Sequence[int]) -> "Value":
+    def moved(self, shape: Sequence[int], order: Sequence[int]) -> "TensorInFile":
         """Return a value with the same grid, another shape and order, and no tensor yet."""
         return replace(self, tensor=-1, shape=tuple(shape), order=tuple(order))
 
@@ -114,7 +114,13 @@ class FileBuilder:
         """Return the number of an option, such as "VALID" of "Padding"."""
         return int(getattr(getattr(self.schema, kind), name))
 
-    def pack(self, inputs: Mapping[str, Value], outputs: Mapping[str, Value], description: str, facts: Facts) -> bytes:
+    def pack(
+        self,
+        inputs: Mapping[str, TensorInFile],
+        outputs: Mapping[str, TensorInFile],
+        description: str,
+        facts: FileFacts,
+    ) -> bytes:
         """Return the file with these inputs and outputs, and with facts as its metadata, in JSON."""
         import flatbuffers
 

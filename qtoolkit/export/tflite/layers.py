@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from qtoolkit.export.tflite.flatbuffer import Value
+from qtoolkit.export.tflite.flatbuffer import TensorInFile
 from qtoolkit.export.tflite.moves import cut
-from qtoolkit.export.tflite.ops import IMAGE, Op
+from qtoolkit.export.tflite.ops import IMAGE, TfliteOp
 from qtoolkit.export.tflite.windows import Window, dilations, pad, padded, strides, two
 
 
-def conv2d(op: Op) -> Value:
+def conv2d(op: TfliteOp) -> TensorInFile:
     """Add a convolution; one with a group for each channel is depthwise."""
     x, size = op.image("input"), op.args["weight"].meta["val"].shape[2:]
     window = Window.of(op.args, size, x.shape[2:], op.shape[2:])
@@ -20,7 +20,7 @@ def conv2d(op: Op) -> Value:
     return op.emit(kernel, inputs, x, **options)
 
 
-def conv1d(op: Op) -> Value:
+def conv1d(op: TfliteOp) -> TensorInFile:
     """Compute a convolution over a line as one over an image of height 1."""
     x, size = op.value("input"), op.args["weight"].meta["val"].shape[2]
     n, channels, length = x.shape
@@ -29,13 +29,13 @@ def conv1d(op: Op) -> Value:
     if any(any(ends) for ends in window.padding):
         image = pad(op, image, [(0, 0), (0, 0), *window.padding])
     kernel, inputs, options = _convolution(op, x, image, window, "VALID")
-    like = Value(-1, (n, op.shape[1], 1, op.shape[2]), IMAGE, op.scales)
+    like = TensorInFile(-1, (n, op.shape[1], 1, op.shape[2]), IMAGE, op.scales)
     return op.reshaped(op.step(kernel, inputs, like, **options), op.shape, op.name)
 
 
 def _convolution(
-    op: Op, x: Value, image: Value, window: Window, padding: str
-) -> tuple[str, list[Value | int], dict[str, int]]:
+    op: TfliteOp, x: TensorInFile, image: TensorInFile, window: Window, padding: str
+) -> tuple[str, list[TensorInFile | int], dict[str, int]]:
     """Return the kernel of a convolution over an image, its inputs and its options."""
     out, per_group, *sizes = op.args["weight"].meta["val"].shape
     options = {**strides(op, window, padding), **dilations(window)}
@@ -58,7 +58,7 @@ def _of_image(args: Mapping[str, Any]) -> dict[str, object]:
     return found
 
 
-def conv_transpose2d(op: Op) -> Value:
+def conv_transpose2d(op: TfliteOp) -> TensorInFile:
     """Compute all that the kernel reaches, and cut off the padding where it is not what "SAME" cuts off."""
     if op.args["groups"] != 1 or any(d != 1 for d in two(op.args["dilation"])):
         raise ValueError(
@@ -75,15 +75,15 @@ def conv_transpose2d(op: Op) -> Value:
     weight, scales = op.weight("weight", (1, 2, 3, 0), 0)
     sizes = op.integers([op.shape[0], *full, channels])
     options = {**strides(op, window, "SAME" if same else "VALID"), "fusedActivationFunction": op.joined}
-    inputs: list[Value | int] = [sizes, weight, x, op.bias(x, scales, channels)]
+    inputs: list[TensorInFile | int] = [sizes, weight, x, op.bias(x, scales, channels)]
     if not is_cut:
         return op.emit("TRANSPOSE_CONV", inputs, x, **options)
-    like = Value(-1, (op.shape[0], channels, *full), IMAGE, op.scales)
+    like = TensorInFile(-1, (op.shape[0], channels, *full), IMAGE, op.scales)
     y = op.step("TRANSPOSE_CONV", inputs, like, **options)
     return cut(op, y, (0, 0, *before))
 
 
-def check_weight(op: Op, axis: int = 0) -> str:
+def check_weight(op: TfliteOp, axis: int = 0) -> str:
     """Return why a layer whose output channels are along an axis of its weight has no integer kernel."""
     node = op.args["weight"]
     if not op.lowering.is_dequantized(node):
@@ -97,7 +97,7 @@ def check_weight(op: Op, axis: int = 0) -> str:
     return "" if bias is None or op.lowering.constant(bias) is not None else "its bias is computed"
 
 
-def linear(op: Op) -> Value:
+def linear(op: TfliteOp) -> TensorInFile:
     """Add a linear layer."""
     x, (out, _) = op.plain(op.value("input")), op.args["weight"].meta["val"].shape
     weight, scales = op.weight("weight", (0, 1), 0)
@@ -106,7 +106,7 @@ def linear(op: Op) -> Value:
     return op.emit("FULLY_CONNECTED", [x, weight, op.bias(x, scales, out)], like, **options)
 
 
-def matmul(op: Op) -> Value:
+def matmul(op: TfliteOp) -> TensorInFile:
     """Add a product of matrices."""
     a, b = (op.plain(op.value(name)) for name in ("self", "other" if "other" in op.args else "mat2"))
-    return op.emit("BATCH_MATMUL", [a, b], Value(-1, op.shape, tuple(range(len(op.shape)))))
+    return op.emit("BATCH_MATMUL", [a, b], TensorInFile(-1, op.shape, tuple(range(len(op.shape)))))

@@ -2,7 +2,7 @@
 
 - An op computes in integers if its kernel does, its inputs are codes, and one quantize op alone takes its output, behind a
   ReLU or ReLU6 that the kernel computes too. Every other op computes in float, and the result names it.
-- An image has its channels last in the file (`Value.order`): the inputs of four dimensions, and what ops make of them.
+- An image has its channels last in the file (`TensorInFile.order`): the inputs of four dimensions, and what ops make of them.
 """
 
 import operator
@@ -16,10 +16,10 @@ from torch import Tensor, fx
 from qtoolkit.errors import present
 from qtoolkit.export.program import Decomposed
 from qtoolkit.export.pt2e import computed, decomposed_ops, layer_name
-from qtoolkit.export.tflite.flatbuffer import Facts, FileBuilder, Scales, Value, in_order
-from qtoolkit.export.tflite.kernels import KERNELS, Kernel
-from qtoolkit.export.tflite.ops import IMAGE, SPLITS, Op, activation_of, arguments, bounds_of, name_of_op
-from qtoolkit.runtimes.execution import Layer
+from qtoolkit.export.tflite.flatbuffer import FileBuilder, FileFacts, Scales, TensorInFile, in_order
+from qtoolkit.export.tflite.kernels import KERNELS, TfliteKernel
+from qtoolkit.export.tflite.ops import IMAGE, SPLITS, TfliteOp, activation_of, arguments, bounds_of, name_of_op
+from qtoolkit.runtimes.execution import ExecutedLayer
 
 CONVERSIONS = ("QUANTIZE", "DEQUANTIZE")
 # Ops whose result depends on shapes and types alone.
@@ -39,19 +39,19 @@ class Lowering:
         self.io_type = io_type
         self.file = FileBuilder()
         self.ops = decomposed_ops()
-        self.values: dict[fx.Node, Value] = {}
-        self.parts: dict[fx.Node, tuple[Value, ...]] = {}
+        self.values: dict[fx.Node, TensorInFile] = {}
+        self.parts: dict[fx.Node, tuple[TensorInFile, ...]] = {}
         self.constants: dict[fx.Node, Tensor | None] = {}
-        self.floats: dict[int, Value] = {}
-        self.layers: list[Layer] = []
+        self.floats: dict[int, TensorInFile] = {}
+        self.layers: list[ExecutedLayer] = []
         self.reasons: dict[str, str] = {}
         self.quantizers: list[tuple[str, int, tuple[int, ...]]] = []
         self.weights: list[tuple[str, int, tuple[int, ...], tuple[int, ...]]] = []
         self.stored = found.quantizers.stored
         nodes = (node for node in self.program.graph.nodes if self._is_quantize(node))
         self.names = dict(zip(nodes, found.quantizers.activations, strict=True))
-        self.inputs: dict[str, Value] = {}
-        self.outputs: dict[str, Value] = {}
+        self.inputs: dict[str, TensorInFile] = {}
+        self.outputs: dict[str, TensorInFile] = {}
         self.conversions = 0
 
     def run(self, description: str) -> bytes:
@@ -68,7 +68,7 @@ class Lowering:
             elif node.op == "call_function" and node not in self.values:
                 self._lower(node)
         self.outputs = self._outputs()
-        facts = Facts(
+        facts = FileFacts(
             quantizers=self.quantizers,
             weights=self.weights,
             constants=list(self.stored),
@@ -97,7 +97,7 @@ class Lowering:
         else:
             self._compute(node)
 
-    def _input(self, node: fx.Node) -> Value:
+    def _input(self, node: fx.Node) -> TensorInFile:
         shape = tuple(node.meta["val"].shape)
         order = IMAGE if len(shape) == len(IMAGE) else tuple(range(len(shape)))
         grids = {self._scales(user) if self._is_quantize(user) else None for user in node.users}
@@ -111,9 +111,9 @@ class Lowering:
                 f"inputs. Move the ops that use it out of the model."
             )
         tensor = self.file.tensor(node.name, in_order(shape, order), dtype, scales)
-        return Value(tensor, shape, order, scales)
+        return TensorInFile(tensor, shape, order, scales)
 
-    def _outputs(self) -> dict[str, Value]:
+    def _outputs(self) -> dict[str, TensorInFile]:
         (output,) = (node for node in self.program.graph.nodes if node.op == "output")
         found = {}
         for i, node in enumerate(output.args[0]):
@@ -156,11 +156,11 @@ class Lowering:
         end, activation = self._joined(node, kernel)
         quantize = self._sole_user(end)
         reason = self._why_float(node, kernel, quantize)
-        in_float = Op(self, node, None, activation, self.name(node))
+        in_float = TfliteOp(self, node, None, activation, self.name(node))
         if quantize is None or reason:
             op, quantize = in_float, None
         else:
-            op = Op(self, node, self._scales(quantize), activation, self.name(quantize))
+            op = TfliteOp(self, node, self._scales(quantize), activation, self.name(quantize))
             if reason := kernel.check(op):
                 op, quantize = in_float, None
         first = len(self.file.operators)
@@ -174,11 +174,11 @@ class Lowering:
                 self._note(quantize)
         if kernel.computes and len(self.file.operators) > first:
             name = layer_name(node)
-            self.layers.append(Layer(name, kernel.name, not reason, left=bool(reason)))
+            self.layers.append(ExecutedLayer(name, kernel.name, not reason, left=bool(reason)))
             if reason:
                 self.reasons[name] = reason
 
-    def _joined(self, node: fx.Node, kernel: Kernel) -> tuple[fx.Node, str]:
+    def _joined(self, node: fx.Node, kernel: TfliteKernel) -> tuple[fx.Node, str]:
         """Return the last node of an op with the activation that the kernel computes too, and the activation's name."""
         user = self._sole_user(node)
         if user is None or not kernel.joins:
@@ -195,7 +195,7 @@ class Lowering:
         low, high = (np.rint(end / scales.scale[0]) + scales.zero_point for end in (bounds.low, bounds.high))
         return bool(low <= given["quant_min"] and high >= given["quant_max"])
 
-    def _why_float(self, node: fx.Node, kernel: Kernel, quantize: fx.Node | None) -> str:
+    def _why_float(self, node: fx.Node, kernel: TfliteKernel, quantize: fx.Node | None) -> str:
         if kernel.refusal:
             return kernel.refusal.format(name_of_op(node))
         if quantize is None or not self._is_quantize(quantize):
@@ -279,16 +279,18 @@ class Lowering:
 
     # ---- what kernels emit
 
-    def emit(self, op: str, inputs: Sequence[Value | int], name: str, like: Value, **values: object) -> Value:
+    def emit(
+        self, op: str, inputs: Sequence[TensorInFile | int], name: str, like: TensorInFile, **values: object
+    ) -> TensorInFile:
         """Add an op with one output, which has the shape, the order and the grid of a value."""
         dtype = np.dtype("float32" if like.scales is None else like.scales.dtype)
         tensor = self.file.tensor(name, in_order(like.shape, like.order), dtype, like.scales)
-        tensors = [each.tensor if isinstance(each, Value) else each for each in inputs]
+        tensors = [each.tensor if isinstance(each, TensorInFile) else each for each in inputs]
         self.file.operator(op, tensors, [tensor], **values)
         self.conversions += op in CONVERSIONS
         return replace(like, tensor=tensor)
 
-    def as_float(self, value: Value) -> Value:
+    def as_float(self, value: TensorInFile) -> TensorInFile:
         """Return the floats of codes."""
         if value.scales is None:
             return value
@@ -308,6 +310,6 @@ def _like(node: fx.Node) -> Tensor:
     return torch.zeros(tuple(value.shape), dtype=value.dtype)
 
 
-def layouts(ends: Mapping[str, Value]) -> dict[str, str]:
+def layouts(ends: Mapping[str, TensorInFile]) -> dict[str, str]:
     """Return the layout of each input or output, for people."""
     return {name: "NHWC" if value.order == IMAGE else "as in the model" for name, value in ends.items()}

@@ -4,53 +4,53 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qtoolkit.export.tflite.flatbuffer import Value
-from qtoolkit.export.tflite.ops import IMAGE, Op
+from qtoolkit.export.tflite.flatbuffer import TensorInFile
+from qtoolkit.export.tflite.ops import IMAGE, TfliteOp
 
 
-def cut(op: Op, x: Value, begin: Sequence[int]) -> Value:
+def cut(op: TfliteOp, x: TensorInFile, begin: Sequence[int]) -> TensorInFile:
     """Cut the output of an op out of a value, from these places on."""
     starts, sizes = ([part[dim] for dim in x.order] for part in (begin, op.shape))
     return op.emit("SLICE", [x, op.integers(starts), op.integers(sizes)], x)
 
 
-def check_same_grid(op: Op) -> str:
+def check_same_grid(op: TfliteOp) -> str:
     """Return why an op has no integer kernel: its input and its output have two grids."""
     same = op.value(op.first).scales == op.scales
     return "" if same else "LiteRT's kernel has one scale for its input and its output"
 
 
-def cat(op: Op) -> Value:
+def cat(op: TfliteOp) -> TensorInFile:
     """Add a concat."""
     values = [op.value(node) for node in op.args["tensors"] if node.meta["val"].numel()]
     values = [op.ordered(x, values[0].order) for x in values]
     return op.emit("CONCATENATION", values, values[0], axis=values[0].axis(op.args["dim"]))
 
 
-def check_cat(op: Op) -> str:
+def check_cat(op: TfliteOp) -> str:
     """Return why a concat has no integer kernel."""
     same = all(op.value(node).scales == op.scales for node in op.args["tensors"])
     return "" if same else "LiteRT's kernel has one scale for all inputs and the output"
 
 
-def same(op: Op) -> Value:
+def same(op: TfliteOp) -> TensorInFile:
     """Return the input."""
     return op.value(op.first)
 
 
-def reshape(op: Op) -> Value:
+def reshape(op: TfliteOp) -> TensorInFile:
     """Add a reshape."""
     return op.reshaped(op.value(op.first), op.shape, op.name)
 
 
-def permute(op: Op) -> Value:
+def permute(op: TfliteOp) -> TensorInFile:
     """Note the order of dimensions, which moves nothing until an op asks for another one."""
     x, rank = op.value(op.first), len(op.shape)
     dims = [dim % rank for dim in _permutation(op, rank)]
-    return op.plain(Value(x.tensor, op.shape, tuple(dims.index(dim) for dim in x.order), x.scales))
+    return op.plain(TensorInFile(x.tensor, op.shape, tuple(dims.index(dim) for dim in x.order), x.scales))
 
 
-def _permutation(op: Op, rank: int) -> list[int]:
+def _permutation(op: TfliteOp, rank: int) -> list[int]:
     if "dims" in op.args:
         return list(op.args["dims"])
     dims = list(range(rank))
@@ -60,7 +60,7 @@ def _permutation(op: Op, rank: int) -> list[int]:
     return dims
 
 
-def slice_of(op: Op) -> Value:
+def slice_of(op: TfliteOp) -> TensorInFile:
     """Add a slice, with steps or without."""
     x = op.value("self")
     dim = op.args["dim"] % len(x.shape)
@@ -79,27 +79,27 @@ def slice_of(op: Op) -> Value:
     return op.emit("STRIDED_SLICE", [x, *parts], x)
 
 
-def part(op: Op, x: Value, dim: int, start: int, size: int) -> Value:
+def part(op: TfliteOp, x: TensorInFile, dim: int, start: int, size: int) -> TensorInFile:
     """Cut places out of a dimension of a value, in a step before the output."""
     like = x.moved([size if d == dim else count for d, count in enumerate(x.shape)], x.order)
     starts, sizes = ([start if d == dim else 0 for d in x.order], [like.shape[d] for d in x.order])
     return op.step("SLICE", [x, op.integers(starts), op.integers(sizes)], like)
 
 
-def place(op: Op, x: Value, dim: int, index: int, name: str = "") -> Value:
+def place(op: TfliteOp, x: TensorInFile, dim: int, index: int, name: str = "") -> TensorInFile:
     """Cut one place out of a dimension of a value, and drop the dimension."""
     shape = [count for d, count in enumerate(x.shape) if d != dim]
     return op.reshaped(part(op, x, dim, index, 1), shape, name)
 
 
-def select(op: Op) -> Value:
+def select(op: TfliteOp) -> TensorInFile:
     """Cut one place out of a dimension, and drop it."""
     x = op.value("self")
     dim = op.args["dim"] % len(x.shape)
     return place(op, x, dim, op.args["index"] % x.shape[dim], op.name)
 
 
-def joined(op: Op, values: Sequence[Value], dim: int) -> Value:
+def joined(op: TfliteOp, values: Sequence[TensorInFile], dim: int) -> TensorInFile:
     """Join values in one order along a dimension, in a step before the output."""
     first = values[0]
     sizes = [sum(x.shape[d] for x in values) if d == dim else size for d, size in enumerate(first.shape)]
@@ -107,18 +107,18 @@ def joined(op: Op, values: Sequence[Value], dim: int) -> Value:
     return op.step("CONCATENATION", values, like, axis=first.axis(dim))
 
 
-def stacked(op: Op, values: Sequence[Value], dim: int = 0) -> Value:
+def stacked(op: TfliteOp, values: Sequence[TensorInFile], dim: int = 0) -> TensorInFile:
     """Join values of one shape along a new dimension."""
     shape = values[0].shape
     return joined(op, [op.reshaped(x, (*shape[:dim], 1, *shape[dim:])) for x in values], dim)
 
 
-def stack(op: Op) -> Value:
+def stack(op: TfliteOp) -> TensorInFile:
     """Add a stack."""
     return stacked(op, [op.value(node) for node in op.args["tensors"]], op.args["dim"] % len(op.shape))
 
 
-def zero_pad(op: Op) -> Value:
+def zero_pad(op: TfliteOp) -> TensorInFile:
     """Add padding with zeros."""
     x, ends = op.value("self"), [(0, 0)] * len(op.shape)
     given = op.args["pad"]
@@ -132,12 +132,12 @@ def zero_pad(op: Op) -> Value:
     return op.emit("PAD", [x, sizes], x)
 
 
-def pixel_shuffle(op: Op) -> Value:
+def pixel_shuffle(op: TfliteOp) -> TensorInFile:
     """Rearrange dimensions: LiteRT's DEPTH_TO_SPACE has another order of channels."""
     x, r = op.image("self"), op.args["upscale_factor"]
     n, _, h, w = x.shape
     _, channels, height, width = op.shape
-    parts = Value(x.tensor, (n, channels * r * r, h, w), IMAGE, x.scales)
+    parts = TensorInFile(x.tensor, (n, channels * r * r, h, w), IMAGE, x.scales)
     five = op.arranged_as(parts, (n, h * w, channels, r, r), (0, 1, 2, 3, 4))
     six = op.arranged_as(five, (n, h, w, channels, r, r), tuple(range(6)))
     axes = op.integers((0, 1, 4, 2, 5, 3))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from qtoolkit.export import pt2e
-from qtoolkit.export.tflite.flatbuffer import Scales, Value, in_order
+from qtoolkit.export.tflite.flatbuffer import Scales, TensorInFile, in_order
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.op_kinds.table import CLIPS_OF_ATEN
 from qtoolkit.runtimes.execution import Array
@@ -62,7 +62,7 @@ def bounds_of(node: fx.Node) -> Bounds | None:
     return bounds if bounds.known else None
 
 
-class Op:
+class TfliteOp:
     """An op of the program, with its inputs in the file, and the tensors and ops that its kernel adds.
 
     `scales` and `name` are its output's: no scales where it computes in float. `activation` is one that it computes too.
@@ -82,7 +82,7 @@ class Op:
 
     # ---- inputs
 
-    def value(self, argument: "str | fx.Node") -> Value:
+    def value(self, argument: "str | fx.Node") -> TensorInFile:
         """Return an input: its codes, where the op computes in integers, or floats."""
         node: fx.Node = self.args[argument] if isinstance(argument, str) else argument
         constant = self.lowering.constant(node)
@@ -91,26 +91,26 @@ class Op:
         value = self.lowering.values[node]
         return value if self.scales is not None else self.lowering.as_float(value)
 
-    def _constant_input(self, node: fx.Node, constant: Tensor) -> Value:
+    def _constant_input(self, node: fx.Node, constant: Tensor) -> TensorInFile:
         order = tuple(range(constant.dim()))
         if self.scales is None or not self.lowering.is_dequantized(node):
-            return Value(self.constant(constant.float().numpy(), node.name), tuple(constant.shape), order)
+            return TensorInFile(self.constant(constant.float().numpy(), node.name), tuple(constant.shape), order)
         codes, scale, _ = self.lowering.codes_of(node)
         dtype = str(codes.dtype).removeprefix("torch.")
         scales = Scales(tuple(scale.tolist()), arguments(node)["zero_point"], dtype=dtype)
         tensor = self.constant(codes.numpy(), node.name, scales)
         self.lowering.note_weight(codes, tensor, order)
-        return Value(tensor, tuple(codes.shape), order, scales)
+        return TensorInFile(tensor, tuple(codes.shape), order, scales)
 
-    def image(self, argument: str) -> Value:
+    def image(self, argument: str) -> TensorInFile:
         """Return an input of four dimensions with its channels last."""
         return self.ordered(self.value(argument), IMAGE)
 
-    def plain(self, value: Value) -> Value:
+    def plain(self, value: TensorInFile) -> TensorInFile:
         """Return a value in the model's order of dimensions."""
         return self.ordered(value, tuple(range(len(value.shape))))
 
-    def ordered(self, value: Value, order: Sequence[int]) -> Value:
+    def ordered(self, value: TensorInFile, order: Sequence[int]) -> TensorInFile:
         """Return a value in another order of dimensions: by a TRANSPOSE, or by a RESHAPE where that moves nothing."""
         if value.order == tuple(order):
             return value
@@ -121,12 +121,14 @@ class Op:
             "TRANSPOSE", [value, axes], f"{self.name}.transposed", value.moved(value.shape, order)
         )
 
-    def reshaped(self, value: Value, shape: Sequence[int], name: str = "") -> Value:
+    def reshaped(self, value: TensorInFile, shape: Sequence[int], name: str = "") -> TensorInFile:
         """Return a value in another shape, in the model's order of dimensions."""
         plain = value if _moves_nothing(value, range(len(value.shape))) else self.plain(value)
         return self.arranged_as(plain, shape, tuple(range(len(shape))), name)
 
-    def arranged_as(self, value: Value, shape: Sequence[int], order: Sequence[int], name: str = "") -> Value:
+    def arranged_as(
+        self, value: TensorInFile, shape: Sequence[int], order: Sequence[int], name: str = ""
+    ) -> TensorInFile:
         """Add a reshape that moves no value, with the file's axes in this order of the shape's dimensions."""
         sizes, like = in_order(shape, order), value.moved(shape, order)
         name = name or f"{self.name}.reshaped"
@@ -144,12 +146,12 @@ class Op:
 
     # ---- the output
 
-    def emit(self, op: str, inputs: Sequence[Value | int], like: Value, **values: object) -> Value:
+    def emit(self, op: str, inputs: Sequence[TensorInFile | int], like: TensorInFile, **values: object) -> TensorInFile:
         """Add the op that computes the output, in the order of dimensions of a value."""
-        output = Value(-1, self.shape, like.order, self.scales)
+        output = TensorInFile(-1, self.shape, like.order, self.scales)
         return self.lowering.emit(op, inputs, self.name, output, **values)
 
-    def step(self, op: str, inputs: Sequence[Value | int], like: Value, **values: object) -> Value:
+    def step(self, op: str, inputs: Sequence[TensorInFile | int], like: TensorInFile, **values: object) -> TensorInFile:
         """Add an op before the last one, whose output has the shape, the order and the grid of a value."""
         return self.lowering.emit(op, inputs, f"{self.name}.{op.lower()}", like, **values)
 
@@ -182,7 +184,7 @@ class Op:
         self.lowering.note_weight(codes, tensor, axes)
         return tensor, scale.numpy()
 
-    def bias(self, source: Value, weight_scales: Array | None, channels: int) -> int:
+    def bias(self, source: TensorInFile, weight_scales: Array | None, channels: int) -> int:
         """Return the bias as a constant: in int32 at input scale times weight scale, where the op computes in integers."""
         node = self.args.get("bias")
         given = torch.zeros(channels) if node is None else self.stored(node).float()
@@ -196,7 +198,7 @@ class Op:
         return self.constant(codes, f"{self.name}.bias", Scales(tuple(steps.tolist()), dtype=dtype))
 
 
-def _moves_nothing(value: Value, order: Sequence[int]) -> bool:
+def _moves_nothing(value: TensorInFile, order: Sequence[int]) -> bool:
     """Return whether the dimensions of more than one element are in the same order."""
     before, behind = ([dim for dim in dims if value.shape[dim] > 1] for dims in (value.order, order))
     return before == behind

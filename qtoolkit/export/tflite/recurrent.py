@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from qtoolkit.export.tflite.flatbuffer import Value
+from qtoolkit.export.tflite.flatbuffer import TensorInFile
 from qtoolkit.export.tflite.moves import joined, part, place, stacked
-from qtoolkit.export.tflite.ops import Op
+from qtoolkit.export.tflite.ops import TfliteOp
 
-State = tuple[Value, ...]  # the hidden state (n, hidden), of an LSTM the cell state too
+State = tuple[TensorInFile, ...]  # the hidden state (n, hidden), of an LSTM the cell state too
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class _Weights:
 
 
 # Takes the gates' products with the input (n, gates * hidden) and the state, and returns the next state.
-Step = Callable[[Op, Value, State, _Weights], State]
+Step = Callable[[TfliteOp, TensorInFile, State, _Weights], State]
 
 
-def lstm_step(op: Op, gates: Value, state: State, weights: _Weights) -> State:
+def lstm_step(op: TfliteOp, gates: TensorInFile, state: State, weights: _Weights) -> State:
     """Add a step of an LSTM: c' = sigmoid(f) c + sigmoid(i) tanh(g), h' = sigmoid(o) tanh(c')."""
     hidden, cell = state
     both = op.step("ADD", [gates, _product(op, hidden, weights.hh, weights.bias_hh)], gates)
@@ -40,7 +40,7 @@ def lstm_step(op: Op, gates: Value, state: State, weights: _Weights) -> State:
     return op.step("MUL", [o, op.step("TANH", [cell], cell)], o), cell
 
 
-def gru_step(op: Op, gates: Value, state: State, weights: _Weights) -> State:
+def gru_step(op: TfliteOp, gates: TensorInFile, state: State, weights: _Weights) -> State:
     """Add a step of a GRU: n = tanh(n_x + sigmoid(r) n_h), h' = n + sigmoid(z) (h - n)."""
     (hidden,) = state
     of_input, of_state = (_parts(op, x, 3) for x in (gates, _product(op, hidden, weights.hh, weights.bias_hh)))
@@ -51,10 +51,10 @@ def gru_step(op: Op, gates: Value, state: State, weights: _Weights) -> State:
     return (op.step("ADD", [n, op.step("MUL", [z, op.step("SUB", [hidden, n], hidden)], z)], n),)
 
 
-def cell(step: Step) -> Callable[[Op], Value | State]:
+def cell(step: Step) -> Callable[[TfliteOp], TensorInFile | State]:
     """Return the kernel of a cell, which takes one step."""
 
-    def emit(op: Op) -> Value | State:
+    def emit(op: TfliteOp) -> TensorInFile | State:
         given = [op.args[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh")]
         weights = _Weights(*(op.stored(node) for node in given if node is not None))
         state = tuple(op.plain(op.value(node)) for node in _nodes(op.args["hx"]))
@@ -64,10 +64,10 @@ def cell(step: Step) -> Callable[[Op], Value | State]:
     return emit
 
 
-def layer(step: Step) -> Callable[[Op], tuple[Value, ...]]:
+def layer(step: Step) -> Callable[[TfliteOp], tuple[TensorInFile, ...]]:
     """Return the kernel of a layer, which takes all steps of all its layers and directions."""
 
-    def emit(op: Op) -> tuple[Value, ...]:
+    def emit(op: TfliteOp) -> tuple[TensorInFile, ...]:
         x, firsts = op.plain(op.value("input")), [op.plain(op.value(node)) for node in _nodes(op.args["hx"])]
         x = _swapped(op, x) if op.args["batch_first"] else x
         directions = 2 if op.args["bidirectional"] else 1
@@ -86,7 +86,7 @@ def layer(step: Step) -> Callable[[Op], tuple[Value, ...]]:
     return emit
 
 
-def _weights(op: Op) -> list[_Weights]:
+def _weights(op: TfliteOp) -> list[_Weights]:
     """Return the weights of each direction of each layer, in the order of the states."""
     if "params" not in op.args:
         raise ValueError(f"export_litert: {op.node.name!r} takes packed sequences; export it for padded ones.")
@@ -100,7 +100,9 @@ def _weights(op: Op) -> list[_Weights]:
     return [_Weights(*params[i : i + each]) for i in range(0, len(params), each)]
 
 
-def _run(op: Op, step: Step, x: Value, state: State, weights: _Weights, backwards: bool) -> tuple[Value, State]:
+def _run(
+    op: TfliteOp, step: Step, x: TensorInFile, state: State, weights: _Weights, backwards: bool
+) -> tuple[TensorInFile, State]:
     """Add all steps of one direction of a layer, and return its outputs (steps, n, hidden) and its last state."""
     gates, outputs = _product(op, x, weights.ih, weights.bias_ih), []
     for i in range(x.shape[0]):
@@ -113,19 +115,19 @@ def _nodes(hx: fx.Node | Sequence[fx.Node]) -> Sequence[fx.Node]:
     return hx if isinstance(hx, list | tuple) else (hx,)
 
 
-def _product(op: Op, x: Value, weight: Tensor, bias: Tensor | None) -> Value:
+def _product(op: TfliteOp, x: TensorInFile, weight: Tensor, bias: Tensor | None) -> TensorInFile:
     """Add a linear layer in float."""
     tensors = [op.constant(t.float().numpy(), f"{op.name}.weight") for t in (weight, bias) if t is not None]
     like = x.moved((*x.shape[:-1], len(weight)), x.order)
     return op.step("FULLY_CONNECTED", [x, *tensors], like, keepNumDims=len(x.shape) > 2)
 
 
-def _parts(op: Op, x: Value, count: int) -> list[Value]:
+def _parts(op: TfliteOp, x: TensorInFile, count: int) -> list[TensorInFile]:
     """Cut the gates out of their products."""
     size = x.shape[1] // count
     return [part(op, x, 1, i * size, size) for i in range(count)]
 
 
-def _swapped(op: Op, x: Value) -> Value:
+def _swapped(op: TfliteOp, x: TensorInFile) -> TensorInFile:
     """Exchange the dimensions of steps and samples."""
-    return op.plain(Value(x.tensor, (x.shape[1], x.shape[0], x.shape[2]), (1, 0, 2)))
+    return op.plain(TensorInFile(x.tensor, (x.shape[1], x.shape[0], x.shape[2]), (1, 0, 2)))

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.export.tflite.flatbuffer import Value
-from qtoolkit.export.tflite.ops import Op
+from qtoolkit.export.tflite.flatbuffer import TensorInFile
+from qtoolkit.export.tflite.ops import TfliteOp
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def two(value: int | Iterable[int]) -> tuple[int, ...]:
     return values * 2 if len(values) == 1 else values
 
 
-def padded(op: Op, x: Value, window: Window, lowest: bool = False) -> tuple[Value, str]:
+def padded(op: TfliteOp, x: TensorInFile, window: Window, lowest: bool = False) -> tuple[TensorInFile, str]:
     """Return an image with its padding as an op of its own, and the padding that is left to the kernel."""
     image, out = x.shape[2:], op.shape[2:]
     if not any(any(ends) for ends in window.padding):
@@ -57,7 +57,7 @@ def padded(op: Op, x: Value, window: Window, lowest: bool = False) -> tuple[Valu
     return pad(op, x, [(0, 0), (0, 0), *window.padding], lowest), "VALID"
 
 
-def pad(op: Op, x: Value, ends: Sequence[tuple[int, int]], lowest: bool = False) -> Value:
+def pad(op: TfliteOp, x: TensorInFile, ends: Sequence[tuple[int, int]], lowest: bool = False) -> TensorInFile:
     """Return a value with zeros, or with the lowest value, before and behind its dimensions."""
     shape = [size + before + behind for size, (before, behind) in zip(x.shape, ends, strict=True)]
     sizes = op.constant(np.array([ends[dim] for dim in x.order], np.int32), "padding")
@@ -70,7 +70,7 @@ def pad(op: Op, x: Value, ends: Sequence[tuple[int, int]], lowest: bool = False)
     return op.step("PADV2", [x, sizes, fill], like)
 
 
-def strides(op: Op, window: Window, padding: str) -> dict[str, int]:
+def strides(op: TfliteOp, window: Window, padding: str) -> dict[str, int]:
     """Return the options of padding and strides."""
     height, width = window.stride
     return {"padding": op.option("Padding", padding), "strideH": height, "strideW": width}
@@ -84,7 +84,7 @@ def dilations(window: Window) -> dict[str, int]:
 # ---- kernels
 
 
-def max_pool(op: Op) -> Value:
+def max_pool(op: TfliteOp) -> TensorInFile:
     """Pad with the lowest value, where the kernel does not, and add a max pool."""
     x = op.image("self")
     window = Window.of(op.args, op.args["kernel_size"], x.shape[2:], op.shape[2:])
@@ -96,7 +96,7 @@ def max_pool(op: Op) -> Value:
     return _pool(op, "MAX_POOL_2D", x, window, padding)
 
 
-def avg_pool(op: Op) -> Value:
+def avg_pool(op: TfliteOp) -> TensorInFile:
     """Pad with zeros, where these count, or let the kernel leave the padding out."""
     x = op.image("self")
     window = Window.of(op.args, op.args["kernel_size"], x.shape[2:], op.shape[2:])
@@ -115,13 +115,13 @@ def avg_pool(op: Op) -> Value:
     return _pool(op, "AVERAGE_POOL_2D", x, window, "SAME")
 
 
-def _pool(op: Op, kernel: str, x: Value, window: Window, padding: str) -> Value:
+def _pool(op: TfliteOp, kernel: str, x: TensorInFile, window: Window, padding: str) -> TensorInFile:
     height, width = window.size
     options = {**strides(op, window, padding), "filterHeight": height, "filterWidth": width}
     return op.emit(kernel, [x], x, **options, fusedActivationFunction=op.joined)
 
 
-def adaptive_pool(op: Op) -> Value:
+def adaptive_pool(op: TfliteOp) -> TensorInFile:
     """Add an average pool whose windows have one size."""
     x = op.image("self")
     image, out = x.shape[2:], op.shape[2:]
@@ -134,7 +134,7 @@ def adaptive_pool(op: Op) -> Value:
     return _pool(op, "AVERAGE_POOL_2D", x, Window(size, size, (1, 1), ((0, 0), (0, 0))), "VALID")
 
 
-def mean(op: Op) -> Value:
+def mean(op: TfliteOp) -> TensorInFile:
     """Add a mean."""
     x, rank = op.value("self"), len(op.args["self"].meta["val"].shape)
     dims = [dim % rank for dim in (op.args.get("dim") or range(rank))]
@@ -142,18 +142,18 @@ def mean(op: Op) -> Value:
     axes = op.integers(sorted(x.axis(dim) for dim in dims))
     if op.args.get("keepdim"):
         return op.emit("MEAN", [x, axes], x, keepDims=True)
-    like = Value(-1, kept, x.order, op.scales)
+    like = TensorInFile(-1, kept, x.order, op.scales)
     return op.reshaped(op.step("MEAN", [x, axes], like, keepDims=True), op.shape, op.name)
 
 
-def nearest(op: Op) -> Value:
+def nearest(op: TfliteOp) -> TensorInFile:
     """Add a resize to the nearest value."""
     x = op.image(op.first)
     size = op.integers(op.shape[2:])
     return op.emit("RESIZE_NEAREST_NEIGHBOR", [x, size], x)
 
 
-def bilinear(op: Op) -> Value:
+def bilinear(op: TfliteOp) -> TensorInFile:
     """Add a linear resize."""
     x, aligned = op.image(op.first), bool(op.args["align_corners"])
     options = {"alignCorners": aligned, "halfPixelCenters": not aligned}

@@ -22,7 +22,7 @@ from qtoolkit.instead import in_order
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.runtimes.execution import Array, Executed, Request
+from qtoolkit.runtimes.execution import Array, Executed, ExecutionRequest
 from qtoolkit.runtimes.table import EXECUTES, RUNTIMES, ExecutingRuntime
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def compare_runtimes(
     return RuntimeComparison(found, differences)
 
 
-def _run(name: str, *request: *Request) -> Executed:
+def _run(name: str, *request: *ExecutionRequest) -> Executed:
     try:
         return EXECUTES[name](*request)
     except Exception as error:  # runtimes' errors have no base class of their own

@@ -119,7 +119,7 @@ def _array(value: Tensor | Array) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True)
-class Call:
+class QuantizerCall:
     """What a quantizer of a converted model computes in one call."""
 
     grid: Grid  # the quantizer
@@ -138,7 +138,7 @@ class Call:
 
 def compare_codes(grid: Grid, x: Tensor, theirs: Array) -> CodeCount:
     """Compare a quantizer's codes of x with a runtime's."""
-    return Call(grid, codes_in_file(grid, x), x).compare(theirs)
+    return QuantizerCall(grid, codes_in_file(grid, x), x).compare(theirs)
 
 
 def tie_band(grid: Grid, dtype: torch.dtype) -> float:

@@ -19,7 +19,7 @@ from qtoolkit.export.verification.codes import (
 )
 from qtoolkit.export.verification.follower import Follower, Nodes
 from qtoolkit.model_inputs import tensors_of
-from qtoolkit.runtimes.execution import Array, Executed, Layer
+from qtoolkit.runtimes.execution import Array, Executed, ExecutedLayer
 
 SHOWN = 5  # names of layers in a line
 
@@ -76,7 +76,7 @@ class RuntimeCodes:
     runtime: str
     by_quantizer: Mapping[str, CodeCount]
     output_difference: float
-    layers: tuple[Layer, ...]
+    layers: tuple[ExecutedLayer, ...]
     conversions: int
     not_compared: tuple[str, ...]
     changed_by_reading: float
@@ -126,12 +126,12 @@ class RuntimeCodes:
         return next((name for name, count in self.by_quantizer.items() if count.differing), None)
 
     @property
-    def integer_layers(self) -> tuple[Layer, ...]:
+    def integer_layers(self) -> tuple[ExecutedLayer, ...]:
         """The nodes that compute on integer codes."""
         return tuple(layer for layer in self.layers if layer.integer)
 
     @property
-    def float_layers(self) -> tuple[Layer, ...]:
+    def float_layers(self) -> tuple[ExecutedLayer, ...]:
         """The nodes that compute in float."""
         return tuple(layer for layer in self.layers if not layer.integer)
 
@@ -294,12 +294,12 @@ class DeployedVerification:
         return "\n".join(map(str, self.runtimes.values()))
 
 
-def _counts(layers: Iterable[Layer]) -> str:
+def _counts(layers: Iterable[ExecutedLayer]) -> str:
     counts = Counter(layer.kernel for layer in layers)
     return ", ".join(f"{count} {kernel}" for kernel, count in counts.most_common()) or "none"
 
 
-def _with_names(layers: Iterable[Layer]) -> str:
+def _with_names(layers: Iterable[ExecutedLayer]) -> str:
     names: dict[str, list[str]] = defaultdict(list)
     for layer in layers:
         names[layer.kernel].append(layer.name)

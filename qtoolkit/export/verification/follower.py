@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from qtoolkit.errors import with_article
 from qtoolkit.export.inputs import grids_of
 from qtoolkit.export.verification.codes import (
-    Call,
     CodeCount,
+    QuantizerCall,
     codes_in_file,
     compare_codes,
     relative_difference,
@@ -82,7 +82,7 @@ class Pairing:
     calls: Mapping[Grid, int]  # how often each quantizer is called
     up_to_ties: bool  # whether such a node counts only where rounding ties explain the differences
 
-    def node_of(self, call: Call, number: int) -> NodeCodes | None:
+    def node_of(self, call: QuantizerCall, number: int) -> NodeCodes | None:
         """Return the node of a quantizer's call with this number; None where the runtime has none."""
         own = self.nodes.get(call.grid, ())
         node = own[number] if len(own) == self.calls[call.grid] else None
@@ -93,14 +93,14 @@ class Pairing:
         count, other = _nearest(call, own)  # blocks that run by themselves may call quantizers in another order
         return other if count.are_ties() else node
 
-    def nearest(self, call: Call) -> NodeCodes | None:
+    def nearest(self, call: QuantizerCall) -> NodeCodes | None:
         """Return the node of any quantizer with the same grid whose codes differ least; None where there is none."""
         alike = (node for grid, nodes in self.nodes.items() if same_grid(grid, call.grid) for node in nodes)
         count, node = _nearest(call, alike)
         return node if count.are_ties() or not self.up_to_ties else None
 
 
-def _nearest(call: Call, nodes: Iterable[NodeCodes]) -> tuple[CodeCount, NodeCodes | None]:
+def _nearest(call: QuantizerCall, nodes: Iterable[NodeCodes]) -> tuple[CodeCount, NodeCodes | None]:
     """Return the node whose codes differ least from a call's, with how they differ; None where none has its shape."""
     counts = ((call.compare(node.codes), node) for node in nodes if node.codes.shape == call.codes.shape)
     return min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
@@ -114,7 +114,7 @@ class _Comparison:
         self.missing: dict[str, None] = {}
         self.stored = self.found = CodeCount()
 
-    def add(self, name: str, call: Call, node: NodeCodes | None, stored: bool = False) -> None:
+    def add(self, name: str, call: QuantizerCall, node: NodeCodes | None, stored: bool = False) -> None:
         """Compare a call of a quantizer with its node, which may stand for a stored tensor."""
         if node is None:
             if call.codes.size:  # a tensor without elements has no codes, and files leave it out
@@ -227,7 +227,7 @@ class Follower:
         grids = {name: grid for grid, name in self.names.items()}
         for name, calls in self.codes.items():
             for number, codes in enumerate(calls if name not in self.drawn.quantizers else ()):
-                call = Call(grids[name], codes)
+                call = QuantizerCall(grids[name], codes)
                 comparison.add(name, call, pairing.node_of(call, number))
         return self._without_unused(comparison.result(nodes, self.outputs, Drawn()), nodes)
 
@@ -298,9 +298,9 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 
-def _call(grid: Grid, x: Tensor, output: Tensor) -> Call:
+def _call(grid: Grid, x: Tensor, output: Tensor) -> QuantizerCall:
     """Return a call: a grid that rounds as its runtime has other codes than `Grid.codes` of its input at ties."""
-    return Call(grid, codes_in_file(grid, x if grid.quantizes_as is None else output), x)
+    return QuantizerCall(grid, codes_in_file(grid, x if grid.quantizes_as is None else output), x)
 
 
 def grid_named(model: nn.Module, name: str) -> Grid:

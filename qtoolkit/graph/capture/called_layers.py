@@ -27,7 +27,7 @@ _library.define("layer(int call, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
 
 
 @dataclass
-class LayerCall:
+class CapturedLayerCall:
     """A call of a layer while torch.export runs: torch sees its tensors and sizes, and this the rest."""
 
     path: str  # of the layer
@@ -56,7 +56,7 @@ class LayerCall:
         return tree_unflatten(_replaced(self.outputs, tensors, ()), spec)
 
 
-_calls: ContextVar[list[LayerCall]] = ContextVar("calls")
+_calls: ContextVar[list[CapturedLayerCall]] = ContextVar("calls")
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
@@ -72,9 +72,9 @@ torch.library.register_fake("qtoolkit_capture::layer", _run, lib=_library)
 
 
 @contextmanager
-def called_as_layers(layers: Mapping[nn.Module, str]) -> Iterator[list[LayerCall]]:
+def called_as_layers(layers: Mapping[nn.Module, str]) -> Iterator[list[CapturedLayerCall]]:
     """Let each call of some modules, given with their paths, be one op in a block, unless another of them makes it."""
-    calls: list[LayerCall] = []
+    calls: list[CapturedLayerCall] = []
     token = _calls.set(calls)
     for layer, path in layers.items():
         # `__call__` looks up `_call_impl` on the module, so that this replaces the call of this one, with its hooks.
@@ -94,7 +94,7 @@ def _call_of(layer: nn.Module, path: str) -> Callable[..., object]:
         if torch.compiler.is_dynamo_compiling() or _inside.get():  # as the branches of torch.cond are
             return compute(*args, **kwargs)
         arguments, spec = tree_flatten((args, kwargs))
-        calls, made = _calls.get(), LayerCall(path, compute, arguments, spec)
+        calls, made = _calls.get(), CapturedLayerCall(path, compute, arguments, spec)
         calls.append(made)
         tensors, sizes = ([value for value in arguments if isinstance(value, kind)] for kind in (Tensor, torch.SymInt))
         return made.result(torch.ops.qtoolkit_capture.layer(len(calls) - 1, tensors, sizes))
@@ -110,7 +110,7 @@ def _replaced(leaves: Sequence[object], tensors: Sequence[object], sizes: Sequen
     ]
 
 
-def call_layers(graph: fx.Graph, calls: Sequence[LayerCall]) -> None:
+def call_layers(graph: fx.Graph, calls: Sequence[CapturedLayerCall]) -> None:
     """Replace these ops of a graph by calls of the layers."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.qtoolkit_capture.layer.default):
         index, tensors, sizes = node.args

@@ -30,7 +30,7 @@ class Expected:
         self.name, self.random = type(model).__name__, RandomState.now()
         self.args, self.kwargs = split(example_inputs)
         given, trains = {**concrete_args, **self.kwargs}, any(module.training for module in model.modules())
-        self.computed: dict[bool, Computed] = {}
+        self.computed: dict[bool, ComputedOutputs] = {}
         for evaluates in (True, False) if trains else (True,):
             # The run of the prepared model reports what forward raises in eval mode; training mode may refuse such inputs.
             with suppress(Exception):
@@ -49,7 +49,7 @@ class Expected:
                     f"and on sizes alone; make the submodule that decides a leaf module with untraced=[...]; {WITHOUT_TRACING}."
                 )
 
-    def _difference_of(self, traced: fx.GraphModule, expected: "Computed", evaluates: bool) -> str:
+    def _difference_of(self, traced: fx.GraphModule, expected: "ComputedOutputs", evaluates: bool) -> str:
         """Return in words how a graph computes; "" where it computes as expected."""
         try:
             found = self._run(traced, self.kwargs, evaluates)
@@ -62,7 +62,7 @@ class Expected:
         far = [name for name in sorted(common) if _difference([found.buffers[name]], [expected.buffers[name]])]
         return f"leaves other values than the model in {some(list(map(repr, far)))}" if far else ""
 
-    def _run(self, model: nn.Module, kwargs: Mapping[str, object], evaluates: bool) -> "Computed":
+    def _run(self, model: nn.Module, kwargs: Mapping[str, object], evaluates: bool) -> "ComputedOutputs":
         with (
             torch.no_grad(),
             random_state_kept(model),
@@ -77,10 +77,10 @@ class Expected:
                 torch.cuda.default_generators[device].manual_seed(0)
             outputs = [tensor.clone() for tensor in tensors_of(model(*args, **kwargs))]
             statistics = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
-            return Computed(outputs, statistics)
+            return ComputedOutputs(outputs, statistics)
 
 
-class Computed(NamedTuple):
+class ComputedOutputs(NamedTuple):
     """What a run of a model has computed."""
 
     outputs: list[Tensor]

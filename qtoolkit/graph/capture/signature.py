@@ -16,7 +16,7 @@ FIXED_TYPES = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Call:
+class ForwardCall:
     """A call of a model's forward by named arguments, without `*args` and `**kwargs`."""
 
     signature: inspect.Signature  # the named parameters; each becomes an input of the graph
@@ -31,7 +31,7 @@ class Call:
         given: Mapping[str, object] | None,
         fixed: Collection[str],
         by_name: Collection[str],
-    ) -> "Call | None":
+    ) -> "ForwardCall | None":
         """Return the call of a forward; None if its `*args` or `**kwargs` have values, or may have some.
 
         `given` has the example value of each argument, or is None; the arguments `fixed` are left at their defaults unless they
@@ -75,7 +75,7 @@ class Arguments:
     # the values of those that are fixed: the user's choices, and arguments whose example value or default is a flag, a string
     # or None; a default that is a number is fixed too
     fixed: dict[str, object]
-    call: Call | None  # how forward is called; None if its `*args` or `**kwargs` have values, or may have some
+    call: ForwardCall | None  # how forward is called; None if its `*args` or `**kwargs` have values, or may have some
 
     @classmethod
     def of(cls, model: nn.Module, chosen: Mapping[str, object] | None, example_inputs: object) -> "Arguments":
@@ -92,7 +92,7 @@ class Arguments:
         given = None if example_inputs is None else bind(model, example_inputs)
         values = {name: p.default for name, p in parameters.items()} | (given or {})
         fixed = {name: value for name, value in values.items() if _is_fixed(value, name in (given or {}))}
-        call = Call.find(parameters, given, fixed.keys() - chosen.keys(), split(example_inputs)[1])
+        call = ForwardCall.find(parameters, given, fixed.keys() - chosen.keys(), split(example_inputs)[1])
         return cls(given, {**fixed, **chosen}, call)
 
 

@@ -43,7 +43,7 @@ from qtoolkit.graph.capture.shapes import (
     is_plain,
     is_sequence_of_tensors,
 )
-from qtoolkit.graph.capture.signature import Call
+from qtoolkit.graph.capture.signature import ForwardCall
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
 from qtoolkit.graph.nodes import node_name
 from qtoolkit.graph.output_types import OutputTypes, types_in
@@ -68,7 +68,7 @@ TO_PASS_ANOTHER = (
 )
 
 
-class Checkpoint(NamedTuple):
+class TraceCheckpoint(NamedTuple):
     """The state of a trace, to which `ModelTracer` can roll back."""
 
     last: fx.Node
@@ -94,7 +94,7 @@ class ModelTracer(fx.Tracer):
         leaf_submodules: Collection[nn.Module] = (),
         shapes: ShapePropagation | None = None,
         scripted: Mapping[Callable[..., object], tuple[str, str]] | None = None,
-        call: Call | None = None,
+        call: ForwardCall | None = None,
     ) -> None:
         self.scripted = dict(scripted or {})
         self.leaf_functions: tuple[Callable[..., object], ...] = (*RECORDED, *self.scripted, *torchvision_ops())
@@ -264,11 +264,11 @@ class ModelTracer(fx.Tracer):
         self._roll_back(before)
         return None
 
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self) -> TraceCheckpoint:
         last = next(iter(reversed(self.graph.nodes)))
-        return Checkpoint(last, self.module_stack.copy(), len(self.rebound), len(self.blocks.calls))
+        return TraceCheckpoint(last, self.module_stack.copy(), len(self.rebound), len(self.blocks.calls))
 
-    def _roll_back(self, to: Checkpoint) -> None:
+    def _roll_back(self, to: TraceCheckpoint) -> None:
         self.module_stack = to.module_stack
         for proxy, node in reversed(self.rebound[to.rebound :]):
             proxy.node = node

@@ -25,7 +25,7 @@ from qtoolkit.graph.placement.returned import float_output, is_returned
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.placement.view import ops_of
 from qtoolkit.lint.masked_attention import MASKED, are_masked_scores
-from qtoolkit.lint.ops import WeightGrid
+from qtoolkit.lint.ops import WeightFacts
 from qtoolkit.lint.residual import free_branch, fuses
 from qtoolkit.op_kinds.rules import written_out
 from qtoolkit.verdicts import Verdict
@@ -127,9 +127,9 @@ class _Collector:
         rule, kind = self.roles.rule(node), kind_of(node)
         return self.roles.rules.weight_spec(rule, kind) if self.backend.quantizes(kind) or rule.is_explicit else None
 
-    def _weight_of(self, node: fx.Node) -> WeightGrid | None:
+    def _weight_of(self, node: fx.Node) -> WeightFacts | None:
         spec = self._weight_spec(node)
-        return None if spec is None else WeightGrid(spec.bits, spec.axis, spec.group_size is not None)
+        return None if spec is None else WeightFacts(spec.bits, spec.axis, spec.group_size is not None)
 
     def request(self, source: fx.Node, consumer: fx.Node, spec: QuantSpec, why: str) -> fx.Node | None:
         """Note that a consumer asks for a quantized tensor; return its producer."""

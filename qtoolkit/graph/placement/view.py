@@ -15,13 +15,13 @@ from qtoolkit.graph.nodes import (
     tensor_inputs,
     users_of,
 )
-from qtoolkit.lint.ops import Layer, Op, WeightGrid
+from qtoolkit.lint.ops import LayerFacts, Op, WeightFacts
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.rules import CASTS, argument, module_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 
-def ops_of(graph: fx.Graph, weight_of: Callable[[fx.Node], WeightGrid | None] = lambda node: None) -> list[Op]:
+def ops_of(graph: fx.Graph, weight_of: Callable[[fx.Node], WeightFacts | None] = lambda node: None) -> list[Op]:
     """Return the ops of a graph in order.
 
     `weight_of` returns how the weight of a function will be quantized; it is asked where no quantizer stands before it.
@@ -47,27 +47,29 @@ def ops_of(graph: fx.Graph, weight_of: Callable[[fx.Node], WeightGrid | None] = 
     return list(ops.values())
 
 
-def _layer(node: fx.Node, parameters: set[fx.Node], weight_of: Callable[[fx.Node], WeightGrid | None]) -> Layer | None:
+def _layer(
+    node: fx.Node, parameters: set[fx.Node], weight_of: Callable[[fx.Node], WeightFacts | None]
+) -> LayerFacts | None:
     """Return what is known about a layer, or about a function that takes a weight."""
     if owns_weight(node):
         return _layer_of_module(module_of(node), None if has_float_weight(node) else _weight_grid(node))
     weights = [source for source in node.all_input_nodes if is_weight_quantizer(source)]
     if not weights and (not kind_of(node).weight_argument or parameters.isdisjoint(tensor_inputs(node))):
         return None
-    return Layer(_weight_grid(weights[0]) if weights else weight_of(node), groups=argument(node, 6, "groups", 1))
+    return LayerFacts(_weight_grid(weights[0]) if weights else weight_of(node), groups=argument(node, 6, "groups", 1))
 
 
-def _layer_of_module(module: nn.Module, weight: WeightGrid | None) -> Layer:
+def _layer_of_module(module: nn.Module, weight: WeightFacts | None) -> LayerFacts:
     own = getattr(module, "weight", None)
     sizes = () if own is None else tuple(own.shape)
     groups = getattr(module, "groups", 1)
     if isinstance(module, nn.modules.conv._ConvNd):  # the base class of all convolutions, transposed ones too
-        return Layer(weight, module.in_channels, module.out_channels, groups, tuple(module.kernel_size))
-    return Layer(weight, sizes[1], sizes[0], groups) if len(sizes) == 2 else Layer(weight, groups=groups)
+        return LayerFacts(weight, module.in_channels, module.out_channels, groups, tuple(module.kernel_size))
+    return LayerFacts(weight, sizes[1], sizes[0], groups) if len(sizes) == 2 else LayerFacts(weight, groups=groups)
 
 
-def _weight_grid(node: fx.Node) -> WeightGrid | None:
+def _weight_grid(node: fx.Node) -> WeightFacts | None:
     module = module_of(node)
     quantizers = module.weight_quantizers().values() if isinstance(module, QuantModule) else [module]
     specs = [quantizer.spec for quantizer in quantizers if isinstance(quantizer, Quantizer)]
-    return WeightGrid(specs[0].bits, specs[0].axis, specs[0].group_size is not None) if specs else None
+    return WeightFacts(specs[0].bits, specs[0].axis, specs[0].group_size is not None) if specs else None

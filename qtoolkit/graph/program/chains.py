@@ -88,7 +88,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Pair:
+class FunctionPair:
     """Nodes that run as one op."""
 
     function: fx.Node  # an activation or a layer norm, whose only user is the other

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from qtoolkit import ops
 from qtoolkit.nn import QuantMultiheadAttention
-from qtoolkit.nn.attention import Known
+from qtoolkit.nn.attention import InputCodes
 from qtoolkit.nn.batch_norm import QuantSyncBatchNorm, is_folded, process_group_of, track, unscaled
 from qtoolkit.nn.fusion import DIMENSIONS, Unit, fusion
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
@@ -32,19 +32,19 @@ Output = tuple[Tensor, Tensor | None]
 # ---- the calls that the code of a prepared model makes
 
 
-def layer_output(layer: Any, bn: Any, input: Any, known: TensorCodes | None = None) -> Output:
+def layer_output(layer: Any, bn: Any, input: Any, input_codes: TensorCodes | None = None) -> Output:
     """Return the output of a layer for its linked batch norm: scaled by its factor where the op may take it."""
     found = fusion(layer, bn) if is_ordinary(input) else None
     if not isinstance(found, Unit) or found.folded or found.layer is not None:
-        return called_with(layer, known, input), None
-    output: Output = layer.bn_scaled_output(bn, input, known)
+        return called_with(layer, input_codes, input), None
+    output: Output = layer.bn_scaled_output(bn, input, input_codes)
     return output
 
 
-def called_with(module: Any, known: TensorCodes | Known | None, *args: Any, **kwargs: Any) -> Any:
-    """Call a layer or an attention, with what is known of its input, or inputs, if it takes that."""
-    takes = known is not None and type(module).forward in (QuantWeighted.forward, QuantMultiheadAttention.forward)
-    return module(*args, **kwargs, known=known) if takes else module(*args, **kwargs)
+def called_with(module: Any, input_codes: TensorCodes | InputCodes | None, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer or an attention, with the codes of its input, or inputs, if it takes them."""
+    takes = input_codes is not None and type(module).forward in (QuantWeighted.forward, QuantMultiheadAttention.forward)
+    return module(*args, **kwargs, input_codes=input_codes) if takes else module(*args, **kwargs)
 
 
 def epilogue_of(
@@ -56,21 +56,21 @@ def epilogue_of(
 
     `add` adds the residual to the batch norm's output; `activate` is the activation where that is a function, `bounds` what it
     computes. The result is a function of the batch norm's input (what `layer_output` returned, if there is a layer), the
-    residual, what is known of it, the layer, the batch norm, the module of the activation and the quantizer. None stands for
-    those that there are not. It returns the output, and what is known of it.
+    residual, its codes, the layer, the batch norm, the module of the activation and the quantizer. None stands for those
+    that there are not. It returns the output and its codes.
     """
 
     def epilogue(
         value: Any,
         residual: Any,
-        of_residual: TensorCodes | None,
+        residual_codes: TensorCodes | None,
         layer: Any,
         bn: Any,
         activation: Any,
         quantizer: Any,
     ) -> tuple[Tensor, TensorCodes | None]:
         """Compute the ops by one op as far as it can, and the others one by one."""
-        known: TensorCodes | None = None
+        output_codes: TensorCodes | None = None
         x, factor = (value, None) if layer is None else value
         adds = residual is None or is_added(residual, x.shape, x.dtype, x.device)
         found = (
@@ -81,25 +81,25 @@ def epilogue_of(
             adds, found = residual is None, Unit(bounds=None)
             y: Tensor = bn(x if factor is None else unscaled(layer, x, factor))
         else:
-            joined = (residual, of_residual) if adds else (None, None)
-            y, known = _compute(x, factor, layer, bn, joined, found.bounds or Bounds(), found.quantizer)
+            joined = (residual, residual_codes) if adds else (None, None)
+            y, output_codes = _compute(x, factor, layer, bn, joined, found.bounds or Bounds(), found.quantizer)
         if add is not None and not adds:
             y = add(y, residual)
         if found.bounds is None:
             y = activation(y) if activation is not None else y if activate is None else activate(y)
         quantizes = found.quantizer is not None
-        return (y, known) if quantizer is None or quantizes else quantized_by(quantizer, y)
+        return (y, output_codes) if quantizer is None or quantizes else quantized_by(quantizer, y)
 
     return epilogue
 
 
-def max_pool(pool: Any, x: Tensor, known: TensorCodes | None) -> tuple[Any, TensorCodes | None]:
-    """Call an nn.MaxPool2d, by an op that keeps places instead of the input where it trains; `known` is what is known of x."""
+def max_pool(pool: Any, x: Tensor, input_codes: TensorCodes | None) -> tuple[Any, TensorCodes | None]:
+    """Call an nn.MaxPool2d, by an op that keeps places instead of the input where it trains; `input_codes` are those of x."""
     by_torch = type(pool) is not nn.MaxPool2d or not pool.training or pool.return_indices or is_watched(pool)
     if by_torch or all_watched():
         return pool(x), None
     sizes = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
-    return max_pool2d(x, *sizes, known=known)
+    return max_pool2d(x, *sizes, input_codes=input_codes)
 
 
 def max_pool2d(
@@ -110,17 +110,17 @@ def max_pool2d(
     dilation: Any = 1,
     ceil_mode: bool = False,
     *,
-    known: TensorCodes | None = None,
+    input_codes: TensorCodes | None = None,
 ) -> tuple[Tensor, TensorCodes | None]:
     """Compute torch.nn.functional.max_pool2d, by an op that keeps one byte for each output where a gradient is needed.
 
-    The values and gradients are torch's. The output is on the grid of the input, if that is `known`.
+    The values and gradients are torch's. The output is on the grid of the input, if that has `input_codes`.
     """
     sizes = (kernel_size, stride, padding, dilation, ceil_mode)
     compiles = torch.compiler.is_compiling()
     by_torch = compiles or not _keeps_places(input, kernel_size)
     y = F.max_pool2d(input, *sizes) if by_torch else ops.max_pool(input, *sizes)
-    return y, None if compiles or known is None else known.without_codes(y)
+    return y, None if compiles or input_codes is None else input_codes.without_codes(y)
 
 
 def _keeps_places(input: Tensor, kernel_size: Any) -> bool:
@@ -162,9 +162,9 @@ def _compute(
     divisor = factor
     if bias is not None and factor is not None and bias.requires_grad:
         divisor = factor + 0 * bias  # the batch norm subtracts the bias, whose gradient is zero, not absent
-    residual, of_residual = added
+    residual, residual_codes = added
     is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    coded = NO_CODES if residual is None else codes_added(residual, of_residual, is_last)
+    coded = NO_CODES if residual is None else codes_added(residual, residual_codes, is_last)
     grid = {} if quantizer is None else grid_now(quantizer, x)
     # x is the output without its bias, scaled by the factor.
     undone = {"divisor": None if factor is None else factor.detach(), "offset": None if bias is None else bias.detach()}
@@ -192,10 +192,10 @@ def _compute(
     return y, codes_by_op(y, codes, grid["scale"], grid["zero_point"], quantizer)
 
 
-def codes_added(residual: Tensor, known: TensorCodes | None, channels_last: bool) -> tuple[Tensor | None, ...]:
-    """Return the codes of a residual, one a byte, with its scale and zero point; `known` is what is known of it."""
-    wanted = known is not None and not known.packed and torch.is_grad_enabled()
-    found = codes_of(residual, None, channels_last, known) if wanted else None
+def codes_added(residual: Tensor, codes: TensorCodes | None, channels_last: bool) -> tuple[Tensor | None, ...]:
+    """Return the codes of a residual, one a byte, with its scale and zero point; `codes` are those that it has."""
+    wanted = codes is not None and not codes.packed and torch.is_grad_enabled()
+    found = codes_of(residual, None, channels_last, codes) if wanted else None
     return NO_CODES if found is None else (found.codes, found.scale, found.zero_point)
 
 

@@ -12,7 +12,7 @@ from qtoolkit._snapshot import Snapshot
 from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.blocks import NO_CALL, TracedBlock, find_module
 from qtoolkit.graph.placement.sources import linked_in, warn_of_adapters
-from qtoolkit.graph.program.chains import Chain, Pair
+from qtoolkit.graph.program.chains import Chain, FunctionPair
 from qtoolkit.graph.program.division import Division
 from qtoolkit.graph.program.in_units import Products, UnitWriter
 from qtoolkit.graph.program.memory_format import in_channels_last
@@ -92,13 +92,13 @@ def _is_its_own(model: nn.Module, known: ref[nn.Module]) -> bool:
     return torch.compiler.is_compiling() or known() is model
 
 
-def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> list[Chain | Pair]:
+def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> list[Chain | FunctionPair]:
     """Return the ops that are one call in a training forward now: those of the parts while a block is watched."""
     division = Division(gm, calls)
     if not _Blocks(gm).are_watched():
         division = division.whole()
     writers = [UnitWriter(division, index, {}) for index in (ROOT, *division.parts)]
-    found: list[Chain | Pair] = []
+    found: list[Chain | FunctionPair] = []
     for writer in writers:
         found += [*writer.chains, *writer.pairs()]
     return found

@@ -12,7 +12,7 @@ from qtoolkit.graph.program import products
 from qtoolkit.graph.program.chains import (
     Chain,
     ChainFinder,
-    Pair,
+    FunctionPair,
     is_activation_quantizer,
     is_attention_call,
     is_max_pool_call,
@@ -36,12 +36,12 @@ class UnitWriter(Writer):
     """Writes a part of a graph with one call for each unit, and for each other op that training computes its own way.
 
     A layer with its chain is a unit; a layer without a batch norm, with a quantizer right behind it; and any other quantizer,
-    with an activation or a layer norm right before it. `known` has the nodes of what is known of results, which units return.
+    with an activation or a layer norm right before it. `codes` has the nodes of the results' codes, which units return.
     """
 
     def __init__(self, division: Division, index: int, found: Products) -> None:
         super().__init__(division, index)
-        self.products, self.known = found, dict[fx.Node, fx.Node]()
+        self.products, self.codes = found, dict[fx.Node, fx.Node]()
         part = division.parts.get(index)
         self.owner: nn.Module = division.gm if part is None else part.block
         self.order = {item: place for place, item in enumerate(self.items) if isinstance(item, fx.Node)}
@@ -59,7 +59,7 @@ class UnitWriter(Writer):
         layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))
         joined = (node for chain in self.chains for node in (chain.layer, chain.add) if node is not None)
         others = list(filter(self._is_other, self.order))
-        self.takers = {*layers, *joined, *others}  # the nodes whose ops take what is known of their inputs
+        self.takers = {*layers, *joined, *others}  # the nodes whose ops take the codes of their inputs
         # whether the written code differs from the nodes of the model's graph
         self.changed = bool(self.chains or self.units or others)
 
@@ -96,10 +96,10 @@ class UnitWriter(Writer):
         joins = is_weighted_call(before) or _function(before) is not None
         return before if joins and len(before.users) == 1 and self._nothing_between(before, quantizer) else None
 
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[FunctionPair]:
         """Return the functions that run with the quantizers behind them."""
         found = ((last, before) for last, before in self.units.items() if before is not None)
-        return [Pair(before, last) for last, before in found if not is_weighted_call(before)]
+        return [FunctionPair(before, last) for last, before in found if not is_weighted_call(before)]
 
     def _is_other(self, node: fx.Node) -> bool:
         """Return whether training computes an op its own way, which is no unit."""
@@ -160,23 +160,23 @@ class UnitWriter(Writer):
         result = self.graph.create_node("call_function", run, tuple(arguments), named, name=f"{name}_unit")
         self.written[last] = self._item(result, 0, last.name)
         if any(self._takers_of(last)):
-            self.known[last] = self._item(result, 1, f"{last.name}_codes")
+            self.codes[last] = self._item(result, 1, f"{last.name}_codes")
 
     def _write_other(self, node: fx.Node) -> None:
         args, kwargs = self._built((node.args, node.kwargs), self._value)
-        known = [self._known_of(source) for source in node.args if isinstance(source, fx.Node)]
+        input_codes = [self._codes_of(source) for source in node.args if isinstance(source, fx.Node)]
         if node.name in self.products:
             function = products.function_of(node, self.products[node.name])
-            self.written[node] = self.graph.call_function(function, (known, *args), kwargs)
+            self.written[node] = self.graph.call_function(function, (input_codes, *args), kwargs)
         elif is_attention_call(node):
-            attention = (self._module(node), tuple(map(self._known_of, operands_of(node))), *args)
+            attention = (self._module(node), tuple(map(self._codes_of, operands_of(node))), *args)
             run = AttentionUnit().run
             self.written[node] = self.graph.create_node("call_function", run, attention, kwargs, name=node.name)
         elif node.op == "call_module":
-            self._write_unit(max_pool, (self._module(node), *args, *known), node.name, node)
+            self._write_unit(max_pool, (self._module(node), *args, *input_codes), node.name, node)
         else:
             named = {name: value for name, value in kwargs.items() if name != "return_indices"}
-            named["known"] = self._known_of(node.all_input_nodes[0])
+            named["input_codes"] = self._codes_of(node.all_input_nodes[0])
             self._write_unit(max_pool2d, args, node.name, node, named)
 
     def _module(self, node: fx.Node) -> fx.Node:
@@ -190,16 +190,16 @@ class UnitWriter(Writer):
         """Yield each tensor and its codes, which are None where no unit of the part returns them."""
         for source in sources:
             yield self._value(source)
-            yield self._known_of(source)
+            yield self._codes_of(source)
 
-    def _known_of(self, source: Any) -> fx.Node | None:
-        """Return the node of what is known of an argument; of what may be its tensor itself, that of its tensor."""
+    def _codes_of(self, source: Any) -> fx.Node | None:
+        """Return the node of an argument's codes; of what may be its tensor itself, the node of its tensor's codes."""
         while isinstance(source, fx.Node) and self._may_return_input(source):
             source = source.args[0]
-        return self.known.get(source)
+        return self.codes.get(source)
 
     def _takers_of(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the nodes whose ops take what is known of a result."""
+        """Yield the nodes whose ops take the codes of a result."""
         for user in node.users:
             if user in self.takers:
                 yield user

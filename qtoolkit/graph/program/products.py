@@ -37,7 +37,7 @@ def is_product_call(node: fx.Node) -> bool:
 
 
 def function_of(node: fx.Node, how: Product) -> Callable[..., Tensor]:
-    """Return the function that computes such an op, of what is known of its operands and the arguments of its node."""
+    """Return the function that computes such an op, of the codes of its operands and the arguments of its node."""
     return fused_attention.attention_of(how) if node.target is ATTENTION else product.product_of(OPS[node.target], how)
 
 

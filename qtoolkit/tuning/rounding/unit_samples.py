@@ -14,7 +14,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import device_of
 from qtoolkit.tuning.rounding.learning import Options, Sample
-from qtoolkit.tuning.rounding.units import Unit
+from qtoolkit.tuning.rounding.units import RoundingUnit
 from qtoolkit.tuning.runs.batches import Batches
 from qtoolkit.tuning.runs.cache import BatchCache
 from qtoolkit.tuning.runs.stepwise import Stepwise
@@ -35,7 +35,7 @@ class UnitSamples(ExitStack):
         self,
         gm: QuantizedGraphModule,
         reference: QuantizedGraphModule,
-        units: Sequence[Unit],
+        units: Sequence[RoundingUnit],
         data: Batches,
         options: Options,
         loss: Loss | None,
@@ -102,7 +102,7 @@ class Importance:
     """
 
     def __init__(self, model: QuantizedGraphModule, nodes: Sequence[fx.Node], loss: Loss, seed: int) -> None:
-        self.model = _Watched(model.requires_grad_(False), nodes)
+        self.model = _NodeRecorder(model.requires_grad_(False), nodes)
         self.random = torch.Generator(device_of(model) or "cpu").manual_seed(seed)
         self.loss: LossOfTask = self._kl if loss == "kl" else loss
 
@@ -140,7 +140,7 @@ def _squared(tensor: Tensor, gradients: Iterator[Tensor | None]) -> Tensor:
     return torch.zeros_like(tensor) if gradient is None else gradient.float().square()
 
 
-class _Watched(nn.Module):
+class _NodeRecorder(nn.Module):
     """A model that keeps the values of nodes as tensors with gradients."""
 
     def __init__(self, gm: QuantizedGraphModule, nodes: Sequence[fx.Node]) -> None:

@@ -32,7 +32,7 @@ MOST_IN_MODULE = 4  # layers of a submodule without branches
 
 
 @dataclass(frozen=True)
-class Unit:
+class RoundingUnit:
     """A part of a graph with one output."""
 
     # the dotted name of the layer, or of the submodule that has all layers of a block; else the first and last one
@@ -51,13 +51,13 @@ class Unit:
 
 def find_units(
     gm: QuantizedGraphModule, blocks: bool, layers: Sequence[str] | None, what: str
-) -> tuple[list[Unit], dict[str, str]]:
+) -> tuple[list[RoundingUnit], dict[str, str]]:
     """Return the units of a prepared model in the order in which they run, and why other layers are in none.
 
     Without `blocks` each layer is a unit. `layers` are those to use; None takes all that can be. Raises ValueError, which
     begins with `what`: a name is unknown, or its layer's rounding cannot be learned.
     """
-    graph = _Graph(gm)
+    graph = _GraphOfUnits(gm)
     reasons = obstacles(gm)
     for name in reasons:
         count = len(graph.calls.of(gm.get_submodule(name)))
@@ -145,7 +145,7 @@ def _obstacle(layer: nn.Module, name: str, owners: Mapping[int, Sequence[str]]) 
     return f"its weight is that of {others[0]!r} too" if others else ""
 
 
-class _Graph:
+class _GraphOfUnits:
     """A graph with what units are found by."""
 
     def __init__(self, gm: QuantizedGraphModule) -> None:
@@ -154,7 +154,7 @@ class _Graph:
         self.order = {node: place for place, node in enumerate(self.nodes)}
         self.calls = ModuleCalls(gm.graph)
 
-    def unit(self, layers: Sequence[str], inside: Iterable[fx.Node], output: fx.Node) -> Unit:
+    def unit(self, layers: Sequence[str], inside: Iterable[fx.Node], output: fx.Node) -> RoundingUnit:
         """Return the unit of some nodes, with the activation behind them and the quantizers before them."""
         members = set(inside)
         while (follower := self._follower(output, members)) is not None:
@@ -164,7 +164,7 @@ class _Graph:
         nodes = sorted(members, key=self.order.__getitem__)
         inputs = {s: None for node in nodes for s in node.all_input_nodes if s not in members and s not in self.free}
         ordered = sorted(inputs, key=self.order.__getitem__)
-        return Unit(_name(layers), tuple(layers), tuple(nodes), tuple(ordered), output)
+        return RoundingUnit(_name(layers), tuple(layers), tuple(nodes), tuple(ordered), output)
 
     def _follower(self, output: fx.Node, members: set[fx.Node]) -> fx.Node | None:
         """Return the batch norm or the activation that alone takes an output, and nothing else."""
@@ -200,9 +200,9 @@ def _name(layers: Sequence[str]) -> str:
 # ---- blocks
 
 
-def _blocks(graph: _Graph, layers: Mapping[str, fx.Node]) -> list[Unit]:
+def _blocks(graph: _GraphOfUnits, layers: Mapping[str, fx.Node]) -> list[RoundingUnit]:
     taken: set[str] = set()
-    units: list[Unit] = []
+    units: list[RoundingUnit] = []
     for inside, output in (*_branching(graph), *_modules(graph)):
         names = [str(node.target) for node in inside if node in layers.values()]
         if len(names) > 1 and taken.isdisjoint(names):
@@ -211,7 +211,7 @@ def _blocks(graph: _Graph, layers: Mapping[str, fx.Node]) -> list[Unit]:
     return units
 
 
-def _branching(graph: _Graph) -> list[tuple[list[fx.Node], fx.Node]]:
+def _branching(graph: _GraphOfUnits) -> list[tuple[list[fx.Node], fx.Node]]:
     """Return the stretches of the graph between places that one tensor passes, with their outputs."""
     after_layer: set[fx.Node] = set()
     for node in graph.nodes:
@@ -237,7 +237,7 @@ def _branching(graph: _Graph) -> list[tuple[list[fx.Node], fx.Node]]:
     return [(nodes, output) for nodes, output in few if output in nodes]
 
 
-def _modules(graph: _Graph) -> list[tuple[list[fx.Node], fx.Node]]:
+def _modules(graph: _GraphOfUnits) -> list[tuple[list[fx.Node], fx.Node]]:
     """Return the nodes and the output of each submodule with few layers and one output, that with the most layers first."""
     calls = graph.gm.calls
     members: dict[int, list[fx.Node]] = {}

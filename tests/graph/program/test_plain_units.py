@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from qtoolkit._native import library
 from qtoolkit.graph.program.units import FunctionUnit, LayerUnit
-from qtoolkit.graph.program.units.base import Decided
+from qtoolkit.graph.program.units.base import CachedFusedOp
 from tests.blocks import units_made
 from tests.copies import made_once
 from tests.graph.program.test_unit import LSQ, SPECS, held_apart, ops_of_step, same
@@ -87,7 +87,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 @contextmanager
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(Decided, "by_op", lambda self, *inputs: None)
+        patch.setattr(CachedFusedOp, "by_op", lambda self, *inputs: None)
         yield
 
 
@@ -244,7 +244,7 @@ def test_random_chains_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
         for net in (model, other):
             x.requires_grad_().grad = None
             if net is other:
-                monkeypatch.setattr(Decided, "by_op", lambda self, *inputs: None)
+                monkeypatch.setattr(CachedFusedOp, "by_op", lambda self, *inputs: None)
             net(x).square().sum().backward()
             results.append({"x": x.grad, **{n: p.grad for n, p in net.named_parameters() if p.grad is not None}})
         monkeypatch.undo()

@@ -25,7 +25,7 @@ import qtoolkit as qt
 from qtoolkit._native import library
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.graph.program.units import BatchNormUnit, LayerUnit
-from qtoolkit.graph.program.units.base import Decided
+from qtoolkit.graph.program.units.base import CachedFusedOp
 from qtoolkit.nn.batch_norm import OF_STEP, LinkedBatchNorm
 from qtoolkit.quantizers.first_steps import Watched
 from tests import processes
@@ -360,7 +360,7 @@ def test_second_derivatives_are_refused() -> None:
 def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let each unit call its ops."""
     with monkeypatch.context() as patch:
-        patch.setattr(Decided, "by_op", lambda self, *inputs: None)
+        patch.setattr(CachedFusedOp, "by_op", lambda self, *inputs: None)
         yield
 
 

@@ -16,7 +16,7 @@ from qtoolkit.errors import first_line
 from qtoolkit.export.pt2e import layer_name
 from qtoolkit.model_inputs import tensors_of, with_tensors
 from qtoolkit.op_kinds.table import KINDS, OF_ATEN
-from qtoolkit.runtimes.execution import Array, Layer
+from qtoolkit.runtimes.execution import Array, ExecutedLayer
 
 # Activations that join the op before them in the delegate.
 JOINED = {name for kind in backends["xnnpack"].joined_activations for name in KINDS[kind].aten}
@@ -28,7 +28,7 @@ class Lowered:
 
     file: bytes  # the content of the file
     # the ops that compute, in the delegate or in kernels of ExecuTorch, which are "portable"
-    layers: tuple[Layer, ...]
+    layers: tuple[ExecutedLayer, ...]
     conversions: int  # how many ops convert between floats and codes
     delegates: int  # how many parts of the program the delegate computes
 
@@ -44,15 +44,17 @@ def lower(program: ExportedProgram) -> Lowered:
         whole = edge.exported_program().graph_module
         parts = [part.original_module.graph_module for part in get_lowered_backend_modules(whole)]
         delegated = [found for part in parts for found in _ops(part.graph.nodes)]
-        portable = [Op(op.node, op.kind, False) for op in _ops(whole.graph.nodes)]
+        portable = [LoweredOp(op.node, op.kind, False) for op in _ops(whole.graph.nodes)]
         file = bytes(edge.to_executorch().buffer)
     except Exception as error:  # its errors have no base class of their own
         raise RuntimeError(
             f"export_executorch: ExecuTorch cannot lower the program: {type(error).__name__}: {first_line(error)}."
         ) from error
     computing = (op for op in delegated if op.computes and not _only_moves(op))
-    layers = [Layer(layer_name(op.node), f"XNNPACK {op.kind}", op.integer) for op in computing]
-    layers += [Layer(layer_name(op.node), f"portable {op.kind}", False, left=True) for op in portable if op.computes]
+    layers = [ExecutedLayer(layer_name(op.node), f"XNNPACK {op.kind}", op.integer) for op in computing]
+    layers += [
+        ExecutedLayer(layer_name(op.node), f"portable {op.kind}", False, left=True) for op in portable if op.computes
+    ]
     conversions = [op for op in (*delegated, *portable) if op.converts]
     return Lowered(file, tuple(layers), len(conversions), len(parts))
 
@@ -87,7 +89,7 @@ def description() -> str:
 
 
 @dataclass(frozen=True)
-class Op:
+class LoweredOp:
     """An op of a lowered graph."""
 
     node: fx.Node
@@ -103,13 +105,13 @@ class Op:
         return not (joins or "quantize_per" in self.kind)
 
 
-def _only_moves(op: Op) -> bool:
+def _only_moves(op: LoweredOp) -> bool:
     """Return whether an op of the delegate copies values: it has other names than aten, such as view_copy for view."""
     kinds = OF_ATEN.get(op.kind.removesuffix("_copy"), ())
     return any((kind.moves and not kind.takes_maxima) or kind.concatenates for kind in kinds)
 
 
-def _ops(nodes: Iterable[fx.Node]) -> Iterator[Op]:
+def _ops(nodes: Iterable[fx.Node]) -> Iterator[LoweredOp]:
     from executorch.backends.xnnpack.utils.quant_utils import is_tagged_as_implicit_q_dq
 
     for node in nodes:
@@ -122,7 +124,7 @@ def _ops(nodes: Iterable[fx.Node]) -> Iterator[Op]:
             is_tagged_as_implicit_q_dq(source) for source in node.all_input_nodes if "dequantize" in _kind(source)
         ]
         converts = "quantize_per_tensor" in kind and not is_tagged_as_implicit_q_dq(node)
-        yield Op(node, kind, any(implicit), converts)
+        yield LoweredOp(node, kind, any(implicit), converts)
 
 
 def _kind(node: fx.Node) -> str:
@@ -142,12 +144,12 @@ class _Reading(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = with_tensors(self.inputs, iter(tensors))
-        reader = _Reader(self.module)
+        reader = _CodeReader(self.module)
         outputs = reader.run(*args, *kwargs.values())  # the graph takes the values that the containers hold, in order
         return (*tensors_of(outputs), *reader.codes)
 
 
-class _Reader(fx.Interpreter):
+class _CodeReader(fx.Interpreter):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.codes: list[Tensor] = []

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from qtoolkit import ops
 from qtoolkit.errors import first_line
 from qtoolkit.export.files.reading import UnreadableFileError
-from qtoolkit.export.tflite.flatbuffer import IDENTIFIER, METADATA, Facts
+from qtoolkit.export.tflite.flatbuffer import IDENTIFIER, METADATA, FileFacts
 from qtoolkit.export.verification.codes import CodeCount, largest_difference
 from qtoolkit.export.verification.follower import Follower, NodeCodes, Nodes, check_names, in_shapes_of_calls
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.quantizers.frozen import QuantizesAs, rounding_of
-from qtoolkit.runtimes.execution import Array, Executed, Layer
+from qtoolkit.runtimes.execution import Array, Executed, ExecutedLayer
 from qtoolkit.runtimes.table import LITERT, LITERT_RUNTIMES
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class LitertFile:
             plain, _ = self._run(_interpreter(self.content, references, self.path), read=False)
             change, outputs = largest_difference(plain, outputs), plain
         names = (name for name, *_ in self.facts["quantizers"])
-        layers = tuple(Layer(*facts) for facts in self.facts["layers"])
+        layers = tuple(ExecutedLayer(*facts) for facts in self.facts["layers"])
         wide = any(array.dtype == np.int16 for array in codes)
         coarse = COARSE_ON_INT16 if wide else COARSE
         shares = (coarse.get(layer.kernel, OF_INT16 if wide else 0.0) for layer in layers)
@@ -103,14 +103,14 @@ class LitertFile:
 
     # ---- the file
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> FileFacts:
         from ai_edge_litert import schema_py_generated as schema
 
         model = schema.Model.GetRootAs(self.content, 0)
         for i in range(model.MetadataLength()):
             entry = model.Metadata(i)
             if entry.Name().decode() == METADATA:
-                facts: Facts = json.loads(bytes(model.Buffers(entry.Buffer()).DataAsNumpy()))
+                facts: FileFacts = json.loads(bytes(model.Buffers(entry.Buffer()).DataAsNumpy()))
                 return facts
         raise UnreadableFileError(
             f"{str(self.path)!r} was not written by qtoolkit.export_litert: it does not say which tensors belong to the "

@@ -26,7 +26,7 @@ from qtoolkit.export.files.quantizer_nodes import QuantizerNode, bodies_in, laye
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.runtimes.saturating_sums import processor_saturates, saturating_nodes
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.runtimes.execution import Array, Executed, Layer
+from qtoolkit.runtimes.execution import Array, Executed, ExecutedLayer
 from qtoolkit.runtimes.table import ONNXRUNTIME
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _as_in_file(codes: Array, grid: Grid) -> Array:
     return codes.astype(np.int16) - 128 if grid.spec.qmin < 0 and codes.dtype == np.uint8 else codes
 
 
-def _layers(graph: "onnx.GraphProto", types: Mapping[str, int], names: Mapping[str, str]) -> tuple[Layer, ...]:
+def _layers(graph: "onnx.GraphProto", types: Mapping[str, int], names: Mapping[str, str]) -> tuple[ExecutedLayer, ...]:
     """Return the nodes of an optimized graph that compute, with their layers' names; `types` are the types of tensors."""
     import onnx
 
@@ -157,7 +157,7 @@ def _layers(graph: "onnx.GraphProto", types: Mapping[str, int], names: Mapping[s
         integer = any(types.get(tensor) in codes for tensor in node.input)
         computes = integer or any(types.get(tensor) in floats for tensor in node.output)
         if computes and node.op_type not in CONVERSIONS and node.op_type not in REARRANGES:
-            layers.append(Layer(_name_of(node, names), node.op_type, integer))
+            layers.append(ExecutedLayer(_name_of(node, names), node.op_type, integer))
     return tuple(layers)
 
 

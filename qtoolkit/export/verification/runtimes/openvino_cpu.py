@@ -18,7 +18,7 @@ from qtoolkit.export.files.quantizer_nodes import QuantizerNode, layer_names
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.runtimes.saturating_sums import has_wide_weights, processor_saturates
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.runtimes.execution import Executed, Layer
+from qtoolkit.runtimes.execution import Executed, ExecutedLayer
 from qtoolkit.runtimes.table import OPENVINO
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _unrounded(compiled: "openvino.CompiledModel", nodes: Sequence[QuantizerNode
     return tuple(found)
 
 
-def _layers(compiled: "openvino.CompiledModel", labels: Mapping[str, str]) -> tuple[tuple[Layer, ...], int]:
+def _layers(compiled: "openvino.CompiledModel", labels: Mapping[str, str]) -> tuple[tuple[ExecutedLayer, ...], int]:
     """Return the nodes that compute, and how many convert."""
     layers, conversions = [], 0
     for name, facts in _executed_nodes(compiled):
@@ -122,7 +122,7 @@ def _layers(compiled: "openvino.CompiledModel", labels: Mapping[str, str]) -> tu
             conversions += 1
         elif kernel not in PLUMBING:
             sources = [labels[fused] for fused in _fused(facts) if fused in labels]
-            layers.append(Layer(sources[0] if sources else name, kernel, integer))
+            layers.append(ExecutedLayer(sources[0] if sources else name, kernel, integer))
     return tuple(layers), conversions
 
 

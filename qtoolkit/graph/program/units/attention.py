@@ -11,7 +11,7 @@ from qtoolkit.graph.program.units.base import Fields, Result, Varying, grid_of_w
 from qtoolkit.graph.program.units.function import NONE, FunctionUnit
 from qtoolkit.graph.program.units.layer import LayerPlan, LayerUnit
 from qtoolkit.nn import QuantMultiheadAttention
-from qtoolkit.nn.attention import Known, Parts
+from qtoolkit.nn.attention import InputCodes, Parts
 from qtoolkit.nn.projection import Projection
 from qtoolkit.quantizers.codes import TensorCodes
 
@@ -25,13 +25,13 @@ class AttentionUnit:
     def __init__(self) -> None:
         self.parts: PartUnits | None = None
 
-    def run(self, module: Any, known: Known, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; `known` is what is known of its query, key and value."""
+    def run(self, module: Any, input_codes: InputCodes, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; `input_codes` are those of its query, key and value."""
         if torch.compiler.is_compiling() or not _keeps_codes(module):
-            return called_with(module, known, *args, **kwargs)
+            return called_with(module, input_codes, *args, **kwargs)
         if self.parts is None or self.parts.attention is not module:
             self.parts = PartUnits(module)
-        return module(*args, **kwargs, known=known, parts=self.parts)
+        return module(*args, **kwargs, input_codes=input_codes, parts=self.parts)
 
 
 class PartUnits(Parts):
@@ -43,18 +43,18 @@ class PartUnits(Parts):
         self.projections: dict[str, ProjectionUnit] = {}
 
     def quantized(self, name: str, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
-        """Return x quantized by the quantizer of this name, or x itself without one, and what is known of it."""
+        """Return x quantized by the quantizer of this name, or x itself without one, and its codes, if it has some."""
         if self.attention._modules.get(name) is None:
             return x, None
         if name not in self.functions:
             self.functions[name] = FunctionUnit(self.attention, None, name, None, NONE, True)
         return self.functions[name].run(x)
 
-    def projected(self, projection: Projection, x: Tensor, known: TensorCodes | None) -> Tensor:
-        """Return a projection of x; `known` is what is known of x."""
+    def projected(self, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
+        """Return a projection of x; `input_codes` are those of x."""
         if projection.name not in self.projections:
             self.projections[projection.name] = ProjectionUnit(self.attention)
-        return self.projections[projection.name].project(projection, x, known)
+        return self.projections[projection.name].project(projection, x, input_codes)
 
 
 class ProjectionUnit(LayerUnit):
@@ -67,11 +67,11 @@ class ProjectionUnit(LayerUnit):
     def __init__(self, attention: QuantMultiheadAttention) -> None:
         super().__init__(attention, "", None, False)
 
-    def project(self, projection: Projection, x: Tensor, known: TensorCodes | None) -> Tensor:
-        """Return the projection of x; `known` is what is known of x."""
+    def project(self, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
+        """Return the projection of x; `input_codes` are those of x."""
         self.modules = projection, None
         try:
-            return self.run(x, known)[0]
+            return self.run(x, input_codes)[0]
         finally:
             self.modules = None, None  # nothing of a step is kept
 
@@ -90,9 +90,9 @@ class ProjectionUnit(LayerUnit):
             plan.fields.update(grid)  # the gradient factor of all rows
         return plan
 
-    def one_by_one(self, x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
+    def one_by_one(self, x: Tensor, input_codes: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Compute the projection as the attention does."""
-        return layer(x, known), None
+        return layer(x, input_codes), None
 
     def _varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         found, layer = super()._varying(plan, x, *others), self.modules[0]

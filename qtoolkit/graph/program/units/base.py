@@ -42,8 +42,8 @@ Result = tuple[Tensor, TensorCodes | None]
 
 
 @dataclass(slots=True)
-class Call:
-    """A call of an op, for those after it."""
+class LastCall:
+    """The last call of an op, for those after it."""
 
     shape: torch.Size  # the shape of the unit's first input
     dtype: torch.dtype
@@ -53,13 +53,13 @@ class Call:
 
 
 @dataclass(slots=True)
-class Plan:
+class UnitPlan:
     """How one op computes a unit for inputs of a kind."""
 
     quantizer: TensorQuantizer | None  # the output's quantizer in the op, if there is one
     output: GridNow  # the output's scale and grid
     fields: Fields  # what the op is told in each call, but for an output's grid that is made at each call
-    call: Call | None = field(default=None, init=False)  # the last call
+    call: LastCall | None = field(default=None, init=False)  # the last call
 
     def __post_init__(self) -> None:
         if isinstance(self.output, OutputGrid):
@@ -78,10 +78,10 @@ def _of_output(grid: OutputGrid) -> Fields:
     return {f"y_{name}": value for name, value in grid._asdict().items()}
 
 
-P = TypeVar("P", bound=Plan)
+P = TypeVar("P", bound=UnitPlan)
 
 
-class Decided(Generic[P]):
+class CachedFusedOp(Generic[P]):
     """A unit of a prepared model, and how one op computes it for each kind of input.
 
     `root` is the model, or the block of it in which the unit runs; `names` has the names of its modules there, that of its
@@ -99,7 +99,7 @@ class Decided(Generic[P]):
         self.plans: dict[Hashable, P | None] = {}
         self.last: P | None = None  # the plan of the last call of the op
 
-    def look(self) -> None:
+    def refresh_if_modules_changed(self) -> None:
         """Take the modules as they are now, if that may be other ones than before."""
         # A recomputation of gradient checkpointing does what the forward before it did.
         if self.snapshot is not None and (self.snapshot.holds() or is_recomputing()):
@@ -123,12 +123,12 @@ class Decided(Generic[P]):
     def by_op(self, x: Tensor, *others: Any) -> Result | None:
         """Return the unit's output with its codes, computed by one op of its inputs; None where it may not be."""
         plan = self.last
-        if plan is not None and (result := self._again(plan, x, *others)) is not None:
+        if plan is not None and (result := self._try_last_call(plan, x, *others)) is not None:
             return result
         plan = self.plan_of(x, *others)
         return None if plan is None else self.compute(plan, x, *others)
 
-    def _again(self, plan: P, x: Tensor, *others: Any) -> Result | None:
+    def _try_last_call(self, plan: P, x: Tensor, *others: Any) -> Result | None:
         """Return what `compute` does by the call that the plan had last; None if this is another one."""
         call = plan.call
         if call is None or call.dtype is not x.dtype or call.shape != x.shape:
@@ -153,14 +153,14 @@ class Decided(Generic[P]):
     def compute(self, plan: P, x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op, and keep the call; None if x has no codes."""
         self.last = plan
-        result = self._again(plan, x, *others)
+        result = self._try_last_call(plan, x, *others)
         varying = None if result is not None else self._varying(plan, x, *others)
         if varying is None:
             return result
         tensors, numbers = varying
         fields = {**plan.fields, **numbers, **tensors}
         fields["learned"] = any(t is not None and t.requires_grad for t in map(fields.get, TRAINED_OF_OUTPUT))
-        plan.call = Call(x.shape, x.dtype, numbers, made(self.KIND, fields, list(tensors)).call)
+        plan.call = LastCall(x.shape, x.dtype, numbers, made(self.KIND, fields, list(tensors)).call)
         return self.output(plan, *plan.call.repeat([*tensors.values()]))
 
     def kind_of(self, x: Tensor, *others: Any) -> Hashable:
@@ -228,13 +228,18 @@ class LayerArguments:
         return {**self.others, **(MADE_AT_EACH_CALL if self.grid is None else self.grid)}
 
     def varying(
-        self, layer: Any, x: Tensor, known: TensorCodes | None, factor: Callable[[], Tensor | None], name: str | None
+        self,
+        layer: Any,
+        x: Tensor,
+        input_codes: TensorCodes | None,
+        factor: Callable[[], Tensor | None],
+        name: str | None,
     ) -> Varying | None:
         """Return what the op is told besides; None if x has no codes.
 
         `factor` returns what multiplies the output channels of the weight before it is quantized, or None.
         """
-        codes = codes_of(x, layer.source, self.others["integer"], known)
+        codes = codes_of(x, layer.source, self.others["integer"], input_codes)
         if codes is None:
             return None
         raw = codes.raw_of(x) if self.takes_raw else None

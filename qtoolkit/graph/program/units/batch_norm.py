@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qtoolkit.graph.program.epilogue import NO_CODES, codes_added, fits, is_added, layer_output
 from qtoolkit.graph.program.units.base import (
-    Decided,
+    CachedFusedOp,
     Fields,
     Result,
     Varying,
@@ -43,7 +43,7 @@ class NormPlan(LayerPlan):
     of_step: bool  # whether the factor is that of a step of the training
 
 
-class BatchNormUnit(Decided[NormPlan]):
+class BatchNormUnit(CachedFusedOp[NormPlan]):
     """A layer with its batch norm, a residual add, an activation and a quantizer; the code of a prepared model calls `run`.
 
     `names` are those of its modules, in this order without the add. `one_by_one` computes the batch norm and what follows it,
@@ -61,24 +61,24 @@ class BatchNormUnit(Decided[NormPlan]):
     def run(
         self,
         x: Tensor,
-        known: TensorCodes | None = None,
+        input_codes: TensorCodes | None = None,
         residual: Tensor | None = None,
-        of_residual: TensorCodes | None = None,
+        residual_codes: TensorCodes | None = None,
     ) -> Result:
-        """Return the unit's output, with its codes; `known` and `of_residual` are what is known of x and of the residual."""
+        """Return the unit's output, with its codes; `input_codes` and `residual_codes` are those of x and of the residual."""
         if torch.compiler.is_compiling():
-            return self._one_by_one(self.modules_now(), x, known, residual, of_residual)
-        self.look()
+            return self._one_by_one(self.modules_now(), x, input_codes, residual, residual_codes)
+        self.refresh_if_modules_changed()
         tensors = type(x) is Tensor and (residual is None or type(residual) is Tensor)
-        found = self.by_op(x, known, residual, of_residual) if tensors and torch.is_grad_enabled() else None
-        return self._one_by_one(self.modules, x, known, residual, of_residual) if found is None else found
+        found = self.by_op(x, input_codes, residual, residual_codes) if tensors and torch.is_grad_enabled() else None
+        return self._one_by_one(self.modules, x, input_codes, residual, residual_codes) if found is None else found
 
     def _one_by_one(
-        self, modules: Any, x: Tensor, known: Any, residual: Tensor | None, of_residual: TensorCodes | None
+        self, modules: Any, x: Tensor, input_codes: Any, residual: Tensor | None, residual_codes: TensorCodes | None
     ) -> Result:
         layer, bn, activation, quantizer = modules
-        value = layer_output(layer, bn, x, known)
-        found: Result = self.one_by_one(value, residual, of_residual, layer, bn, activation, quantizer)
+        value = layer_output(layer, bn, x, input_codes)
+        found: Result = self.one_by_one(value, residual, residual_codes, layer, bn, activation, quantizer)
         return found
 
     def kind_of(self, x: Tensor, *others: Any) -> Hashable:
@@ -121,14 +121,14 @@ class BatchNormUnit(Decided[NormPlan]):
         )
 
     def _varying(self, plan: NormPlan, x: Tensor, *others: Any) -> Varying | None:
-        known, residual, of_residual = others
+        input_codes, residual, residual_codes = others
         layer, bn, *_ = self.modules
         variance = step_variance(layer, bn) if plan.of_step else _variance_now(layer, bn)
-        found = plan.layer.varying(layer, x, known, partial(_factor, bn, variance), self.names[0])
+        found = plan.layer.varying(layer, x, input_codes, partial(_factor, bn, variance), self.names[0])
         if found is None:
             return None
         tensors, numbers = found
-        codes = NO_CODES if residual is None else codes_added(residual, of_residual, plan.last)
+        codes = NO_CODES if residual is None else codes_added(residual, residual_codes, plan.last)
         added = dict(zip(OF_RESIDUAL, (residual, *codes), strict=True))
         return plan.with_output({**tensors, "variance": variance, **added}, {**numbers, **_of_forward(bn)})
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit import ops
-from qtoolkit.graph.program.units.base import Decided, Plan, Result, Varying
+from qtoolkit.graph.program.units.base import CachedFusedOp, Result, UnitPlan, Varying
 from qtoolkit.nn.fusion import Unit, fusion
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.output_grid import (
@@ -52,13 +52,13 @@ OF_FUNCTION: Mapping[Any, Function] = {F.gelu: _gelu("none"), torch.relu: _named
 
 
 @dataclass(slots=True)
-class FunctionPlan(Plan):
+class FunctionPlan(UnitPlan):
     """The arguments of the op for some inputs."""
 
     function: str  # what is computed before the quantizer
 
 
-class FunctionUnit(Decided[FunctionPlan]):
+class FunctionUnit(CachedFusedOp[FunctionPlan]):
     """A function of one tensor and the quantizer of its result; the code of a prepared model calls `run`.
 
     The function is the `module` of this name, or the one that is `called` in the graph and computes `function`; or there is
@@ -83,7 +83,7 @@ class FunctionUnit(Decided[FunctionPlan]):
         """Return the unit's output, with its codes."""
         if torch.compiler.is_compiling():
             return self._compiled(x, *self.modules_now())
-        self.look()
+        self.refresh_if_modules_changed()
         needed = type(x) is Tensor and x.requires_grad and torch.is_grad_enabled()
         found = self.by_op(x) if needed else None
         return self._one_by_one(x, *self.modules) if found is None else found

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from qtoolkit.graph.program.epilogue import called_with
 from qtoolkit.graph.program.units.base import (
-    Decided,
+    CachedFusedOp,
     LayerArguments,
-    Plan,
     Result,
+    UnitPlan,
     Varying,
     kind_of_inputs,
     layer_arguments,
@@ -24,13 +24,13 @@ from qtoolkit.quantizers.codes import TensorCodes
 
 
 @dataclass(slots=True)
-class LayerPlan(Plan):
+class LayerPlan(UnitPlan):
     """The arguments of the op for some inputs."""
 
     layer: LayerArguments
 
 
-class LayerUnit(Decided[LayerPlan]):
+class LayerUnit(CachedFusedOp[LayerPlan]):
     """A layer and the quantizer that alone takes its output, or none; the code of a prepared model calls `run`.
 
     `with_codes` is whether an op takes the codes of the result.
@@ -42,17 +42,17 @@ class LayerUnit(Decided[LayerPlan]):
         super().__init__(root, (layer, quantizer))
         self.with_codes = with_codes
 
-    def run(self, x: Tensor, known: TensorCodes | None = None) -> Result:
-        """Return the unit's output, with its codes; `known` is what is known of x."""
+    def run(self, x: Tensor, input_codes: TensorCodes | None = None) -> Result:
+        """Return the unit's output, with its codes; `input_codes` are those of x."""
         if torch.compiler.is_compiling():
-            return self.one_by_one(x, known, *self.modules_now())
-        self.look()
-        found = self.by_op(x, known) if type(x) is Tensor and torch.is_grad_enabled() else None
-        return self.one_by_one(x, known, *self.modules) if found is None else found
+            return self.one_by_one(x, input_codes, *self.modules_now())
+        self.refresh_if_modules_changed()
+        found = self.by_op(x, input_codes) if type(x) is Tensor and torch.is_grad_enabled() else None
+        return self.one_by_one(x, input_codes, *self.modules) if found is None else found
 
-    def one_by_one(self, x: Tensor, known: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
+    def one_by_one(self, x: Tensor, input_codes: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Call the modules one by one."""
-        return quantized_by(quantizer, called_with(layer, known, x), self.with_codes)
+        return quantized_by(quantizer, called_with(layer, input_codes, x), self.with_codes)
 
     def kind_of(self, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
@@ -72,6 +72,6 @@ class LayerUnit(Decided[LayerPlan]):
         return LayerPlan(quantizer, output_grid(quantizer, of_layer.like), {**of_layer.fields, **how}, of_layer)
 
     def _varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
-        (known,) = others
-        found = plan.layer.varying(self.modules[0], x, known, lambda: None, self.names[0])
+        (input_codes,) = others
+        found = plan.layer.varying(self.modules[0], x, input_codes, lambda: None, self.names[0])
         return None if found is None else plan.with_output(*found)
