@@ -20,6 +20,9 @@ from qtoolkit.quantizers.spec_ops import ends_of, grid_of_range, mean_magnitude
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS
 
+if TYPE_CHECKING:
+    from qtoolkit.quantizers.first_steps import Watched
+
 DYNAMIC = Dynamic()
 
 
@@ -59,6 +62,11 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
         self.kind.check_use(spec, self.name, of_weight)
         self.made_for = spec  # the spec whose tensors and observer it has
         self.observing, self.following, self.stopping = False, True, False
+        # While a range follows the data: the clock at the last forward, and the steps of the training so far. No buffer: those
+        # who average the buffers of models take them by their places, and this one goes.
+        self.count_of_steps: Tensor | None = None
+        self.watched: Watched | None = None  # in the first steps
+        self.warned, self.last_read_input = False, False
         self._shape_is_known = spec.axis is None or channels is not None or self.dynamic
         given = (channels,) if isinstance(channels, int) else channels
         shape = () if spec.axis is None or self.dynamic else given or (1,)

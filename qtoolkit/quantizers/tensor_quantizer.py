@@ -6,7 +6,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.config import QuantSpec
 from qtoolkit.model_state import check_module
 from qtoolkit.ops.recording import is_recorded, is_recorded_for_onnx, is_transformed
 from qtoolkit.processes import whole
@@ -65,23 +64,6 @@ class TensorQuantizer(RangedQuantizer):
 
     MODES = ("quantizing", "observing", "following", "steps")
     _version = 4  # of the state dict
-
-    def __init__(
-        self,
-        spec: QuantSpec,
-        channels: int | tuple[int, ...] | None = None,
-        group: int = 1,
-        name: str = "quantizer",
-        *,
-        of_weight: bool = False,
-        inserted: bool = False,
-    ) -> None:
-        super().__init__(spec, channels, group, name, of_weight=of_weight, inserted=inserted)
-        # While a range follows the data: the clock at the last forward, and the steps of the training so far. No buffer: those
-        # who average the buffers of models take them by their places, and this one goes.
-        self.count_of_steps: Tensor | None = None
-        self.watched: Watched | None = None  # in the first steps
-        self.warned, self.last_read_input = False, False
 
     @property
     def active(self) -> bool:
