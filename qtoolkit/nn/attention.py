@@ -208,6 +208,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         self, inputs: tuple[Tensor, Tensor, Tensor], batched: bool, input_codes: InputCodes
     ) -> list[Input]:
         """Quantize each distinct tensor once, and give one without a batch a batch of 1, behind its length."""
+        # Compared as objects, as torch does it: equal values in two tensors may have two sources, and need two gradients.
         query, key, value = inputs
         q = self._quantize_input(query, batched, input_codes[0])
         k = q if key is query else self._quantize_input(key, batched, input_codes[1])

@@ -107,7 +107,11 @@ class QuantModule(nn.Module):
         raise NotImplementedError
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the float module does not have."""
+        """Return the names of the attributes that the float module does not have.
+
+        `to_float` copies all others: an attribute that is missing here would stay on the float module and in its pickles, and
+        a module in its state dict.
+        """
         raise NotImplementedError
 
     def weights_to_quantize(self) -> Mapping[str, Tensor]:

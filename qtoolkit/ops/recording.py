@@ -38,6 +38,7 @@ def is_captured(x: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Return whether transforms of torch.func or forward-mode AD run."""
+    # Private: forward-mode AD has no documented way to ask for its level, -1 outside of all.
     return not torch.compiler.is_compiling() and (bool(_transforms_run()) or forward_ad._current_level >= 0)
 
 

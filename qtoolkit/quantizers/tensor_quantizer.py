@@ -63,6 +63,7 @@ class TensorQuantizer(RangedQuantizer):
         tensor([1., 7.])
     """
 
+    # Not `stopping`: it searches one run for NaN, and a state dict must not turn the search on where it is loaded.
     MODES = ("quantizing", "observing", "following", "steps")
     _version = 4  # of the state dict
 

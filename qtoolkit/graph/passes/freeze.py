@@ -81,7 +81,7 @@ def _fit_biases(model: nn.Module) -> None:
             f"convert: the biases of {', '.join(f'{name!r} ({count} scales)' for name, count in enlarged.items())} do not fit "
             f"in int32 in steps of the input's scale times the weight's; these scales of the weights are larger than in "
             f"training. Their channels have weights close to zero.",
-            stacklevel=4,
+            stacklevel=5,  # the caller of convert
         )
 
 

@@ -31,7 +31,8 @@ class Writer:
         """Return the graph."""
         part = self.division.parts.get(self.index)
         if part is None:
-            self.graph.set_codegen(self.division.gm.graph._codegen)  # it may take apart arguments that are containers
+            # Private: set_codegen has no getter. The codegen may take apart arguments that are containers.
+            self.graph.set_codegen(self.division.gm.graph._codegen)
         else:
             self._write_arguments(part)
         for item in self.items:
