@@ -58,7 +58,7 @@ class Parts:
         return quantized_for(self.attention.training_arithmetic, getattr(self.attention, name), x)
 
     def projected(self, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
-        """Return a projection of x; `input_codes` are those of x."""
+        """Return a projection of x, which has these codes."""
         return projection(x, input_codes)
 
 
@@ -107,7 +107,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         self.add_quantizers(weight_spec, type(self).__name__, activation_spec)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add the quantizers; those of weights take the weights' ranges."""
+        """Add the quantizers; the weights' take the weights' ranges."""
         self.input_quantizer = None
         for attribute in ACTIVATION_QUANTIZERS:
             setattr(self, attribute, activation_quantizer(activation, f"{name}.{attribute}", self))
@@ -149,7 +149,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         input_codes: InputCodes = (None, None, None),
         parts: Parts | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; arguments and results are those of torch.nn.MultiheadAttention.
+        """Attend; arguments and results are torch.nn.MultiheadAttention's.
 
         `input_codes` are the codes of query, key and value, and `parts` computes inside of the module: the code of a prepared
         model passes both.

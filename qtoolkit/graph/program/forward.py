@@ -29,7 +29,7 @@ def compile_forward(
 ) -> Forward:
     """Compile the program of a model and of each block that can run its own part of the graph.
 
-    The other blocks are told why they cannot. `calls` are those of the model and its blocks: none while it is made, which
+    The other blocks are told why they cannot. `calls` are of the model and its blocks: none while it is made, which
     compiles nothing. Without `products` the code calls no other ops than the graph has. `plain` is the code of torch.fx.
 
     The forward of the model runs, in training, the units of the whole graph in one piece; in eval mode, in exports and while a
@@ -93,7 +93,7 @@ def _is_its_own(model: nn.Module, owner: ref[nn.Module]) -> bool:
 
 
 def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> list[Chain | FunctionPair]:
-    """Return the ops that are one call in a training forward now: those of the parts while a block is watched."""
+    """Return the ops that are one call in a training forward now: of the parts while a block is watched."""
     division = Division(gm, calls)
     if not _Blocks(gm).are_watched():
         division = division.whole()

@@ -329,7 +329,7 @@ def grid_of_weight(layer: Any) -> Fields | None:
 
 
 def _followed(layer: Any) -> Fields | None:
-    """Return the range that the op sets to that of a weight, and the grid with it; None where the quantizer sets it."""
+    """Return the range that the op sets to a weight's, and the grid with it; None where the quantizer sets it."""
     quantizer, bn = layer.weight_quantizer, layer.batch_norm
     spec, observer, scale = quantizer.spec, quantizer.observer, quantizer._scale
     along_outputs = spec.axis is not None and spec.axis % layer.weight.dim() == 0 == layer.OUTPUT_AXIS
