@@ -47,7 +47,7 @@ from qtoolkit.shared_modules import names_by_module
 class Method:
     """A method bound to a module. Copies and pickles drop the module, and `QuantizedGraphModule` binds them to the new one.
 
-    `function` is the one of the model's class; None in a pickle that was loaded where its code is not there: the model then has
+    `function` is the class's function; None in a pickle that was loaded where its code is not there: the model then has
     no such attribute. `needed` is whether a pickle cannot be written or loaded without it.
     """
 

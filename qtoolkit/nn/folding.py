@@ -97,7 +97,7 @@ class FoldsBatchNorm(LayerOp, QuantModule):
         """Whether the weight's scales are in units of the weight, as the papers train them.
 
         The weight is quantized times the factor of a linked batch norm. Each training step scales of any value take the change
-        of the factor: one for each output channel its own factor's, one for all the root of the mean square.
+        of the factor: one for each output channel its own, one for all the change of the root of the mean square.
         """
         quantizer, bn = self.weight_quantizer, self.batch_norm
         constant = bn is None or isinstance(bn, QuantFrozenBatchNorm)

@@ -40,7 +40,7 @@ class NormPlan(LayerPlan):
     """The same, with what follows the layer."""
 
     last: bool  # whether the layer's output is in channels_last
-    of_step: bool  # whether a step of the training has one factor
+    of_step: bool  # whether one factor holds for a step of the training
 
 
 class BatchNormUnit(CachedFusedOp[NormPlan]):
