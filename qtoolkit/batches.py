@@ -59,7 +59,7 @@ class Caller:
                 f"{self.what}: {type(model).__name__}.forward({', '.join(taken_arguments(model))}) does not take "
                 f"{_difference(inputs, fewer)} of a batch, which is left out as its labels; pass forward=lambda model, batch: "
                 f"... to call it otherwise.{_if_fixed(model, inputs)}",
-                stacklevel=4,
+                stacklevel=4,  # the caller of calibrate
             )
         return self._call(model, inputs if fewer is None else fewer)
 

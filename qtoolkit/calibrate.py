@@ -243,7 +243,7 @@ def _warn_of_unreached(names: Sequence[str]) -> None:
         warnings.warn(
             f"calibrating: no data reached the quantizers {some(list(map(repr, names)))} in the block, so that they have no "
             f"range; run data through the model that reaches them.",
-            stacklevel=3,
+            stacklevel=3,  # the `with` statement, whose end calls this
         )
 
 
@@ -326,7 +326,7 @@ def _warn_of_clipping(reached: Mapping[str, TensorQuantizer], clipped: Mapping[s
             f"{what}: the ranges of {some(much)} clip more than {MUCH_CLIPPED:.0%} of the values; if the "
             f"accuracy is low, take another method of the observer 'histogram', such as 'mse', the observer 'minmax', or a "
             f"signed spec for values of both signs.",
-            stacklevel=4,
+            stacklevel=4,  # the caller of calibrate
         )
 
 

@@ -158,7 +158,7 @@ def _warn_of_skipped(model: nn.Module) -> None:
         warnings.warn(
             f"convert: {len(names)} quantizers got NaN or infinities in training, which their ranges leave out: "
             f"{some(names)}; qtoolkit.stop_on_nonfinite finds the first one.",
-            stacklevel=4,
+            stacklevel=4,  # the caller of convert
         )
 
 
@@ -168,7 +168,7 @@ def _warn_of_those_off(model: nn.Module) -> None:
         warnings.warn(
             f"convert: {len(names)} quantizers are off and stay off, so that their tensors are in float: {some(names)}; "
             f"qtoolkit.enable_quantization(prepared) turns them on.",
-            stacklevel=4,
+            stacklevel=4,  # the caller of convert
         )
 
 
@@ -187,7 +187,7 @@ def _warn_of_clipped_weights(prepared: nn.Module, converted: nn.Module) -> None:
             f"{MUCH_CLIPPED:.0%} of them, each times the factor of its batch norm: {some(clipped)}. Set "
             f"quantizer.following = True to take these ranges anew; in training, freeze batch norms with the ranges "
             f"(qtoolkit.freeze_batch_norm).",
-            stacklevel=4,
+            stacklevel=4,  # the caller of convert
         )
 
 

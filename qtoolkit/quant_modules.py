@@ -283,7 +283,7 @@ def _warn_of_kept(model: nn.Module, rules: LayerRules) -> None:
         warnings.warn(
             f"replace: qconfig_mapping, exclude or backend gives another config for layers that are quantized already, which "
             f"keep theirs: {some(list(map(repr, names)))}; replace the float model, with all rules in one call.",
-            stacklevel=3,
+            stacklevel=3,  # the caller of replace
         )
 
 

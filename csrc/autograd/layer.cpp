@@ -59,6 +59,7 @@ class Plan {
     for (const auto& result : schema.returns()) results.emplace(result.name(), results.size());
     for (const auto& argument : backward.schema().arguments()) {
       const std::string& name = argument.name();
+      // By the name: a scale or a zero point must have this in its name, or `kept` does not copy it.
       const bool is_grid = name.find("scale") != std::string::npos || name.find("zero_point") != std::string::npos;
       if (name == "grad") {
         sources.push_back({Source::grad, name});

@@ -156,6 +156,6 @@ def _largest(name: str, amaxes: Mapping[str, Tensor]) -> Tensor:
     if any(not bool((other == largest).all()) for other in amaxes.values()):
         warnings.warn(
             f"load_amax: quantizer {name!r} is shared by {', '.join(amaxes)}, whose ranges differ; it gets the largest.",
-            stacklevel=3,
+            stacklevel=3,  # the caller of load_amax
         )
     return largest

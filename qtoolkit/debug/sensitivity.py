@@ -272,7 +272,7 @@ def _warn_of_other_weights(model: nn.Module) -> None:
                 f"sensitivity: the layers {some(names)} have {have}, as after qtoolkit.tuning.{by}: with their quantizers off "
                 f"they are not those of the float model, so that the score in float and the drops are wrong. Measure a model "
                 f"to which such a method was not applied.",
-                stacklevel=3,
+                stacklevel=3,  # the caller of sensitivity
             )
 
 

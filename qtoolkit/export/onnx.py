@@ -343,7 +343,7 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
         warnings.warn(
             f"export_onnx: {', '.join(map(repr, names))} came into the model after it was quantized and is float in the file; "
             f"make that change in the float model, and quantize it again.",
-            stacklevel=4,
+            stacklevel=4,  # the caller of export_onnx, whose decorator has a frame too
         )
 
 
@@ -356,7 +356,7 @@ def _warn_of_saturation(path: str | os.PathLike[str], grids: Mapping[str, Grid])
             f"export_onnx: {str(path)!r} has int8 codes at {some(names)}, and onnxruntime's sums of their products saturate on "
             f"processors without VNNI, as this one is: its results are wrong here. Pass weight_codes='uint8', whose sums are "
             f"exact on every processor, or quantize weights to 7 bits.",
-            stacklevel=4,
+            stacklevel=4,  # the caller of export_onnx, whose decorator has a frame too
         )
 
 

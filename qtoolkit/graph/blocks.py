@@ -106,7 +106,7 @@ def warn_of_traced_value(module: nn.Module, traced: Mapping[str, object], name: 
             f"attribute {name!r} of {owner} was {traced[name]!r} when the model was traced, and the graph keeps what forward "
             f"computed with that; a new value has no effect. Set it in the float model, and prepare that; or make it a buffer "
             f"of the float model, and write into the buffer.",
-            stacklevel=3,
+            stacklevel=3,  # the assignment, which calls __setattr__
         )
 
 
@@ -143,6 +143,7 @@ class Hidden:
     def __get__(self, instance: nn.Module | None, owner: type) -> object:
         if isinstance(self.value, property):
             return self.value.__get__(instance, owner)
+        # Not by getattr, which would find this descriptor again.
         held = None if instance is None else vars(instance)["_buffers"].get(self.name)
         return self.value if held is None else held
 

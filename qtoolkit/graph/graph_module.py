@@ -47,7 +47,7 @@ from qtoolkit.shared_modules import names_by_module
 class Method:
     """A method bound to a module. Copies and pickles drop the module, and `QuantizedGraphModule` binds them to the new one.
 
-    `function` is that of the model's class; None in a pickle that was loaded where its code is not there: the model then has
+    `function` is the class's function; None in a pickle that was loaded where its code is not there: the model then has
     no such attribute. `needed` is whether a pickle cannot be written or loaded without it.
     """
 
@@ -147,7 +147,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         type(self).forward = returning(forward, types)
 
     def link_sources(self) -> None:
-        """Tell each layer the quantizer of its input, as the graph now is, and each product those of its operands."""
+        """Tell each layer the quantizer of its input, as the graph now is, and each product its operands' quantizers."""
         plan = vars(self).get("plan")
         if plan is not None:
             link_sources(self.graph, plan.backend)
@@ -213,8 +213,8 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     def train(self, mode: bool = True) -> Self:
         """Set the mode, and link layers to the batch norms that replaced those linked.
 
-        torch.nn.SyncBatchNorm.convert_sync_batchnorm creates new ones. In eval mode each range that follows a weight is that of
-        the weight as it is: QuantModule sets those of its own, and this method those of functions.
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm creates new ones. In eval mode each range that follows a weight is the
+        weight's present range: QuantModule sets its own, and this method the ranges of functions' weights.
         """
         for node, follower in self.linked_batch_norms():
             name = str(follower.target)
@@ -239,7 +239,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             )
 
     def follow_weights(self) -> None:
-        """Set each range that follows the weight of a function, such as F.conv2d, to that of the weight as it is."""
+        """Set each range that follows the weight of a function, such as F.conv2d, to the weight's present range."""
         for quantizer, weight in self._weights_of_functions(lambda quantizer: quantizer.follows):
             if not weight.is_meta:
                 quantizer.follow(weight)

@@ -58,7 +58,7 @@ class Parts:
         return quantized_for(self.attention.training_arithmetic, getattr(self.attention, name), x)
 
     def projected(self, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
-        """Return a projection of x; `input_codes` are those of x."""
+        """Return a projection of x, which has these codes."""
         return projection(x, input_codes)
 
 
@@ -107,7 +107,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         self.add_quantizers(weight_spec, type(self).__name__, activation_spec)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add the quantizers; those of weights take the weights' ranges."""
+        """Add the quantizers; the weights' take the weights' ranges."""
         self.input_quantizer = None
         for attribute in ACTIVATION_QUANTIZERS:
             setattr(self, attribute, activation_quantizer(activation, f"{name}.{attribute}", self))
@@ -149,7 +149,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         input_codes: InputCodes = (None, None, None),
         parts: Parts | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; arguments and results are those of torch.nn.MultiheadAttention.
+        """Attend; arguments and results are torch.nn.MultiheadAttention's.
 
         `input_codes` are the codes of query, key and value, and `parts` computes inside of the module: the code of a prepared
         model passes both.
@@ -208,6 +208,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         self, inputs: tuple[Tensor, Tensor, Tensor], batched: bool, input_codes: InputCodes
     ) -> list[Input]:
         """Quantize each distinct tensor once, and give one without a batch a batch of 1, behind its length."""
+        # Compared as objects, as torch does it: equal values in two tensors may have two sources, and need two gradients.
         query, key, value = inputs
         q = self._quantize_input(query, batched, input_codes[0])
         k = q if key is query else self._quantize_input(key, batched, input_codes[1])

@@ -88,7 +88,7 @@ class LinkedBatchNorm(nn.Module):
         return y
 
     def take_in(self, x: Tensor) -> None:
-        """Update the running statistics with those of x."""
+        """Update the running statistics with x's."""
         if not is_recomputing():
             with torch.no_grad():
                 super().forward(x.detach())
@@ -354,7 +354,7 @@ def track(
     """Update the running statistics as torch's batch norms do, by those that `qtoolkit.ops.batch_norm_fake_quant` returns.
 
     The variance is the biased one of `count` values of a channel, or of as many as the `totals` of all ranks have. The
-    statistics are those of the batch norm's input times `divisor`, without the `offset` that is added to the batch.
+    statistics are of the batch norm's input times `divisor`, without the `offset` that is added to the batch.
     """
     if not tracks(bn):
         return
@@ -401,7 +401,7 @@ def step_variance(layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
 def rescale_to_bn_factor(layer: "FoldsBatchNorm", bn: LinkedBatchNorm, variance: Tensor, **options: Any) -> Tensor:
     """Let the scales of a layer's weight take the factor that a running variance gives; return a copy of the variance.
 
-    The options are those of `TensorQuantizer.rescale_to_bn_factor`.
+    The options are `TensorQuantizer.rescale_to_bn_factor`'s.
     """
     quantizer: Any = layer.weight_quantizer
     gamma = None if bn.weight is None else whole(bn.weight)
@@ -463,7 +463,7 @@ def unscaled(layer: "QuantWeighted", out: Tensor, factor: Tensor) -> Tensor:
     """Return a layer's output from what `bn_scaled_output` returns."""
     y, bias = out / layer.along_channels(factor), layer.bias
     if bias is not None and process_group_of(layer.batch_norm) is not None:
-        bias = bias.detach() + 0 * bias  # the gradients of all ranks add up to zero; zero is that of a unit too
+        bias = bias.detach() + 0 * bias  # the gradients of all ranks add up to zero, which a unit returns too
     return (y if bias is None else y + layer.along_channels(bias)).to(out.dtype)
 
 

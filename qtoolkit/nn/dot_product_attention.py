@@ -103,7 +103,7 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Att
         return (*QUANTIZERS, "training_arithmetic")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Attend; arguments and result are those of `ScaledDotProductAttention`.
+        """Attend; arguments and result are `ScaledDotProductAttention`'s.
 
         Raises:
             ValueError: Both a mask and is_causal=True are given.
@@ -124,7 +124,7 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Att
         return y
 
     def _heads_of(self, query: Tensor, x: Tensor, input_codes: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
-        """Repeat the heads of a key or a value for those of a query that share them."""
+        """Repeat the heads of a key or a value for the heads of a query that share them."""
         if not self.enable_gqa:
             return x, input_codes
         return x.repeat_interleave(query.size(-3) // x.size(-3), -3), None

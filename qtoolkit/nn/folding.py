@@ -84,7 +84,7 @@ class FoldsBatchNorm(LayerOp, QuantModule):
     def _followed(self, factor: Tensor | None) -> Tensor:
         """Return the tensor whose range one that follows the weight takes in this forward.
 
-        In eval mode it is that of convert: a factor of zero leaves no range, and the bias is rounded in steps of the scale.
+        In eval mode it is convert's: a factor of zero leaves no range, and the bias is rounded in steps of the scale.
         """
         if not self.training:
             return self.effective_weight().detach()
@@ -97,7 +97,7 @@ class FoldsBatchNorm(LayerOp, QuantModule):
         """Whether the weight's scales are in units of the weight, as the papers train them.
 
         The weight is quantized times the factor of a linked batch norm. Each training step scales of any value take the change
-        of the factor: one for each output channel that of its own, one for all that of the root of the mean square.
+        of the factor: one for each output channel its own, one for all the change of the root of the mean square.
         """
         quantizer, bn = self.weight_quantizer, self.batch_norm
         constant = bn is None or isinstance(bn, QuantFrozenBatchNorm)

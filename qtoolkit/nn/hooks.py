@@ -11,6 +11,7 @@ _has_global_hooks = getattr(torch_module, "_has_any_global_hook", lambda: False)
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks of its calls, or its call was compiled."""
+    # Private: what `Module.__call__` looks at. torch has no documented way to ask.
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -103,11 +103,15 @@ class QuantModule(nn.Module):
     # ---- for subclasses to implement
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add the quantizers; those of weights take the weights' ranges."""
+        """Add the quantizers; the weights' take the weights' ranges."""
         raise NotImplementedError
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the float module does not have."""
+        """Return the names of the attributes that the float module does not have.
+
+        `to_float` copies all others: an attribute that is missing here would stay on the float module and in its pickles, and
+        a module in its state dict.
+        """
         raise NotImplementedError
 
     def weights_to_quantize(self) -> Mapping[str, Tensor]:
@@ -118,7 +122,7 @@ class QuantModule(nn.Module):
 
     @staticmethod
     def weight_name(attribute: str) -> str:
-        """Return the name of a weight in the module, from that of its quantizer attribute."""
+        """Return the name of a weight in the module, from its quantizer attribute's name."""
         return attribute.removesuffix("_quantizer")
 
     def add_weight_quantizers(self, spec: QuantSpec | None, name: str) -> None:
@@ -141,7 +145,7 @@ class QuantModule(nn.Module):
         return {name: quantizer for name, (quantizer, _) in self.quantized_weights().items()}
 
     def reset_weight_range(self) -> None:
-        """Set the ranges of the weight quantizers to those of the weights as they are now."""
+        """Set the ranges of the weight quantizers to the weights' present ranges."""
         trained, quantized = self._weights_at_rest()
         for name, (quantizer, weight) in quantized.items():
             if isinstance(quantizer, TensorQuantizer):
@@ -172,11 +176,11 @@ class QuantModule(nn.Module):
         return self
 
     def follow_weights(self) -> None:
-        """Set each range that follows a weight to that of the weight as it is, as a forward in eval mode does."""
+        """Set each range that follows a weight to the weight's present range, as a forward in eval mode does."""
         if any(isinstance(q, TensorQuantizer) and q.follows for q in self.weight_quantizers().values()):
             refresh(self)
             for quantizer, weight in self.quantized_weights().values():
-                # Values on the meta device are elsewhere: those of offloaded weights come back for each forward.
+                # Values on the meta device are elsewhere: offloaded weights come back for each forward.
                 if isinstance(quantizer, TensorQuantizer) and quantizer.follows and not weight.is_meta:
                     quantizer.follow(weight)
 
@@ -202,7 +206,7 @@ class QuantModule(nn.Module):
 
 
 def names_of_weights(model: nn.Module) -> Mapping[str, str]:
-    """Return the dotted name of each weight that a QAT module quantizes, by that of its quantizer."""
+    """Return the dotted name of each weight that a QAT module quantizes, by its quantizer's name."""
     found: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
@@ -214,7 +218,7 @@ def names_of_weights(model: nn.Module) -> Mapping[str, str]:
 def reset_after_loading(module: nn.Module, keys: Any) -> None:
     """Set the weight ranges of each layer in a module that a state dict without them, or out of date, was loaded into: a hook.
 
-    The hook of a layer runs before that of the model. A layer with a linked batch norm, which is loaded later, waits.
+    A layer's hook runs before the model's. A layer with a linked batch norm, which is loaded later, waits.
     """
     float_layers = latest_load(keys.missing_keys).float_layers
     device = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), None)

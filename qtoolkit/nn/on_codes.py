@@ -182,7 +182,7 @@ def run(
 
 
 def computed_type(weight: Tensor, x: Tensor) -> torch.dtype:
-    """Return the type in which a layer of a weight computes: autocast's, or that of the weight."""
+    """Return the type in which a layer of a weight computes: autocast's, or the weight's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
@@ -210,7 +210,7 @@ def reads_image(layer: "Layer", x: Tensor, geometry: Geometry) -> bool:
 def quantized_weight(layer: "Layer", factor: Tensor | None) -> Tensor | None:
     """Compute a layer's weight in one op, whose backward reads it once; None where the quantizer itself does it.
 
-    Gradients are those of layers that keep codes, bit for bit.
+    Gradients are the same as of layers that keep codes, bit for bit.
     """
     if not torch.is_grad_enabled() or is_recorded() or is_transformed():
         return None

@@ -20,7 +20,7 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 _function_fake_quant = library.function_fake_quant.default
 
 Function = tuple[str, tuple[int, ...], Tensor | None, Tensor | None, float]
-"""The op's name of a function, and the arguments of a layer norm; the weight is that of a PReLU too."""
+"""The op's name of a function, and the arguments of a layer norm; the weight may be a PReLU's."""
 
 NO_FUNCTION: Function = ("none", (), None, None, 0.0)
 """The arguments of that op for a quantizer without a function before it."""

@@ -67,7 +67,7 @@ def product(
 ) -> Tensor:
     """Return a matrix product, keeping codes of the operands for backward where they are on grids and a gradient is needed.
 
-    Values and gradients are those of the op, bit for bit; where the product is computed on codes, its values differ by
+    Values and gradients are the op's, bit for bit; where the product is computed on codes, its values differ by
     rounding alone.
 
     Args:
@@ -132,7 +132,7 @@ def _fits(x: Tensor, other: Tensor) -> bool:
 
 
 def autocast_type(x: Tensor) -> torch.dtype:
-    """Return the type in which autocast lets a product of x compute, or that of x."""
+    """Return the type in which autocast lets a product of x compute, or x's own type."""
     device = x.device.type
     casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if casts else x.dtype
@@ -161,9 +161,9 @@ def kept_operand(x: Tensor, codes: Codes | None, needed: bool, transposed: bool 
 
     Args:
         x: The operand.
-        codes: Its codes, in its own order or packed in that of its memory, or None.
+        codes: Its codes, in its own order or packed in the order of its memory, or None.
         needed: Whether the gradient of another operand takes its values.
-        transposed: Whether its codes are those of its transposed matrices.
+        transposed: Whether its codes are in the order of its transposed matrices.
     """
     if codes is None or not needed:
         return x, *of_codes(None), x.shape, True, False, needed

@@ -83,7 +83,7 @@ def quantized_attention(
     """Return softmax(query key^T + mask) on the grid of a quantizer, times the value.
 
     Backward keeps the codes of the operands. On CUDA it computes the softmax again by one kernel; on a CPU it keeps it,
-    since that takes 2 % of the step of a small transformer. Values and gradients are those of the ops one by one: bit for
+    since that takes 2 % of the step of a small transformer. Values and gradients are the same as of the ops one by one: bit for
     bit on a CPU, and on CUDA up to the order of the sums of gradients.
 
     Args:

@@ -128,7 +128,7 @@ def quantized_layer(
 ) -> nn.Module:
     """Return the QAT layer of a float layer, as `replace_layers` puts it into a model.
 
-    The axis of the weight's spec is the weight's own; `device` is that of its quantizers if the layer has no parameters. Raises
+    The axis of the weight's spec is the weight's own; `device` is for its quantizers if the layer has no parameters. Raises
     ValueError for a spec that does not fit the weight, TypeError where the type's `from_float` returns no module.
     """
     layer: Any = from_float(module, qat_type, qconfig.weight, qconfig.activation, name, what)

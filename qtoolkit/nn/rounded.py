@@ -1,4 +1,4 @@
-"""Which layers are no longer those of the float model: methods of qtoolkit.tuning have rounded weights or corrected biases."""
+"""Which layers are no longer the float model's: methods of qtoolkit.tuning have rounded weights or corrected biases."""
 
 from collections.abc import Mapping
 

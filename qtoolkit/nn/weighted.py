@@ -42,7 +42,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
         integer_kernel: The `qtoolkit.integer.kernels.LayerKernel` that computes the layer on codes (see `qtoolkit.convert`), or
-            None. Of a layer whose calls a graph numbers, that of the first call; `LayerCall.kernel` finds the others.
+            None. Of a layer whose calls a graph numbers, the first call's; `LayerCall.kernel` finds the others.
         layer_calls: What differs between the calls of the layer in a graph.
         returns_channels_last: Whether a 2-d convolution returns images in channels_last where it computes on codes in training;
             otherwise in the memory format of its input.
@@ -57,7 +57,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     integer_kernel: nn.Module | None
     layer_calls: tuple[LayerCall, ...] = (LayerCall(),)
     returns_channels_last: bool = False
-    bias_is_corrected: bool = False  # by qtoolkit.tuning.bias_correction: it is no longer that of the float model
+    bias_is_corrected: bool = False  # by qtoolkit.tuning.bias_correction: it is no longer the float model's
 
     def __init__(
         self, *args: Any, weight_spec: QuantSpec | None = None, input_spec: QuantSpec | None = None, **kwargs: Any
@@ -153,7 +153,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     def forward(
         self, input: Tensor, *args: Any, call: int = 0, input_codes: TensorCodes | None = None, **kwargs: Any
     ) -> Tensor:
-        """Apply the layer to its quantized input with its quantized weight; other arguments are those of torch's layer.
+        """Apply the layer to its quantized input with its quantized weight; other arguments are torch's.
 
         `call` is the number of this call, where a graph has several of the layer on different grids: passes set it. The code of
         a prepared model passes `input_codes`.

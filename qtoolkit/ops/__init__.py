@@ -14,13 +14,13 @@ All ops share these arguments:
   `axis=1` and `block_size=32`.
 
 The arithmetic is float64 for float64 input and float32 for all other dtypes. Results have the memory format of the input
-(channels_last stays channels_last). The grid is that of ONNX QuantizeLinear:
+(channels_last stays channels_last). The grid is ONNX QuantizeLinear's:
 `q = clamp(round_half_even(x / scale) + zero_point, qmin, qmax)`.
 
 Under torch.vmap `fake_quant` is one call for all samples; the other ops run once per sample, with one warning from torch.
 `observe_minmax_` and `observe_histogram_` update tensors that all samples share, so they raise under vmap.
 
-Gradients are those of reverse mode (`torch.autograd.grad`, `backward`); forward-mode AD and the gradient transforms of
+Gradients are of reverse mode (`torch.autograd.grad`, `backward`); forward-mode AD and the gradient transforms of
 torch.func (grad, vjp, jacrev) raise NotImplementedError. Double backward differentiates the straight-through gradient, as
 torch's fake quantization does; for a scale or zero point that requires grad it raises NotImplementedError.
 """

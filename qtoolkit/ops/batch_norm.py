@@ -43,8 +43,8 @@ def batch_norm_fake_quant(
     of threads.
 
     Differentiable in x, weight, bias, divisor, residual, scale and zero_point; double backward raises NotImplementedError.
-    The gradient of the activation is `slope` at and below `low` and 0 at and above `high`, as in torch; that of scale and
-    zero_point is the one of `fake_quant`.
+    The gradient of the activation is `slope` at and below `low` and 0 at and above `high`, as in torch; scale and
+    zero_point have `fake_quant`'s.
 
     Args:
         x: (N, C, ...), with more than one value for each channel; float32, float64, bfloat16 or float16. A layout with gaps
@@ -69,10 +69,10 @@ def batch_norm_fake_quant(
         grad_factor: Factor of the gradients of scale and zero_point.
         totals: What `batch_norm_totals` returned for x, divisor and the process group; x may then have any number of values.
         process_group: The name of the process group whose ranks share their statistics: backward adds up their gradients of
-            weight and bias for that of x, so all of them must call it. The gradients that it returns of other arguments are
-            those of this rank.
+            weight and bias for x's gradient, so all of them must call it. The gradients that it returns of other arguments are
+            this rank's.
         packs_codes: Whether codes that fit in 4 bits are two a byte, as `qtoolkit.ops.layer.Codes` has them. They are empty
-            where their order is not that of the result in memory, and for images in rows with an odd H * W.
+            where their order is not the result's in memory, and for images in rows with an odd H * W.
 
     Returns:
         The result, with the shape, dtype and memory format of x; its codes (int8 if `qmin` is negative, else uint8; empty if
@@ -111,7 +111,7 @@ def batch_norm_totals(
     Args:
         x: (N, C, ...), of any size; float32, float64, bfloat16 or float16.
         process_group: The name of a group of torch.distributed (`group.group_name`), or None for this process alone.
-        divisor: (C), not zero: the sums are those of `x / divisor`. None for 1.
+        divisor: (C), not zero: the sums are of `x / divisor`. None for 1.
         offset: (C), or None for 0: ranks exchange the sums of `x / divisor + offset`. So one of them may give that as its x,
             and another one its x with these arguments.
 
@@ -144,9 +144,9 @@ def batch_norm_track_(
     offset: Tensor | None = None,
     totals: Tensor | None = None,
 ) -> None:
-    """Move running statistics towards those of a batch, as a batch norm in training does.
+    """Move running statistics towards a batch's, as a batch norm in training does.
 
-    They take in the batch of `x / divisor + offset`, where mean and variance are those of x. The running variance is the
+    They take in the batch of `x / divisor + offset`, where mean and variance are x's. The running variance is the
     unbiased one: `variance * count / (count - 1)`.
 
     Args:
@@ -191,7 +191,7 @@ def batch_norm_rescale_(
     The known one is then the present one. Where it was 0, or the variance is NaN, no scale changes. Magnitudes beyond
     [2^-30, 2^30] count as these bounds.
 
-    With the last three arguments the factor is that of a variance which holds for a step of the training: the running one
+    With the last three arguments the factor takes a variance which holds for a step of the training: the running one
     at the first call after the clock has moved. Nothing waits for the device.
 
     Args:

@@ -66,8 +66,8 @@ def prelu_fake_quant(
 ) -> Tensor:
     """Return `fake_quant(prelu(x, weight), scale, zero_point, qmin, qmax)`, with one read of x, which backward keeps.
 
-    Values and the gradient of x are those of the two ops, bit for bit, where x is float32 or float64. There is no rounding to a
-    16-bit dtype between them. The sums of the gradients of weight and scale are float64. PReLU is that of arXiv 1502.01852:
+    Values and the gradient of x are the two ops', bit for bit, where x is float32 or float64. There is no rounding to a
+    16-bit dtype between them. The sums of the gradients of weight and scale are float64. PReLU is as in arXiv 1502.01852:
     x above 0, weight * x elsewhere. The gradient of scale is the one of `fake_quant`.
 
     Args:

@@ -72,7 +72,7 @@ def fake_quant_block(
     - `scale_format="e4m3"`: `e4m3(amax / largest / tensor_scale) * tensor_scale`, NVFP4 with format "e2m1" and blocks of 16;
       `tensor_scale` is usually the tensor's amax / (448 * 6). A scale that rounds to zero gives (almost) zeros.
 
-    The gradient in x is that of `fake_quant_float`, with the scales as constants.
+    The gradient in x is `fake_quant_float`'s, with the scales as constants.
 
     Args:
         x: Input of one dimension or more; float32, float64, bfloat16 or float16.

@@ -80,7 +80,7 @@ def fake_quant_(
 ) -> Tensor:
     """Round x to an integer grid in place: `fake_quant` without memory for a second tensor. Returns x.
 
-    The arguments are those of `fake_quant`, and scale and zero_point must not require grad. Differentiable in x: the gradient
+    The arguments are `fake_quant`'s, and scale and zero_point must not require grad. Differentiable in x: the gradient
     passes where the code was not clamped, and one bit per element is saved for backward. As with every in-place op, autograd
     raises an error if an earlier op has saved x for its own backward. If x has gaps in memory (a slice) or groups that are not
     contiguous, the op makes a temporary copy.
@@ -187,9 +187,9 @@ def quantize_int4(
 ) -> Tensor:
     """Return the codes of x as ONNX stores INT4 and UINT4: two per byte, the first in the low half, x in row-major order.
 
-    The arguments and the codes are those of `quantize`, in [-8, 7] or [0, 15]; the op reads x once and writes only the packed
+    The arguments and the codes are `quantize`'s, in [-8, 7] or [0, 15]; the op reads x once and writes only the packed
     codes: uint8 of shape ((x.numel() + 1) // 2,). For an odd number of codes, the high half of the last byte is 0. With
-    `in_memory_order`, those of an image in channels_last with an even number of channels are (N, C / 2, H, W) instead, in
+    `in_memory_order`, the codes of an image in channels_last with an even number of channels are (N, C / 2, H, W) instead, in
     channels_last, with channel 2i in the low half of channel i: both are then read in the order of memory.
 
     Raises:
@@ -218,7 +218,7 @@ def dequantize_int4(
     """Return the values `(codes - zero_point) * scale` of codes that `quantize_int4` packed.
 
     `packed` is uint8 of shape ((number of codes + 1) // 2,), `size` the shape of the row-major result; `signed` codes are
-    in [-8, 7], others in [0, 15]. The other arguments are those of `dequantize`.
+    in [-8, 7], others in [0, 15]. The other arguments are `dequantize`'s.
 
     Raises:
         ValueError: A shape, axis, group, block size or device does not fit.

@@ -96,7 +96,7 @@ def quant_weight(
 ) -> Tensor:
     """Return the weight of a layer, multiplied by a factor for each output channel and fake-quantized.
 
-    The values are those of `fake_quant(weight * factor)`, bit for bit. On the CPU, one read of the weight gives them, and one
+    The values are `fake_quant(weight * factor)`, bit for bit. On the CPU, one read of the weight gives them, and one
     read of the weight and the incoming gradient all gradients.
 
     Example:
@@ -129,15 +129,15 @@ def quant_layer(
 ) -> Tensor:
     """Return a layer of x with the weight `quant_weight(weight, grid, factor)`, keeping little for backward.
 
-    Output and gradients are those of the composition of `quant_weight` and torch's layer, bit for bit, except for the gradient
+    Output and gradients are the same as of `quant_weight` followed by torch's layer, bit for bit, except for the gradient
     of an image (at most 4 channels) that a 2-d convolution with a stride reads on the CPU: it is computed as a convolution of
     its own, several times as fast, and rounds otherwise. Backward keeps the codes of x, 1 byte an element (half a byte if they
     are packed), and the weight as it is, not its quantized values.
 
     With `integer`, the sums of products are computed on the codes, exactly: by torch's int8 kernels for convolutions and
     linear layers on the CPU, by products of int8 matrices for those without groups on a GPU, in float on integers elsewhere.
-    The output differs from the composition's by rounding alone; a NaN in x makes every result NaN, one in the weight those of
-    its output channel. The gradients are the straight-through ones of the composition, computed in channels_last. The weight's
+    The output differs from the composition's by rounding alone; a NaN in x makes every result NaN, one in the weight all of its
+    output channel. The gradients are the straight-through ones of the composition, computed in channels_last. The weight's
     grid has no zero point, codes that fit in int8, and one scale or one per output channel.
 
     With `raw`, what x was before it was fake-quantized, x has no gradient, and the scale gets its own from the gradient of the
@@ -145,7 +145,7 @@ def quant_layer(
 
     x lies on the grid of `codes`: (N, C, ...) with one to three spatial dimensions, or (N, ..., features) for a linear layer;
     float32, float64, bfloat16 or float16. The weight has torch's shape. `dtype` is the type to compute in, as under autocast,
-    and `memory_format` that of the output of a 2-d convolution. The scale and zero point of x have no gradient.
+    and `memory_format` the output's, of a 2-d convolution. The scale and zero point of x have no gradient.
 
     Example:
         >>> x = qt.ops.fake_quant(torch.rand(1, 2, 4, 4), torch.tensor(0.01))

@@ -52,7 +52,7 @@ def observe_minmax_(
     block_size: int = 0,
     skipped: Tensor | None = None,
 ) -> None:
-    """Update running ranges in place with those of x, without waiting for the device.
+    """Update running ranges in place with x's, without waiting for the device.
 
     Args:
         x: Input; an empty one changes nothing.
@@ -131,7 +131,7 @@ def observe_fake_quant(
 ) -> Tensor:
     """Observe x, update the grid from the new range, and round x to it: training with moving ranges, in one op.
 
-    The results are those of `observe_minmax_`, `grid_of_range` and `fake_quant`, bit for bit, and so are the arguments. lo, hi,
+    Results and arguments are the same as of `observe_minmax_`, `grid_of_range` and `fake_quant`, bit for bit. lo, hi,
     scale and zero_point (None for a symmetric grid) are updated in place; scale and zero_point have lo's dtype and number of
     elements. The result has the shape, dtype and memory format of x. The gradient in x is straight-through on the new grid. The
     op does not wait for the device. Without `skipped`, NaN or infinities in x propagate to the range and the scale.
@@ -165,7 +165,7 @@ def observe_histogram_(
     threads or processes. To widen the range, adjacent bins are added in pairs; no count is divided.
 
     To double the width of a histogram, add its bins in pairs from zero outwards. To merge two histograms exactly (of two
-    processes, for example): if `lo` of one is 0 and that of the other is negative, double the width of the first and shift
+    processes, for example): if `lo` of one is 0 and of the other negative, double the width of the first and shift
     its bins up by half of their number; then double the smaller width until both agree, and add the counts.
 
     Args:

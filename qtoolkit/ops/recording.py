@@ -27,7 +27,7 @@ def constant_result(function: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def is_recorded() -> bool:
-    """Return whether an exporter or torch.jit records the ops, which are then those of the float simulation."""
+    """Return whether an exporter or torch.jit records the ops, which then are the float simulation's."""
     return torch.compiler.is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
 
 
@@ -38,6 +38,7 @@ def is_captured(x: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Return whether transforms of torch.func or forward-mode AD run."""
+    # Private: forward-mode AD has no documented way to ask for its level, -1 outside of all.
     return not torch.compiler.is_compiling() and (bool(_transforms_run()) or forward_ad._current_level >= 0)
 
 
@@ -97,7 +98,7 @@ def recorded(
     The TorchScript exporter records the op, and asks the symbolic functions for its form. The other one has a table of
     translations for each call of torch.onnx.export, so the nodes are written here.
     """
-    # The package of exporters imports that of ops.
+    # The package of exporters imports the ops.
     if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         from qtoolkit.export.exporters.symbolics import register_symbolics
 

@@ -81,7 +81,7 @@ def may_transform(x: Tensor, convolves: bool) -> bool:
 
 
 def may_round(x: Tensor, bounds: Bounds) -> bool:
-    """Return whether products in float32 may round operands: on a GPU, which may take TF32, those of more than 11 bits."""
+    """Return whether products in float32 may round operands: on a GPU, which may take TF32, operands of more than 11 bits."""
     largest = max(bounds.high, -bounds.low) if bounds.digit_bits == 0 else 2**bounds.digit_bits - 1
     return x.is_cuda and max(largest, bounds.other) > LARGEST_IN_TF32
 
@@ -91,7 +91,7 @@ def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, tran
 
     `product` is a convolution, a matrix product or another op that is linear in both arguments. Where float32 cannot hold a
     sum, the codes of x are split into digits of fewer bits: each part's sums are exact in float32, whose kernels are much
-    faster than those of float64. With `transforms` (see `may_transform`) it computes in float64.
+    faster than float64's. With `transforms` (see `may_transform`) it computes in float64.
     """
     if transforms or bounds.digit_bits < 0 or may_round(x, bounds):
         sums = product(x.double(), weight.double())

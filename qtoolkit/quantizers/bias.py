@@ -1,4 +1,4 @@
-"""The grid of a bias: that of the integer sums to which a runtime adds it."""
+"""The grid of a bias: the grid of the integer sums to which a runtime adds it."""
 
 import torch
 from torch import Tensor

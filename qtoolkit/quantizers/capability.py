@@ -31,7 +31,7 @@ class Capability:
 
     @property
     def sums(self) -> bool:
-        """Whether products of its codes with others are summed in int32, as those of a weight: integers of at most 8 bits."""
+        """Whether products of its codes with others are summed in int32, as a weight's are: integers of at most 8 bits."""
         return self.bits is not None and self.bits <= 8
 
     @property

@@ -19,14 +19,14 @@ from qtoolkit.quantizers.quantizer import Quantizer
 class TensorCodes:
     """The grid of a tensor's values, and their codes once somebody has asked for them."""
 
-    # the step between codes, positive, in a tensor of its own: an observer may change that of its quantizer
+    # the step between codes, positive, in a tensor of its own: an observer may change its quantizer's
     scale: Tensor
     zero_point: Tensor | None  # the zero point, rounded, or None for 0
     qmin: int  # the lowest code
     qmax: int  # the highest code
     packed: bool  # whether two codes are kept in a byte
     tensor: ReferenceType[Tensor] | Tensor  # refers to the tensor; in compiled code the tensor itself
-    version: int  # that of the tensor: after a change in place the codes no longer hold
+    version: int  # the tensor's: after a change in place the codes no longer hold
     # the codes, int8 or uint8 and of the tensor's shape, or packed: in one dimension in row-major order, or two channels of
     # an image in a byte; None until `completed`
     codes: Tensor | None = None
@@ -40,7 +40,7 @@ class TensorCodes:
         return self.tensor() is y and (y.is_inference() or self.version == y._version)
 
     def completed(self, y: Tensor, channels_last: bool) -> "TensorCodes":
-        """Return this with the codes of y, the tensor; those of an image in channels_last, if wanted."""
+        """Return this with the codes of y, the tensor; of an image in channels_last, if wanted."""
         codes = self.codes
         if codes is None:
             codes = self.of(y, in_memory_order=True).codes
@@ -100,7 +100,7 @@ def codes_on(
 
 
 def codes_by(quantizer: Quantizer | None, y: Tensor) -> TensorCodes | None:
-    """Return the grid of a tensor, that of a quantizer as it is now, with its codes yet to be computed; None if it has none."""
+    """Return the grid of a tensor as its quantizer is now, with the codes yet to be computed; None without codes."""
     if quantizer is None or not quantizer.capability_now.codes:
         return None
     return codes_on(quantizer.scale.detach().abs(), rounded(quantizer.zero_point), quantizer, y)
@@ -124,7 +124,7 @@ def codes_of(
 
 
 def tensor_codes_of(y: Tensor, quantizer: Quantizer | None, kept: TensorCodes | None = None) -> TensorCodes | None:
-    """Return the grid of a tensor, with its codes if they are computed; the arguments are those of `codes_of`.
+    """Return the grid of a tensor, with its codes if they are computed; the arguments are `codes_of`'s.
 
     The grid of a quantizer that observes may be another one since it quantized the tensor.
     """

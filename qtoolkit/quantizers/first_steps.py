@@ -86,7 +86,7 @@ def _values(of: Iterable[Tensor]) -> list[list[float]]:
 def _warn(quantizer: "TensorQuantizer", found: str, remedy: str) -> None:
     if not quantizer.warned:
         quantizer.warned = True
-        # The frames between are those of the watcher, of torch's hook and of the optimizer's step.
+        # The frames between belong to the watcher, torch's hook and the optimizer's step.
         warnings.warn(f"quantizer {quantizer.name!r} {found}. {remedy}; see docs/training.md.", stacklevel=6)
 
 

@@ -35,7 +35,7 @@ class OptionOfSpec:
 
 
 class Quantizer(KeepsFloat32):
-    """A module that quantizes one tensor. The arguments are those of `TensorQuantizer`."""
+    """A module that quantizes one tensor. The arguments are `TensorQuantizer`'s."""
 
     # the attributes that a state dict keeps in its metadata, and loading restores
     MODES: ClassVar[tuple[str, ...]] = ("quantizing",)
@@ -87,10 +87,10 @@ class Quantizer(KeepsFloat32):
 
     @property
     def shifts(self) -> bool:
-        """Whether a file can store the codes in uint8 instead of int8: those of a weight with one byte each.
+        """Whether a file can store the codes in uint8 instead of int8: codes of a weight with one byte each.
 
-        Codes of seven bits and fewer stay signed: their sums of products fit in 16 bits. So do those in blocks, which no
-        integer kernel takes, and those of the first operand of a matrix product with a scale for each row: onnxruntime
+        Codes of seven bits and fewer stay signed: their sums of products fit in 16 bits. So do codes in blocks, which no
+        integer kernel takes, and codes of the first operand of a matrix product with a scale for each row: onnxruntime
         computes such a product in float, and fails at a zero point for each row.
         """
         spec = self.spec

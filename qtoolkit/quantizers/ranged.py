@@ -34,7 +34,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     _scale: Tensor
     _zero_point: Tensor | None
-    _factor: Tensor  # of a batch norm: the one for which the scales are; 0 for that of the next forward
+    _factor: Tensor  # of a batch norm: the one for which the scales are; 0 for the next forward's
 
     if TYPE_CHECKING:
 
@@ -166,7 +166,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
         self.ready = True
 
     def load_grid(self, scale: Tensor, zero_point: Tensor | None) -> None:
-        """Set the grid to that of a Grid, of the shape that it has there.
+        """Take the grid of a Grid, of the shape that it has there.
 
         Raises:
             ValueError: The shape does not fit, or a scale is not positive and finite.

@@ -157,7 +157,7 @@ def per_element(values: Tensor, x: Tensor, spec: QuantSpec, group: int = 1) -> T
 def clip(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """Return x within [low, high]. NaN stays NaN.
 
-    The gradient at a bound is that of x; torch.clamp's depends on torch's version.
+    The gradient at a bound goes to x; torch.clamp's depends on torch's version.
     """
     return torch.where(x < low, low, torch.where(x > high, high, x))
 

@@ -68,7 +68,7 @@ class _Load:
     """What one call of `load_state_dict` found: it calls each module with the same list of missing keys."""
 
     missing_keys: list[str]
-    missing: list[str] = field(default_factory=list)  # to report if the state dict is not that of a float model
+    missing: list[str] = field(default_factory=list)  # to report if the state dict is not a float model's
     of_float_model: bool = True
     found: set[str] = field(default_factory=set)  # the prefixes of the modules of which there is an entry
     # the ids of layers with entries, but none of their quantizers

@@ -15,11 +15,11 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 def synchronize_ranges(model: nn.Module) -> None:
     """Give all ranks the ranges of all data, for the quantizers that observe while they train; every rank must call this.
 
-    Call it every n steps, and before evaluation. A range of all inputs ("minmax") becomes the union of those of the ranks, a
+    Call it every n steps, and before evaluation. A range of all inputs ("minmax") becomes the union of the ranks', a
     moving average the mean of theirs, and scales that follow a range are set from it. All ranges of a kind
     take one all-reduce, of three or four numbers each. Without a process group nothing happens.
 
-    DistributedDataParallel replaces all buffers by those of rank 0 before each forward: with n = 1 nothing is lost. For n > 1
+    DistributedDataParallel replaces all buffers by rank 0's before each forward: with n = 1 nothing is lost. For n > 1
     pass `broadcast_buffers=False`, so that each rank keeps its own ranges in between.
 
     Args:

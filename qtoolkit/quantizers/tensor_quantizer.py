@@ -62,6 +62,7 @@ class TensorQuantizer(RangedQuantizer):
         tensor([1., 7.])
     """
 
+    # Not `stopping`: it searches one run for NaN, and a state dict must not turn the search on where it is loaded.
     MODES = ("quantizing", "observing", "following", "steps")
     _version = 4  # of the state dict
 
@@ -188,7 +189,7 @@ class TensorQuantizer(RangedQuantizer):
 
         Raises:
             RuntimeError: `quantizing` is set, but there is no range; or `observing` is set in a recomputation of gradient
-                checkpointing, whose range would not be that of the first computation.
+                checkpointing, whose range would not be the first computation's.
             ValueError: `stopping` is set, and x has NaN or infinities.
             TypeError: `observing` is set, and x has integers or booleans.
         """
@@ -240,7 +241,7 @@ class TensorQuantizer(RangedQuantizer):
     # ---- for ops and layers
 
     def follow(self, weight: Tensor) -> None:
-        """Set the range to that of a weight, unchecked: a forward must not synchronize with the device."""
+        """Set the range to a weight's, unchecked: a forward must not synchronize with the device."""
         with torch.no_grad():
             self.kind.follow(self, whole(weight))
 

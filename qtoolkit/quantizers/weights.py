@@ -12,7 +12,7 @@ def weight_quantizer(
 ) -> TensorQuantizer:
     """Return a new quantizer of a weight, on the weight's device and with the weight's range.
 
-    A weight on the meta device has no range, nor has its quantizer then. Errors name the layer, and those of the quantizer its
+    A weight on the meta device has no range, nor has its quantizer then. Errors name the layer, and the quantizer's errors its
     own name, by default `layer` + ".weight_quantizer". Raises ValueError if the axis or the group_size does not fit the weight.
 
     Example:
@@ -32,9 +32,9 @@ def weight_quantizer(
 
 
 def set_weight_range(quantizer: TensorQuantizer, weight: Tensor, trained: Tensor | None = None) -> None:
-    """Set a quantizer's range to that of a weight as it is now; a weight on the meta device leaves it unchanged.
+    """Set a quantizer's range to a weight's present range; a weight on the meta device leaves it unchanged.
 
-    A learned scale is trained as if it were that of `trained`, the parameter, where a batch norm multiplies it.
+    A learned scale is trained as if it were the scale of `trained`, the parameter, where a batch norm multiplies it.
     """
     if weight.device.type == "meta":
         return

@@ -72,7 +72,7 @@ def warn_of_lost_kernels(what: str, model: nn.Module, backend: Backend, known: S
         warnings.warn(
             f"{what}: the qconfig_mapping takes layers out of the integer kernels of {backend.name}, which computes them in "
             f"float: {'; '.join(lost)}. Fields that a QuantSpec leaves out are those that the kernels take.",
-            stacklevel=3,
+            stacklevel=3,  # the caller of prepare or replace
         )
 
 

@@ -255,7 +255,7 @@ def _warn_of_codes(chosen: Mapping[QuantWeighted, Tensor]) -> None:
             f"reestimate_batch_norm: the codes that were chosen on the grids of {some(lost)} are lost, because these scales "
             f"cannot take the new factor of each output channel. Estimate before qtoolkit.tuning.reconstruct or gptq, or give "
             f"the weights a QuantSpec with axis=0 and scales of any value.",
-            stacklevel=4,
+            stacklevel=4,  # the caller of reestimate_batch_norm
         )
 
 
@@ -265,5 +265,5 @@ def _warn_of_ranges(ranges: Iterable[_Clipping]) -> None:
         warnings.warn(
             f"reestimate_batch_norm: the ranges of {some(wrong)} do not fit their tensors with the new statistics (at most "
             f"{MUCH_CLIPPED:.0%} should be clipped); call qtoolkit.calibrate again.",
-            stacklevel=3,
+            stacklevel=3,  # the caller of reestimate_batch_norm
         )

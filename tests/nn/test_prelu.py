@@ -91,9 +91,9 @@ def test_the_next_layer_knows_the_codes(monkeypatch) -> None:
     prepared, taken = prepared_of(), codes_taken(monkeypatch)
     quantizer = prepared.get_submodule("activation_quantizers.first")
     prepared(X)
-    y, known = next((y, known) for source, y, known in taken if source is quantizer)
-    assert torch.equal(qt.ops.dequantize(known.codes, known.scale), y)
-    assert torch.equal(known.scale, quantizer.scale.detach().abs())
+    y, codes = next((y, codes) for source, y, codes in taken if source is quantizer)
+    assert torch.equal(qt.ops.dequantize(codes.codes, codes.scale), y)
+    assert torch.equal(codes.scale, quantizer.scale.detach().abs())
 
 
 def test_what_is_kept_for_backward() -> None:

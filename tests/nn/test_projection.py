@@ -193,8 +193,8 @@ def test_decoder_layers_keep_codes(road: str, batch_first: bool, monkeypatch: py
     """torch's decoder layers; in a graph the memory has one copy of its codes for both, from the op before."""
     taken = codes_taken(monkeypatch)
     found, kept = step(trained("decoder", road, batch_first=batch_first))
-    codes = {id(known.codes) for _, y, known in taken if y.shape == ((B, S, E) if batch_first else (L, B, E))}
-    memories = [known for _, y, known in taken if batch_first and y.shape == (B, S, E)]
+    codes = {id(of_y.codes) for _, y, of_y in taken if y.shape == ((B, S, E) if batch_first else (L, B, E))}
+    memories = [of_y for _, y, of_y in taken if batch_first and y.shape == (B, S, E)]
     assert not batch_first or len(memories) == 2
     assert road == "replace" or not batch_first or len(codes) == 1
     wanted, of_floats = step(trained("decoder", road, batch_first=batch_first, save="float"))

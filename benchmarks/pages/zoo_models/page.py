@@ -139,7 +139,7 @@ def text(results: Mapping[str, Any]) -> str:
 COMPARED = """{count} of the models, drawn by seed {seed} from those that went through all steps, take one tensor and
 take at most {seconds:.0f} seconds here. Each other tool has its default int8 configuration for training, one step of SGD,
 and its own way to an ONNX file.
-*Within* and *equal*: the outputs of onnxruntime beside those of the exported model in PyTorch, relative to the largest:
+*Within* and *equal*: the outputs of onnxruntime beside the exported model's in PyTorch, relative to the largest:
 at most {near:g} and {equal:g}. A rounding tie in one layer changes outputs of random weights by more than that, in every
 tool; no other one compares codes. *Out of time*: stopped after 60 s of processor time. torchao takes a
 model by torch.export, and Brevitas by its graph. `python -m benchmarks.pages.zoo_peers` prints the table; the data is in

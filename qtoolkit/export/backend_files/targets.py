@@ -91,7 +91,7 @@ def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: onnx_
             f"encodings: {format.title} has no scales of weights; the target computes them from the values, and finds others "
             f"than the trained ones for {len(other)} weights: {some(other)}. The Q/DQ file of export_onnx "
             f"holds the trained ones.",
-            stacklevel=4,
+            stacklevel=4,  # the caller of encodings
         )
 
 
@@ -101,7 +101,7 @@ def _warn_of_left_out(format: Format, encodings: Sequence[Encoding], held: Seque
     if left:
         warnings.warn(
             f"encodings: {format.title} has no entry for {', '.join(left)}: the target takes none for the ops that read them.",
-            stacklevel=4,
+            stacklevel=4,  # the caller of encodings
         )
 
 

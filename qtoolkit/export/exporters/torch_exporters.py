@@ -90,7 +90,7 @@ def _check_asked(asked: Sequence[tuple[object, str]], what: str) -> None:
         warnings.warn(
             f"{what}: Python branches on a dynamic size, at {asked[0][1]}: the file has the branch of the example inputs for "
             f"all sizes, and does not check them; {remedy}.",
-            stacklevel=6,
+            stacklevel=6,  # the caller of export_onnx, whose decorator has a frame too
         )
 
 

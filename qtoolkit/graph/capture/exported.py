@@ -265,6 +265,7 @@ def _function_of(schema: FunctionSchema, name: str, count: int) -> Callable[...,
     space, _, rest = name.partition("_")
     if space in SPACES:
         return getattr(getattr(torch, space), rest, None)
+    # Private: where torch has functions of aten such as gelu, in aten's order of arguments.
     found: Callable[..., object] | None = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
     return found
 

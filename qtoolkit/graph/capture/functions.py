@@ -98,6 +98,7 @@ def _checks() -> list[Patch]:
         if not isinstance(cond, fx.Proxy):
             original_of_tensors(error_type, cond, message)
 
+    # Private: torch._check and its kin all call these two.
     if not (hasattr(torch, "_check_with") and hasattr(torch, "_check_tensor_all_with")):
         return []
     original, original_of_tensors = torch._check_with, torch._check_tensor_all_with

@@ -37,6 +37,7 @@ def _noting_reads(found: set[nn.Module]) -> Iterator[None]:
 
     def read(module: nn.Module) -> bool:
         found.add(module)
+        # By `vars`, here and below: the property hides the attribute, which getattr and setattr no longer reach.
         return vars(module)["training"]  # type: ignore[no-any-return]  # a flag
 
     def write(module: nn.Module, value: bool) -> None:

@@ -46,7 +46,7 @@ def run(model: M) -> M:
 def restore(model: M, state: Mapping[str, Tensor]) -> M:
     """Convert a model, with the weights and scales of a state dict of its converted form.
 
-    Raises RuntimeError: the entries of the state dict are not those of the converted model; ValueError: a scale is not positive
+    Raises RuntimeError: the entries of the state dict are not the converted model's; ValueError: a scale is not positive
     and finite, or a quantizer's spec differs; TypeError: a scale or a zero point is no tensor of numbers.
     """
     quantizers = quantizers_of(model)
@@ -81,7 +81,7 @@ def _fit_biases(model: nn.Module) -> None:
             f"convert: the biases of {', '.join(f'{name!r} ({count} scales)' for name, count in enlarged.items())} do not fit "
             f"in int32 in steps of the input's scale times the weight's; these scales of the weights are larger than in "
             f"training. Their channels have weights close to zero.",
-            stacklevel=4,
+            stacklevel=5,  # the caller of convert
         )
 
 

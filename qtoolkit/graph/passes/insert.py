@@ -28,9 +28,9 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Insert a quantizer on every tensor that the target wants quantized, one for all its consumers.
 
     The quantizer of node `relu` is the submodule `activation_quantizers.relu`; the one that the inputs of the concat `cat`
-    share is `activation_quantizers.cat`; that of the weight of the function `linear` is `weight_quantizers.linear`. In a model
-    with a submodule of such a name the quantizers are in `activation_quantizers_1`; that of a node `to`, which is the name of a
-    method of modules, is `to_1`. Where consumers ask for different specs,
+    share is `activation_quantizers.cat`; the weight of the function `linear` has `weight_quantizers.linear`. In a model
+    with a submodule of such a name the quantizers are in `activation_quantizers_1`; a node `to`, which is the name of a
+    method of modules, has `to_1`. Where consumers ask for different specs,
     the one with most bits holds. A graph with inserted quantizers stays as it is. The plan gets every edge.
 
     Raises:

@@ -207,7 +207,7 @@ def _picks_with_a_number(node: fx.Node) -> bool:
 def output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
     """Return the last op that a kernel of this op computes, and the quantizer of its output.
 
-    Activations between the two are computed by saturation, if their bounds are at those of the grid's range or beyond; not by
+    Activations between the two are computed by saturation, if their bounds are the ends of the grid's range or beyond; not by
     the codes of a grid with several scales or more than 8 bits, which no kernel gives.
     """
     reached = reached_quantizer(node, runtime)
@@ -239,7 +239,7 @@ def reached_quantizer(node: fx.Node, runtime: Runtime) -> tuple[Grid, fx.Node, l
 
 
 def expected_grid(quantizer: Quantizer) -> Grid:
-    """Return a grid; of a quantizer in training, one as that of tensors above zero, whose range activations do not clip."""
+    """Return a grid; of a quantizer in training, a grid as of tensors above zero, whose range activations do not clip."""
     if isinstance(quantizer, Grid):
         return quantizer
     spec = quantizer.grid_spec if isinstance(quantizer, TensorQuantizer) else quantizer.spec

@@ -63,7 +63,7 @@ def _layer_of_module(module: nn.Module, weight: WeightFacts | None) -> LayerFact
     own = getattr(module, "weight", None)
     sizes = () if own is None else tuple(own.shape)
     groups = getattr(module, "groups", 1)
-    if isinstance(module, nn.modules.conv._ConvNd):  # the base class of all convolutions, transposed ones too
+    if isinstance(module, nn.modules.conv._ConvNd):  # of all convolutions, transposed ones too; torch has no public one
         return LayerFacts(weight, module.in_channels, module.out_channels, groups, tuple(module.kernel_size))
     return LayerFacts(weight, sizes[1], sizes[0], groups) if len(sizes) == 2 else LayerFacts(weight, groups=groups)
 

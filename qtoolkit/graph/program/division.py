@@ -75,7 +75,7 @@ class Division:
     # ---- which node is in which call
 
     def _paths_of_nodes(self) -> dict[fx.Node, list[int]]:
-        """Return the calls around each node, that of the model first."""
+        """Return the calls around each node, the model's first."""
         found: dict[fx.Node, list[int]] = {}
         for node in reversed(self.nodes):
             call = facts_of(node).call

@@ -94,7 +94,7 @@ def epilogue_of(
 
 
 def max_pool(pool: Any, x: Tensor, input_codes: TensorCodes | None) -> tuple[Any, TensorCodes | None]:
-    """Call an nn.MaxPool2d, by an op that keeps places instead of the input where it trains; `input_codes` are those of x."""
+    """Call an nn.MaxPool2d, by an op that keeps places instead of the input where it trains; `input_codes` are x's."""
     by_torch = type(pool) is not nn.MaxPool2d or not pool.training or pool.return_indices or is_watched(pool)
     if by_torch or all_watched():
         return pool(x), None

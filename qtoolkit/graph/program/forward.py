@@ -29,7 +29,7 @@ def compile_forward(
 ) -> Forward:
     """Compile the program of a model and of each block that can run its own part of the graph.
 
-    The other blocks are told why they cannot. `calls` are those of the model and its blocks: none while it is made, which
+    The other blocks are told why they cannot. `calls` are of the model and its blocks: none while it is made, which
     compiles nothing. Without `products` the code calls no other ops than the graph has. `plain` is the code of torch.fx.
 
     The forward of the model runs, in training, the units of the whole graph in one piece; in eval mode, in exports and while a
@@ -59,11 +59,11 @@ def _with_units(owner: nn.Module, division: Division, index: int, products: Prod
     if writer is None or not writer.changed:
         return plain
     units = compiled(writer.write(), division.calls[index].block)
-    known = ref(owner)
+    owner_ref = ref(owner)
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        trains = self.training and _is_its_own(self, known)
+        trains = self.training and _is_its_own(self, owner_ref)
         as_units = trains and not (is_recorded() or is_transformed() or all_watched())
         return (units if as_units else plain)(self, *args, **kwargs)
 
@@ -72,7 +72,7 @@ def _with_units(owner: nn.Module, division: Division, index: int, products: Prod
 
 def _by_block(gm: nn.Module, whole: Forward, divided: Forward, blocks: "_Blocks") -> Forward:
     """Return a forward that calls the blocks in eval mode, where nothing is gained without them, and where it must."""
-    known, links = ref(gm), _Links(gm)
+    owner_ref, links = ref(gm), _Links(gm)
 
     @functools.wraps(whole)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -82,18 +82,18 @@ def _by_block(gm: nn.Module, whole: Forward, divided: Forward, blocks: "_Blocks"
         links.renew()
         # Exported programs name the blocks.
         wants_blocks = not self.training or torch.compiler.is_exporting() or watched
-        return (divided if wants_blocks and _is_its_own(self, known) else whole)(self, *args, **kwargs)
+        return (divided if wants_blocks and _is_its_own(self, owner_ref) else whole)(self, *args, **kwargs)
 
     return forward
 
 
-def _is_its_own(model: nn.Module, known: ref[nn.Module]) -> bool:
+def _is_its_own(model: nn.Module, owner: ref[nn.Module]) -> bool:
     """Return whether a model is the one that its code was made for, whose blocks and modules of units replicas share."""
-    return torch.compiler.is_compiling() or known() is model
+    return torch.compiler.is_compiling() or owner() is model
 
 
 def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> list[Chain | FunctionPair]:
-    """Return the ops that are one call in a training forward now: those of the parts while a block is watched."""
+    """Return the ops that are one call in a training forward now: of the parts while a block is watched."""
     division = Division(gm, calls)
     if not _Blocks(gm).are_watched():
         division = division.whole()

@@ -18,7 +18,7 @@ from qtoolkit.op_kinds.recorded import check_argument
 
 
 class Writer:
-    """Writes a part of a graph as it is: that of the call of this index. `written` has its node for each one of the model."""
+    """Writes a part of a graph as it is: the part that the call of this index runs. `written` has its nodes by the model's."""
 
     def __init__(self, division: Division, index: int) -> None:
         self.division, self.index = division, index
@@ -31,7 +31,8 @@ class Writer:
         """Return the graph."""
         part = self.division.parts.get(self.index)
         if part is None:
-            self.graph.set_codegen(self.division.gm.graph._codegen)  # it may take apart arguments that are containers
+            # Private: set_codegen has no getter. The codegen may take apart arguments that are containers.
+            self.graph.set_codegen(self.division.gm.graph._codegen)
         else:
             self._write_arguments(part)
         for item in self.items:

@@ -42,7 +42,7 @@ class APoT(FromStart, Shaped):
     """Levels are sums of powers of two, clipped at a trained alpha (APoT, arXiv 1909.13144): y = alpha Q(x / alpha).
 
     Levels are dense near zero. The gradient of alpha is Q(x / alpha) - x / alpha inside the range, and the sign of x outside.
-    The levels are those of the authors' code; alpha starts at the observed range's bound. Weights are not normalized first,
+    The levels are as in the authors' code; alpha starts at the observed range's bound. Weights are not normalized first,
     as in the paper: their alpha follows their own size, so batch norms still fold. Levels are whole multiples of the least
     one, so a weight is deployed with codes of at most 8 bits.
     """

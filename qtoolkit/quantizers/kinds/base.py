@@ -1,4 +1,4 @@
-"""QuantizerKind: the base class of quantizers; that of those that shape their input first; the rules that several share."""
+"""QuantizerKind, the base class of quantizers; the base class of kinds that shape their input first; shared rules."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -138,7 +138,7 @@ class QuantizerKind:
     def set_weight_rate(self, quantizer: "RangedQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> None:
         """Set how fast a weight's scale is trained; called under torch.no_grad. By default there is nothing to set.
 
-        The mean magnitudes, of the scale's shape, are those of what is quantized and of the parameter, which a batch norm may
+        The mean magnitudes, of the scale's shape, are of what is quantized and of the parameter, which a batch norm may
         multiply before. `sharing` is the number of elements that share a scale.
         """
 
@@ -213,11 +213,11 @@ class QuantizerKind:
         return False
 
     def follow(self, quantizer: "RangedQuantizer", x: Tensor) -> None:
-        """Set the range to that of x alone."""
+        """Set the range to x's alone."""
         raise NotImplementedError
 
     def follow_and_quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
-        """Set the range to that of x alone, and return x quantized with it."""
+        """Set the range to x's alone, and return x quantized with it."""
         self.follow(quantizer, x)
         return quantizer.quantize(x)
 

@@ -1,4 +1,4 @@
-"""Trained ranges: PACT, a trained minimum and maximum, and DSQ, whose gradient is that of a soft staircase."""
+"""Trained ranges: PACT, a trained minimum and maximum, and DSQ, which has the gradient of a soft staircase."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NoReturn
@@ -123,11 +123,11 @@ class LearnedRange(Clipped):
 
 
 class DSQ(Clipped):
-    """The gradient is that of a soft staircase, whose steepness is trained with the range (DSQ, arXiv 1908.05033).
+    """The gradient belongs to a soft staircase, whose steepness is trained with the range (DSQ, arXiv 1908.05033).
 
     Between two codes, at f in [0, 1] of the step, the soft staircase is (tanh(k (f - 1/2)) / (1 - alpha) + 1) / 2 with
-    k = log(2 / alpha - 1): the smaller alpha, the nearer to the hard one. Forward values are those of the hard staircase. The
-    gradients of the bounds are those of the elements beyond them. Alpha starts at the option `alpha`, and stays within
+    k = log(2 / alpha - 1): the smaller alpha, the nearer to the hard one. Forward values are the hard staircase's. The
+    bounds take the gradients of the elements beyond them. Alpha starts at the option `alpha`, and stays within
     [0.001, 0.5].
     """
 
@@ -143,7 +143,7 @@ class DSQ(Clipped):
             )
 
     def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
-        """Return those of the bounds, and alpha."""
+        """Return the bounds, and alpha."""
         return {**super().parameters(spec), "_alpha": float(self.options(spec)["alpha"])}
 
     def steepness(self, quantizer: "RangedQuantizer") -> Tensor:

@@ -19,7 +19,7 @@ class DoReFa(Shaped):
     """DoReFa (arXiv 1606.06160). Nothing is learned or observed.
 
     A weight (a signed spec) is r = tanh(w) / max|tanh(w)| on the 2^bits values from -1 to 1 with equal distances, where zero
-    is none: y = 2 round(N (r + 1) / 2) / N - 1, N = 2^bits - 1. The maximum is that of the tensor, or of the channel or block
+    is none: y = 2 round(N (r + 1) / 2) / N - 1, N = 2^bits - 1. The maximum is taken of the tensor, or of the channel or block
     that shares a scale. Deployed, these values are the odd codes of bits + 1 bits with the step 1 / N. An activation (an
     unsigned spec) is clamped to [0, 1] and rounded to steps of 1 / N.
     """

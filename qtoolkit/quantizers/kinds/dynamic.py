@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Dynamic(QuantizerKind):
-    """The scale of each token (all features at one place: the last dimension), or of each block, is that of its own range.
+    """The scale of each token (all features at one place: the last dimension), or of each block, comes from its own range.
 
     Nothing is calibrated. The gradient of x passes straight through, with the scales as constants.
     """

@@ -29,7 +29,7 @@ class FromStart(QuantizerKind):
     (start / base)^2):
 
     - for a weight, the start in units of the weight that is trained, without the batch norm's factor;
-    - for an activation, the start in units in which the activation's scale is `lsq_start(ACTIVATION_MEAN, qmax)`, that of
+    - for an activation, the start in units in which the activation's scale is `lsq_start(ACTIVATION_MEAN, qmax)`, as for
       a standard normal behind a ReLU.
     """
 
@@ -64,7 +64,7 @@ class FromStart(QuantizerKind):
         return getattr(quantizer, ratios[0]).detach().abs() if len(ratios) == 1 else None
 
     def kept_rate(self, quantizer: "RangedQuantizer", before: Tensor) -> Tensor:
-        """Return the rate of a weight whose start was `before`: by default the same, that of the batch norm's factor."""
+        """Return the rate of a weight whose start was `before`: by default as it is, with the batch norm's factor."""
         rate: Tensor = quantizer._rate
         return rate
 

@@ -82,14 +82,14 @@ class LSQPlus(LSQ):
 
     The zero point, -beta / s, is rounded, since deployed grids have integers there, and stays within the codes. Both start
     at the least squared error, as in the paper, or from the range of another observer than "minmax".
-    The parameter of the offset is its ratio to the scale at the start, and is trained like that of the scale.
+    The parameter of the offset is its ratio to the scale at the start, and is trained like the scale's ratio.
     """
 
     label = "lsq+"
     NEEDS = (*LSQ.NEEDS, Need("symmetric", False, _refuse_symmetric))
 
     def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
-        """Return that of LSQ, and the ratio of the offset to the scale at the start."""
+        """Return LSQ's parameter, and the ratio of the offset to the scale at the start."""
         return {**super().parameters(spec), "_relative_offset": 0.0}
 
     def set_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 LN2 = math.log(2)
 LEAST, MOST = -100, 127  # of the logarithm of a threshold: its scale is a normal float32
-SAME = 1e-5  # logarithms this near to a whole number are those of a power of two, up to the rounding of a scale
+SAME = 1e-5  # logarithms this near to a whole number belong to a power of two, up to the rounding of a scale
 
 
 class TQT(QuantizerKind):
     """The logarithm of the threshold t is trained, and the scale is a power of two (TQT, arXiv 1903.08066).
 
     s = 2^ceil(log2 t) / 2^(bits-1), or / 2^bits for unsigned codes. The gradient passes straight through the ceiling:
-    ds / dlog2 t = s ln 2. The threshold starts at the largest magnitude of the observed range, which is that of the
-    least squared error by default. The paper trains it with Adam.
+    ds / dlog2 t = s ln 2. The threshold starts at the largest magnitude of the observed range, by default the
+    range of the least squared error. The paper trains it with Adam.
     """
 
     POWERS = True

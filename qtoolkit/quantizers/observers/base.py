@@ -22,7 +22,7 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
         OPTIONS: The options that `QuantSpec.observer_args` may hold, with their defaults.
         NEEDS: The values of fields of a spec that it needs, in a rule of a QConfigMapping against the backend's.
         ADDED_UP: The attributes that hold sums over all inputs. They serve calibration alone and are no buffers: state dicts do
-            not hold them, and DistributedDataParallel does not replace them by those of rank 0.
+            not hold them, and DistributedDataParallel does not replace them by rank 0's.
 
     Example:
         >>> from qtoolkit.quantizers.table import OBSERVERS
@@ -61,7 +61,7 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
         raise NotImplementedError
 
     def observed(self) -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest values observed, of each range; by default those of `range`."""
+        """Return the lowest and highest values observed, of each range; by default `range`'s."""
         return self.range()
 
     def share_outside(self, lo: Tensor, hi: Tensor) -> float | None:
@@ -96,7 +96,7 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
     ) -> None:
         """Load what a state dict has of the observer.
 
-        What was observed is not needed to quantize: entries of another observer are dropped, and those of this one may lack in
+        What was observed is not needed to quantize: entries of another observer are dropped, and this one's may lack in
         the state dict of its quantizer.
         """
         own = {f"{prefix}{name}" for name, _ in self.named_buffers(recurse=False)}

@@ -17,7 +17,7 @@ class ClipStdObserver(EndsObserver):
 
     Values further out are clipped. `std` is the population's standard deviation. Batches and processes add up as by Chan,
     Golub and LeVeque (1979), in float64. What the mean needs is not part of the state dict; after loading one, the range is
-    that of all inputs.
+    of all inputs.
 
     Example:
         >>> observer = ClipStdObserver(qt.QuantSpec(observer="clip_std", observer_args={"deviations": 2}))

@@ -1,4 +1,4 @@
-"""Observers that choose a range from a histogram by a method: that of all inputs, or a moving average of each input's."""
+"""Observers that choose a range from a histogram by a method: of all inputs, or a moving average of each input's range."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

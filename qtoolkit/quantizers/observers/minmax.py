@@ -95,7 +95,7 @@ class RangeObserver(EndsObserver):
     """
 
     def follow(self, x: Tensor) -> None:
-        """Set the range to that of x alone; NaN and infinities propagate."""
+        """Set the range to x's alone; NaN and infinities propagate."""
         ops.observe_minmax_(x.detach(), self.lo, self.hi, 1.0, self.axis, self.group, self.block_size)
 
     def average(self, x: Tensor, momentum: float) -> None:

@@ -41,7 +41,7 @@ class Pow2Observer(_PowersOfTwo, HistogramObserver):
     """The power of two with the least squared error on the values of all inputs, as the scale.
 
     The search starts with the smallest power of two that clips nothing, which `QuantSpec.pow2_scale` takes with the observer
-    "minmax", and goes down, so that few large values may be clipped. The error is that of a histogram, whose counts do not
+    "minmax", and goes down, so that few large values may be clipped. The error is computed on a histogram, whose counts do not
     depend on batches and processes.
 
     Example:
@@ -65,8 +65,8 @@ class Pow2Observer(_PowersOfTwo, HistogramObserver):
 class Pow2ModeObserver(_PowersOfTwo, EndsObserver):
     """The power of two that is the best scale of the most inputs; the larger one of two that are equally frequent.
 
-    The best scale of an input is that of `Pow2Observer`. A few unusual inputs, however large, do not change the range. Each
-    input has one vote; the votes of processes add up. They are not part of the state dict; after loading one, the range is that
+    The best scale of an input is found as by `Pow2Observer`. A few unusual inputs, however large, do not change the range. Each
+    input has one vote; the votes of processes add up. They are not part of the state dict; after loading one, the range is
     of all inputs.
 
     Example:

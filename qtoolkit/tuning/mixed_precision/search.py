@@ -327,7 +327,7 @@ class MixedPrecision:
                 f"MixedPrecision: the weights of {some(computed)} are computed from others (pruned or "
                 f"parametrized), so these layers have no choices, and no part in the costs; make the weights plain with "
                 f"torch.nn.utils first.",
-                stacklevel=3,
+                stacklevel=3,  # the caller of MixedPrecision
             )
 
     def _check_costs(self, names: Iterable[str]) -> None:

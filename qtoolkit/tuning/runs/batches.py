@@ -42,7 +42,7 @@ class Batches:
                 f"{what}: this process tunes its model by its own batches, and merges nothing with the other {ranks() - 1} of "
                 f"its group, so that their models may differ; give all processes the same batches, or tune in one process and "
                 f"load its state dict in the others.",
-                stacklevel=3,
+                stacklevel=3,  # the caller of the tuning method
             )
         self.batches = list(batches) if isinstance(batches, Iterator) else batches
         self.forward, self.what, self._call = forward, what, forward or Caller(what)

@@ -542,10 +542,10 @@ def test_layers_take_the_codes_of_ops_before_them(monkeypatch) -> None:
     prepared.get_submodule("blocks.0.conv1").register_forward_pre_hook(lambda m, args: None)
     prepared(X.float())
     sources = [prepared.get_submodule(f"blocks.{name}").source for name in ("0.conv1", "0.conv2", "1.conv1")]
-    found = {id(source): (y, known) for source, y, known in taken}
+    found = {id(source): (y, codes) for source, y, codes in taken}
     for source in sources:
-        y, known = found[id(source)]
-        assert torch.equal(qt.ops.dequantize(known.codes, known.scale, known.zero_point), y)
+        y, codes = found[id(source)]
+        assert torch.equal(qt.ops.dequantize(codes.codes, codes.scale, codes.zero_point), y)
 
 
 def test_a_residual_is_kept_as_its_codes(calls: list[dict]) -> None:

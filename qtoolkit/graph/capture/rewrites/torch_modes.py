@@ -27,6 +27,7 @@ class TorchModes:
 
     def patches(self) -> list[Patch]:
         """Return the functions of torch that enter modes, each with one that watches it."""
+        # Private: all of torch's contexts and decorators of grad modes call it, and no public function is on all their ways.
         set_grad_enabled = torch._C._set_grad_enabled
 
         def enter_autocast(autocast: object) -> object:

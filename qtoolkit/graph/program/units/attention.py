@@ -26,7 +26,7 @@ class AttentionUnit:
         self.parts: PartUnits | None = None
 
     def run(self, module: Any, input_codes: InputCodes, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; `input_codes` are those of its query, key and value."""
+        """Call the module; `input_codes` are its query's, key's and value's."""
         if torch.compiler.is_compiling() or not _keeps_codes(module):
             return called_with(module, input_codes, *args, **kwargs)
         if self.parts is None or self.parts.attention is not module:
@@ -51,7 +51,7 @@ class PartUnits(Parts):
         return self.functions[name].run(x)
 
     def projected(self, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
-        """Return a projection of x; `input_codes` are those of x."""
+        """Return a projection of x, which has these codes."""
         if projection.name not in self.projections:
             self.projections[projection.name] = ProjectionUnit(self.attention)
         return self.projections[projection.name].project(projection, x, input_codes)
@@ -68,7 +68,7 @@ class ProjectionUnit(LayerUnit):
         super().__init__(attention, "", None, False)
 
     def project(self, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
-        """Return the projection of x; `input_codes` are those of x."""
+        """Return the projection of x, which has these codes."""
         self.modules = projection, None
         try:
             return self.run(x, input_codes)[0]

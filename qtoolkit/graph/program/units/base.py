@@ -20,11 +20,16 @@ from qtoolkit.quantizers.codes import TensorCodes, codes_of, codes_on
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
+# Hooks of a call: an op that computes the module would not run them.
 WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-CHANGING = ("warned", "last_read_input")  # in training
+# What a quantizer notes in a training forward. A snapshot that compared it would not hold after such a step.
+CHANGING = ("warned", "last_read_input")
+# All other hooks are ignored too, as of state dicts, by the names that this version of torch gives a module.
 IGNORED = frozenset({*CHANGING, *(name for name in vars(nn.Module()) if "hooks" in name and name not in WATCHING)})
 """Attributes on which it does not depend what a unit is."""
 
+# Each size of an input makes a plan, which lives as long as the snapshot holds: images or texts of any size would fill the
+# memory. Past this many all are dropped, since the plans for the sizes that still come are soon made again.
 MOST_PLANS = 64
 """Of one unit, for inputs of different sizes."""
 
@@ -181,7 +186,7 @@ class CachedFusedOp(Generic[P]):
         `grid` are the codes, empty where it has none, their scale, and their zero point if they have one.
         """
         quantizer = self.modules[-1]
-        if quantizer is not plan.quantizer:
+        if quantizer is not plan.quantizer:  # the op does not compute it
             return quantized_by(quantizer, y)
         if quantizer is None or not quantizer.capability.codes:
             return y, None
@@ -324,7 +329,7 @@ def grid_of_weight(layer: Any) -> Fields | None:
 
 
 def _followed(layer: Any) -> Fields | None:
-    """Return the range that the op sets to that of a weight, and the grid with it; None where the quantizer sets it."""
+    """Return the range that the op sets to a weight's, and the grid with it; None where the quantizer sets it."""
     quantizer, bn = layer.weight_quantizer, layer.batch_norm
     spec, observer, scale = quantizer.spec, quantizer.observer, quantizer._scale
     along_outputs = spec.axis is not None and spec.axis % layer.weight.dim() == 0 == layer.OUTPUT_AXIS

@@ -40,7 +40,7 @@ class NormPlan(LayerPlan):
     """The same, with what follows the layer."""
 
     last: bool  # whether the layer's output is in channels_last
-    of_step: bool  # whether the factor is that of a step of the training
+    of_step: bool  # whether one factor holds for a step of the training
 
 
 class BatchNormUnit(CachedFusedOp[NormPlan]):
@@ -65,7 +65,7 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         residual: Tensor | None = None,
         residual_codes: TensorCodes | None = None,
     ) -> Result:
-        """Return the unit's output, with its codes; `input_codes` and `residual_codes` are those of x and of the residual."""
+        """Return the unit's output, with its codes; `input_codes` and `residual_codes` are x's and the residual's."""
         if torch.compiler.is_compiling():
             return self._one_by_one(self.modules_now(), x, input_codes, residual, residual_codes)
         self.refresh_if_modules_changed()

@@ -119,7 +119,7 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         return FunctionPlan(quantizer, output, fields, function[0])
 
     def compute(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Result | None:
-        """Compute the unit by the op: that of a PReLU is another one, which takes the scale."""
+        """Compute the unit by the op; a PReLU has another one, which takes the scale."""
         if plan.function != PRELU:
             return super().compute(plan, x, *others)
         module, quantizer = self.modules

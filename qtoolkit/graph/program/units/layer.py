@@ -43,7 +43,7 @@ class LayerUnit(CachedFusedOp[LayerPlan]):
         self.with_codes = with_codes
 
     def run(self, x: Tensor, input_codes: TensorCodes | None = None) -> Result:
-        """Return the unit's output, with its codes; `input_codes` are those of x."""
+        """Return the unit's output, with its codes; `input_codes` are x's."""
         if torch.compiler.is_compiling():
             return self.one_by_one(x, input_codes, *self.modules_now())
         self.refresh_if_modules_changed()
