@@ -1,7 +1,6 @@
 """Quantizers of tensors, their observers, their frozen form, and switches for all quantizers of a model."""
 
 from qtoolkit.public import publish
-from qtoolkit.quantizers.first_steps import Watched  # pickles of quantizers name it
 from qtoolkit.quantizers.frozen import ShapedActivation
 from qtoolkit.quantizers.kinds.apot import Levels
 from qtoolkit.quantizers.kinds.dorefa import OddCodes
@@ -35,4 +34,4 @@ __all__ = [
     "RangeObserver",
     "ShapedActivation",
 ]
-publish(__name__, Watched, *(globals()[name] for name in __all__))
+publish(__name__, *(globals()[name] for name in __all__))
