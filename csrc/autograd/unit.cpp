@@ -40,12 +40,16 @@ struct UnitNode : torch::autograd::Function<UnitNode<U>> {
     for (const IValue& result : call.stack->back().toListRef()) {
       saved.push_back(result.isTensor() ? result.toTensor() : Tensor());
     }
-    const auto unit = c10::make_intrusive<U>(call.unit);
-    unit->tensors([](const char*, auto& t, Role) { put(t, Tensor()); });
-    unit->note(call.unit, y);
+    U unit = call.unit;
+    unit.note(call.unit, y);
+    std::vector<IValue> numbers;
+    const auto keep = [&](const char*, const auto& field) { numbers.push_back(fields::written(field)); };
+    unit.numbers(keep);
+    unit.backward_numbers(keep);
     ctx->set_materialize_grads(false);
     ctx->save_for_backward(saved);
-    ctx->saved_data["unit"] = unit;
+    // As one tuple: compiled autograd takes no objects.
+    ctx->saved_data["numbers"] = c10::ivalue::Tuple::create(std::move(numbers));
     ctx->saved_data["places"] = call.places;
     ctx->saved_data["x_format"] = call.unit.first().suggest_memory_format();
     return y;
@@ -57,7 +61,12 @@ struct UnitNode : torch::autograd::Function<UnitNode<U>> {
     const std::vector<int64_t> places = ctx->saved_data["places"].toIntVector();
     variable_list result(places.size() + 1);
     if (!grads[0].defined()) return result;
-    const auto unit = c10::make_intrusive<U>(*ctx->saved_data["unit"].toCustomClass<U>());
+    const auto unit = c10::make_intrusive<U>();
+    const auto numbers = ctx->saved_data["numbers"].toTuple();
+    auto number = numbers->elements().begin();
+    const auto read = [&](const char* name, auto& field) { fields::read({U::kClass, name}, *number++, field); };
+    unit->numbers(read);
+    unit->backward_numbers(read);
     const variable_list saved = ctx->get_saved_variables();
     auto next = saved.begin();
     const auto restore = [&](const char*, auto& t, Role) { put(t, *next++); };
@@ -68,10 +77,10 @@ struct UnitNode : torch::autograd::Function<UnitNode<U>> {
     Stack stack = {unit, grads[0], wanted};
     op.callBoxed(&stack);
     const c10::List<Tensor> found = stack[0].toTensorList();
-    std::vector<size_t> number(wanted.size());  // of each gradient among those that were found
-    for (size_t i = 1; i < wanted.size(); ++i) number[i] = number[i - 1] + wanted[i - 1];
+    std::vector<size_t> place(wanted.size());  // of each gradient among those that were found
+    for (size_t i = 1; i < wanted.size(); ++i) place[i] = place[i - 1] + wanted[i - 1];
     for (size_t i = 0; i < places.size(); ++i) {
-      if (wanted[places[i]]) result[i] = found.get(number[places[i]]);
+      if (wanted[places[i]]) result[i] = found.get(place[places[i]]);
     }
     // The ops before are fastest, and fewer, with gradients in the format of their results.
     if (wanted[0]) result[0] = result[0].contiguous(ctx->saved_data["x_format"].toMemoryFormat());

@@ -137,6 +137,24 @@ void read(const Place& place, const c10::IValue& value, std::optional<T>& field)
   field = std::move(given);
 }
 
+// What `read` takes again. Lists are tuples, and types ints: compiled autograd hashes what a node keeps.
+template <class T>
+c10::IValue written(const T& field) {
+  return field;
+}
+
+inline c10::IValue written(const at::ScalarType& field) { return static_cast<int64_t>(field); }
+
+template <class T>
+c10::IValue written(const std::vector<T>& field) {
+  return c10::ivalue::Tuple::create(std::vector<c10::IValue>(field.begin(), field.end()));
+}
+
+template <class T>
+c10::IValue written(const std::optional<T>& field) {
+  return field.has_value() ? written(*field) : c10::IValue();
+}
+
 }  // namespace fields
 
 // Fills the fields that a unit lists. Each name must be there, until `may_be_absent` is set.

@@ -109,6 +109,9 @@ void unit_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
   }
   const UnitParts parts = {"unit_backward", &norm, &layer, &u.weight, &output.trained};
   check_parts(parts, layer.scale.sym_numel());
+  if (norm.is_frozen()) {
+    check_per_output("unit_backward", "bias", bias, output_channels(layer.weight, layer.geometry), layer.weight);
+  }
   const WithoutAutocast guard;
   const bool of_gamma = wanted[G::gamma] && norm.gamma.has_value();
   const bool of_bias = norm.is_frozen() && (of_gamma || wanted[G::beta] || wanted[G::bias]);

@@ -188,6 +188,7 @@ void check_parts(const UnitParts& p, const c10::SymInt& scales) {
 }
 
 Scales make_scales(const UnitParts& p, const Followed& followed, const GivenBias& bias) {
+  TORCH_CHECK_VALUE(p.weight == nullptr || p.weight->start.has_value(), p.op, ": start must be given, got None.");
   check_parts(p, p.weight == nullptr ? c10::SymInt(0) : p.weight->start->sym_numel());
   if (bias.on_grid) check_one(p.op, "x_scale", p.layer->x_scale, p.layer->weight);
   const Small s = small_of(p);

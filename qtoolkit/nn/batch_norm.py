@@ -391,7 +391,7 @@ def step_variance(layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
         takes = layer.takes_factor and not is_recorded_for_onnx()
         return rescale_to_bn_factor(layer, bn, variance) if takes else variance
     if is_recomputing():
-        return held
+        return held.clone()  # a graph that is retained may outlive the step
     of_step = held, bn._taken, CLOCK.on(held.device)
     if layer.takes_factor:
         return rescale_to_bn_factor(layer, bn, bn.running_var, of_step=of_step)

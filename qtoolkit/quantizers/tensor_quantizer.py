@@ -169,9 +169,8 @@ class TensorQuantizer(RangedQuantizer):
         if watched is None:
             return
         steps = watched.steps + 1
-        if (
-            count is not None and steps >= FOLLOWED_STEPS and steps % (FOLLOWED_STEPS // 4) == 0
-        ):  # each waits for the device
+        # Not after each step: a look at the count waits for the device.
+        if count is not None and steps >= FOLLOWED_STEPS and steps % (FOLLOWED_STEPS // 4) == 0:
             followed = int(count[1])
             if followed == FOLLOWED_STEPS and self.follows_data:
                 self.kind.take_observed(self)

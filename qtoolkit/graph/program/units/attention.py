@@ -88,6 +88,8 @@ class ProjectionUnit(LayerUnit):
         grid = None if plan is None or rows is None else grid_of_weight(rows[0].whole)
         if plan is not None and grid is not None:
             plan.fields.update(grid)  # the gradient factor of all rows
+        for kept in () if plan is None else (plan.fields, plan.layer.others):
+            kept.update(weight=None, bias=None)  # parts of a parameter, made anew in each step
         return plan
 
     def one_by_one(self, x: Tensor, input_codes: TensorCodes | None, layer: Any, quantizer: Any) -> Result:

@@ -7,6 +7,7 @@ decision holds, and where one op may not compute the unit, its ops are called on
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, ClassVar, Generic, TypeVar
 from weakref import ref
 
@@ -27,6 +28,9 @@ CHANGING = ("warned", "last_read_input")
 # All other hooks are ignored too, as of state dicts, by the names that this version of torch gives a module.
 IGNORED = frozenset({*CHANGING, *(name for name in vars(nn.Module()) if "hooks" in name and name not in WATCHING)})
 """Attributes on which it does not depend what a unit is."""
+
+OF_STEPS = frozenset({"watched", "count_of_steps"})
+"""Attributes of quantizers that the step of an optimizer changes (see `TensorQuantizer.end_step`)."""
 
 # Each size of an input makes a plan, which lives as long as the snapshot holds: images or texts of any size would fill the
 # memory. Past this many all are dropped, since the plans for the sizes that still come are soon made again.
@@ -99,6 +103,7 @@ class CachedFusedOp(Generic[P]):
     def __init__(self, root: nn.Module, names: Sequence[str | None]) -> None:
         self.root, self.names = ref(root), tuple(names)
         self.snapshot: Snapshot | None = None
+        self.outside_steps: Snapshot | None = None  # the same without what the step of an optimizer changes
         self.modules: tuple[Any, ...] = ()  # the modules, as they were when it was last decided
         # the plans for kinds of inputs; None where one op may not compute the unit
         self.plans: dict[Hashable, P | None] = {}
@@ -106,12 +111,15 @@ class CachedFusedOp(Generic[P]):
 
     def refresh_if_modules_changed(self) -> None:
         """Take the modules as they are now, if that may be other ones than before."""
-        # A recomputation of gradient checkpointing does what the forward before it did.
-        if self.snapshot is not None and (self.snapshot.holds() or is_recomputing()):
+        if self.snapshot is not None and self.snapshot.holds():
+            return
+        # A recomputation of gradient checkpointing does what the forward before it did, whatever has stepped in between.
+        if self.outside_steps is not None and is_recomputing() and self.outside_steps.holds():
             return
         self.modules = self.modules_now()
         names = [name for name in self.names if name is not None]
         self.snapshot, self.plans, self.last = snapshot_of(self.model(), names), {}, None
+        self.outside_steps = snapshot_of(self.model(), names, IGNORED | OF_STEPS)
 
     def model(self) -> nn.Module:
         """Return the model."""
@@ -196,15 +204,24 @@ class CachedFusedOp(Generic[P]):
 
 def made(kind: Any, fields: Fields, varying: list[str]) -> Any:
     """Return a unit of the library, to be called with the tensors of these names."""
-    return kind(fields, varying)
+    return kind({name: _of_python(value) for name, value in fields.items()}, varying)
 
 
-def snapshot_of(root: nn.Module, names: Sequence[str]) -> Snapshot:
+def _of_python(value: Any) -> Any:
+    """Return a value with numbers of Python in place of numpy's, which modules may have and torch's objects do not take."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_of_python, value))
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool | int | float) else value
+
+
+def snapshot_of(root: nn.Module, names: Sequence[str], ignored: frozenset[str] = IGNORED) -> Snapshot:
     """Return the attributes of submodules now, and of the quantizers on which it depends how they compute."""
     modules = [root.get_submodule(name) for name in names]
     seen = [*modules, *(each for m in modules if isinstance(m, on_codes.TakesCodes) for each in m.computes_by())]
     holders = [root.get_submodule(parent)._modules for parent in {p for name in names for p in names_around(name)}]
-    return Snapshot((*seen, *holders), IGNORED)
+    return Snapshot((*seen, *holders), ignored)
 
 
 def names_around(name: str) -> list[str]:

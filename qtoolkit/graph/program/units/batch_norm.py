@@ -160,5 +160,5 @@ def _statistics(bn: Any) -> Fields:
         "running_mean": None if folded else bn.running_mean,
         "running_var": None if folded else bn.running_var,
         "batches": None if folded else bn.num_batches_tracked,
-        "momentum": 0.0 if folded else bn.momentum,
+        "momentum": 0.0 if folded else float(bn.momentum),
     }
