@@ -105,7 +105,9 @@ static Tensor batch_norm_rescale_(const optional<Tensor>& start, const optional<
   u.scales = start->numel();
   u.channels = variance.numel();
   u.eps = eps;
+  const Tensor present = as_type(variance, start->scalar_type()).contiguous();
   u.variance = of_start.const_data_ptr();
+  u.present = present.const_data_ptr();
   u.gamma = factor.defined() ? factor.const_data_ptr() : nullptr;
   u.start = start->mutable_data_ptr();
   u.rate = rate.has_value() ? rate->mutable_data_ptr() : nullptr;

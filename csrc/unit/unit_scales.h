@@ -70,6 +70,7 @@ struct FactorChange {
   int64_t scales = 0, channels = 0;
   double eps = 0;
   const void *variance = nullptr, *gamma = nullptr;
+  const void* present = nullptr;  // the variance for which scales are that have taken no magnitude
   void *start = nullptr, *rate = nullptr, *known = nullptr;
 };
 
@@ -220,11 +221,22 @@ QT_FN A shared_magnitude(const FactorChange& u) {
 }
 
 template <class A>
+QT_FN A magnitude_of_scale(const FactorChange& u, int64_t i) {
+  return u.scales == u.channels ? factor_magnitude<A>(u, i) : shared_magnitude<A>(u);
+}
+
+template <class A>
 QT_FN void take_factor_at(const FactorChange& u, int64_t i) {
-  const A now = u.scales == u.channels ? factor_magnitude<A>(u, i) : shared_magnitude<A>(u);
+  const A now = magnitude_of_scale<A>(u, i);
   if (now != now) return;
   A& known = static_cast<A*>(u.known)[i];
-  const A ratio = known > 0 ? now / known : A(1);
+  A before = known;
+  if (!(before > 0)) {
+    FactorChange as_set = u;
+    as_set.variance = u.present;
+    before = magnitude_of_scale<A>(as_set, i);
+  }
+  const A ratio = before > 0 ? now / before : A(1);
   known = now;
   static_cast<A*>(u.start)[i] *= ratio;
   if (u.rate != nullptr) static_cast<A*>(u.rate)[i] *= ratio * ratio;

@@ -95,8 +95,8 @@ class LinkedBatchNorm(nn.Module):
 
     def hold_variance(self) -> None:
         """Make the buffers of a step of the training, where the statistics now are."""
-        CLOCK.begin()
         variance = self.running_var
+        CLOCK.begin(None if variance is None else variance.device)
         with torch.inference_mode(False):  # a training follows, whatever mode prepares
             held = None if variance is None else variance.detach().clone()
             taken = torch.tensor(NEVER, device=None if variance is None else variance.device)
@@ -105,7 +105,19 @@ class LinkedBatchNorm(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        CLOCK.begin()
+        CLOCK.begin(self._taken.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        CLOCK.begin(self._taken.device)
+        return self
+
+    def holds_like_running(self) -> bool:
+        """Return whether the variance of the step has the type and the device of the running one, which a user may replace."""
+        held, variance = self._variance_of_step, self.running_var
+        if held is None or variance is None:
+            return held is variance
+        return (held.dtype, held.device, held.shape) == (variance.dtype, variance.device, variance.shape)
 
     def begin_step(self) -> None:
         """Let the next forward in training begin a step, whatever the clock shows."""
@@ -139,7 +151,7 @@ class LinkedBatchNorm(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        if self._taken.is_meta:
+        if self._taken.is_meta or not self.holds_like_running():
             self.hold_variance()
         self.begin_step()
         if "frozen" in local_metadata and self.frozen != local_metadata["frozen"]:
@@ -385,6 +397,8 @@ def step_variance(layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
     checkpointing runs a forward once more in backward, and must then see what the first one saw. A step begins with the first
     forward after an optimizer of this process has taken one (see `qtoolkit.quantizers.step_clock`), or `train()` was called.
     """
+    if not torch.compiler.is_compiling() and not bn.holds_like_running():
+        bn.hold_variance()
     held = bn._variance_of_step
     if held is None or is_transformed() or torch.compiler.is_exporting():
         variance = running_variance(bn)

@@ -188,7 +188,8 @@ def batch_norm_rescale_(
 
     The weight is quantized times the factor gamma / sqrt(variance + eps), where a zero is 1. So scales in units of the weight
     change with its magnitude: `start` is multiplied by the present magnitude / the known one, and `rate` by the square of that.
-    The known one is then the present one. Where it was 0, or the variance is NaN, no scale changes. Magnitudes beyond
+    The known one is then the present one. Where it was 0, the scales are for the running variance; where the variance is NaN,
+    no scale changes. Magnitudes beyond
     [2^-30, 2^30] count as these bounds.
 
     With the last three arguments the factor takes a variance which holds for a step of the training: the running one

@@ -117,7 +117,9 @@ class Watcher:
         with torch.no_grad():
             self._say_what_is_wrong(watched)
             for quantizer in watched:
-                quantizer.end_step()
+                own = [*quantizer.parameters()]
+                if not own or any(p.grad is not None for p in own):  # else its training has not begun
+                    quantizer.end_step()
 
     def _say_what_is_wrong(self, watched: dict["TensorQuantizer", Watched]) -> None:
         looked = [(quantizer, entry) for quantizer, entry in watched.items() if entry.clipped is not None]

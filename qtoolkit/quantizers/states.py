@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qtoolkit.ops.recording import is_transformed
 from qtoolkit.quantizers.checks import check_type
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
 from qtoolkit.quantizers.recomputation import check_not_recomputing, check_not_transformed, is_recomputing
@@ -72,7 +73,8 @@ class FollowsData(Frozen):
         if quantizer.training and not is_recomputing():
             if quantizer.quantizing:
                 check_not_transformed(quantizer.name)
-            self.begin_step(quantizer)
+            if not is_transformed():  # a transform stores nothing
+                self.begin_step(quantizer)
             quantizer.kind.average(quantizer, x)
         return super().forward(quantizer, x, range_of)
 

@@ -39,8 +39,10 @@ class StepClock:
         self._clocks: dict[torch.device, Tensor] = {}
         self._begun = False
 
-    def begin(self) -> None:
-        """Count from now on. Modules call it when they are made or copied, as no compiler traces it."""
+    def begin(self, device: torch.device | None = None) -> None:
+        """Count from now on, on a device. Modules call it when they are made, copied or moved, as no compiler traces it."""
+        if device is not None and device.type != "meta":
+            self.on(device)
         if not self._begun:
             self._begun = True
             register_optimizer_step_post_hook(self._advance)
@@ -53,7 +55,9 @@ class StepClock:
         """
         clock = self._clocks.get(device)
         if clock is None:
-            clock = self._clocks[device] = self._new(device)
+            clock = self._new(device)
+            if type(clock) is Tensor:  # not the FakeTensor of an export
+                self._clocks[device] = clock
         return clock
 
     def _new(self, device: torch.device) -> Tensor:

@@ -135,7 +135,7 @@ class TensorQuantizer(RangedQuantizer):
 
         To set them begins or ends what happens in the first steps.
         """
-        if self.count_of_steps is not None:
+        if self.count_of_steps is not None and not self.count_of_steps.is_meta:
             return int(self.count_of_steps[1])
         return NEVER if self.watched is None else self.watched.steps
 
@@ -146,8 +146,8 @@ class TensorQuantizer(RangedQuantizer):
             return
         self.watched = Watched(steps)
         WATCHER.watch(self)
-        if steps < FOLLOWED_STEPS and not self.of_weight and self.kind.follows(self):
-            CLOCK.begin()
+        if steps < FOLLOWED_STEPS and self.following and not self.of_weight and self.kind.follows(self):
+            CLOCK.begin(self._scale.device)
             with torch.inference_mode(False):  # a training follows, whatever mode calibrates
                 self.count_of_steps = torch.tensor([NEVER, steps], device=self._scale.device)
 
@@ -168,6 +168,8 @@ class TensorQuantizer(RangedQuantizer):
         watched, count = self.watched, self.count_of_steps
         if watched is None:
             return
+        if count is not None and not self.following:  # the range was set
+            count = self.count_of_steps = None
         steps = watched.steps + 1
         # Not after each step: a look at the count waits for the device.
         if count is not None and steps >= FOLLOWED_STEPS and steps % (FOLLOWED_STEPS // 4) == 0:
@@ -222,8 +224,13 @@ class TensorQuantizer(RangedQuantizer):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        if self.count_of_steps is not None:
-            self.count_of_steps = fn(self.count_of_steps)
+        count = self.count_of_steps
+        if count is not None:
+            device = fn(count).device  # its values stay: `to_empty` and `type` are for what a state dict brings back
+            if count.is_meta and device.type != "meta":
+                count = torch.tensor([NEVER, NEVER if self.watched is None else self.watched.steps])
+            self.count_of_steps = count.to(device)
+            CLOCK.begin(device)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -235,7 +242,7 @@ class TensorQuantizer(RangedQuantizer):
         if self.watched is not None:
             WATCHER.watch(self)
         if self.count_of_steps is not None:
-            CLOCK.begin()
+            CLOCK.begin(self.count_of_steps.device)
 
     # ---- for ops and layers
 

@@ -610,6 +610,16 @@ def test_a_variance_is_held_until_the_clock_moves(scaled):
             torch.testing.assert_close(start, 0.1 * known / 0.5)
 
 
+def test_scales_that_were_set_within_a_step_are_for_the_running_variance():
+    """They take the factor of the held one by which the step quantizes, and come back with the next step."""
+    held, taken, clock = torch.tensor([4.0]), torch.tensor(7), torch.tensor(7)
+    start, known = torch.tensor([0.1]), torch.zeros(1)
+    for now, wanted in ((7, 0.1 * (0.25 / 4.0) ** 0.5), (8, 0.1)):
+        clock.fill_(now)
+        ops.batch_norm_rescale_(start, None, known, torch.tensor([0.25]), None, 0.0, held, taken, clock)
+        torch.testing.assert_close(start, torch.tensor([wanted]))
+
+
 def test_a_factor_that_vanishes_leaves_scales_that_come_back():
     start, rate, known = torch.tensor([0.1]), torch.tensor([1.0]), torch.tensor([1.0])
     for gamma in (1e-3, 1e-20, 1e-38, 0.0, -1e-38, 2.0):

@@ -491,7 +491,9 @@ def test_scales_that_take_a_factor(kernels, f64, rated, scales):
         given["rate"] = None
     wanted = {name: None if value is None else value.clone() for name, value in given.items()}
     kernels.take_factor_on_host(
-        ctypes.byref(filled(FactorChange, f64=f64, scales=scales, channels=300, eps=1e-5, **given))
+        ctypes.byref(
+            filled(FactorChange, f64=f64, scales=scales, channels=300, eps=1e-5, present=given["variance"], **given)
+        )
     )
     ops.batch_norm_rescale_(
         wanted["start"], wanted["rate"], wanted["known"], wanted["variance"], wanted["gamma"], eps=1e-5

@@ -1201,6 +1201,7 @@ def check_batch_norm_track_(
 def check_batch_norm_rescale_(
     drawn: Drawn, found: Results, start, rate, known, variance, gamma, eps, held, taken, clock
 ) -> None:
+    present = variance
     if held is not None and int(taken) == int(clock):
         variance = held
     assert_same(found[0], variance)
@@ -1210,13 +1211,17 @@ def check_batch_norm_rescale_(
     if start is None:
         return
     kind = start.dtype
-    factor = (variance.to(kind) + eps).rsqrt() * (1 if gamma is None else gamma.to(kind))
-    now = factor.masked_fill(factor == 0, 1).abs().clamp(2.0**-30, 2.0**30)
-    shared = start.numel() != now.numel()
-    if shared:  # of sums in other orders
-        now = now.double().square().mean().sqrt().to(kind).reshape(1)
-    unknown = now.isnan() | ~(known > 0)
-    ratio = torch.where(unknown, torch.ones_like(now), now / known)
+    shared = start.numel() != variance.numel()
+
+    def magnitude(variance: Tensor) -> Tensor:
+        factor = (variance.to(kind) + eps).rsqrt() * (1 if gamma is None else gamma.to(kind))
+        found = factor.masked_fill(factor == 0, 1).abs().clamp(2.0**-30, 2.0**30)
+        # of sums in other orders
+        return found.double().square().mean().sqrt().to(kind).reshape(1) if shared else found
+
+    now = magnitude(variance)
+    before = torch.where(known > 0, known, magnitude(present))
+    ratio = torch.where(now.isnan() | ~(before > 0), torch.ones_like(now), now / before)
     wanted = (start * ratio, None if rate is None else rate * (ratio * ratio), torch.where(now.isnan(), known, now))
     for name, want in zip(("start", "rate", "known"), wanted, strict=True):
         if want is not None and shared:

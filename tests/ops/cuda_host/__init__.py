@@ -119,7 +119,7 @@ class FactorChange(ctypes.Structure):
     _fields_ = (
         ("f64", ctypes.c_bool),
         *(("scales", ctypes.c_int64), ("channels", ctypes.c_int64), ("eps", ctypes.c_double)),
-        *((name, ctypes.c_void_p) for name in ("variance", "gamma", "start", "rate", "known")),
+        *((name, ctypes.c_void_p) for name in ("variance", "gamma", "present", "start", "rate", "known")),
     )
 
 
