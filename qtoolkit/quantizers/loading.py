@@ -33,10 +33,10 @@ def metadata_of(quantizer: "TensorQuantizer", state_dict: Mapping[str, Any], pre
 def materialize(quantizer: "TensorQuantizer", device: torch.device) -> None:
     """Leave the meta device, without a range: for a model that was made there and got only its float tensors."""
     quantizer.observer.put_sums_on(device)
-    if quantizer.scale.is_meta:
+    if quantizer._scale.is_meta:
         quantizer.steps = NEVER
         quantizer.to_empty(device=device)
-        empty = torch.full_like(quantizer.scale, torch.nan)
+        empty = torch.full_like(quantizer._scale, torch.nan)
         quantizer.write_grid(empty, torch.zeros_like(empty))
         quantizer.forget_factor()
         quantizer.observer.reset()
