@@ -172,7 +172,7 @@ def test_functions_have_the_mark_that_torch_sets() -> None:
 # ---- how large it is
 
 
-MOST_LINES, MOST_ANYS = 29_212, 473  # what it has come to; a change lowers them, or says why not
+MOST_LINES, MOST_ANYS = 29_209, 473  # what it has come to; a change lowers them, or says why not
 
 
 def code_lines(path: Path) -> int:

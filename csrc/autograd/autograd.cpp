@@ -225,10 +225,7 @@ void bump_versions(const c10::OperatorHandle& op, Stack* stack) {
     const auto* alias = arguments[i].alias_info();
     if (alias != nullptr && alias->isWrite() && value.isTensor()) written.push_back(value.toTensor());
   }
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    op.callBoxed(stack);
-  }
+  call_below(op, stack);
   for (const Tensor& t : written) torch::autograd::impl::bump_version(t);
 }
 

@@ -13,6 +13,12 @@
 
 namespace qtoolkit {
 
+// Calls an op below autograd, with its arguments on a stack, which then has its results.
+inline void call_below(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  op.callBoxed(stack);
+}
+
 // Whether autograd needs the gradient in t. All autograd kernels ask here, so that no op returns a zero derivative for
 // a mode of differentiation that it does not support.
 inline bool is_differentiated(std::string_view op, const at::Tensor& t) {

@@ -116,11 +116,6 @@ Tensor kept(const IValue& value, bool copied) {
 
 bool is_given(const IValue& value) { return value.isBool() ? value.toBool() : value.isTensor(); }
 
-void call_below(const c10::OperatorHandle& op, Stack* stack) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  op.callBoxed(stack);
-}
-
 // A call that is recorded. `edges` are the places in `differentiable` of the tensors that were given, `others` the
 // results behind the first one.
 struct Recorded {

@@ -32,10 +32,7 @@ struct UnitNode : torch::autograd::Function<UnitNode<U>> {
   static Tensor forward(AutogradContext* ctx, at::TensorList /*inputs*/, const RecordedUnit<U>& call) {
     variable_list saved;
     call.unit.tensors([&](const char*, auto& t, Role role) { saved.push_back(kept(tensor_in(t), role.keeps)); });
-    {
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      call.op.callBoxed(call.stack);
-    }
+    call_below(call.op, call.stack);
     const Tensor y = torch::jit::peek(*call.stack, 0, U::kResults).toTensor();
     for (const IValue& result : call.stack->back().toListRef()) {
       saved.push_back(result.isTensor() ? result.toTensor() : Tensor());
@@ -106,10 +103,7 @@ void recorded_unit(const c10::OperatorHandle& op, Stack* stack) {
     inputs.push_back(t);
     call.places.push_back(static_cast<int64_t>(role.gradient));
   });
-  if (!any) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return op.callBoxed(stack);
-  }
+  if (!any) return call_below(op, stack);
   const Tensor y = UnitNode<U>::apply(at::TensorList(inputs), call);
   torch::jit::peek(*stack, 0, U::kResults) = y;
 }

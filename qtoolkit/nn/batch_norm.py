@@ -97,7 +97,7 @@ class LinkedBatchNorm(nn.Module):
         """Make the buffers of a step of the training, where the statistics now are."""
         variance = self.running_var
         CLOCK.begin(None if variance is None else variance.device)
-        with torch.inference_mode(False):  # a training follows, whatever mode prepares
+        with torch.inference_mode(False):  # a training changes them, which it may not do to tensors of inference mode
             held = None if variance is None else variance.detach().clone()
             taken = torch.tensor(NEVER, device=None if variance is None else variance.device)
         self.register_buffer("_variance_of_step", held, persistent=False)
@@ -120,7 +120,7 @@ class LinkedBatchNorm(nn.Module):
         return (held.dtype, held.device, held.shape) == (variance.dtype, variance.device, variance.shape)
 
     def begin_step(self) -> None:
-        """Let the next forward in training begin a step, whatever the clock shows."""
+        """Let the next forward in training begin a step, even if no optimizer takes one before."""
         self._taken.fill_(NEVER)
 
     def train(self, mode: bool = True) -> Self:
@@ -151,7 +151,7 @@ class LinkedBatchNorm(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        if self._taken.is_meta or not self.holds_like_running():
+        if not self.holds_like_running():
             self.hold_variance()
         self.begin_step()
         if "frozen" in local_metadata and self.frozen != local_metadata["frozen"]:

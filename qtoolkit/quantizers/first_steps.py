@@ -110,16 +110,14 @@ class Watcher:
             return
         # A conversion in place gives a quantizer another class, and the end of its first steps takes the entry away.
         pairs = [(quantizer, getattr(quantizer, "watched", None)) for quantizer in tuple(self.quantizers)]
-        watched = {quantizer: entry for quantizer, entry in pairs if entry is not None}
-        for quantizer, _ in pairs:
-            if quantizer not in watched:
+        for quantizer, entry in pairs:
+            if entry is None:
                 self.quantizers.discard(quantizer)
+        stepped = {quantizer: entry for quantizer, entry in pairs if entry is not None and _is_trained(quantizer)}
         with torch.no_grad():
-            self._say_what_is_wrong(watched)
-            for quantizer in watched:
-                own = [*quantizer.parameters()]
-                if not own or any(p.grad is not None for p in own):  # else its training has not begun
-                    quantizer.end_step()
+            self._say_what_is_wrong(stepped)
+            for quantizer in stepped:
+                quantizer.end_step()
 
     def _say_what_is_wrong(self, watched: dict["TensorQuantizer", Watched]) -> None:
         looked = [(quantizer, entry) for quantizer, entry in watched.items() if entry.clipped is not None]
@@ -131,9 +129,13 @@ class Watcher:
                 _warn(quantizer, f"rounds its whole input to zero after {entry.steps + 1} steps of training", RANGES)
             elif much_clipped(quantizer, clipped):
                 _warn(quantizer, f"clips {clipped:.1%} of its input after {entry.steps + 1} steps of training", RANGES)
-        grown = (quantizer for quantizer, entry in watched.items() if entry.steps + 1 in GROWTH_AT)
-        # Copies, as an average of the weights, have no gradients.
-        warn_of_growth([quantizer for quantizer in grown if any(p.grad is not None for p in quantizer.parameters())])
+        warn_of_growth([quantizer for quantizer, entry in watched.items() if entry.steps + 1 in GROWTH_AT])
+
+
+def _is_trained(quantizer: "TensorQuantizer") -> bool:
+    """Return whether learned scales have gradients: not before their training begins, nor in a copy of an averaged model."""
+    own = [*quantizer.parameters()]
+    return not own or any(parameter.grad is not None for parameter in own)
 
 
 def _is_capturing() -> bool:

@@ -95,11 +95,6 @@ class FollowsData(Frozen):
         quantizer.write_grid(torch.where(takes, scale, before[0]), zero)
 
 
-FROZEN, LEARNED, CALIBRATING, FOLLOWS_WEIGHT, FOLLOWS_DATA = (
-    Frozen(),
-    Learned(),
-    Calibrating(),
-    FollowsWeight(),
-    FollowsData(),
-)
+FROZEN, LEARNED, CALIBRATING = Frozen(), Learned(), Calibrating()
+FOLLOWS_WEIGHT, FOLLOWS_DATA = FollowsWeight(), FollowsData()
 State = Frozen

@@ -148,7 +148,9 @@ class TensorQuantizer(RangedQuantizer):
         WATCHER.watch(self)
         if steps < FOLLOWED_STEPS and self.following and not self.of_weight and self.kind.follows(self):
             CLOCK.begin(self._scale.device)
-            with torch.inference_mode(False):  # a training follows, whatever mode calibrates
+            with torch.inference_mode(
+                False
+            ):  # a training changes it, which it may not do to a tensor of inference mode
                 self.count_of_steps = torch.tensor([NEVER, steps], device=self._scale.device)
 
     def begin_steps(self, following: bool) -> None:

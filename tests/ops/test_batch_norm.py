@@ -598,13 +598,13 @@ def test_a_variance_is_held_until_the_clock_moves(scaled):
     """The scales take the factor of what is held."""
     held, taken, clock = torch.tensor([4.0]), torch.tensor(7), torch.tensor(7)
     start, known = (torch.tensor([0.1]), torch.tensor([0.5])) if scaled else (None, None)
-    for now, wanted in ((7, 4.0), (8, 0.25), (8, 0.25)):
-        clock.fill_(now)
+    for shown, wanted in ((7, 4.0), (8, 0.25), (8, 0.25)):
+        clock.fill_(shown)
         variance = torch.tensor([0.25])
         found = ops.batch_norm_rescale_(start, None, known, variance, None, 0.0, held, taken, clock)
         assert found.tolist() == held.tolist() == [wanted]
         assert found.data_ptr() not in (held.data_ptr(), variance.data_ptr())
-        assert taken == now
+        assert taken == shown
         if scaled:
             assert known == wanted**-0.5
             torch.testing.assert_close(start, 0.1 * known / 0.5)
@@ -614,8 +614,8 @@ def test_scales_that_were_set_within_a_step_are_for_the_running_variance():
     """They take the factor of the held one by which the step quantizes, and come back with the next step."""
     held, taken, clock = torch.tensor([4.0]), torch.tensor(7), torch.tensor(7)
     start, known = torch.tensor([0.1]), torch.zeros(1)
-    for now, wanted in ((7, 0.1 * (0.25 / 4.0) ** 0.5), (8, 0.1)):
-        clock.fill_(now)
+    for shown, wanted in ((7, 0.1 * (0.25 / 4.0) ** 0.5), (8, 0.1)):
+        clock.fill_(shown)
         ops.batch_norm_rescale_(start, None, known, torch.tensor([0.25]), None, 0.0, held, taken, clock)
         torch.testing.assert_close(start, torch.tensor([wanted]))
 

@@ -113,7 +113,7 @@ class CachedFusedOp(Generic[P]):
         """Take the modules as they are now, if that may be other ones than before."""
         if self.snapshot is not None and self.snapshot.holds():
             return
-        # A recomputation of gradient checkpointing does what the forward before it did, whatever has stepped in between.
+        # Gradient checkpointing must compute again what the forward computed, also if an optimizer has stepped in between.
         if self.outside_steps is not None and is_recomputing() and self.outside_steps.holds():
             return
         self.modules = self.modules_now()
