@@ -202,7 +202,8 @@ def test_graphed_callables_train_as_the_model_does(quantizer: str, dtype: torch.
     rtol = 0.02 if dtype is None else 0.05
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=rtol, atol=1e-4)
     for (name, one), other in zip(model.named_buffers(), twin.buffers(), strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+        if not name.endswith("_taken"):  # the process's clock, which has moved on when the twin trains
+            torch.testing.assert_close(one, other, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_a_range_follows_the_data_in_a_captured_step() -> None:
