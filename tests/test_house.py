@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import qtoolkit
-from qtoolkit.ops import recording
+from qtoolkit import running
 
 HOME = Path(qtoolkit.__file__).parent
 FILES = {
@@ -84,7 +84,7 @@ def test_nothing_imports_an_integration() -> None:
 # From the lowest floor up: a module imports from its own floor and from those below it alone.
 FLOORS = (
     "_native", "errors", "instead", "extras", "files", "public", "shared_modules", "unregistered", "version",
-    "model_inputs", "model_state", "processes", "progress", "verdicts", "foreign",
+    "model_inputs", "model_state", "running", "processes", "progress", "verdicts", "foreign",
     "ops", "config", "quantizers", "finite", "op_kinds", "batches", "backends", "nn", "integer", "runtimes", "lint",
     "layer_rules",
     "graph", "eager", "report", "calibrate", "parameter_groups", "prepare", "convert", "quant_modules",
@@ -165,7 +165,7 @@ def test_an_import_leaves_optimizers_alone_and_imports_no_compiler(program: str,
 
 
 def test_functions_have_the_mark_that_torch_sets() -> None:
-    ours, of_torch = recording.constant_result(lambda: True), torch.compiler.assume_constant_result(lambda: True)
+    ours, of_torch = running.constant_result(lambda: True), torch.compiler.assume_constant_result(lambda: True)
     assert vars(ours) == vars(of_torch) != {}
 
 
