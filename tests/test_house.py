@@ -169,6 +169,28 @@ def test_functions_have_the_mark_that_torch_sets() -> None:
     assert vars(ours) == vars(of_torch) != {}
 
 
+# ---- what runs
+
+
+# Names by which torch says who takes the ops: public functions, and private names where there are none.
+QUESTIONS = {
+    "is_compiling", "is_exporting", "is_tracing", "is_in_onnx_export", "is_current_stream_capturing",
+    "_are_functorch_transforms_active", "_current_graph_task_id", "_current_level",
+}  # fmt: skip
+MOST_ASKS = 40  # entries of modules, ops and hooks that ask what runs; a change lowers it, or says why not
+
+
+def test_what_runs_is_asked_of_torch_in_one_file_and_passed_down() -> None:
+    ask_torch, asks = set(), 0
+    for module, path in FILES.items():
+        text = path.read_text()
+        ask_torch |= {module for name in QUESTIONS if re.search(rf"\W{name}\b", text)}
+        asks += len(re.findall(r"(?<!def )\brunning(?=\(\)|, name=)", text)) if module != "qtoolkit.running" else 0
+    print(f"{asks} times running()")
+    assert ask_torch == {"qtoolkit.running"}
+    assert asks <= MOST_ASKS
+
+
 # ---- how large it is
 
 

@@ -95,10 +95,8 @@ def fusion(
         return ALL_WATCHED
     if batch_norm is not None:
         return _with_batch_norm(run, layer, batch_norm, adds, activation, quantizer, in_training)
-    refusal, in_op = (
-        None if quantizer is None else _of_quantizer(run, quantizer),
-        cast("TensorQuantizer | None", quantizer),
-    )
+    refusal = None if quantizer is None else _of_quantizer(run, quantizer)
+    in_op = cast("TensorQuantizer | None", quantizer)
     if layer is not None:
         if not layer.training or layer.batch_norm is not None or not _is_plain(layer):
             return CALLED

@@ -19,6 +19,9 @@ from qtoolkit.running import Run
 
 _function_fake_quant = library.function_fake_quant.default
 
+Quantized = tuple[Tensor, TensorCodes | None]
+"""The output of a quantizer, and its codes, if it has some."""
+
 Function = tuple[str, tuple[int, ...], Tensor | None, Tensor | None, float]
 """The op's name of a function, and the arguments of a layer norm; the weight may be a PReLU's."""
 
@@ -87,12 +90,7 @@ def gives_codes(quantizer: Any) -> bool:
 
 
 def codes_by_op(
-    run: Run,
-    y: Tensor,
-    codes: Tensor | None,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    quantizer: TensorQuantizer | None,
+    run: Run, y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer | None
 ) -> TensorCodes | None:
     """Return the codes of an output on a grid of which an op was told; None without a quantizer that has codes."""
     if quantizer is None or not gives_codes(quantizer):
@@ -100,9 +98,7 @@ def codes_by_op(
     return codes_on(run, scale.detach().abs(), rounded(zero_point), quantizer, y, codes)
 
 
-def quantized_by(
-    run: Run, quantizer: nn.Module | None, x: Tensor, with_codes: bool = False
-) -> tuple[Tensor, TensorCodes | None]:
+def quantized_by(run: Run, quantizer: nn.Module | None, x: Tensor, with_codes: bool = False) -> Quantized:
     """Return the output of a quantizer that is called, and its codes, if it has some; x itself without one.
 
     Where its codes are wanted, compiled code has both from one op if that computes the quantizer: one read instead of two.
@@ -121,9 +117,7 @@ def quantized_by(
     return y, output_codes
 
 
-def quantized_for(
-    run: Run, arithmetic: TrainingArithmetic, quantizer: Quantizer | None, x: Tensor
-) -> tuple[Tensor, TensorCodes | None]:
+def quantized_for(run: Run, arithmetic: TrainingArithmetic, quantizer: Quantizer | None, x: Tensor) -> Quantized:
     """Return x quantized, or x itself without a quantizer, for a module that trains so, and its codes, if it has some.
 
     If the module keeps codes, one op gives both where it can.
@@ -135,7 +129,7 @@ def quantized_for(
 
 def quantized_in_op(
     run: Run, quantizer: nn.Module, x: Tensor, function: Function = NO_FUNCTION, with_codes: bool = True
-) -> tuple[Tensor, TensorCodes | None] | None:
+) -> Quantized | None:
     """Return a function of x quantized by one op, and its codes if it has some; None where only a call of the quantizer may."""
     trains = is_ordinary(run, x) and torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()
     if not trains or not may_be_in_op(quantizer, run):

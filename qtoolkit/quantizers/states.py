@@ -18,14 +18,14 @@ from qtoolkit.running import Run
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
+RangeOf = Callable[[], Tensor] | None
+
 
 class Frozen:
     """The range stays."""
 
-    def forward(
-        self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None
-    ) -> Tensor:
-        """Return x, quantized if `quantizing`. `range_of` is the argument of `TensorQuantizer.forward`."""
+    def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:
+        """Return x, quantized if `quantizing`. `run` is what runs; the others are arguments of `TensorQuantizer.forward`."""
         return quantizer.quantize(x) if quantizer.quantizing else x
 
 
@@ -36,9 +36,7 @@ class Learned(Frozen):
 class Calibrating(Frozen):
     """Each forward observes its input. With `quantizing`, the range is set from what was observed so far, and quantizes."""
 
-    def forward(
-        self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None
-    ) -> Tensor:
+    def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:
         check_not_recomputing(run, quantizer.name)
         check_not_transformed(run, quantizer.name)
         check_type(quantizer, x)
@@ -52,9 +50,7 @@ class Calibrating(Frozen):
 class FollowsWeight(Frozen):
     """Each forward that quantizes takes the range of the weight, as it then is."""
 
-    def forward(
-        self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None
-    ) -> Tensor:
+    def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:
         if not (quantizer.quantizing and quantizer.takes_range(run)):
             return super().forward(run, quantizer, x, range_of)
         check_not_transformed(run, quantizer.name)
@@ -73,9 +69,7 @@ class FollowsData(Frozen):
     scale of the forward, too, since it begins no step.
     """
 
-    def forward(
-        self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None
-    ) -> Tensor:
+    def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:
         # Not only with gradients: reentrant checkpointing computes the first forward without them.
         if quantizer.training and not run.recomputes:
             if quantizer.quantizing:

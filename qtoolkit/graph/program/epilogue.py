@@ -194,12 +194,13 @@ def _compute(
     return y, codes_by_op(run, y, codes, grid["scale"], grid["zero_point"], quantizer)
 
 
-def codes_added(
-    run: Run, residual: Tensor, codes: TensorCodes | None, channels_last: bool
-) -> tuple[Tensor | None, ...]:
-    """Return the codes of a residual, one a byte, with its scale and zero point; `codes` are those that it has."""
+def codes_added(run: Run, residual: Tensor, codes: TensorCodes | None, last: bool) -> tuple[Tensor | None, ...]:
+    """Return the codes of a residual, one a byte, with its scale and zero point; `codes` are those that it has.
+
+    `last` is whether those of an image are wanted in channels_last.
+    """
     wanted = codes is not None and not codes.packed and torch.is_grad_enabled()
-    found = codes_of(run, residual, None, channels_last, codes) if wanted else None
+    found = codes_of(run, residual, None, last, codes) if wanted else None
     return NO_CODES if found is None else (found.codes, found.scale, found.zero_point)
 
 

@@ -50,7 +50,7 @@ def _entered(code: Forward) -> Forward:
     """Return the forward of a block, which asks what runs."""
 
     @functools.wraps(code)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         return code(running(), self, *args, **kwargs)
 
     return forward

@@ -153,20 +153,18 @@ class UnitWriter(Writer):
 
     def _write_unit(
         self,
-        run: Callable[..., Any],
-        arguments: Iterable[Any],
+        run: Callable[..., object],
+        arguments: Iterable[object],
         name: str,
         last: fx.Node,
-        named: dict[str, Any] | None = None,
+        named: dict[str, object] | None = None,
     ) -> None:
         result = self._called(run, arguments, named, f"{name}_unit")
         self.written[last] = self._item(result, 0, last.name)
         if any(self._takers_of(last)):
             self.codes[last] = self._item(result, 1, f"{last.name}_codes")
 
-    def _called(
-        self, function: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any] | None, name: str
-    ) -> fx.Node:
+    def _called(self, function: Callable[..., object], args: Any, kwargs: Any, name: str) -> fx.Node:
         """Write a call that takes what runs before the arguments."""
         if self.run is None:
             self.run = self.graph.create_node("call_function", running, name="run")

@@ -76,18 +76,10 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         found = self.by_op(run, x, input_codes, residual, residual_codes) if may_be_one else None
         return self._one_by_one(run, self.modules, x, input_codes, residual, residual_codes) if found is None else found
 
-    def _one_by_one(
-        self,
-        run: Run,
-        modules: Any,
-        x: Tensor,
-        input_codes: Any,
-        residual: Tensor | None,
-        residual_codes: TensorCodes | None,
-    ) -> Result:
+    def _one_by_one(self, run: Run, modules: tuple[Any, ...], x: Tensor, codes: Any, *residual: object) -> Result:
         layer, bn, activation, quantizer = modules
-        value = layer_output(run, layer, bn, x, input_codes)
-        found: Result = self.one_by_one(run, value, residual, residual_codes, layer, bn, activation, quantizer)
+        value = layer_output(run, layer, bn, x, codes)
+        found: Result = self.one_by_one(run, value, *residual, layer, bn, activation, quantizer)
         return found
 
     def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
