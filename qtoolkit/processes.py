@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qtoolkit.errors import some
+from qtoolkit.running import running
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
     Inside a forward, and so in compiled code, fully_shard has gathered the parameters.
     """
-    return not torch.compiler.is_compiling() and hasattr(tensor, "to_local")
+    return hasattr(tensor, "to_local") and not running().compiled
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from qtoolkit.graph.program.units import BatchNormUnit, base
 from qtoolkit.graph.program.units.base import CachedFusedOp
 from qtoolkit.quantizers import codes
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.running import Run
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def recorded_norms(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return made(kind, fields, varying)
 
     monkeypatch.setattr(base, "made", recorded)
-    monkeypatch.setattr(CachedFusedOp, "_try_last_call", lambda self, plan, x, *others: None)  # binds at each call
+    monkeypatch.setattr(CachedFusedOp, "_try_last_call", lambda self, run, plan, x, *others: None)  # binds at each call
     return found
 
 
@@ -75,8 +76,8 @@ def codes_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Quantizer | None,
     found: list[tuple[Quantizer | None, Tensor, codes.TensorCodes]] = []
     tensor_codes_of = codes.tensor_codes_of
 
-    def recorded(y: Tensor, quantizer: Quantizer | None, kept: codes.TensorCodes | None = None) -> Any:
-        taken = tensor_codes_of(y, quantizer, kept)
+    def recorded(run: Run, y: Tensor, quantizer: Quantizer | None, kept: codes.TensorCodes | None = None) -> Any:
+        taken = tensor_codes_of(run, y, quantizer, kept)
         if taken is not None and taken is kept:
             found.append((quantizer, y, taken))
         return taken

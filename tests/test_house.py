@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import qtoolkit
-from qtoolkit.ops import recording
+from qtoolkit import running
 
 HOME = Path(qtoolkit.__file__).parent
 FILES = {
@@ -84,7 +84,7 @@ def test_nothing_imports_an_integration() -> None:
 # From the lowest floor up: a module imports from its own floor and from those below it alone.
 FLOORS = (
     "_native", "errors", "instead", "extras", "files", "public", "shared_modules", "unregistered", "version",
-    "model_inputs", "model_state", "processes", "progress", "verdicts", "foreign",
+    "model_inputs", "model_state", "running", "processes", "progress", "verdicts", "foreign",
     "ops", "config", "quantizers", "finite", "op_kinds", "batches", "backends", "nn", "integer", "runtimes", "lint",
     "layer_rules",
     "graph", "eager", "report", "calibrate", "parameter_groups", "prepare", "convert", "quant_modules",
@@ -165,8 +165,30 @@ def test_an_import_leaves_optimizers_alone_and_imports_no_compiler(program: str,
 
 
 def test_functions_have_the_mark_that_torch_sets() -> None:
-    ours, of_torch = recording.constant_result(lambda: True), torch.compiler.assume_constant_result(lambda: True)
+    ours, of_torch = running.constant_result(lambda: True), torch.compiler.assume_constant_result(lambda: True)
     assert vars(ours) == vars(of_torch) != {}
+
+
+# ---- what runs
+
+
+# Names by which torch says who takes the ops: public functions, and private names where there are none.
+QUESTIONS = {
+    "is_compiling", "is_exporting", "is_tracing", "is_in_onnx_export", "is_current_stream_capturing",
+    "_are_functorch_transforms_active", "_current_graph_task_id", "_current_level",
+}  # fmt: skip
+MOST_ASKS = 40  # entries of modules, ops and hooks that ask what runs; a change lowers it, or says why not
+
+
+def test_what_runs_is_asked_of_torch_in_one_file_and_passed_down() -> None:
+    ask_torch, asks = set(), 0
+    for module, path in FILES.items():
+        text = path.read_text()
+        ask_torch |= {module for name in QUESTIONS if re.search(rf"\W{name}\b", text)}
+        asks += len(re.findall(r"(?<!def )\brunning(?=\(\)|, name=)", text)) if module != "qtoolkit.running" else 0
+    print(f"{asks} times running()")
+    assert ask_torch == {"qtoolkit.running"}
+    assert asks <= MOST_ASKS
 
 
 # ---- how large it is

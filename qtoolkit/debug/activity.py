@@ -13,8 +13,8 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.processes import own_part
 from qtoolkit.quantizers.clip_range import clip_range
 from qtoolkit.quantizers.observers import RangeObserver
-from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.running import running
 
 WIDEST = 16  # bits of the grids whose codes are counted
 SCALARS = ("lowest", "highest", "grid_lowest", "grid_highest", "clipped")  # of an Activity, which a writer gets
@@ -61,7 +61,7 @@ class Hook:
 
     def __call__(self, *args: object) -> None:
         """Call the function, except in code that is being compiled."""
-        if self.function is not None and not torch.compiler.is_compiling():
+        if self.function is not None and not running().compiled:
             self.function(*args)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -86,7 +86,7 @@ class Recorder:
 
     def hear(self, quantizer: TensorQuantizer, args: tuple[Tensor, ...], output: Tensor) -> None:
         """Take in a call in training; of a recomputation, the gradient alone: a forward hook."""
-        if quantizer.training and not is_recomputing():
+        if quantizer.training and not running().recomputes:
             self._take(args[0].detach())
         if quantizer.training and output.requires_grad:
             output.register_hook(lambda gradient: self.gradient.add([gradient]))  # type: ignore[no-untyped-call]

@@ -13,9 +13,9 @@ from qtoolkit.debug.activity import values_of
 from qtoolkit.model_state import random_state_kept, unchanged_on_error
 from qtoolkit.processes import is_sharded
 from qtoolkit.quantizers.first_steps import FAR, warn_of_growth
-from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.switches import stop_on_nonfinite
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.running import running
 
 LOST = 24.0  # log2 of the factor to its start at which a scale represents nothing but zero, or clips everything
 REMEDY = "Lower the learning rate, or clip the gradients (torch.nn.utils.clip_grad_norm_)"
@@ -45,7 +45,7 @@ class Diagnosis:
 
     def remember(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Keep the inputs of a forward: a forward pre-hook."""
-        if model.training and not is_recomputing():
+        if model.training and not running().recomputes:
             self._call = args, kwargs, list(_autocasts(self.model))
 
     # ---- checks

@@ -21,6 +21,7 @@ from qtoolkit.model_state import check_module
 from qtoolkit.processes import unwrapped
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.report.lines import table
+from qtoolkit.running import running
 
 COLUMNS = ("quantizer", "spec", "calls", "values", "grid", "clipped", "levels", "gradient", "of scale", "not finite")
 
@@ -107,7 +108,7 @@ class Watch(AbstractContextManager["Watch"]):
         return handle
 
     def _check_step(self, optimizer: Optimizer, *_: object) -> None:
-        if not torch.compiler.is_compiling():
+        if not running().compiled:
             self._diagnosis.check_step(optimizer, self.steps)
 
     # ---- life
@@ -191,7 +192,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
     def call(*args: object) -> None:
         found = reference()
-        if found is not None and not torch.compiler.is_compiling():
+        if found is not None and not running().compiled:
             found(*args)
 
     return call

@@ -17,11 +17,11 @@ from qtoolkit.model_state import attribute_kept
 from qtoolkit.nn.layer_call import LayerCall
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Geometry
-from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.ops.requantize import add_codes, centred_codes, requantize
 from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
 from qtoolkit.quantizers.bias import bias_scale, codes_of
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.running import Run, running
 from qtoolkit.unregistered import Unregistered
 
 
@@ -88,7 +88,7 @@ class Kernel(nn.Module):
     @property
     def active(self) -> bool:
         """Whether the op computes on codes: not where a quantizer is off (`qtoolkit.disable_quantization`), nor for ONNX."""
-        if not self.enabled or is_recorded_for_onnx():
+        if not self.enabled or running().for_onnx:
             return False
         return all(side.grid.quantizing for side in (*self.inputs, self.output) if side is not None)
 
@@ -184,8 +184,9 @@ class LayerKernel(Kernel):
 
     def sums(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the exact sums of products of codes, without the bias: integers in float32 or float64."""
-        (source,), int8 = self.inputs, self._int8_sums(x)
-        by_product = self._sums_by_product(x, *args, **kwargs)
+        run, (source,) = running(), self.inputs
+        int8 = self._int8_sums(run, x)
+        by_product = self._sums_by_product(run, x, *args, **kwargs)
         if by_product is not None:
             y = by_product(source.grid.codes(x), source.grid.zero_point)
             return y if self.layer.returns_channels_last else y.contiguous()
@@ -200,18 +201,18 @@ class LayerKernel(Kernel):
         transforms = may_transform(x, self.layer.OP_KIND.convolves)
         return exact_sums(product, source.centred(x), self.codes, self.bounds, transforms)
 
-    def _int8_sums(self, x: Tensor) -> int8_product.Int8Sums | None:
+    def _int8_sums(self, run: Run, x: Tensor) -> int8_product.Int8Sums | None:
         """Return torch's int8 kernel of the layer; None where there is none, and for graphs, which do not hold its weights."""
-        if torch.compiler.is_compiling() or not x.is_cpu or not x.numel() or x.dim() < self.codes.dim():
+        if run.compiled or not x.is_cpu or not x.numel() or x.dim() < self.codes.dim():
             return None
         if x.shape not in self._int8:
             self._int8 = {x.shape: int8_product.int8_sums(self.layer, self.codes, list(x.shape))}
         return self._int8[x.shape]
 
-    def _sums_by_product(self, x: Tensor, *args: object, **kwargs: object) -> int8_product.CodeSums | None:
+    def _sums_by_product(self, run: Run, x: Tensor, *args: object, **kwargs: object) -> int8_product.CodeSums | None:
         """Return the layer as a product of int8 matrices; None where it is none, on other devices, and for graphs."""
         weight = self.layer.weight_quantizer
-        if torch.compiler.is_compiling() or weight is None or not int8_product.computes_on(x.device):
+        if run.compiled or weight is None or not int8_product.computes_on(x.device):
             return None
         geometry = self.layer.geometry(x, *args, **kwargs)
         if (x.device, geometry) not in self._products:

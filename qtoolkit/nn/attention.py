@@ -17,6 +17,7 @@ from qtoolkit.nn.projection import Projection
 from qtoolkit.nn.quantized_attention import Attends, as_summand
 from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.running import Run, running
 
 IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 InputCodes = tuple[TensorCodes | None, TensorCodes | None, TensorCodes | None]
@@ -53,13 +54,13 @@ class Parts:
     def __init__(self, attention: "QuantMultiheadAttention") -> None:
         self.attention = attention
 
-    def quantized(self, name: str, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
+    def quantized(self, run: Run, name: str, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
         """Return x quantized by the quantizer of this name, or x itself without one, and its codes, if it has some."""
-        return quantized_for(self.attention.training_arithmetic, getattr(self.attention, name), x)
+        return quantized_for(run, self.attention.training_arithmetic, getattr(self.attention, name), x)
 
-    def projected(self, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
+    def projected(self, run: Run, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
         """Return a projection of x, which has these codes."""
-        return projection(x, input_codes)
+        return projection(run, x, input_codes)
 
 
 class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, Attends):
@@ -157,11 +158,12 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         Raises:
             ValueError: An input is a nested tensor, or the numbers of dimensions do not fit.
         """
+        run = running()
         self._check(query, key, value, attn_mask, is_causal)
         batched = query.dim() == 3
-        inputs = self._quantize_inputs((query, key, value), batched, input_codes)
+        inputs = self._quantize_inputs(run, (query, key, value), batched, input_codes)
         parts = Parts(self) if parts is None else parts
-        q, k, v = self._project(inputs, parts)
+        q, k, v = self._project(run, inputs, parts)
         along = 1 if self.batch_first and batched else 0
         k, v, added = self._extend(k, v, along)
         target, source, batch = q.size(along), k.size(along), q.size(1 - along)
@@ -174,10 +176,11 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
             ("key_quantizer", self._heads(k, along)),
             ("value_quantizer", self._heads(v, along)),
         )
-        operands, codes = zip(*(parts.quantized(*each) for each in of_heads), strict=True)
-        y, weights = self._attend(operands, codes, mask, in_one_op=not need_weights)
+        operands, codes = zip(*(parts.quantized(run, *each) for each in of_heads), strict=True)
+        y, weights = self._attend(run, operands, codes, mask, in_one_op=not need_weights)
         weights = weights if need_weights else None
-        y = parts.projected(self.out_projection, *parts.quantized("out_proj_input_quantizer", self._joined(y, along)))
+        y, codes_of_y = parts.quantized(run, "out_proj_input_quantizer", self._joined(y, along))
+        y = parts.projected(run, self.out_projection, y, codes_of_y)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         return (y, weights) if batched else (y.squeeze(1), None if weights is None else weights.squeeze(0))
@@ -205,19 +208,19 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
             )
 
     def _quantize_inputs(
-        self, inputs: tuple[Tensor, Tensor, Tensor], batched: bool, input_codes: InputCodes
+        self, run: Run, inputs: tuple[Tensor, Tensor, Tensor], batched: bool, input_codes: InputCodes
     ) -> list[Input]:
         """Quantize each distinct tensor once, and give one without a batch a batch of 1, behind its length."""
         # Compared as objects, as torch does it: equal values in two tensors may have two sources, and need two gradients.
         query, key, value = inputs
-        q = self._quantize_input(query, batched, input_codes[0])
-        k = q if key is query else self._quantize_input(key, batched, input_codes[1])
-        v = k if value is key else q if value is query else self._quantize_input(value, batched, input_codes[2])
+        q = self._quantize_input(run, query, batched, input_codes[0])
+        k = q if key is query else self._quantize_input(run, key, batched, input_codes[1])
+        v = k if value is key else q if value is query else self._quantize_input(run, value, batched, input_codes[2])
         return [q, k, v]
 
-    def _quantize_input(self, x: Tensor, batched: bool, input_codes: TensorCodes | None) -> Input:
+    def _quantize_input(self, run: Run, x: Tensor, batched: bool, input_codes: TensorCodes | None) -> Input:
         if self.input_quantizer is not None:
-            x, input_codes = quantized_for(self.training_arithmetic, self.input_quantizer, x)
+            x, input_codes = quantized_for(run, self.training_arithmetic, self.input_quantizer, x)
         return (x, input_codes) if batched else (x.unsqueeze(1), None)
 
     def input_sources(self) -> Sequence[Source | None]:
@@ -262,12 +265,12 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         """All projections, for reports: of as many tensors as a graph calls it with, or of one."""
         return [*self.in_projections(self.sources), self.out_projection]
 
-    def _project(self, inputs: list[Input], by: Parts) -> list[Tensor]:
+    def _project(self, run: Run, inputs: list[Input], by: Parts) -> list[Tensor]:
         """Return the projected query, key and value; `inputs` are their values, each with its codes."""
         found: list[Tensor] = []
         for projection in self.in_projections([x for x, _ in inputs]):
             x, input_codes = inputs[len(found)]
-            y, count = by.projected(projection, x, input_codes), len(projection.name)
+            y, count = by.projected(run, projection, x, input_codes), len(projection.name)
             found += [y] if count == 1 else y.chunk(count, dim=-1)
         return found
 

@@ -24,10 +24,9 @@ from qtoolkit import ops
 from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module, values_kept
 from qtoolkit.nn.module import shallow_copy_as
-from qtoolkit.ops.recording import is_recorded, is_recorded_for_onnx, is_transformed
 from qtoolkit.processes import whole
-from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.step_clock import CLOCK, NEVER
+from qtoolkit.running import Run, running
 
 if TYPE_CHECKING:
     from qtoolkit.nn.folding import FoldsBatchNorm
@@ -80,16 +79,16 @@ class LinkedBatchNorm(nn.Module):
         """Normalize the input, unless the layer before has done so."""
         if self.folded or self.strategy in NEEDS_BATCH_STATISTICS:
             return input
-        if is_recomputing() and self.track_running_stats:
+        if self.track_running_stats and running().recomputes:
             # Copies move: torch saves as many tensors as in the forward.
             mean, var = (None if t is None else t.clone() for t in (self.running_mean, self.running_var))
             return nn.functional.batch_norm(input, mean, var, self.weight, self.bias, training=True, eps=self.eps)
         y: Tensor = super().forward(input)
         return y
 
-    def take_in(self, x: Tensor) -> None:
+    def take_in(self, run: Run, x: Tensor) -> None:
         """Update the running statistics with x's."""
-        if not is_recomputing():
+        if not run.recomputes:
             with torch.no_grad():
                 super().forward(x.detach())
 
@@ -187,7 +186,7 @@ class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
         y, _, mean, variance = ops.batch_norm_fake_quant(
             input, self.weight, self.bias, self.eps, totals=totals, process_group=process_group
         )
-        track(self, mean, variance, count=0, totals=totals)
+        track(running(), self, mean, variance, count=0, totals=totals)
         return y
 
 
@@ -339,9 +338,9 @@ def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
 # ---- statistics
 
 
-def tracks(bn: Any) -> bool:
+def tracks(run: Run, bn: Any) -> bool:
     """Return whether a forward in training mode moves running statistics; one that recomputes another forward does not."""
-    return bool(bn.track_running_stats) and bn.running_mean is not None and not is_recomputing()
+    return bool(bn.track_running_stats) and bn.running_mean is not None and not run.recomputes
 
 
 def process_group_of(bn: nn.Module | None) -> str | None:
@@ -354,6 +353,7 @@ def process_group_of(bn: nn.Module | None) -> str | None:
 
 
 def track(
+    run: Run,
     bn: Any,
     mean: Tensor,
     variance: Tensor,
@@ -368,7 +368,7 @@ def track(
     The variance is the biased one of `count` values of a channel, or of as many as the `totals` of all ranks have. The
     statistics are of the batch norm's input times `divisor`, without the `offset` that is added to the batch.
     """
-    if not tracks(bn):
+    if not tracks(run, bn):
         return
     tracked = bn.num_batches_tracked
     if tracked is not None:
@@ -385,41 +385,44 @@ def running_variance(bn: Any) -> Tensor:
     """Return the running variance; in compiled code a copy, which backward uses after forward has updated the buffer."""
     if bn.running_var is None or bn.running_mean is None:
         raise ValueError("a batch norm without running statistics cannot be folded; set track_running_stats=True.")
-    compiled = torch.compiler.is_compiling() and not is_recorded_for_onnx()
-    variance: Tensor = ops.snapshot(bn.running_var, changes=not is_folded(bn)) if compiled else bn.running_var
+    run = running()
+    copies = run.compiled and not run.for_onnx
+    variance: Tensor = ops.snapshot(bn.running_var, changes=not is_folded(bn)) if copies else bn.running_var
     return variance
 
 
-def step_variance(layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
+def step_variance(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tensor:
     """Return the running variance before the first forward of the present training step.
 
     The weight is quantized with it, on scales that have taken its factor. Each forward moves the statistics, but gradient
     checkpointing runs a forward once more in backward, and must then see what the first one saw. A step begins with the first
     forward after an optimizer of this process has taken one (see `qtoolkit.quantizers.step_clock`), or `train()` was called.
     """
-    if not torch.compiler.is_compiling() and not bn.holds_like_running():
+    if not run.compiled and not bn.holds_like_running():
         bn.hold_variance()
     held = bn._variance_of_step
-    if held is None or is_transformed() or torch.compiler.is_exporting():
+    if held is None or run.transformed or run.exported:
         variance = running_variance(bn)
-        takes = layer.takes_factor and not is_recorded_for_onnx()
-        return rescale_to_bn_factor(layer, bn, variance) if takes else variance
-    if is_recomputing():
+        takes = layer.takes_factor and not run.for_onnx
+        return rescale_to_bn_factor(run, layer, bn, variance) if takes else variance
+    if run.recomputes:
         return held.clone()  # a graph that is retained may outlive the step
     of_step = held, bn._taken, CLOCK.on(held.device)
     if layer.takes_factor:
-        return rescale_to_bn_factor(layer, bn, bn.running_var, of_step=of_step)
+        return rescale_to_bn_factor(run, layer, bn, bn.running_var, of_step=of_step)
     return ops.batch_norm_rescale_(None, None, None, bn.running_var, None, bn.eps, *of_step)
 
 
-def rescale_to_bn_factor(layer: "FoldsBatchNorm", bn: LinkedBatchNorm, variance: Tensor, **options: Any) -> Tensor:
+def rescale_to_bn_factor(
+    run: Run, layer: "FoldsBatchNorm", bn: LinkedBatchNorm, variance: Tensor, **options: Any
+) -> Tensor:
     """Let the scales of a layer's weight take the factor that a running variance gives; return a copy of the variance.
 
     The options are `TensorQuantizer.rescale_to_bn_factor`'s.
     """
     quantizer: Any = layer.weight_quantizer
     gamma = None if bn.weight is None else whole(bn.weight)
-    copy: Tensor = quantizer.rescale_to_bn_factor(variance, gamma, bn.eps, **options)
+    copy: Tensor = quantizer.rescale_to_bn_factor(run, variance, gamma, bn.eps, **options)
     return copy
 
 
@@ -441,13 +444,13 @@ def folded_bias(bn: Any, bias: Tensor | None, factor: Tensor, mean: Tensor | Non
     return centred * factor if bn.bias is None else centred * factor + bn.bias
 
 
-def forward_with(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
+def forward_with(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
     """Compute a layer with its linked batch norm, by the mode and the strategy of the batch norm."""
     if bn.folded:
-        return _folded(layer, bn, compute)
+        return _folded(run, layer, bn, compute)
     if bn.strategy in NEEDS_BATCH_STATISTICS:
-        return _with_batch_statistics(layer, bn, compute)
-    return unscaled(layer, *bn_scaled_output(layer, bn, compute))
+        return _with_batch_statistics(run, layer, bn, compute)
+    return unscaled(layer, *bn_scaled_output(run, layer, bn, compute))
 
 
 def _factor(bn: Any, variance: Tensor) -> Tensor:
@@ -455,21 +458,21 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
     return factor if bn.weight is None else whole(bn.weight) * factor
 
 
-def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
+def _folded(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
     if layer.training and layer.takes_factor:
-        step_variance(layer, bn)  # for the scales: gamma may be trained
-    elif not (is_recorded() or is_transformed()):  # as for a range that follows the weight
+        step_variance(run, layer, bn)  # for the scales: gamma may be trained
+    elif run.own_ops:  # as for a range that follows the weight
         layer.rescale_to_bn_factor()
     factor = factor_of(bn)
     return compute(factor, folded_bias(bn, layer.bias, factor), True)
 
 
-def bn_scaled_output(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> tuple[Tensor, Tensor]:
+def bn_scaled_output(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> tuple[Tensor, Tensor]:
     """Return a layer's output without its bias, times the factor of each channel; and that factor (strategy "unscale").
 
     The batch norm of the layer's output equals one of this output with eps times the factor's square.
     """
-    factor = divisor_of(bn, step_variance(layer, bn))
+    factor = divisor_of(bn, step_variance(run, layer, bn))
     return compute(factor, None, True), factor
 
 
@@ -481,15 +484,15 @@ def unscaled(layer: "QuantWeighted", out: Tensor, factor: Tensor) -> Tensor:
     return (y if bias is None else y + layer.along_channels(bias)).to(out.dtype)
 
 
-def _with_batch_statistics(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
+def _with_batch_statistics(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
     y = compute(None, layer.bias, False)
     channel = y.dim() - layer.weight.dim() + 1
     wide = y if y.dtype == torch.float64 else y.float()
     variance, mean = torch.var_mean(wide, [d for d in range(y.dim()) if d != channel], correction=0)
     of_batch = _factor(bn, variance)
-    of_step = step_variance(layer, bn)  # the scales are those for it
+    of_step = step_variance(run, layer, bn)  # the scales are those for it
     running = of_step if bn.strategy == "std_correction" else variance
-    bn.take_in(y)
+    bn.take_in(run, y)
     corrected = compute(_factor(bn, running), None, True)
     if bn.strategy == "std_correction":
         corrected = corrected * layer.along_channels(torch.sqrt((running + bn.eps) / (variance + bn.eps)))

@@ -11,7 +11,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from qtoolkit.model_state import evaluating
-from qtoolkit.ops.recording import is_recorded
+from qtoolkit.running import Run
 
 COMPUTING_HOOKS = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 
@@ -40,13 +40,13 @@ def is_parametrized(module: nn.Module) -> bool:
     return "parametrizations" in module._modules
 
 
-def computing_once(module: nn.Module) -> AbstractContextManager[None]:
+def computing_once(run: Run, module: nn.Module) -> AbstractContextManager[None]:
     """Compute each parametrized weight of a module once in a `with` block, however often it is taken.
 
     A parametrization may draw random numbers, and a step of spectral norm's power iteration changes its state. Nothing is kept
     while an exporter records: torch.jit.trace refuses it.
     """
-    return parametrize.cached() if is_parametrized(module) and not is_recorded() else nullcontext()
+    return parametrize.cached() if is_parametrized(module) and not run.recorded else nullcontext()
 
 
 def computing_still(module: nn.Module) -> AbstractContextManager[None]:

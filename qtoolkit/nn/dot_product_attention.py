@@ -11,6 +11,7 @@ from qtoolkit.nn.module import QuantModule, activation_quantizer, is_active
 from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.nn.quantized_attention import Attends, as_summand
 from qtoolkit.quantizers.codes import TensorCodes
+from qtoolkit.running import running
 
 QUANTIZERS = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer")
 
@@ -116,11 +117,12 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Att
         if not any(is_active(getattr(self, name)) for name in QUANTIZERS):
             return self.forward_fp32(query, key, value, attn_mask)  # type: ignore[no-any-return]  # a Tensor
         scale = query.size(-1) ** -0.5 if self.scale is None else self.scale
-        q, of_q = quantized_for(self.training_arithmetic, self.query_quantizer, query * scale)
-        k, of_k = self._heads_of(query, *quantized_for(self.training_arithmetic, self.key_quantizer, key))
-        v, of_v = self._heads_of(query, *quantized_for(self.training_arithmetic, self.value_quantizer, value))
+        run = running()
+        q, of_q = quantized_for(run, self.training_arithmetic, self.query_quantizer, query * scale)
+        k, of_k = self._heads_of(query, *quantized_for(run, self.training_arithmetic, self.key_quantizer, key))
+        v, of_v = self._heads_of(query, *quantized_for(run, self.training_arithmetic, self.value_quantizer, value))
         one_op = attn_mask is None and not self.is_causal
-        y, _ = self._attend((q, k, v), (of_q, of_k, of_v), self._summand(attn_mask, q, k), in_one_op=one_op)
+        y, _ = self._attend(run, (q, k, v), (of_q, of_k, of_v), self._summand(attn_mask, q, k), in_one_op=one_op)
         return y
 
     def _heads_of(self, query: Tensor, x: Tensor, input_codes: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:

@@ -11,6 +11,7 @@ from qtoolkit.nn.layer_op import LayerOp
 from qtoolkit.nn.module import QuantModule
 from qtoolkit.processes import whole
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.running import running
 from qtoolkit.unregistered import Unregistered
 
 
@@ -107,7 +108,7 @@ class FoldsBatchNorm(LayerOp, QuantModule):
         """Let scales in units of the weight take the factor of the present running statistics, with frozen ranges too."""
         bn = self.batch_norm
         if bn is not None and self.takes_factor and not bn.running_var.is_meta:
-            batch_norm.rescale_to_bn_factor(self, bn, bn.running_var, frozen=frozen)
+            batch_norm.rescale_to_bn_factor(running(), self, bn, bn.running_var, frozen=frozen)
 
     def follow_weights(self) -> None:
         """Set the range as in the class above, after the scales have taken the factor of the running statistics."""

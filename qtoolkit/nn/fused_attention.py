@@ -19,6 +19,7 @@ from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.product import Product, of_codes
 from qtoolkit.quantizers.codes import TensorCodes, tensor_codes_of
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.running import Run
 
 _choice = getattr(torch, "_fused_sdp_choice", None)
 _fused = "_scaled_dot_product_flash_attention_for_cpu"
@@ -30,18 +31,25 @@ _fused_attention = library.fused_attention.default
 def attention_of(how: Product) -> Callable[..., Tensor]:
     """Return the function that computes torch.nn.functional.scaled_dot_product_attention as `attention` does.
 
-    It takes the codes of query, key and value, or None, before them.
+    It takes what runs, and the codes of query, key and value or None, before them.
     """
 
     def computed(
-        input_codes: Sequence[TensorCodes | None], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        run: Run,
+        input_codes: Sequence[TensorCodes | None],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
-        return attention((query, key, value), how.sources, input_codes, how.arithmetic, *args, **kwargs)
+        return attention(run, (query, key, value), how.sources, input_codes, how.arithmetic, *args, **kwargs)
 
     return computed
 
 
 def attention(
+    run: Run,
     inputs: tuple[Tensor, Tensor, Tensor],
     sources: Iterable[Quantizer | None],
     input_codes: Sequence[TensorCodes | None],
@@ -58,6 +66,7 @@ def attention(
     Values and gradients are torch's, bit for bit.
 
     Args:
+        run: What runs the forward.
         inputs: Query, key and value.
         sources: For each of them the quantizer on whose grid its values lie, or None.
         input_codes: The codes of each of them, or None.
@@ -68,8 +77,8 @@ def attention(
         scale: The same.
         no_others: The defaults of other arguments.
     """
-    if arithmetic.save == "codes" and _fits(inputs, is_causal, scale):
-        grids = [tensor_codes_of(x, source, of_x) for x, source, of_x in zip(inputs, sources, input_codes, strict=True)]
+    if arithmetic.save == "codes" and _fits(run, inputs, is_causal, scale):
+        grids = [tensor_codes_of(run, *each) for each in zip(inputs, sources, input_codes, strict=True)]
         kept = [None if grid is None else grid.of_whole(x) for x, grid in zip(inputs, grids, strict=True)]
         if kept != [None] * 3:
             operands = ((x, *of_codes(codes)) for x, codes in zip(inputs, kept, strict=True))
@@ -88,13 +97,8 @@ def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmeti
     return f"float, saves {'codes on a CPU' if keeps else 'floats'}"
 
 
-def _fits(inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool, scale: float | None) -> bool:
-    if (
-        not HAS_FUSED
-        or torch.compiler.is_compiling()
-        or not torch.is_grad_enabled()
-        or not all(map(is_ordinary, inputs))
-    ):
+def _fits(run: Run, inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool, scale: float | None) -> bool:
+    if not HAS_FUSED or run.compiled or not torch.is_grad_enabled() or not all(is_ordinary(run, x) for x in inputs):
         return False
     if not all(x.is_cpu and x.numel() for x in inputs) or not any(x.requires_grad for x in inputs):
         return False

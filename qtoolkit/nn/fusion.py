@@ -6,7 +6,6 @@ they are at the call; whether an op takes the tensors is asked where these are.
 
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
@@ -27,6 +26,7 @@ from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.op_kinds.table import bounds_of_module
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.running import Run
 from qtoolkit.verdicts import Cause, Refusal
 
 # Numbers of dimensions of the inputs of each type of batch norm that the op computes.
@@ -65,6 +65,7 @@ class Unit(NamedTuple):
 
 
 def fusion(
+    run: Run,
     layer: Any = None,
     batch_norm: Any = None,
     adds: bool = True,
@@ -76,6 +77,7 @@ def fusion(
     """Return what one op computes of modules in a row, as they are now; or why none computes the first of them.
 
     Args:
+        run: What runs the forward.
         layer: A QAT layer or a projection of an attention; or why none is called before the batch norm.
         batch_norm: The batch norm behind it, or alone.
         adds: Whether the op may add the residual, if there is one.
@@ -85,15 +87,16 @@ def fusion(
         in_training: Whether a batch norm counts as in training mode, for a report.
 
     Example:
-        >>> found = fusion(activation=nn.GELU(), quantizer=nn.Identity())
+        >>> found = fusion(Run.EAGER, activation=nn.GELU(), quantizer=nn.Identity())
         >>> found.text
         'an Identity is not a TensorQuantizer'
     """
     if all_watched():
         return ALL_WATCHED
     if batch_norm is not None:
-        return _with_batch_norm(layer, batch_norm, adds, activation, quantizer, in_training)
-    refusal, in_op = None if quantizer is None else _of_quantizer(quantizer), cast("TensorQuantizer | None", quantizer)
+        return _with_batch_norm(run, layer, batch_norm, adds, activation, quantizer, in_training)
+    refusal = None if quantizer is None else _of_quantizer(run, quantizer)
+    in_op = cast("TensorQuantizer | None", quantizer)
     if layer is not None:
         if not layer.training or layer.batch_norm is not None or not _is_plain(layer):
             return CALLED
@@ -102,13 +105,13 @@ def fusion(
 
 
 def _with_batch_norm(
-    layer: Any, bn: Any, adds: bool, activation: nn.Module | Bounds | None, quantizer: Any, in_training: bool
+    run: Run, layer: Any, bn: Any, adds: bool, activation: nn.Module | Bounds | None, quantizer: Any, in_training: bool
 ) -> Unit | Refusal:
     folded = is_folded(bn) if bn.training or not in_training else getattr(bn, "frozen", False)
     refusal = _of_batch_norm(bn, folded)
     if refusal is None and not (folded or in_training or bn.training):
         refusal = IN_EVAL_MODE
-    if refusal is None and not folded and torch.compiler.is_compiling() and bn.momentum is None:
+    if refusal is None and not folded and run.compiled and bn.momentum is None:
         refusal = Refusal(Cause.CALL, "its momentum is a number from a buffer")  # which is no constant
     if refusal is not None:
         return refusal
@@ -118,7 +121,7 @@ def _with_batch_norm(
     whole = layer is not None and apart is None and _is_plain(layer) and _is_constant_enough(bn, folded)
     bounds, end = _of_activation(activation) if adds else (None, NOT_ADDED)
     if end is None and quantizer is not None:
-        end = _of_quantizer(quantizer)
+        end = _of_quantizer(run, quantizer)
     return Unit(apart, whole, folded, bounds, None if end is not None else quantizer, end)
 
 
@@ -194,14 +197,14 @@ def _of_function(function: Any) -> Refusal | None:
     return Refusal(Cause.CALL, "it has hooks") if function is not None and is_watched(function) else None
 
 
-def _of_quantizer(quantizer: nn.Module) -> Refusal | None:
+def _of_quantizer(run: Run, quantizer: nn.Module) -> Refusal | None:
     """Return why the op does not quantize its output as a quantizer does."""
     if type(quantizer) is not TensorQuantizer:
         return Refusal(Cause.OUTPUT_CODES, f"{with_article(type(quantizer))} is not a TensorQuantizer")
     spec = quantizer.spec
     if not quantizer.capability.plain or spec.axis is not None:
         return Refusal(Cause.OUTPUT_CODES, f"{spec.describe()} is not an integer format with one scale")
-    if quantizer.reads_input:
+    if quantizer.reads_input(run):
         first = f"in the first {FOLLOWED_STEPS} steps " if quantizer.follows_data else ""
         return Refusal(Cause.OUTPUT_CODES, f"{first}its quantizer observes its input")
     if not (quantizer.quantizing and quantizer.ready):

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from qtoolkit.ops.recording import is_recorded, is_transformed
+from qtoolkit.running import Run
 
 # Private: torch has no documented way to ask. Without it, no hooks of all modules are seen.
 _has_global_hooks = getattr(torch_module, "_has_any_global_hook", lambda: False)
@@ -31,9 +31,9 @@ def all_watched() -> bool:
     return bool(_has_global_hooks())
 
 
-def is_ordinary(x: object) -> bool:
+def is_ordinary(run: Run, x: object) -> bool:
     """Return whether ops may compute x by other ops than the model's own: it is a plain tensor on a CPU or CUDA device.
 
-    They may not for a proxy or a tensor subclass, nor under the transforms of torch.func, forward-mode AD and torch.jit.trace.
+    They may not for a proxy or a tensor subclass, nor where `Run.own_ops` is False.
     """
-    return type(x) is Tensor and x.device.type in ("cpu", "cuda") and not is_recorded() and not is_transformed()
+    return type(x) is Tensor and x.device.type in ("cpu", "cuda") and run.own_ops

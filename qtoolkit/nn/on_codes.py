@@ -13,13 +13,13 @@ from qtoolkit.nn import refusals
 from qtoolkit.nn.hooks import has_hooks, is_watched
 from qtoolkit.nn.layer_call import Source
 from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
-from qtoolkit.ops.recording import is_recorded, is_transformed
 from qtoolkit.ops.sums import has_int8_product, is_exact
 from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.codes import TensorCodes, codes_of
 from qtoolkit.quantizers.in_ops import weight_grid as of_quantizer
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.running import Run
 from qtoolkit.verdicts import Cause, Refusal
 
 if TYPE_CHECKING:
@@ -141,7 +141,8 @@ def set_training_arithmetic(
             module.training_arithmetic = of_each
 
 
-def run(
+def compute(
+    run: Run,
     layer: "Layer",
     x: Tensor,
     source: Callable[[], Quantizer | None],
@@ -157,7 +158,7 @@ def run(
     is called when the weight has its range, on whose steps a bias lies.
     """
     wanted = layer.training_arithmetic
-    if not torch.is_grad_enabled() or is_recorded():
+    if not torch.is_grad_enabled() or run.recorded:
         return None
     geometry = layer.geometry(x, *args, **kwargs)
     if geometry is None:
@@ -165,17 +166,17 @@ def run(
     integer = computes_on_codes(layer, x, geometry)
     if not integer and wanted.save == "float":
         return None
-    found = codes_of(x, source(), integer, input_codes)
+    found = codes_of(run, x, source(), integer, input_codes)
     if found is None or found.codes is None:
         return None
     codes = found.as_codes(found.codes)
-    grid = layer.weight_grid(factor)
+    grid = layer.weight_grid(run, factor)
     if grid is None:
         return None
     dtype, memory_format = computed_type(layer.weight, x), computed_format(layer, x, integer)
     in_sums = bias()
-    raw = found.raw_of(x) if dtype == x.dtype and reads_image(layer, x, geometry) else None
-    if raw is None and not integer and copies_weight(layer, x):
+    raw = found.raw_of(run, x) if dtype == x.dtype and reads_image(layer, x, geometry) else None
+    if raw is None and not integer and copies_weight(run, layer, x):
         x = x.contiguous()
         codes = found.of(x) if found.packed else replace(codes, codes=codes.codes.contiguous())
     return quant_layer(x, codes, layer.weight, grid, geometry, in_sums, factor, integer, dtype, memory_format, raw)
@@ -192,10 +193,10 @@ def computed_format(layer: "Layer", x: Tensor, integer: bool) -> torch.memory_fo
     return torch.channels_last if integer and layer.returns_channels_last and has_kernel_type(x) else None
 
 
-def copies_weight(layer: "Layer", x: Tensor) -> bool:
+def copies_weight(run: Run, layer: "Layer", x: Tensor) -> bool:
     """Return whether torch would copy a weight into the memory format of an image that is smaller than it."""
     weight = layer.weight
-    if weight.dim() != 4 or x.numel() >= weight.numel() or x.is_contiguous() or is_transformed():
+    if weight.dim() != 4 or x.numel() >= weight.numel() or x.is_contiguous() or run.transformed:
         return False
     return not weight.is_contiguous(memory_format=torch.channels_last)
 
@@ -207,24 +208,24 @@ def reads_image(layer: "Layer", x: Tensor, geometry: Geometry) -> bool:
     return few and isinstance(layer, nn.Module) and not has_hooks(layer)
 
 
-def quantized_weight(layer: "Layer", factor: Tensor | None) -> Tensor | None:
+def quantized_weight(run: Run, layer: "Layer", factor: Tensor | None) -> Tensor | None:
     """Compute a layer's weight in one op, whose backward reads it once; None where the quantizer itself does it.
 
     Gradients are the same as of layers that keep codes, bit for bit.
     """
-    if not torch.is_grad_enabled() or is_recorded() or is_transformed():
+    if not torch.is_grad_enabled() or not run.own_ops:
         return None
-    grid = layer.weight_grid(factor)
+    grid = layer.weight_grid(run, factor)
     return None if grid is None else quant_weight(layer.weight, grid, factor, *layer.weight_groups())
 
 
-def weight_grid(layer: "Layer", followed: Callable[[], Tensor]) -> WeightGrid | None:
+def weight_grid(run: Run, layer: "Layer", followed: Callable[[], Tensor]) -> WeightGrid | None:
     """Return the grid of a layer's weight for an op; None where only the quantizer's forward can put it there.
 
     `followed` returns the tensor whose range one that follows the weight takes.
     """
     quantizer = layer.weight_quantizer
-    return of_quantizer(quantizer, layer.weight, followed) if gives_grid(quantizer) else None
+    return of_quantizer(run, quantizer, layer.weight, followed) if gives_grid(quantizer) else None
 
 
 def gives_grid(quantizer: Quantizer | None) -> TypeGuard[TensorQuantizer]:

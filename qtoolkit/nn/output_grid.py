@@ -10,14 +10,17 @@ from qtoolkit._native import library
 from qtoolkit.nn.fusion import Unit, fusion
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.on_codes import TrainingArithmetic
-from qtoolkit.ops.recording import is_recorded
 from qtoolkit.quantizers.codes import TensorCodes, codes_by, codes_on, rounded, version_of
 from qtoolkit.quantizers.in_ops import raw_input
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import with_factor
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.running import Run
 
 _function_fake_quant = library.function_fake_quant.default
+
+Quantized = tuple[Tensor, TensorCodes | None]
+"""The output of a quantizer, and its codes, if it has some."""
 
 Function = tuple[str, tuple[int, ...], Tensor | None, Tensor | None, float]
 """The op's name of a function, and the arguments of a layer norm; the weight may be a PReLU's."""
@@ -55,11 +58,11 @@ def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
     return {"scale": scale, "zero_point": zero_point, **codes}
 
 
-def output_grid(quantizer: TensorQuantizer | None, like: Tensor) -> GridNow:
+def output_grid(run: Run, quantizer: TensorQuantizer | None, like: Tensor) -> GridNow:
     """Return the scale and the grid of an output like a tensor: a function where its quantizer makes them at each call."""
     if quantizer is None:
         return OutputGrid()
-    start = None if torch.compiler.is_compiling() else quantizer.kind.start(quantizer)  # see `with_factor`
+    start = None if run.compiled else quantizer.kind.start(quantizer)  # see `with_factor`
     if start is None:
         return grid_at_each_call(quantizer, like)
     factor = quantizer.kind.grad_factor(quantizer, like)
@@ -87,60 +90,58 @@ def gives_codes(quantizer: Any) -> bool:
 
 
 def codes_by_op(
-    y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor | None, quantizer: TensorQuantizer | None
+    run: Run, y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer | None
 ) -> TensorCodes | None:
     """Return the codes of an output on a grid of which an op was told; None without a quantizer that has codes."""
     if quantizer is None or not gives_codes(quantizer):
         return None
-    return codes_on(scale.detach().abs(), rounded(zero_point), quantizer, y, codes)
+    return codes_on(run, scale.detach().abs(), rounded(zero_point), quantizer, y, codes)
 
 
-def quantized_by(quantizer: nn.Module | None, x: Tensor, with_codes: bool = False) -> tuple[Tensor, TensorCodes | None]:
+def quantized_by(run: Run, quantizer: nn.Module | None, x: Tensor, with_codes: bool = False) -> Quantized:
     """Return the output of a quantizer that is called, and its codes, if it has some; x itself without one.
 
     Where its codes are wanted, compiled code has both from one op if that computes the quantizer: one read instead of two.
     """
     if quantizer is None:
         return x, None
-    if with_codes and torch.compiler.is_compiling() and (found := quantized_in_op(quantizer, x)) is not None:
+    if with_codes and run.compiled and (found := quantized_in_op(run, quantizer, x)) is not None:
         return found
     y = quantizer(x)
-    in_training = torch.is_grad_enabled() and not is_recorded()
+    in_training = torch.is_grad_enabled() and not run.recorded
     if not (isinstance(quantizer, Quantizer) and in_training) or all_watched() or is_watched(quantizer):
         return y, None
-    output_codes = codes_by(quantizer, y)
+    output_codes = codes_by(run, quantizer, y)
     if output_codes is not None and isinstance(quantizer, TensorQuantizer):
-        output_codes.raw, output_codes.raw_version = raw_input(quantizer, x), version_of(x)
+        output_codes.raw, output_codes.raw_version = raw_input(quantizer, x), version_of(run, x)
     return y, output_codes
 
 
-def quantized_for(
-    arithmetic: TrainingArithmetic, quantizer: Quantizer | None, x: Tensor
-) -> tuple[Tensor, TensorCodes | None]:
+def quantized_for(run: Run, arithmetic: TrainingArithmetic, quantizer: Quantizer | None, x: Tensor) -> Quantized:
     """Return x quantized, or x itself without a quantizer, for a module that trains so, and its codes, if it has some.
 
     If the module keeps codes, one op gives both where it can.
     """
     if quantizer is None or arithmetic.save == "float" or not gives_codes(quantizer):
-        return quantized_by(quantizer, x)
-    return quantized_in_op(quantizer, x) or quantized_by(quantizer, x)
+        return quantized_by(run, quantizer, x)
+    return quantized_in_op(run, quantizer, x) or quantized_by(run, quantizer, x)
 
 
 def quantized_in_op(
-    quantizer: nn.Module, x: Tensor, function: Function = NO_FUNCTION, with_codes: bool = True
-) -> tuple[Tensor, TensorCodes | None] | None:
+    run: Run, quantizer: nn.Module, x: Tensor, function: Function = NO_FUNCTION, with_codes: bool = True
+) -> Quantized | None:
     """Return a function of x quantized by one op, and its codes if it has some; None where only a call of the quantizer may."""
-    trains = is_ordinary(x) and torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()
-    if not trains or not may_be_in_op(quantizer):
+    trains = is_ordinary(run, x) and torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()
+    if not trains or not may_be_in_op(quantizer, run):
         return None
-    grid = grid_of(output_grid(quantizer, x.detach()))
+    grid = grid_of(output_grid(run, quantizer, x.detach()))
     learned = grid.is_learned
     keeps_x = learned or function[0] != NO_FUNCTION[0]  # compiled code may have a copy of the tuple
     coded = with_codes and gives_codes(quantizer)
     y, codes, scale, *_ = _function_fake_quant(x, *function, keeps_x, *grid, learned, coded)
-    return y, codes_by_op(y, codes, scale, grid.zero_point, quantizer)
+    return y, codes_by_op(run, y, codes, scale, grid.zero_point, quantizer)
 
 
-def may_be_in_op(quantizer: nn.Module) -> TypeGuard[TensorQuantizer]:
+def may_be_in_op(quantizer: nn.Module, run: Run) -> TypeGuard[TensorQuantizer]:
     """Return whether an op may compute what a quantizer does now."""
-    return not is_recorded() and isinstance(fusion(quantizer=quantizer), Unit)
+    return not run.recorded and isinstance(fusion(run, quantizer=quantizer), Unit)

@@ -14,6 +14,7 @@ from qtoolkit.ops.requantize import centred_codes
 from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.codes import TensorCodes, tensor_codes_of
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.running import Run
 
 if TYPE_CHECKING:
     from qtoolkit.nn.layer_call import Source
@@ -48,16 +49,17 @@ class Product:
 def product_of(op: Callable[[Tensor, Tensor], Tensor], how: Product) -> Callable[..., Tensor]:
     """Return the function that computes an op, torch.matmul or another of its names, as `product` does.
 
-    It takes the codes of the operands, or None, before them.
+    It takes what runs, and the codes of the operands or None, before them.
     """
 
-    def computed(operand_codes: Sequence[TensorCodes | None], x: Tensor, other: Tensor) -> Tensor:
-        return product(op, x, other, how.sources, how.arithmetic, operand_codes)
+    def computed(run: Run, operand_codes: Sequence[TensorCodes | None], x: Tensor, other: Tensor) -> Tensor:
+        return product(run, op, x, other, how.sources, how.arithmetic, operand_codes)
 
     return computed
 
 
 def product(
+    run: Run,
     op: Callable[[Tensor, Tensor], Tensor],
     x: Tensor,
     other: Tensor,
@@ -71,6 +73,7 @@ def product(
     rounding alone.
 
     Args:
+        run: What runs the forward.
         op: torch.matmul, or another function that computes the same for two batches of matrices.
         x: Tensor.
         other: Tensor. Where either is no batch of matrices, or they have different batch dimensions, the op is called.
@@ -80,11 +83,11 @@ def product(
     """
     grids = tuple(sources)
     integer = _on_integers(arithmetic, grids)
-    if (not integer and arithmetic.save == "float") or not _fits(x, other):
+    if (not integer and arithmetic.save == "float") or not _fits(run, x, other):
         return op(x, other)
     operands = x.flatten(0, -3), other.flatten(0, -3)
     codes = [
-        _codes_by_rows(operand, tensor_codes_of(whole, source, of_whole))
+        _codes_by_rows(operand, tensor_codes_of(run, whole, source, of_whole))
         for operand, whole, source, of_whole in zip(operands, (x, other), grids, operand_codes, strict=True)
     ]
     if codes == [None, None]:
@@ -119,8 +122,8 @@ def _on_integers(arithmetic: TrainingArithmetic, sources: Iterable[Quantizer | N
     return arithmetic.forward == "integer" and all(source is None or source.training for source in sources)
 
 
-def _fits(x: Tensor, other: Tensor) -> bool:
-    if not (torch.is_grad_enabled() and is_ordinary(x) and is_ordinary(other)):
+def _fits(run: Run, x: Tensor, other: Tensor) -> bool:
+    if not (torch.is_grad_enabled() and is_ordinary(run, x) and is_ordinary(run, other)):
         return False
     if not (x.requires_grad or other.requires_grad) or x.dtype != other.dtype or x.device != other.device:
         return False

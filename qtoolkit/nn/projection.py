@@ -15,6 +15,7 @@ from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.ops.layer import Geometry, WeightGrid
 from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.running import Run
 
 if TYPE_CHECKING:
     from qtoolkit.nn.attention import QuantMultiheadAttention
@@ -68,12 +69,12 @@ class Projection(LayerOp):
             for part, (name, weight, bias, source) in parts
         ]
 
-    def __call__(self, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
+    def __call__(self, run: Run, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
         """Return the layer of x, which has these codes: in training by an op that keeps codes, where it has some."""
-        y = on_codes.run(self, x, lambda: self.source, None, lambda: self.bias, (), {}, input_codes)
+        y = on_codes.compute(run, self, x, lambda: self.source, None, lambda: self.bias, (), {}, input_codes)
         if y is not None:
             return y
-        weight = on_codes.quantized_weight(self, None)
+        weight = on_codes.quantized_weight(run, self, None)
         return self.compute(x, self.quantize_weight() if weight is None else weight, self.bias)
 
     def quantize_weight(self) -> Tensor:
@@ -83,12 +84,12 @@ class Projection(LayerOp):
         rows, place = self.rows
         return rows.values()[place]
 
-    def weight_grid(self, factor: Tensor | None) -> WeightGrid | None:
+    def weight_grid(self, run: Run, factor: Tensor | None) -> WeightGrid | None:
         """Return the grid of the weight for an op that quantizes it; no factor multiplies it."""
         if self.rows is None:
-            return on_codes.weight_grid(self, self.weight.detach)
+            return on_codes.weight_grid(run, self, self.weight.detach)
         rows, place = self.rows
-        return rows.grids()[place]
+        return rows.grids(run)[place]
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: object, **kwargs: object) -> Tensor:
         return F.linear(x, weight, bias)
@@ -127,10 +128,10 @@ class Rows:
         parts: Sequence[Tensor] = scale.split_with_sizes([size // self.per_scale for size in self.sizes])
         return parts
 
-    def grids(self) -> Sequence[WeightGrid | None]:
+    def grids(self, run: Run) -> Sequence[WeightGrid | None]:
         """Return the grid of each part for an op; None where only the quantizer's forward can put the weight there."""
         if self._grids is None:
-            grid = self.whole.weight_grid(None)
+            grid = self.whole.weight_grid(run, None)
             self._grids = [None] * len(self.sizes) if grid is None else self._split_grid(grid)
         return self._grids
 

@@ -16,6 +16,7 @@ from qtoolkit.nn.output_grid import grid_of, may_be_in_op, output_grid
 from qtoolkit.nn.product import autocast_type, of_codes, product
 from qtoolkit.quantizers.codes import TensorCodes, tensor_codes_of
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.running import Run
 
 TENSORS = (
     *("mask", "weights_start", "weights_ratio", "weights_rate", "weights_zero_point"),
@@ -48,6 +49,7 @@ class Attends(TrainsOnCodes):
 
     def _attend(
         self,
+        run: Run,
         operands: tuple[Tensor, Tensor, Tensor],
         operand_codes: Sequence[TensorCodes | None],
         mask: Tensor | None = None,
@@ -63,16 +65,17 @@ class Attends(TrainsOnCodes):
         mask, empty = _without_empty_rows(mask)
         if in_one_op and not (self.dropout_p and self.training):
             sources = (*of_scores, of_values[1])
-            y = quantized_attention(operands, sources, operand_codes, mask, self.softmax_quantizer, arithmetic)
+            y = quantized_attention(run, operands, sources, operand_codes, mask, self.softmax_quantizer, arithmetic)
             if y is not None:
                 return _with_zeros(y, empty), None
-        scores = product(torch.matmul, q, k.transpose(-2, -1), of_scores, arithmetic)
+        scores = product(run, torch.matmul, q, k.transpose(-2, -1), of_scores, arithmetic)
         weights = _with_zeros(torch.softmax(scores if mask is None else scores + mask, dim=-1), empty)
         dropped = F.dropout(quantized(self.softmax_quantizer, weights), self.dropout_p, self.training)
-        return product(torch.matmul, dropped, v, of_values, arithmetic), dropped
+        return product(run, torch.matmul, dropped, v, of_values, arithmetic), dropped
 
 
 def quantized_attention(
+    run: Run,
     operands: tuple[Tensor, Tensor, Tensor],
     sources: Sequence[Quantizer | None],
     operand_codes: Sequence[TensorCodes | None],
@@ -87,6 +90,7 @@ def quantized_attention(
     bit on a CPU, and on CUDA up to the order of the sums of gradients.
 
     Args:
+        run: What runs the forward.
         operands: The scaled query (..., target, features), the key (..., source, features) and the value
             (..., source, features of the value).
         sources: For each of them the quantizer on whose grid its values lie, or None.
@@ -98,15 +102,15 @@ def quantized_attention(
     Returns:
         (..., target, features of the value); None where the op may not compute it.
     """
-    if arithmetic.save == "float" or arithmetic.forward == "integer" or not _fits(operands, mask):
+    if arithmetic.save == "float" or arithmetic.forward == "integer" or not _fits(run, operands, mask):
         return None
-    if quantizer is not None and not may_be_in_op(quantizer):
+    if quantizer is not None and not may_be_in_op(quantizer, run):
         return None
     query = operands[0]
-    grid = grid_of(output_grid(quantizer, _scores_like(*operands[:2])))
+    grid = grid_of(output_grid(run, quantizer, _scores_like(*operands[:2])))
     tensors: list[Tensor | None] = [mask, grid.start, grid.ratio, grid.rate, grid.zero_point]
     for operand, source, of_operand in zip(operands, sources, operand_codes, strict=True):
-        found = tensor_codes_of(operand, source, of_operand)
+        found = tensor_codes_of(run, operand, source, of_operand)
         tensors += [operand, *of_codes(None if found is None else found.of_whole(operand, packs=False))]
     unit = _unit(autocast_type(query), query.is_cpu, grid.qmin, grid.qmax, grid.grad_factor, grid.is_learned)
     y: Tensor = unit.call(tensors)
@@ -143,18 +147,18 @@ def _with_zeros(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.masked_fill(rows, 0.0)
 
 
-def _fits(operands: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> bool:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not all(map(is_ordinary, operands)):
+def _fits(run: Run, operands: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> bool:
+    if run.compiled or not torch.is_grad_enabled() or not all(is_ordinary(run, x) for x in operands):
         return False
-    if not any(x.requires_grad for x in operands) or (mask is not None and not _is_constant(mask)):
+    if not any(x.requires_grad for x in operands) or (mask is not None and not _is_constant(run, mask)):
         return False
     query = operands[0]
     same = all((x.dtype, x.device, x.shape[:-2]) == (query.dtype, query.device, query.shape[:-2]) for x in operands)
     return same and query.dim() >= 3 and all(x.numel() for x in operands)
 
 
-def _is_constant(mask: Tensor) -> bool:
-    return is_ordinary(mask) and mask.is_floating_point() and not mask.requires_grad
+def _is_constant(run: Run, mask: Tensor) -> bool:
+    return is_ordinary(run, mask) and mask.is_floating_point() and not mask.requires_grad
 
 
 def _scores_like(query: Tensor, key: Tensor) -> Tensor:

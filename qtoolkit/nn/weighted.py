@@ -21,6 +21,7 @@ from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, has_own_forward
 from qtoolkit.quantizers.weights import weight_quantizer
+from qtoolkit.running import Run, running
 
 
 class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
@@ -142,9 +143,9 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
 
     # ---- forward
 
-    def weight_grid(self, factor: Tensor | None) -> WeightGrid | None:
+    def weight_grid(self, run: Run, factor: Tensor | None) -> WeightGrid | None:
         """Return the grid of the weight, its output channels multiplied by a factor, for an op that quantizes it."""
-        return on_codes.weight_grid(self, partial(self._followed, factor))
+        return on_codes.weight_grid(run, self, partial(self._followed, factor))
 
     def quantize_weight(self, weight: Tensor) -> Tensor:
         """Return a weight quantized by the weight's quantizer."""
@@ -163,35 +164,37 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         kernel = this.kernel(self)
         if kernel is not None and kernel.active:
             return kernel(input, *args, **kwargs)  # type: ignore[no-any-return]  # a Tensor
-        x, input_codes = self._quantized(input, input_codes)
-        compute, bn = partial(self._run, this, x, input_codes, args, kwargs), self.batch_norm
-        with computing_once(self):
+        run = running()
+        x, input_codes = self._quantized(run, input, input_codes)
+        compute, bn = partial(self._run, run, this, x, input_codes, args, kwargs), self.batch_norm
+        with computing_once(run, self):
             if bn is None:
                 return compute(None, self.bias, True)
-            return batch_norm.forward_with(self, bn, compute)
+            return batch_norm.forward_with(run, self, bn, compute)
 
     def bn_scaled_output(
-        self, bn: LinkedBatchNorm, input: Tensor, input_codes: TensorCodes | None = None
+        self, run: Run, bn: LinkedBatchNorm, input: Tensor, input_codes: TensorCodes | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return what `qtoolkit.nn.batch_norm.bn_scaled_output` does for the linked batch norm, of an input of forward."""
         self.check_input(input)
-        x, input_codes = self._quantized(input, input_codes)
-        compute = partial(self._run, self.layer_calls[0], x, input_codes, (), {})
-        with computing_once(self):
-            return batch_norm.bn_scaled_output(self, bn, compute)
+        x, input_codes = self._quantized(run, input, input_codes)
+        compute = partial(self._run, run, self.layer_calls[0], x, input_codes, (), {})
+        with computing_once(run, self):
+            return batch_norm.bn_scaled_output(run, self, bn, compute)
 
     def forward_fp32(self, input: Tensor, *args: Any, call: int = 0, **kwargs: Any) -> Tensor:
         """Compute the float layer: without quantizers and without the batch norm. It takes the arguments of forward."""
         return self.compute(input, self.weight, self.bias, *args, **kwargs)
 
-    def _quantized(self, x: Tensor, input_codes: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
+    def _quantized(self, run: Run, x: Tensor, input_codes: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
         """Return the quantized input and its codes, where it has some."""
         if self.input_quantizer is None:
             return x, input_codes
-        return quantized_for(self.training_arithmetic, self.input_quantizer, x)
+        return quantized_for(run, self.training_arithmetic, self.input_quantizer, x)
 
     def _run(
         self,
+        run: Run,
         call: LayerCall,
         x: Tensor,
         input_codes: TensorCodes | None,
@@ -205,10 +208,10 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         if not with_quantized_weight:
             return self.compute(x, self.weight, bias, *args, **kwargs)
         source, in_sums = partial(call.input_quantizer, self), partial(self.bias_in_sums, bias, call)
-        y = on_codes.run(self, x, source, factor, in_sums, args, kwargs, input_codes)
+        y = on_codes.compute(run, self, x, source, factor, in_sums, args, kwargs, input_codes)
         if y is not None:
             return y
-        weight = on_codes.quantized_weight(self, factor)  # before the bias, whose grid takes the weight's scale
+        weight = on_codes.quantized_weight(run, self, factor)  # before the bias, whose grid takes the weight's scale
         if weight is None:
             weight = self._scaled_and_quantized(factor)
         bias = in_sums()

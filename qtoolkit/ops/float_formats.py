@@ -5,7 +5,8 @@ from typing import Literal
 from torch import Tensor
 
 from qtoolkit._native import TupleOp, library
-from qtoolkit.ops.recording import check_has_form, is_recorded, recorded
+from qtoolkit.ops.recording import check_has_form, recorded
+from qtoolkit.running import running
 
 _fake_quant_block: TupleOp = library.fake_quant_block.default
 _fake_quant_float: TupleOp = library.fake_quant_float.default
@@ -49,8 +50,9 @@ def fake_quant_float(
         >>> fake_quant_float(torch.tensor([1.0, 0.7, -0.02, 0.001]), torch.tensor(1.0), "nnie")
         tensor([ 1.0000,  0.7071, -0.0203,  0.0000])
     """
-    if is_recorded():
-        form = recorded(x, scale, None, format, (0, 0), axis, group, block_size)
+    run = running()
+    if run.recorded:
+        form = recorded(run, x, scale, None, format, (0, 0), axis, group, block_size)
         if form is not None:
             return form
     return _fake_quant_float(x, scale, format, axis, group, block_size)[0]

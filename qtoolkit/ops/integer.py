@@ -7,7 +7,8 @@ from torch import Tensor
 
 from qtoolkit._native import Op, TupleOp, library
 from qtoolkit.ops.batching import fake_quant_of_samples
-from qtoolkit.ops.recording import is_recorded, recorded
+from qtoolkit.ops.recording import recorded
+from qtoolkit.running import running
 
 _dequantize: Op = library.dequantize.default
 _dequantize_int4: Op = library.dequantize_int4.default
@@ -61,8 +62,9 @@ def fake_quant(
         >>> fake_quant(x[:4], torch.tensor([0.1, 1.0]), axis=0, block_size=2)
         tensor([-1.,  0.,  0.,  0.])
     """
-    if is_recorded():
-        form = recorded(x, scale, zero_point, "int", (qmin, qmax), axis, group, block_size)
+    run = running()
+    if run.recorded:
+        form = recorded(run, x, scale, zero_point, "int", (qmin, qmax), axis, group, block_size)
         if form is not None:
             return form
     return _fake_quant(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor)[0]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from qtoolkit._native import Op, library
 from qtoolkit.ops.integer import fake_quant
-from qtoolkit.ops.recording import check_has_form, is_recorded_for_onnx
+from qtoolkit.ops.recording import check_has_form
+from qtoolkit.running import running
 
 _fake_quant_shaped: Op = library.fake_quant_shaped.default
 _positive_scale: Op = library.positive_scale.default
@@ -49,7 +50,7 @@ def fake_quant_clipped(
         >>> x.grad, scale.grad  # -2 + 2 + 2: two elements lie above the range, whose highest value is 1.0
         (tensor([0., 1., 0., 0.]), tensor(2.))
     """
-    if is_recorded_for_onnx():
+    if running().for_onnx:
         return fake_quant(x, scale, zero_point, qmin, qmax, axis, group, block_size)
     return _fake_quant_shaped(x, scale, zero_point, steepness, qmin, qmax, "clip", (), axis, group, block_size)
 
@@ -163,6 +164,6 @@ def positive_scale(start: Tensor, ratio: Tensor, rate: Tensor | None = None) -> 
         >>> positive_scale(torch.tensor(0.5), torch.tensor([-0.1]))
         tensor(0.0500)
     """
-    if is_recorded_for_onnx():
+    if running().for_onnx:
         return start * ratio.reshape(start.shape).abs().clamp(min=2.0**-24)
     return _positive_scale(start, ratio, rate)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit._native import TupleOp, library
+from qtoolkit.running import running
 
 _fake_tensor_quant: TupleOp = library.fake_tensor_quant.default
 _tensor_quant = library.tensor_quant.default
@@ -13,8 +14,8 @@ _tensor_quant = library.tensor_quant.default
 
 def has_values(*tensors: Tensor) -> bool:
     """Return whether values can be checked: not while compiling or tracing, nor on a GPU, for which the check would wait."""
-    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-    return not recorded and all(t.device.type == "cpu" for t in tensors)
+    run = running()
+    return not (run.compiled or run.recorded) and all(t.device.type == "cpu" for t in tensors)
 
 
 def check_values(x: Tensor, amax: Tensor, unsigned: bool) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit._native import library
+from qtoolkit.running import running
 
 Product = Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> sums of products
 LARGEST_IN_TF32 = 2**11  # integers up to here have no more bits than TF32
@@ -104,7 +105,7 @@ def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, tran
 
 def exact_matmul(x: Tensor, other: Tensor, codes: tuple[int, int], others: tuple[int, int]) -> Tensor:
     """Return the exact matrix product of integers in float32, as `exact_sums` does, of numbers in these two ranges."""
-    if torch.compiler.is_compiling():  # a graph does not depend on how many numbers are summed
+    if running().compiled:  # a graph does not depend on how many numbers are summed
         return torch.matmul(x.double(), other.double())
     return exact_sums(torch.matmul, x, other, Bounds.of_two(x.size(-1), codes, others))
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit.quantizers.quantizer import spec_fields
+from qtoolkit.running import Run
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.ranged import RangedQuantizer
@@ -36,6 +37,26 @@ def check_type(quantizer: "RangedQuantizer", x: Tensor) -> None:
     raise TypeError(
         f"quantizer {quantizer.name!r} gets a tensor of {x.dtype}, and quantizes floating-point values; {remedy}."
     )
+
+
+def check_not_recomputing(run: Run, name: str) -> None:
+    """Raise RuntimeError if the quantizer of this name would observe a second time what it observed in the forward."""
+    if run.recomputes:
+        raise RuntimeError(
+            f"quantizer {name!r} observes in a forward that gradient checkpointing recomputes, so that its range, and the "
+            f"gradients, would differ from those of the first forward. Calibrate before training and set observing=False, "
+            f"as qtoolkit.freeze_ranges(model, 'activations') does, or do not checkpoint this part of the model."
+        )
+
+
+def check_not_transformed(run: Run, name: str) -> None:
+    """Raise NotImplementedError if the range of the quantizer of this name would change under a transform."""
+    if run.transformed:
+        raise NotImplementedError(
+            f"quantizer {name!r} changes its range in this forward, which the transforms of torch.func (vmap, grad) and "
+            f"forward-mode AD do not support; call model.eval() or qtoolkit.freeze_ranges(model) before. For gradients, use "
+            f"torch.autograd.grad or backward, with torch.func.functional_call to pass parameters in."
+        )
 
 
 def not_ready(quantizer: "RangedQuantizer") -> RuntimeError:

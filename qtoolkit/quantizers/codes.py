@@ -13,6 +13,7 @@ from qtoolkit import ops
 from qtoolkit.ops.layer import Codes, RawInput
 from qtoolkit.quantizers.frozen import code_dtype
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.running import Run
 
 
 @dataclass(slots=True)
@@ -65,30 +66,29 @@ class TensorCodes:
         """Return codes on the grid."""
         return Codes(codes, self.scale, self.zero_point, self.qmin, self.qmax)
 
-    def without_codes(self, y: Tensor) -> "TensorCodes":
+    def without_codes(self, run: Run, y: Tensor) -> "TensorCodes":
         """Return the grid of a tensor that has some of the values, such as a max pool's."""
-        return replace(self, codes=None, tensor=_reference(y), version=version_of(y), raw=None, raw_version=0)
+        return replace(self, codes=None, tensor=_reference(run, y), version=version_of(run, y), raw=None, raw_version=0)
 
-    def raw_of(self, y: Tensor) -> RawInput | None:
+    def raw_of(self, run: Run, y: Tensor) -> RawInput | None:
         """Return what y, the tensor, was before; None where that is not known, or somebody waits for the gradient of y."""
         if self.raw is None or y._backward_hooks or y.retains_grad:
             return None
-        return (
-            self.raw if version_of(self.raw.values) == self.raw_version else None
-        )  # autograd says that it was changed
+        is_same = version_of(run, self.raw.values) == self.raw_version  # else autograd says that it was changed
+        return self.raw if is_same else None
 
 
-def version_of(y: Tensor) -> int:
+def version_of(run: Run, y: Tensor) -> int:
     """Return the version of a tensor; 0 where it has none, and in compiled code."""
-    return 0 if torch.compiler.is_compiling() or y.is_inference() else y._version
+    return 0 if run.compiled or y.is_inference() else y._version
 
 
-def _reference(y: Tensor) -> ReferenceType[Tensor] | Tensor:
-    return y if torch.compiler.is_compiling() else ref(y)
+def _reference(run: Run, y: Tensor) -> ReferenceType[Tensor] | Tensor:
+    return y if run.compiled else ref(y)
 
 
 def codes_on(
-    scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer, y: Tensor, codes: Tensor | None = None
+    run: Run, scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer, y: Tensor, codes: Tensor | None = None
 ) -> TensorCodes:
     """Return the codes of a tensor y on the grid of a quantizer with `Capability.codes`.
 
@@ -96,14 +96,15 @@ def codes_on(
     """
     spec, given = quantizer.spec, None if codes is None or codes.numel() == 0 else codes
     packed = quantizer.capability.packed
-    return TensorCodes(scale, zero_point, spec.qmin, spec.qmax, packed, _reference(y), version_of(y), given)
+    held = _reference(run, y), version_of(run, y)
+    return TensorCodes(scale, zero_point, spec.qmin, spec.qmax, packed, *held, given)
 
 
-def codes_by(quantizer: Quantizer | None, y: Tensor) -> TensorCodes | None:
+def codes_by(run: Run, quantizer: Quantizer | None, y: Tensor) -> TensorCodes | None:
     """Return the grid of a tensor as its quantizer is now, with the codes yet to be computed; None without codes."""
     if quantizer is None or not quantizer.capability_now.codes:
         return None
-    return codes_on(quantizer.scale.detach().abs(), rounded(quantizer.zero_point), quantizer, y)
+    return codes_on(run, quantizer.scale.detach().abs(), rounded(quantizer.zero_point), quantizer, y)
 
 
 def rounded(zero_point: Tensor | None) -> Tensor | None:
@@ -112,23 +113,25 @@ def rounded(zero_point: Tensor | None) -> Tensor | None:
 
 
 def codes_of(
-    y: Tensor, quantizer: Quantizer | None, channels_last: bool, kept: TensorCodes | None = None
+    run: Run, y: Tensor, quantizer: Quantizer | None, channels_last: bool, kept: TensorCodes | None = None
 ) -> TensorCodes | None:
     """Return the grid of a tensor, with its codes computed; None where the grid is not known or has no codes of a byte.
 
     `kept` are the codes that came with the tensor; they are left out if they are of another one, or y has changed. Then its
     values lie on the grid of the quantizer. `channels_last` is whether the codes of an image are wanted in this memory format.
     """
-    found = tensor_codes_of(y, quantizer, kept)
+    found = tensor_codes_of(run, y, quantizer, kept)
     return None if found is None else found.completed(y, channels_last)
 
 
-def tensor_codes_of(y: Tensor, quantizer: Quantizer | None, kept: TensorCodes | None = None) -> TensorCodes | None:
+def tensor_codes_of(
+    run: Run, y: Tensor, quantizer: Quantizer | None, kept: TensorCodes | None = None
+) -> TensorCodes | None:
     """Return the grid of a tensor, with its codes if they are computed; the arguments are `codes_of`'s.
 
     The grid of a quantizer that observes may be another one since it quantized the tensor.
     """
     if kept is not None and kept.hold_for(y):
         return kept
-    found = codes_by(quantizer, y)
+    found = codes_by(run, quantizer, y)
     return None if found is None or (quantizer is not None and quantizer.observing) else found

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from qtoolkit.processes import own_part
 from qtoolkit.quantizers.spec_ops import per_element
+from qtoolkit.running import is_capturing, running
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -106,7 +107,7 @@ class Watcher:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Compiled code would be compiled again for each count; a CUDA graph cannot wait for what it computes.
-        if not self.quantizers or torch.compiler.is_compiling() or _is_capturing():
+        if not self.quantizers or running().compiled or is_capturing():
             return
         # A conversion in place gives a quantizer another class, and the end of its first steps takes the entry away.
         pairs = [(quantizer, getattr(quantizer, "watched", None)) for quantizer in tuple(self.quantizers)]
@@ -136,10 +137,6 @@ def _is_trained(quantizer: "TensorQuantizer") -> bool:
     """Return whether learned scales have gradients: not before their training begins, nor in a copy of an averaged model."""
     own = [*quantizer.parameters()]
     return not own or any(parameter.grad is not None for parameter in own)
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def after(watched: Watched, of_input: bool) -> Watched:

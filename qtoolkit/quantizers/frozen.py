@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS, LARGEST
-from qtoolkit.ops.recording import is_recorded_for_onnx, is_written_to_file
+from qtoolkit.ops.recording import is_written_to_file
 from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.kinds.dynamic import of_blocks, of_tokens
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import fake_quant, float_codes, float_values
+from qtoolkit.running import running
 from qtoolkit.unregistered import Unregistered
 
 QuantizesAs = Callable[[Tensor, Tensor, Tensor | None, int, int], Tensor]
@@ -102,7 +103,7 @@ class Grid(Quantizer):
         """Return the grid's values nearest to x; x itself where an integer kernel has computed these values."""
         if not self.quantizing or (self._kernel is not None and self._kernel.value.active):
             return x
-        if self.quantizes_as is not None and not is_recorded_for_onnx():
+        if self.quantizes_as is not None and not running().for_onnx:
             return self.quantizes_as(x, self.scale, self.zero_point, self.spec.qmin, self.spec.qmax)
         x = x if self.shape is None else self.shape(x)
         if self.stored_in_uint8 and is_written_to_file():

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from qtoolkit.ops.layer import RawInput, WeightGrid
-from qtoolkit.quantizers.checks import check_finite
-from qtoolkit.quantizers.recomputation import check_not_transformed
+from qtoolkit.quantizers.checks import check_finite, check_not_transformed
 from qtoolkit.quantizers.spec_ops import fake_quant
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.running import Run, running
 
 
 def raw_input(quantizer: TensorQuantizer, x: Tensor) -> RawInput | None:
@@ -23,7 +23,7 @@ def raw_input(quantizer: TensorQuantizer, x: Tensor) -> RawInput | None:
     return RawInput(x, scale, kind.grad_factor(quantizer, x))
 
 
-def weight_grid(quantizer: TensorQuantizer, like: Tensor, values: Callable[[], Tensor]) -> WeightGrid:
+def weight_grid(run: Run, quantizer: TensorQuantizer, like: Tensor, values: Callable[[], Tensor]) -> WeightGrid:
     """Return the grid on which a quantizer would put a weight, for an op that does it (see `on_codes.gives_grid`).
 
     `like` has the weight's shape. `values` returns the weight, and is called only where the grid depends on it. Raises
@@ -32,8 +32,8 @@ def weight_grid(quantizer: TensorQuantizer, like: Tensor, values: Callable[[], T
     kind, spec = quantizer.kind, quantizer.spec
     if quantizer.stopping:
         check_finite(quantizer, values())
-    if quantizer.takes_range:
-        check_not_transformed(quantizer.name)
+    if quantizer.takes_range(run):
+        check_not_transformed(run, quantizer.name)
         quantizer.follow(values())
     quantizer.check_ready()
     factor = kind.grad_factor(quantizer, like)
@@ -55,7 +55,7 @@ def quantize_rows(quantizer: TensorQuantizer, x: Tensor, index: Tensor, table: T
         if quantizer.observing:
             quantizer.fit_channels(table)
             kind.observe(quantizer, table) if quantizer.quantizing else quantizer.observer(table)
-        elif quantizer.takes_range:
+        elif quantizer.takes_range(running()):
             kind.follow(quantizer, table)
     if not quantizer.quantizing:
         return x

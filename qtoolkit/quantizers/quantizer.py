@@ -53,21 +53,13 @@ class Quantizer(KeepsFloat32):
     # the type in which ONNX files store the codes of a weight, where `shifts` says that both will do; the codes themselves do
     # not depend on it. Those who know the target set it (`store_weights_as`): exporters of torch do not
     weight_codes: WeightCodes = "int8"
-    _capability: Capability | None = None
+    capability: Capability  # what its codes are, while it quantizes with a range
 
     def __init__(self, spec: QuantSpec, group: int, name: str, *, of_weight: bool, inserted: bool) -> None:
         super().__init__()
         self.spec, self.group, self.name = spec, group, name
         self.of_weight, self.inserted = of_weight, inserted
-
-    @property
-    def capability(self) -> Capability:
-        """What its codes are, while it quantizes with a range."""
-        if torch.compiler.is_compiling():  # no guard of what is known since the first call
-            return self._find_capability()
-        if self._capability is None:
-            self._capability = self._find_capability()
-        return self._capability
+        self.capability = self._find_capability()
 
     def _find_capability(self) -> Capability:
         return Capability.of(self.spec)
@@ -123,7 +115,11 @@ class Quantizer(KeepsFloat32):
         return self.spec.describe() + ("" if self.active else ", off")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_capability": None}  # the spec gives it
+        return {name: value for name, value in vars(self).items() if name != "capability"}  # the spec gives it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.capability = self._find_capability()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

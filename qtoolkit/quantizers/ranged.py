@@ -19,6 +19,7 @@ from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import ends_of, grid_of_range, mean_magnitude
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS
+from qtoolkit.running import Run
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.first_steps import Watched
@@ -251,6 +252,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     def rescale_to_bn_factor(
         self,
+        run: Run,
         variance: Tensor,
         gamma: Tensor | None,
         eps: float,
@@ -267,7 +269,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
         moves, stored = self.kind.LEARNED or self.following or frozen, "_scale" in self._buffers
         start = self._scale if moves and stored else torch.ones_like(self._scale)
         rate, known = self._buffers.get("_rate") if moves else None, self._factor
-        if not torch.compiler.is_compiling():
+        if not run.compiled:
             # Autograd would refuse the backward of a forward before this call, as before an evaluation. It takes the new start
             # and rate, which differ from the old ones by one step of the batch norm.
             start, rate, known = start.data, None if rate is None else rate.data, known.data

@@ -11,7 +11,7 @@ from qtoolkit import ops
 from qtoolkit._native import library
 from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS, LARGEST, BlockFormat
-from qtoolkit.ops.recording import is_recorded
+from qtoolkit.running import Run, running
 
 _straight_through = library.straight_through.default
 
@@ -49,9 +49,10 @@ def with_factor(scale: Tensor, zero_point: Tensor | None, grad_factor: float) ->
 
     The op's own would be a constant there: a graph for each size. An exported program has no gradient factor.
     """
-    if not torch.compiler.is_compiling() or grad_factor == 1.0:
+    run = Run.EAGER if grad_factor == 1.0 else running()
+    if not run.compiled:
         return scale, zero_point, grad_factor
-    if is_recorded():
+    if run.recorded:
         return scale, zero_point, 1.0
     return _with_factor(scale, grad_factor), None if zero_point is None else _with_factor(zero_point, grad_factor), 1.0
 

@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qtoolkit.ops.recording import is_transformed
-from qtoolkit.quantizers.checks import check_type
+from qtoolkit.quantizers.checks import check_not_recomputing, check_not_transformed, check_type
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
-from qtoolkit.quantizers.recomputation import check_not_recomputing, check_not_transformed, is_recomputing
 from qtoolkit.quantizers.spec_ops import grid_of_range
 from qtoolkit.quantizers.step_clock import CLOCK
+from qtoolkit.running import Run
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+RangeOf = Callable[[], Tensor] | None
 
 
 class Frozen:
     """The range stays."""
 
-    def forward(self, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None) -> Tensor:
-        """Return x, quantized if `quantizing`. `range_of` is the argument of `TensorQuantizer.forward`."""
+    def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:
+        """Return x, quantized if `quantizing`. `run` is what runs; the others are arguments of `TensorQuantizer.forward`."""
         return quantizer.quantize(x) if quantizer.quantizing else x
 
 
@@ -35,9 +36,9 @@ class Learned(Frozen):
 class Calibrating(Frozen):
     """Each forward observes its input. With `quantizing`, the range is set from what was observed so far, and quantizes."""
 
-    def forward(self, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None) -> Tensor:
-        check_not_recomputing(quantizer.name)
-        check_not_transformed(quantizer.name)
+    def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:
+        check_not_recomputing(run, quantizer.name)
+        check_not_transformed(run, quantizer.name)
         check_type(quantizer, x)
         quantizer.fit_channels(x)
         if quantizer.quantizing:
@@ -49,10 +50,10 @@ class Calibrating(Frozen):
 class FollowsWeight(Frozen):
     """Each forward that quantizes takes the range of the weight, as it then is."""
 
-    def forward(self, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None) -> Tensor:
-        if not (quantizer.quantizing and quantizer.takes_range):
-            return super().forward(quantizer, x, range_of)
-        check_not_transformed(quantizer.name)
+    def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:
+        if not (quantizer.quantizing and quantizer.takes_range(run)):
+            return super().forward(run, quantizer, x, range_of)
+        check_not_transformed(run, quantizer.name)
         followed = x if range_of is None else range_of()
         if followed is x:
             return quantizer.kind.follow_and_quantize(quantizer, x)
@@ -68,15 +69,15 @@ class FollowsData(Frozen):
     scale of the forward, too, since it begins no step.
     """
 
-    def forward(self, quantizer: "TensorQuantizer", x: Tensor, range_of: Callable[[], Tensor] | None) -> Tensor:
+    def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:
         # Not only with gradients: reentrant checkpointing computes the first forward without them.
-        if quantizer.training and not is_recomputing():
+        if quantizer.training and not run.recomputes:
             if quantizer.quantizing:
-                check_not_transformed(quantizer.name)
-            if not is_transformed():  # a transform stores nothing
+                check_not_transformed(run, quantizer.name)
+            if not run.transformed:  # a transform stores nothing
                 self.begin_step(quantizer)
             quantizer.kind.average(quantizer, x)
-        return super().forward(quantizer, x, range_of)
+        return super().forward(run, quantizer, x, range_of)
 
     @torch.no_grad()
     def begin_step(self, quantizer: "TensorQuantizer") -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from qtoolkit.ops.recording import is_captured
+from qtoolkit.running import is_capturing, running
 
 NEVER = -1
 """What a module has taken from the clock before its first step."""
@@ -63,7 +63,7 @@ class StepClock:
     def _new(self, device: torch.device) -> Tensor:
         with torch.inference_mode(False):
             clock = torch.ones((), dtype=torch.int64, device=device)
-        if is_captured(clock):
+        if clock.is_cuda and not running().compiled and is_capturing():
             raise RuntimeError(
                 "a CUDA graph is captured before the model has run on the device in training mode; run some steps on a side "
                 "stream first, as torch.cuda.graph asks."

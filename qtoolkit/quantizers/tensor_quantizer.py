@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.model_state import check_module
-from qtoolkit.ops.recording import is_recorded, is_recorded_for_onnx, is_transformed
 from qtoolkit.processes import whole
 from qtoolkit.quantizers.checks import check_finite
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS, LAST_STEP, WATCHER, Watched, after, look
@@ -16,9 +15,9 @@ from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation
 from qtoolkit.quantizers.loading import metadata_of
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.ranged import RangedQuantizer
-from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.states import CALIBRATING, FOLLOWS_DATA, FOLLOWS_WEIGHT, FROZEN, LEARNED, State
 from qtoolkit.quantizers.step_clock import CLOCK, NEVER
+from qtoolkit.running import Run, running
 
 
 class TensorQuantizer(RangedQuantizer):
@@ -93,14 +92,13 @@ class TensorQuantizer(RangedQuantizer):
         """
         return self.of_weight and self.following and self.kind.follows(self)
 
-    @property
-    def takes_range(self) -> bool:
-        """Whether a forward now takes the range of the weight.
+    def takes_range(self, run: Run) -> bool:
+        """Return whether a forward takes the range of the weight.
 
         In eval mode one that an exporter records does not: the file has the scale as a constant. Nor does one under the
         transforms of torch.func, which cannot store it; in training mode that is an error.
         """
-        return self.follows and (self.training or not (is_recorded() or is_transformed()))
+        return self.follows and (self.training or run.own_ops)
 
     @property
     def follows_data(self) -> bool:
@@ -111,16 +109,15 @@ class TensorQuantizer(RangedQuantizer):
         """
         return self.count_of_steps is not None and self.following and self.kind.follows(self)
 
-    @property
-    def reads_input(self) -> bool:
-        """Whether forward reads its input for more than to quantize it, so that no other op may compute it.
+    def reads_input(self, run: Run) -> bool:
+        """Return whether forward reads its input for more than to quantize it, so that no other op may compute it.
 
         A recomputation of gradient checkpointing does what the forward before it did: it must save the same tensors, also where
         an optimizer has taken a step in between.
         """
-        if torch.compiler.is_compiling():
+        if run.compiled:
             return self.observing or self.stopping or self.follows_data
-        if not is_recomputing():
+        if not run.recomputes:
             self.last_read_input = self.observing or self.stopping or self.follows_data or self.clip_check_due
         return self.last_read_input
 
@@ -197,14 +194,16 @@ class TensorQuantizer(RangedQuantizer):
             TypeError: `observing` is set, and x has integers or booleans.
         """
         check_finite(self, x)
-        if is_recorded_for_onnx():
+        run = running()
+        if run.for_onnx:
             return self._recorded_for_onnx(x)
-        if not torch.compiler.is_compiling() and self.training and self.quantizing and self.clip_check_due:
-            self._check_clipping(x)  # no code is compiled for what changes so often
-        return self.state.forward(self, x, range_of)
+        # No code is compiled for what changes so often.
+        if not (run.compiled or run.recomputes) and self.training and self.quantizing and self.clip_check_due:
+            self._check_clipping(x)
+        return self.state.forward(run, self, x, range_of)
 
     def _check_clipping(self, x: Tensor) -> None:
-        if self.watched is not None and not is_recomputing():
+        if self.watched is not None:
             self.watched.clipped = look(self, x)
 
     def _recorded_for_onnx(self, x: Tensor) -> Tensor:
@@ -240,7 +239,7 @@ class TensorQuantizer(RangedQuantizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         steps = state["watched"]
-        super().__setstate__({**state, "watched": None if steps is None else Watched(steps)})  # type: ignore[no-untyped-call]
+        super().__setstate__({**state, "watched": None if steps is None else Watched(steps)})
         if self.watched is not None:
             WATCHER.watch(self)
         if self.count_of_steps is not None:

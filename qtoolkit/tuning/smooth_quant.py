@@ -16,6 +16,7 @@ from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, random_state_kept, removing, values_unchanged_on_error
 from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.codes import version_of
+from qtoolkit.running import running
 from qtoolkit.shared_modules import first_names, owners_of_parameters
 from qtoolkit.tuning.runs.batches import Batches, Forward
 from qtoolkit.tuning.unchanged import check_float, largest_change
@@ -168,14 +169,14 @@ class _UsesOfNorms(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        kwargs = kwargs or {}
-        taken = [(tensor, version_of(tensor)) for tensor in tensors_of((*args, *kwargs.values()))]
+        kwargs, run = kwargs or {}, running()
+        taken = [(tensor, version_of(run, tensor)) for tensor in tensors_of((*args, *kwargs.values()))]
         result = func(*args, **kwargs)
         if func is F.linear:
             self._linear(*args, **kwargs)
         elif isinstance(result, Tensor | tuple | list) and tensors_of(result):
             for tensor, version in taken:  # a result that is the tensor itself, unchanged, is no use of it
-                if id(tensor) in self.outputs and (result is not tensor or version_of(tensor) != version):
+                if id(tensor) in self.outputs and (result is not tensor or version_of(run, tensor) != version):
                     self.others[self.outputs[id(tensor)][0]].setdefault(getattr(func, "__name__", str(func)))
         return result
 

@@ -15,6 +15,7 @@ import qtoolkit as qt
 from qtoolkit.graph.program.units.attention import ProjectionUnit
 from qtoolkit.graph.program.units.base import CachedFusedOp
 from qtoolkit.nn import on_codes
+from qtoolkit.running import Run
 from tests.blocks import codes_taken
 from tests.copies import made_once
 from tests.nets import settled
@@ -250,7 +251,6 @@ def test_units_have_the_bits_of_their_ops(
 ) -> None:
     """In a graph the projections are decided once: a further step asks for no plan."""
     model = trained(case, "graph", quantizer, arithmetic=forward)
-    step(model)  # the first one after a calibration
     other, planned = copy.deepcopy(model), list[str]()
     plan = ProjectionUnit._planned
 
@@ -263,7 +263,7 @@ def test_units_have_the_bits_of_their_ops(
     assert len(planned) == PRODUCTS.get(case, 3) + 1
     second = step(model)[0]
     assert len(planned) == PRODUCTS.get(case, 3) + 1
-    monkeypatch.setattr(CachedFusedOp, "by_op", lambda self, *inputs: None)
+    monkeypatch.setattr(CachedFusedOp, "by_op", lambda self, run, *inputs: None)
     same(first, step(other)[0])
     same(second, step(other)[0])
 
@@ -326,7 +326,7 @@ def test_autocast(case: str) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             projections = layer.in_projections([on_grid[id(x)] for x in inputs])
             places = [0, *itertools.accumulate(len(each.name) for each in projections)]
-            ys = [each(on_grid[id(inputs[at])], None) for each, at in zip(projections, places, strict=False)]
+            ys = [each(Run.EAGER, on_grid[id(inputs[at])], None) for each, at in zip(projections, places, strict=False)]
         assert {y.dtype for y in ys} == {torch.bfloat16}
         sum(y.float().square().sum() for y in ys).backward()
         gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
+from qtoolkit import running
 from qtoolkit.nn.batch_norm import STRATEGIES
-from qtoolkit.quantizers import recomputation
 from tests.copies import made_once
 
 
@@ -155,5 +156,11 @@ def test_observing_raises_in_a_recomputation() -> None:
 
 
 def test_without_the_private_function_nothing_counts_as_recomputation(monkeypatch) -> None:
-    monkeypatch.setattr(recomputation, "_current_graph_task_id", None)
-    assert not recomputation.is_recomputing()
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    spec = importlib.util.spec_from_file_location("running_without_it", running.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    x, found = torch.ones(2, requires_grad=True), []
+    x.register_hook(lambda _: found.append((module.running().name, running.running().name)))
+    x.sum().backward()
+    assert found == [("EAGER", "RECOMPUTING")]

@@ -19,6 +19,7 @@ from qtoolkit.nn.fusion import Unit, fusion
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.op_kinds.rules import is_number, module_of
 from qtoolkit.op_kinds.table import calls_where
+from qtoolkit.running import Run
 from qtoolkit.verdicts import Cause, Refusal
 
 ADDS = calls_where(lambda kind: kind.adds)
@@ -65,7 +66,7 @@ class Chain:
         if isinstance(bn, LinkedBatchNorm):
             layer = CALLED_APART if self.layer is None else module_of(self.layer)
         quantizer = None if self.quantizer is None else module_of(self.quantizer)
-        found = fusion(layer, bn, True, self._activation(), quantizer, in_training=True)
+        found = fusion(Run.EAGER, layer, bn, True, self._activation(), quantizer, in_training=True)
         if isinstance(found, Refusal):
             return f"computed by torch: {found.text}"
         joined, end = self._joined(found), self.end if found.end is None else found.end.text
@@ -102,7 +103,7 @@ class FunctionPair:
     def sentence(self) -> str:
         """Return how the function is computed in training mode, as the modules are now."""
         module = module_of(self.function) if self.function.op == "call_module" else None
-        found = fusion(activation=module, quantizer=module_of(self.quantizer))
+        found = fusion(Run.EAGER, activation=module, quantizer=module_of(self.quantizer))
         return f"computed by torch: {found.text}" if isinstance(found, Refusal) else "fused with its quantizer"
 
 

@@ -21,6 +21,7 @@ from qtoolkit.nn.output_grid import codes_by_op, grid_now, quantized_by
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.quantizers.codes import TensorCodes, codes_of
+from qtoolkit.running import Run
 
 NO_CODES = (None, None, None)
 LARGEST_WINDOW = 256  # elements whose places fit in one byte
@@ -32,12 +33,12 @@ Output = tuple[Tensor, Tensor | None]
 # ---- the calls that the code of a prepared model makes
 
 
-def layer_output(layer: Any, bn: Any, input: Any, input_codes: TensorCodes | None = None) -> Output:
+def layer_output(run: Run, layer: Any, bn: Any, input: Any, input_codes: TensorCodes | None = None) -> Output:
     """Return the output of a layer for its linked batch norm: scaled by its factor where the op may take it."""
-    found = fusion(layer, bn) if is_ordinary(input) else None
+    found = fusion(run, layer, bn) if is_ordinary(run, input) else None
     if not isinstance(found, Unit) or found.folded or found.layer is not None:
         return called_with(layer, input_codes, input), None
-    output: Output = layer.bn_scaled_output(bn, input, input_codes)
+    output: Output = layer.bn_scaled_output(run, bn, input, input_codes)
     return output
 
 
@@ -55,12 +56,13 @@ def epilogue_of(
     """Return the function that computes a batch norm with what follows it.
 
     `add` adds the residual to the batch norm's output; `activate` is the activation where that is a function, `bounds` what it
-    computes. The result is a function of the batch norm's input (what `layer_output` returned, if there is a layer), the
-    residual, its codes, the layer, the batch norm, the module of the activation and the quantizer. None stands for those
+    computes. The result is a function of what runs, the batch norm's input (what `layer_output` returned, if there is a layer),
+    the residual, its codes, the layer, the batch norm, the module of the activation and the quantizer. None stands for those
     that there are not. It returns the output and its codes.
     """
 
     def epilogue(
+        run: Run,
         value: Any,
         residual: Any,
         residual_codes: TensorCodes | None,
@@ -72,37 +74,37 @@ def epilogue_of(
         """Compute the ops by one op as far as it can, and the others one by one."""
         output_codes: TensorCodes | None = None
         x, factor = (value, None) if layer is None else value
-        adds = residual is None or is_added(residual, x.shape, x.dtype, x.device)
-        found = (
-            fusion(None, bn, adds, activation or bounds, quantizer) if is_ordinary(x) and fits(bn, x.shape) else None
-        )
+        adds = residual is None or is_added(run, residual, x.shape, x.dtype, x.device)
+        may_be_one = is_ordinary(run, x) and fits(bn, x.shape)
+        found = fusion(run, None, bn, adds, activation or bounds, quantizer) if may_be_one else None
         # A batch norm that is not linked gives torch's bits where nothing is quantized.
         if not isinstance(found, Unit) or found.folded or (factor is None and found.quantizer is None):
             adds, found = residual is None, Unit(bounds=None)
             y: Tensor = bn(x if factor is None else unscaled(layer, x, factor))
         else:
             joined = (residual, residual_codes) if adds else (None, None)
-            y, output_codes = _compute(x, factor, layer, bn, joined, found.bounds or Bounds(), found.quantizer)
+            y, output_codes = _compute(run, x, factor, layer, bn, joined, found.bounds or Bounds(), found.quantizer)
         if add is not None and not adds:
             y = add(y, residual)
         if found.bounds is None:
             y = activation(y) if activation is not None else y if activate is None else activate(y)
         quantizes = found.quantizer is not None
-        return (y, output_codes) if quantizer is None or quantizes else quantized_by(quantizer, y)
+        return (y, output_codes) if quantizer is None or quantizes else quantized_by(run, quantizer, y)
 
     return epilogue
 
 
-def max_pool(pool: Any, x: Tensor, input_codes: TensorCodes | None) -> tuple[Any, TensorCodes | None]:
+def max_pool(run: Run, pool: Any, x: Tensor, input_codes: TensorCodes | None) -> tuple[Any, TensorCodes | None]:
     """Call an nn.MaxPool2d, by an op that keeps places instead of the input where it trains; `input_codes` are x's."""
     by_torch = type(pool) is not nn.MaxPool2d or not pool.training or pool.return_indices or is_watched(pool)
     if by_torch or all_watched():
         return pool(x), None
     sizes = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
-    return max_pool2d(x, *sizes, input_codes=input_codes)
+    return max_pool2d(run, x, *sizes, input_codes=input_codes)
 
 
 def max_pool2d(
+    run: Run,
     input: Tensor,
     kernel_size: Any,
     stride: Any = None,
@@ -117,14 +119,13 @@ def max_pool2d(
     The values and gradients are torch's. The output is on the grid of the input, if that has `input_codes`.
     """
     sizes = (kernel_size, stride, padding, dilation, ceil_mode)
-    compiles = torch.compiler.is_compiling()
-    by_torch = compiles or not _keeps_places(input, kernel_size)
+    by_torch = run.compiled or not _keeps_places(run, input, kernel_size)
     y = F.max_pool2d(input, *sizes) if by_torch else ops.max_pool(input, *sizes)
-    return y, None if compiles or input_codes is None else input_codes.without_codes(y)
+    return y, None if run.compiled or input_codes is None else input_codes.without_codes(run, y)
 
 
-def _keeps_places(input: Tensor, kernel_size: Any) -> bool:
-    if not (is_ordinary(input) and torch.is_grad_enabled() and input.requires_grad):
+def _keeps_places(run: Run, input: Tensor, kernel_size: Any) -> bool:
+    if not (is_ordinary(run, input) and torch.is_grad_enabled() and input.requires_grad):
         return False
     return input.dim() == 4 and _window(kernel_size) <= LARGEST_WINDOW and not _is_faster_in_torch(input)
 
@@ -144,12 +145,13 @@ def fits(bn: Any, size: torch.Size) -> bool:
     return len(size) in DIMENSIONS[type(bn)] and is_taken
 
 
-def is_added(residual: Any, size: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+def is_added(run: Run, residual: Any, size: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the op adds a residual to an output of this size and type."""
-    return is_ordinary(residual) and (residual.shape, residual.dtype, residual.device) == (size, dtype, device)
+    return is_ordinary(run, residual) and (residual.shape, residual.dtype, residual.device) == (size, dtype, device)
 
 
 def _compute(
+    run: Run,
     x: Tensor,
     factor: Tensor | None,
     layer: Any,
@@ -164,7 +166,7 @@ def _compute(
         divisor = factor + 0 * bias  # the batch norm subtracts the bias, whose gradient is zero, not absent
     residual, residual_codes = added
     is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    coded = NO_CODES if residual is None else codes_added(residual, residual_codes, is_last)
+    coded = NO_CODES if residual is None else codes_added(run, residual, residual_codes, is_last)
     grid = {} if quantizer is None else grid_now(quantizer, x)
     # x is the output without its bias, scaled by the factor.
     undone = {"divisor": None if factor is None else factor.detach(), "offset": None if bias is None else bias.detach()}
@@ -186,16 +188,19 @@ def _compute(
         **bounds._asdict(),
         **grid,
     )
-    track(bn, mean, variance, x.numel() // x.size(1), **undone, totals=totals)
+    track(run, bn, mean, variance, x.numel() // x.size(1), **undone, totals=totals)
     if not grid:
         return y, None
-    return y, codes_by_op(y, codes, grid["scale"], grid["zero_point"], quantizer)
+    return y, codes_by_op(run, y, codes, grid["scale"], grid["zero_point"], quantizer)
 
 
-def codes_added(residual: Tensor, codes: TensorCodes | None, channels_last: bool) -> tuple[Tensor | None, ...]:
-    """Return the codes of a residual, one a byte, with its scale and zero point; `codes` are those that it has."""
+def codes_added(run: Run, residual: Tensor, codes: TensorCodes | None, last: bool) -> tuple[Tensor | None, ...]:
+    """Return the codes of a residual, one a byte, with its scale and zero point; `codes` are those that it has.
+
+    `last` is whether those of an image are wanted in channels_last.
+    """
     wanted = codes is not None and not codes.packed and torch.is_grad_enabled()
-    found = codes_of(residual, None, channels_last, codes) if wanted else None
+    found = codes_of(run, residual, None, last, codes) if wanted else None
     return NO_CODES if found is None else (found.codes, found.scale, found.zero_point)
 
 

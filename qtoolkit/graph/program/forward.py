@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet, ref
 
-import torch
 from torch import fx, nn
 
 from qtoolkit._snapshot import Snapshot
@@ -19,7 +18,7 @@ from qtoolkit.graph.program.memory_format import in_channels_last
 from qtoolkit.graph.program.units.base import names_around
 from qtoolkit.graph.program.writer import Writer, compiled
 from qtoolkit.nn.hooks import all_watched, is_watched
-from qtoolkit.ops.recording import is_recorded, is_transformed
+from qtoolkit.running import Run, running
 
 Forward = Callable[..., Any]
 
@@ -42,29 +41,40 @@ def compile_forward(
     for block, *_ in blocks.places:
         block.set_code(None, gm, division.reasons.get(block, NO_CALL))
     for index, part in division.parts.items():
-        part.block.set_code(_code_of(part.block, division, index, products), gm)
+        part.block.set_code(_entered(_code_of(part.block, division, index, products)), gm)
     divided = _code_of(gm, division, ROOT, products) if division.parts else whole
     return _by_block(gm, in_channels_last(gm, whole), in_channels_last(gm, divided), blocks)
 
 
+def _entered(code: Forward) -> Forward:
+    """Return the forward of a block, which asks what runs."""
+
+    @functools.wraps(code)
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        return code(running(), self, *args, **kwargs)
+
+    return forward
+
+
 def _code_of(owner: nn.Module, division: Division, index: int, products: Products | None) -> Forward:
-    """Compile the program of a part, which belongs to the model or a block."""
+    """Compile the program of a part, which belongs to the model or a block, as `_with_units` returns it."""
     code = compiled(Writer(division, index).write(), division.calls[index].block)
     return _with_units(owner, division, index, products, code)
 
 
 def _with_units(owner: nn.Module, division: Division, index: int, products: Products | None, plain: Forward) -> Forward:
-    """Return a forward of a part that runs units where its owner trains, and no tracer or hook needs the nodes of the graph."""
+    """Return a forward of a part that runs units where its owner trains, and no tracer or hook needs the nodes of the graph.
+
+    Its first argument is what runs.
+    """
     writer = None if products is None else UnitWriter(division, index, products)
-    if writer is None or not writer.changed:
-        return plain
-    units = compiled(writer.write(), division.calls[index].block)
+    units = plain if writer is None or not writer.changed else compiled(writer.write(), division.calls[index].block)
     owner_ref = ref(owner)
 
     @functools.wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        trains = self.training and _is_its_own(self, owner_ref)
-        as_units = trains and not (is_recorded() or is_transformed() or all_watched())
+    def forward(run: Run, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        trains = self.training and _is_its_own(run, self, owner_ref)
+        as_units = trains and run.own_ops and not all_watched()
         return (units if as_units else plain)(self, *args, **kwargs)
 
     return forward
@@ -76,20 +86,20 @@ def _by_block(gm: nn.Module, whole: Forward, divided: Forward, blocks: "_Blocks"
 
     @functools.wraps(whole)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        watched = blocks.are_watched()
+        run, watched = running(), blocks.are_watched()
         if watched:
             blocks.check()
-        links.renew()
+        links.renew(run)
         # Exported programs name the blocks.
-        wants_blocks = not self.training or torch.compiler.is_exporting() or watched
-        return (divided if wants_blocks and _is_its_own(self, owner_ref) else whole)(self, *args, **kwargs)
+        wants_blocks = not self.training or run.exported or watched
+        return (divided if wants_blocks and _is_its_own(run, self, owner_ref) else whole)(run, self, *args, **kwargs)
 
     return forward
 
 
-def _is_its_own(model: nn.Module, owner: ref[nn.Module]) -> bool:
+def _is_its_own(run: Run, model: nn.Module, owner: ref[nn.Module]) -> bool:
     """Return whether a model is the one that its code was made for, whose blocks and modules of units replicas share."""
-    return torch.compiler.is_compiling() or owner() is model
+    return run.compiled or owner() is model
 
 
 def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> list[Chain | FunctionPair]:
@@ -125,9 +135,9 @@ class _Links:
         holders = (find_module(gm, name) for name in {name for target in targets for name in names_around(target)})
         self.snapshot = Snapshot(tuple(holder._modules for holder in holders if holder is not None), frozenset())
 
-    def renew(self) -> None:
+    def renew(self, run: Run) -> None:
         """Link the layers again if a module has been replaced since; compiled code does so when the mode is set."""
-        gm = None if torch.compiler.is_compiling() or self.snapshot.holds() else self.gm()
+        gm = None if run.compiled or self.snapshot.holds() else self.gm()
         if gm is None:
             return
         present = set(gm.modules())

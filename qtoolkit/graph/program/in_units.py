@@ -28,6 +28,7 @@ from qtoolkit.nn.output_grid import Function
 from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.op_kinds.table import OTHER
+from qtoolkit.running import running
 
 Products = Mapping[str, Product]
 
@@ -60,6 +61,7 @@ class UnitWriter(Writer):
         joined = (node for chain in self.chains for node in (chain.layer, chain.add) if node is not None)
         others = list(filter(self._is_other, self.order))
         self.takers = {*layers, *joined, *others}  # the nodes whose ops take the codes of their inputs
+        self.run: fx.Node | None = None  # what runs, which the code asks before its first unit
         # whether the written code differs from the nodes of the model's graph
         self.changed = bool(self.chains or self.units or others)
 
@@ -151,27 +153,32 @@ class UnitWriter(Writer):
 
     def _write_unit(
         self,
-        run: Callable[..., Any],
-        arguments: Iterable[Any],
+        run: Callable[..., object],
+        arguments: Iterable[object],
         name: str,
         last: fx.Node,
-        named: dict[str, Any] | None = None,
+        named: dict[str, object] | None = None,
     ) -> None:
-        result = self.graph.create_node("call_function", run, tuple(arguments), named, name=f"{name}_unit")
+        result = self._called(run, arguments, named, f"{name}_unit")
         self.written[last] = self._item(result, 0, last.name)
         if any(self._takers_of(last)):
             self.codes[last] = self._item(result, 1, f"{last.name}_codes")
+
+    def _called(self, function: Callable[..., object], args: Any, kwargs: Any, name: str) -> fx.Node:
+        """Write a call that takes what runs before the arguments."""
+        if self.run is None:
+            self.run = self.graph.create_node("call_function", running, name="run")
+        return self.graph.create_node("call_function", function, (self.run, *args), kwargs, name=name)
 
     def _write_other(self, node: fx.Node) -> None:
         args, kwargs = self._built((node.args, node.kwargs), self._value)
         input_codes = [self._codes_of(source) for source in node.args if isinstance(source, fx.Node)]
         if node.name in self.products:
             function = products.function_of(node, self.products[node.name])
-            self.written[node] = self.graph.call_function(function, (input_codes, *args), kwargs)
+            self.written[node] = self._called(function, (input_codes, *args), kwargs, node.name)
         elif is_attention_call(node):
             attention = (self._module(node), tuple(map(self._codes_of, operands_of(node))), *args)
-            run = AttentionUnit().run
-            self.written[node] = self.graph.create_node("call_function", run, attention, kwargs, name=node.name)
+            self.written[node] = self._called(AttentionUnit().run, attention, kwargs, node.name)
         elif node.op == "call_module":
             self._write_unit(max_pool, (self._module(node), *args, *input_codes), node.name, node)
         else:

@@ -20,6 +20,7 @@ from qtoolkit.nn.computed_weights import computing_still
 from qtoolkit.nn.layers.conv import is_strided_pointwise
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.running import Run
 
 FLOAT_LAYERS = (nn.Conv2d, nn.ConvTranspose2d)
 STRIDE = 3  # its position among the arguments of a function that is a convolution
@@ -32,7 +33,7 @@ OF_STRIDES = ("view", "view_as", "as_strided")
 def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that computes what another one does, in channels_last in training where that is faster.
 
-    The 2-d convolutions of the model are told in which memory format to return images.
+    Both take what runs before the model. The 2-d convolutions of the model are told in which memory format to return images.
     """
     names = [name for name, module in gm.named_modules() if isinstance(module, QuantConv2d)]
     converts = bool(names) and _takes_any_strides(gm) and not _has_unsafe_gradient(gm)
@@ -44,15 +45,15 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
     quantized, choice = _quantized_inputs(gm), _Choice(gm, names)
 
     @functools.wraps(forward)
-    def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def converted(run: Run, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         trains = self.training and torch.is_grad_enabled()
         images = [x for x in (*args, *kwargs.values()) if _may_be_in_rows(x)] if trains else []
         pixels = max([x.numel() // x.size(1) for x in images]) if images else 0
-        if not pixels or not choice.of(self, pixels):
-            return forward(self, *args, **kwargs)
+        if not pixels or not choice.of(run, self, pixels):
+            return forward(run, self, *args, **kwargs)
         args = tuple(x if i in quantized else map_leaves(x, _to_channels_last) for i, x in enumerate(args))
         kwargs = {name: x if name in quantized else map_leaves(x, _to_channels_last) for name, x in kwargs.items()}
-        return map_leaves(forward(self, *args, **kwargs), _to_rows)
+        return map_leaves(forward(run, self, *args, **kwargs), _to_rows)
 
     return converted
 
@@ -65,9 +66,9 @@ class _Choice:
         self.snapshot: Any = None
         self.known: dict[int, bool] = {}
 
-    def of(self, model: nn.Module, pixels: int) -> bool:
+    def of(self, run: Run, model: nn.Module, pixels: int) -> bool:
         """Return it for a model, or a replica of it; it holds while the attributes of the layers are the same objects."""
-        if torch.compiler.is_compiling() or self.owner() is not model:
+        if run.compiled or self.owner() is not model:
             return self._ask(model, pixels)
         if self.snapshot is None or not self.snapshot.holds():
             self.snapshot, self.known = snapshot_of(model, self.names), {}

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Geometry, convolution
-from qtoolkit.ops.recording import is_recorded
+from qtoolkit.running import running
 
 
 def is_strided_pointwise(layer: Any) -> bool:
@@ -19,7 +19,7 @@ def is_strided_pointwise(layer: Any) -> bool:
 
 def trains_strided_pointwise(layer: QuantWeighted, weight: Tensor) -> bool:
     """Return whether torch computes the gradient of the weight of such a layer."""
-    return is_strided_pointwise(layer) and torch.is_grad_enabled() and weight.requires_grad and not is_recorded()
+    return is_strided_pointwise(layer) and torch.is_grad_enabled() and weight.requires_grad and not running().recorded
 
 
 class Convolution(QuantWeighted):

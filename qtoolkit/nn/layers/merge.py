@@ -12,6 +12,7 @@ from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
 from qtoolkit.nn.on_codes import TrainsOnCodes
 from qtoolkit.nn.product import product
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.running import running
 
 OPERANDS = ("both", "first", "second")
 
@@ -162,7 +163,7 @@ class QuantMatMul(QuantMerge, MatMul, TrainsOnCodes):
         return getattr(self, "input_quantizer", None), self.other_quantizer
 
     def compute(self, input: Tensor, other: Tensor) -> Tensor:
-        return product(torch.matmul, input, other, self.sources, self.training_arithmetic)
+        return product(running(), torch.matmul, input, other, self.sources, self.training_arithmetic)
 
 
 class QuantCat(QuantInput, Cat):

@@ -11,6 +11,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
 from qtoolkit.quantizers.observers.base import Observer
 from qtoolkit.quantizers.observers.minmax import EndsObserver, check_momentum
+from qtoolkit.running import running
 
 METHODS = ("percentile", "mse", "l2", "entropy")
 
@@ -111,7 +112,7 @@ class HistogramObserver(Observer):
         Compiled code, which must not wait for the device, takes it in; then the range is NaN.
         """
         self.put_sums_on(x.device)
-        if self.training and not torch.compiler.is_compiling() and not _is_finite(x.detach()):
+        if self.training and not running().compiled and not _is_finite(x.detach()):
             self.skipped += 1
         else:
             ops.observe_histogram_(x.detach(), self.counts, self.lo, self.hi, self.axis, self.group)

@@ -23,6 +23,7 @@ from qtoolkit.processes import is_sharded, ranks, unwrapped
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import clip, per_element, range_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.running import running
 from qtoolkit.tuning.rounding.grids import codes_on_grid
 from qtoolkit.verdicts import Obstacle
 
@@ -71,12 +72,12 @@ class GridWeight:
         bn = self.batch_norm
         if bn is None:
             return None
-        return divisor_of(bn, step_variance(self.layer, bn) if variance is None else variance).detach()
+        return divisor_of(bn, step_variance(running(), self.layer, bn) if variance is None else variance).detach()
 
     def rescale_to_bn_factor(self, variance: Tensor | None) -> Tensor | None:
         """Return the factor of the next step, by its variance. The scales take it, as they do in that step's forward."""
         if variance is not None and self.layer.takes_factor:
-            rescale_to_bn_factor(self.layer, self.layer.batch_norm, variance, frozen=True)
+            rescale_to_bn_factor(running(), self.layer, self.layer.batch_norm, variance, frozen=True)
         return self.factor(variance)
 
     @property

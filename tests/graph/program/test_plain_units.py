@@ -87,7 +87,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 @contextmanager
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(CachedFusedOp, "by_op", lambda self, *inputs: None)
+        patch.setattr(CachedFusedOp, "by_op", lambda self, run, *inputs: None)
         yield
 
 
@@ -244,7 +244,7 @@ def test_random_chains_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
         for net in (model, other):
             x.requires_grad_().grad = None
             if net is other:
-                monkeypatch.setattr(CachedFusedOp, "by_op", lambda self, *inputs: None)
+                monkeypatch.setattr(CachedFusedOp, "by_op", lambda self, run, *inputs: None)
             net(x).square().sum().backward()
             results.append({"x": x.grad, **{n: p.grad for n, p in net.named_parameters() if p.grad is not None}})
         monkeypatch.undo()

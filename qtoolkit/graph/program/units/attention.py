@@ -3,7 +3,6 @@
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from qtoolkit.graph.program.epilogue import called_with
@@ -14,6 +13,7 @@ from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.attention import InputCodes, Parts
 from qtoolkit.nn.projection import Projection
 from qtoolkit.quantizers.codes import TensorCodes
+from qtoolkit.running import Run
 
 OF_ROWS = ("start", "ratio", "rate", "zero_point", "lo", "hi")
 """What has an element for each scale of a weight, or for each of its rows."""
@@ -25,9 +25,9 @@ class AttentionUnit:
     def __init__(self) -> None:
         self.parts: PartUnits | None = None
 
-    def run(self, module: Any, input_codes: InputCodes, *args: Any, **kwargs: Any) -> Any:
+    def run(self, run: Run, module: Any, input_codes: InputCodes, *args: Any, **kwargs: Any) -> Any:
         """Call the module; `input_codes` are its query's, key's and value's."""
-        if torch.compiler.is_compiling() or not _keeps_codes(module):
+        if run.compiled or not _keeps_codes(module):
             return called_with(module, input_codes, *args, **kwargs)
         if self.parts is None or self.parts.attention is not module:
             self.parts = PartUnits(module)
@@ -42,19 +42,19 @@ class PartUnits(Parts):
         self.functions: dict[str, FunctionUnit] = {}
         self.projections: dict[str, ProjectionUnit] = {}
 
-    def quantized(self, name: str, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
+    def quantized(self, run: Run, name: str, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
         """Return x quantized by the quantizer of this name, or x itself without one, and its codes, if it has some."""
         if self.attention._modules.get(name) is None:
             return x, None
         if name not in self.functions:
             self.functions[name] = FunctionUnit(self.attention, None, name, None, NONE, True)
-        return self.functions[name].run(x)
+        return self.functions[name].run(run, x)
 
-    def projected(self, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
+    def projected(self, run: Run, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
         """Return a projection of x, which has these codes."""
         if projection.name not in self.projections:
             self.projections[projection.name] = ProjectionUnit(self.attention)
-        return self.projections[projection.name].project(projection, x, input_codes)
+        return self.projections[projection.name].project(run, projection, x, input_codes)
 
 
 class ProjectionUnit(LayerUnit):
@@ -67,11 +67,11 @@ class ProjectionUnit(LayerUnit):
     def __init__(self, attention: QuantMultiheadAttention) -> None:
         super().__init__(attention, "", None, False)
 
-    def project(self, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
+    def project(self, run: Run, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
         """Return the projection of x, which has these codes."""
         self.modules = projection, None
         try:
-            return self.run(x, input_codes)[0]
+            return self.run(run, x, input_codes)[0]
         finally:
             self.modules = None, None  # nothing of a step is kept
 
@@ -79,12 +79,12 @@ class ProjectionUnit(LayerUnit):
         """Return the projection of this call."""
         return self.modules
 
-    def kind_of(self, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules."""
         return kind_of_inputs(self.modules[0].weight, x)
 
-    def _planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
-        plan, rows = super()._planned(x, *others), self.modules[0].rows
+    def _planned(self, run: Run, x: Tensor, *others: Any) -> LayerPlan | None:
+        plan, rows = super()._planned(run, x, *others), self.modules[0].rows
         grid = None if plan is None or rows is None else grid_of_weight(rows[0].whole)
         if plan is not None and grid is not None:
             plan.fields.update(grid)  # the gradient factor of all rows
@@ -92,12 +92,12 @@ class ProjectionUnit(LayerUnit):
             kept.update(weight=None, bias=None)  # parts of a parameter, made anew in each step
         return plan
 
-    def one_by_one(self, x: Tensor, input_codes: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
+    def one_by_one(self, run: Run, x: Tensor, input_codes: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Compute the projection as the attention does."""
-        return layer(x, input_codes), None
+        return layer(run, x, input_codes), None
 
-    def _varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
-        found, layer = super()._varying(plan, x, *others), self.modules[0]
+    def _varying(self, run: Run, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
+        found, layer = super()._varying(run, plan, x, *others), self.modules[0]
         if found is None:
             return None
         tensors, numbers = found

@@ -18,8 +18,8 @@ from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn import on_codes
 from qtoolkit.nn.output_grid import GridNow, OutputGrid, quantized_by
 from qtoolkit.quantizers.codes import TensorCodes, codes_of, codes_on
-from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.running import Run
 
 # Hooks of a call: an op that computes the module would not run them.
 WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -109,12 +109,12 @@ class CachedFusedOp(Generic[P]):
         self.plans: dict[Hashable, P | None] = {}
         self.last: P | None = None  # the plan of the last call of the op
 
-    def refresh_if_modules_changed(self) -> None:
+    def refresh_if_modules_changed(self, run: Run) -> None:
         """Take the modules as they are now, if that may be other ones than before."""
         if self.snapshot is not None and self.snapshot.holds():
             return
         # Gradient checkpointing must compute again what the forward computed, also if an optimizer has stepped in between.
-        if self.outside_steps is not None and is_recomputing() and self.outside_steps.holds():
+        if self.outside_steps is not None and run.recomputes and self.outside_steps.holds():
             return
         self.modules = self.modules_now()
         names = [name for name in self.names if name is not None]
@@ -133,73 +133,73 @@ class CachedFusedOp(Generic[P]):
         model = self.model()
         return tuple(None if name is None else model.get_submodule(name) for name in self.names)
 
-    def by_op(self, x: Tensor, *others: Any) -> Result | None:
+    def by_op(self, run: Run, x: Tensor, *others: Any) -> Result | None:
         """Return the unit's output with its codes, computed by one op of its inputs; None where it may not be."""
         plan = self.last
-        if plan is not None and (result := self._try_last_call(plan, x, *others)) is not None:
+        if plan is not None and (result := self._try_last_call(run, plan, x, *others)) is not None:
             return result
-        plan = self.plan_of(x, *others)
-        return None if plan is None else self.compute(plan, x, *others)
+        plan = self.plan_of(run, x, *others)
+        return None if plan is None else self.compute(run, plan, x, *others)
 
-    def _try_last_call(self, plan: P, x: Tensor, *others: Any) -> Result | None:
+    def _try_last_call(self, run: Run, plan: P, x: Tensor, *others: Any) -> Result | None:
         """Return what `compute` does by the call that the plan had last; None if this is another one."""
         call = plan.call
         if call is None or call.dtype is not x.dtype or call.shape != x.shape:
             return None
-        varying = self._varying(plan, x, *others)
+        varying = self._varying(run, plan, x, *others)
         if varying is None or varying[1] != call.numbers:
             return None
         results = call.repeat([*varying[0].values()])
-        return self.output(plan, *results) if results else None
+        return self.output(run, plan, *results) if results else None
 
-    def plan_of(self, x: Tensor, *others: Any) -> P | None:
+    def plan_of(self, run: Run, x: Tensor, *others: Any) -> P | None:
         """Return the plan for inputs; None where one op may not compute the unit."""
-        kind = self.kind_of(x, *others)
+        kind = self.kind_of(run, x, *others)
         if kind is None:
             return None
         if kind not in self.plans:
             if len(self.plans) == MOST_PLANS:
                 self.plans.clear()
-            self.plans[kind] = self._planned(x, *others)
+            self.plans[kind] = self._planned(run, x, *others)
         return self.plans[kind]
 
-    def compute(self, plan: P, x: Tensor, *others: Any) -> Result | None:
+    def compute(self, run: Run, plan: P, x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op, and keep the call; None if x has no codes."""
         self.last = plan
-        result = self._try_last_call(plan, x, *others)
-        varying = None if result is not None else self._varying(plan, x, *others)
+        result = self._try_last_call(run, plan, x, *others)
+        varying = None if result is not None else self._varying(run, plan, x, *others)
         if varying is None:
             return result
         tensors, numbers = varying
         fields = {**plan.fields, **numbers, **tensors}
         fields["learned"] = any(t is not None and t.requires_grad for t in map(fields.get, TRAINED_OF_OUTPUT))
         plan.call = LastCall(x.shape, x.dtype, numbers, made(self.KIND, fields, list(tensors)).call)
-        return self.output(plan, *plan.call.repeat([*tensors.values()]))
+        return self.output(run, plan, *plan.call.repeat([*tensors.values()]))
 
-    def kind_of(self, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
         raise NotImplementedError
 
-    def _planned(self, x: Tensor, *others: Any) -> P | None:
+    def _planned(self, run: Run, x: Tensor, *others: Any) -> P | None:
         """Ask the modules for the plan."""
         raise NotImplementedError
 
-    def _varying(self, plan: P, x: Tensor, *others: Any) -> Varying | None:
+    def _varying(self, run: Run, plan: P, x: Tensor, *others: Any) -> Varying | None:
         """Return what the op is told besides what the plan says; None if x has no codes."""
         raise NotImplementedError
 
-    def output(self, plan: P, y: Tensor, *grid: Tensor) -> Result:
+    def output(self, run: Run, plan: P, y: Tensor, *grid: Tensor) -> Result:
         """Return the output of the unit, y, with its codes.
 
         `grid` are the codes, empty where it has none, their scale, and their zero point if they have one.
         """
         quantizer = self.modules[-1]
         if quantizer is not plan.quantizer:  # the op does not compute it
-            return quantized_by(quantizer, y)
+            return quantized_by(run, quantizer, y)
         if quantizer is None or not quantizer.capability.codes:
             return y, None
         codes, scale, *zero_point = grid
-        return y, codes_on(scale, zero_point[0] if zero_point else None, quantizer, y, codes)
+        return y, codes_on(run, scale, zero_point[0] if zero_point else None, quantizer, y, codes)
 
 
 def made(kind: Any, fields: Fields, varying: list[str]) -> Any:
@@ -251,6 +251,7 @@ class LayerArguments:
 
     def varying(
         self,
+        run: Run,
         layer: Any,
         x: Tensor,
         input_codes: TensorCodes | None,
@@ -261,10 +262,10 @@ class LayerArguments:
 
         `factor` returns what multiplies the output channels of the weight before it is quantized, or None.
         """
-        codes = codes_of(x, layer.source, self.others["integer"], input_codes)
+        codes = codes_of(run, x, layer.source, self.others["integer"], input_codes)
         if codes is None:
             return None
-        raw = codes.raw_of(x) if self.takes_raw else None
+        raw = codes.raw_of(run, x) if self.takes_raw else None
         tensors = {
             "x": x if raw is None else x.detach(),
             "codes": codes.codes,
@@ -280,17 +281,17 @@ class LayerArguments:
         }
         if self.grid is not None:
             return tensors, numbers
-        grid = _weight_grid_now(layer, factor(), name)
+        grid = _weight_grid_now(run, layer, factor(), name)
         return {**tensors, "start": grid.pop("scale"), "zero_point": grid.pop("zero_point")}, {**numbers, **grid}
 
 
-def layer_arguments(layer: Any, x: Tensor) -> LayerArguments | None:
+def layer_arguments(run: Run, layer: Any, x: Tensor) -> LayerArguments | None:
     """Return what an op is told about a layer of an input like x; None where it may not compute it."""
     g = layer.geometry(x)
     if g is None:
         return None
     integer = on_codes.computes_on_codes(layer, x, g)
-    if not integer and (layer.training_arithmetic.save == "float" or on_codes.copies_weight(layer, x)):
+    if not integer and (layer.training_arithmetic.save == "float" or on_codes.copies_weight(run, layer, x)):
         return None
     layer.check_input(x)
     try:
@@ -357,9 +358,9 @@ def _followed(layer: Any) -> Fields | None:
     return {"lo": observer.lo, "hi": observer.hi, "pow2_scale": spec.pow2_scale}
 
 
-def _weight_grid_now(layer: Any, factor: Tensor | None, name: str | None) -> Fields:
+def _weight_grid_now(run: Run, layer: Any, factor: Tensor | None, name: str | None) -> Fields:
     """Return the grid of a weight whose quantizer makes it anew at each call."""
-    grid = layer.weight_grid(factor)
+    grid = layer.weight_grid(run, factor)
     if grid is None:
         raise RuntimeError(f"the weight quantizer of {name!r} changed while its layer ran.")
     return dict(vars(grid))

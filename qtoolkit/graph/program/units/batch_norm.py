@@ -31,6 +31,7 @@ from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.output_grid import output_grid
 from qtoolkit.op_kinds.kind import Bounds
 from qtoolkit.quantizers.codes import TensorCodes
+from qtoolkit.running import Run
 
 OF_RESIDUAL = ("residual", "residual_codes", "residual_scale", "residual_zero_point")
 
@@ -60,46 +61,47 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
 
     def run(
         self,
+        run: Run,
         x: Tensor,
         input_codes: TensorCodes | None = None,
         residual: Tensor | None = None,
         residual_codes: TensorCodes | None = None,
     ) -> Result:
         """Return the unit's output, with its codes; `input_codes` and `residual_codes` are x's and the residual's."""
-        if torch.compiler.is_compiling():
-            return self._one_by_one(self.modules_now(), x, input_codes, residual, residual_codes)
-        self.refresh_if_modules_changed()
+        if run.compiled:
+            return self._one_by_one(run, self.modules_now(), x, input_codes, residual, residual_codes)
+        self.refresh_if_modules_changed(run)
         tensors = type(x) is Tensor and (residual is None or type(residual) is Tensor)
-        found = self.by_op(x, input_codes, residual, residual_codes) if tensors and torch.is_grad_enabled() else None
-        return self._one_by_one(self.modules, x, input_codes, residual, residual_codes) if found is None else found
+        may_be_one = tensors and torch.is_grad_enabled()
+        found = self.by_op(run, x, input_codes, residual, residual_codes) if may_be_one else None
+        return self._one_by_one(run, self.modules, x, input_codes, residual, residual_codes) if found is None else found
 
-    def _one_by_one(
-        self, modules: Any, x: Tensor, input_codes: Any, residual: Tensor | None, residual_codes: TensorCodes | None
-    ) -> Result:
+    def _one_by_one(self, run: Run, modules: tuple[Any, ...], x: Tensor, codes: Any, *residual: object) -> Result:
         layer, bn, activation, quantizer = modules
-        value = layer_output(layer, bn, x, input_codes)
-        found: Result = self.one_by_one(value, residual, residual_codes, layer, bn, activation, quantizer)
+        value = layer_output(run, layer, bn, x, codes)
+        found: Result = self.one_by_one(run, value, *residual, layer, bn, activation, quantizer)
         return found
 
-    def kind_of(self, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
         _, residual, _ = others
         layer, bn, *_ = self.modules
         kind = kind_of_inputs(layer._parameters.get("weight"), x)
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
-        return None if kind is None else (*kind, added, *_of_forward(bn).values())
+        return None if kind is None else (*kind, added, *_of_forward(run, bn).values())
 
-    def _planned(self, x: Tensor, *others: Any) -> NormPlan | None:
+    def _planned(self, run: Run, x: Tensor, *others: Any) -> NormPlan | None:
         _, residual, _ = others
         layer, bn, activation, quantizer = self.modules
-        found = fusion(layer, bn, True, activation or self.bounds, quantizer) if is_ordinary(x) else None
+        may_be_one = is_ordinary(run, x)
+        found = fusion(run, layer, bn, True, activation or self.bounds, quantizer) if may_be_one else None
         if not isinstance(found, Unit) or not found.whole or found.bounds is None:
             return None
-        of_layer = layer_arguments(layer, x)
+        of_layer = layer_arguments(run, layer, x)
         if of_layer is None:
             return None
         like, dtype, last = of_layer.like, of_layer.others["dtype"], of_layer.others["channels_last"]
-        if not fits(bn, like.shape) or not (residual is None or is_added(residual, like.shape, dtype, x.device)):
+        if not (residual is None or is_added(run, residual, like.shape, dtype, x.device)) or not fits(bn, like.shape):
             return None
         fields = {
             **of_layer.fields,
@@ -113,24 +115,24 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         }
         return NormPlan(
             found.quantizer,
-            output_grid(found.quantizer, like),
+            output_grid(run, found.quantizer, like),
             fields,
             of_layer,
             last or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
             not is_folded(bn) or (layer.training and layer.takes_factor),
         )
 
-    def _varying(self, plan: NormPlan, x: Tensor, *others: Any) -> Varying | None:
+    def _varying(self, run: Run, plan: NormPlan, x: Tensor, *others: Any) -> Varying | None:
         input_codes, residual, residual_codes = others
         layer, bn, *_ = self.modules
-        variance = step_variance(layer, bn) if plan.of_step else _variance_now(layer, bn)
-        found = plan.layer.varying(layer, x, input_codes, partial(_factor, bn, variance), self.names[0])
+        variance = step_variance(run, layer, bn) if plan.of_step else _variance_now(layer, bn)
+        found = plan.layer.varying(run, layer, x, input_codes, partial(_factor, bn, variance), self.names[0])
         if found is None:
             return None
         tensors, numbers = found
-        codes = NO_CODES if residual is None else codes_added(residual, residual_codes, plan.last)
+        codes = NO_CODES if residual is None else codes_added(run, residual, residual_codes, plan.last)
         added = dict(zip(OF_RESIDUAL, (residual, *codes), strict=True))
-        return plan.with_output({**tensors, "variance": variance, **added}, {**numbers, **_of_forward(bn)})
+        return plan.with_output({**tensors, "variance": variance, **added}, {**numbers, **_of_forward(run, bn)})
 
 
 def _variance_now(layer: Any, bn: Any) -> Tensor:
@@ -145,11 +147,11 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
     return factor_of(bn) if is_folded(bn) else divisor_of(bn, variance)
 
 
-def _of_forward(bn: Any) -> Fields:
+def _of_forward(run: Run, bn: Any) -> Fields:
     """Return with which ranks a forward shares statistics, and whether they move; not those that it takes for constants."""
     if is_folded(bn):
         return {"process_group": None, "tracks": False}
-    return {"process_group": process_group_of(bn), "tracks": tracks(bn)}
+    return {"process_group": process_group_of(bn), "tracks": tracks(run, bn)}
 
 
 def _statistics(bn: Any) -> Fields:

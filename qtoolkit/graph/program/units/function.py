@@ -23,6 +23,7 @@ from qtoolkit.nn.output_grid import (
     quantized_by,
     quantized_in_op,
 )
+from qtoolkit.running import Run
 
 
 def _named(name: str) -> Function:
@@ -79,57 +80,58 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         super().__init__(root, (module, quantizer))
         self.called, self.function, self.with_codes = called, function, with_codes
 
-    def run(self, x: Tensor) -> Result:
+    def run(self, run: Run, x: Tensor) -> Result:
         """Return the unit's output, with its codes."""
-        if torch.compiler.is_compiling():
-            return self._compiled(x, *self.modules_now())
-        self.refresh_if_modules_changed()
+        if run.compiled:
+            return self._compiled(run, x, *self.modules_now())
+        self.refresh_if_modules_changed(run)
         needed = type(x) is Tensor and x.requires_grad and torch.is_grad_enabled()
-        found = self.by_op(x) if needed else None
-        return self._one_by_one(x, *self.modules) if found is None else found
+        found = self.by_op(run, x) if needed else None
+        return self._one_by_one(run, x, *self.modules) if found is None else found
 
-    def _one_by_one(self, x: Tensor, module: Any, quantizer: Any) -> Result:
+    def _one_by_one(self, run: Run, x: Tensor, module: Any, quantizer: Any) -> Result:
         y = x if self.called is None else self.called(x)
-        return quantized_by(quantizer, y if module is None else module(y), self.with_codes)
+        return quantized_by(run, quantizer, y if module is None else module(y), self.with_codes)
 
-    def _compiled(self, x: Tensor, module: Any, quantizer: Any) -> Result:
+    def _compiled(self, run: Run, x: Tensor, module: Any, quantizer: Any) -> Result:
         """Compute the unit in compiled code, which keeps no plan: by the op too, except for functions in COMPILED."""
         function = self.function if module is None else function_of_module(module)
-        if function is not None and function[0] not in COMPILED and _is_one_op(module, quantizer):
-            found = quantized_in_op(quantizer, x, function, self.with_codes) if _takes(function, x) else None
+        if function is not None and function[0] not in COMPILED and _is_one_op(run, module, quantizer):
+            found = quantized_in_op(run, quantizer, x, function, self.with_codes) if _takes(function, x) else None
             if found is not None:
                 return found
-        return self._one_by_one(x, module, quantizer)
+        return self._one_by_one(run, x, module, quantizer)
 
-    def kind_of(self, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules."""
         return x.shape, x.dtype, x.device, torch.is_autocast_enabled(x.device.type)
 
-    def _planned(self, x: Tensor, *others: Any) -> FunctionPlan | None:
+    def _planned(self, run: Run, x: Tensor, *others: Any) -> FunctionPlan | None:
         module, quantizer = self.modules
-        if not (is_ordinary(x) and x.is_floating_point() and _is_one_op(module, quantizer)):
+        if not (is_ordinary(run, x) and x.is_floating_point() and _is_one_op(run, module, quantizer)):
             return None
         function = self.function if module is None else function_of_module(module)
         if function is None or not _takes(function, x):
             return None
-        grid = grid_at_each_call if function[0] == PRELU else output_grid
-        output = grid(quantizer, x.detach().to("meta"))
+        like = x.detach().to("meta")
+        at_each_call = function[0] == PRELU
+        output = grid_at_each_call(quantizer, like) if at_each_call else output_grid(run, quantizer, like)
         fields = dict(zip(OF_OP, function, strict=True))
         fields["with_codes"] = self.with_codes and gives_codes(quantizer)
         return FunctionPlan(quantizer, output, fields, function[0])
 
-    def compute(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Result | None:
+    def compute(self, run: Run, plan: FunctionPlan, x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op; a PReLU has another one, which takes the scale."""
         if plan.function != PRELU:
-            return super().compute(plan, x, *others)
+            return super().compute(run, plan, x, *others)
         module, quantizer = self.modules
         grid = grid_of(plan.output)
         scale: Any = grid.start  # there is one: of a quantizer
         codes = (grid.qmin, grid.qmax, grid.grad_factor)
         y = ops.prelu_fake_quant(x, module.weight, scale, grid.zero_point, *codes)
-        return y, codes_by_op(y, None, scale, grid.zero_point, quantizer)
+        return y, codes_by_op(run, y, None, scale, grid.zero_point, quantizer)
 
-    def _varying(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Varying:
+    def _varying(self, run: Run, plan: FunctionPlan, x: Tensor, *others: Any) -> Varying:
         return plan.with_output({"x": x}, {})
 
 
@@ -139,8 +141,8 @@ def function_of_module(module: nn.Module) -> Function | None:
     return None if found is None else found(module)
 
 
-def _is_one_op(module: nn.Module | None, quantizer: nn.Module) -> bool:
-    return isinstance(fusion(activation=module, quantizer=quantizer), Unit)
+def _is_one_op(run: Run, module: nn.Module | None, quantizer: nn.Module) -> bool:
+    return isinstance(fusion(run, activation=module, quantizer=quantizer), Unit)
 
 
 def _takes(function: Function, x: Tensor) -> bool:

@@ -21,6 +21,7 @@ from qtoolkit.nn.fusion import Unit, fusion
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.output_grid import gives_codes, output_grid, quantized_by
 from qtoolkit.quantizers.codes import TensorCodes
+from qtoolkit.running import Run
 
 
 @dataclass(slots=True)
@@ -42,26 +43,26 @@ class LayerUnit(CachedFusedOp[LayerPlan]):
         super().__init__(root, (layer, quantizer))
         self.with_codes = with_codes
 
-    def run(self, x: Tensor, input_codes: TensorCodes | None = None) -> Result:
+    def run(self, run: Run, x: Tensor, input_codes: TensorCodes | None = None) -> Result:
         """Return the unit's output, with its codes; `input_codes` are x's."""
-        if torch.compiler.is_compiling():
-            return self.one_by_one(x, input_codes, *self.modules_now())
-        self.refresh_if_modules_changed()
-        found = self.by_op(x, input_codes) if type(x) is Tensor and torch.is_grad_enabled() else None
-        return self.one_by_one(x, input_codes, *self.modules) if found is None else found
+        if run.compiled:
+            return self.one_by_one(run, x, input_codes, *self.modules_now())
+        self.refresh_if_modules_changed(run)
+        found = self.by_op(run, x, input_codes) if type(x) is Tensor and torch.is_grad_enabled() else None
+        return self.one_by_one(run, x, input_codes, *self.modules) if found is None else found
 
-    def one_by_one(self, x: Tensor, input_codes: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
+    def one_by_one(self, run: Run, x: Tensor, input_codes: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Call the modules one by one."""
-        return quantized_by(quantizer, called_with(layer, input_codes, x), self.with_codes)
+        return quantized_by(run, quantizer, called_with(layer, input_codes, x), self.with_codes)
 
-    def kind_of(self, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
         return kind_of_inputs(self.modules[0]._parameters.get("weight"), x)
 
-    def _planned(self, x: Tensor, *others: Any) -> LayerPlan | None:
+    def _planned(self, run: Run, x: Tensor, *others: Any) -> LayerPlan | None:
         layer = self.modules[0]
-        found = fusion(layer, quantizer=self.modules[-1]) if is_ordinary(x) else None
-        of_layer = layer_arguments(layer, x) if isinstance(found, Unit) else None
+        found = fusion(run, layer, quantizer=self.modules[-1]) if is_ordinary(run, x) else None
+        of_layer = layer_arguments(run, layer, x) if isinstance(found, Unit) else None
         if of_layer is None or not isinstance(found, Unit):
             return None
         quantizer = found.quantizer
@@ -69,9 +70,9 @@ class LayerUnit(CachedFusedOp[LayerPlan]):
             "rounds_bias": layer.sum_steps() is not None,
             "with_codes": self.with_codes and gives_codes(quantizer),
         }
-        return LayerPlan(quantizer, output_grid(quantizer, of_layer.like), {**of_layer.fields, **how}, of_layer)
+        return LayerPlan(quantizer, output_grid(run, quantizer, of_layer.like), {**of_layer.fields, **how}, of_layer)
 
-    def _varying(self, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
+    def _varying(self, run: Run, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         (input_codes,) = others
-        found = plan.layer.varying(self.modules[0], x, input_codes, lambda: None, self.names[0])
+        found = plan.layer.varying(run, self.modules[0], x, input_codes, lambda: None, self.names[0])
         return None if found is None else plan.with_output(*found)

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import FunctionCtx
 
 from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, scaled_e4m3
+from qtoolkit.running import running
 
 QUANTIZE, DEQUANTIZE = "trt::TRT_FP8QuantizeLinear", "trt::TRT_FP8DequantizeLinear"
 
@@ -77,10 +78,10 @@ def e4m3_form(x: Tensor, amax: Tensor) -> Tensor:
         raise LegacyExportError(
             f"enable_onnx_export: TensorRT's FP8 ops take one range, got an amax of shape {list(amax.shape)}; use axis=None."
         )
-    if not torch.onnx.is_in_onnx_export():
+    run = running()
+    if not run.for_onnx:
         return scaled_e4m3(x, amax)
-    by_torchscript = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-    return _in_float32(_TorchScriptPair.apply if by_torchscript else _dynamo_pair, x, amax.reshape(()), E4M3_MAX)
+    return _in_float32(_dynamo_pair if run.exported else _TorchScriptPair.apply, x, amax.reshape(()), E4M3_MAX)
 
 
 def _dynamo_pair(x: Tensor, scale: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import (
 from qtoolkit.compat.pytorch_quantization.reduction import amax_along
 from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, fake_tensor_quant, scaled_e4m3, tensor_quant
 from qtoolkit.foreign import ForeignQuantizer
+from qtoolkit.running import running
 
 _CALIBRATORS = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
 _BUFFERS = ("_amax", "_pre_quant_scale")  # registered with their first value, as scripts ask for them by hasattr
@@ -256,7 +257,7 @@ class TensorQuantizer(ForeignQuantizer):
             check_exportable(self._num_bits, self._learn_amax or self.amax is not None)
         if self._learn_amax and not self._if_clip:  # amax is the larger bound, and the other one may be nearer to zero
             inputs = self.clip(inputs)
-        amax, exported = self._get_amax(inputs), self._enable_onnx_export or torch.onnx.is_in_onnx_export()
+        amax, exported = self._get_amax(inputs), self._enable_onnx_export or running().for_onnx
         if isinstance(self._num_bits, tuple):
             if not self._fake_quant:
                 raise NotImplementedError("TensorQuantizer: E4M3 is fake-quantized only; fake_quant must be True.")
