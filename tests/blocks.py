@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import qtoolkit as qt
 from qtoolkit.graph.program.units import BatchNormUnit, base
-from qtoolkit.graph.program.units.base import CachedFusedOp
 from qtoolkit.quantizers import codes
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.running import Run
@@ -35,13 +35,21 @@ def recorded_norms(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     made = base.made
 
     def recorded(kind: Any, fields: dict[str, Any], varying: list[str]) -> Any:
-        if kind is BatchNormUnit.KIND:
-            grid = {} if fields["y_start"] is None else {"scale": fields["y_start"]}
-            found.append({**fields, **grid, "divisor": fields["variance"]})
-        return made(kind, fields, varying)
+        unit = made(kind, fields, varying)
+        if kind is not BatchNormUnit.KIND:
+            return unit
+
+        def call(values: list[Tensor | None]) -> list[Tensor]:
+            results: list[Tensor] = unit.call(values)
+            if results:
+                now = {**fields, **dict(zip(varying, values, strict=True))}
+                grid = {} if now["y_start"] is None else {"scale": now["y_start"]}
+                found.append({**now, **grid, "divisor": now["variance"]})
+            return results
+
+        return SimpleNamespace(call=call)
 
     monkeypatch.setattr(base, "made", recorded)
-    monkeypatch.setattr(CachedFusedOp, "_try_last_call", lambda self, run, plan, x, *others: None)  # binds at each call
     return found
 
 

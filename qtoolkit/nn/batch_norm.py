@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from qtoolkit.nn.folding import FoldsBatchNorm
     from qtoolkit.nn.weighted import QuantWeighted
 
-OF_STEP = ("_variance_of_step", "_taken")
 STRATEGIES = ("unscale", "frozen", "two_convolutions", "std_correction")
 NEEDS_BATCH_STATISTICS = ("two_convolutions", "std_correction")
 
@@ -66,7 +65,8 @@ class LinkedBatchNorm(nn.Module):
     strategy: str
     frozen: bool
     float_type: type[nn.Module]
-    # The running variance with which the present step of the training quantizes, and the clock when it was taken.
+    # The running variance with which the present step of the training quantizes, and the clock when it was taken, which is
+    # no buffer: DistributedDataParallel would replace it by that of rank 0, whose process has another clock.
     _variance_of_step: Tensor | None
     _taken: Tensor
 
@@ -98,9 +98,8 @@ class LinkedBatchNorm(nn.Module):
         CLOCK.begin(None if variance is None else variance.device)
         with torch.inference_mode(False):  # a training changes them, which it may not do to tensors of inference mode
             held = None if variance is None else variance.detach().clone()
-            taken = torch.tensor(NEVER, device=None if variance is None else variance.device)
+            self._taken = torch.tensor(NEVER, device=None if variance is None else variance.device)
         self.register_buffer("_variance_of_step", held, persistent=False)
-        self.register_buffer("_taken", taken, persistent=False)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -108,7 +107,10 @@ class LinkedBatchNorm(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        CLOCK.begin(self._taken.device)
+        device = fn(self._taken).device
+        if device != self._taken.device:  # its clock shows another number
+            self._taken = torch.tensor(NEVER, device=device)
+        CLOCK.begin(device)
         return self
 
     def holds_like_running(self) -> bool:
@@ -135,11 +137,10 @@ class LinkedBatchNorm(nn.Module):
     def to_float(self) -> nn.Module:
         """Return the batch norm of its float type, with the same parameters and buffers."""
         bn = shallow_copy_as(self.float_type, self)
-        for name in ("strategy", "frozen", "float_type"):
+        for name in ("strategy", "frozen", "float_type", "_taken"):
             bn.__dict__.pop(name, None)
-        for name in OF_STEP:
-            bn._buffers.pop(name, None)
-        bn._non_persistent_buffers_set = bn._non_persistent_buffers_set - {*OF_STEP}
+        bn._buffers.pop("_variance_of_step", None)
+        bn._non_persistent_buffers_set = bn._non_persistent_buffers_set - {"_variance_of_step"}
         return bn
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

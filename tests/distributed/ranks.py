@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import qtoolkit as qt
-from tests.training.nets import SHAPE, learned, quantized, step
+from tests.training.nets import SHAPE, learned, loss_of, quantized, step
 
 BATCHES = 8
 OBSERVERS = ("minmax", "clip_std", "lsq", "moving_average", "histogram")
@@ -78,6 +78,22 @@ def moving(rank: int, every: int, broadcast: bool) -> dict[str, Any]:
     with qt.freeze_ranges(model):
         codes = wrapped.eval()(images()[:4])  # batch norms have the statistics of rank 0
     return {"ranges": ranges(model), "seen": seen, "observed": observed(model), "codes": codes.detach()}
+
+
+def accumulated(rank: int) -> list[dict[str, Tensor]]:
+    """What weights are quantized with in the forwards of some steps, of two batches each; rank 1 has trained before."""
+    model, head = learned(), nn.Linear(2, 2)
+    for _ in range(rank):
+        torch.optim.SGD(head.parameters(), 0.1).step()
+    wrapped, optimizer, found = DistributedDataParallel(model), sgd(model), []
+    for i in range(3):
+        optimizer.zero_grad()
+        for place in range(2):
+            loss_of(wrapped, batches()[(4 * i + 2 * place + rank) % BATCHES]).backward()
+            variance = model.get_submodule("bn")._variance_of_step.clone()
+            found.append({"variance": variance, "scale": model.get_submodule("conv.weight_quantizer").scale.clone()})
+        optimizer.step()
+    return found
 
 
 def observed(model: nn.Module) -> Tensor:
@@ -234,6 +250,7 @@ def work(rank: int, size: int, folder: str) -> None:
         result |= saved_by_four(Path(folder))
     else:
         result["moving"] = {each: moving(rank, *each) for each in ((1, True), (2, False))}
+        result["accumulated"] = accumulated(rank)
         result["refusal"] = refusal()
         wrappers = {
             "ddp": DistributedDataParallel,

@@ -1,6 +1,6 @@
 """What each process of a group of two does for tests/distributed/test_sync_batch_norm.py; the results are left in files."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,6 @@ from tests.nets import settled
 
 SIZE, STEPS = 2, 2
 FIXED, LSQ = qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec(quantizer="lsq")
-
-
-def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a model, without what the clock of its process showed."""
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if not name.endswith("._taken"))
 
 
 def images() -> Tensor:
@@ -130,7 +125,7 @@ def steps(name: str, model: nn.Module, rank: int | None, own: dict[str, Tensor] 
                 distributed.all_reduce(parameter.grad)
             found[f"{step} {each}"] = parameter.grad.clone()
             parameter.data -= 1e-3 * parameter.grad
-    return found | {f"buffer {each}": buffer.clone() for each, buffer in buffers_of(model)}
+    return found | {f"buffer {each}": buffer.clone() for each, buffer in model.named_buffers()}
 
 
 def trained(rank: int, name: str) -> dict[str, Any]:
@@ -181,7 +176,7 @@ def compiled(rank: int) -> dict[str, Tensor]:
         y = run(x)
         y.sum().backward()
         found |= {f"{name} y": y.detach(), f"{name} x": x.grad}
-        found |= {f"{name} {each}": buffer for each, buffer in buffers_of(model)}
+        found |= {f"{name} {each}": buffer for each, buffer in model.named_buffers()}
     return found
 
 
@@ -203,7 +198,7 @@ def sharded(rank: int) -> dict[str, Tensor]:
             else:
                 distributed.all_reduce(parameter.grad)
                 found[f"{name} {each}"] = parameter.grad / SIZE
-        found |= {f"{name} {each}": buffer for each, buffer in buffers_of(model)}
+        found |= {f"{name} {each}": buffer for each, buffer in model.named_buffers()}
     return found
 
 
@@ -247,7 +242,7 @@ def replaced(rank: int | None) -> dict[str, Tensor]:
     x = (images() if rank is None else share(images(), rank, (3, 5))).requires_grad_()
     y = settled(model).train()(x)
     y.square().sum().backward()
-    return {"y": y.detach(), "x": x.grad, **{f"buffer {n}": b.clone() for n, b in buffers_of(model)}}
+    return {"y": y.detach(), "x": x.grad, **{f"buffer {n}": b.clone() for n, b in model.named_buffers()}}
 
 
 def operands() -> tuple[Tensor, ...]:

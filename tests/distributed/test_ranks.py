@@ -99,6 +99,15 @@ def test_moving_ranges_are_kept_equal_by_the_mean_of_all_ranks(results: Results)
 
 
 @pytest.mark.slow
+def test_ranks_with_other_numbers_of_steps_quantize_alike(results: Results) -> None:
+    one, other = (found["accumulated"] for found in results[2])
+    for found, wanted in zip(other, one, strict=True):
+        assert_same(found, wanted)
+    for first, second in zip(one[::2], one[1::2], strict=True):  # the batches of a step
+        assert_same(second, first)
+
+
+@pytest.mark.slow
 def test_ranges_that_add_up_are_refused(results: Results) -> None:
     assert (
         "quantizer 'activation_quantizers.x' has the observer 'histogram', which accumulates its input"

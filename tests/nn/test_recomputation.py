@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import qtoolkit as qt
 from qtoolkit import running
 from qtoolkit.nn.batch_norm import STRATEGIES
+from qtoolkit.quantizers.step_clock import CLOCK
 from tests.copies import made_once
 
 
@@ -138,6 +139,28 @@ def test_the_variance_of_parameters_without_an_optimizer_moves_on_with_each_step
         optimizer.step()
         model(x)
         assert not torch.equal(model.get_submodule("1")._variance_of_step, first)
+
+
+@pytest.mark.parametrize("behind", [-1, 1, 5])
+def test_ranks_whose_clocks_differ_quantize_with_one_variance(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each forward, DistributedDataParallel gives all ranks the buffers of rank 0."""
+    ranks = [model := prepared_net(quantizer="lsq"), copy.deepcopy(model)]
+    for step in range(3):
+        held = []
+        for _ in range(2):  # micro-batches
+            buffers = {name: buffer.clone() for name, buffer in ranks[0].named_buffers()}
+            for rank, model in enumerate(ranks):
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
+                clock = {torch.device("cpu"): torch.tensor(step + 10 - rank * behind)}
+                monkeypatch.setattr(CLOCK, "_clocks", clock)
+                model(torch.rand(4, 3, 10, 10)).sum().backward()
+                held.append(model.get_submodule("1")._variance_of_step.clone())
+        assert all(torch.equal(variance, held[0]) for variance in held)
+        scales = [{n: p for n, p in model.named_parameters() if n.endswith("_scale")} for model in ranks]
+        assert scales[0]
+        for name, scale in scales[0].items():
+            assert torch.equal(scale, scales[1][name]), name
 
 
 def test_observing_raises_in_a_recomputation() -> None:

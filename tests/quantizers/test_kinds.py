@@ -6,11 +6,13 @@ They are those of the table, and two of `own.py`, which are a class and a line e
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
 from qtoolkit.quantizers.frozen import Grid
@@ -120,6 +122,31 @@ def test_a_model_trains_and_converts_to_what_it_computes(name: str, road: str, a
     assert not qt.quantizers_of(converted)
     for grid in (module for module in converted.modules() if isinstance(module, Grid)):
         assert grid.spec.format == "int"
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", SPECS)
+def test_checkpointed_steps_after_plain_ones_have_the_same_gradients(
+    name: str, autocast: bool, reentrant: bool
+) -> None:
+    """A forward saves as many tensors as its recomputation, of whatever kind the forward before was."""
+    torch.manual_seed(0)
+    model = qt.prepare(Net().train(), X, backend="onnxruntime", qconfig_mapping=mapping_of(name))
+    qt.calibrate(model, [X], progress=False)
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        model.zero_grad()
+        x = X.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            run(x).float().square().mean().backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    wanted = gradients(model)
+    model(X)
+    found = gradients(lambda x: checkpoint(model, x, use_reentrant=reentrant))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", SPECS)

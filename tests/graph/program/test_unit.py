@@ -26,7 +26,7 @@ from qtoolkit._native import library
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.graph.program.units import BatchNormUnit, LayerUnit
 from qtoolkit.graph.program.units.base import CachedFusedOp
-from qtoolkit.nn.batch_norm import OF_STEP, LinkedBatchNorm
+from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.quantizers.first_steps import Watched
 from tests import processes
 from tests.blocks import units_made
@@ -408,7 +408,7 @@ def test_changes_of_buffers_are_counted() -> None:
     before = {name: buffer._version for name, buffer in buffers.items()}
     model(torch.randn(2, 8, 8, 8))
     changed = {name.rsplit(".", 1)[-1] for name, buffer in buffers.items() if buffer._version > before[name]}
-    assert changed == {"running_mean", "running_var", "num_batches_tracked", *OF_STEP, "_scale", "lo", "hi"}
+    assert changed == {"running_mean", "running_var", "num_batches_tracked", "_variance_of_step", "_scale", "lo", "hi"}
 
 
 def fields_of_units(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:

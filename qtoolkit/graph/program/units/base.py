@@ -54,8 +54,6 @@ Result = tuple[Tensor, TensorCodes | None]
 class LastCall:
     """The last call of an op, for those after it."""
 
-    shape: torch.Size  # the shape of the unit's first input
-    dtype: torch.dtype
     numbers: Fields  # what may differ from call to call besides tensors
     # computes the op from the tensors that may differ. It returns nothing where its other arguments might too
     repeat: Callable[[list[Tensor | None]], list[Tensor]]
@@ -107,7 +105,6 @@ class CachedFusedOp(Generic[P]):
         self.modules: tuple[Any, ...] = ()  # the modules, as they were when it was last decided
         # the plans for kinds of inputs; None where one op may not compute the unit
         self.plans: dict[Hashable, P | None] = {}
-        self.last: P | None = None  # the plan of the last call of the op
 
     def refresh_if_modules_changed(self, run: Run) -> None:
         """Take the modules as they are now, if that may be other ones than before."""
@@ -118,7 +115,7 @@ class CachedFusedOp(Generic[P]):
             return
         self.modules = self.modules_now()
         names = [name for name in self.names if name is not None]
-        self.snapshot, self.plans, self.last = snapshot_of(self.model(), names), {}, None
+        self.snapshot, self.plans = snapshot_of(self.model(), names), {}
         self.outside_steps = snapshot_of(self.model(), names, IGNORED | OF_STEPS)
 
     def model(self) -> nn.Module:
@@ -135,22 +132,8 @@ class CachedFusedOp(Generic[P]):
 
     def by_op(self, run: Run, x: Tensor, *others: Any) -> Result | None:
         """Return the unit's output with its codes, computed by one op of its inputs; None where it may not be."""
-        plan = self.last
-        if plan is not None and (result := self._try_last_call(run, plan, x, *others)) is not None:
-            return result
         plan = self.plan_of(run, x, *others)
         return None if plan is None else self.compute(run, plan, x, *others)
-
-    def _try_last_call(self, run: Run, plan: P, x: Tensor, *others: Any) -> Result | None:
-        """Return what `compute` does by the call that the plan had last; None if this is another one."""
-        call = plan.call
-        if call is None or call.dtype is not x.dtype or call.shape != x.shape:
-            return None
-        varying = self._varying(run, plan, x, *others)
-        if varying is None or varying[1] != call.numbers:
-            return None
-        results = call.repeat([*varying[0].values()])
-        return self.output(run, plan, *results) if results else None
 
     def plan_of(self, run: Run, x: Tensor, *others: Any) -> P | None:
         """Return the plan for inputs; None where one op may not compute the unit."""
@@ -165,16 +148,19 @@ class CachedFusedOp(Generic[P]):
 
     def compute(self, run: Run, plan: P, x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op, and keep the call; None if x has no codes."""
-        self.last = plan
-        result = self._try_last_call(run, plan, x, *others)
-        varying = None if result is not None else self._varying(run, plan, x, *others)
+        # Asked once: a grid that is made at each call saves tensors, and gradient checkpointing counts them.
+        varying = self._varying(run, plan, x, *others)
         if varying is None:
-            return result
+            return None
         tensors, numbers = varying
-        fields = {**plan.fields, **numbers, **tensors}
-        fields["learned"] = any(t is not None and t.requires_grad for t in map(fields.get, TRAINED_OF_OUTPUT))
-        plan.call = LastCall(x.shape, x.dtype, numbers, made(self.KIND, fields, list(tensors)).call)
-        return self.output(run, plan, *plan.call.repeat([*tensors.values()]))
+        values, call = [*tensors.values()], plan.call
+        results = None if call is None or call.numbers != numbers else call.repeat(values)
+        if not results:
+            fields = {**plan.fields, **numbers, **tensors}
+            fields["learned"] = any(t is not None and t.requires_grad for t in map(fields.get, TRAINED_OF_OUTPUT))
+            plan.call = LastCall(numbers, made(self.KIND, fields, list(tensors)).call)
+            results = plan.call.repeat(values)
+        return self.output(run, plan, *results)
 
     def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
