@@ -129,17 +129,25 @@ def values_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 def _values_of(tensors: Sequence[Tensor]) -> Callable[[], None]:
     """Copy the values of tensors, and return what restores them."""
-    values = [tensor.detach().clone() for tensor in tensors]
+    values = [_elements(tensor).detach().clone() for tensor in tensors]
 
     @torch.no_grad()
     def put_back() -> None:
         for tensor, value in zip(tensors, values, strict=True):
-            if tensor.shape == value.shape:
-                tensor.copy_(value)
+            elements = _elements(tensor)
+            if elements.shape == value.shape:
+                elements.copy_(value)
             else:  # the first input or a state dict has given a quantizer its number of channels
                 tensor.data = value
 
     return put_back
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Return a view with each element of an expanded tensor once: torch writes into no element that stands for several."""
+    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
 
 
 def _contents(state: dict[str, object]) -> dict[str, dict[object, object]]:

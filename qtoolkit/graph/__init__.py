@@ -17,6 +17,7 @@ from qtoolkit.op_kinds.recorded import (
     TrainingMode,
     by_mode,
     call_scripted,
+    check_default,
     check_given,
     check_none,
     check_size,
@@ -31,7 +32,7 @@ __all__ = [
     "BlockCall", "Cause", "ClassReference", "Edge", "Foreign", "Method", "ModelTracer", "NodeFacts", "Plan",
     "QuantizedGraphModule", "QuantizedSequential", "QuantizerHolder", "Status", "TracedBlock",
     "Tracing", "TrainingMode", "Value", "Verdict", "by_mode",
-    "call_scripted", "check_given", "check_none", "check_size", "items_of",
+    "call_scripted", "check_default", "check_given", "check_none", "check_size", "items_of",
     "length_of", "restore_block", "restore_graph_module", "set_item",
 ]  # fmt: skip
 publish(__name__, Cause, Edge, Method, ModelTracer, NodeFacts, Plan, QuantizedGraphModule, Status, Tracing, Verdict)

@@ -80,6 +80,16 @@ def check_given(value: object, name: str) -> None:
         )
 
 
+def check_default(value: object, expected: object, name: str) -> None:
+    """Raise ValueError if an argument that was fixed at its default has another value."""
+    if value is not expected and value != expected:
+        raise ValueError(
+            f"argument {name!r} is {value!r}, and qtoolkit.prepare has fixed it at its default, {expected!r}. Leave it out; or "
+            f"give the other value in the example_inputs of qtoolkit.prepare, or quantize the model by "
+            f"qtoolkit.quant_modules.replace, which fixes no argument."
+        )
+
+
 def check_argument(value: object, expected: object, name: str) -> None:
     """Raise ValueError if an argument of a block is another one than the model gives it."""
     if type(value) is not type(expected) or value != expected:
@@ -116,10 +126,10 @@ def by_mode(training: bool, in_training: object, in_eval: object) -> object:
 
 
 # Functions that are single nodes of a graph: torch.fx traces a graph again when it is unpickled, and must not run them then.
-RECORDED = (check_size, check_none, check_given, call_scripted, length_of, items_of, set_item, by_mode)
+RECORDED = (check_size, check_none, check_given, check_default, call_scripted, length_of, items_of, set_item, by_mode)
 # Functions that no runtime computes: checks, limits of dtypes, and those that build or take apart containers.
 BOOKKEEPING = (
-    check_size, check_none, check_given, length_of, items_of, by_mode, torch._assert, getattr, OrderedDict, torch.finfo,
-    torch.iinfo,
+    check_size, check_none, check_given, check_default, length_of, items_of, by_mode, torch._assert, getattr, OrderedDict,
+    torch.finfo, torch.iinfo,
 )  # fmt: skip
 publish("qtoolkit.graph", TrainingMode, *RECORDED)

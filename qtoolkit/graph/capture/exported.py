@@ -28,6 +28,7 @@ from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.blocks import HELD
 from qtoolkit.graph.capture.attributes import add_modes, name_in
 from qtoolkit.graph.capture.called_layers import call_layers, called_as_layers
+from qtoolkit.graph.capture.functions import causal_masks, patched
 from qtoolkit.graph.capture.mode_reads import readers_of_modes
 from qtoolkit.graph.capture.rewrites import both_modes
 from qtoolkit.graph.capture.rewrites.both_modes import Traced
@@ -95,7 +96,7 @@ def _captured(model: nn.Module, example_inputs: object, called: Mapping[nn.Modul
     args, kwargs = split(example_inputs)
     try:
         shapes = tree_map(_shapes_of, dict(bind(model, example_inputs)))
-        with torch.no_grad(), without_fast_path(), called_as_layers(called) as calls:
+        with torch.no_grad(), without_fast_path(), patched(causal_masks()), called_as_layers(called) as calls:
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # the user's forward may raise anything on fake tensors
         raise UntraceableError(

@@ -6,9 +6,11 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
@@ -59,28 +61,52 @@ def answer_if_finite(node: fx.Node) -> bool | None:
 
 @contextmanager
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """Replace attributes by other values in a block."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    """Replace attributes by other values in a block; an attribute that its owner inherits is inherited again after it."""
+    before = [(owner, name, vars(owner).get(name, patched)) for owner, name, _ in patches]
     for owner, name, value in patches:
         setattr(owner, name, value)
     try:
         yield
     finally:
         for owner, name, value in before:
-            setattr(owner, name, value)
+            if value is patched:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 Message = str | Callable[[], object] | None  # of an error, as torch._check takes it
 TYPES_OF_LIMITS = ("finfo", "iinfo")
-MAKERS = ("zeros", "ones", "empty", "full", "arange", "rand", "randn")
+MAKERS = (
+    "zeros", "ones", "empty", "full", "arange", "linspace", "eye", "rand", "randn", "randint", "randperm", "tril_indices",
+    "triu_indices",
+)  # fmt: skip
+# Functions and methods, methods alone, and functions of torch.nn.functional, that take sizes beside a tensor.
+SIZED = ("broadcast_to", "narrow", "repeat_interleave", "reshape", "roll", "tile", "unflatten")
+SIZED_METHODS = ("expand", "repeat", "view", "new_empty", "new_full", "new_ones", "new_zeros")
+SIZED_FUNCTIONALS = ("interpolate", "one_hot", "pad")
+# The types of torch that make a tensor of a size, whose values are then written.
+TENSOR_TYPES = {
+    "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16, "LongTensor": torch.int64,
+    "IntTensor": torch.int32, "ByteTensor": torch.uint8, "BoolTensor": torch.bool,
+}  # fmt: skip
 
 
 def recorded_functions() -> list[Patch]:
-    """Return functions of torch with others that torch.fx records where an argument is traced.
+    """Return functions and methods of torch with others that torch.fx records where an argument is traced.
 
-    It does not record the limits of dtypes, which are types, nor functions that make a tensor of a size: torch reads the size.
+    It does not record the limits of dtypes, which are types, nor a function that takes sizes where no tensor is traced: torch
+    reads the sizes.
     """
-    return [(torch, name, _recorded(getattr(torch, name))) for name in (*TYPES_OF_LIMITS, *MAKERS)] + _checks()
+    functions = [(torch, name) for name in (*MAKERS, *SIZED)] + [(F, name) for name in SIZED_FUNCTIONALS]
+    return [
+        *((torch, name, _recorded(getattr(torch, name))) for name in TYPES_OF_LIMITS),
+        *((torch, name, _TensorType(getattr(torch, name), dtype)) for name, dtype in TENSOR_TYPES.items()),
+        *((owner, name, _recorded(getattr(owner, name))) for owner, name in functions),
+        *((Tensor, name, _recorded(getattr(Tensor, name), name)) for name in (*SIZED, *SIZED_METHODS)),
+        *_checks(),
+        *causal_masks(),
+    ]
 
 
 def _checks() -> list[Patch]:
@@ -105,14 +131,51 @@ def _checks() -> list[Patch]:
     return [(torch, "_check_with", check), (torch, "_check_tensor_all_with", check_tensor)]
 
 
-def _recorded(function: Callable[..., object]) -> Callable[..., object]:
+def causal_masks() -> list[Patch]:
+    """Return torch's question whether a mask is a causal one, which reads its values, with one that takes each as it is.
+
+    Both answers give the same values: the kernels that know causal masks are only faster.
+    """
+    # Private. Where a torch has no such function, `prepare` names the line of the question.
+    if not hasattr(nn.modules.transformer, "_detect_is_causal_mask"):
+        return []
+
+    def is_causal(mask: object, given: bool | None = None, size: int | None = None) -> bool:
+        return given is True
+
+    return [(nn.modules.transformer, "_detect_is_causal_mask", is_causal)]
+
+
+def _recorded(function: Callable[..., object], method: str = "") -> Callable[..., Any]:
+    """Return a function that makes a node of a call, or of a method of the first argument, where an argument is traced."""
+
     def call(*args: object, **kwargs: object) -> object:
-        proxy = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.Proxy)), None)
+        proxy = _traced_in((args, kwargs))
         if proxy is None:
             return function(*args, **kwargs)
-        return proxy.tracer.create_proxy("call_function", function, args, kwargs)
+        op, target = ("call_method", method) if method else ("call_function", function)
+        return proxy.tracer.create_proxy(op, target, args, kwargs)
 
     return call
+
+
+def _traced_in(arguments: object) -> fx.Proxy | None:
+    """Return a traced value among arguments; None if there is none."""
+    return next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, fx.Proxy)), None)
+
+
+class _TensorType:
+    """A type such as torch.FloatTensor, whose call with a traced size is torch.empty; `isinstance` takes it as the type."""
+
+    def __init__(self, kind: Any, dtype: torch.dtype) -> None:
+        self.kind, self.dtype = kind, dtype
+
+    def __call__(self, *args: object) -> object:
+        is_traced = _traced_in(args) is not None and all(isinstance(value, int | torch.Size) for value in args)
+        return torch.empty(*args, dtype=self.dtype) if is_traced else self.kind(*args)  # type: ignore[call-overload]
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, self.kind)
 
 
 # ---- gradient checkpointing: the graph has the checkpointed operations, and stores their activations

@@ -2,11 +2,12 @@
 
 import operator
 from collections.abc import Callable
+from math import ceil, floor, trunc
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, fx
 
-from qtoolkit.graph.capture.shapes import UNKNOWN
+from qtoolkit.graph.capture.shapes import UNKNOWN, is_plain
 from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import length_of, set_item
 
@@ -73,6 +74,45 @@ class SizedProxy(fx.Proxy):
     def __float__(self) -> float:
         return float(self.tracer.guard(self))
 
+    def __eq__(self, other: object) -> Any:
+        """Record a comparison; a value that a cache has kept from another trace, or from one that has ended, equals nothing."""
+        is_of_another = isinstance(other, fx.Proxy) and other.tracer is not self.tracer
+        return False if self.tracer.has_ended or is_of_another else super().__eq__(other)
+
+    def __hash__(self) -> int:
+        """Return the hash of a number, which finds it among the keys of a dict; a tensor's is that of the object."""
+        value = self.tracer.value_of(self)
+        return hash(self.tracer.guard(self)) if is_plain(value) else object.__hash__(self)
+
+    def __repr__(self) -> str:
+        """Return a number as text, which Python may use as a key; a tensor stays a placeholder."""
+        value = self.tracer.value_of(self)
+        return repr(self.tracer.guard(self)) if is_plain(value) else super().__repr__()
+
+    def __format__(self, form: str) -> str:
+        value = self.tracer.value_of(self)
+        return format(self.tracer.guard(self), form) if is_plain(value) else object.__format__(self, form)
+
+    def __round__(self, digits: int | None = None) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", round, (self, digits), {})
+
+    def __floor__(self) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", floor, (self,), {})
+
+    def __ceil__(self) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", ceil, (self,), {})
+
+    def __trunc__(self) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", trunc, (self,), {})
+
+    def __divmod__(self, other: object) -> tuple[fx.Proxy, ...]:
+        parts = (operator.floordiv, operator.mod)
+        return tuple(self.tracer.create_proxy("call_function", part, (self, other), {}) for part in parts)
+
+    def __rdivmod__(self, other: object) -> tuple[fx.Proxy, ...]:
+        parts = (operator.floordiv, operator.mod)
+        return tuple(self.tracer.create_proxy("call_function", part, (other, self), {}) for part in parts)
+
     def __contains__(self, item: object) -> bool:
         return item in self.tracer.guard(self)
 
@@ -105,7 +145,6 @@ class TensorProxy(SizedProxy, Tensor):  # type: ignore[misc]  # Proxy comes firs
     """
 
     _is_param = _is_buffer = False  # torch.nn.Parameter and Buffer read these of every instance of Tensor
-    __format__ = object.__format__  # Tensor's would be recorded
 
     @classmethod
     def of(cls, value: Tensor, node: fx.Node, tracer: "ModelTracer") -> "TensorProxy":

@@ -71,8 +71,8 @@ class ShapePropagation:
         finally:
             random.restore()  # each run of a leaf module draws its own numbers
         if value is not UNKNOWN:
-            # Containers keep their types: code may read an attribute, as x.max(0).values.
-            self.values[node] = tree_map(_on_meta, value)
+            # Containers keep their types: code may read an attribute, as x.max(0).values. tree_map makes a Size a tuple.
+            self.values[node] = value if is_plain(value) else tree_map(_on_meta, value)
 
     def _compute(self, node: fx.Node) -> object:
         target: Any = node.target

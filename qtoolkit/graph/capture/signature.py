@@ -8,10 +8,11 @@ from types import FunctionType
 from torch import nn
 
 from qtoolkit.errors import check_known
+from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.model_inputs import bind, split
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# Types of defaults that Python branches on. Other defaults, such as a tensor or a tuple, stay inputs of the graph.
+# Types of values that torch.fx fixes. Other defaults, such as a list or a tensor, are fixed by a call without the arguments.
 FIXED_TYPES = (bool, int, float, str, type(None))
 
 
@@ -75,6 +76,8 @@ class Arguments:
     # the values of those that are fixed: the user's choices, and arguments whose example value or default is a flag, a string
     # or None; a default that is a number is fixed too
     fixed: dict[str, object]
+    # the defaults of other types, which a call without these arguments fixes: lists and the like; None for tensors and objects
+    left_out: dict[str, object]
     call: ForwardCall | None  # how forward is called; None if its `*args` or `**kwargs` have values, or may have some
 
     @classmethod
@@ -83,7 +86,7 @@ class Arguments:
 
         Raises ValueError: a key of `chosen` is not an argument of forward; TypeError: the example inputs do not match it.
         """
-        parameters = inspect.signature(model.forward).parameters
+        parameters = dict(inspect.signature(model.forward).parameters)
         if not isinstance(chosen, Mapping | None):
             raise TypeError(f"prepare: concrete_args must be a dict of arguments of forward, got {chosen!r}.")
         chosen = chosen or {}
@@ -92,8 +95,20 @@ class Arguments:
         given = None if example_inputs is None else bind(model, example_inputs)
         values = {name: p.default for name, p in parameters.items()} | (given or {})
         fixed = {name: value for name, value in values.items() if _is_fixed(value, name in (given or {}))}
-        call = ForwardCall.find(parameters, given, fixed.keys() - chosen.keys(), split(example_inputs)[1])
-        return cls(given, {**fixed, **chosen}, call)
+        # No code of a graph has a tensor or an object for a default.
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        defaults = {name: value if is_constant(value) else None for name, value in defaults.items()}
+        parameters = {n: p.replace(default=defaults[n]) if n in defaults else p for n, p in parameters.items()}
+        left_out = {n: value for n, value in defaults.items() if n not in {**fixed, **chosen, **(given or {})}}
+        unpassed = (fixed | left_out).keys() - chosen.keys()
+        call = ForwardCall.find(parameters, given, unpassed, split(example_inputs)[1])
+        return cls(given, {**fixed, **chosen}, left_out if call else {}, call)
+
+
+def is_constant(value: object) -> bool:
+    """Return whether a value is a number, string, dtype, device or None, or a container of those."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else None
+    return is_plain(value) if parts is None else all(map(is_constant, parts))
 
 
 def _is_fixed(value: object, given: bool) -> bool:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
@@ -27,7 +27,7 @@ from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, names_of_o
 from qtoolkit.graph.output_types import OutputTypes
 from qtoolkit.model_state import RandomState, attribute_kept
 from qtoolkit.op_kinds.facts import set_facts
-from qtoolkit.op_kinds.recorded import check_given
+from qtoolkit.op_kinds.recorded import check_default, check_given, check_none
 from qtoolkit.shared_modules import modules_by_name
 
 # Names of torch's classes that wrap or compile a model, and what to do instead.
@@ -101,8 +101,7 @@ def run(
     for node in tracer.inlined:
         node.meta.pop("is_wrapped", None)  # torch.fx would wrap the result of a wrapped function again
     _restore_arguments(traced.graph, arguments.fixed)
-    if arguments.given is not None:
-        _check_arguments(traced.graph, arguments.fixed)
+    _check_arguments(traced.graph, arguments)
     add_modes(traced.model, traced.graph, traced.modes)
     norms.use_torch_types(traced, batch_norms)
     subclasses.run(traced, tuple(leaf_modules))
@@ -344,11 +343,22 @@ def _restore_arguments(graph: fx.Graph, fixed: Mapping[str, object]) -> None:
         behind_default = behind_default or bool(node.args)
 
 
-def _check_arguments(graph: fx.Graph, fixed: Mapping[str, object]) -> None:
-    """Let a graph refuse None for arguments that the example inputs give: forward would take another branch."""
+def _check_arguments(graph: fx.Graph, arguments: Arguments) -> None:
+    """Let a graph refuse another value than the default of an argument that is left out, and None for one that is given.
+
+    Forward would take another branch.
+    """
     placeholders = graph.find_nodes(op="placeholder")
-    read = [node for node in placeholders if node.users and node.args == (None,) and node.target not in fixed]
-    for node in read:
+    for node in placeholders:
+        name = str(node.target)
+        check: tuple[Callable[..., None], tuple[Any, ...]]
+        if arguments.left_out.get(name) is not None:
+            check = check_default, (node, arguments.left_out[name], name)
+        elif name in arguments.left_out:
+            check = check_none, (node, f"argument {name!r} has been fixed at its default")
+        elif arguments.given is not None and node.users and node.args == (None,) and name not in arguments.fixed:
+            check = check_given, (node, name)
+        else:
+            continue
         with graph.inserting_after(placeholders[-1]):
-            check = graph.call_function(check_given, (node, str(node.target)))
-        set_facts(check, call=ROOT)
+            set_facts(graph.call_function(*check), call=ROOT)

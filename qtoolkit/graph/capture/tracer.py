@@ -105,7 +105,7 @@ class ModelTracer(fx.Tracer):
         self.path: list[tuple[str, nn.Module]] = []
         self.tensors: set[Tensor] = set()  # parameters and buffers of the model
         self.checkpointed = False  # whether the forward calls torch.utils.checkpoint
-        self.propagating = False
+        self.propagating = self.has_ended = False
         self.modes: dict[nn.Module, fx.Node] = {}  # the node that reads the training mode of each submodule
         # the submodules whose Python branches on their mode; the graph has the branch of this mode only
         self.branching: dict[nn.Module, None] = {}
@@ -128,8 +128,11 @@ class ModelTracer(fx.Tracer):
         # Ops on fake tensors import torch.compile's tracer. It makes a table of the functions of `math`, which torch.fx
         # replaces during a trace: imported then, it would not know them later. This public function imports it.
         torch.compiler.assume_constant_result(lambda: None)  # type: ignore[no-untyped-call]
-        with torch.enable_grad(), traced_checkpoints(), patched(self.patches):
-            return super().trace(root, concrete_args)
+        try:
+            with torch.enable_grad(), traced_checkpoints(), patched(self.patches):
+                return super().trace(root, concrete_args)
+        finally:
+            self.has_ended = True
 
     def create_args_for_root(
         self, root_fn: Callable[..., object], is_module: bool, concrete_args: Kwargs | Args | None = None
@@ -186,13 +189,13 @@ class ModelTracer(fx.Tracer):
         return result
 
     def _is_built_in_forward(self, m: nn.Module) -> bool:
-        """Return whether a module is none of the model's, as a loss that forward builds: its operations are traced.
+        """Return whether a module is none of the model's, as a loss that forward builds, or a slice of a Sequential.
 
-        Raises RuntimeError: it has parameters, buffers or submodules.
+        Its operations are traced. Raises RuntimeError: it has parameters or buffers that the model does not have.
         """
         if m in (self.submodule_paths or ()):
             return False
-        if m._modules or any(tensor is not None for tensor in (*m._parameters.values(), *m._buffers.values())):
+        if not {*m.parameters(), *m.buffers()} <= self.tensors:
             raise RuntimeError(
                 f"the forward builds a {type(m).__name__}, which the model does not keep; build it in __init__."
             )

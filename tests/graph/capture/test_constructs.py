@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[Callable[[Construct, Tensor], Tensor], str]] = {
     "cond": (lambda m, x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)), "torch.cond"),
     "jit": (lambda m, x: torch.jit.trace(m.layers, x)(x), "Tracer cannot infer type"),
     "make_subclass": (lambda m, x: torch.Tensor._make_subclass(Tensor, x) * 2, "computed from a traced value in C"),
-    "below __torch_function__": (below_torch_function, "Expected torch.dtype|Tensor with dtype Proxy"),
+    "below __torch_function__": (below_torch_function, "Tensor with dtype torch"),
     "assigned data": (with_data_assigned, "'data' of a tensor is assigned here"),
     "compile": (lambda m, x: torch.compile(m.layers, backend="eager")(x), "not installed as a submodule"),
 }
@@ -435,6 +435,24 @@ def test_a_loss_that_the_forward_builds_is_traced() -> None:
     nets.assert_float_when_off(prepared, model, x)
     with pytest.raises(qt.UntraceableError, match="the forward builds a Linear.*build it in __init__"):
         qt.prepare(nn.Sequential(Construct(lambda self, x: nn.Linear(4, 4)(x))), (x,), backend="tensorrt")
+
+
+SLICES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "slice": lambda self, x: self.layers[2:](self.layers[:2](x)) + self.layers[:2][0](x),
+    "nested": lambda self, x: nn.Sequential(self.layers[:3], nn.Tanh(), self.layers[3:])(x),
+    "empty": lambda self, x: self.layers(self.layers[:0](x)),
+    "list": lambda self, x: nn.Sequential(*list(self.layers.children())[:-1])(x),
+}
+
+
+@pytest.mark.parametrize("capture", ["trace", "export"])
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_of_a_sequential_is_its_layers(name: str, capture: str) -> None:
+    model, x = nn.Sequential(Construct(SLICES[name]), linear_of()).eval(), torch.randn(3, 4)
+    prepared = qt.prepare(model, (x,), "onnxruntime", capture=capture)
+    nets.assert_float_when_off(prepared, model, x)
+    assert {line.name for line in qt.quantization_report(prepared).quantized} >= {"0.layers.0", "0.layers.2", "1"}
+    assert set(prepared.state_dict()) >= set(model.state_dict())
 
 
 @dataclass

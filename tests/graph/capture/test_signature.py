@@ -170,3 +170,79 @@ def test_defaults_before_an_argument_without_one_are_kept(example: bool) -> None
         with qt.disable_quantization(ours):
             assert torch.equal(ours(x, y=y), model(x, y=y))
             assert torch.equal(ours(x=x, y=y), model(x, y=y))
+
+
+ONES = torch.ones(4)
+
+
+class Defaults(nn.Module):
+    """Branches on a default that is a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear_of()
+
+
+class ListDefault(Defaults):
+    def forward(self, x: Tensor, scale: list[int] = [4, 2]) -> Tensor:  # noqa: B006
+        return self.fc(x) * scale[1] if scale[0] != 1 else x
+
+
+class TupleDefault(Defaults):
+    def forward(self, x: Tensor, scale: tuple[float, ...] = (4, 2), shift: Tensor = ONES) -> Tensor:
+        return self.fc(x) * scale[1] + shift if scale[0] != 1 else x
+
+
+class DictDefault(Defaults):
+    def forward(self, x: Tensor, *, scale: dict[str, Any] = {"a": [4, {"b": 2}]}) -> Tensor:  # noqa: B006
+        return self.fc(x) * scale["a"][1]["b"] if scale["a"][0] != 1 else x
+
+
+class DtypeDefault(Defaults):
+    def forward(self, x: Tensor, scale: torch.dtype = torch.float32) -> Tensor:
+        return self.fc(x.to(scale)) if scale.is_floating_point else x
+
+
+@pytest.mark.parametrize("example", [None, (X,)], ids=["plain", "sized"])
+@pytest.mark.parametrize(
+    ("kind", "default", "other"),
+    [
+        (ListDefault, [4, 2], [1, 2]),
+        (TupleDefault, (4, 2), (1, 2)),
+        (DictDefault, {"a": [4, {"b": 2}]}, {}),
+        (DtypeDefault, torch.float32, torch.int64),
+    ],
+)
+def test_containers_that_are_left_out_are_fixed_at_their_defaults(
+    kind: type[nn.Module], default: Any, other: Any, example: Any
+) -> None:
+    model = kind().eval()
+    prepared = qt.prepare(model, example, backend="onnxruntime")
+    qt.calibrate(prepared, [X], progress=False)
+    for ours in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        nets.assert_float_when_off(ours, model, X)
+        with qt.disable_quantization(ours):
+            assert torch.equal(ours(X, scale=default), model(X))
+        with pytest.raises(
+            ValueError, match="argument 'scale' is .*prepare has fixed it at its default, .*example_inputs"
+        ):
+            ours(X, scale=other)
+    assert qt.convert(prepared)(X).shape == X.shape
+
+
+@pytest.mark.parametrize("example", [None, (X,)], ids=["plain", "sized"])
+def test_a_tensor_that_is_a_default_is_fixed(example: Any) -> None:
+    model = TupleDefault().eval()
+    prepared = qt.prepare(model, example, backend="onnxruntime")
+    sentence = "argument 'shift' has been fixed at its default: to pass a value, .*example_inputs"
+    with qt.disable_quantization(prepared), pytest.raises(ValueError, match=sentence):
+        prepared(X, shift=ONES)
+    given = qt.prepare(model, {"x": X, "shift": ONES}, backend="onnxruntime")
+    with qt.disable_quantization(given):
+        assert torch.equal(given(X, shift=2 * ONES), model(X, shift=2 * ONES))
+
+
+def test_a_container_that_the_example_inputs_give_stays_an_input() -> None:
+    prepared = qt.prepare(ListDefault().eval(), (X, [4, 2]), backend="onnxruntime")
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(X, [4, 6]), 3 * prepared(X, [4, 2]))
