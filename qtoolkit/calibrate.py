@@ -39,7 +39,7 @@ class CalibrationReport:
     Attributes:
         batches: Batches that were run, in all processes.
         ranges: The range that each quantizer's observer chose. The grid covers it.
-        unreached: Quantizers that saw no data. Their layers cannot be converted.
+        unreached: Quantizers that saw no data. A layer that has no other one of an activation is converted to a float layer.
         observed: The lowest and highest value that each quantizer saw: exactly, to the width of a histogram's bin, or their
             moving averages.
         grids: The lowest and highest value that each quantizer represents.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qtoolkit.eager.record import check_links, plan_of
+from qtoolkit.eager.unreached import leave_in_float, unreached_layers
 from qtoolkit.errors import check_known, shown, some, with_article
 from qtoolkit.finite import check_finite
 from qtoolkit.foreign import refuse_foreign_quantizers
@@ -61,8 +62,12 @@ def convert(
         A model of the same type, in eval mode, without observers. In a model without a graph, a folded batch norm is an
         Identity.
 
+    Warns:
+        UserWarning: No data reached a layer with quantizers of its own inputs, such as one that forward never calls, which
+            stays in float; or what a range clips, or left out.
+
     Raises:
-        RuntimeError: A quantizer saw no data. The error names it.
+        RuntimeError: Nothing was calibrated, or a quantizer of the graph saw no data. The error names it.
         ValueError: A scale is not positive and finite, a parameter or a statistic of a batch norm is not finite, `arithmetic`
             or `runtime` is not known, the model has no graph or the backend no runtime for "integer", or a batch norm that is
             linked to a layer is no longer in the model; or `runtime` is given without "integer".
@@ -99,7 +104,15 @@ def in_reference_form(prepared: M) -> M:
     _warn_of_skipped(prepared)
     _warn_of_those_off(prepared)
     copied = deepcopy_model(prepared, what="convert")
+    unreached = unreached_layers(copied)
+    leave_in_float(copied, unreached)
     converted = freeze.run(copied)
+    if unreached:
+        warnings.warn(
+            f"convert: no data reached the layers {some(list(map(repr, unreached)))}, which stay in float; calibrate with "
+            f"batches that reach them if the deployed model calls them, else name them in exclude.",
+            stacklevel=3,  # the caller of convert
+        )
     _warn_of_clipped_weights(prepared, converted)
     return converted
 
@@ -108,7 +121,9 @@ def _restored(prepared: M, state_dict: Mapping[str, Tensor]) -> M:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"convert: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}.")
     _check_chains_and_branches(prepared)
-    restored = freeze.restore(deepcopy_model(prepared, what="convert"), state_dict)
+    copied = deepcopy_model(prepared, what="convert")
+    leave_in_float(copied, unreached_layers(copied, state_dict))
+    restored = freeze.restore(copied, state_dict)
     check_finite(restored, "convert: state_dict")
     return restored
 
