@@ -18,7 +18,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import batch_statistics
-from qtoolkit.processes import from_all_ranks, ranks, without_ddp
+from qtoolkit.processes import from_all_ranks, ranks
 from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.clip_range import clip_range, share_clipped
 from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, much_clipped
@@ -39,7 +39,7 @@ class CalibrationReport:
     Attributes:
         batches: Batches that were run, in all processes.
         ranges: The range that each quantizer's observer chose. The grid covers it.
-        unreached: Quantizers that saw no data. Their layers cannot be converted.
+        unreached: Quantizers that saw no data. A layer that has no other one of an activation is converted to a float layer.
         observed: The lowest and highest value that each quantizer saw: exactly, to the width of a histogram's bin, or their
             moving averages.
         grids: The lowest and highest value that each quantizer represents.
@@ -124,7 +124,7 @@ def calibrate(
         (1.0, 2.0)
     """
     check_flags("calibrate", progress=progress, synchronize=synchronize)
-    check_module(prepared, "calibrate", "prepared")
+    prepared = check_module(prepared, "calibrate", "prepared")  # DistributedDataParallel replaces ranges by rank 0's
     quantizers = quantizers_of(prepared)
     _check_any(prepared, quantizers, "calibrate")
     check_batches("calibrate", batches, forward)
@@ -132,7 +132,6 @@ def calibrate(
         check_whole("calibrate", "max_batches", max_batches, 1, " or None")
     check_links(prepared)
     run = forward or Caller("calibrate")
-    model = without_ddp(prepared)  # DistributedDataParallel replaces ranges by those of rank 0
     count = 0
     with unchanged_on_error(nn.ModuleList(quantizers.values()), parameters=True):
         if method is not None:
@@ -142,7 +141,7 @@ def calibrate(
             for quantizer in quantizers.values():  # in eval mode, which takes the ranges of weights
                 quantizer.observer.reset()
             for batch in batches_of("calibrate", batches, progress, max_batches):
-                _run(run, model, batch, by_batch)
+                _run(run, prepared, batch, by_batch)
                 for quantizer in weights:  # a weight is the same in each batch
                     quantizer.observing = quantizer.observing and not quantizer.observer.seen()
                 count += 1

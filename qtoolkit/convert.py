@@ -6,8 +6,10 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from qtoolkit.eager.record import check_links, plan_of
+from qtoolkit.eager.unreached import leave_in_float, unreached_layers
 from qtoolkit.errors import check_known, shown, some, with_article
 from qtoolkit.finite import check_finite
 from qtoolkit.foreign import refuse_foreign_quantizers
@@ -21,6 +23,7 @@ from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.runtimes.table import RUNTIMES, Runtime, RuntimeName
+from qtoolkit.wrapped import unwrapped, wrapper_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -46,7 +49,7 @@ def convert(
 
     Args:
         prepared: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or any other model with quantizers,
-            calibrated.
+            calibrated. Of a model in DistributedDataParallel, DataParallel or torch.compile, the model inside is converted.
         arithmetic: "float": layers compute in float on values from the grid. "integer": on codes, for a model that
             `qtoolkit.prepare` returned, in float32.
         state_dict: The state dict of a model that was converted before, from the same float model, backend and
@@ -59,8 +62,12 @@ def convert(
         A model of the same type, in eval mode, without observers. In a model without a graph, a folded batch norm is an
         Identity.
 
+    Warns:
+        UserWarning: No data reached a layer with quantizers of its own inputs, such as one that forward never calls, which
+            stays in float; or what a range clips, or left out.
+
     Raises:
-        RuntimeError: A quantizer saw no data. The error names it.
+        RuntimeError: Nothing was calibrated, or a quantizer of the graph saw no data. The error names it.
         ValueError: A scale is not positive and finite, a parameter or a statistic of a batch norm is not finite, `arithmetic`
             or `runtime` is not known, the model has no graph or the backend no runtime for "integer", or a batch norm that is
             linked to a layer is no longer in the model; or `runtime` is given without "integer".
@@ -82,7 +89,7 @@ def convert(
         True
     """
     check_known("arithmetic", arithmetic, ("float", "integer"))
-    check_quantized(prepared, "convert")
+    prepared = check_quantized(prepared, "convert")
     chosen = _runtime_for(prepared, arithmetic, runtime)
     converted = in_reference_form(prepared) if state_dict is None else _restored(prepared, state_dict)
     if chosen is not None and isinstance(converted, QuantizedGraphModule):
@@ -97,7 +104,15 @@ def in_reference_form(prepared: M) -> M:
     _warn_of_skipped(prepared)
     _warn_of_those_off(prepared)
     copied = deepcopy_model(prepared, what="convert")
+    unreached = unreached_layers(copied)
+    leave_in_float(copied, unreached)
     converted = freeze.run(copied)
+    if unreached:
+        warnings.warn(
+            f"convert: no data reached the layers {some(list(map(repr, unreached)))}, which stay in float; calibrate with "
+            f"batches that reach them if the deployed model calls them, else name them in exclude.",
+            stacklevel=3,  # the caller of convert
+        )
     _warn_of_clipped_weights(prepared, converted)
     return converted
 
@@ -106,7 +121,9 @@ def _restored(prepared: M, state_dict: Mapping[str, Tensor]) -> M:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"convert: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}.")
     _check_chains_and_branches(prepared)
-    restored = freeze.restore(deepcopy_model(prepared, what="convert"), state_dict)
+    copied = deepcopy_model(prepared, what="convert")
+    leave_in_float(copied, unreached_layers(copied, state_dict))
+    restored = freeze.restore(copied, state_dict)
     check_finite(restored, "convert: state_dict")
     return restored
 
@@ -191,24 +208,39 @@ def _warn_of_clipped_weights(prepared: nn.Module, converted: nn.Module) -> None:
         )
 
 
-def check_converted(model: object, what: str) -> None:
-    """Raise TypeError unless a model is what `convert` returned, before `what` is done with it."""
+def _check_parts_not_wrapped(model: nn.Module, what: str) -> None:
+    for name, part in model.named_modules():
+        if isinstance(part, DistributedDataParallel | nn.DataParallel):
+            raise ValueError(
+                f"{what}: submodule {name!r} is wrapped in {wrapper_of(part)}, and a copy of it would send tensors to other "
+                f"processes or devices; put {name}.module in its place, or wrap the whole model."
+            )
+
+
+def check_converted(model: object, what: str) -> nn.Module:
+    """Return a model without a wrapper, before `what` is done with it; TypeError unless it is what `convert` returned."""
     if isinstance(model, nn.Module):
         refuse_foreign_quantizers(model, what)
         if named_quantizers(model, Grid) and not quantizers_of(model):
-            return
+            return unwrapped(model)
     raise TypeError(
         f"{what}: the model must be what qtoolkit.convert returned, got {shown(model)} that was not converted; prepare and "
         f"calibrate the model, and pass qtoolkit.convert(prepared)."
     )
 
 
-def check_quantized(model: object, what: str) -> None:
-    """Raise TypeError unless a model was prepared or replaced, or has quantizers of qtoolkit, before `what` is done with it."""
+def check_quantized(model: M, what: str) -> M:
+    """Return a model without a wrapper, before `what` is done with it.
+
+    Raises TypeError unless it was prepared or replaced, or has quantizers of qtoolkit; ValueError where a part of it is wrapped
+    for several devices: a copy of the wrapper would send tensors to other processes.
+    """
     if isinstance(model, nn.Module):
         refuse_foreign_quantizers(model, what)
-        if any(isinstance(part, QUANTIZED) for part in model.modules()) or plan_of(model) is not None:
-            return
+        inner = unwrapped(model)
+        if any(isinstance(part, QUANTIZED) for part in inner.modules()) or plan_of(inner) is not None:
+            _check_parts_not_wrapped(inner, what)
+            return inner
     raise TypeError(
         f"{what}: the model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert returned, or "
         f"another module with quantizers, got {type(model).__name__}."

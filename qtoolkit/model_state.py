@@ -13,16 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from qtoolkit.wrapped import unwrapped
+
 M = TypeVar("M", bound=nn.Module)
 
 # What to do, by the public function, if copy.deepcopy cannot be made to work.
 REMEDIES = {"prepare": ", or pass inplace=True and no example_inputs", "convert": ""}
 
 
-def check_module(model: object, what: str, argument: str = "model") -> None:
-    """Raise TypeError unless an argument of the public function `what` is a module."""
+def check_module(model: object, what: str, argument: str = "model") -> nn.Module:
+    """Return the model in an argument of the public function `what`, without a wrapper; TypeError unless it is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{what}: {argument} must be a torch.nn.Module, got {type(model).__name__}.")
+    return unwrapped(model)
 
 
 def device_of(module: nn.Module) -> torch.device | None:

@@ -11,6 +11,7 @@ from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Exclude, with_excluded
 from qtoolkit.errors import check_flags, check_sequence, some
 from qtoolkit.graph.capture.signature import VARIADIC
+from qtoolkit.graph.capture.trace import check_not_wrapped
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.model_inputs import Args, Kwargs, naming_misfits, split
 from qtoolkit.model_state import changing, check_module, evaluating, removing, values_kept
@@ -76,6 +77,7 @@ def prepare_parts(
         raise TypeError(f"prepare_parts: parts must be a sequence of names, got a backend; write backend={parts!r}.")
     target = backend_of(backend)
     check_module(model, "prepare_parts")
+    check_not_wrapped(model, "prepare_parts")
     mapping = with_excluded(qconfig_mapping, exclude)
     with changing(model, inplace, "prepare_parts") as own:
         calls = _calls(own, example_inputs)

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, distributed
 
 from qtoolkit.errors import some
 from qtoolkit.running import running
@@ -46,17 +45,6 @@ def raising_on_all_ranks(what: str) -> Iterator[None]:
         raise error
     if failed:
         raise RuntimeError(f"{what} failed on {some(failed)}")
-
-
-def without_ddp(model: nn.Module) -> nn.Module:
-    """Return the model in DistributedDataParallel."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model in DistributedDataParallel and torch.compile, which has the names of its state dict."""
-    inner = vars(without_ddp(model)).get("_modules", {}).get("_orig_mod")
-    return without_ddp(model) if inner is None else unwrapped(inner)
 
 
 def is_sharded(tensor: Tensor) -> bool:

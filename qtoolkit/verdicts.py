@@ -92,4 +92,5 @@ class Obstacle:
 
 
 BY_CONFIG = Verdict.left_float(Cause.CONFIG, "the qconfig_mapping leaves it in float")
+UNREACHED = Verdict.left_float(Cause.NOT_CALLED, "no data reached it before qtoolkit.convert")
 FOLDED = Verdict.quantized(Cause.FOLDED, "folded into the layer before it")

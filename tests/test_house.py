@@ -84,7 +84,7 @@ def test_nothing_imports_an_integration() -> None:
 # From the lowest floor up: a module imports from its own floor and from those below it alone.
 FLOORS = (
     "_native", "errors", "instead", "extras", "files", "public", "shared_modules", "unregistered", "version",
-    "model_inputs", "model_state", "running", "processes", "progress", "verdicts", "foreign",
+    "wrapped", "model_inputs", "model_state", "running", "processes", "progress", "verdicts", "foreign",
     "ops", "config", "quantizers", "finite", "op_kinds", "batches", "backends", "nn", "integer", "runtimes", "lint",
     "layer_rules",
     "graph", "eager", "report", "calibrate", "parameter_groups", "prepare", "convert", "quant_modules",

@@ -14,12 +14,11 @@ from qtoolkit.checkpoint.contents import random_name
 from qtoolkit.checkpoint.record import KEY, OWN, Record, parsed
 from qtoolkit.files import replacing
 from qtoolkit.processes import is_sharded, raising_on_all_ranks, rank, ranks
+from qtoolkit.wrapped import PREFIXES
 
 T = TypeVar("T")
 
 WRAPPINGS = ("state_dict", "model_state_dict", "model")  # entries in which scripts keep a model's state dict
-# What begins the names of a model in DistributedDataParallel, and of one in torch.compile.
-WRAPPERS = ("module.", "_orig_mod.")
 
 
 @dataclass
@@ -131,7 +130,7 @@ def read_pickle(path: Path) -> InMemory:
 def wrapper_of(names: Collection[str]) -> str:
     """Return what wrappers of a model put before all names of its state dict; "" for nothing."""
     found = ""
-    while names and (more := [each for each in WRAPPERS if all(name.startswith(found + each) for name in names)]):
+    while names and (more := [each for each in PREFIXES if all(name.startswith(found + each) for name in names)]):
         found += more[0]
     return found
 

@@ -19,7 +19,7 @@ from qtoolkit.files import is_path
 from qtoolkit.finite import check_finite
 from qtoolkit.instead import in_order
 from qtoolkit.model_state import check_module
-from qtoolkit.processes import raising_on_all_ranks, unwrapped
+from qtoolkit.processes import raising_on_all_ranks
 from qtoolkit.version import __version__
 
 
@@ -94,12 +94,12 @@ def save_checkpoint(
         >>> loaded.state["epoch"]
         3
     """
-    check_module(model, "save_checkpoint")
+    model = check_module(model, "save_checkpoint")
     place = _place_to_save(path)
     with raising_on_all_ranks("save_checkpoint"):
         _check_extra()
-        check_finite(unwrapped(model), "save_checkpoint")
-        tensors, record = contents_of(unwrapped(model), optimizer, _checked(state, "save_checkpoint"), __version__)
+        check_finite(model, "save_checkpoint")
+        tensors, record = contents_of(model, optimizer, _checked(state, "save_checkpoint"), __version__)
     if place.suffix == SUFFIX:
         write_file(tensors, record, place)
         return
@@ -151,8 +151,8 @@ def load_checkpoint(
         True
     """
     check_flags("load_checkpoint", strict=strict)
-    check_module(model, "load_checkpoint")
-    inner, place, given = unwrapped(model), _place_to_load(path), _checked(state, "load_checkpoint")
+    inner = check_module(model, "load_checkpoint")
+    place, given = _place_to_load(path), _checked(state, "load_checkpoint")
     with raising_on_all_ranks("load_checkpoint"), _about(place), _damaged():
         _check_extra()
         loading = Loading(opened(place, inner.state_dict()), inner, optimizer, given, strict)

@@ -56,7 +56,7 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
         >>> load_amax(model, amax)
         ('0.weight_quantizer', 'activation_quantizers.input_1')
     """
-    check_module(model, "load_amax")
+    model = check_module(model, "load_amax")
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"load_amax: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}."

@@ -37,6 +37,7 @@ from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.report import quantization_report
 from qtoolkit.shared_modules import modules_by_name
 from qtoolkit.verdicts import Cause, Status
+from qtoolkit.wrapped import unwrapped
 
 
 def compare(float_model: nn.Module, quantized: nn.Module, inputs: object, progress: bool = True) -> Comparison:
@@ -73,6 +74,7 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: object, progre
     """
     check_flags("compare", progress=progress)
     _check(float_model, quantized)
+    float_model, quantized = unwrapped(float_model), unwrapped(quantized)
     if not isinstance(quantized, QuantizedGraphModule):
         return _compare_modules(float_model, quantized, inputs, progress)
     values, kwargs = call_arguments(quantized, inputs, "compare: inputs do")

@@ -16,6 +16,7 @@ from qtoolkit.quantizers.clip_range import clip_range
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.verdicts import Status
+from qtoolkit.wrapped import unwrapped
 
 # Fill color of a node by its status in the plan; None is for graphs without a plan.
 COLORS = {
@@ -52,6 +53,7 @@ def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
         ...     "int8" in open(folder + "/model.svg").read()
         True
     """
+    graph_module = unwrapped(graph_module)
     if not isinstance(graph_module, fx.GraphModule):
         raise TypeError(
             f"draw: graph_module must be a torch.fx.GraphModule, got {type(graph_module).__name__}; call qtoolkit.prepare "

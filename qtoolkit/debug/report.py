@@ -77,7 +77,7 @@ def report(
         (True, True)
     """
     check_flags("report", progress=progress)
-    check_module(model, "report")
+    model = check_module(model, "report")
     path = checked_path(path, "report", "report.html")
     found = verification.verification if isinstance(verification, ExportResult) else verification
     _check(inputs, float_model, accuracy, sensitivity, found)

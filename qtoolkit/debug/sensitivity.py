@@ -185,7 +185,7 @@ def sensitivity(
     check_flags("sensitivity", higher_is_better=higher_is_better, progress=progress)
     check_known("by", by, ("layer", "type"))
     check_known("mode", mode, ("one", "all_but_one"))
-    _check(model)
+    model = _check(model)
     if not callable(evaluate) or isinstance(evaluate, type):
         raise TypeError(f"sensitivity: evaluate must be a function of a model, got {evaluate!r}.")
     every = _units(model, by)
@@ -247,8 +247,9 @@ def _units(model: nn.Module, by: By) -> list[_SwitchedTogether]:
     ]
 
 
-def _check(model: nn.Module) -> None:
-    check_module(model, "sensitivity")
+def _check(model: nn.Module) -> nn.Module:
+    """Return the model whose quantizers are switched, without a wrapper."""
+    model = check_module(model, "sensitivity")
     quantizers = named_quantizers(model)
     if not quantizers:
         raise ValueError(
@@ -258,6 +259,7 @@ def _check(model: nn.Module) -> None:
     for quantizer in quantizers.values():
         if isinstance(quantizer, TensorQuantizer):
             quantizer.check_ready()
+    return model
 
 
 def _warn_of_other_weights(model: nn.Module) -> None:

@@ -18,10 +18,10 @@ from qtoolkit.debug.diagnosis import Diagnosis
 from qtoolkit.errors import check_whole
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module
-from qtoolkit.processes import unwrapped
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.report.lines import table
 from qtoolkit.running import running
+from qtoolkit.wrapped import unwrapped
 
 COLUMNS = ("quantizer", "spec", "calls", "values", "grid", "clipped", "levels", "gradient", "of scale", "not finite")
 

@@ -11,6 +11,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.eager.record import chains_of, record_of, set_record
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
 from qtoolkit.errors import check_flags, unknown, with_article
+from qtoolkit.graph.capture.trace import check_not_wrapped
 from qtoolkit.graph.nodes import kind_of_module
 from qtoolkit.model_state import changing, check_module, device_of
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
@@ -61,6 +62,7 @@ def fuse_modules(
     check_flags("fuse_modules", inplace=inplace)
     chains = chains_in(modules_to_fuse)
     check_module(model, "fuse_modules")
+    check_not_wrapped(model, "fuse_modules")
     ChainRules(model).check(chains)
     with changing(model, inplace, "fuse_modules") as own:
         for chain in chains:

@@ -32,7 +32,7 @@ def on_cpu(model: nn.Module, inputs: T, what: str) -> tuple[nn.Module, T]:
 
     A GPU adds in another order, and rounds the inputs of convolutions to TF32 by default, which moves codes.
     """
-    check_module(model, what)
+    model = check_module(model, what)
     if _are_elsewhere([*model.parameters(), *model.buffers()]):
         model = deepcopy_model(model, what=what).cpu()
     tensors = tensors_of(inputs)
@@ -183,7 +183,7 @@ class ExportSource:
         Raises TypeError: it has no quantizers, or quantizers of `qtoolkit.compat.pytorch_quantization`; RuntimeError: one saw
         no data; ValueError: nothing is quantized, or the model has what no file can have.
         """
-        check_quantized(model, what)
+        model = check_quantized(model, what)
         converted, inputs = on_cpu(in_reference_form(model) if quantizers_of(model) else model, example_inputs, what)
         grids = grids_of(converted)
         if not grids:

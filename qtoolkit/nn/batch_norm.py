@@ -13,18 +13,20 @@ conversion, and the batch norm returns its input. In training mode (numbers: str
   `freeze_batch_norm` after the statistics have converged.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed, fx, nn
 
 from qtoolkit import ops
 from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module, values_kept
 from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.processes import whole
+from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.step_clock import CLOCK, NEVER
 from qtoolkit.running import Run, running
 
@@ -260,6 +262,12 @@ def identity_of(bn: nn.Module) -> nn.Identity:
     return identity
 
 
+NONE_LINKED = (
+    "no batch norm in the model is linked to a quantized layer, so that none is frozen: it has none, they were folded since it "
+    "was prepared in eval mode, or they run in float, for which qtoolkit.quantization_report gives the reasons."
+)
+
+
 def freeze_batch_norm(model: nn.Module) -> None:
     """Freeze the running statistics of the batch norms in a prepared or replaced model.
 
@@ -270,8 +278,11 @@ def freeze_batch_norm(model: nn.Module) -> None:
         model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it. Batch norms that are not
             linked to a QAT layer are not changed.
 
+    Warns:
+        UserWarning: No batch norm in the model is linked to a QAT layer, and nothing is frozen.
+
     Raises:
-        ValueError: No batch norm in the model is linked to a QAT layer.
+        ValueError: The model is a float model.
 
     Example:
         >>> from torch import nn
@@ -286,8 +297,11 @@ def freeze_batch_norm(model: nn.Module) -> None:
 def unfreeze_batch_norm(model: nn.Module) -> None:
     """Undo `freeze_batch_norm`: the batch norms follow `model.train()` again.
 
+    Warns:
+        UserWarning: No batch norm in the model is linked to a QAT layer.
+
     Raises:
-        ValueError: No batch norm in the model is linked to a QAT layer.
+        ValueError: The model is a float model.
 
     Example:
         >>> from torch import nn
@@ -301,15 +315,22 @@ def unfreeze_batch_norm(model: nn.Module) -> None:
 
 
 def _set_frozen(model: nn.Module, frozen: bool, what: str) -> None:
-    check_module(model, what)
-    found = [module for module in model.modules() if isinstance(module, LinkedBatchNorm)]
-    if not found:
-        raise ValueError(
-            f"{what}: no batch norm in this {type(model).__name__} is linked to a QAT layer; pass the result of "
-            f"qtoolkit.prepare or qtoolkit.quant_modules.replace for a model in training mode."
-        )
-    for bn in found:
-        bn.freeze(frozen)
+    model = check_module(model, what)
+    if not has_linked(model):
+        if not isinstance(model, fx.GraphModule) and not named_quantizers(model):
+            raise ValueError(
+                f"{what}: this {type(model).__name__} is a float model; pass the result of qtoolkit.prepare or "
+                f"qtoolkit.quant_modules.replace."
+            )
+        warnings.warn(f"{what}: {NONE_LINKED}", stacklevel=3)  # the caller of freeze_batch_norm
+    for module in model.modules():
+        if isinstance(module, LinkedBatchNorm):
+            module.freeze(frozen)
+
+
+def has_linked(model: nn.Module) -> bool:
+    """Return whether a batch norm in a model is linked to a QAT layer."""
+    return any(isinstance(module, LinkedBatchNorm) for module in model.modules())
 
 
 @contextmanager

@@ -88,12 +88,10 @@ class QuantModule(nn.Module):
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""
         layer = shallow_copy_as(self.FLOAT, self)
-        for name in (*self.own_attributes(), "output_quantizer", "_qtoolkit_record"):
+        for name in (*self.own_attributes(), "_qtoolkit_record"):
             layer.__dict__.pop(name, None)
             layer._modules.pop(name, None)
-        for hooks in (layer._forward_hooks, layer._load_state_dict_post_hooks):
-            for key in [key for key, hook in hooks.items() if hook in (quantize_output, reset_after_loading)]:
-                del hooks[key]
+        drop_output_quantizer(layer)
         return layer
 
     def forward_fp32(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,6 +231,15 @@ def reset_after_loading(module: nn.Module, keys: Any) -> None:
             layer.reset_weight_range()
         elif not layer.training:
             layer.follow_weights()
+
+
+def drop_output_quantizer(layer: nn.Module) -> None:
+    """Remove the quantizer of a module's output, if it has one, and the hooks of a QAT layer."""
+    layer._modules.pop("output_quantizer", None)
+    layer.__dict__.pop("output_quantizer", None)
+    for hooks in (layer._forward_hooks, layer._load_state_dict_post_hooks):
+        for key in [key for key, hook in hooks.items() if hook in (quantize_output, reset_after_loading)]:
+            del hooks[key]
 
 
 def quantize_output(module: nn.Module, args: Any, output: Any) -> Any:

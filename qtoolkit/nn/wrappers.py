@@ -6,20 +6,13 @@ from torch import nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.nn.weighted import QuantWeighted
-
-WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the names of the only module in such a wrapper
-
-
-def inside(module: nn.Module) -> nn.Module:
-    """Return the module that is given what a wrapper is called with, as torch.compile and checkpoints wrap one."""
-    wrapped = (getattr(module, name, None) for name in WRAPPED)
-    return next((inner for inner in wrapped if isinstance(inner, nn.Module)), module)
+from qtoolkit.wrapped import unwrapped
 
 
 def warn_of_adapter(name: str, module: nn.Module, bn_name: str, bn: nn.Module) -> None:
     """Warn if a module that is called in a layer's place, before the layer's batch norm, may change the layer's output."""
     layers = (part for part in module.modules() if isinstance(part, QuantWeighted) and part.batch_norm is bn)
-    layer, last = next(layers, None), inside(module)
+    layer, last = next(layers, None), unwrapped(module)
     while isinstance(last, nn.Sequential) and len(last):
         last = last[-1]
     if layer is None or layer is last:

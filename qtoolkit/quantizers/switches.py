@@ -34,7 +34,7 @@ class Switch(AbstractContextManager["Switch"]):
     SETS: ClassVar[_State] = {}
 
     def __init__(self, model: nn.Module, which: Which = "all") -> None:
-        check_module(model, type(self).__name__)
+        model = check_module(model, type(self).__name__)
         check_known(f"which of {type(self).__name__}:", which, get_args(Which))
         found = named_quantizers(model)
         self.quantizers = {n: q for n, q in found.items() if which == "all" or q.of_weight == (which == "weights")}

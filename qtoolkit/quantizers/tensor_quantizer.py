@@ -296,14 +296,13 @@ TensorQuantizer.__name__ = TensorQuantizer.__qualname__ = "ObservingQuantizer"
 
 
 def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
-    """Return a model's quantizers by their dotted names.
+    """Return a model's quantizers by their dotted names, of a model in DistributedDataParallel too.
 
     Example:
         >>> list(qt.quantizers_of(qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt")))
         ['0.weight_quantizer', 'activation_quantizers.input_1']
     """
-    check_module(model, "quantizers_of")
-    return named_quantizers(model, TensorQuantizer)
+    return named_quantizers(check_module(model, "quantizers_of"), TensorQuantizer)
 
 
 def has_own_forward(quantizer: TensorQuantizer) -> bool:

@@ -37,7 +37,7 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         >>> [(line.name, str(line.status), line.reason) for line in report.layers]
         [('0', 'quantized', ''), ('1', 'float', 'float: a softmax, which tensorrt computes in float')]
     """
-    check_module(model, "quantization_report")
+    model = check_module(model, "quantization_report")
     report = report_of_graph(model) if isinstance(model, QuantizedGraphModule) else report_of_modules(model)
     of_weights = {name: quantizer for name, quantizer in quantizers_of(model).items() if quantizer.of_weight}
     return replace(report, following={name: quantizer.follows for name, quantizer in of_weights.items()})

@@ -79,7 +79,7 @@ def reestimate_batch_norm(
         (tensor([2.]), tensor([2.]))
     """
     check_flags("reestimate_batch_norm", progress=progress)
-    check_module(model, "reestimate_batch_norm")
+    model = check_module(model, "reestimate_batch_norm")
     found, unchanged = _batch_norms(model)
     if not found:
         raise ValueError(

@@ -101,7 +101,7 @@ def bias_correction(
         True
     """
     check_flags("bias_correction", progress=progress)
-    check_module(prepared, "bias_correction", "prepared")
+    prepared = check_module(prepared, "bias_correction", "prepared")
     check_known("method of bias_correction", method, ("empirical", "analytic"))
     if (method == "analytic") != (batches is None):
         raise ValueError(

@@ -16,6 +16,7 @@ from qtoolkit.model_state import check_module, evaluating, removing
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.shared_modules import first_names, modules_by_name
+from qtoolkit.wrapped import unwrapped
 
 
 class Distillation(AbstractContextManager["Distillation"]):
@@ -31,7 +32,7 @@ class Distillation(AbstractContextManager["Distillation"]):
     strategies: the feature of such a layer is the output of its batch norm, in both models.
 
     Args:
-        student: The model that is trained. Of a wrapper such as DistributedDataParallel pass the module in it.
+        student: The model that is trained, also in DistributedDataParallel or torch.compile.
         teacher: The model to follow.
         temperature: T, above 0.
         features: Names of modules that both models have.
@@ -66,12 +67,14 @@ class Distillation(AbstractContextManager["Distillation"]):
         logits_of: Callable[[Any], Tensor] | None = None,
     ) -> None:
         check_sequence(features, "Distillation", "features")
-        for role, model in (("student", student), ("teacher", teacher)):
-            check_module(model, "Distillation", role)
+        student, inner = (
+            check_module(model, "Distillation", role) for role, model in (("student", student), ("teacher", teacher))
+        )
+        for role, model in (("student", student), ("teacher", inner)):
             known = [name for name, _ in model.named_modules() if name]
             for name in features:
                 check_known(f"module of the {role} in features", name, known)
-        if student is teacher:
+        if student is inner:
             raise ValueError(
                 "Distillation: student and teacher must be two models; qtoolkit.prepare returns a copy, so pass the float "
                 "model as the teacher."
@@ -82,7 +85,7 @@ class Distillation(AbstractContextManager["Distillation"]):
         self.teacher, self.temperature, self.features = teacher, temperature, tuple(features)
         self.logits_weight, self.feature_weight, self.logits_of = logits_weight, feature_weight, logits_of
         # The names of the modules that give the features.
-        self._outputs = tuple(_output_of(name, student, teacher) for name in self.features)
+        self._outputs = tuple(_output_of(name, student, inner) for name in self.features)
         self._of_student, self._handles = _hooked(student, self._outputs)
 
     def __call__(self, inputs: object, output: object) -> Tensor:
@@ -97,7 +100,7 @@ class Distillation(AbstractContextManager["Distillation"]):
             RuntimeError: A module of `features` did not run in the student's or the teacher's forward since the last call.
             ValueError: The logits or the features of both models differ in shape.
         """
-        of_teacher, handles = _hooked(self.teacher, self._outputs)
+        of_teacher, handles = _hooked(unwrapped(self.teacher), self._outputs)
         with removing(handles), torch.no_grad(), evaluating(self.teacher):
             args, kwargs = split(tuple(inputs) if isinstance(inputs, list) else inputs)
             target = self.teacher(*args, **kwargs)

@@ -130,7 +130,7 @@ def gptq(
         True
     """
     check_flags("gptq", act_order=act_order, progress=progress)
-    check_module(prepared, "gptq", "prepared")
+    prepared = check_module(prepared, "gptq", "prepared")
     if damping is not None and not damping > 0:
         raise ValueError(f"gptq: damping must be positive, or None, got {damping}.")
     dampings = DAMPINGS if damping is None else (damping,)

@@ -27,6 +27,7 @@ from qtoolkit.tuning.rounding.unit_samples import Loss, UnitSamples
 from qtoolkit.tuning.rounding.units import RoundingUnit, find_units
 from qtoolkit.tuning.runs.batches import Batches, Forward, part_between, tuning
 from qtoolkit.tuning.runs.cache import BatchCache
+from qtoolkit.wrapped import unwrapped
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def reconstruct(
         (['0', '2'], True)
     """
     check_flags("reconstruct", progress=progress)
+    prepared = unwrapped(prepared)
     chosen = _check(prepared, method, granularity, steps, cache_gib, loss)
     options = Options(
         steps, learning_rate, scale_learning_rate, rounding_weight, chosen.learn_scales, chosen.drop, seed

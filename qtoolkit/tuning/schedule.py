@@ -1,5 +1,6 @@
 """QuantizationSchedule: which phase of quantization-aware training a model is in, counted in steps of the optimizer."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from qtoolkit.errors import check_whole
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule, freeze_batch_norm
-from qtoolkit.nn.batch_norm import LinkedBatchNorm
+from qtoolkit.nn.batch_norm import NONE_LINKED, has_linked
 from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.quantizers.synchronize import share_ranges
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -40,10 +41,13 @@ class QuantizationSchedule:
         freeze_batch_norm: The step from which batch norms are frozen; None never freezes them.
         averages: Copies of the model, such as torch.optim.swa_utils.AveragedModel, that change their phase with it.
 
+    Warns:
+        UserWarning: The model has no batch norm to freeze.
+
     Raises:
         TypeError: A model is not a module, or a step is not a whole number.
-        ValueError: A step is negative, ranges are to be frozen before there are any, the model has no quantizers, it has no
-            batch norm to freeze, or a model in `averages` is not a copy of it.
+        ValueError: A step is negative, ranges are to be frozen before there are any, the model has no quantizers, or a model
+            in `averages` is not a copy of it.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).train(), backend="tensorrt")
@@ -156,10 +160,10 @@ class QuantizationSchedule:
                 "QuantizationSchedule: each of averages must be a copy of the model, such as "
                 "torch.optim.swa_utils.AveragedModel(model); the quantizers of one differ from those of the model."
             )
-        if self.freeze_batch_norm is not None and not any(isinstance(m, LinkedBatchNorm) for m in self.model.modules()):
-            raise ValueError(
-                f"QuantizationSchedule: freeze_batch_norm={self.freeze_batch_norm}, but no batch norm of the model is linked "
-                f"to a quantized layer; set it to None."
+        if self.freeze_batch_norm is not None and not has_linked(self.model):
+            warnings.warn(
+                f"QuantizationSchedule: freeze_batch_norm={self.freeze_batch_norm}, but {NONE_LINKED}",
+                stacklevel=3,  # the caller of QuantizationSchedule
             )
 
     @property
@@ -183,7 +187,7 @@ class QuantizationSchedule:
                     quantizer.observing, quantizer.quantizing = observes, not self.observing
             if _begun(self.freeze_ranges, self.steps):
                 freeze_ranges(model).apply()
-            if _begun(self.freeze_batch_norm, self.steps):
+            if _begun(self.freeze_batch_norm, self.steps) and has_linked(model):
                 freeze_batch_norm(model)
 
     @torch.no_grad()

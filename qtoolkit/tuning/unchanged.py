@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.graph.capture.trace import check_not_wrapped
 from qtoolkit.model_inputs import clone_tensors, split, tensors_of
 from qtoolkit.model_state import check_module, evaluating, random_state_kept
 from qtoolkit.nn import QuantModule
@@ -14,6 +15,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 def check_float(model: nn.Module, what: str, do: str) -> None:
     """Raise TypeError, which begins with `what` and says what to do to the model, for anything but a float model."""
     check_module(model, what)
+    check_not_wrapped(model, what)
     if any(isinstance(module, QuantModule) for module in model.modules()):
         raise TypeError(f"{what}: the model must be a float model; {do} it before it is prepared or replaced.")
 

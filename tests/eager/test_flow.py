@@ -1,6 +1,7 @@
 """Models without a graph, replaced layer by layer: calibrate, convert, export, verify."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,8 +101,48 @@ def test_a_quantizer_without_data_is_named() -> None:
     replaced = qt.quant_modules.replace(Branches().eval(), backend="tensorrt")
     report = qt.calibrate(replaced, [far], progress=False)
     assert set(report.unreached) == {"near.input_quantizer", "near.weight_quantizer"}
-    with pytest.raises(RuntimeError, match="quantizer 'near.input_quantizer' saw no data"):
-        qt.convert(replaced)
+    with pytest.warns(
+        UserWarning, match="convert: no data reached the layers 'near', which stay in float; calibrate with"
+    ):
+        assert type(qt.convert(replaced).near) is nn.Conv2d
+    new = qt.quant_modules.replace(Branches().eval(), backend="tensorrt")
+    with pytest.raises(RuntimeError, match="'model.input_quantizer' saw no data"):  # nothing was calibrated
+        qt.convert(new)
+
+
+class WithUnused(nn.Module):
+    """Has layers that its forward never calls, as heads for another data set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.rnn = nn.Linear(4, 4), nn.Linear(4, 4), nn.LSTM(4, 4)
+        self.head = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.pool = nn.MaxPool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("quantize", ["inputs", "outputs"])
+def test_layers_that_forward_never_calls_stay_in_float(quantize: str, tmp_path: Path) -> None:
+    """As in a traced model, where no quantizer is made for them."""
+
+    def replaced() -> nn.Module:
+        model = qt.fuse_modules(WithUnused().train(), ["head.0", "head.1", "head.2"])
+        return qt.quant_modules.replace(model, backend="onnxruntime", quantize=quantize)
+
+    x, model = torch.randn(8, 4), replaced()
+    qt.calibrate(model, [x], progress=False)
+    chain = "head.0" if quantize == "inputs" else "head.2"  # where its quantizer is
+    with pytest.warns(UserWarning, match=f"no data reached the layers 'unused', 'rnn', '{chain}'"):
+        converted = qt.convert(model)
+    assert [type(converted.get_submodule(name)) for name in ("unused", "rnn")] == [nn.Linear, nn.LSTM]
+    assert [type(part).__name__ for part in converted.head[1:]] == ["Identity", "ReLU"]
+    reasons = {line.name: line.reason for line in qt.quantization_report(converted).layers if line.name != "used"}
+    assert reasons["unused"] == reasons["rnn"] == "float: no data reached it before qtoolkit.convert"
+    restored = qt.convert(replaced(), state_dict=converted.state_dict())
+    assert torch.equal(restored(x), converted(x))
+    qt.export_onnx(converted, x, tmp_path / "model.onnx", progress=False, exporter="torchscript")
 
 
 def test_quantizers_without_a_name_are_named_by_their_dotted_path() -> None:

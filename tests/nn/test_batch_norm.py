@@ -190,11 +190,18 @@ def test_frozen_batch_norms_keep_their_statistics_and_train_gamma(strategy: str,
     assert torch.equal(bn.running_mean, before[0]) == (strategy == "frozen")
 
 
-def test_freezing_a_model_without_linked_batch_norms_is_an_error() -> None:
-    with pytest.raises(
-        ValueError, match="freeze_batch_norm: no batch norm in this Sequential is linked to a QAT layer"
-    ):
-        qt.freeze_batch_norm(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)))
+def test_freezing_a_model_without_linked_batch_norms_says_so() -> None:
+    """Scripts for all models go on; a float model is an error."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
+    folded = qt.prepare(model.eval(), backend="tensorrt")
+    for freeze in (qt.freeze_batch_norm, qt.unfreeze_batch_norm):
+        for prepared in (folded, qt.prepare(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), backend="tensorrt")):
+            with pytest.warns(UserWarning, match=f"^{freeze.__name__}: no batch norm in the model is linked"):
+                freeze(prepared)
+        with pytest.raises(
+            ValueError, match=f"{freeze.__name__}: this Sequential is a float model; pass the result of"
+        ):
+            freeze(model)
 
 
 @pytest.mark.parametrize(

@@ -299,8 +299,10 @@ def test_plans_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="each of averages must be a copy of the model"):
         Schedule(model, averages=[Net()])
     plain = qt.prepare(nn.Sequential(nn.Linear(4, 2)).train(), backend="tensorrt")
-    with pytest.raises(ValueError, match="freeze_batch_norm=3, but no batch norm of the model is linked"):
-        Schedule(plain, freeze_batch_norm=3)
+    with pytest.warns(UserWarning, match="freeze_batch_norm=3, but no batch norm in the model is linked"):
+        schedule = Schedule(plain, freeze_batch_norm=3)
+    for _ in range(4):
+        schedule.step()
     other = Schedule(qt.prepare(nn.Sequential(nn.Linear(4, 2)).train(), backend="tensorrt"), observe=2)
     with pytest.raises(ValueError, match="the state is of another model: only one of both has the quantizer"):
         Schedule(model, observe=2).load_state_dict(other.state_dict())

@@ -63,7 +63,7 @@ def convert_deploy(
         raise ValueError(
             "convert_deploy: deploy_to_qlinear must be False; onnxruntime makes integer ops of the Q/DQ nodes itself."
         )
-    check_quantized(model, "convert_deploy")
+    model = check_quantized(model, "convert_deploy")
     recorded = backend_in(model)
     if recorded is not None and recorded.name != platform.backend:
         raise ValueError(
@@ -84,8 +84,7 @@ def convert_deploy(
 
 def convert_merge_bn(model: nn.Module) -> None:
     """Fold the batch norms of a prepared model, and freeze its scales, in place."""
-    check_quantized(model, "convert_merge_bn")
-    freeze.run(model)
+    freeze.run(check_quantized(model, "convert_merge_bn"))
 
 
 def _options(given: Options) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from qtoolkit.compat.mqbench.scheme import Options
 from qtoolkit.config import Kind, QConfig, QConfigMapping
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import deepcopy_model
-from qtoolkit.nn import LinkedBatchNorm, freeze_batch_norm
+from qtoolkit.nn import freeze_batch_norm
+from qtoolkit.nn.batch_norm import has_linked
 from qtoolkit.prepare import prepare
 
 _QUANTIZER_KEYS = (
@@ -76,7 +77,7 @@ def prepare_by_platform(
         qat_modules=fuse.get("additional_qat_module_mapping"),
         fuse_patterns=_patterns(fuse, training),
     )
-    if freeze_bn and any(isinstance(module, LinkedBatchNorm) for module in prepared.modules()):
+    if freeze_bn and has_linked(prepared):
         freeze_batch_norm(prepared)
     return prepared
 

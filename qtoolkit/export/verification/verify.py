@@ -190,7 +190,7 @@ def verify_onnx(
         (0, 0)
     """
     check_flags("verify_onnx", progress=progress)
-    check_converted(converted, "verify_onnx")
+    converted = check_converted(converted, "verify_onnx")
     return compare_layers(*on_cpu(converted, inputs, "verify_onnx"), path, progress)
 
 
@@ -327,7 +327,7 @@ def verify(
     """
     check_flags("verify", optimized=optimized, progress=progress)
     of_litert = _check_runtimes(runtimes, optimized)
-    check_converted(model, "verify")
+    model = check_converted(model, "verify")
     model, inputs = on_cpu(model, inputs, "verify")
     args, kwargs = call_arguments(model, inputs, "verify: inputs do")
     tensors = tensors_of((args, kwargs))

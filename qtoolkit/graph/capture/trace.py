@@ -29,16 +29,7 @@ from qtoolkit.model_state import RandomState, attribute_kept
 from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import check_default, check_given, check_none
 from qtoolkit.shared_modules import modules_by_name
-
-# Names of torch's classes that wrap or compile a model, and what to do instead.
-WRAPPERS: Mapping[str, str] = {
-    "DistributedDataParallel": "prepare model.module first, then wrap the result",
-    "DataParallel": "prepare model.module first, then wrap the result",
-    "FullyShardedDataParallel": "prepare the model before it is sharded, then shard the result",
-    "FSDPModule": "prepare the model before it is sharded, then shard the result",
-    "OptimizedModule": "prepare model._orig_mod, the model before torch.compile, then compile the result",
-    "ScriptModule": "prepare the Python model that was scripted",
-}
+from qtoolkit.wrapped import WRAPPERS, wrapper_of
 
 
 class Captured(NamedTuple):
@@ -245,14 +236,9 @@ def check_model(model: nn.Module, what: str = "prepare") -> None:
 
     Errors begin with `what`, the calling function: only "prepare" traces forward and checks that it was not replaced.
     """
-    verb = what if what == "prepare" else f"call {what} on"
     for name, module in model.named_modules():
-        bases = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch.")]
-        found = next((base for base in bases if base in WRAPPERS), None)
-        if found is not None and not (name and found == "ScriptModule"):  # a scripted submodule is a leaf module
-            which = f"submodule {name!r}" if name else "the model"
-            remedy = WRAPPERS[found].replace("prepare", verb)
-            raise UntraceableError(f"{what}: {which} is wrapped in {found}; {remedy}.")
+        if not (name and wrapper_of(module) == "ScriptModule"):  # a scripted submodule is a leaf module
+            check_not_wrapped(module, what, f"submodule {name!r}" if name else "the model")
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UntraceableError(f"{what}: parameter {lazy[0]!r} has no shape yet; run the model once on a batch first.")
@@ -265,6 +251,15 @@ def check_model(model: nn.Module, what: str = "prepare") -> None:
             f"prepare: forward was replaced on this instance of {type(model).__name__}; define forward in the class, or "
             f"{WITHOUT_TRACING}."
         )
+
+
+def check_not_wrapped(model: nn.Module, what: str, which: str = "the model") -> None:
+    """Raise UntraceableError, which begins with `what` and calls the model `which`, for a module that torch put around one."""
+    found = wrapper_of(model)
+    remedy = None if found is None else WRAPPERS[found].remedy
+    if remedy is not None:
+        verb = what if what == "prepare" else f"call {what} on"
+        raise UntraceableError(f"{what}: {which} is wrapped in {found}; {remedy.replace('prepare', verb)}.")
 
 
 def check_leaf_modules(leaf_modules: Sequence[type[nn.Module]]) -> None:

@@ -13,9 +13,10 @@ from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.layer_call import Source
 from qtoolkit.nn.on_codes import TakesCodes
-from qtoolkit.nn.wrappers import inside, warn_of_adapter
+from qtoolkit.nn.wrappers import warn_of_adapter
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.wrapped import unwrapped
 
 
 def link_sources(graph: fx.Graph, backend: Backend) -> None:
@@ -35,7 +36,7 @@ def link_sources(graph: fx.Graph, backend: Backend) -> None:
     for layer, nodes in calls_of.of_layers().items():
         calls = [(call, [source_of(node) for node in of_call]) for call, of_call in calls_of_layer(layer, nodes)]
         layer.layer_calls = tuple(replace(call, source=_common_source(tensors, backend)) for call, tensors in calls)
-    called: set[object] = {inside(module) for module in calls_of.of_type(nn.Module)}
+    called: set[object] = {unwrapped(module) for module in calls_of.of_type(nn.Module)}
     for module in linked_in(graph.owning_module):
         if module not in called:
             module.unlink()

@@ -13,6 +13,7 @@ from qtoolkit.batches import no_batch
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.debug.sensitivity import sensitivity
 from qtoolkit.errors import check_flags, check_known, check_whole, some
+from qtoolkit.graph.capture.trace import check_not_wrapped
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module, evaluating
 from qtoolkit.nn.computed_weights import has_weight
@@ -95,6 +96,7 @@ class MixedPrecision:
         latency: Table | None = None,
     ) -> None:
         check_module(model, "MixedPrecision")
+        check_not_wrapped(model, "MixedPrecision")
         self.model, self.choices, self.fixed = model, dict(choices), dict(fixed or {})
         self.modules = {name: module for name, module in layers_of(model).items() if "weight" in module._parameters}
         self._check()

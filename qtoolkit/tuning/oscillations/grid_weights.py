@@ -19,13 +19,14 @@ from qtoolkit.nn.batch_norm import (
     running_variance,
     step_variance,
 )
-from qtoolkit.processes import is_sharded, ranks, unwrapped
+from qtoolkit.processes import is_sharded, ranks
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import clip, per_element, range_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.running import running
 from qtoolkit.tuning.rounding.grids import codes_on_grid
 from qtoolkit.verdicts import Obstacle
+from qtoolkit.wrapped import unwrapped
 
 OTHER_UNITS = (
     "a batch norm multiplies its channels before they are quantized, and its scale cannot take the factor of each: give its "

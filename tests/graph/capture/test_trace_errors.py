@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.graph.capture import trace
+from qtoolkit.wrapped import WRAPPERS
 from tests import nets
 from tests.nets import linear_of
 
 # ---- what is refused
+
+REFUSED = {name: wrapper.remedy for name, wrapper in WRAPPERS.items() if wrapper.remedy is not None}
 
 
 def wrapped_in(name: str) -> nn.Module:
@@ -38,10 +40,10 @@ def wrapped_in(name: str) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", trace.WRAPPERS)
+@pytest.mark.parametrize("name", REFUSED)
 def test_wrapped_models_are_refused_with_what_to_do(name: str) -> None:
     model = wrapped_in(name)
-    with pytest.raises(qt.UntraceableError, match=f"the model is wrapped in {name}; {re.escape(trace.WRAPPERS[name])}"):
+    with pytest.raises(qt.UntraceableError, match=f"the model is wrapped in {name}; {re.escape(REFUSED[name])}"):
         qt.prepare(model, backend="tensorrt")
 
 

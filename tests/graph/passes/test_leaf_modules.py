@@ -152,8 +152,13 @@ def test_quantizers_that_no_data_reached_are_named() -> None:
         prepared.first.bias.fill_(-1)
     report = qt.calibrate(prepared, [torch.ones(2, 4)], progress=False)
     assert "block.fc.input_quantizer" in report.unreached
-    with pytest.raises(RuntimeError, match=r"quantizer 'block\.fc\.input_quantizer' saw no data"):
-        qt.convert(prepared)
+    with pytest.warns(UserWarning, match=r"convert: no data reached the layers 'block\.fc', which stay in float"):
+        converted = qt.convert(prepared)
+    line = next(line for line in qt.quantization_report(converted).layers if line.name == "block.fc")
+    assert line.reason == "float: no data reached it before qtoolkit.convert"
+    assert type(converted.get_submodule("block.fc")) is nn.Linear
+    restored = qt.convert(qt.prepare(model, untraced=["block"], backend="tensorrt"), state_dict=converted.state_dict())
+    assert torch.equal(restored(torch.ones(2, 4)), converted(torch.ones(2, 4)))
 
 
 # ---- which config
