@@ -294,6 +294,14 @@ def quantizes_its_input(node: fx.Node) -> bool:
     return getattr(called_module(node), "input_quantizer", None) is not None
 
 
+def may_be_packed(node: fx.Node) -> bool:
+    """Return whether what a recurrent layer takes, or an output of it, may be a packed sequence, which is no tensor."""
+    while kind_of(owner_of(node)).keeps_state:
+        node = tensor_inputs(owner_of(node))[0]
+    is_seen = facts_of(node).is_number is not None
+    return facts_of(node).is_sequence if is_seen else kind_of(node) is OTHER
+
+
 def node_name(target: str) -> str | None:
     """Return the name that the node of a submodule or a tensor must have; None leaves the choice to torch.fx.
 

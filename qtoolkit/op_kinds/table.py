@@ -79,7 +79,7 @@ _PRODUCTS = (
     _kind("dot_product_attention", Form(functions=(F.scaled_dot_product_attention,), operands=ATTENTION),
           onnx=("Attention",), multiplies=True, holds_softmax=True),
     _kind("recurrent", Form((nn.LSTM, nn.GRU), items=(0,)), Form((nn.LSTMCell,), items=(0, 1)), Form((nn.GRUCell,)),
-          onnx=("LSTM", "GRU"), has_weight=True, keeps_state=True, one_tensor=False),
+          onnx=("LSTM", "GRU"), has_weight=True, multiplies=True, keeps_state=True, one_tensor=False),
     _kind("embedding", Form((nn.Embedding, nn.EmbeddingBag), (F.embedding, F.embedding_bag), operands=()),
           has_weight=True, takes_indices=True),
 )  # fmt: skip
