@@ -140,6 +140,7 @@ def prepare(
         )  # fmt: skip
         gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
         gm = passes.fuse_patterns.run(gm, patterns)
+        gm = passes.recognize.run(gm, rules)
         rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
         _warn_of_types(rules, gm, leaf_modules)
         gm = _quantized(gm, rules, training_arithmetic, save)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from qtoolkit.errors import with_article
-from qtoolkit.graph.nodes import is_quantizer, tensor_inputs
+from qtoolkit.graph.nodes import is_quantizer, may_be_packed, tensor_inputs
 from qtoolkit.graph.plan import Edge
-from qtoolkit.nn import QuantModule
+from qtoolkit.nn import QuantModule, QuantRecurrent
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.shared_modules import first_names
@@ -60,6 +60,12 @@ class LayerQuantizer:
             return "a quantizer of the model's own"
         if self.attribute != INPUT:
             return f"{type(self.module).__name__} quantizes it between its ops"
+        if (
+            not self.is_inside
+            and isinstance(self.module, QuantRecurrent)
+            and any(map(may_be_packed, tensor_inputs(self.node)))
+        ):
+            return "the layer quantizes its input itself: it may be a packed sequence"
         where = "inside a leaf module" if self.is_inside else "called inside a leaf module, too"
         return f"the layer quantizes its input itself: it is {where}"
 

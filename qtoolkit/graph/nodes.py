@@ -1,7 +1,7 @@
 """What kind of op a graph node, a module or a QAT type is."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,16 @@ from qtoolkit.nn.function_bias import FunctionBias
 from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.kind import WEIGHTED, Bounds, Form, OpKind
 from qtoolkit.op_kinds.recorded import by_mode, is_mode
-from qtoolkit.op_kinds.rules import DISCRETE, argument, called_module, gives_tuple, is_number, module_of, name_called
+from qtoolkit.op_kinds.rules import (
+    DISCRETE,
+    argument,
+    called_module,
+    gives_tuple,
+    is_number,
+    module_of,
+    name_called,
+    picks_indices,
+)
 from qtoolkit.op_kinds.table import (
     FOREIGN,
     IDENTITY,
@@ -75,6 +84,13 @@ def bounds_of(node: fx.Node) -> Bounds | None:
     """Return what a piecewise linear activation computes, NaN where the model computes it; None of other ops."""
     form = form_of(node)
     return None if form is None or form.bounds is None else form.bounds(partial(argument, node))
+
+
+def callable_of(node: fx.Node) -> Callable[..., Any]:
+    """Return the module, the function or the method of tensors that a node calls."""
+    if node.op == "call_method":
+        return getattr(torch.Tensor, str(node.target))  # type: ignore[no-any-return]  # a method
+    return module_of(node) if node.op == "call_module" else node.target  # type: ignore[return-value]  # a function
 
 
 def form_of(node: fx.Node) -> Form | None:
@@ -173,7 +189,7 @@ def operands_of(node: fx.Node) -> list[object]:
 
 def is_discrete(node: fx.Node) -> bool:
     """Return whether a node returns tensors of integers or booleans: by the example inputs, or by what it calls."""
-    while not (facts_of(node).is_discrete or name_called(node) in DISCRETE):
+    while not (facts_of(node).is_discrete or name_called(node) in DISCRETE or picks_indices(node)):
         sources = tensor_inputs(node) if kind_of(node).moves else []
         if not sources:
             return False
@@ -276,6 +292,14 @@ def has_float_weight(node: fx.Node) -> bool:
 def quantizes_its_input(node: fx.Node) -> bool:
     """Return whether a node is a layer with a quantizer of its input, as one that is also called inside a leaf module."""
     return getattr(called_module(node), "input_quantizer", None) is not None
+
+
+def may_be_packed(node: fx.Node) -> bool:
+    """Return whether what a recurrent layer takes, or an output of it, may be a packed sequence, which is no tensor."""
+    while kind_of(owner_of(node)).keeps_state:
+        node = tensor_inputs(owner_of(node))[0]
+    is_seen = facts_of(node).is_number is not None
+    return facts_of(node).is_sequence if is_seen else kind_of(node) is OTHER
 
 
 def node_name(target: str) -> str | None:

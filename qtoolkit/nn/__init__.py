@@ -57,15 +57,15 @@ QAT_MODULES: dict[type, type[QuantModule]] = {
     qat_type.FLOAT: qat_type
     for qat_type in (
         QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d, QuantLinear,
-        QuantEmbedding, QuantEmbeddingBag, QuantMultiheadAttention,
+        QuantEmbedding, QuantEmbeddingBag, QuantMultiheadAttention, QuantLSTM, QuantGRU, QuantLSTMCell, QuantGRUCell,
     )
 }  # fmt: skip
 # Float type -> QAT type: the layers that module replacement, which sees no graph, gives input quantizers of their own.
 REPLACED_MODULES: dict[type, type[QuantModule]] = QAT_MODULES | {
     qat_type.FLOAT: qat_type
     for qat_type in (
-        QuantLSTM, QuantGRU, QuantLSTMCell, QuantGRUCell, QuantMaxPool1d, QuantMaxPool2d, QuantMaxPool3d, QuantAvgPool1d,
-        QuantAvgPool2d, QuantAvgPool3d, QuantAdaptiveAvgPool1d, QuantAdaptiveAvgPool2d, QuantAdaptiveAvgPool3d,
+        QuantMaxPool1d, QuantMaxPool2d, QuantMaxPool3d, QuantAvgPool1d, QuantAvgPool2d, QuantAvgPool3d, QuantAdaptiveAvgPool1d,
+        QuantAdaptiveAvgPool2d, QuantAdaptiveAvgPool3d,
         QuantInstanceNorm1d, QuantInstanceNorm2d, QuantInstanceNorm3d, QuantAdd, QuantMul, QuantMatMul, QuantCat,
         QuantScaledDotProductAttention,
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 # Arguments that are data, by position, each with its keyword names; () is a position that is no data.
 Operands = tuple[tuple[str, ...], ...]
@@ -81,6 +81,8 @@ class OpKind:
     onnx: tuple[str, ...] = ()
     # the ops of aten, in graphs of torch.export, of kinds that passes over those graphs ask for
     aten: tuple[str, ...] = ()
+    # functions of one tensor, as which ops that compute the same are recognized (`qtoolkit.graph.passes.recognize`)
+    recognized: tuple[Callable[..., Tensor], ...] = ()
     # the output holds values of the input, and zeros: reshapes, slices, max pools, padding with zero
     moves: bool = False
     # the output may share the memory of the input, though the op does not always move values alone
@@ -108,7 +110,7 @@ class OpKind:
     # a positive factor of each channel of the input is the factor of the same channel of the output
     homogeneous: bool = False
     smooth: bool = False  # a small change of the input makes a small change of the output
-    takes_maxima: bool = False  # a max pool
+    takes_maxima: bool = False  # the largest of some values
     means_over_dims: bool = False  # a mean over the dimensions that an argument names
     pads_with_zero: bool = False  # padding with zero, which is on every grid
     pads_off_grid: bool = False  # padding with another constant

@@ -14,6 +14,8 @@ from qtoolkit.op_kinds.recorded import length_of
 
 OTHER = "other"
 SPLITS = ("chunk", "split", "tensor_split", "unbind")
+EXTREMES = ("max", "min")  # with a dimension they return values and indices, by these names
+VALUES, INDICES = "values", "indices"
 # Functions and methods that return booleans or integers for tensors of any dtype.
 DISCRETE = frozenset((
     "eq", "ne", "gt", "ge", "lt", "le", "greater", "less", "not_equal", "greater_equal", "less_equal", "isnan", "isinf",
@@ -199,7 +201,9 @@ def by_bounds(bounds_of: Callable[[Read], Bounds]) -> Callable[[fx.Node], str]:
 
 
 def attribute(node: fx.Node) -> str:
-    """Return "transpose" for x.T and x.mT; other attributes hold no data."""
+    """Return "transpose" for x.T and x.mT, "slice" for x.max(1).values; other attributes hold no data."""
+    if node.args[1] == VALUES and isinstance(node.args[0], fx.Node) and gives_indices(node.args[0]):
+        return "slice"
     return "transpose" if node.args[1] in ("T", "mT") else OTHER
 
 
@@ -236,8 +240,41 @@ def gives_tuple(node: fx.Node) -> bool:
         node = node.args[0]  # some of the tensors, if there are several
     if node.op == "call_module":
         return bool(argument(node, 0, "return_indices", False))
+    return name_called(node) in SPLITS or gives_indices(node)
+
+
+def gives_indices(node: fx.Node) -> bool:
+    """Return whether a function or a method returns the values that it picks, and their indices."""
     name = name_called(node)
-    return name in SPLITS or name.endswith("_with_indices")
+    return name.endswith("_with_indices") or (name in EXTREMES and _dim_of(node) is not None)
+
+
+def picks_indices(node: fx.Node) -> bool:
+    """Return whether a node takes the indices out of what such an op returns."""
+    if node.target not in (operator.getitem, getattr) or not isinstance(node.args[0], fx.Node):
+        return False
+    return node.args[1] in (1, INDICES) and gives_indices(node.args[0])
+
+
+def _dim_of(node: fx.Node) -> object:
+    """Return the dimension of x.max(1); None of x.max(), and of the elementwise x.max(y)."""
+    dim = argument(node, 1, "dim")
+    return dim if isinstance(dim, int) or (isinstance(dim, fx.Node) and is_number(dim)) else None
+
+
+def _of_one_tensor(kind: str) -> Callable[[fx.Node], str]:
+    """Return the rule of the largest or the smallest values of one tensor; of two tensors it is no reduction."""
+
+    def rule(node: fx.Node) -> str:
+        is_of_two = "other" in node.kwargs or (
+            len(node.args) > 1 and name_called(node) in EXTREMES and _dim_of(node) is None
+        )
+        return OTHER if is_of_two else kind
+
+    return rule
+
+
+maximum, minimum = _of_one_tensor("max"), _of_one_tensor("min")
 
 
 def name_called(node: fx.Node) -> str:

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -29,7 +30,7 @@ def _for_each_size(kind: str) -> tuple[str, ...]:
     return tuple(f"{kind}{d}d" for d in (1, 2, 3))
 
 
-def _kind(name: str, *forms: Form, onnx: tuple[str, ...] = (), aten: tuple[str, ...] = (), **flags: bool) -> OpKind:
+def _kind(name: str, *forms: Form, onnx: tuple[str, ...] = (), aten: tuple[str, ...] = (), **flags: Any) -> OpKind:
     return OpKind(name, forms, onnx, aten, **flags)
 
 
@@ -78,7 +79,7 @@ _PRODUCTS = (
     _kind("dot_product_attention", Form(functions=(F.scaled_dot_product_attention,), operands=ATTENTION),
           onnx=("Attention",), multiplies=True, holds_softmax=True),
     _kind("recurrent", Form((nn.LSTM, nn.GRU), items=(0,)), Form((nn.LSTMCell,), items=(0, 1)), Form((nn.GRUCell,)),
-          onnx=("LSTM", "GRU"), has_weight=True, keeps_state=True, one_tensor=False),
+          onnx=("LSTM", "GRU"), has_weight=True, multiplies=True, keeps_state=True, one_tensor=False),
     _kind("embedding", Form((nn.Embedding, nn.EmbeddingBag), (F.embedding, F.embedding_bag), operands=()),
           has_weight=True, takes_indices=True),
 )  # fmt: skip
@@ -106,7 +107,11 @@ _SAMPLING = (
     _moving("max_pool", Form(
         (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
         _named(*_POOLS_OF_ALL)),
-        onnx=("MaxPool", "GlobalMaxPool", "ReduceMax"), aten=_POOLS_OF_ALL, takes_maxima=True, homogeneous=True),
+        onnx=("MaxPool", "GlobalMaxPool"), aten=_POOLS_OF_ALL, takes_maxima=True, homogeneous=True),
+    _moving("max", Form(functions=(torch.max, torch.amax), methods=("max", "amax"), refine=rules.maximum),
+            onnx=("ReduceMax",), aten=("max", "amax"), takes_maxima=True),
+    _moving("min", Form(functions=(torch.min, torch.amin), methods=("min", "amin"), refine=rules.minimum),
+            onnx=("ReduceMin",), aten=("min", "amin")),
     _kind("avg_pool", Form(
         (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
         _named(*_for_each_size("avg_pool"), *_for_each_size("adaptive_avg_pool"))),
@@ -195,11 +200,13 @@ _ACTIVATIONS = (
     _activation("prelu", Form((nn.PReLU,), _named("prelu"), ("prelu",)), onnx=("PRelu",), homogeneous=True, smooth=True),
     _activation("elu", Form((nn.ELU, nn.CELU, nn.SELU), _named("elu", "elu_", "celu", "celu_", "selu", "selu_")),
                 onnx=("Elu", "Celu", "Selu")),
-    _activation("silu", Form((nn.SiLU,), (F.silu,)), onnx=("Swish",), has_sigmoid_gate=True),
-    _activation("mish", Form((nn.Mish,), (F.mish,)), onnx=("Mish",)),
-    _activation("gelu", Form((nn.GELU,), (F.gelu,)), onnx=("Gelu",)),
-    _activation("hardswish", Form((nn.Hardswish,), (F.hardswish,)), onnx=("HardSwish",)),
-    _activation("hardsigmoid", Form((nn.Hardsigmoid,), (F.hardsigmoid,)), onnx=("HardSigmoid",), never_negative=True),
+    _activation("silu", Form((nn.SiLU,), (F.silu,)), onnx=("Swish",), recognized=(F.silu,), has_sigmoid_gate=True),
+    _activation("mish", Form((nn.Mish,), (F.mish,)), onnx=("Mish",), recognized=(F.mish,)),
+    _activation("gelu", Form((nn.GELU,), (F.gelu,)), onnx=("Gelu",),
+                recognized=(F.gelu, partial(F.gelu, approximate="tanh"))),
+    _activation("hardswish", Form((nn.Hardswish,), (F.hardswish,)), onnx=("HardSwish",), recognized=(F.hardswish,)),
+    _activation("hardsigmoid", Form((nn.Hardsigmoid,), (F.hardsigmoid,)), onnx=("HardSigmoid",),
+                recognized=(F.hardsigmoid,), never_negative=True),
     _activation("sigmoid", Form((nn.Sigmoid,), _named("sigmoid", "sigmoid_"), ("sigmoid", "sigmoid_")),
                 onnx=("Sigmoid",), is_sigmoid=True, never_negative=True, smooth=True),
     _activation("tanh", Form((nn.Tanh,), _named("tanh", "tanh_"), ("tanh", "tanh_")), onnx=("Tanh",), smooth=True),

@@ -486,6 +486,8 @@ KERNELS: Mapping[str, Callable[[Node], Array]] = {
     "MAX_POOL_2D": max_pool,
     "RESIZE_BILINEAR": bilinear,
     "MEAN": mean,
+    "REDUCE_MAX": lambda node: node.inputs[0].data.max(tuple(node.inputs[1].data), keepdims=True),
+    "REDUCE_MIN": lambda node: node.inputs[0].data.min(tuple(node.inputs[1].data), keepdims=True),
     "LOGISTIC": table(lambda x: 1 / (1 + np.exp(-x))),
     "TANH": table(np.tanh),
     "GELU": gelu,

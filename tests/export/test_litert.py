@@ -321,6 +321,8 @@ OPS = {
     "reshape": (lambda m, y, x: y.reshape(-1, 8, 8, 16), 0),
     "mean over channels": (lambda m, y, x: y.mean(1, keepdim=True) + y, 0),
     "mean over an image": (lambda m, y, x: y.mean((2, 3))[:, :, None, None] + y, 0),
+    "max over channels": (lambda m, y, x: y.max(1, keepdim=True)[0] + y.amin(1, keepdim=True), 0),
+    "max over an image": (lambda m, y, x: (y.amax((2, 3)) - y.flatten(2).min(2).values)[:, :, None, None] + y, 0),
     "concat of rows": (lambda m, y, x: torch.cat([y, y[:, :, :3]], 2), 0),
     "pool with ceil mode": (lambda m, y, x: F.max_pool2d(y, 3, 2, ceil_mode=True), 0),
     "pool with padding": (lambda m, y, x: F.max_pool2d(y, 2, 2, 1), 0),

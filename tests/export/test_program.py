@@ -175,6 +175,7 @@ def test_sizes_stay_dynamic() -> None:
         lambda a, b: F.pixel_shuffle(a, 2).transpose(2, 3),
         lambda a, b: F.interpolate(a, scale_factor=2),
         lambda a, b: a.flatten(2).unflatten(2, (4, 16)),
+        lambda a, b: a.max(3, keepdim=True)[0] + a.amin(2, keepdim=True),
     ],
 )
 def test_ops_that_move_values_stand_between_pairs(function) -> None:
@@ -182,6 +183,7 @@ def test_ops_that_move_values_stand_between_pairs(function) -> None:
     net(X)
     program = qt.export.export_program(model := converted(net), X)
     takers = {"conv2d", "add", "max_pool2d", "cat", "pad", "slice", "pixel_shuffle", "transpose", "upsample_nearest2d"}
+    takers |= {"max", "amin"}
     for node in program.graph.nodes:
         name = str(node.target).split(".")[1] if node.op == "call_function" and "aten" in str(node.target) else ""
         if name in {*takers, "flatten", "unflatten", "view", "reshape"} and node.args[0] not in ([], None):

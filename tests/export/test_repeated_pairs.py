@@ -73,6 +73,11 @@ BEHIND_POOLS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     ),
     "global": (lambda large, small: F.adaptive_max_pool2d(small, 1)[:, 8:] + halved(large), 8),
     "global, expand": (lambda large, small: F.adaptive_max_pool2d(large, 1).expand(-1, -1, 24, 24) + small[:, 8:], 8),
+    "max over dims": (lambda large, small: small.amax((2, 3), True)[:, 8:] + halved(large), 8),
+    "max over rows": (
+        lambda large, small: small.max(-1, keepdim=True)[0][:, 8:] + large.min(1, True).values[:, :, ::2, ::2],
+        8,
+    ),
     "tile": (lambda large, small: halved(halved(large)).repeat(1, 2, 2, 2) + small, 16),
     "edges": (lambda large, small: F.pad(halved(large), (1, 1, 1, 1), "reflect")[:, :, 1:-1, 1:-1] + small[:, 8:], 8),
 }

@@ -134,6 +134,8 @@ MOVED: dict[str, list[Op]] = {
         lambda m, x, y: x[:, None], lambda m, x, y: x[:, : y.size(1)],
         lambda m, x, y: x.chunk(2, 1)[0], lambda m, x, y: torch.split(x, 2, dim=1)[1], lambda m, x, y: x.unbind(0)[0],
         lambda m, x, y: torch.chunk(input=x, chunks=2)[0], lambda m, x, y: torch.split(tensor=x, split_size_or_sections=2)[0],
+        lambda m, x, y: x.max(2)[0], lambda m, x, y: torch.max(x, dim=2, keepdim=True).values,
+        lambda m, x, y: torch.min(x, 1)[0], lambda m, x, y: x.min(dim=-1).values, lambda m, x, y: x.max(x.dim() - 1)[0],
     ],
     "zero_pad": [
         lambda m, x, y: F.pad(x, (1, 1)), lambda m, x, y: F.pad(x, (1, 1), "constant", 0),
@@ -148,6 +150,10 @@ MOVED: dict[str, list[Op]] = {
         lambda m, x, y: F.max_pool2d(x, 2), lambda m, x, y: F.max_pool1d(x, 2), lambda m, x, y: F.max_pool3d(x, 2),
         lambda m, x, y: F.adaptive_max_pool2d(x, 1), lambda m, x, y: torch.max_pool2d(x, 2),
     ],
+    "max": [
+        lambda m, x, y: torch.max(x), lambda m, x, y: x.amax(1), lambda m, x, y: torch.amax(x, dim=(1, 2), keepdim=True),
+    ],
+    "min": [lambda m, x, y: x.min(), lambda m, x, y: torch.amin(x, -1)],
     "upsample_nearest": [
         lambda m, x, y: F.interpolate(x, scale_factor=2), lambda m, x, y: F.interpolate(x, 4, mode="nearest-exact"),
     ],
@@ -182,6 +188,8 @@ UNKNOWN: list[Op] = [
     lambda m, x, y: x[y],
     lambda m, x, y: torch.add(x, y, alpha=2),
     lambda m, x, y: torch.div(x, y, rounding_mode="floor"),
+    lambda m, x, y: torch.max(x, y),
+    lambda m, x, y: x.min(other=y),
     lambda m, x, y: 1 / x,
     lambda m, x, y: torch.exp(x),
 ]

@@ -483,13 +483,6 @@ class Tagger(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
-def test_a_graph_leaves_it_in_float_by_kind() -> None:
-    prepared = qt.prepare(Tagger().eval(), torch.randn(B, T, F), backend="tensorrt")
-    line = next(line for line in qt.quantization_report(prepared).layers if line.name == "rnn")
-    assert (line.kind, line.status) == ("recurrent", "float")
-    assert type(prepared.rnn) is nn.LSTM
-
-
 class Kept(nn.Module):
     """A leaf module with a recurrent layer inside."""
 

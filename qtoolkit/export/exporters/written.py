@@ -81,9 +81,8 @@ class OpsWritten(TorchFunctionMode):
         """Raise ValueError for an LSTM that projects its states; a packed sequence has its sizes in place of them."""
         if isinstance(states, tuple | list) and states[0].shape[-1] != states[1].shape[-1]:
             raise ValueError(
-                f"{self.what}: an LSTM with proj_size={int(states[0].shape[-1])} has no form in ONNX; quantize the model by "
-                f"qtoolkit.quant_modules.replace, which writes recurrent layers step by step, or set proj_size=0 and put a "
-                f"Linear behind the layer."
+                f"{self.what}: an LSTM with proj_size={int(states[0].shape[-1])} has no form in ONNX; quantize the layer, "
+                f"which is then written step by step, or set proj_size=0 and put a Linear behind it."
             )
 
     def check(self) -> None:

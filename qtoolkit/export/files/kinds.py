@@ -73,7 +73,6 @@ DECIDED: Mapping[str, Callable[["onnx_ir.Node"], str]] = {
     "Upsample": _resize,
     "Pad": _pad,
     "ReduceMean": lambda node: "avg_pool" if _over_image(node) else "mean",
-    "ReduceMax": lambda node: "max_pool" if _over_image(node) else "",
 }
 
 

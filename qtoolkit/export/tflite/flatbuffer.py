@@ -171,12 +171,14 @@ OPTIONS: Mapping[str, str] = {
     },
     **dict.fromkeys(("MAX_POOL_2D", "AVERAGE_POOL_2D"), "Pool2DOptions"),
     **dict.fromkeys(("MAXIMUM", "MINIMUM"), "MaximumMinimumOptions"),
-    "BATCH_MATMUL": "BatchMatMulOptions", "MEAN": "ReducerOptions", "PADV2": "PadV2Options",
+    **dict.fromkeys(("MEAN", "REDUCE_MAX", "REDUCE_MIN"), "ReducerOptions"),
+    "BATCH_MATMUL": "BatchMatMulOptions", "PADV2": "PadV2Options",
 }  # fmt: skip
 # The versions of ops on int8, where it is not the first.
 VERSIONS: Mapping[str, int] = {
     "ABS": 2, "ADD": 2, "AVERAGE_POOL_2D": 2, "BATCH_MATMUL": 2, "CONCATENATION": 2, "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3,
     "DEQUANTIZE": 2, "FULLY_CONNECTED": 5, "GELU": 1, "LEAKY_RELU": 2, "LOGISTIC": 2, "MAX_POOL_2D": 2, "MEAN": 2, "MUL": 2,
-    "PAD": 2, "PADV2": 2, "RELU": 2, "RELU6": 2, "RESIZE_BILINEAR": 3, "RESIZE_NEAREST_NEIGHBOR": 3,
+    "PAD": 2, "PADV2": 2, "REDUCE_MAX": 2, "REDUCE_MIN": 2, "RELU": 2, "RELU6": 2, "RESIZE_BILINEAR": 3,
+    "RESIZE_NEAREST_NEIGHBOR": 3,
     "SLICE": 2, "SOFTMAX": 2, "STRIDED_SLICE": 2, "SUB": 2, "TANH": 2, "TRANSPOSE": 2, "TRANSPOSE_CONV": 3,
 }  # fmt: skip

@@ -18,7 +18,15 @@ from qtoolkit.export.program import Decomposed
 from qtoolkit.export.pt2e import computed, decomposed_ops, layer_name
 from qtoolkit.export.tflite.flatbuffer import FileBuilder, FileFacts, Scales, TensorInFile, in_order
 from qtoolkit.export.tflite.kernels import KERNELS, TfliteKernel
-from qtoolkit.export.tflite.ops import IMAGE, SPLITS, TfliteOp, activation_of, arguments, bounds_of, name_of_op
+from qtoolkit.export.tflite.ops import (
+    IMAGE,
+    TfliteOp,
+    activation_of,
+    arguments,
+    bounds_of,
+    name_of_op,
+    returns_several,
+)
 from qtoolkit.runtimes.execution import ExecutedLayer
 
 CONVERSIONS = ("QUANTIZE", "DEQUANTIZE")
@@ -90,8 +98,8 @@ class Lowering:
             self.values[node] = self.parts[node.args[0]][node.args[1]]  # type: ignore[index]
         elif self._is_quantize(node):
             self._quantize(node)
-        elif name_of_op(node) in SPLITS:
-            return  # its parts are slices of its input
+        elif returns_several(node):
+            return  # what takes them computes them from its input
         elif self._is_dequantize(node):
             self.values[node] = self.values[node.all_input_nodes[0]]
         else:

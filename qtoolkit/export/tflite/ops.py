@@ -23,6 +23,7 @@ IMAGE = (0, 2, 3, 1)  # the model's dimension of each axis of an image in the fi
 ACTIVATIONS: Mapping[tuple[float, float], str] = {(0, 6): "RELU6", (0, math.inf): "RELU", (-1, 1): "RELU_N1_TO_1"}
 # Ops that return several tensors, and what takes one of them: all of its places along a dimension, or one place.
 SPLITS = {"chunk": "slice", "split": "slice", "split_with_sizes": "slice", "tensor_split": "slice", "unbind": "select"}
+EXTREMES = {"max": "amax", "min": "amin"}  # what takes the values of x.max(1) is a reduction
 
 
 def name_of_op(node: fx.Node) -> str:
@@ -31,7 +32,8 @@ def name_of_op(node: fx.Node) -> str:
     What takes one of the parts of a split is a slice, or the selection of one place.
     """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        return SPLITS.get(name_of_op(node.args[0]), "getitem")
+        parts = SPLITS if node.args[1] else SPLITS | EXTREMES
+        return parts.get(name_of_op(node.args[0]), "getitem")
     return pt2e.name_of_op(node)
 
 
@@ -42,9 +44,17 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     split, part = cast("tuple[fx.Node, int]", node.args)  # of which one part is a slice, or a selection
     found = arguments(split)
     source, dim = found["self"], found["dim"]
+    if name_of_op(split) in EXTREMES:
+        return {**found, "dim": [dim]}
     sizes = [tensor.shape[dim] for tensor in split.meta["val"]] if name_of_op(split) != "unbind" else [1] * (part + 1)
     start = sum(sizes[:part])
     return {"self": source, "dim": dim, "start": start, "end": start + sizes[part], "step": 1, "index": part}
+
+
+def returns_several(node: fx.Node) -> bool:
+    """Return whether an op returns several tensors, each of which is computed by what takes it."""
+    name = name_of_op(node)
+    return name in SPLITS or (name in EXTREMES and not isinstance(node.meta["val"], Tensor))
 
 
 def activation_of(node: fx.Node) -> str:

@@ -1,6 +1,6 @@
 """Windows that move over images, and their padding; kernels of pools, means and resizes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,16 +134,20 @@ def adaptive_pool(op: TfliteOp) -> TensorInFile:
     return _pool(op, "AVERAGE_POOL_2D", x, Window(size, size, (1, 1), ((0, 0), (0, 0))), "VALID")
 
 
-def mean(op: TfliteOp) -> TensorInFile:
-    """Add a mean."""
-    x, rank = op.value("self"), len(op.args["self"].meta["val"].shape)
-    dims = [dim % rank for dim in (op.args.get("dim") or range(rank))]
-    kept = tuple(1 if dim in dims else size for dim, size in enumerate(x.shape))
-    axes = op.integers(sorted(x.axis(dim) for dim in dims))
-    if op.args.get("keepdim"):
-        return op.emit("MEAN", [x, axes], x, keepDims=True)
-    like = TensorInFile(-1, kept, x.order, op.scales)
-    return op.reshaped(op.step("MEAN", [x, axes], like, keepDims=True), op.shape, op.name)
+def reduction(kind: str) -> Callable[[TfliteOp], TensorInFile]:
+    """Return what adds a mean, or a reduction to the largest or the smallest values."""
+
+    def emit(op: TfliteOp) -> TensorInFile:
+        x, rank = op.value("self"), len(op.args["self"].meta["val"].shape)
+        dims = [dim % rank for dim in (op.args.get("dim") or range(rank))]
+        kept = tuple(1 if dim in dims else size for dim, size in enumerate(x.shape))
+        axes = op.integers(sorted(x.axis(dim) for dim in dims))
+        if op.args.get("keepdim"):
+            return op.emit(kind, [x, axes], x, keepDims=True)
+        like = TensorInFile(-1, kept, x.order, op.scales)
+        return op.reshaped(op.step(kind, [x, axes], like, keepDims=True), op.shape, op.name)
+
+    return emit
 
 
 def nearest(op: TfliteOp) -> TensorInFile:

@@ -8,12 +8,13 @@ from qtoolkit.graph.passes import (
     leaf_modules,
     link_batch_norms,
     link_inputs,
+    recognize,
     record,
     split_silu,
     swap,
 )
 
 __all__ = [
-    "freeze", "fuse_patterns", "insert", "integers", "leaf_modules", "link_batch_norms", "link_inputs", "record",
-    "split_silu", "swap",
+    "freeze", "fuse_patterns", "insert", "integers", "leaf_modules", "link_batch_norms", "link_inputs", "recognize",
+    "record", "split_silu", "swap",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls, call_of_layer, number_calls
 from qtoolkit.graph.nodes import (
     bounds_of,
+    callable_of,
     is_quantizer,
     is_weight_quantizer,
     kind_of,
@@ -149,13 +150,13 @@ def _replace_function(gm: QuantizedGraphModule, node: fx.Node, source: Grid, run
     if gm.plan is not None and rounding_of(bias_node(node)) is not None:
         layer.layer_calls = (LayerCall(integer_bias=True, sums_over=source_of_input(node, gm.plan.backend)),)
     computes = kernel(layer, source, output, layer.layer_calls[0])
-    _call(gm, node, FunctionKernel(_callable(node), computes, kind_of(node).name, name_of(node)), holder)
+    _call(gm, node, FunctionKernel(callable_of(node), computes, kind_of(node).name, name_of(node)), holder)
     return Computed(kernel.NAME, last=last.name)
 
 
 def _replace_op(gm: QuantizedGraphModule, node: fx.Node, inputs: list[Grid], runtime: Runtime, holder: str) -> Computed:
     last, output = output_of(node, runtime)
-    kind, op = kind_of(node).name, _callable(node)
+    kind, op = kind_of(node).name, callable_of(node)
     if _changes_a_tensor(node):
         return _as_called("it changes a tensor in place, which another op takes")
     followers = {kind_of(user) for user in users_of(node)}
@@ -171,12 +172,6 @@ def _call(gm: QuantizedGraphModule, node: fx.Node, kernel: OpKernel, holder: str
     target = f"{holder}.{free_name(gm.get_submodule(holder), node.name)}"
     gm.add_submodule(target, kernel)
     node.op, node.target = "call_module", target
-
-
-def _callable(node: fx.Node) -> Callable[..., Any]:
-    if node.op == "call_method":
-        return getattr(torch.Tensor, str(node.target))  # type: ignore[no-any-return]  # a method
-    return module_of(node) if node.op == "call_module" else node.target  # type: ignore[return-value]  # a function
 
 
 def _changes_a_tensor(node: fx.Node) -> bool:

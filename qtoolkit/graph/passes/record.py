@@ -17,7 +17,7 @@ from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import QuantizersBehind
 from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerRules
-from qtoolkit.nn import LinkedBatchNorm, QuantModule, replaced_modules
+from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.recorded import BOOKKEEPING
 from qtoolkit.op_kinds.rules import called_module, module_of
@@ -48,7 +48,7 @@ def _verdict(node: fx.Node, roles: Roles, calls: ModuleCalls, behind: Quantizers
         return IN_TRAINING
     if any(is_weight_quantizer(source) for source in node.all_input_nodes):
         return Verdict.quantized()
-    if kind.has_weight and kind is not OTHER and not kind.keeps_state and node.op == "call_module":
+    if kind.has_weight and kind is not OTHER and node.op == "call_module":
         return _verdict_on_layer(node, roles.rules)
     if kind.normalizes_batches and role != "compute":
         return _verdict_on_batch_norm(node, roles, calls)
@@ -102,9 +102,8 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
     if kind is OTHER and _takes_weights(node):
         return HIDES_LAYERS
     has_weights = module is not None and any(parameter.dim() > 1 for parameter in module.parameters())
-    if has_weights and (kind is OTHER or kind.keeps_state):
-        in_a_graph = " in a graph: qtoolkit.quant_modules.replace has one" if type(module) in replaced_modules() else ""
-        return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {type(module).__name__}{in_a_graph}")
+    if has_weights and kind is OTHER:
+        return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {type(module).__name__}")
     if kind is not OTHER and not kind.moves and any(map(is_discrete, tensor_inputs(node))):
         without_range = "integers, booleans (such as a mask) or complex numbers"
         return Verdict.left_float(Cause.TARGET, f"{with_article(kind)} that takes {without_range}")

@@ -13,6 +13,7 @@ from qtoolkit.graph.nodes import (
     is_discrete,
     is_output,
     kind_of,
+    may_be_packed,
     name_of,
     outputs_of,
     owner_of,
@@ -138,7 +139,8 @@ class _Collector:
             through.append(source)
             source = moved
         free = source.op == "placeholder" and not self.backend.quantize_graph_inputs
-        if free or returns_tuple(source) or is_discrete(source):
+        packed = kind_of(owner_of(source)).keeps_state and may_be_packed(source)
+        if free or packed or returns_tuple(source) or is_discrete(source):
             return None
         self.on_grid.update(through, (source,))
         known = self.requests.get((source, consumer))

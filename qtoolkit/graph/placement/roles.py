@@ -8,7 +8,9 @@ from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import computed_by, source_of
 from qtoolkit.layer_rules import LayerRules, Rule
 from qtoolkit.lint.ops import takes_into_unit
+from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.facts import facts_of
+from qtoolkit.op_kinds.rules import called_module
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 
 
@@ -82,6 +84,8 @@ class Roles:
 
     def _by_rule(self, node: fx.Node) -> Role:
         role, kind = self.backend.role(kind_of(node)), kind_of(node)
+        if kind.keeps_state and isinstance(called_module(node), QuantModule):
+            role = "compute"  # it has no op in a backend's table: its matrix products do
         if facts_of(node).in_training:
             return "float"
         if role in QUANTIZED_ROLES and self._is_constant(node):

@@ -74,11 +74,9 @@ def test_attention_weights_stay_float(need_weights: bool) -> None:
     assert (prepared(X)[1] is not None) == need_weights
 
 
-def test_the_states_of_recurrent_layers_stay_float() -> None:
-    """No table names recurrent layers; a rule by name quantizes them."""
-    mapping = qt.QConfigMapping().set_module_name("layer", qt.backends["snpe"].qconfig)
+def test_the_last_states_of_recurrent_layers_stay_float() -> None:
     for layer in (nn.LSTM(16, 16, batch_first=True), nn.GRU(16, 16, batch_first=True)):
-        prepared = calibrated(TakesItems(layer), (X,), "snpe", qconfig_mapping=mapping)
+        prepared = calibrated(TakesItems(layer), (X,), "snpe")
         assert sources_of(prepared) == {("x", "layer"), ("getitem", "relu"), ("relu", "fc"), ("fc", "output")}
 
 
