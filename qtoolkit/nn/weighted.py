@@ -114,7 +114,11 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     @property
     def source(self) -> Quantizer | None:
         """The quantizer on whose grid the inputs lie, or None where that is not known; of several calls, the first's."""
-        return self.layer_calls[0].input_quantizer(self)
+        return self.source_at()
+
+    def source_at(self, call: int = 0) -> Quantizer | None:
+        """Return the quantizer on whose grid the input of a call lies, or None where that is not known."""
+        return self.layer_calls[call].input_quantizer(self)
 
     @property
     def has_active_kernel(self) -> bool:
@@ -122,9 +126,9 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         kernels = (call.kernel(self) for call in self.layer_calls)
         return any(kernel is not None and kernel.active for kernel in kernels)
 
-    def sum_steps(self) -> Tensor | None:
-        """Return the steps of the integer sums, of several calls the first's; None where the target has none."""
-        return self.layer_calls[0].sum_steps(self)
+    def sum_steps(self, call: int = 0) -> Tensor | None:
+        """Return the steps of the integer sums of a call; None where the target has none."""
+        return self.layer_calls[call].sum_steps(self)
 
     def bias_in_sums(self, bias: Tensor | None, call: LayerCall | None = None) -> Tensor | None:
         """Return a bias as the target adds it in a call, by default the first: on the grid of its sums, if it has some."""
@@ -171,12 +175,12 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
             return batch_norm.forward_with(self, bn, compute)
 
     def bn_scaled_output(
-        self, bn: LinkedBatchNorm, input: Tensor, input_codes: TensorCodes | None = None
+        self, bn: LinkedBatchNorm, input: Tensor, input_codes: TensorCodes | None = None, call: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return what `qtoolkit.nn.batch_norm.bn_scaled_output` does for the linked batch norm, of an input of forward."""
+        """Return what `qtoolkit.nn.batch_norm.bn_scaled_output` does for the linked batch norm, of arguments of forward."""
         self.check_input(input)
         x, input_codes = self._quantized(input, input_codes)
-        compute = partial(self._run, self.layer_calls[0], x, input_codes, (), {})
+        compute = partial(self._run, self.layer_calls[call], x, input_codes, (), {})
         with computing_once(self):
             return batch_norm.bn_scaled_output(self, bn, compute)
 

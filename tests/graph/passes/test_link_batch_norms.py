@@ -122,24 +122,6 @@ def test_fuse_leaves_chains_with_a_second_user_untouched(training: bool) -> None
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_layer_or_batch_norm_that_is_called_twice_is_not_linked(training: bool) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.other, self.bn = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.bn(self.conv(x)) + self.bn(self.other(x))
-
-    model = nets.trained(Twice(), 2, 3, 4, 4).train(training)
-    prepared = qt.prepare(model, backend="tensorrt")
-    reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
-    assert "called more than once" in reasons["bn"]
-    x = torch.randn(2, 3, 4, 4)
-    nets.assert_float_when_off(prepared, model, x)
-
-
-@pytest.mark.parametrize("training", [True, False])
 def test_swapping_and_fusing_twice_changes_nothing(training: bool) -> None:
     rules = LayerRules(qt.backends["tensorrt"], table=qt.nn.QAT_MODULES)
     model = nets.trained(nets.ConvNet(), 4, 3, 8, 8).train(training)

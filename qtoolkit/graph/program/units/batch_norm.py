@@ -47,16 +47,22 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
     """A layer with its batch norm, a residual add, an activation and a quantizer; the code of a prepared model calls `run`.
 
     `names` are those of its modules, in this order without the add. `one_by_one` computes the batch norm and what follows it,
-    and `bounds` is what the function of the activation computes, as in `qtoolkit.graph.program.epilogue.epilogue_of`.
+    and `bounds` is what the function of the activation computes, as in `qtoolkit.graph.program.epilogue.epilogue_of`. `call` is
+    the number of the call of the layer.
     """
 
     KIND = torch.classes.qtoolkit.BatchNormUnit
 
     def __init__(
-        self, root: nn.Module, names: Sequence[str | None], one_by_one: Callable[..., Any], bounds: Bounds | None
+        self,
+        root: nn.Module,
+        names: Sequence[str | None],
+        one_by_one: Callable[..., Any],
+        bounds: Bounds | None,
+        call: int = 0,
     ) -> None:
         super().__init__(root, names)
-        self.one_by_one, self.bounds = one_by_one, bounds
+        self.one_by_one, self.bounds, self.call = one_by_one, bounds, call
 
     def run(
         self,
@@ -77,7 +83,7 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         self, modules: Any, x: Tensor, input_codes: Any, residual: Tensor | None, residual_codes: TensorCodes | None
     ) -> Result:
         layer, bn, activation, quantizer = modules
-        value = layer_output(layer, bn, x, input_codes)
+        value = layer_output(layer, bn, x, input_codes, self.call)
         found: Result = self.one_by_one(value, residual, residual_codes, layer, bn, activation, quantizer)
         return found
 
@@ -104,7 +110,7 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         fields = {
             **of_layer.fields,
             # the bias that a frozen batch norm gives it
-            "rounds_bias": is_folded(bn) and layer.sum_steps() is not None,
+            "rounds_bias": is_folded(bn) and layer.sum_steps(self.call) is not None,
             "gamma": bn.weight,
             "beta": bn.bias,
             "eps": bn.eps,
@@ -124,7 +130,7 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         input_codes, residual, residual_codes = others
         layer, bn, *_ = self.modules
         variance = step_variance(layer, bn) if plan.of_step else _variance_now(layer, bn)
-        found = plan.layer.varying(layer, x, input_codes, partial(_factor, bn, variance), self.names[0])
+        found = plan.layer.varying(layer, self.call, x, input_codes, partial(_factor, bn, variance), self.names[0])
         if found is None:
             return None
         tensors, numbers = found
