@@ -14,7 +14,7 @@ from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
 from qtoolkit.nn.batch_norm import linked
-from qtoolkit.op_kinds.facts import replace_node
+from qtoolkit.op_kinds.facts import facts_of, replace_node
 from qtoolkit.op_kinds.rules import called_module, module_of
 
 Pair = tuple[fx.Node, fx.Node]
@@ -121,6 +121,9 @@ def _why_apart(node: fx.Node, follower: fx.Node, rules: LayerRules) -> str | Non
         return "it has no running statistics: track_running_stats=False"
     if int(bn.running_mean.numel()) != layer.channels():  # type: ignore[operator]  # a Tensor
         return f"it has {bn.running_mean.numel()} channels and its layer {layer.channels()}"  # type: ignore[operator]
+    dims = facts_of(follower).input_dims
+    if dims not in (None, layer.weight.dim()):  # of an image without a batch, and of a linear layer's rows in a batch
+        return f"it normalizes dimension 1 of its input of {dims} dimensions, which is not its layer's output channels"
     return "the qconfig_mapping leaves it in float" if rule_of_node(follower, rules).qconfig is None else None
 
 

@@ -122,6 +122,25 @@ def test_fuse_leaves_chains_with_a_second_user_untouched(training: bool) -> None
 
 
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "norm", "shape"),
+    [(nn.Linear(6, 4), nn.BatchNorm1d(4), (8, 4, 6)), (nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), (3, 4))],
+    ids=["linear", "conv without a batch"],
+)
+def test_the_example_inputs_show_which_dimension_a_batch_norm_normalizes(
+    layer: nn.Module, norm: nn.Module, shape: tuple[int, ...], training: bool
+) -> None:
+    model = nets.trained(nn.Sequential(copy.deepcopy(layer), copy.deepcopy(norm), nn.ReLU()), *shape).train(training)
+    x = torch.randn(shape)
+    prepared = qt.prepare(model, x, backend="onnxruntime")
+    reasons = {line.name: line.reason for line in qt.quantization_report(prepared).layers}
+    assert f"normalizes dimension 1 of its input of {len(shape)} dimensions" in reasons["1"]
+    nets.assert_float_when_off(prepared, model, x)
+    qt.calibrate(prepared, [x], progress=False)
+    torch.testing.assert_close(qt.convert(prepared)(x), prepared.eval()(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("training", [True, False])
 def test_swapping_and_fusing_twice_changes_nothing(training: bool) -> None:
     rules = LayerRules(qt.backends["tensorrt"], table=qt.nn.QAT_MODULES)
     model = nets.trained(nets.ConvNet(), 4, 3, 8, 8).train(training)
