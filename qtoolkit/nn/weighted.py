@@ -83,7 +83,14 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     def own_attributes(self) -> tuple[str, ...]:
         quantizers = ("weight_quantizer", "input_quantizer", *(call.kernel_name for call in self.layer_calls))
         settings = ("training_arithmetic", "returns_channels_last", "bias_is_corrected")
-        return (*quantizers, *settings, "layer_calls", "_linked_batch_norm", "_holds_batch_norm")
+        return (
+            *quantizers,
+            *settings,
+            "layer_calls",
+            "_linked_batch_norm",
+            "_holds_batch_norm",
+            "_holds_batch_norm_before",
+        )
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
         return {name: (quantizer, self.effective_weight()) for name, quantizer in self.weight_quantizers().items()}

@@ -17,6 +17,7 @@ from qtoolkit.nn.batch_norm import linked
 from qtoolkit.op_kinds.facts import facts_of, replace_node
 from qtoolkit.op_kinds.rules import called_module, module_of
 
+NO_LAYER = "no layer right before it"
 Pair = tuple[fx.Node, fx.Node]
 """The call of a layer, and the call of the batch norm that takes its output."""
 
@@ -99,7 +100,7 @@ class Links:
 def _why_apart(node: fx.Node, follower: fx.Node, rules: LayerRules) -> str | None:
     """Return why a layer does not take over the batch norm after it in one of their calls, or None where it does."""
     if not kind_of(node).layer:
-        return "no layer right before it"
+        return NO_LAYER
     if len(readers_of(node)) > 1:
         return "its layer's output has a second user"
     layer = called_module(node)
@@ -172,11 +173,11 @@ def fold(gm: QuantizedGraphModule, pairs: Sequence[Pair]) -> list[QuantWeighted]
     for node, follower in pairs:
         replace_node(follower, node)
     for bn, name in removed.items():
-        _remove(gm, name, bn)
+        remove(gm, name, bn)
     return list(layers)
 
 
-def _remove(gm: QuantizedGraphModule, name: str, bn: nn.Module) -> None:
+def remove(gm: QuantizedGraphModule, name: str, bn: nn.Module) -> None:
     """Remove a folded batch norm from the model."""
     if bn._modules:  # an activation inside the batch norm stays
         gm.set_submodule(name, nn.Sequential(OrderedDict(bn.named_children())).train(bn.training))

@@ -10,7 +10,8 @@ from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import is_discrete, is_quantizer, is_weight_quantizer, kind_of, name_of, tensor_inputs
-from qtoolkit.graph.passes.link_batch_norms import Links
+from qtoolkit.graph.passes.fold_ahead import why_not_ahead
+from qtoolkit.graph.passes.link_batch_norms import NO_LAYER, Links
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import QuantizersBehind
@@ -124,4 +125,7 @@ def _takes_weights(node: fx.Node) -> bool:
 def _verdict_on_batch_norm(node: fx.Node, links: Links) -> Verdict:
     if isinstance(called_module(node), LinkedBatchNorm):
         return FOLDED
-    return Verdict.left_float(Cause.NOT_FOLDED, f"a batch norm that cannot be folded ({links.why_not(node)})")
+    reason = links.why_not(node)
+    if reason == NO_LAYER:
+        reason = f"{reason}; {why_not_ahead(node, links.calls, links.rules)}"
+    return Verdict.left_float(Cause.NOT_FOLDED, f"a batch norm that cannot be folded ({reason})")
