@@ -47,27 +47,33 @@ def number_calls(layer: QuantWeighted, nodes: Sequence[fx.Node]) -> bool:
 
     A forward of its own takes no number. Calls that are numbered keep what they are linked to.
     """
-    if [_number_of(node) for node in nodes] == list(range(len(nodes))):
+    if [number_of(node) for node in nodes] == list(range(len(nodes))):
         return True
     if type(layer).forward is not QuantWeighted.forward:
         return False
     layer.layer_calls = tuple(replace(layer.layer_calls[0], number=number) for number in range(len(nodes)))
     for number, node in enumerate(nodes):
         others = {name: value for name, value in node.kwargs.items() if name != NUMBER}
-        node.kwargs = {**others, NUMBER: number} if number else others
+        node.kwargs = {**others, **numbered(number)}
     return True
+
+
+def number_of(node: fx.Node) -> int:
+    """Return the number of the call of a layer that a node makes."""
+    number = node.kwargs.get(NUMBER, 0)
+    return number if isinstance(number, int) else 0
+
+
+def numbered(call: int) -> dict[str, int]:
+    """Return the arguments of a layer's forward that say which of its calls this is: none of the first."""
+    return {NUMBER: call} if call else {}
 
 
 def calls_of_layer(layer: QuantWeighted, nodes: Sequence[fx.Node]) -> list[tuple[LayerCall, list[fx.Node]]]:
     """Return each `LayerCall` of a layer with its nodes: one that has a number, or all of them where none has."""
-    return [(call, [node for node in nodes if _number_of(node) == call.number]) for call in layer.layer_calls]
+    return [(call, [node for node in nodes if number_of(node) == call.number]) for call in layer.layer_calls]
 
 
 def call_of_layer(layer: QuantWeighted, node: fx.Node) -> LayerCall:
     """Return the `LayerCall` of a node of a layer."""
-    return layer.layer_calls[_number_of(node)]
-
-
-def _number_of(node: fx.Node) -> int:
-    number = node.kwargs.get(NUMBER, 0)
-    return number if isinstance(number, int) else 0
+    return layer.layer_calls[number_of(node)]

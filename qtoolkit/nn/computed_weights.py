@@ -16,7 +16,7 @@ from qtoolkit.running import Run
 COMPUTING_HOOKS = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 
 
-def _computing_hooks(module: nn.Module) -> list[Any]:
+def computing_hooks(module: nn.Module) -> list[Any]:
     """Return the forward pre-hooks of a module that set one of its weights, a plain attribute."""
     return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, COMPUTING_HOOKS)]
 
@@ -30,7 +30,7 @@ def has_weight(module: nn.Module) -> bool:
 def refresh(module: nn.Module) -> None:
     """Compute the weights that hooks set, as a forward does: an optimizer or a state dict may have changed their sources."""
     with torch.no_grad():
-        for hook in _computing_hooks(module):
+        for hook in computing_hooks(module):
             if not (isinstance(hook, SpectralNorm) and module.training):  # a step of its power iteration
                 hook(module, ())
 
@@ -58,7 +58,7 @@ def computing_still(module: nn.Module) -> AbstractContextManager[None]:
 def bake(module: nn.Module) -> dict[str, Tensor]:
     """Make the computed tensors of a module plain parameters with their values; return the mask of each pruned one."""
     masks: dict[str, Tensor] = {}
-    for hook in _computing_hooks(module):
+    for hook in computing_hooks(module):
         if isinstance(hook, WeightNorm):
             remove_weight_norm(module, hook.name)
         elif isinstance(hook, SpectralNorm):

@@ -20,6 +20,7 @@ class FoldsBatchNorm(LayerOp, QuantModule):
 
     _linked_batch_norm: Unregistered[LinkedBatchNorm] | None = None
     _holds_batch_norm: bool = False  # linked or folded
+    _holds_batch_norm_before: bool = False  # one of its input, folded
 
     @property
     def batch_norm(self) -> LinkedBatchNorm | None:
@@ -52,11 +53,23 @@ class FoldsBatchNorm(LayerOp, QuantModule):
         masks = bake(self)
         factor = batch_norm.factor_of(bn).detach()
         weight = self.scale_output_channels(self.weight.detach(), factor)
-        bias = batch_norm.folded_bias(bn, self.bias, factor).detach()
+        self._set_folded(weight, batch_norm.folded_bias(bn, self.bias, factor).detach(), masks)
+        self._linked_batch_norm, self._holds_batch_norm = None, True
+
+    def fold_batch_norm_before(self, bn: nn.Module) -> None:
+        """Fold a batch norm of the input, as `fold_batch_norm` does one of the output; `takes_affine` must hold."""
+        masks = bake(self)
+        factor, weight = batch_norm.factor_of(bn).detach(), self.weight.detach()
+        shift = batch_norm.folded_bias(bn, None, factor).detach()
+        bias = self.sum_per_output(self.scale_input_channels(weight, shift))
+        bias = bias if self.bias is None else bias + self.bias.detach()
+        self._set_folded(self.scale_input_channels(weight, factor), bias, masks)
+        self._holds_batch_norm_before = True
+
+    def _set_folded(self, weight: Tensor, bias: Tensor, masks: Mapping[str, Tensor]) -> None:
         dtype = self.weight.dtype  # a batch norm may be in float32 behind a layer in half precision
         self.weight = nn.Parameter(weight.to(dtype), self.weight.requires_grad)
         self.bias = nn.Parameter(bias.to(dtype), self.weight.requires_grad)
-        self._linked_batch_norm, self._holds_batch_norm = None, True
         mask(self, masks)
 
     def why_batch_norm_stays(self) -> str | None:

@@ -48,6 +48,20 @@ class LayerOp:
         """Multiply each output channel of a weight by its factor."""
         return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
 
+    def takes_affine(self) -> bool:
+        """Return whether a factor and a shift of each input channel can be folded into weight and bias."""
+        return False
+
+    def input_channels(self) -> int:
+        """Return the number of input channels of a weight (out, in / groups, k...)."""
+        return int(self.weight.size(1)) * int(getattr(self, "groups", 1))
+
+    def scale_input_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
+        """Multiply each input channel of a weight (out, in / groups, k...) by its factor."""
+        groups, outputs, inputs = int(getattr(self, "groups", 1)), weight.size(0), weight.size(1)
+        of_group = factor.reshape(groups, 1, inputs).expand(groups, outputs // groups, inputs)
+        return weight * of_group.reshape(outputs, inputs, *[1] * (weight.dim() - 2))
+
     def along_channels(self, values: Tensor) -> Tensor:
         """Shape one value per output channel to broadcast over an output."""
         return values.reshape(-1, *[1] * (self.weight.dim() - 2))

@@ -271,14 +271,14 @@ def least_positions(layer: "Layer") -> int:
     return min(POSITIONS_OF_WEIGHT + of_call, MOST_POSITIONS)
 
 
-def described(layer: "Layer") -> tuple[str, Cause | None]:
-    """Return how a layer computes in training and what it keeps for backward, in words, and why not on codes.
+def described(layer: "Layer", call: int = 0) -> tuple[str, Cause | None]:
+    """Return how a call of a layer computes in training and what it keeps for backward, in words, and why not on codes.
 
     "" and None for a layer without an input grid.
     """
     if layer.OP_KIND.takes_indices or not isinstance(layer.weight_quantizer, TensorQuantizer):
         return "", None
-    refusal = refusal_to_keep(layer)
+    refusal = refusal_to_keep(layer, call)
     if refusal is not None:
         return f"float, saves floats: {refusal.text}", refusal.cause
     refusal, arithmetic = refusal_to_compute(layer), layer.training_arithmetic
@@ -297,11 +297,11 @@ def _kernel_of(layer: Any) -> str:
     return "int8 matrix product" if is_product and has_int8_product(weight.device) else "integers in float"
 
 
-def refusal_to_keep(layer: "Layer") -> Refusal | None:
-    """Return why a layer keeps no codes of its inputs for backward, on which it could compute; None where it may."""
+def refusal_to_keep(layer: "Layer", call: int = 0) -> Refusal | None:
+    """Return why a call of a layer keeps no codes of its input for backward, on which it could compute; None where it may."""
     if not layer.has_geometry():
         return Refusal(Cause.NO_KERNEL, f"there is no integer kernel for {with_article(type(layer).FLOAT)}")
-    source, weight = layer.source, _of_weight(layer)
+    source, weight = layer.source_at(call), _of_weight(layer)
     refusal = refusals.of_inputs(None if source is None else source.capability)
     if refusal is not None:
         return refusal

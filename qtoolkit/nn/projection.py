@@ -98,7 +98,11 @@ class Projection(LayerOp):
         """Return the product for an op, or None for a single vector."""
         return Geometry() if x.dim() > 1 else None
 
-    def sum_steps(self) -> None:
+    def source_at(self, call: int = 0) -> Quantizer | None:
+        """Return the source: a projection has one call."""
+        return self.source
+
+    def sum_steps(self, call: int = 0) -> None:
         """Return None: the bias is added in float."""
 
 

@@ -84,7 +84,14 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     def own_attributes(self) -> tuple[str, ...]:
         quantizers = ("weight_quantizer", "input_quantizer", *(call.kernel_name for call in self.layer_calls))
         settings = ("training_arithmetic", "returns_channels_last", "bias_is_corrected")
-        return (*quantizers, *settings, "layer_calls", "_linked_batch_norm", "_holds_batch_norm")
+        return (
+            *quantizers,
+            *settings,
+            "layer_calls",
+            "_linked_batch_norm",
+            "_holds_batch_norm",
+            "_holds_batch_norm_before",
+        )
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
         return {name: (quantizer, self.effective_weight()) for name, quantizer in self.weight_quantizers().items()}
@@ -115,7 +122,11 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     @property
     def source(self) -> Quantizer | None:
         """The quantizer on whose grid the inputs lie, or None where that is not known; of several calls, the first's."""
-        return self.layer_calls[0].input_quantizer(self)
+        return self.source_at()
+
+    def source_at(self, call: int = 0) -> Quantizer | None:
+        """Return the quantizer on whose grid the input of a call lies, or None where that is not known."""
+        return self.layer_calls[call].input_quantizer(self)
 
     @property
     def has_active_kernel(self) -> bool:
@@ -123,9 +134,9 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         kernels = (call.kernel(self) for call in self.layer_calls)
         return any(kernel is not None and kernel.active for kernel in kernels)
 
-    def sum_steps(self) -> Tensor | None:
-        """Return the steps of the integer sums, of several calls the first's; None where the target has none."""
-        return self.layer_calls[0].sum_steps(self)
+    def sum_steps(self, call: int = 0) -> Tensor | None:
+        """Return the steps of the integer sums of a call; None where the target has none."""
+        return self.layer_calls[call].sum_steps(self)
 
     def bias_in_sums(self, bias: Tensor | None, call: LayerCall | None = None) -> Tensor | None:
         """Return a bias as the target adds it in a call, by default the first: on the grid of its sums, if it has some."""
@@ -173,12 +184,12 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
             return batch_norm.forward_with(run, self, bn, compute)
 
     def bn_scaled_output(
-        self, run: Run, bn: LinkedBatchNorm, input: Tensor, input_codes: TensorCodes | None = None
+        self, run: Run, bn: LinkedBatchNorm, input: Tensor, input_codes: TensorCodes | None = None, call: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return what `qtoolkit.nn.batch_norm.bn_scaled_output` does for the linked batch norm, of an input of forward."""
+        """Return what `qtoolkit.nn.batch_norm.bn_scaled_output` does for the linked batch norm, of arguments of forward."""
         self.check_input(input)
         x, input_codes = self._quantized(run, input, input_codes)
-        compute = partial(self._run, run, self.layer_calls[0], x, input_codes, (), {})
+        compute = partial(self._run, run, self.layer_calls[call], x, input_codes, (), {})
         with computing_once(run, self):
             return batch_norm.bn_scaled_output(run, self, bn, compute)
 

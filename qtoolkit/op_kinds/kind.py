@@ -134,6 +134,11 @@ class OpKind:
         """Whether it clips at zero alone."""
         return self.clips and self.homogeneous
 
+    @property
+    def copies_channels(self) -> bool:
+        """Whether all values of the output are values of the input, of the same channel."""
+        return self.moves and self.homogeneous and not (self.pads_with_zero or self.takes_maxima or self.returns_input)
+
     def __str__(self) -> str:
         return self.name
 

@@ -151,11 +151,11 @@ def weight_of(layer: nn.Module) -> str:
     return ", ".join(dict.fromkeys(spec_of(quantizer) for quantizer in quantizers))
 
 
-def training_of(layer: nn.Module) -> tuple[str, Cause | None]:
-    """Return how a layer computes in training, and why not on codes; "" and None for other modules."""
+def training_of(layer: nn.Module, call: int = 0) -> tuple[str, Cause | None]:
+    """Return how a call of a layer computes in training, and why not on codes; "" and None for other modules."""
     if isinstance(layer, QuantWeighted):
         with computing_still(layer):
-            return on_codes.described(layer)
+            return on_codes.described(layer, call)
     if isinstance(layer, QuantMatMul):
         return described(layer.sources, layer.training_arithmetic), None
     if isinstance(layer, QuantMultiheadAttention | QuantScaledDotProductAttention):

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
+from qtoolkit.graph.module_calls import number_of
 from qtoolkit.graph.nodes import (
     is_quantizer,
     is_weight_quantizer,
@@ -93,7 +94,7 @@ def _layer_line(
     is_layer = isinstance(called_module(node), QuantModule)
     own = [quantizer.name for quantizer in held if is_layer and quantizer.layer == node.target]
     weight = ", ".join(spec_of(model.get_submodule(name)) for name in weights)
-    training, in_float = training_of(module_of(node)) if is_layer else (trained, None)
+    training, in_float = training_of(module_of(node), number_of(node)) if is_layer else (trained, None)
     return LayerLine(
         name_of(node),
         str(kind_of(node)),

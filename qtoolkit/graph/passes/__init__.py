@@ -1,6 +1,7 @@
 """Graph passes: each takes a graph module and returns it, changed. One pass a file."""
 
 from qtoolkit.graph.passes import (
+    fold_ahead,
     freeze,
     fuse_patterns,
     insert,
@@ -15,6 +16,6 @@ from qtoolkit.graph.passes import (
 )
 
 __all__ = [
-    "freeze", "fuse_patterns", "insert", "integers", "leaf_modules", "link_batch_norms", "link_inputs", "recognize",
-    "record", "split_silu", "swap",
+    "fold_ahead", "freeze", "fuse_patterns", "insert", "integers", "leaf_modules", "link_batch_norms", "link_inputs",
+    "recognize", "record", "split_silu", "swap",
 ]  # fmt: skip

@@ -86,8 +86,7 @@ def _fit_biases(model: nn.Module) -> None:
 
 
 def _run_on_graph(gm: QuantizedGraphModule) -> None:
-    for node, follower in gm.linked_batch_norms():
-        fold(gm, node, follower)
+    fold(gm, gm.linked_batch_norms())
     keep_eval(gm.graph)
     for name, quantizer in quantizers_of(gm).items():
         gm.set_submodule(name, quantizer.to_grid())

@@ -9,9 +9,9 @@ from torch import fx, nn
 from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import is_discrete, is_quantizer, is_weight_quantizer, kind_of, name_of, tensor_inputs
-from qtoolkit.graph.passes.link_batch_norms import why_not_linked
+from qtoolkit.graph.passes.fold_ahead import why_not_ahead
+from qtoolkit.graph.passes.link_batch_norms import NO_LAYER, Links
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import QuantizersBehind
@@ -35,14 +35,14 @@ HIDES_LAYERS = Verdict.left_float(
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Add to the model's plan the verdict on each op, for quantization_report."""
     plan = gm.plan or Plan(rules.backend)
-    roles, calls, behind = Roles(gm.graph, rules), ModuleCalls(gm.graph), QuantizersBehind(rules.backend)
+    roles, links, behind = Roles(gm.graph, rules), Links(gm.graph, rules), QuantizersBehind(rules.backend)
     nodes = [n for n in gm.graph.nodes if not is_quantizer(n)]
-    status = {**{n.name: _verdict(n, roles, calls, behind) for n in nodes}, **plan.status}
+    status = {**{n.name: _verdict(n, roles, links, behind) for n in nodes}, **plan.status}
     gm.plan = replace(plan, status=status, kinds={n.name: str(kind_of(n)) for n in nodes})
     return gm
 
 
-def _verdict(node: fx.Node, roles: Roles, calls: ModuleCalls, behind: QuantizersBehind) -> Verdict:
+def _verdict(node: fx.Node, roles: Roles, links: Links, behind: QuantizersBehind) -> Verdict:
     kind, role = kind_of(node), roles[node]
     if facts_of(node).in_training:
         return IN_TRAINING
@@ -51,7 +51,7 @@ def _verdict(node: fx.Node, roles: Roles, calls: ModuleCalls, behind: Quantizers
     if kind.has_weight and kind is not OTHER and node.op == "call_module":
         return _verdict_on_layer(node, roles.rules)
     if kind.normalizes_batches and role != "compute":
-        return _verdict_on_batch_norm(node, roles, calls)
+        return _verdict_on_batch_norm(node, links)
     if node in roles.unit:
         return Verdict(Status.FUSED, Cause.JOINED, f"fused with {name_of(roles.unit[node])}")
     if role == "transparent":
@@ -121,9 +121,10 @@ def _takes_weights(node: fx.Node) -> bool:
     return any(isinstance(value, nn.Parameter) and value.dim() > 1 for value in values)
 
 
-def _verdict_on_batch_norm(node: fx.Node, roles: Roles, calls: ModuleCalls) -> Verdict:
+def _verdict_on_batch_norm(node: fx.Node, links: Links) -> Verdict:
     if isinstance(called_module(node), LinkedBatchNorm):
         return FOLDED
-    source = node.all_input_nodes[0]
-    reason = why_not_linked(source, node, calls, roles.rules) if kind_of(source).layer else "no layer right before it"
+    reason = links.why_not(node)
+    if reason == NO_LAYER:
+        reason = f"{reason}; {why_not_ahead(node, links.calls, links.rules)}"
     return Verdict.left_float(Cause.NOT_FOLDED, f"a batch norm that cannot be folded ({reason})")

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.graph.capture.rewrites.in_place import changes_first
+from qtoolkit.graph.module_calls import NUMBER
 from qtoolkit.graph.nodes import bounds_of, form_of, is_quantizer, is_weight_quantizer, name_of
 from qtoolkit.nn import QuantMultiheadAttention, QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
@@ -189,8 +190,8 @@ class ChainFinder:
 
 
 def _called_alone(node: fx.Node) -> nn.Module | None:
-    """Return the module that a node calls with its input alone; None of other nodes."""
-    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+    """Return the module that a node calls with its input alone, or with the number of the call; None of other nodes."""
+    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and set(node.kwargs) <= {NUMBER}
     return module_of(node) if node.op == "call_module" and one_input else None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit import ops
+from qtoolkit.graph.module_calls import numbered
 from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.attention import InputCodes
 from qtoolkit.nn.batch_norm import QuantSyncBatchNorm, is_folded, process_group_of, track, unscaled
@@ -33,12 +34,14 @@ Output = tuple[Tensor, Tensor | None]
 # ---- the calls that the code of a prepared model makes
 
 
-def layer_output(run: Run, layer: Any, bn: Any, input: Any, input_codes: TensorCodes | None = None) -> Output:
-    """Return the output of a layer for its linked batch norm: scaled by its factor where the op may take it."""
+def layer_output(
+    run: Run, layer: Any, bn: Any, input: Any, input_codes: TensorCodes | None = None, call: int = 0
+) -> Output:
+    """Return the output of a call of a layer for its linked batch norm: scaled by its factor where the op may take it."""
     found = fusion(run, layer, bn) if is_ordinary(run, input) else None
     if not isinstance(found, Unit) or found.folded or found.layer is not None:
-        return called_with(layer, input_codes, input), None
-    output: Output = layer.bn_scaled_output(run, bn, input, input_codes)
+        return called_with(layer, input_codes, input, **numbered(call)), None
+    output: Output = layer.bn_scaled_output(run, bn, input, input_codes, call)
     return output
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
+from qtoolkit.graph.module_calls import number_of
 from qtoolkit.graph.nodes import is_quantizer, kind_of, node_name, operands_of
 from qtoolkit.graph.program import products
 from qtoolkit.graph.program.chains import (
@@ -133,7 +134,7 @@ class UnitWriter(Writer):
             self._write_unit(epilogue, (value, *residual, None, *read), chain.batch_norm.name, chain.last)
             return
         names = [None if node is None else self._target(str(node.target)) for node in (chain.layer, *modules)]
-        unit = BatchNormUnit(self.owner, names, epilogue, chain.bounds)
+        unit = BatchNormUnit(self.owner, names, epilogue, chain.bounds, number_of(chain.layer))
         sources = [chain.layer.args[0], *([] if chain.residual is None else [chain.residual])]
         self._write_unit(unit.run, self._with_codes(sources), chain.layer.name, chain.last)
 
@@ -141,7 +142,7 @@ class UnitWriter(Writer):
         target, codes = self._target(str(node.target)), self._wants_codes(node)
         if before is not None and is_weighted_call(before):
             name = self._target(str(before.target))
-            layer = LayerUnit(self.owner, name, None if before is node else target, codes)
+            layer = LayerUnit(self.owner, name, None if before is node else target, codes, number_of(before))
             self._write_unit(layer.run, self._with_codes(before.args), before.name, node)
             return
         module = self._target(str(before.target)) if before is not None and before.op == "call_module" else None

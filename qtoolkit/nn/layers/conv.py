@@ -65,6 +65,10 @@ class _QuantConv(Convolution):
             padding = tuple(reversed(edges[::2]))
         return Geometry(self.stride, padding, self.dilation, (0,) * len(self.stride), False, self.groups)
 
+    def takes_affine(self) -> bool:
+        """Return whether no zeros are added to the input: they are zeros behind the batch norm, not before it."""
+        return self.padding_mode != "zeros" or not any(self.edges())
+
     def edges(self) -> list[int]:
         """Return the padding of each edge in the order of torch.nn.functional.pad, last dimension first."""
         if not isinstance(self.padding, str):

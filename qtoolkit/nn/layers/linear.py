@@ -25,9 +25,12 @@ class QuantLinear(QuantWeighted, nn.Linear):
         """Return the product for an op, or None for a single vector."""
         return Geometry() if x.dim() > 1 else None
 
+    def takes_affine(self) -> bool:
+        return True
+
     def check_input(self, x: Tensor) -> None:
-        """Raise ValueError if a batch norm follows and the input is not 2-d: BatchNorm1d then normalizes dimension 1."""
-        if self._holds_batch_norm and x.dim() != 2:
+        """Raise ValueError if it holds a batch norm and the input is not 2-d: BatchNorm1d then normalizes dimension 1."""
+        if (self._holds_batch_norm or self._holds_batch_norm_before) and x.dim() != 2:
             raise ValueError(
                 f"QuantLinear: a batch norm that is folded into a linear layer needs inputs of 2 dimensions, got "
                 f"{tuple(x.shape)}: BatchNorm1d then normalizes dimension 1, not the features. Leave it unfolded: "

@@ -122,21 +122,22 @@ def test_fuse_leaves_chains_with_a_second_user_untouched(training: bool) -> None
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_layer_or_batch_norm_that_is_called_twice_is_not_linked(training: bool) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.other, self.bn = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.bn(self.conv(x)) + self.bn(self.other(x))
-
-    model = nets.trained(Twice(), 2, 3, 4, 4).train(training)
-    prepared = qt.prepare(model, backend="tensorrt")
-    reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
-    assert "called more than once" in reasons["bn"]
-    x = torch.randn(2, 3, 4, 4)
+@pytest.mark.parametrize(
+    ("layer", "norm", "shape"),
+    [(nn.Linear(6, 4), nn.BatchNorm1d(4), (8, 4, 6)), (nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), (3, 4))],
+    ids=["linear", "conv without a batch"],
+)
+def test_the_example_inputs_show_which_dimension_a_batch_norm_normalizes(
+    layer: nn.Module, norm: nn.Module, shape: tuple[int, ...], training: bool
+) -> None:
+    model = nets.trained(nn.Sequential(copy.deepcopy(layer), copy.deepcopy(norm), nn.ReLU()), *shape).train(training)
+    x = torch.randn(shape)
+    prepared = qt.prepare(model, x, backend="onnxruntime")
+    reasons = {line.name: line.reason for line in qt.quantization_report(prepared).layers}
+    assert f"normalizes dimension 1 of its input of {len(shape)} dimensions" in reasons["1"]
     nets.assert_float_when_off(prepared, model, x)
+    qt.calibrate(prepared, [x], progress=False)
+    torch.testing.assert_close(qt.convert(prepared)(x), prepared.eval()(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("training", [True, False])

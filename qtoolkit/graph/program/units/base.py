@@ -239,6 +239,7 @@ class LayerArguments:
         self,
         run: Run,
         layer: Any,
+        call: int,
         x: Tensor,
         input_codes: TensorCodes | None,
         factor: Callable[[], Tensor | None],
@@ -246,9 +247,10 @@ class LayerArguments:
     ) -> Varying | None:
         """Return what the op is told besides; None if x has no codes.
 
-        `factor` returns what multiplies the output channels of the weight before it is quantized, or None.
+        `call` is the number of the layer's call. `factor` returns what multiplies the output channels of the weight before it
+        is quantized, or None.
         """
-        codes = codes_of(run, x, layer.source, self.others["integer"], input_codes)
+        codes = codes_of(run, x, layer.source_at(call), self.others["integer"], input_codes)
         if codes is None:
             return None
         raw = codes.raw_of(run, x) if self.takes_raw else None

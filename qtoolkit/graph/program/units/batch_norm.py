@@ -48,16 +48,22 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
     """A layer with its batch norm, a residual add, an activation and a quantizer; the code of a prepared model calls `run`.
 
     `names` are those of its modules, in this order without the add. `one_by_one` computes the batch norm and what follows it,
-    and `bounds` is what the function of the activation computes, as in `qtoolkit.graph.program.epilogue.epilogue_of`.
+    and `bounds` is what the function of the activation computes, as in `qtoolkit.graph.program.epilogue.epilogue_of`. `call` is
+    the number of the call of the layer.
     """
 
     KIND = torch.classes.qtoolkit.BatchNormUnit
 
     def __init__(
-        self, root: nn.Module, names: Sequence[str | None], one_by_one: Callable[..., Any], bounds: Bounds | None
+        self,
+        root: nn.Module,
+        names: Sequence[str | None],
+        one_by_one: Callable[..., Any],
+        bounds: Bounds | None,
+        call: int = 0,
     ) -> None:
         super().__init__(root, names)
-        self.one_by_one, self.bounds = one_by_one, bounds
+        self.one_by_one, self.bounds, self.call = one_by_one, bounds, call
 
     def run(
         self,
@@ -78,7 +84,7 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
 
     def _one_by_one(self, run: Run, modules: tuple[Any, ...], x: Tensor, codes: Any, *residual: object) -> Result:
         layer, bn, activation, quantizer = modules
-        value = layer_output(run, layer, bn, x, codes)
+        value = layer_output(run, layer, bn, x, codes, self.call)
         found: Result = self.one_by_one(run, value, *residual, layer, bn, activation, quantizer)
         return found
 
@@ -106,7 +112,7 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         fields = {
             **of_layer.fields,
             # the bias that a frozen batch norm gives it
-            "rounds_bias": is_folded(bn) and layer.sum_steps() is not None,
+            "rounds_bias": is_folded(bn) and layer.sum_steps(self.call) is not None,
             "gamma": bn.weight,
             "beta": bn.bias,
             "eps": bn.eps,
@@ -126,7 +132,8 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         input_codes, residual, residual_codes = others
         layer, bn, *_ = self.modules
         variance = step_variance(run, layer, bn) if plan.of_step else _variance_now(layer, bn)
-        found = plan.layer.varying(run, layer, x, input_codes, partial(_factor, bn, variance), self.names[0])
+        factor = partial(_factor, bn, variance)
+        found = plan.layer.varying(run, layer, self.call, x, input_codes, factor, self.names[0])
         if found is None:
             return None
         tensors, numbers = found

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.graph.module_calls import numbered
 from qtoolkit.graph.program.epilogue import called_with
 from qtoolkit.graph.program.units.base import (
     CachedFusedOp,
@@ -34,14 +35,14 @@ class LayerPlan(UnitPlan):
 class LayerUnit(CachedFusedOp[LayerPlan]):
     """A layer and the quantizer that alone takes its output, or none; the code of a prepared model calls `run`.
 
-    `with_codes` is whether an op takes the codes of the result.
+    `with_codes` is whether an op takes the codes of the result, `call` the number of the call of the layer.
     """
 
     KIND = torch.classes.qtoolkit.LayerUnit
 
-    def __init__(self, root: nn.Module, layer: str, quantizer: str | None, with_codes: bool) -> None:
+    def __init__(self, root: nn.Module, layer: str, quantizer: str | None, with_codes: bool, call: int = 0) -> None:
         super().__init__(root, (layer, quantizer))
-        self.with_codes = with_codes
+        self.with_codes, self.call = with_codes, call
 
     def run(self, run: Run, x: Tensor, input_codes: TensorCodes | None = None) -> Result:
         """Return the unit's output, with its codes; `input_codes` are x's."""
@@ -53,7 +54,7 @@ class LayerUnit(CachedFusedOp[LayerPlan]):
 
     def one_by_one(self, run: Run, x: Tensor, input_codes: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Call the modules one by one."""
-        return quantized_by(run, quantizer, called_with(layer, input_codes, x), self.with_codes)
+        return quantized_by(run, quantizer, called_with(layer, input_codes, x, **numbered(self.call)), self.with_codes)
 
     def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
@@ -67,12 +68,12 @@ class LayerUnit(CachedFusedOp[LayerPlan]):
             return None
         quantizer = found.quantizer
         how = {
-            "rounds_bias": layer.sum_steps() is not None,
+            "rounds_bias": layer.sum_steps(self.call) is not None,
             "with_codes": self.with_codes and gives_codes(quantizer),
         }
         return LayerPlan(quantizer, output_grid(run, quantizer, of_layer.like), {**of_layer.fields, **how}, of_layer)
 
     def _varying(self, run: Run, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
         (input_codes,) = others
-        found = plan.layer.varying(run, self.modules[0], x, input_codes, lambda: None, self.names[0])
+        found = plan.layer.varying(run, self.modules[0], self.call, x, input_codes, lambda: None, self.names[0])
         return None if found is None else plan.with_output(*found)
