@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -127,12 +128,44 @@ def test_what_a_gpu_is_measured_with_runs_without_one() -> None:
     printed = processes.python("-m", "benchmarks.pages.gpu", "all", "--device", "cpu", "--quick").stdout
     for subject in ("ours, learned scales", "ours, fixed scales"):
         rows = [line for line in printed.splitlines() if subject in line]
-        assert len(rows) == 3
+        assert len(rows) == 6
         assert all("of float's" in row for row in rows)
     assert len([line for line in printed.splitlines() if "% of a copy" in line]) == 16
+    options = ["--device", "cpu", "--networks", "YOLO", "--subjects", "torch.ao FX in float32", "--seconds", "0"]
+    printed = processes.python("-m", "benchmarks.pages.gpu", "steps", *options).stdout
+    assert (
+        "Left out, since 0 seconds were over: YOLO, 16, float in float32; YOLO, 16, torch.ao FX in float32; YOLO, 64"
+        in printed
+    )
     if not torch.cuda.is_available():
         refused = processes.python("-m", "benchmarks.pages.gpu", "ops")
         assert "There is no GPU here, so nothing was measured." in refused.stderr
+
+
+def test_rows_of_a_gpu_take_the_place_of_earlier_ones_of_the_same_card(tmp_path) -> None:
+    from benchmarks.pages import gpu
+
+    out, run = tmp_path / "gpu.json", {"card": "a", "torch": "2.11", "commit": "1"}
+    step = {"network": "YOLO", "batch": 16, "subject": "float"}
+    figures = {"milliseconds": 2.0, "captured": None, "mebibytes": 3, "launches": 4}
+    figures |= {"milliseconds_ratio": 1.0, "captured_ratio": None, "mebibytes_ratio": 1.0}
+    gpu.add(
+        [{"op": "fake_quant", "microseconds": 1.0, "share": 0.5, **run}, {**step, "failed": "no memory", **run}], out
+    )
+    assert "- Not trained: float: YOLO, 16 images, no memory." in list(gpu.tables(json.loads(out.read_text())["rows"]))
+    rows = gpu.add([{**step, **figures, **run, "commit": "2"}, {**step, **figures, **run, "card": "b"}], out)
+    assert [(row["card"], row["commit"]) for row in rows] == [("a", "2"), ("a", "1"), ("b", "1")]
+    lines = list(gpu.tables(rows))
+    assert lines.count("| YOLO | 16 | float | 2.00 | 1.00 | - | - | 8000 | 3 | 1.00 | 4 |") == 2
+    assert "Measured on one a, torch 2.11, at 1, 2: " in lines[1]
+    assert not any("Not trained" in line for line in lines)
+
+
+def test_a_row_that_takes_too_long_has_failed() -> None:
+    from benchmarks.pages import gpu
+
+    with pytest.raises(TimeoutError, match="not done in 0 seconds"), gpu.within(0.05):
+        time.sleep(60)
 
 
 def test_small_layers_are_timed_by_arithmetic(tmp_path) -> None:

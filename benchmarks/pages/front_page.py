@@ -55,9 +55,10 @@ def figures_of(results: Path) -> Figures:
         json.loads((results / f"{name}.json").read_text()) for name in ("train_step", "memory", "codes")
     )
     rows = [row for row in codes if row["runtime"].startswith("onnxruntime")]
-    gpu = json.loads((results / "gpu.json").read_text())
-    batch = max(row["batch"] for row in gpu["steps"])
-    learned = [row for row in gpu["steps"] if row["subject"] == ON_GPU and row["batch"] == batch]
+    gpu = json.loads((results / "gpu.json").read_text())["rows"]
+    card = gpu[-1]["card"]
+    learned = [row for row in gpu if row["card"] == card and row.get("subject") == ON_GPU and row.get("captured")]
+    batch = max(row["batch"] for row in learned)
     return Figures(
         _by_tool(steps, "ratio"),
         _by_tool(memory, "kept"),
@@ -65,9 +66,9 @@ def figures_of(results: Path) -> Figures:
         sum(row["integer_differing"] for row in rows),
         sum(row["codes"] for row in rows),
         {name: version for name, version in steps["peers"].items() if name != "torch"},
-        gpu["card"],
+        card,
         batch,
-        {row["network"]: (row["captured_ratio"], row["peak"]) for row in learned},
+        {row["network"]: (row["captured_ratio"], row["mebibytes_ratio"]) for row in learned if row["batch"] == batch},
     )
 
 

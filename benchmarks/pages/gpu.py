@@ -2,22 +2,27 @@
 
 python -m benchmarks.pages.gpu ops               each op's share of the bandwidth of a copy
 python -m benchmarks.pages.gpu steps             training steps in bfloat16 and channels_last
-python -m benchmarks.pages.gpu profile           the kernels that take most of a step of ResNet-50
+python -m benchmarks.pages.gpu profile           the kernels that take most of a step of the first network
 python -m benchmarks.pages.gpu all --write       writes results/gpu.json and the tables of docs/gpu.md too
+python -m benchmarks.pages.gpu page some.json    adds the rows of files to results/gpu.json, and writes the tables
 python -m benchmarks.pages.gpu all --device cpu --quick     whether the program runs, on small tensors
 
-It needs torch and this package alone. torch.ao's FX mode comes with torch; Model Optimizer is measured where it is installed.
+--networks, --batches and --subjects choose rows, --seconds ends a run in time, and --out gets each row when it is measured.
+It needs torch and this package alone. torch.ao's FX mode comes with torch; other tools are measured where they are installed.
 The times are the least of several runs between two events of the stream.
 """
 
 import argparse
+import contextlib
 import copy
+import gc
 import json
+import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +31,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from benchmarks.pages.gpu_networks import CLASSES, NETWORKS
-from benchmarks.pages.stored import write_part
+from benchmarks.pages.gpu_networks import CLASSES, FUSED, NETWORKS
+from benchmarks.pages.stored import write_part, write_rows
+from benchmarks.peers import MODEL_PEERS, PEERS, PT2E, model_builder
 from qtoolkit import ops
 
+Row = dict[str, Any]
 OUT = Path(__file__).parents[1] / "results" / "gpu.json"
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 BEGIN, END = (
     "<!-- Written by benchmarks/pages/gpu.py: change nothing up to the next mark. -->",
     "<!-- End of its tables. -->",
 )
-BATCHES = (64, 256)
+ROW_SECONDS = 180  # a row that takes longer has failed: mostly a compilation
+COMPILED = "ResNet-50", FUSED
 
 
 @dataclass(frozen=True)
@@ -46,29 +54,6 @@ class Op:
     name: str
     call: Callable[[], Any]
     bytes_moved: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """A training step: its times and its peak of memory beside float's, and the kernels that it launches.
-
-    Attributes:
-        milliseconds: Of the step as a script calls it: where kernels are short, that is the time of the processor.
-        ratio: These beside float's.
-        captured: Milliseconds of the step as a CUDA graph, where the GPU waits for nobody.
-        captured_ratio: These beside float's as a CUDA graph.
-        peak: Of memory, beside float's.
-    """
-
-    network: str
-    batch: int
-    subject: str
-    milliseconds: float
-    ratio: float
-    captured: float
-    captured_ratio: float
-    peak: float
-    launches: int
 
 
 def seconds(call: Callable[[], Any], device: str, repeats: int) -> float:
@@ -134,28 +119,60 @@ def norm_cases(name: str, x: Tensor, grad: Tensor, scale: Tensor, size: int) -> 
     yield Op(f"batch norm backward, {name}", lambda: native.batch_norm_fake_quant_backward(*backward), 5 * size)
 
 
-def measure_ops(device: str, quick: bool) -> list[dict[str, Any]]:
-    """Return the share of a copy's bandwidth for each op."""
-    rows = []
+def measure_ops(device: str, quick: bool) -> Iterator[Row]:
+    """Yield the share of a copy's bandwidth for each op."""
     for op in cases(device, quick):
         source = torch.empty(op.bytes_moved // 2, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         repeats = 3 if quick else 30
         ours = seconds(op.call, device, repeats)
         copied = seconds(lambda t=target, s=source: t.copy_(s), device, repeats)
-        rows.append({"op": op.name, "microseconds": round(ours * 1e6, 1), "share": round(copied / ours, 3)})
         print(f"{op.name:60} {ours * 1e6:10.1f} us   {copied / ours:6.1%} of a copy", flush=True)
-    return rows
+        yield {"op": op.name, "microseconds": round(ours * 1e6, 1), "share": round(copied / ours, 3)}
 
 
-def subjects() -> dict[str, Callable[[nn.Module, Tensor], nn.Module]]:
-    """Return what is trained beside float."""
-    found = {
-        "ours, learned scales": lambda m, x: prepared(m, x, "lsq"),
-        "ours, fixed scales": lambda m, x: prepared(m, x, None),
-        "torch.ao FX": torch_ao,
-    }
-    return found | ({"Model Optimizer": model_optimizer} if find_spec("modelopt") else {})
+@dataclass(frozen=True)
+class Subject:
+    """What is trained.
+
+    Attributes:
+        build: Makes it of a float network and a batch.
+        beside: The subject that its figures are divided by.
+        dtype: bfloat16 is autocast's.
+        compiled: By torch.compile(mode="reduce-overhead"), which records CUDA graphs itself.
+        everywhere: Whether it is measured where no subjects are chosen: else with the smallest batches alone, and
+            compiled networks for two networks.
+    """
+
+    build: Callable[[nn.Module, Tensor], nn.Module]
+    beside: str = "float"
+    dtype: torch.dtype = torch.bfloat16
+    compiled: bool = False
+    everywhere: bool = False
+
+
+def learned(model: nn.Module, x: Tensor) -> nn.Module:
+    """Return the network prepared for TensorRT, with learned scales."""
+    return prepared(model, x, "lsq")
+
+
+def as_it_is(model: nn.Module, x: Tensor) -> nn.Module:
+    """Return the network."""
+    return model
+
+
+SUBJECTS = {
+    "float": Subject(as_it_is, everywhere=True),
+    "ours, learned scales": Subject(learned, everywhere=True),
+    "ours, fixed scales": Subject(lambda m, x: prepared(m, x, None), everywhere=True),
+    "float, compiled": Subject(as_it_is, compiled=True),
+    "ours, learned scales, compiled": Subject(learned, compiled=True),
+    "float in float32": Subject(as_it_is, "float in float32", torch.float32),
+    "torch.ao FX in float32": Subject(model_builder("torch.ao FX"), "float in float32", torch.float32),
+}
+for _peer in ("Model Optimizer", "torchao pt2e"):
+    if find_spec(PEERS.get(MODEL_PEERS[_peer], PT2E)[0]):
+        SUBJECTS[_peer] = Subject(model_builder(_peer))
 
 
 def prepared(model: nn.Module, x: Tensor, quantizer: str | None) -> nn.Module:
@@ -171,29 +188,16 @@ def prepared(model: nn.Module, x: Tensor, quantizer: str | None) -> nn.Module:
     return model
 
 
-def torch_ao(model: nn.Module, x: Tensor) -> nn.Module:
-    """Return torch.ao's model for QAT."""
-    from torch.ao.quantization import get_default_qat_qconfig_mapping
-    from torch.ao.quantization.quantize_fx import prepare_qat_fx
-
-    return prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))
-
-
-def model_optimizer(model: nn.Module, x: Tensor) -> nn.Module:
-    """Return Model Optimizer's model with scales from a batch."""
-    import modelopt.torch.quantization as mtq
-
-    return mtq.quantize(model, copy.deepcopy(mtq.INT8_DEFAULT_CFG), lambda m: m(x))
-
-
-def trained(model: nn.Module, x: Tensor, target: Tensor) -> Callable[[], None]:
-    """Return a step of SGD under bfloat16 autocast, which a CUDA graph can capture."""
+def trained(model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
+    """Return a step of SGD, which a CUDA graph can capture; under autocast, unless the dtype is float32."""
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1e-4, momentum=0.9)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
-            loss = F.cross_entropy(model(x).float(), target)
+        with torch.autocast(x.device.type, torch.bfloat16, dtype == torch.bfloat16, cache_enabled=False):
+            y = model(x)
+            scales = isinstance(y, tuple)  # a detector's
+            loss = sum(each.float().square().mean() for each in y) if scales else F.cross_entropy(y.float(), target)
         loss.backward()
         optimizer.step()
 
@@ -214,10 +218,22 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def launches_of(step: Callable[[], None], device: str) -> int:
-    """Return the kernels that a step launches; 0 without a GPU."""
-    if device == "cpu":
-        return 0
+def waits(step: Callable[[], None]) -> bool:
+    """Return whether a step waits for the device, so that no CUDA graph can capture it."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def launches_of(step: Callable[[], None]) -> int:
+    """Return the kernels that a step launches."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
@@ -225,113 +241,249 @@ def launches_of(step: Callable[[], None], device: str) -> int:
 
 
 def batch_of(network: str, count: int, device: str, quick: bool) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a network on the processor, and a batch on the device."""
     torch.manual_seed(0)
-    size = 64 if quick else 224
-    model = NETWORKS[network](size).to(device).train().to(memory_format=torch.channels_last)
+    of = NETWORKS[network]
+    size, most = (64, 1) if quick else (of.size, 99)
+    model = of.build(size, most).train().to(memory_format=torch.channels_last)
     x = torch.randn(count, 3, size, size, device=device).contiguous(memory_format=torch.channels_last)
     return model, x, torch.randint(CLASSES, (count,), device=device)
 
 
-def measure_steps(device: str, quick: bool) -> tuple[list[Step], list[str]]:
-    """Return the steps of each network, float first, and what failed; no step waits for the device."""
-    found, failed = [], []
-    for network, count in product(NETWORKS, (2,) if quick else BATCHES):
-        model, x, target = batch_of(network, count, device, quick)
-        base: Measured | None = None
-        for name, build in {"float": lambda m, x: m, **subjects()}.items():
-            try:
-                result = measured(trained(build(copy.deepcopy(model), x), x, target), device, quick)
-            except Exception as error:  # a peer's failure is a result
-                failed.append(f"{name}: {network}, {error}")
-                print(failed[-1], flush=True)
-                continue
-            base = base or result
-            row = Step(network, count, name, round(1e3 * result.seconds, 2), result.seconds / base.seconds,
-                       round(1e3 * result.captured, 2), result.captured / base.captured, result.peak / base.peak,
-                       result.launches)  # fmt: skip
-            found.append(row)
-            print(f"{network:12} {count:4} {name:21} {row.milliseconds:8.2f} ms {row.ratio:5.2f} of float's"
-                  f"  as a graph {row.captured:8.2f} ms {row.captured_ratio:5.2f}  peak {row.peak:5.2f}"
-                  f"  {row.launches} kernels", flush=True)  # fmt: skip
-    return found, list(dict.fromkeys(failed))
+@contextlib.contextmanager
+def within(limit: float) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer than some seconds."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"not done in {limit:.0f} seconds")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, limit, 10)  # again: what is interrupted may catch errors
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The seconds of a step, and of it as a CUDA graph; its peak of bytes, and the kernels that it launches."""
+def measured(subject: Subject, model: nn.Module, x: Tensor, target: Tensor, quick: bool) -> Row:
+    """Return the figures of a subject's step.
 
-    seconds: float
-    captured: float
-    peak: float
-    launches: int
-
-
-def measured(step: Callable[[], None], device: str, quick: bool) -> Measured:
-    """Measure a step."""
+    Returns:
+        milliseconds: As a script calls it: where kernels are short, that is the time of the processor.
+        captured: Milliseconds as a CUDA graph, where the GPU waits for nobody; None where none is recorded.
+        mebibytes: The peak of memory.
+        launches: Of kernels.
+    """
+    device = x.device.type
+    built = subject.build(copy.deepcopy(model).to(x.device), x)
+    if subject.compiled:
+        built = torch.compile(built, mode="reduce-overhead")
+    step = trained(built, x, target, subject.dtype)
     repeats = 2 if quick else 15
-    took = seconds(step, device, repeats)
+    row = {"milliseconds": 1e3 * seconds(step, device, repeats), "captured": None, "mebibytes": None, "launches": 0}
     if device == "cpu":
-        return Measured(took, took, 1.0, 0)
+        return row
     torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_sync_debug_mode("error")
-    step()
-    torch.cuda.set_sync_debug_mode("default")
+    waiting = subject.compiled or waits(step)
+    if waiting:
+        step()
     torch.cuda.synchronize()
-    peak, launches = float(torch.cuda.max_memory_allocated()), launches_of(step, device)
-    return Measured(took, seconds(captured(step), device, repeats), peak, launches)
+    row |= {"mebibytes": round(torch.cuda.max_memory_allocated() / 2**20), "launches": launches_of(step)}
+    return row if waiting else row | {"captured": 1e3 * seconds(captured(step), device, repeats)}
 
 
-def show_profile(device: str, quick: bool) -> None:
+def measure_steps(args: argparse.Namespace, left: Callable[[], float]) -> Iterator[Row]:
+    """Yield the figures of each network's subjects beside float's, or why there are none; a row a subject."""
+    missed = []
+    for network, count in chosen_batches(args):
+        names = chosen_subjects(args, network, count)
+        if left() <= 0:
+            missed += [f"{network}, {count}, {name}" for name in names]
+            continue
+        model, x, target = batch_of(network, count, args.device, args.quick)
+        bases: dict[str, Row] = {}
+        for name in names:
+            subject, key = SUBJECTS[name], {"network": network, "batch": count, "subject": name}
+            try:
+                with within(max(min(left(), ROW_SECONDS), 1e-3)):
+                    row = measured(subject, model, x, target, args.quick)
+            except Exception as error:  # a peer's failure is a result
+                why = str(error).strip().split("\n")[0] or type(error).__name__
+                if left() <= 0:
+                    missed.append(f"{network}, {count}, {name}")
+                    continue
+                print(f"{name}: {network}, {count}: {why}", flush=True)
+                yield {**key, "failed": why}
+            else:
+                base = bases.setdefault(name, row) if name == subject.beside else bases.get(subject.beside)
+                row = key | row | {of + "_ratio": beside(row[of], base and base[of]) for of in FIGURES}
+                show(row)
+                yield row
+            finally:
+                if subject.compiled:
+                    torch.compiler.reset()
+                gc.collect()
+                torch.cuda.empty_cache()
+    if missed:
+        print(f"Left out, since {args.seconds:.0f} seconds were over: {'; '.join(missed)}.", flush=True)
+
+
+FIGURES = "milliseconds", "captured", "mebibytes"
+
+
+def beside(of: float | None, base: float | None) -> float | None:
+    """Return a figure as a multiple of another; None where there is one missing."""
+    return None if of is None or base is None else of / base
+
+
+def show(row: Row) -> None:
+    """Print the figures of a step."""
+    text = [f"{row['network']:17} {row['batch']:4} {row['subject']:31}"]
+    for figure, unit in zip(FIGURES, ("ms", "ms as a graph", "MiB"), strict=True):
+        text.append(f"{cell(row[figure], '.2f')} {unit}, {cell(row[figure + '_ratio'], '.2f')} of float's;")
+    print(*text, f"{row['launches']} kernels", flush=True)
+
+
+def chosen_batches(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Yield the networks and their sizes of batches that a run measures."""
+    for network in args.networks or NETWORKS:
+        for count in args.batches or ((2,) if args.quick else NETWORKS[network].batches):
+            yield network, count
+
+
+def chosen_subjects(args: argparse.Namespace, network: str, count: int) -> list[str]:
+    """Return the subjects that a run measures of a network, each behind the one that it is compared with."""
+    if args.subjects:
+        named = {*args.subjects, *(SUBJECTS[name].beside for name in args.subjects)}
+        return [name for name in SUBJECTS if name in named]
+    smallest = count <= NETWORKS[network].batches[0] and not args.quick
+    return [
+        name
+        for name, of in SUBJECTS.items()
+        if of.everywhere or (smallest and (network in COMPILED or not of.compiled))
+    ]
+
+
+def show_profile(args: argparse.Namespace) -> None:
     """Print the kernels that take most of a step."""
-    model, x, target = batch_of("ResNet-50", 2 if quick else BATCHES[0], device, quick)
-    step = trained(prepared(model, x, "lsq"), x, target)
+    network, count = next(chosen_batches(args))
+    model, x, target = batch_of(network, count, args.device, args.quick)
+    step = trained(learned(model.to(x.device), x), x, target)
     step()
     kinds = torch.profiler.ProfilerActivity
-    activities = [kinds.CPU] if device == "cpu" else [kinds.CPU, kinds.CUDA]
+    activities = [kinds.CPU] if args.device == "cpu" else [kinds.CPU, kinds.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
-    order = "self_cpu_time_total" if device == "cpu" else "self_cuda_time_total"
+    order = "self_cpu_time_total" if args.device == "cpu" else "self_cuda_time_total"
     print(profile.key_averages().table(sort_by=order, row_limit=25))
 
 
-def tables(rows: list[dict[str, Any]], steps: list[Step], failed: list[str], card: str) -> list[str]:
-    """Return the lines of the page."""
-    lines = ["", f"Measured on one {card}, torch {torch.__version__}, bfloat16 autocast, channels_last.", ""]
-    lines += ["| network | batch | | ms | of float's | as a CUDA graph, ms | of float's | peak of memory | kernels |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
-    lines += [
-        f"| {s.network} | {s.batch} | {s.subject} | {s.milliseconds} | {s.ratio:.2f} | {s.captured} "
-        f"| {s.captured_ratio:.2f} | {s.peak:.2f} | {s.launches} |"
-        for s in steps
-    ]
-    lines += ["", *(f"- Not trained: {each}." for each in failed)]
-    lines += ["", "| op | microseconds | share of a copy's bandwidth |", "|---|---|---|"]
-    lines += [f"| {row['op']} | {row['microseconds']} | {row['share']:.0%} |" for row in rows]
-    return [*lines, ""]
+def add(rows: Sequence[Row], out: Path) -> list[Row]:
+    """Add rows to those of a file, in the place of earlier ones of the same thing on the same card; return all."""
+    before = json.loads(out.read_text())["rows"] if out.exists() else []
+    fresh = {_key(row): row for row in rows}
+    cards = list(dict.fromkeys(row["card"] for row in [*before, *rows]))
+    every = {**{_key(row): row for row in before}, **fresh}.values()
+    every = sorted(every, key=lambda row: (cards.index(row["card"]), _place(row)))
+    write_rows(out, {}, every)
+    return every
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("card", "network", "batch", "subject", "op"))
+
+
+def _place(row: Row) -> tuple[int, ...]:
+    """Return where a step is in the tables; ops are behind, as they were measured."""
+    if "op" in row:
+        return (len(NETWORKS), 0, 0)
+    names = [*SUBJECTS, row["subject"]]
+    return [*NETWORKS].index(row["network"]), row["batch"], names.index(row["subject"])
+
+
+def tables(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield ""
+    for card in dict.fromkeys(row["card"] for row in rows):
+        of = [row for row in rows if row["card"] == card]
+        torches, commits = (", ".join(sorted({row[name] for row in of})) for name in ("torch", "commit"))
+        yield (f"Measured on one {card}, torch {torches}, at {commits}: channels_last, and bfloat16 autocast unless a row "
+               "says float32. A dash: no CUDA graph was recorded of a step that waits for the device, or that torch.compile "
+               "records.")  # fmt: skip
+        yield from ("", "| network | batch | | ms | of float's | as a CUDA graph, ms | of float's | images a second "
+                    "| peak of memory, MiB | of float's | kernels |", "|---" * 11 + "|")  # fmt: skip
+        for row in of:
+            if "milliseconds" in row:
+                yield _line(row)
+        yield from ("", *(
+            f"- Not trained: {row['subject']}: {row['network']}, {row['batch']} images, {row['failed']}."
+            for row in of if "failed" in row
+        ), "")  # fmt: skip
+        yield from ("| op | microseconds | share of a copy's bandwidth |", "|---|---|---|")
+        yield from (f"| {row['op']} | {row['microseconds']} | {row['share']:.0%} |" for row in of if "op" in row)
+        yield ""
+
+
+def _line(row: Row) -> str:
+    figures = [cell(row[figure + kind], ".2f" if kind or figure != "mebibytes" else ".0f")
+               for figure in FIGURES for kind in ("", "_ratio")]  # fmt: skip
+    fastest = min(row["milliseconds"], row["captured"] or row["milliseconds"])
+    figures.insert(4, f"{1e3 * row['batch'] / fastest:.0f}")
+    return f"| {row['network']} | {row['batch']} | {row['subject']} | {' | '.join(figures)} | {row['launches']} |"
+
+
+def cell(figure: float | None, how: str) -> str:
+    """Return a figure as text, and a dash where there is none."""
+    return "-" if figure is None else format(figure, how)
+
+
+def where(args: argparse.Namespace) -> Row:
+    """Return what each row says of the run: the card, torch and the commit."""
+    git = ["git", "-C", str(OUT.parent), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = (
+        args.commit or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "no commit"
+    )
+    card = "the processor" if args.device == "cpu" else torch.cuda.get_device_name()
+    return {"card": card, "torch": torch.__version__, "commit": commit}
 
 
 def main() -> None:
     """Measure and write what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("ops", "steps", "profile", "all"))
+    parser.add_argument("what", choices=("ops", "steps", "profile", "all", "page"))
+    parser.add_argument("files", nargs="*", type=Path, help="of rows that `page` adds")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small tensors")
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="small tensors, short networks")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS)
+    parser.add_argument("--batches", nargs="+", type=int)
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, help="with what each is compared with")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="rows are left out that take longer in all")
+    parser.add_argument("--out", type=Path, help="a file that each row is added to as it is measured")
+    parser.add_argument("--commit", help="for rows, where the folder is not git's")
+    parser.add_argument("--write", action="store_true", help="results/gpu.json and the tables")
+    args, start = parser.parse_args(), time.monotonic()
+    if args.what == "page":
+        rows = add([row for file in args.files for row in json.loads(file.read_text())["rows"]], OUT)
+        write_part(PAGE, BEGIN, END, [*tables(rows)])
+        return
     if args.device != "cpu" and not torch.cuda.is_available():
         raise SystemExit(
             "There is no GPU here, so nothing was measured. --device cpu --quick shows that the program runs."
         )
-    every = args.what == "all"
-    rows = measure_ops(args.device, args.quick) if every or args.what == "ops" else []
-    steps, failed = measure_steps(args.device, args.quick) if every or args.what == "steps" else ([], [])
-    if every or args.what == "profile":
-        show_profile(args.device, args.quick)
-    if args.write and every and args.device != "cpu":
-        card = torch.cuda.get_device_name()
-        found = {"card": card, "ops": rows, "steps": [asdict(s) for s in steps], "failed": failed}
-        OUT.write_text(json.dumps(found, indent=1) + "\n")
-        write_part(PAGE, BEGIN, END, tables(rows, steps, failed, card))
+    of, outs = where(args), [out for out in (args.out, args.write and OUT) if out]
+    if args.what in ("steps", "all"):
+        for row in measure_steps(args, lambda: args.seconds - (time.monotonic() - start)):
+            for out in outs:
+                add([row | of], out)
+    if args.what in ("ops", "all"):
+        rows = [row | of for row in measure_ops(args.device, args.quick)]
+        for out in outs:
+            add(rows, out)
+    if args.what in ("profile", "all"):
+        show_profile(args)
+    if args.write:
+        write_part(PAGE, BEGIN, END, [*tables(add([], OUT))])
 
 
 if __name__ == "__main__":

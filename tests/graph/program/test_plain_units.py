@@ -131,6 +131,34 @@ def test_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         same(results, step(other, torch.bfloat16))
 
 
+class Residuals(nn.Module):
+    """Branches behind layer norms of float32, which autocast leaves between the layers of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        self.second = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return x + self.second(x)
+
+
+@pytest.mark.parametrize("name", ["fixed", "lsq"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layer_norms_of_float32_under_autocast(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, activation = SPECS[name]
+    mapping, x = qt.QConfigMapping().set_global(qt.QConfig(activation, weight)), torch.randn(2, 8, 4, 4)
+    model = qt.prepare(Residuals().train(), (x,), backend="tensorrt", qconfig_mapping=mapping)
+    qt.calibrate(model, [x], progress=False)
+    other = copy.deepcopy(settled(model).train())
+    with counted(monkeypatch) as found:
+        results = step(model, dtype)
+    assert found["FunctionUnit"] == 2 * 3
+    with one_by_one(monkeypatch):
+        same(results, step(other, dtype))
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook of a layer": lambda m: m.get_submodule("first").register_forward_hook(lambda *a: None),
     "hook of an activation": lambda m: m.get_submodule("gelu").register_forward_hook(lambda *a: None),
