@@ -268,21 +268,25 @@ def fake_quant_loops() -> Iterator[Loop]:
         yield Loop(title, kernel, 3 * size, rf"LDG\.E{each} ", 2 * ELEMENTS, needs, without)
 
 
-# How the channels of batch norm lie in vectors of 8 elements (csrc/cuda/norm_channels.cuh), and how many vectors of 16-bit
-# elements are in a round of the loops, since as many are loaded ahead (csrc/cuda/batch_norm.cu).
-LAYOUTS = {"planes of whole vectors": (0, 1), "planes of 7x7": (1, 1), "channels_last": (2, 2)}
+COPIED = r"LDGSTS\.E"  # whole vectors, to the memory of the block (csrc/cuda/stream.cuh)
+# How the channels of batch norm lie in vectors of 8 elements (csrc/cuda/norm_channels.cuh), and how the vectors are loaded.
+LAYOUTS = {
+    "planes of whole vectors": (0, COPIED),
+    "planes of 7x7": (1, r"LDG\.E\.128"),
+    "channels_last": (2, COPIED),
+}
 
 
 def batch_norm_loops(dtype: str) -> Iterator[Loop]:
     """Return those of batch norm with a quantizer with a learned scale behind it, and its gradients."""
-    size, wide, load = SIZES[dtype], WIDE[dtype], r"LDG\.E\.128"
-    for layout, (spread, ahead) in LAYOUTS.items():
-        kernel, rounds = f"norm_{{}}_kernelI{TYPES[dtype]}LNS.*SpreadE{spread}", ahead if size == 2 else 1
-        loads, elements, store = wide * rounds, ELEMENTS * rounds, {r"STG\.E\.128": wide, **ROUNDED[dtype]}
-        title, needs = f"batch norm, {dtype}, {layout}", several({**store, "FRND": ELEMENTS, r"STG\.E\.64": 1}, rounds)
-        yield Loop(title, kernel.format("forward"), 2 * size + 1, load, loads, needs, elements=elements)
-        title, needs = f"batch norm backward, {dtype}, {layout}", several(store, rounds)
-        yield Loop(title, kernel.format("backward"), 3 * size, load, 2 * loads, needs, elements=elements)
+    size, wide = SIZES[dtype], WIDE[dtype]
+    needs = {r"STG\.E\.128": wide, **ROUNDED[dtype], "FRND": ELEMENTS}
+    for layout, (spread, load) in LAYOUTS.items():
+        kernel = f"norm_{{}}_kernelI{TYPES[dtype]}LNS.*SpreadE{spread}E"
+        title, codes = f"batch norm, {dtype}, {layout}", {r"STG\.E\.64": 1}
+        yield Loop(title, kernel.format("forward"), 2 * size + 1, load, wide, {**needs, **codes})
+        title, learned = f"batch norm backward, {dtype}, {layout}", "LNS.*LearnedE1E"
+        yield Loop(title, kernel.format("backward") + learned, 3 * size, load, 2 * wide, needs)
     yield from row_loops(dtype)
     for layout, walk in {"planes of whole vectors": "Contiguous", "planes of 7x7": "Scattered"}.items():
         yield from plane_loops(dtype, layout, walk)
@@ -298,38 +302,30 @@ def attention_loops() -> Iterator[Loop]:
         yield Loop(name, kernel.format(backward), bytes_per_element, r"LDG\.E\.U16", of_each, needs)
 
 
-def several(needs: Mapping[str, int], rounds: int) -> dict[str, int]:
-    """Return what several rounds of a loop need."""
-    return {need: rounds * count for need, count in needs.items()}
-
-
 def row_loops(dtype: str) -> Iterator[Loop]:
     """Return the loops of batch norm's moments and of the sums of its gradients in channels_last.
 
-    A loop has 8 rows of 8 channels, whose sums it adds to those in float64. Two rows of gradients, or one in float32, are a
-    loop in it.
+    A loop has 8 rows of 8 channels, whose sums it adds to those in float64; two rows are a loop in it. Of the moments the first
+    row is before that, and the last one behind it.
     """
-    size, wide, rows = SIZES[dtype], WIDE[dtype], 2 if dtype != "float32" else 1
-    load, elements = r"LDG\.E\.128", ELEMENTS**2
+    size, wide, elements = SIZES[dtype], WIDE[dtype], ELEMENTS**2
     title, kernel = f"batch norm moments, {dtype}, channels_last", f"row_moments_kernelI{TYPES[dtype]}E"
-    yield Loop(title, kernel, size, load, ELEMENTS * wide, {}, elements=elements)
-    title, kernel = f"batch norm sums, {dtype}, channels_last", f"row_sums_kernelI{TYPES[dtype]}L.*E1E"
-    loads, needs = 2 * wide * rows, {"FRND": ELEMENTS * rows}
-    some = Loop(title, kernel, 2 * size, load, loads, needs)
-    joined, more = {**needs, "DADD": 2 * ELEMENTS + rows}, ELEMENTS // rows - 1
-    yield Loop(title, kernel, 2 * size, load, loads, joined, elements=elements, inner=some, times=more)
+    two = Loop(title, kernel, size, COPIED, 2 * wide, {})
+    yield Loop(title, kernel, size, COPIED, 4 * wide, {"DADD": 2 * ELEMENTS}, elements=elements, inner=two, times=2)
+    title, kernel = f"batch norm sums, {dtype}, channels_last", f"row_sums_kernelI{TYPES[dtype]}E"
+    two = Loop(title, kernel, 2 * size, COPIED, 4 * wide, {})
+    yield Loop(title, kernel, 2 * size, COPIED, 4 * wide, {"DADD": 2 * ELEMENTS}, elements=elements, inner=two, times=3)
 
 
 def plane_loops(dtype: str, layout: str, walk: str) -> Iterator[Loop]:
     """Return the same loops where a thread has elements of one channel."""
-    size, loads, load, needs = SIZES[dtype], WIDE[dtype], r"LDG\.E\.128", {"DADD": 2}
-    of, whole = TYPES[dtype], "ELb1E" if walk == "Contiguous" else "ELb0E"
+    size, of, needs = SIZES[dtype], TYPES[dtype], {"DADD": 2}
+    loads, load, kernel = WIDE[dtype], COPIED, f"plane_{{}}_kernelI{of}E"
     if walk == "Scattered":
-        loads, load, needs = ELEMENTS, r"LDG\.E " if dtype == "float32" else r"LDG\.E\.U16", {"DADD": 2}
-    title, kernel = f"batch norm moments, {dtype}, {layout}", f"14moments_kernelI{of}NS.*{walk}{whole}"
-    yield Loop(title, kernel, size, load, loads, needs)
-    title, kernel = f"batch norm sums, {dtype}, {layout}", f"11sums_kernelI{of}NS.*{walk}{whole}.*LearnedE1E"
-    yield Loop(title, kernel, 2 * size, load, 2 * loads, {**needs, "FRND": ELEMENTS})
+        loads, load = ELEMENTS, r"LDG\.E " if dtype == "float32" else r"LDG\.E\.U16"
+        kernel = f"[0-9]{{}}_kernelI{of}NS.*{walk}E"
+    yield Loop(f"batch norm moments, {dtype}, {layout}", kernel.format("moments"), size, load, loads, needs)
+    yield Loop(f"batch norm sums, {dtype}, {layout}", kernel.format("sums"), 2 * size, load, 2 * loads, needs)
 
 
 @dataclass(frozen=True)

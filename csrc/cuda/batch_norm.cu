@@ -10,24 +10,32 @@ namespace qtoolkit {
 namespace cuda {
 namespace {
 
+// The whole vectors of a thread.
+QT_DEVICE Walk walk_of(int64_t numel) {
+  const uint32_t first = kThreads * blockIdx.x + threadIdx.x, step = kThreads * gridDim.x;
+  const uint32_t count = static_cast<uint32_t>(numel / kVectorSize);
+  return {first, step, first < count ? static_cast<int>((count - first + step - 1) / step) : 0};
+}
+
 // Calls f(at, aligned, x, grad, channels) with each vector of elements, with x and the gradient, if there is one. Whole
-// vectors, which are aligned, are loaded ahead: about 32 KiB for the threads of a multiprocessor hide the way to
-// memory. Of whole rows of channels, a thread keeps its channels: the launch takes blocks that make them the same in
-// all its vectors.
+// vectors, which are aligned, are copied ahead to the memory of the block. Of whole rows of channels, a thread keeps
+// its channels: the launch takes blocks that make them the same in all its vectors.
 template <Spread kSpread, int kCount, class T, class A, class F>
-QT_DEVICE void for_elements(const NormArgs<A>& args, const Operands<T>& of, F f) {
-  constexpr int kAhead = sizeof(T) == 2 && kSpread == Spread::row ? 2 : 1;
+QT_DEVICE void for_elements(const NormArgs<A>& args, const Operands<T>& of, char* memory, F f) {
   const auto channels_at = [&](const Contiguous& at) { return channels_of<kSpread, kCount>(args.channels, at); };
   if constexpr (kSpread == Spread::plane || kSpread == Spread::row) {
     const auto run = [&](auto channels) {
-      for_vectors_ahead<kAhead>(
-          args.numel, [&](const Contiguous& at) { return loaded_at(of, at); },
-          [&](const Contiguous& at, const Loaded<T>& loaded) {
-            A x[kVectorSize], grad[kVectorSize];
-            unpack(loaded.x, x);
-            if constexpr (kCount == kBackward) unpack(loaded.grad, grad);
-            f(at, true, x, grad, channels(at));
-          });
+      Walk walk = walk_of(args.numel);
+      constexpr int kOperands = kCount == kBackward ? 2 : 1;
+      Stream<T, kOperands, Walk> stream(memory, walk, of.x, of.grad);
+      for (; walk.has(); walk.advance()) {
+        Pack<T> packs[kOperands];
+        A x[kVectorSize], grad[kVectorSize];
+        stream.take(packs);
+        unpack(packs[0], x);
+        if constexpr (kCount == kBackward) unpack(packs[1], grad);
+        f(walk.at(), true, x, grad, channels(walk.at()));
+      }
     };
     if constexpr (kSpread == Spread::row) {
       const auto own = channels_at(whole_at((int64_t{kThreads} * blockIdx.x + threadIdx.x) * kVectorSize));
@@ -45,14 +53,19 @@ QT_DEVICE void for_elements(const NormArgs<A>& args, const Operands<T>& of, F f)
   }
 }
 
+// The memory of a block: of its stream, or of what joins its sums.
+template <Spread kSpread>
+constexpr int kMemory = kSpread == Spread::plane || kSpread == Spread::row ? kStreamBytes : 256;
+
 template <class T, Spread kSpread>
 __global__ void __launch_bounds__(kThreads, kSpread == Spread::row ? kBlocks<T, 3, 2> : kBlocks<T, 4, 4>)
     norm_forward_kernel(const __grid_constant__ NormArgs<ArithmeticOf<T>> args) {
   using A = ArithmeticOf<T>;
   const Settings<A> settings = settings_of<A>(args);
   const auto of = operands_of<T>(args.of);
+  alignas(16) __shared__ char memory[kMemory<kSpread>];
   for_elements<kSpread, kForward>(
-      args, of, [&](const Contiguous& at, bool aligned, auto& x, auto&, const auto& channels) {
+      args, of, memory, [&](const Contiguous& at, bool aligned, auto& x, auto&, const auto& channels) {
         A y[kVectorSize];
         values_before(args.of, of, at, aligned, channels, x, y);
         activate_all(settings, y);
@@ -72,17 +85,80 @@ __global__ void __launch_bounds__(kThreads, kSpread == Spread::row ? kBlocks<T, 
       });
 }
 
-template <class T, Spread kSpread>
-__global__ void __launch_bounds__(kThreads, kSpread == Spread::row   ? kBlocks<T, 2, 2>
-                                            : kSpread == Spread::any ? kBlocks<T, 3, 3>
-                                                                     : kBlocks<T, 4, 3>)
+// Which gradients of the quantizer are summed too.
+enum class Learned { nothing, scale, both };
+
+// Adds the gradients of the scale and of the zero point, from the values before the activation.
+template <Learned kLearned, class A>
+QT_DEVICE void add_learned(const Settings<A>& s, A (&before)[kVectorSize], const A (&grads)[kVectorSize], Pair& sum) {
+  const A zero_point = kLearned == Learned::both ? s.zero_point : A(0);
+  TreeSum<A> scales, zero_points;
+  activate_all(s, before);
+  with_divisor(s.scale, before, [&](auto scale) {
+#pragma unroll
+    for (int i = 0; i < kVectorSize; ++i) {
+      const int k = TreeSum<A>::place(i);
+      const auto point = snap(before[k], scale, zero_point, s.lo, s.hi);
+      scales.add(i, scale_gradient(point, grads[k], zero_point));
+      if constexpr (kLearned == Learned::both) zero_points.add(i, zero_point_gradient<A>(point, grads[k], scale));
+    }
+  });
+  sum.first += scales.total();
+  if constexpr (kLearned == Learned::both) sum.second += zero_points.total();
+}
+
+// A thread's part of the sum of a row of pairs.
+QT_DEVICE Pair sum_of(const Pairs& from, int64_t begin, int64_t count) {
+  Pair mine = {0, 0};
+  for (int64_t i = begin + threadIdx.x; i < begin + count; i += blockDim.x) {
+    mine = Add()(mine, {from.first[i], from.second[i]});
+  }
+  return mine;
+}
+
+template <class A>
+QT_DEVICE void set_learned(const NormArgs<A>& args, Pair sum) {
+  args.of.gradients[3 * args.of.channels] = sum.first;
+  args.of.gradients[3 * args.of.channels + 1] = sum.second;
+}
+
+// The block that arrives last adds up the sums of all, in their order.
+template <class A>
+QT_DEVICE void join_learned(const NormArgs<A>& args, Pair mine, char* memory) {
+  auto* of_warps = reinterpret_cast<Pair*>(memory);
+  bool& is_last = *reinterpret_cast<bool*>(of_warps + kThreads / 32);
+  const Pair sum = sum_of_block(mine, of_warps);
+  if (threadIdx.x == 0) {
+    write(args.learned, blockIdx.x, sum);
+    __threadfence();
+    is_last = atomicAdd(args.arrived, 1u) + 1 == gridDim.x;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  const Pair all = sum_of_block(sum_of(args.learned, 0, gridDim.x), of_warps);
+  if (threadIdx.x == 0) set_learned(args, all);
+}
+
+template <class T, Spread kSpread, Learned kLearned>
+constexpr int kBackwardBlocks = kSpread == Spread::row || kSpread == Spread::any ? kBlocks<T, 2, 2>
+                                : kLearned == Learned::nothing                   ? kBlocks<T, 4, 3>
+                                                                                 : kBlocks<T, 3, 3>;
+
+// A kernel that has all sums leaves them out where there is nothing to learn.
+template <class T, Spread kSpread, Learned kLearned>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<T, kSpread, kLearned>)
     norm_backward_kernel(const __grid_constant__ NormArgs<ArithmeticOf<T>> args) {
   using A = ArithmeticOf<T>;
   const Settings<A> settings = settings_of<A>(args);
   const auto of = operands_of<T>(args.of);
+  alignas(16) __shared__ char memory[kMemory<kSpread>];
+  Pair learned = {0, 0};
   for_elements<kSpread, kBackward>(
-      args, of, [&](const Contiguous& at, bool aligned, auto& x, auto& grad, const auto& channels) {
-        A before[kVectorSize];
+      args, of, memory, [&](const Contiguous& at, bool aligned, auto& x, auto& grad, const auto& channels) {
+        A before[kVectorSize], given[kVectorSize];
+#pragma unroll
+        for (int k = 0; k < kVectorSize; ++k) given[k] = grad[k];
         values_before(args.of, of, at, aligned, channels, x, before);
         gradients_before(settings, before, grad);
 #pragma unroll
@@ -91,7 +167,13 @@ __global__ void __launch_bounds__(kThreads, kSpread == Spread::row   ? kBlocks<T
         }
         store_dense(of.y, at, aligned, x);
         if (of.residual_grad != nullptr) store_dense(of.residual_grad, at, aligned, grad);
+        if constexpr (kLearned != Learned::nothing) {
+          if (args.of.learned) add_learned<kLearned>(settings, before, given, learned);
+        }
       });
+  if constexpr (kLearned != Learned::nothing) {
+    if (args.of.learned) join_learned(args, learned, memory);
+  }
 }
 
 // ---- channels
@@ -130,6 +212,10 @@ QT_DEVICE void set_line(const NormArgs<A>& args, int64_t c, const NormLine& line
 template <class A>
 __global__ void __launch_bounds__(kThreads) channels_kernel(const NormArgs<A> args) {
   if (blockIdx.x == 0) set_passed(args, threadIdx.x);
+  if (blockIdx.x == 0 && threadIdx.x == 0 && args.of.learned) {
+    *args.arrived = 0;
+    set_learned(args, {0, 0});  // of an empty tensor
+  }
   const int64_t c = int64_t{kThreads} * blockIdx.x + threadIdx.x, channels = args.of.channels;
   if (c >= channels) return;
   set_channel(args, c, static_cast<const A*>(args.of.mean)[c]);
@@ -157,20 +243,11 @@ __global__ void __launch_bounds__(kThreads) totals_kernel(const NormArgs<A> args
   set_channel(args, c, static_cast<A>(found.mean));
 }
 
-// The sum of a row of pairs, by the threads of a block; thread 0 has it.
-QT_DEVICE Pair total_of(const Pairs& from, int64_t begin, int64_t count) {
-  Pair mine = {0, 0};
-  for (int64_t i = begin + threadIdx.x; i < begin + count; i += blockDim.x) {
-    mine = Add()(mine, {from.first[i], from.second[i]});
-  }
-  return sum_of_block(mine);
-}
-
 // Joins the slices of a channel for each block.
 template <class A>
 __global__ void __launch_bounds__(kThreads) statistics_kernel(const NormArgs<A> args, int64_t slices) {
   const int64_t c = blockIdx.x;
-  const Pair sums = total_of(args.sums, c * slices, slices);
+  const Pair sums = sum_of_block(sum_of(args.sums, c * slices, slices));
   if (threadIdx.x != 0) return;
   A shift = 0;
   with_type<A, Kind::values>(
@@ -185,18 +262,12 @@ __global__ void __launch_bounds__(kThreads) statistics_kernel(const NormArgs<A> 
   set_channel(args, c, static_cast<A>(moments.mean));
 }
 
-// The same for the gradients; a block more has those of scale and zero point, if they are learned.
+// The same for the gradients.
 template <class A>
-__global__ void __launch_bounds__(kThreads) gradients_kernel(const NormArgs<A> args, int64_t slices, int64_t blocks) {
+__global__ void __launch_bounds__(kThreads) gradients_kernel(const NormArgs<A> args, int64_t slices) {
   const int64_t c = blockIdx.x, channels = args.of.channels;
-  const bool learned = c == channels;
-  const Pair sums = learned ? total_of(args.learned, 0, blocks) : total_of(args.sums, c * slices, slices);
+  const Pair sums = sum_of_block(sum_of(args.sums, c * slices, slices));
   if (threadIdx.x != 0) return;
-  if (learned) {
-    args.of.gradients[3 * channels] = sums.first;
-    args.of.gradients[3 * channels + 1] = sums.second;
-    return;
-  }
   const double inverse = inverse_at<A>(args.of, c), weight = value_at<A>(args.of.weight, c, 1);
   const NormGradients found =
       norm_gradients({sums.first, sums.second, 0, 0}, inverse, weight, args.of.eps, value_at<A>(args.of.divisor, c, 1));
@@ -234,6 +305,7 @@ __global__ void __launch_bounds__(kThreads) track_kernel(const TrackedStatistics
 // ---- launches
 
 bool is_of_rows(const BatchNormArgs& args) {
+  if (args.is_f64()) return false;
   const bool whole = args.inner == 1 && args.channels % kVectorSize == 0 && are_aligned(args);
   return whole && args.outer * (args.channels / kVectorSize) <= kMostDivisible;
 }
@@ -250,40 +322,55 @@ ReductionTiling division_of(const BatchNormArgs& args) {
 
 int64_t blocks_of(const ReductionTiling& s) { return s.groups * s.tiles * s.count; }
 
-// The workspace: five values for each channel and two for the interval, then the partial results.
+// Float64 is rare: its kernels take channels that lie in any way, vectors that are whole or not, and have all sums.
+template <class T>
+constexpr bool kIsRare = std::is_same_v<T, double>;
+
+// How the second pass walks over a tensor, and by how many blocks.
+struct SecondPass {
+  Spread spread;
+  int64_t blocks;
+};
+
+// With whole rows of channels, a thread's vectors are a multiple of a row apart.
+SecondPass second_pass_of(const BatchNormArgs& args) {
+  const Spread spread = are_aligned(args) && !args.is_f64() ? spread_of(args) : Spread::any;
+  constexpr int64_t kMostLearned = 1 << 12;  // each has a part of the sums of what is learned
+  int64_t blocks = blocks_for_vectors(args.outer * args.channels * args.inner);
+  if (args.learned) blocks = least(blocks, kMostLearned);
+  if (spread == Spread::row) {
+    const int64_t row = args.channels / kVectorSize, of = row / std::gcd(row, int64_t{kThreads});
+    blocks = divide_up(blocks, of) * of;
+  }
+  return {spread, blocks};
+}
+
+// The workspace: five values for each channel and two for the interval, the blocks that have arrived, then the partial
+// results.
 template <class T>
 NormArgs<ArithmeticOf<T>> with_memory(const BatchNormArgs& args, const ReductionTiling& s, double* workspace) {
-  const int64_t slots = s.count * args.channels, blocks = blocks_of(s);
+  const int64_t slots = s.count * args.channels, blocks = second_pass_of(args).blocks;
   auto* values = reinterpret_cast<ArithmeticOf<T>*>(workspace);
-  double* sums = workspace + kValues * args.channels + 2;
+  double* arrived = workspace + kValues * args.channels + 2;
+  double* sums = arrived + 1;
   double* learned = sums + 2 * slots;
   return {args,
           args.outer * args.channels * args.inner,
           are_aligned(args),
           {values, args.channels, places_of(args)},
           values + kValues * args.channels,
+          reinterpret_cast<unsigned*>(arrived),
           {sums, sums + slots},
           {learned, learned + blocks}};
 }
 
-// Blocks for a kernel of vectors. With whole rows of channels, a thread's vectors are a multiple of a row apart.
-unsigned blocks_for(const BatchNormArgs& args, Spread spread, int64_t numel) {
-  int64_t blocks = blocks_for_vectors(numel);
-  if (spread == Spread::row) {
-    const int64_t row = args.channels / kVectorSize, of = row / std::gcd(row, int64_t{kThreads});
-    blocks = divide_up(blocks, of) * of;
-  }
-  return static_cast<unsigned>(blocks);
-}
-
-// Runs a kernel of vectors as the channels lie along them. Those of whole vectors take aligned operands.
+// Runs the second pass by the kernel for how the channels lie along the vectors.
 template <class A>
-void launch_vectors(void (*const (&kernels)[kSpreads])(NormArgs<A>), const NormArgs<A>& args, cudaStream_t stream) {
-  const Spread spread = args.aligned ? spread_of(args.of) : Spread::any;
-  const auto kernel = kernels[static_cast<int>(spread)];
+void launch_second(void (*const (&kernels)[kSpreads])(NormArgs<A>), const NormArgs<A>& args, cudaStream_t stream) {
   if (args.numel == 0) return;  // of this rank
-  const unsigned blocks = blocks_for(args.of, spread, args.numel);
-  kernel<<<blocks, kThreads, 0, stream>>>(args);
+  const SecondPass pass = second_pass_of(args.of);
+  const auto kernel = kernels[static_cast<int>(pass.spread)];
+  kernel<<<static_cast<unsigned>(pass.blocks), kThreads, 0, stream>>>(args);
 }
 
 template <class A>
@@ -293,19 +380,15 @@ using Reduction = void (*)(NormArgs<A>, ReductionTiling, Pairs);
 // and of rows of channels.
 template <class A>
 struct Reductions {
-  Reduction<A> contiguous, whole, scattered, rows;
+  Reduction<A> contiguous, planes, scattered, rows;
 };
 
 template <class A>
 void reduce(const Reductions<A>& kernels, const NormArgs<A>& args, const ReductionTiling& s, cudaStream_t stream) {
-  const auto contiguous = args.aligned && args.numel % kVectorSize == 0 ? kernels.whole : kernels.contiguous;
+  const auto contiguous = args.aligned && args.numel % kVectorSize == 0 ? kernels.planes : kernels.contiguous;
   const auto kernel = is_of_rows(args.of) ? kernels.rows : s.unit == kVectorSize ? contiguous : kernels.scattered;
   kernel<<<static_cast<unsigned>(blocks_of(s)), kThreads, 0, stream>>>(args, s, args.sums);
 }
-
-// Float64 is rare: its kernels take channels that lie in any way, vectors that are whole or not, and have all sums.
-template <class T>
-constexpr bool kIsRare = std::is_same_v<T, double>;
 
 template <class T>
 constexpr Spread kernel_of(Spread spread) {
@@ -313,12 +396,33 @@ constexpr Spread kernel_of(Spread spread) {
 }
 
 template <class T, Learned kLearned>
+void second_backward(const NormArgs<ArithmeticOf<T>>& args, cudaStream_t stream) {
+  constexpr Learned kCommon = kIsRare<T> ? Learned::both : kLearned;
+  static constexpr void (*kKernels[])(NormArgs<ArithmeticOf<T>>) = {
+      norm_backward_kernel<T, kernel_of<T>(Spread::plane), kCommon>,
+      norm_backward_kernel<T, kernel_of<T>(Spread::planes), kCommon>,
+      norm_backward_kernel<T, kernel_of<T>(Spread::row), kCommon>, norm_backward_kernel<T, Spread::any, Learned::both>};
+  launch_second<ArithmeticOf<T>>(kKernels, args, stream);
+}
+
+template <class T>
 void reduce_gradients(const NormArgs<ArithmeticOf<T>>& args, const ReductionTiling& s, cudaStream_t stream) {
-  // Vectors that are not whole are rare too.
-  reduce<ArithmeticOf<T>>(
-      {sums_kernel<T, Contiguous, false, Learned::both>, sums_kernel<T, Contiguous, !kIsRare<T>, kLearned>,
-       sums_kernel<T, Scattered, false, kLearned>, row_sums_kernel<T, kLearned>},
-      args, s, stream);
+  const auto contiguous = sums_kernel<T, Contiguous>, scattered = sums_kernel<T, Scattered>;
+  if constexpr (kIsRare<T>) {
+    reduce<double>({contiguous, contiguous, scattered, nullptr}, args, s, stream);
+  } else {
+    reduce<float>({contiguous, plane_sums_kernel<T>, scattered, row_sums_kernel<T>}, args, s, stream);
+  }
+}
+
+template <class T>
+void reduce_moments(const NormArgs<ArithmeticOf<T>>& args, const ReductionTiling& s, cudaStream_t stream) {
+  const auto contiguous = moments_kernel<T, Contiguous>, scattered = moments_kernel<T, Scattered>;
+  if constexpr (kIsRare<T>) {
+    reduce<double>({contiguous, contiguous, scattered, nullptr}, args, s, stream);
+  } else {
+    reduce<float>({contiguous, plane_moments_kernel<T>, scattered, row_moments_kernel<T>}, args, s, stream);
+  }
 }
 
 // Threads of a block that joins slices.
@@ -336,34 +440,27 @@ void forward(const BatchNormArgs& given, double* workspace, cudaStream_t stream)
   if (given.stage == NormStage::rest) {
     launch_each(totals_kernel<A>, given.channels, stream, args);
   } else {
-    reduce<A>({moments_kernel<T, Contiguous, false>, moments_kernel<T, Contiguous, !kIsRare<T>>,
-               moments_kernel<T, Scattered, false>, row_moments_kernel<T>},
-              args, s, stream);
+    reduce_moments<T>(args, s, stream);
     statistics_kernel<A><<<channels, threads, 0, stream>>>(args, s.count);
   }
-  if (given.stage != NormStage::totals) launch_vectors<A>(kKernels, args, stream);
+  if (given.stage != NormStage::totals) launch_second<A>(kKernels, args, stream);
 }
 
 template <class T>
 void backward(const BatchNormArgs& given, double* workspace, cudaStream_t stream) {
   using A = ArithmeticOf<T>;
-  static constexpr void (*kKernels[])(NormArgs<A>) = {
-      norm_backward_kernel<T, kernel_of<T>(Spread::plane)>, norm_backward_kernel<T, kernel_of<T>(Spread::planes)>,
-      norm_backward_kernel<T, kernel_of<T>(Spread::row)>, norm_backward_kernel<T, Spread::any>};
   const ReductionTiling s = division_of(given);
   const NormArgs<A> args = with_memory<T>(given, s, workspace);
-  const unsigned channels = static_cast<unsigned>(given.channels + given.learned);
-  const unsigned threads = given.learned ? kThreads : threads_for(s);  // a channel's slices may be few, blocks are not
   launch_each(channels_kernel<A>, given.channels, stream, args);
-  if (given.stage == NormStage::rest) return launch_vectors<A>(kKernels, args, stream);
-  if (kIsRare<T> || (given.learned && given.zero_point != nullptr)) {
-    reduce_gradients<T, Learned::both>(args, s, stream);
-  } else if constexpr (!kIsRare<T>) {
-    given.learned ? reduce_gradients<T, Learned::scale>(args, s, stream)
-                  : reduce_gradients<T, Learned::nothing>(args, s, stream);
+  if (given.stage != NormStage::rest) {
+    const unsigned channels = static_cast<unsigned>(given.channels), threads = threads_for(s);
+    reduce_gradients<T>(args, s, stream);
+    gradients_kernel<A><<<channels, threads, 0, stream>>>(args, s.count);
   }
-  gradients_kernel<A><<<channels, threads, 0, stream>>>(args, s.count, blocks_of(s));
-  if (given.stage != NormStage::totals) launch_vectors<A>(kKernels, args, stream);
+  if (given.stage == NormStage::totals) return;
+  if (!given.learned) return second_backward<T, Learned::nothing>(args, stream);
+  given.zero_point == nullptr ? second_backward<T, Learned::scale>(args, stream)
+                              : second_backward<T, Learned::both>(args, stream);
 }
 
 // Calls f with a null pointer of the type of the elements.
@@ -381,7 +478,7 @@ void with_elements(Dtype dtype, F f) {
 
 int64_t batch_norm_workspace(const BatchNormArgs& args) {
   const ReductionTiling s = division_of(args);
-  return kValues * args.channels + 2 + 2 * s.count * args.channels + 2 * blocks_of(s);
+  return kValues * args.channels + 3 + 2 * s.count * args.channels + 2 * second_pass_of(args).blocks;
 }
 
 void batch_norm_forward(const BatchNormArgs& args, double* workspace, cudaStream_t stream) {

@@ -22,29 +22,6 @@ QT_DEVICE void for_vectors(int64_t numel, F f) {
   }
 }
 
-// The same for whole vectors, with what load(at) returns for each: those of a thread's next kAhead vectors are on their
-// way while f(at, loaded) computes.
-template <int kAhead, class Load, class F>
-QT_DEVICE void for_vectors_ahead(int64_t numel, Load load, F f) {
-  const int64_t step = int64_t{kVectorSize} * kThreads * gridDim.x;
-  int64_t i = (int64_t{kThreads} * blockIdx.x + threadIdx.x) * kVectorSize;
-  decltype(load(whole_at(i))) ahead[kAhead];
-#pragma unroll
-  for (int k = 0; k < kAhead; ++k) {
-    if (i + k * step < numel) ahead[k] = load(whole_at(i + k * step));
-  }
-  while (true) {
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {  // in a ring: a copy of what is loaded would wait for it
-      if (i >= numel) return;
-      const auto loaded = ahead[k];
-      if (i + kAhead * step < numel) ahead[k] = load(whole_at(i + kAhead * step));
-      f(whole_at(i), loaded);
-      i += step;
-    }
-  }
-}
-
 // Loads each vector of an operand, calls f(at, v), and stores v to args.y. With kTyped, the operand is of the result's
 // dtype, and each dtype has a loop of its own.
 template <class A, bool kTyped, class F>
@@ -250,13 +227,24 @@ QT_DEVICE void join_tree(Pair* pairs, int count, Join join) {
   }
 }
 
-// The sum over a block's threads, which are a power of two.
-QT_DEVICE Pair sum_of_block(Pair mine) {
-  __shared__ Pair pairs[kThreads];
-  pairs[threadIdx.x] = mine;
+// The sum over a block's threads, of whole warps; thread 0 has it. A block that needs its memory no more gives it.
+QT_DEVICE Pair sum_of_block(Pair mine, Pair* of_warps) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    mine = Add()(mine, {__shfl_xor_sync(~0u, mine.first, lanes), __shfl_xor_sync(~0u, mine.second, lanes)});
+  }
   __syncthreads();
-  join_tree(pairs, blockDim.x, Add());
-  return pairs[0];
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = mine;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int warp = 1; warp < blockDim.x / 32; ++warp) mine = Add()(mine, of_warps[warp]);
+  }
+  return mine;
+}
+
+QT_DEVICE Pair sum_of_block(Pair mine) {
+  __shared__ Pair of_warps[kThreads / 32];
+  return sum_of_block(mine, of_warps);
 }
 
 // Joins the results of a block's threads for one channel of its tile.
@@ -271,8 +259,8 @@ QT_DEVICE Pair join_channel(const ReductionTiling& s, const Pair* pairs, int cha
 }
 
 template <class Join>
-QT_DEVICE void join_block(const ReductionTiling& s, Pair mine, const Pairs& to, Join join) {
-  __shared__ Pair pairs[kThreads];
+QT_DEVICE void join_block(const ReductionTiling& s, Pair mine, const Pairs& to, Join join, Pair* pairs) {
+  __syncthreads();
   pairs[threadIdx.x] = mine;
   __syncthreads();
   const Tile tile = tile_of(s, blockIdx.x);
@@ -282,6 +270,12 @@ QT_DEVICE void join_block(const ReductionTiling& s, Pair mine, const Pairs& to, 
     const Pair result = s.tile_channels == 1 ? pairs[0] : join_channel(s, pairs, channel, join);
     write(to, (tile.first_channel + channel) * s.count + tile.slice, result);
   }
+}
+
+template <class Join>
+QT_DEVICE void join_block(const ReductionTiling& s, Pair mine, const Pairs& to, Join join) {
+  __shared__ Pair pairs[kThreads];
+  join_block(s, mine, to, join, pairs);
 }
 
 // Joins the slices of one channel per block; an empty tensor has no slices.

@@ -15,9 +15,10 @@ struct NormArgs {
   int64_t numel;
   bool aligned;  // see are_aligned
   NormChannels<A> channels;
-  A* passed;  // the open interval of values that the quantizer passes the gradient for; see BatchNormArgs
-  // Partial results of the reductions: two sums for each channel and slice, and for each block those of the gradients
-  // of scale and zero point.
+  A* passed;          // the open interval of values that the quantizer passes the gradient for; see BatchNormArgs
+  unsigned* arrived;  // how many blocks have written their sums of the gradients of scale and zero point
+  // Partial results of the reductions: two sums for each channel and slice, and for each block of the second pass those
+  // of the gradients of scale and zero point.
   Pairs sums, learned;
 };
 
@@ -83,21 +84,6 @@ QT_DEVICE Settings<A> settings_of(const NormArgs<A>& args) {
           static_cast<A>(of.bounds.hi),
           backward ? args.passed[0] : A(0),
           backward ? args.passed[1] : A(0)};
-}
-
-// What is loaded of a whole vector ahead of its use, as it is in memory. A residual, which few layers have, is loaded
-// later.
-template <class T>
-struct Loaded {
-  Pack<T> x, grad;
-};
-
-template <class T>
-QT_DEVICE Loaded<T> loaded_at(const Operands<T>& of, const Contiguous& at) {
-  Loaded<T> loaded;
-  loaded.x = pack_at(of.x, at);
-  if (of.grad != nullptr) loaded.grad = pack_at(of.grad, at);
-  return loaded;
 }
 
 // The residual, if there is one. Rebuilt from its codes, it is rounded to x's dtype as it was before.

@@ -49,9 +49,8 @@ class Host:
         """What f returns for copies of its arguments."""
         runs = []
         for order in ORDERS:
-            own = [copied(t, "cpu") for t in given]
             with on_host(order):
-                runs.append(listed(f(*own)))
+                runs.append(listed(f(*(copied(t, "cpu") for t in given))))
         for run in runs[1:]:
             for got, first in zip(run, runs[0], strict=True):
                 assert_same(got, first)

@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from tests.ops.cuda_host import (
     compiled,
     dtype_number,
     filled,
+    guarded,
 )
 from tests.ops.test_batch_norm import ACTIVATIONS, tensors
 from tests.ops.test_max_pool import SHAPES as IMAGES
@@ -46,13 +47,15 @@ SHAPES = {
     "vectors_of_channels": (3, 24, 5, 7),
     "a_vector_of_channels": (70, 8, 3, 3),
     "tiles_of_channels": (19, 520),
+    "threads_without_rows": (1, 512, 7, 7),
 }
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 
 
-@pytest.fixture(scope="module")
-def kernels() -> ctypes.CDLL:
-    return compiled()
+@pytest.fixture
+def kernels() -> Iterator[ctypes.CDLL]:
+    with guarded():
+        yield compiled()
 
 
 def in_arithmetic(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:

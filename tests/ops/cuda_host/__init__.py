@@ -24,7 +24,7 @@ BUILT = HOST.parents[2] / "build" / "cuda_host"
 SOURCES = (".cpp", ".cu", ".cuh", ".h", ".py")
 COMPILER = os.environ.get("CXX", "c++")
 HEADERS = {
-    **dict.fromkeys(("cuda_runtime.h", "cuda_bf16.h", "cuda_fp16.h"), "device.h"),
+    **dict.fromkeys(("cuda_runtime.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_pipeline_primitives.h"), "device.h"),
     **dict.fromkeys(
         ("cuda_runtime_api.h", *(f"c10/cuda/CUDA{part}.h" for part in ("Exception", "Guard", "Stream"))), "runtime.h"
     ),
@@ -277,17 +277,29 @@ def _instructions(asm: re.Match[str]) -> str:
 
 
 @contextmanager
+def guarded(begins: bool = False) -> Iterator[None]:
+    """Tensors have memory that ends at a page which no kernel may touch, or begins behind one."""
+    kernels = compiled()
+    kernels.guard_memory(True, begins)
+    try:
+        yield
+    finally:
+        kernels.guard_memory(False, False)
+
+
+@contextmanager
 def on_host(order: str, only_ends: bool = False) -> Iterator[None]:
     """Ops of CPU tensors run as those of CUDA tensors: csrc/cuda/launch.cpp with these kernels.
 
     Memory that an op allocates holds NaN or the largest integer, but with `only_ends`: then of each kernel the first and the
-    last block run alone.
+    last block run alone. It is guarded, and begins behind a guard where threads run backwards.
     """
     kernels, deterministic = compiled(), torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(not only_ends)
     kernels.take_ops(ORDERS[order], only_ends)
     try:
-        yield
+        with guarded(begins=order == "backwards"):
+            yield
     finally:
         torch.use_deterministic_algorithms(deterministic)
         unchecked = kernels.give_ops_back()

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <numeric>
@@ -53,6 +54,8 @@ T atomicAdd(T* p, T value) {
   *p += value;
   return before;
 }
+
+inline void __threadfence() {}
 
 inline float rsqrt(float v) { return 1 / std::sqrt(v); }
 inline double rsqrt(double v) { return 1 / std::sqrt(v); }
@@ -156,7 +159,7 @@ inline void start_fiber() {
 
 // Forgets the threads of a block that did not come to its end.
 [[noreturn]] inline void stop(std::string what) {
-  fibers.clear(), idle.clear(), waiting.clear(), failure.clear();
+  fibers.clear(), idle.clear(), waiting.clear(), failure.clear(), running = nullptr;
   throw std::runtime_error("CUDA kernel on the host: " + what);
 }
 
@@ -167,7 +170,15 @@ void put_in_order(std::vector<T>& all) {
   if (order == Order::shuffled) std::shuffle(all.begin(), all.end(), random);
 }
 
+// Copies that a thread has asked for, in the groups of its commits: they happen when it waits for them.
+struct Copies {
+  std::vector<std::function<void()>> uncommitted;
+  std::deque<std::vector<std::function<void()>>> groups;
+};
+inline std::vector<Copies> copies;  // of each thread of the block
+
 inline void run_block(unsigned count) {
+  copies.assign(count, {});
   threads.resize(count);
   std::iota(threads.begin(), threads.end(), 0u);
   put_in_order(threads);
@@ -191,6 +202,7 @@ inline void run_block(unsigned count) {
       if (!failure.empty()) stop(failure);
     }
   }
+  running = nullptr;
 }
 
 inline void launch(unsigned blocks, unsigned threads_of_block, size_t bytes, cudaStream_t stream,
@@ -231,6 +243,22 @@ inline void st_global_v4_b32(void* to, uint32_t a, uint32_t b, uint32_t c, uint3
 // Called where a load or a store is not aligned for its type (-fsanitize=alignment).
 extern "C" inline __attribute__((used)) void __ubsan_handle_type_mismatch_v1(const void*, const void*) {
   device::fault("misaligned address");
+}
+
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t size) {
+  const auto at = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
+  if (size != 16 || at(to) % size != 0 || at(from) % size != 0) device::fault("misaligned address");
+  device::copies[threadIdx.x].uncommitted.emplace_back([=] { std::memcpy(to, from, size); });
+}
+inline void __pipeline_commit() {
+  auto& of = device::copies[threadIdx.x];
+  of.groups.push_back(std::exchange(of.uncommitted, {}));
+}
+inline void __pipeline_wait_prior(size_t last) {
+  auto& groups = device::copies[threadIdx.x].groups;
+  for (; groups.size() > last; groups.pop_front()) {
+    for (const auto& copy : groups.front()) copy();
+  }
 }
 
 inline void __syncthreads() { device::park(device::waiting); }

@@ -1,5 +1,7 @@
 // All CUDA kernels, with their launches replaced. Those with steps that no op takes alone are functions NAME_on_host
 // too.
+#include <signal.h>
+
 #include <utility>
 
 #include "cuda/attention.cu"
@@ -75,6 +77,12 @@ extern "C" void attention_weights_on_host(const AttentionWeights* args, int orde
   cuda::attention_weights(*args, workspace.data(), nullptr);
 }
 
+// What a signal for memory that nobody may touch calls (table.cpp).
+extern "C" void on_fault(int number) {
+  if (device::running != nullptr) device::fault("it reads or writes outside of a tensor");
+  signal(number, SIG_DFL);  // of anything but a kernel: it happens again
+}
+
 // Kernels with an error each, which a GPU ends or a sanitizer of CUDA finds: what the device says to it.
 extern "C" const char* message_of_error(const char* error, float* data) {
   static std::string message;
@@ -85,6 +93,8 @@ extern "C" const char* message_of_error(const char* error, float* data) {
     device::launch(1, 32, 0, of == "stream" ? other : nullptr, [&] {
       if (of == "load") data[0] = cuda::pack_at(data + 1, cuda::whole_at(0)).v[0];
       if (of == "store") cuda::store_pack(reinterpret_cast<int16_t*>(data) + 1, cuda::Pack<int16_t>{});
+      if (of == "behind") data[0] = data[16];
+      if (of == "before") data[0] = data[-1];
       if (of == "barrier" && threadIdx.x > 0) __syncthreads();
     });
   } catch (const std::runtime_error& found) {

@@ -1,9 +1,12 @@
 // The ops of CPU tensors take the kernels of CUDA, as csrc/cuda/launch.cpp launches them. An op's body takes its
 // kernels from a table of its device (csrc/launch.h): here the CPU's is written over with CUDA's, and later with its
 // own again.
+#include <c10/core/CPUAllocator.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <unordered_map>
 #include <utility>
 
 #include "cuda/launch.cpp"
@@ -20,6 +23,54 @@ static void write_over(const DeviceKernels& table) {
 }
 
 static const DeviceKernels of_cpu = cpu::kDeviceKernels;
+
+static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+
+// Torch's memory, or while `guards` is set memory between two pages that nobody may touch. It ends at the second, but
+// for what 16 bytes, the largest access of a kernel, leave over; or it begins behind the first.
+struct Guarded final : c10::Allocator {
+  static inline c10::Allocator* const torchs = c10::GetCPUAllocator();
+  bool guards = false, begins = false;
+
+  c10::DataPtr allocate(size_t n) override {
+    if (!guards || n == 0) return torchs->allocate(n);
+    const size_t size = (n + page - 1) / page * page;
+    char* all = static_cast<char*>(
+        mmap(nullptr, size + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    TORCH_CHECK(all != MAP_FAILED && mprotect(all, page, PROT_NONE) == 0);
+    TORCH_CHECK(mprotect(all + page + size, page, PROT_NONE) == 0);
+    char* data = all + page + (begins ? 0 : size - (n + 15) / 16 * 16);
+    mapped()[data] = {all, size + 2 * page};
+    return {data, data, &release, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }  // a library keeps memory for later calls
+  void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
+
+ private:
+  static std::unordered_map<void*, std::pair<char*, size_t>>& mapped() {
+    static std::unordered_map<void*, std::pair<char*, size_t>> all;
+    return all;
+  }
+  static void release(void* data) {
+    const auto found = mapped().extract(data);
+    if (found.empty()) return torchs->raw_deleter()(data);
+    munmap(found.mapped().first, found.mapped().second);
+  }
+};
+
+extern "C" void on_fault(int);  // kernels.cpp
+
+// From here on, or no more, tensors have guarded memory. It ends at a guard, or begins behind one.
+extern "C" void guard_memory(bool on, bool begins) {
+  static Guarded allocator;
+  static struct sigaction before = {};
+  if (c10::GetCPUAllocator() != &allocator) c10::SetCPUAllocator(&allocator);
+  allocator.guards = on, allocator.begins = begins;
+  struct sigaction action = {};
+  action.sa_handler = on_fault;
+  action.sa_flags = SA_NODEFER | SA_ONSTACK;
+  on ? sigaction(SIGSEGV, &action, &before) : sigaction(SIGSEGV, &before, nullptr);
+}
 
 extern "C" void take_ops(int order, bool only_ends) {
   device::order = static_cast<device::Order>(order), device::only_ends = only_ends;
