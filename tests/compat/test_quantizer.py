@@ -10,8 +10,10 @@ import torch
 from qtoolkit.compat.pytorch_quantization import calib, enable_onnx_export
 from qtoolkit.compat.pytorch_quantization import nn as quant_nn
 from qtoolkit.compat.pytorch_quantization.nn import TensorQuantizer
+from qtoolkit.compat.pytorch_quantization.nn.modules import tensor_quantizer
 from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import LegacyExportError
 from qtoolkit.compat.pytorch_quantization.tensor_quant import QuantDescriptor
+from qtoolkit.running import Run
 from tests import reference
 from tests.cases import assert_same, leaf
 
@@ -431,7 +433,7 @@ def test_narrow_codes_are_refused_wherever_the_form_is_computed(monkeypatch):
     with pytest.raises(LegacyExportError, match="must have narrow_range=False to be exported"):
         quantizer(values())
     monkeypatch.setattr(TensorQuantizer, "use_fb_fake_quant", False)
-    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    monkeypatch.setattr(tensor_quantizer, "running", lambda: Run.TRACED_FOR_ONNX)
     with pytest.raises(LegacyExportError, match="must have narrow_range=False to be exported"):
         quantizer(values())
     quantizer.unsigned = True
