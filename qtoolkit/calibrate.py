@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from qtoolkit.eager.record import check_links, plan_of
 from qtoolkit.errors import check_flags, check_known, check_whole, some
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.instead import RANGES, refuse_others
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import batch_statistics
@@ -76,6 +77,7 @@ def calibrate(
     progress: bool = True,
     synchronize: bool = True,
     method: str | None = None,
+    **other: Never,
 ) -> CalibrationReport:
     """Observe the ranges of all quantizers on data, and set their scales. Then the model quantizes.
 
@@ -102,6 +104,7 @@ def calibrate(
             "clip_std"; or from a histogram by "mse", "l2", "entropy" or "percentile" (99.99 %). A spec's `observer_args` take
             other options. The specs of their quantizers then say so. None follows the specs. Histograms count the values of
             padding like all others: pass batches without it, such as texts of about one length.
+        other: None: what other tools call an argument raises an error that says what to write.
 
     Returns:
         The ranges, and the quantizers that saw no data.
@@ -123,6 +126,7 @@ def calibrate(
         >>> report.ranges["activation_quantizers.input_1"]
         (1.0, 2.0)
     """
+    refuse_others(calibrate, other)
     check_flags("calibrate", progress=progress, synchronize=synchronize)
     prepared = check_module(prepared, "calibrate", "prepared")  # DistributedDataParallel replaces ranges by rank 0's
     quantizers = quantizers_of(prepared)
@@ -248,7 +252,7 @@ def _warn_of_unreached(names: Sequence[str]) -> None:
 
 def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:
     """Give the quantizers of activations the observer of a method."""
-    check_known("method of calibrate", method, (*OBSERVERS, *METHODS))
+    check_known("method of calibrate", method, (*OBSERVERS, *METHODS), RANGES)
     name, options = (method, {}) if method in OBSERVERS else ("histogram", {"method": method})
     for quantizer in quantizers:
         if not quantizer.of_weight and not quantizer.dynamic:
