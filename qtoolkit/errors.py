@@ -45,8 +45,8 @@ def with_article(named: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a number, a string or None as it is written, and any other value by its type: it may be a whole model."""
-    return repr(value) if isinstance(value, int | float | str | None) else with_article(type(value))
+    """Return a number, a string, a type or None as it is written, and any other value by its type: it may be a whole model."""
+    return repr(value) if isinstance(value, int | float | str | type | None) else with_article(type(value))
 
 
 # A vowel that is heard: of a word (OrderedDict, upsample_linear), or of a letter read by its name (LSTM, MLP, but UNet).
