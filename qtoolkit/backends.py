@@ -443,7 +443,13 @@ _ALL = (
 )  # fmt: skip
 backends: Mapping[str, Backend] = {backend.name: backend for backend in _ALL}
 # What other names of targets mean here.
-MEANT = {"ort": "onnxruntime", "trt": "tensorrt"}
+MEANT = {
+    **dict.fromkeys(("ort", "onnx", "x86", "fbgemm", "onednn", "cpu"), "onnxruntime"),
+    **dict.fromkeys(("qnnpack", "executorch"), "xnnpack"),
+    **dict.fromkeys(("tflite", "tensorflow_lite"), "litert"),
+    **dict.fromkeys(("trt", "cuda", "gpu"), "tensorrt"),
+    "ov": "openvino",
+}
 
 
 def backend_of(backend: str | Backend, required: str = "backend is required") -> Backend:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qtoolkit.errors import shown
 from qtoolkit.model_inputs import Args, Kwargs, bind, given_arguments, naming_misfits, split
 from qtoolkit.model_state import removing
 from qtoolkit.op_kinds.recorded import check_none
@@ -24,7 +25,7 @@ def check_batches(what: str, batches: object, forward: object) -> None:
             f"[batch] for a single one."
         )
     if forward is not None and not callable(forward):
-        raise TypeError(f"{what}: forward must be a function of a model and a batch, or None, got {forward!r}.")
+        raise TypeError(f"{what}: forward must be a function of a model and a batch, or None, got {shown(forward)}.")
 
 
 def not_finite(what: str, values: str) -> ValueError:

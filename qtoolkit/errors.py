@@ -10,7 +10,7 @@ from typing import TypeVar
 def unknown(what: str, name: object, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
     """Return a sentence for an unknown name, with the nearest known one, or what a name of other tools means (`meant`)."""
     names = sorted(known)
-    near = (meant or {}).get(str(name)) or nearest(name, names)
+    near = (meant or {}).get(str(name).lower()) or nearest(name, names)
     hint = "." if near is None else f"; did you mean {near!r}?"
     return f"unknown {what} {name!r}{hint} Known: {', '.join(names)}."
 
@@ -45,8 +45,8 @@ def with_article(named: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a number, a string or None as it is written, and any other value by its type: it may be a whole model."""
-    return repr(value) if isinstance(value, int | float | str | None) else with_article(type(value))
+    """Return a number, a string, a type or None as it is written, and any other value by its type: it may be a whole model."""
+    return repr(value) if isinstance(value, int | float | str | type | None) else with_article(type(value))
 
 
 # A vowel that is heard: of a word (OrderedDict, upsample_linear), or of a letter read by its name (LSTM, MLP, but UNet).
@@ -86,7 +86,7 @@ def check_sequence(value: object, what: str, argument: str, of: str = "names", e
         )
     if not isinstance(value, Iterable):
         remedy = f"; write {argument}=[] for none" if empty else ""
-        raise TypeError(f"{what}: {argument} must be a sequence of {of}, got {value!r}{remedy}.")
+        raise TypeError(f"{what}: {argument} must be a sequence of {of}, got {shown(value)}{remedy}.")
     if not empty and not list(value):
         raise ValueError(f"{what}: {argument} must be a sequence of at least one of the {of}, got {value!r}.")
 

@@ -18,6 +18,12 @@ from qtoolkit.errors import shown
 DAY = 24 * 60 * 60
 # What writes the files of each ending.
 WRITERS = {
+    **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "torch.save"),
+    ".pt2": "torch.export.save",
+    ".safetensors": "qtoolkit.save_checkpoint",
+    ".html": "qtoolkit.debug.report",
+    ".svg": "qtoolkit.debug.draw",
+    ".xml": "qtoolkit.export.encodings",
     ".onnx": "qtoolkit.export_onnx",
     ".tflite": "qtoolkit.export_litert",
     ".pte": "qtoolkit.export.export_executorch",

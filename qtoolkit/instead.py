@@ -1,6 +1,7 @@
 """What a first attempt types: names that other tools have, and arguments in another order, with what to type instead."""
 
 import functools
+import inspect
 import os
 import re
 import sys
@@ -21,6 +22,14 @@ FORMATS = {
     **dict.fromkeys(("float8_e5m2", "bf8"), "e5m2"),
     **dict.fromkeys(("fp4", "float4", "float4_e2m1fn_x2"), "e2m1"),
 }
+# What other tools' names of methods mean, for the method of a range and for an observer.
+RANGES = {
+    **dict.fromkeys(("kl", "kld", "kl_divergence", "kullback_leibler"), "entropy"),
+    **dict.fromkeys(("max", "absmax", "abs_max", "amax", "min_max"), "minmax"),
+    **dict.fromkeys(("sqnr", "mean_squared_error"), "mse"),
+}
+OF_OBSERVERS = {name: method if method == "minmax" else "histogram" for name, method in RANGES.items()}
+OF_OBSERVERS |= dict.fromkeys(("percentile", "mse", "l2", "entropy"), "histogram")
 PREPARE = (
     "qtoolkit.prepare(model, example_inputs, backend=...), which prepares for QAT in training mode and for PTQ in eval "
     "mode"
@@ -97,6 +106,59 @@ def check_arguments(of: str, given: Mapping[str, object], known: Collection[str]
         raise TypeError(f"{of} has no argument {names}; write {', '.join(dict.fromkeys(ways))}.")
 
 
+# The arguments of functions that other tools call by another name, and those that say the same in another way. A name counts
+# where the function has the argument.
+SPECS = (
+    "qconfig_mapping=QConfigMapping().set_global(QConfig(activation, weight)), each a QuantSpec, as QuantSpec(bits=4)"
+)
+OF_FUNCTIONS = {
+    **dict.fromkeys(("num_batches", "n_batches", "num_steps", "calib_steps", "steps"), "max_batches"),
+    **dict.fromkeys(("dataloader", "data_loader", "loader", "dataset", "calib_dataset", "data"), "batches"),
+    **dict.fromkeys(("forward_loop", "calib_func", "run_fn", "forward_fn"), "forward"),
+    **dict.fromkeys(("example_input", "inputs", "dummy_input", "sample_inputs", "args"), "example_inputs"),
+    **dict.fromkeys(("target", "platform"), "backend"),
+    **dict.fromkeys(("skip", "ignored_scope", "exclude_layers", "modules_to_not_convert"), "exclude"),
+    **dict.fromkeys(("output_path", "output", "filename", "file", "f"), "path"),
+    "opset_version": "opset",
+}
+SAID_OTHERWISE = {
+    **dict.fromkeys(RENAMED, ("qconfig_mapping", SPECS)),
+    **dict.fromkeys(("bits", "weights", "activations", "weight_bits", "w_bits"), ("qconfig_mapping", SPECS)),
+    **dict.fromkeys(("activation_bits", "a_bits", "qconfig", "qspec", "dtype"), ("qconfig_mapping", SPECS)),
+    "dynamic_axes": (
+        "dynamic_batch",
+        "dynamic_batch=True for batches of any size, or dynamic_shapes as torch.export takes them",
+    ),
+    "dynamo": ("exporter", 'exporter="dynamo" or exporter="torchscript"'),
+}
+
+
+def refuse_others(function: Callable[..., object], other: Mapping[str, object]) -> None:
+    """Raise TypeError for keyword arguments that a function does not have, with those to write instead.
+
+    Example:
+        >>> def calibrate(prepared, batches, max_batches=None):
+        ...     pass
+        >>> refuse_others(calibrate, {"num_batches": 8})
+        Traceback (most recent call last):
+        ...
+        TypeError: calibrate has no argument 'num_batches'; write max_batches=8.
+    """
+    known = [name for name in inspect.signature(function).parameters if name != "other"]
+    ways = []
+    for name, value in other.items():
+        renamed, (argument, way) = OF_FUNCTIONS.get(name), SAID_OTHERWISE.get(name, ("", ""))
+        if renamed in known:
+            ways.append(f"{renamed}={value!r}" if isinstance(value, int | float | str) else str(renamed))
+        elif argument in known:
+            ways.append(way)
+        else:
+            raise TypeError(unknown(f"argument of {function.__name__}", name, known))
+    if ways:
+        names = " and no ".join(map(repr, other))
+        raise TypeError(f"{function.__name__} has no argument {names}; write {', '.join(dict.fromkeys(ways))}.")
+
+
 def of_attribute(name: str, package: ModuleType, parts: Iterable[str]) -> str:
     """Return the sentence for a name that a package and its public `parts` do not have: what to write, or the nearest name."""
     absent = f"module {package.__name__!r} has no attribute {name!r}"
@@ -142,12 +204,13 @@ def in_order(**roles: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         """Return the function with a check of its arguments."""
-        names = list(roles.values())
+        names, known = list(roles.values()), inspect.signature(function).parameters
         order = " and ".join([", ".join(names[:-1]), names[-1]])
         message = f"{function.__name__} takes {order} in this order: {function.__name__}({', '.join(names)})."
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            refuse_others(function, {name: value for name, value in kwargs.items() if name not in known})
             given = [roles.get(_role_of(value), "") for value in args[: len(names)]]
             each_once = "" not in given and len({*given, *kwargs}) == len(given) + len(kwargs)
             has_model = "model" not in roles or roles["model"] in {*given, *kwargs}  # if not, the function says so

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset
 
 from qtoolkit.errors import first_line, with_article
 
@@ -180,10 +181,24 @@ def call_arguments(model: nn.Module, example_inputs: object, what: str) -> tuple
 def _bound(model: nn.Module, example_inputs: object, what: str, remedy: str = "") -> inspect.BoundArguments:
     args, kwargs = split(example_inputs)
     signature = inspect.signature(model.forward)
+    if (mistaken := _mistaken(example_inputs)) is not None:
+        raise TypeError(f"{what} not match {type(model).__name__}.forward{signature}: {mistaken}.")
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{what} not match {type(model).__name__}.forward{signature}: {error}{remedy}.") from None
+
+
+def _mistaken(given: object) -> str | None:
+    """Return what is wrong with a shape or a data loader in the place of inputs, and the remedy; None for anything else."""
+    if isinstance(given, DataLoader | Dataset):
+        item = "next(iter(loader))" if isinstance(given, DataLoader) else "dataset[0]"
+        return f"got {with_article(type(given))}; pass what the model takes of one batch, as of {item}"
+    if not isinstance(given, tuple | list):
+        return None
+    if isinstance(given, torch.Size) or (len(given) > 1 and all(type(size) is int for size in given)):
+        return f"got the shape {tuple(given)}; pass a tensor of it, such as torch.randn({', '.join(map(str, given))})"
+    return None
 
 
 def tensors_of(value: object) -> list[Tensor]:

@@ -13,7 +13,7 @@ from qtoolkit.errors import check_flags, check_sequence, some
 from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.graph.capture.trace import check_not_wrapped
 from qtoolkit.graph.capture.untraceable import UntraceableError
-from qtoolkit.model_inputs import Args, Kwargs, naming_misfits, split
+from qtoolkit.model_inputs import Args, Kwargs, bind, naming_misfits, split
 from qtoolkit.model_state import changing, check_module, evaluating, removing, values_kept
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.registry import imported_types
@@ -107,6 +107,7 @@ def _calls(model: nn.Module, example_inputs: object) -> Calls:
 
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in names]
     args, kwargs = split(example_inputs)
+    bind(model, example_inputs, "prepare_parts: example_inputs do")
     fitting = naming_misfits(model, example_inputs, "prepare_parts: example_inputs do")
     with removing(hooks), torch.no_grad(), evaluating(model), values_kept([*model.buffers()]), fitting:
         model(*args, **kwargs)

@@ -1,7 +1,7 @@
 """prepare(): the passes in order."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, Never
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule, names_of_own
 from qtoolkit.graph.nodes import object_type_of
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
+from qtoolkit.instead import refuse_others
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import bind, naming_misfits, split
 from qtoolkit.model_state import changing, check_module, evaluating, random_state_kept, values_kept
@@ -54,6 +55,7 @@ def prepare(
     *,
     exclude: Exclude | None = None,
     capture: Literal["trace", "export"] = "trace",
+    **other: Never,
 ) -> QuantizedGraphModule:
     """Turn a float model into one that can be calibrated and trained with quantization.
 
@@ -92,6 +94,7 @@ def prepare(
             "export": torch.export, which follows more Python. Blocks cannot be called on their own then, and sizes are those
             of the example inputs, but for a batch of two or more. `untraced` and `concrete_args` have no effect there, and
             raise an error.
+        other: None: what other tools call an argument raises an error that says what to write.
 
     Returns:
         A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
@@ -115,6 +118,7 @@ def prepare(
         >>> [type(layer).__name__ for layer in prepare(model, backend="onnxruntime", exclude="2").children()][:3]
         ['QuantLinear', 'ReLU', 'Linear']
     """
+    refuse_others(prepare, other)
     check_flags("prepare", inplace=inplace)
     _check_example_inputs(example_inputs)
     target = backend_of(backend)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from typing import Literal, Self
+from typing import Literal, Never, Self
 
 from torch import nn
 
@@ -38,6 +38,7 @@ from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type
 from qtoolkit.graph.passes.link_inputs import link_own_inputs
+from qtoolkit.instead import refuse_others
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.model_state import changing, check_module
 from qtoolkit.nn import replaced_modules, set_training_arithmetic
@@ -66,6 +67,7 @@ def replace(
     quantize: Literal["inputs", "outputs"] = "inputs",
     training_arithmetic: Arithmetic = "auto",
     save: Saved = "codes",
+    **other: Never,
 ) -> nn.Module:
     """Replace the layers of a float model by layers that quantize their own inputs and weights, without tracing it.
 
@@ -104,6 +106,7 @@ def replace(
         training_arithmetic: How layers compute in training: "auto", "float" or "integer"; see
             `qtoolkit.nn.set_training_arithmetic`.
         save: What layers keep of their inputs for backward: "codes" or "float"; see there.
+        other: None: what other tools call an argument raises an error that says what to write.
 
     Returns:
         The model, or its copy, with QAT layers.
@@ -122,6 +125,7 @@ def replace(
         >>> report.ranges["0.input_quantizer"]
         (1.0, 1.0)
     """
+    refuse_others(replace, other)
     check_flags("replace", inplace=inplace)
     target = backend_of(backend)
     check_known("quantize", quantize, QUANTIZE)

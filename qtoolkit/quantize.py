@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Never, cast
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from qtoolkit.export.onnx import Exporter, require_extra
 from qtoolkit.files import check_format
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.capture.untraceable import UntraceableError
+from qtoolkit.instead import refuse_others
 from qtoolkit.model_state import check_module, evaluating
 from qtoolkit.prepare import prepare
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -86,6 +87,7 @@ def quantize(
     exporter: Exporter = "dynamo",
     dynamic_batch: bool = True,
     progress: bool = True,
+    **other: Never,
 ) -> QuantizeResult:
     """Quantize a float model without training, and write it as an ONNX file: all steps in one call.
 
@@ -112,6 +114,7 @@ def quantize(
         exporter: As `export_onnx` takes it: "torchscript" for a forward that branches on values.
         dynamic_batch: Make dimension 0 of all inputs dynamic. False fixes the size of the first batch.
         progress: Show progress bars.
+        other: None: what other tools call an argument raises an error that says what to write.
 
     Returns:
         The models, the reports, the file and the verdict; print it.
@@ -137,6 +140,7 @@ def quantize(
         >>> str(result.verdict), len(result.report.left_float), result.calibration.batches
         ('equal', 0, 4)
     """
+    refuse_others(quantize, other)
     check_flags("quantize", dynamic_batch=dynamic_batch, progress=progress)
     check_module(model, "quantize")
     trace.check_model(model, "quantize")

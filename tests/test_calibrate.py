@@ -1,4 +1,5 @@
 import copy
+import warnings
 
 import pytest
 import torch
@@ -377,3 +378,32 @@ def test_weights_that_are_set_after_prepare_train_as_those_that_were_there(made,
                 for each in (expected, ours)
             )
             torch.testing.assert_close(own, gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+class Pooled(nn.Module):
+    """Has a batch norm with one value of a channel for each image, and one with more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Flatten())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pooled(self.wide(x))
+
+
+@pytest.mark.parametrize("kind", ["prepare", "replace"])
+def test_batches_that_are_too_small_for_a_batch_norm_are_a_warning(kind: str) -> None:
+    """In training mode it normalizes two values of a channel to +1 and -1, and what follows has other ranges in eval mode."""
+    quantize = qt.prepare if kind == "prepare" else qt.quant_modules.replace
+    batches = list(torch.randn(24, 3, 8, 8).split(2))
+    few = r"^calibrate: in training mode the batch norms 'pooled\.2' \(2\) normalize fewer than 16 values of a channel"
+    with pytest.warns(UserWarning, match=few) as said:
+        qt.calibrate(quantize(Pooled().train(), backend="onnxruntime"), batches, progress=False)
+    assert [each.filename for each in said] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qt.calibrate(quantize(Pooled().eval(), backend="onnxruntime"), batches, progress=False)
+        qt.calibrate(quantize(Pooled().train(), backend="onnxruntime").eval(), batches, progress=False)
+        larger = [torch.randn(16, 3, 8, 8), torch.randn(2, 3, 8, 8)]  # a last batch may be smaller
+        qt.calibrate(quantize(Pooled().train(), backend="onnxruntime"), larger, progress=False)

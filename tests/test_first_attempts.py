@@ -696,3 +696,162 @@ def test_what_lint_names_for_models_is_there() -> None:
     with pytest.raises(TypeError, match="for a model, from qtoolkit.graph.lint import lint and lint.prepared."):
         qt.lint(Net())
     assert callable(importlib.import_module("qtoolkit.graph.lint").lint)
+
+
+# ---- what other tools call an argument, a method or a target
+
+
+def some_calls(path: Path) -> dict[str, Callable[..., object]]:
+    """Public functions, each with what it needs: keyword arguments are added."""
+    prepared = calibrated()
+    return {
+        "prepare": lambda **other: qt.prepare(Net(), IMAGES, backend="onnxruntime", **other),
+        "replace": lambda **other: qt.quant_modules.replace(Net(), backend="onnxruntime", **other),
+        "quantize": lambda **other: qt.quantize(Net(), [IMAGES], backend="onnxruntime", path=path, **other),
+        "calibrate": lambda **other: qt.calibrate(prepared, [IMAGES], progress=False, **other),
+        "export_onnx": lambda **other: qt.export_onnx(prepared, IMAGES, path, **other),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "words"),
+    [
+        ("prepare", {"bits": 4}, r"no argument 'bits'; write qconfig_mapping=QConfigMapping\(\)\.set_global\(QConfig"),
+        (
+            "prepare",
+            {"weights": "int4", "activations": "int8"},
+            r"'weights' and no 'activations'; write qconfig_mapping=",
+        ),
+        ("prepare", {"num_bits": 4}, r"no argument 'num_bits'; write qconfig_mapping=.*QuantSpec\(bits=4\)\.$"),
+        ("prepare", {"ignored_scope": "head"}, "no argument 'ignored_scope'; write exclude='head'.$"),
+        ("replace", {"dtype": torch.qint8}, "no argument 'dtype'; write qconfig_mapping="),
+        ("quantize", {"num_batches": 8}, "no argument 'num_batches'; write max_batches=8.$"),
+        ("calibrate", {"num_batches": 8}, "no argument 'num_batches'; write max_batches=8.$"),
+        ("calibrate", {"data_loader": [IMAGES]}, "no argument 'data_loader'; write batches.$"),
+        (
+            "calibrate",
+            {"metod": "mse"},
+            r"^unknown argument of calibrate 'metod'; did you mean 'method'\? Known: batches",
+        ),
+        ("export_onnx", {"dynamic_axes": {"x": {0: "n"}}}, "no argument 'dynamic_axes'; write dynamic_batch=True for"),
+        ("export_onnx", {"opset_version": 17}, "^export_onnx has no argument 'opset_version'; write opset=17.$"),
+        (
+            "export_onnx",
+            {"do_constant_folding": True},
+            "^unknown argument of export_onnx 'do_constant_folding'. Known: b",
+        ),
+    ],
+)
+def test_arguments_of_other_tools(name: str, other: dict[str, object], words: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=words):
+        some_calls(tmp_path / "model.onnx")[name](**other)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("x86", "onnxruntime"), ("fbgemm", "onnxruntime"), ("ort", "onnxruntime"), ("qnnpack", "xnnpack"), ("trt", "tensorrt"),
+     ("tflite", "litert"), ("ov", "openvino")],
+)  # fmt: skip
+def test_other_names_of_targets(name: str, meant: str) -> None:
+    assert meant in qt.backends
+    with pytest.raises(ValueError, match=f"^unknown backend '{name}'; did you mean '{meant}'?"):
+        qt.prepare(Net(), backend=name)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("kl", "entropy"), ("KL_divergence", "entropy"), ("absmax", "minmax")])
+def test_other_names_of_methods(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"^unknown method of calibrate '{name}'; did you mean '{meant}'?"):
+        qt.calibrate(qt.prepare(Net(), backend="tensorrt"), [IMAGES], method=name, progress=False)
+    if meant in METHODS:
+        with pytest.raises(
+            ValueError, match=f"^unknown method of observer 'histogram' '{name}'; did you mean '{meant}'?"
+        ):
+            qt.QuantSpec(observer="histogram", observer_args={"method": name})
+    with pytest.raises(ValueError, match=f"^unknown observer '{name}'; did you mean '(histogram|minmax)'?"):
+        qt.QuantSpec(observer=name)
+
+
+@pytest.mark.parametrize("name", sorted(set(RUNTIMES) - set(EXECUTES) - {"litert"}))
+def test_runtimes_that_are_not_executed(name: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=f"^verify: '{name}' is a runtime that qtoolkit does not execute; it executes 'onnx"
+    ):
+        qt.export.verify(qt.convert(calibrated()), IMAGES, tmp_path / "model.onnx", runtimes=(name,))
+
+
+# ---- what stands in the place of an input, a function or a path
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            DataLoader(TensorDataset(IMAGES, LABELS)),
+            r"got a DataLoader; pass what the model takes of one batch, as of next\(",
+        ),
+        (TensorDataset(IMAGES), r"got a TensorDataset; pass what the model takes of one batch, as of dataset\[0\]"),
+        ((1, 3, 8, 8), r"got the shape \(1, 3, 8, 8\); pass a tensor of it, such as torch.randn\(1, 3, 8, 8\)"),
+        ([1, 3, 8, 8], r"got the shape \(1, 3, 8, 8\); pass a tensor of it"),
+        (IMAGES.shape, r"got the shape \(8, 3, 8, 8\); pass a tensor of it"),
+    ],
+    ids=["loader", "dataset", "tuple", "list", "size"],
+)
+def test_a_data_loader_or_a_shape_in_the_place_of_inputs(given: object, words: str, tmp_path: Path) -> None:
+    prepared, path = calibrated(), tmp_path / "model.onnx"
+    for call in (
+        lambda: qt.prepare(Net(), given, backend="onnxruntime"),
+        lambda: qt.prepare_parts(Net(), given, backend="onnxruntime"),
+        lambda: qt.export_onnx(prepared, given, path, progress=False),
+        lambda: qt.debug.compare(Net(), prepared, given, progress=False),
+        lambda: qt.tuning.equalize(Net(), given),
+    ):
+        with pytest.raises(TypeError, match=rf"^\w+: (example_)?inputs do not match \w+\.forward\(.*\).*: {words}"):
+            call()
+
+
+def test_errors_show_no_tensor() -> None:
+    prepared = calibrated()
+    for call in (
+        lambda: qt.debug.sensitivity(prepared, IMAGES),
+        lambda: qt.calibrate(prepared, [IMAGES], forward=IMAGES),
+        lambda: qt.tuning.reconstruct(prepared, [IMAGES], loss=IMAGES),
+        lambda: qt.prepare(Net(), backend="tensorrt", exclude=[IMAGES]),
+        lambda: qt.debug.watch(prepared, writer=IMAGES),
+    ):
+        with pytest.raises(TypeError, match="got a Tensor"):
+            call()
+
+
+@pytest.mark.parametrize("ending", [".pt", ".pth", ".safetensors", ".pt2"])
+def test_a_path_of_weights_is_no_path_of_a_file(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"w{ending}"
+    with pytest.raises(
+        ValueError, match=rf"^export_onnx: path must not end in '{ending}', .* write path='model.onnx', or"
+    ):
+        qt.export_onnx(calibrated(), IMAGES, path, progress=False)
+    if ending != ".safetensors":
+        with pytest.raises(
+            ValueError, match=f"^save_checkpoint: path must not end in '{ending}', .*'last.safetensors', or"
+        ):
+            qt.save_checkpoint(calibrated(), path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- a frozen layer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scale_of_a_weight_that_was_frozen_is_not_trained(kind: str) -> None:
+    model, spec = Net(), qt.QuantSpec(quantizer="lsq")
+    model.head[0].requires_grad_(False)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, qt.QuantSpec(quantizer="lsq", axis=0)))
+    ours = quantized(kind, model, qconfig_mapping=mapping)
+    qt.calibrate(ours, [IMAGES], progress=False)
+    scales = {n: q for n, q in qt.quantizers_of(ours).items() if q.of_weight}
+    before = {name: quantizer.scale.clone() for name, quantizer in scales.items()}
+    optimizer = torch.optim.SGD(qt.parameter_groups(ours, lr=0.1))
+    ours(IMAGES).square().mean().backward()
+    optimizer.step()
+    kept = {name for name, quantizer in scales.items() if torch.equal(quantizer.scale, before[name])}
+    assert kept == {"head.0.weight_quantizer"}

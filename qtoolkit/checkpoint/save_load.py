@@ -15,7 +15,7 @@ from qtoolkit.checkpoint.file import write_file
 from qtoolkit.checkpoint.loading import SUFFIX, Loading, opened
 from qtoolkit.errors import check_flags, shown, some
 from qtoolkit.extras import missing
-from qtoolkit.files import is_path
+from qtoolkit.files import check_format, is_path
 from qtoolkit.finite import check_finite
 from qtoolkit.instead import in_order
 from qtoolkit.model_state import check_module
@@ -173,6 +173,7 @@ def _place_to_save(path: object) -> Path:
             f"save_checkpoint: path must be a file that ends in {SUFFIX!r} or a folder, got {shown(path)}; write "
             f'path="last{SUFFIX}".'
         )
+    check_format(path, "save_checkpoint", f"last{SUFFIX}")
     place = Path(path)
     if place.suffix != SUFFIX and place.is_file():
         raise NotADirectoryError(

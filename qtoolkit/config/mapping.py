@@ -37,7 +37,7 @@ class QConfig:
         for name, value in vars(self).items():
             if not isinstance(value, QuantSpec | None):
                 raise TypeError(
-                    f"QConfig: {name} must be a QuantSpec or None, which leaves it in float, got {value!r}; write "
+                    f"QConfig: {name} must be a QuantSpec or None, which leaves it in float, got {shown(value)}; write "
                     f"{name}=qtoolkit.QuantSpec(bits=8)."
                 )
         spec = self.activation
@@ -152,7 +152,7 @@ class QConfigMapping:
         """Set the config of a module type (torch.nn.Conv2d), a function (torch.add) or a tensor method (torch.Tensor.add)."""
         if not callable(object_type) or isinstance(object_type, nn.Module):
             raise TypeError(
-                f"set_object_type: object_type must be a type or a function, got {object_type!r}"
+                f"set_object_type: object_type must be a type or a function, got {shown(object_type)}"
                 f"{_way_of_module(object_type)}."
             )
         if isinstance(object_type, type) and not issubclass(object_type, nn.Module):
@@ -195,7 +195,7 @@ class QConfigMapping:
             if not isinstance(layer, str):
                 if not callable(layer) or isinstance(layer, nn.Module):
                     raise TypeError(
-                        f"exclude must contain names, regular expressions, module types and functions, got {layer!r}"
+                        f"exclude must contain names, regular expressions, module types and functions, got {shown(layer)}"
                         f"{_way_of_module(layer)}."
                     )
                 excluded.set_object_type(layer, None)

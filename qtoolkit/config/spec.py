@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from qtoolkit.config.formats import BLOCKS, LARGEST
 from qtoolkit.errors import check_known, check_mapping, unknown
 from qtoolkit.instead import FORMATS as MEANT
-from qtoolkit.instead import RENAMED, check_arguments
+from qtoolkit.instead import OF_OBSERVERS, RENAMED, check_arguments
 
 # The observers and quantizers that a spec may name: what they check and which OPTIONS they have. `qtoolkit.quantizers.table`
 # fills them.
@@ -152,7 +152,7 @@ class QuantSpec:
         self._complete_blocks()
         self._check_group_size()
         check_known("format", self.format, FORMATS, MEANT)
-        check_known("observer", self.observer, OBSERVERS)
+        check_known("observer", self.observer, OBSERVERS, OF_OBSERVERS)
         check_known("quantizer", self.quantizer, QUANTIZERS)
         observer, quantizer = OBSERVERS[self.observer], QUANTIZERS[self.quantizer]
         _check_options(f"observer {self.observer!r}", self.observer_args, observer.OPTIONS)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
+from qtoolkit.errors import shown
 from qtoolkit.processes import own_part
 from qtoolkit.quantizers.clip_range import clip_range
 from qtoolkit.quantizers.observers import RangeObserver
@@ -214,7 +215,7 @@ def check_writer(writer: object) -> None:
     if writer is not None and (isinstance(writer, type) or not isinstance(writer, SummaryWriter)):
         raise TypeError(
             f"watch: writer must have the methods add_scalar and add_histogram, as torch.utils.tensorboard.SummaryWriter() "
-            f"has, or be None, got {writer!r}."
+            f"has, or be None, got {shown(writer)}."
         )
 
 

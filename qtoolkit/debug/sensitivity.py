@@ -12,7 +12,7 @@ from torch import nn
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.kinds import Kind, path_of
 from qtoolkit.eager.record import plan_of
-from qtoolkit.errors import check_flags, check_known, some
+from qtoolkit.errors import check_flags, check_known, shown, some
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, name_of, object_type_of
 from qtoolkit.model_state import check_module, evaluating
@@ -187,7 +187,7 @@ def sensitivity(
     check_known("mode", mode, ("one", "all_but_one"))
     model = _check(model)
     if not callable(evaluate) or isinstance(evaluate, type):
-        raise TypeError(f"sensitivity: evaluate must be a function of a model, got {evaluate!r}.")
+        raise TypeError(f"sensitivity: evaluate must be a function of a model, got {shown(evaluate)}.")
     every = _units(model, by)
     for name in names or ():
         check_known(by, name, [unit.name for unit in every])

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.eager.record import plans_in, record_of, set_record, verdicts_in
-from qtoolkit.errors import unknown
+from qtoolkit.errors import shown, unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, kind_of_module
 from qtoolkit.graph.plan import Plan
@@ -83,8 +83,8 @@ def entries_of(ignore: object, what: str) -> list[str]:
     if names != entries:
         other = next(entry for entry in entries if not isinstance(entry, str))
         raise TypeError(
-            f"{what}: ignore must be a name, a list of names, or a callable(name, module), got {other!r} in it; name types "
-            f"in exclude."
+            f"{what}: ignore must be a name, a list of names, or a callable(name, module), got {shown(other)} in it; name "
+            f"types in exclude."
         )
     return names
 

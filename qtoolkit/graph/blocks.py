@@ -10,7 +10,7 @@ from operator import attrgetter
 from types import new_class
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qtoolkit.errors import with_article
 
@@ -60,6 +60,10 @@ class TracedBlock(nn.Module):
         if name not in HELD and not name.startswith("_"):
             warn_of_traced_value(self, vars(self), name, value, f"block {self._block_name!r} of the prepared model")
         nn.Module.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        refuse_removal(vars(self).get("_block_model"), f"{self._block_name}.{name}", self.block_type)
+        nn.Module.__delattr__(self, name)
 
     def set_code(self, code: Callable[..., object] | None, model: nn.Module, reason: str = NO_CALL) -> None:
         """Let the block run code that takes it and its arguments, and finds the model as `_block_model`; or say why not."""
@@ -112,6 +116,17 @@ def warn_of_traced_value(module: nn.Module, traced: Mapping[str, object], name: 
 
 def _differs(traced: object, value: object) -> bool:
     return not isinstance(value, type(traced) | int | float) or bool(traced != value)
+
+
+def refuse_removal(model: fx.GraphModule | None, name: str, of: str) -> None:
+    """Raise RuntimeError if a submodule of this dotted name is in a model, and its graph calls it or a layer in it."""
+    nodes = model.graph.nodes if model is not None and find_module(model, name) is not None else ()
+    if any(node.op in ("call_module", "get_attr") and f"{node.target}.".startswith(f"{name}.") for node in nodes):
+        raise RuntimeError(
+            f"{with_article(of)} of a prepared model cannot lose {name!r}, which the graph calls. To reparameterize or fuse "
+            f"a network, do so with the float model before qtoolkit.prepare. After a training, load prepared.state_dict() into "
+            f"a float model with strict=False, reparameterize that, and prepare and calibrate it."
+        )
 
 
 def refuse_change(self: nn.Module, *args: object, **kwargs: object) -> NoReturn:

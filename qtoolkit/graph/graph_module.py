@@ -19,6 +19,7 @@ from qtoolkit.graph.blocks import (
     name_in_graph,
     object_of_name,
     refuse_change,
+    refuse_removal,
     traced_type,
     warn_of_traced_value,
 )
@@ -192,6 +193,10 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         if plan is not None:
             warn_of_traced_value(self, plan.tracing.values, name, value, "the prepared model")
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        refuse_removal(self if "plan" in vars(self) else None, name, self.model_class.__name__)
+        super().__delattr__(name)
 
     def keep(self, name: str, value: object) -> None:
         """Set an attribute, by dotted name, that copies and pickles keep."""

@@ -16,6 +16,7 @@ conversion, and the batch norm returns its input. In training mode (numbers: str
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, distributed, fx, nn
 
 from qtoolkit import ops
 from qtoolkit.errors import check_known
-from qtoolkit.model_state import check_module, values_kept
+from qtoolkit.model_state import check_module, removing, values_kept
 from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.processes import whole
 from qtoolkit.quantizers.quantizer import named_quantizers
@@ -355,6 +356,26 @@ def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
             yield set_modes
         finally:
             set_modes(True)
+
+
+@contextmanager
+def values_of_channels(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Count the values that each batch norm normalizes by their own statistics: those of a channel, in the largest batch.
+
+    The dict that the block gets has them by the names of the batch norms.
+    """
+    found: dict[str, int] = {}
+
+    def count(name: str, bn: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if bn.training and not is_folded(bn) and args[0].dim() > 1:
+            found[name] = max(found.get(name, 0), args[0].numel() // max(args[0].shape[1], 1))
+
+    kinds = (
+        nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+    )  # as in `batch_statistics`; without running ones all modes agree
+    batch_norms = [(n, bn) for n, bn in model.named_modules() if isinstance(bn, kinds) and bn.running_mean is not None]
+    with removing([bn.register_forward_pre_hook(partial(count, name)) for name, bn in batch_norms]):
+        yield found
 
 
 # ---- statistics

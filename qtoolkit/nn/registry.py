@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.errors import with_article
+from qtoolkit.errors import shown, with_article
 from qtoolkit.nn.weighted import QuantWeighted
 
 QatModules = Mapping[type[nn.Module], type[Any]]
@@ -36,7 +36,9 @@ def check_table(qat_modules: object, what: str = "prepare", argument: str = "qat
     for float_type, qat_type in qat_modules.items():
         for role, value in (("key", float_type), ("value", qat_type)):
             if not isinstance(value, type) or not issubclass(value, nn.Module):
-                raise TypeError(f"{what}: each {role} of {argument} must be a torch.nn.Module type, got {value!r}.")
+                raise TypeError(
+                    f"{what}: each {role} of {argument} must be a torch.nn.Module type, got {shown(value)}."
+                )
         if not callable(getattr(qat_type, "from_float", None)):
             raise TypeError(
                 f"{what}: {argument} maps {float_type.__name__} to {qat_type.__name__}, which has no class method "

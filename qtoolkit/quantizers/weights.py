@@ -1,6 +1,6 @@
 """Quantizers of weights: one builder for layers and for functions that take a weight."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.processes import whole
@@ -12,6 +12,7 @@ def weight_quantizer(
 ) -> TensorQuantizer:
     """Return a new quantizer of a weight, on the weight's device and with the weight's range.
 
+    A learned scale of a parameter that is not trained (`requires_grad_(False)`) is not trained either.
     A weight on the meta device has no range, nor has its quantizer then. Errors name the layer, and the quantizer's errors its
     own name, by default `layer` + ".weight_quantizer". Raises ValueError if the axis or the group_size does not fit the weight.
 
@@ -28,6 +29,8 @@ def weight_quantizer(
     name = f"{layer}.weight_quantizer" if name is None else name
     quantizer = TensorQuantizer(spec, shape, group, name, of_weight=True, inserted=inserted).to(weight.device)
     set_weight_range(quantizer, weight)
+    if isinstance(weight, nn.Parameter) and not weight.requires_grad:  # what is not trained keeps its grid
+        quantizer.requires_grad_(False)
     return quantizer
 
 

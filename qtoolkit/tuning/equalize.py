@@ -15,6 +15,7 @@ from qtoolkit.errors import check_flags, check_known, check_sequence
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import kind_of
+from qtoolkit.model_inputs import bind
 from qtoolkit.model_state import deepcopy_model, values_unchanged_on_error
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.computed_weights import is_parametrized
@@ -135,6 +136,7 @@ def equalize(
     layers = {name: module for name, module in own.named_modules() if type(module) in LAYERS}
     for name in skip:
         check_known("layer in skip of equalize", name, layers)
+    bind(own, example_inputs, "equalize: example_inputs do")
     before = outputs_of(own, example_inputs)
     gm = trace.run(own, example_inputs=example_inputs).gm
     links, skipped = _links(gm, own, skip, target)

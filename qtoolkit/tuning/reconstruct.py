@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from qtoolkit.batches import not_finite
-from qtoolkit.errors import check_flags, check_known, check_whole
+from qtoolkit.errors import check_flags, check_known, check_whole, shown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import clone_tensors
 from qtoolkit.model_state import deepcopy_model
@@ -227,7 +227,7 @@ def _check(
         raise ValueError(f"reconstruct: cache_gib must not be negative, got {cache_gib}.")
     if loss is not None and loss != "kl" and not callable(loss):
         raise TypeError(
-            f"reconstruct: loss must be a function of the output and the batch, 'kl' or None, got {loss!r}."
+            f"reconstruct: loss must be a function of the output and the batch, 'kl' or None, got {shown(loss)}."
         )
     return METHODS[method]
 

@@ -351,7 +351,15 @@ def _check_runtimes(runtimes: Sequence[str], optimized: bool) -> bool:
     """Check that runtimes are known, installed and read one form of file; return whether it is LiteRT's."""
     check_sequence(runtimes, "verify", "runtimes", "names", empty=False)
     for runtime in runtimes:
-        check_known("runtime of verify:", runtime, (*EXECUTES, *LITERT_RUNTIMES))
+        if runtime in RUNTIMES and runtime not in (*EXECUTES, *LITERT_RUNTIMES):
+            raise ValueError(
+                f"verify: {runtime!r} is a runtime that qtoolkit does not execute; it executes "
+                f"{', '.join(map(repr, (*EXECUTES, *LITERT_RUNTIMES)))}. qtoolkit.convert(prepared, arithmetic='integer', "
+                f"runtime={runtime!r}) computes by its documented rules."
+            )
+        check_known(
+            "runtime of verify:", runtime, (*EXECUTES, *LITERT_RUNTIMES), {"ort": "onnxruntime", "tflite": "litert"}
+        )
         {**RUNTIMES, **LITERT_RUNTIMES}[runtime].check_installed("verify")
         if not optimized and runtime != "onnxruntime":
             raise ValueError(f"verify: optimized=False needs runtimes=('onnxruntime',), got {tuple(runtimes)!r}.")

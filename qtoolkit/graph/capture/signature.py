@@ -7,7 +7,7 @@ from types import FunctionType
 
 from torch import nn
 
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, shown
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.model_inputs import bind, split
 
@@ -88,7 +88,7 @@ class Arguments:
         """
         parameters = dict(inspect.signature(model.forward).parameters)
         if not isinstance(chosen, Mapping | None):
-            raise TypeError(f"prepare: concrete_args must be a dict of arguments of forward, got {chosen!r}.")
+            raise TypeError(f"prepare: concrete_args must be a dict of arguments of forward, got {shown(chosen)}.")
         chosen = chosen or {}
         for name in chosen:
             check_known("argument of forward in prepare's concrete_args", name, parameters)

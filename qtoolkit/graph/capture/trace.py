@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from qtoolkit.errors import check_sequence, some, unknown
+from qtoolkit.errors import check_sequence, shown, some, unknown
 from qtoolkit.foreign import ASKED_FOR, integration_of
 from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.blocks import TracedBlock
@@ -268,7 +268,8 @@ def check_leaf_modules(leaf_modules: Sequence[type[nn.Module]]) -> None:
     for kind in leaf_modules:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError(
-                f"prepare: leaf_modules must contain subclasses of torch.nn.Module, got {kind!r}; name a submodule in untraced."
+                f"prepare: leaf_modules must contain subclasses of torch.nn.Module, got {shown(kind)}; name a submodule in "
+                f"untraced."
             )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
+from qtoolkit.instead import RANGES
 from qtoolkit.quantizers.observers.base import Observer
 from qtoolkit.quantizers.observers.minmax import EndsObserver, check_momentum
 from qtoolkit.running import running
@@ -26,7 +27,7 @@ def check_histogram(spec: QuantSpec, options: Mapping[str, Any]) -> None:
         )
     check_no_groups(spec)
     check_bins(bins)
-    check_known(f"method of observer {spec.observer!r}", method, METHODS)
+    check_known(f"method of observer {spec.observer!r}", method, METHODS, RANGES)
     if not isinstance(percentile, int | float) or not 0 < percentile <= 100:
         raise ValueError(f"QuantSpec: percentile must lie in (0, 100], got {percentile!r}.")
 

@@ -6,6 +6,7 @@ from typing import Self
 from torch import nn
 
 from qtoolkit.config import QConfig, QuantSpec
+from qtoolkit.errors import shown
 from qtoolkit.layer_rules import LayerRules, Rule
 from qtoolkit.op_kinds.table import kind_of_type
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -54,7 +55,7 @@ def weight_quantizer_of(module: nn.Module, spec: QuantSpec, name: str) -> Tensor
     layer = LAYERS[type(module)].from_float(module, spec, name)
     (quantizer,) = layer.weight_quantizers().values()
     if not isinstance(quantizer, TensorQuantizer):
-        raise TypeError(f"layer {name!r}: a new weight quantizer must be a TensorQuantizer, got {quantizer!r}.")
+        raise TypeError(f"layer {name!r}: a new weight quantizer must be a TensorQuantizer, got {shown(quantizer)}.")
     return quantizer
 
 

@@ -12,9 +12,10 @@ from qtoolkit.backends import REQUIRED, Backend, backend_of
 from qtoolkit.batches import no_batch
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.debug.sensitivity import sensitivity
-from qtoolkit.errors import check_flags, check_known, check_whole, some
+from qtoolkit.errors import check_flags, check_known, check_whole, shown, some
 from qtoolkit.graph.capture.trace import check_not_wrapped
 from qtoolkit.layer_rules import LayerRules
+from qtoolkit.model_inputs import bind
 from qtoolkit.model_state import check_module, evaluating
 from qtoolkit.nn.computed_weights import has_weight
 from qtoolkit.progress import batches_of
@@ -97,6 +98,7 @@ class MixedPrecision:
     ) -> None:
         check_module(model, "MixedPrecision")
         check_not_wrapped(model, "MixedPrecision")
+        bind(model, example_inputs, "MixedPrecision: example_inputs do")
         self.model, self.choices, self.fixed = model, dict(choices), dict(fixed or {})
         self.modules = {name: module for name, module in layers_of(model).items() if "weight" in module._parameters}
         self._check()
@@ -316,7 +318,7 @@ class MixedPrecision:
             raise ValueError("MixedPrecision: choices must have at least one config.")
         for name, config in self.choices.items():
             if config is not None and not isinstance(config, QConfig):
-                raise TypeError(f"MixedPrecision: the choice {name!r} must be a QConfig or None, got {config!r}.")
+                raise TypeError(f"MixedPrecision: the choice {name!r} must be a QConfig or None, got {shown(config)}.")
         for name, choice in self.fixed.items():
             check_known("layer in fixed", name, self.modules)
             check_known(f"choice of layer {name!r} in fixed", choice, self.choices)
