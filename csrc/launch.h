@@ -14,6 +14,7 @@
 #include "pool/max_pool.h"
 #include "range_grid.h"
 #include "unit/attention_weights.h"
+#include "unit/function_rows.h"
 #include "unit/unit_scales.h"
 
 namespace qtoolkit {
@@ -89,6 +90,9 @@ struct DeviceKernels {
 
   // Weights of an attention from scores, and the gradient of the scores; null where torch's ops compute them.
   void (*attention_weights)(AttentionWeights& args, const GridTensors& grid, c10::Device device);
+
+  // A function with its quantizer, and its gradients; null likewise.
+  void (*function_rows)(FunctionRows& args, const GridTensors& grid, c10::Device device);
 };
 
 namespace cpu {

@@ -248,11 +248,12 @@ TORCH_LIBRARY(qtoolkit, m) {
 
   // Returns fake_quant of a function of x: "none", "relu", "gelu", "gelu_tanh", "silu" or "layer_norm", which shape,
   // weight, bias and eps are for. keeps_x: backward computes the function again from x; False only for "none" with a
-  // grid that is not learned. learned, with_codes: as above. Returns y and its codes, then what backward keeps.
+  // grid that is not learned. learned, with_codes: as above. dtype: of y, whose values are rounded to it; None is x's.
+  // Returns y and its codes, then what backward keeps.
   // Differentiable in x, weight, bias, y_start, y_ratio and y_zero_point.
   m.def("function_fake_quant(Tensor x, " QT_FUNCTION ", bool keeps_x, Tensor" QT_QUANTIZED
-        ", bool learned, bool with_codes) -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor mask, Tensor mean, "
-        "Tensor rstd)");
+        ", bool learned, bool with_codes, ScalarType? dtype=None) -> (Tensor y, Tensor y_codes, Tensor y_scale, "
+        "Tensor mask, Tensor mean, Tensor rstd)");
 
   // Returns its gradients, in this order; empty where one is not wanted or there is none. mask: empty where the grid is
   // learned.

@@ -385,7 +385,8 @@ const DeviceKernels kDeviceKernels = {
       }
       *h.taken = *h.clock;
     },
-    /*attention_weights=*/nullptr};
+    /*attention_weights=*/nullptr,
+    /*function_rows=*/nullptr};
 
 }  // namespace cpu
 }  // namespace qtoolkit

@@ -17,6 +17,7 @@ struct UnitScales;
 struct UnitGradients;
 struct FactorChange;
 struct HeldVariance;
+struct FunctionRows;
 
 namespace cuda {
 
@@ -71,6 +72,10 @@ void hold_variance(const HeldVariance& h, cudaStream_t stream);
 // Weights of an attention, or their gradients too. The workspace is of float64 values.
 int64_t attention_workspace(const AttentionWeights& args);
 void attention_weights(const AttentionWeights& args, double* workspace, cudaStream_t stream);
+
+// A function with its quantizer, or its gradients. The workspace is of float64 values.
+int64_t function_rows_workspace(const FunctionRows& args);
+void function_rows(const FunctionRows& args, double* workspace, cudaStream_t stream);
 
 void weight_forward(const WeightRows& args, cudaStream_t stream);
 void weight_backward(const WeightRows& args, cudaStream_t stream);

@@ -125,6 +125,14 @@ void weights_of_attention(AttentionWeights& args, const GridTensors& grid, c10::
   });
 }
 
+void rows_of_function(FunctionRows& args, const GridTensors& grid, c10::Device device) {
+  on_stream(device, [&](cudaStream_t stream) {
+    const GridOnDevice values(grid, /*f64=*/false, args);
+    const at::Tensor workspace = empty_workspace(function_rows_workspace(args), device);
+    function_rows(args, workspace.mutable_data_ptr<double>(), stream);
+  });
+}
+
 void gradients_of_sums(at::ArrayRef<GradientOfSums> gradients) {
   std::vector<at::Tensor> scales;
   std::vector<GradientsOfSums> all;
@@ -184,7 +192,8 @@ const DeviceKernels kDeviceKernels = {
     [](const HeldVariance& h, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { hold_variance(h, stream); });
     },
-    weights_of_attention};
+    weights_of_attention,
+    rows_of_function};
 
 }  // namespace cuda
 }  // namespace qtoolkit

@@ -28,6 +28,9 @@ struct FakeQuantized {
   at::Tensor y, mask, codes;
 };
 
+// Codes of a grid of a byte for y, of which nothing is written.
+at::Tensor codes_of_grid(const char* op, const at::Tensor& y, int64_t qmin, int64_t qmax);
+
 FakeQuantized fake_quantized(const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& zero_point,
                              int64_t qmin, int64_t qmax, bool with_mask, bool with_codes);
 

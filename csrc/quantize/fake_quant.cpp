@@ -233,6 +233,11 @@ std::tuple<Tensor, Tensor> scaled_e4m3(const Tensor& x, const Tensor& amax, bool
 
 }  // namespace
 
+Tensor codes_of_grid(const char* op, const Tensor& y, int64_t qmin, int64_t qmax) {
+  check_codes(op, qmin < 0 ? at::kChar : at::kByte, qmin, qmax);
+  return empty_codes(y, qmin < 0, fit_4_bits(qmin, qmax));
+}
+
 FakeQuantized fake_quantized(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin,
                              int64_t qmax, bool with_mask, bool with_codes) {
   constexpr const char* kOp = "fake_quant";
@@ -241,10 +246,7 @@ FakeQuantized fake_quantized(const Tensor& x, const Tensor& scale, const optiona
   const Axis a = check_grid(kOp, x, scale, zero_point, std::nullopt, 1, 0);
   auto [y, mask] = empty_results(x, 1, with_mask);
   Tensor codes;
-  if (with_codes) {
-    check_codes(kOp, qmin < 0 ? at::kChar : at::kByte, qmin, qmax);
-    codes = empty_codes(y, qmin < 0, fit_4_bits(qmin, qmax));
-  }
+  if (with_codes) codes = codes_of_grid(kOp, y, qmin, qmax);
   fake_quant_onto(y, mask, x, scale, zero_point, qmin, qmax, a, codes);
   return {y, mask, codes};
 }

@@ -1,5 +1,8 @@
 // A function of one tensor with a quantizer behind it. Backward keeps the function's input alone and computes the
 // function again, where its result and its input would be two copies; without a function it keeps one bit an element.
+// On CUDA, GELU, SiLU and a layer norm of float32 are one kernel each way with their quantizers.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/native_layer_norm.h>
@@ -10,7 +13,9 @@
 #include <ATen/ops/threshold_backward.h>
 
 #include "../checks.h"
+#include "../launch.h"
 #include "../layer/layer_ops.h"
+#include "../quantize/elementwise.h"
 #include "../registration.h"
 #include "unit.h"
 
@@ -46,13 +51,95 @@ Value value_of(const Function& f, const Tensor& x) {
   return {f.is_none() ? x : at::gelu(x, f.approximate()), {}, {}};
 }
 
+// ---- by one kernel each way
+
+optional<RowFunction> row_function(const Function& f) {
+  if (f.is_layer_norm()) return RowFunction::layer_norm;
+  if (f.name == "silu") return RowFunction::silu;
+  if (f.name == "gelu") return RowFunction::gelu;
+  return f.name == "gelu_tanh" ? optional(RowFunction::gelu_tanh) : std::nullopt;
+}
+
+bool is_row_of_floats(const Tensor& t) {
+  const bool plain = t.scalar_type() == at::kFloat && t.is_contiguous() && !t.is_meta();
+  return plain && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+}
+
+bool has_norm_kernel(const Function& f, const Tensor& x) {
+  const auto dims = static_cast<int64_t>(f.shape.size());
+  const c10::SymIntArrayRef shape = f.shape;
+  if (!is_row_of_floats(x) || x.dim() < dims || x.sym_sizes().slice(x.dim() - dims) != shape) return false;
+  const int64_t length = c10::multiply_integers(x.sizes().slice(x.dim() - dims));
+  const auto fits = [&](const optional<Tensor>& t) {
+    return !t.has_value() || (is_row_of_floats(*t) && t->device() == x.device() && t->sym_sizes() == shape);
+  };
+  return length % 8 == 0 && length <= kLongestNormRow && fits(f.weight) && fits(f.bias);
+}
+
+// What torch's ops or the kernel save is the same to either of them.
+bool has_kernel(const Function& f, const Tensor& x) {
+  const auto function = row_function(f);
+  if (!function.has_value() || x.is_meta() || on(x.device()).function_rows == nullptr || x.numel() == 0) return false;
+  if (*function == RowFunction::layer_norm) return has_norm_kernel(f, x);
+  return x.scalar_type() != at::kDouble && x.is_non_overlapping_and_dense();
+}
+
+int64_t rows_in(const Function& f, const Tensor& x) {
+  if (!f.is_layer_norm()) return 1;
+  return c10::multiply_integers(x.sizes().slice(0, x.dim() - static_cast<int64_t>(f.shape.size())));
+}
+
+const float* floats(const optional<Tensor>& t) { return t.has_value() ? t->const_data_ptr<float>() : nullptr; }
+
+FunctionRows rows_of(const Function& f, const Tensor& x, const Output& output, const Value& v) {
+  FunctionRows args;
+  args.function = *row_function(f);
+  args.rows = rows_in(f, x);
+  args.length = x.numel() / args.rows;
+  args.x = x.const_data_ptr();
+  args.dtype = dtype_of(x);
+  args.bounds = representable(output.qmin, output.qmax, x);
+  if (!f.is_layer_norm()) return args;
+  args.eps = f.eps;
+  args.weight = floats(f.weight);
+  args.bias = floats(f.bias);
+  args.mean = v.mean.mutable_data_ptr<float>();
+  args.rstd = v.rstd.mutable_data_ptr<float>();
+  return args;
+}
+
+QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, const Quantized& output,
+                          const Tensor& y_scale, at::ScalarType dtype, Value& value) {
+  check_code_range(op, output.qmin, output.qmax);
+  check_grid(op, x, y_scale, output.zero_point, std::nullopt, 1, 0);
+  if (f.is_layer_norm()) {
+    std::vector<int64_t> sizes = x.sizes().vec();
+    std::fill(sizes.end() - static_cast<int64_t>(f.shape.size()), sizes.end(), 1);
+    value.mean = at::empty(sizes, x.options());
+    value.rstd = at::empty_like(value.mean);
+  }
+  QuantizedTensor q = {at::empty_like(x, dtype), {}, empty_mask(x, !output.learned)};
+  FunctionRows args = rows_of(f, x, output, value);
+  args.y = q.y.mutable_data_ptr();
+  args.y_dtype = dtype_of(q.y);
+  if (output.with_codes) {
+    q.codes = codes_of_grid(op, q.y, output.qmin, output.qmax);
+    args.codes = static_cast<uint8_t*>(q.codes.mutable_data_ptr());
+    args.packed = fit_4_bits(output.qmin, output.qmax);
+  }
+  if (!output.learned) args.mask = q.mask.mutable_data_ptr<uint8_t>();
+  on(x.device()).function_rows(args, {&y_scale, pointer(output.zero_point)}, x.device());
+  return q;
+}
+
 void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   Tensor x;
   Function function;
   bool keeps_x;
   Quantized output;
+  optional<at::ScalarType> dtype;
   const size_t count = op.schema().arguments().size();
-  Reader(torch::jit::last(*stack, count)) >> x >> function >> keeps_x >> output;
+  Reader(torch::jit::last(*stack, count)) >> x >> function >> keeps_x >> output >> dtype;
   torch::jit::drop(*stack, count);
 
   constexpr const char* kOp = "function_fake_quant";
@@ -61,10 +148,22 @@ void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   TORCH_CHECK_VALUE(output.trained.start.has_value(), kOp, ": y_start must be given, got None.");
   TORCH_CHECK_VALUE(keeps_x || (function.is_none() && !output.learned), kOp,
                     ": keeps_x must be True where backward computes the function again or the grid is learned.");
+  const at::ScalarType type = dtype.value_or(x.scalar_type());
+  check_float_dtype(kOp, type);
   const WithoutAutocast guard;
   const Scales scales = make_scales({kOp, nullptr, nullptr, nullptr, &output.trained}, {});
-  const Value value = value_of(function, x);
-  const QuantizedTensor q = quantize_output(value.result, output, scales.y_scale);
+  Value value;
+  QuantizedTensor q;
+  // Packed codes are in the order of rows, and elements are rounded to the type of x.
+  const bool packs = output.with_codes && fit_4_bits(output.qmin, output.qmax);
+  const bool fits = function.is_layer_norm() || (type == x.scalar_type() && (!packs || x.is_contiguous()));
+  if (fits && has_kernel(function, x)) {
+    q = by_kernel(kOp, function, x, output, *scales.y_scale, type, value);
+  } else {
+    value = value_of(function, x);
+    q = quantize_output(value.result, output, scales.y_scale);
+    q.y = as_type(q.y, type);
+  }
   for (const Tensor& t : {q.y, q.codes, *scales.y_scale, q.mask, value.mean, value.rstd}) {
     stack->emplace_back(or_empty(t, x.options()));
   }
@@ -91,6 +190,53 @@ void through(const Function& f, const Tensor& grad, const Tensor& x, const Value
   }
 }
 
+QuantizedGradients backward_by_kernel(const Function& f, const Tensor& grad, at::IntArrayRef order, const Tensor& x,
+                                      const Output& output, const Tensor& y_scale, const Tensor& mask,
+                                      const Value& saved, const WantedOfFunction& wanted,
+                                      GradientsOfFunction& gradients) {
+  constexpr const char* kOp = "function_fake_quant_backward";
+  const bool learned = mask.numel() == 0;
+  check_float(kOp, "grad", grad);
+  check_same_shape(kOp, "grad", grad, x);
+  check_grid(kOp, x, y_scale, output.zero_point, std::nullopt, 1, 0);
+  if (!learned) check_mask(kOp, mask, grad, order);
+  for (const Tensor* t : {&saved.mean, &saved.rstd}) {
+    TORCH_CHECK_VALUE(
+        !f.is_layer_norm() || (is_row_of_floats(*t) && t->device() == x.device() && t->numel() == rows_in(f, x)), kOp,
+        ": mean and rstd must be what function_fake_quant returned, one float32 for each row, got shape ",
+        t->sym_sizes(), " and ", t->scalar_type(), ".");
+  }
+  const at::ScalarType type = f.is_layer_norm() ? grad.scalar_type() : x.scalar_type();
+  Tensor of_y = as_type(grad, type);
+  if (of_y.strides() != x.strides()) of_y = at::empty_like(x, type).copy_(grad);
+  const Tensor sums = at::empty({2}, x.options().dtype(at::kDouble));
+  FunctionRows args = rows_of(f, x, output, saved);
+  args.grad = of_y.const_data_ptr();
+  args.grad_dtype = dtype_of(of_y);
+  args.dx = (gradients[kX] = at::empty_like(x)).mutable_data_ptr();
+  const auto of_parameter = [&](Tensor& to, const optional<Tensor>& of, bool is_wanted) -> float* {
+    if (!is_wanted || !of.has_value()) return nullptr;
+    return (to = at::empty_like(*of)).mutable_data_ptr<float>();
+  };
+  args.dweight = of_parameter(gradients[kWeight], f.weight, wanted[kWeight]);
+  args.dbias = of_parameter(gradients[kBias], f.bias, wanted[kBias]);
+  if (learned) args.sums = sums.mutable_data_ptr<double>();
+  if (!learned) args.mask = const_cast<uint8_t*>(mask.const_data_ptr<uint8_t>());  // only read
+  on(x.device()).function_rows(args, {&y_scale, pointer(output.zero_point)}, x.device());
+  QuantizedGradients behind;
+  std::vector<GradientOfSums> all;
+  if (learned && (wanted[kYStart] || wanted[kYRatio])) {
+    behind.scale = at::empty_like(y_scale);
+    all.push_back({args.sums, output.grad_factor, &y_scale, behind.scale});
+  }
+  if (learned && wanted[kYZeroPoint] && output.zero_point.has_value()) {
+    behind.zero_point = at::empty_like(*output.zero_point);
+    all.push_back({args.sums + 1, output.grad_factor, nullptr, behind.zero_point});
+  }
+  if (!all.empty()) on(x.device()).learned_gradients(all);
+  return behind;
+}
+
 void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   Tensor grad, y_scale, mask;
   std::vector<int64_t> order;
@@ -110,10 +256,17 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   TORCH_CHECK_VALUE(x.has_value() || function.is_none(), parts.op, ": x must be given for a function, got None.");
   output.learned = x.has_value() && mask.sym_numel() == 0;
   const WithoutAutocast guard;
-  const optional<Tensor> z = output.learned ? optional<Tensor>(value_of(function, *x).result) : std::nullopt;
-  const QuantizedGradients behind = quantize_output_backward(grad, z, mask, order, output, y_scale);
   GradientsOfFunction gradients;
-  through(function, behind.z, x.value_or(grad), saved, wanted, gradients);
+  QuantizedGradients behind;
+  if (x.has_value() && has_kernel(function, *x)) {
+    behind = backward_by_kernel(function, grad, order, *x, output, y_scale, mask, saved, wanted, gradients);
+  } else {
+    // In the type of x, from which y may have been rounded.
+    if (x.has_value()) grad = as_type(grad, x->scalar_type());
+    const optional<Tensor> z = output.learned ? optional<Tensor>(value_of(function, *x).result) : std::nullopt;
+    behind = quantize_output_backward(grad, z, mask, order, output, y_scale);
+    through(function, behind.z, x.value_or(grad), saved, wanted, gradients);
+  }
   const PartGradients of_parts =
       gradients_of_parts(parts, {{}, behind.scale, {}, {}, {}}, {false, false, wanted[kYStart], wanted[kYRatio]});
   gradients[kYStart] = of_parts.y_start;
@@ -128,12 +281,13 @@ UnitOutput call_op(const c10::intrusive_ptr<FunctionUnit>& unit) {
   static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
       const Tensor&, std::string_view, c10::SymIntArrayRef, const optional<Tensor>&, const optional<Tensor>&, double,
       bool, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, int64_t,
-      int64_t, double, bool, bool)>("qtoolkit::function_fake_quant");
+      int64_t, double, bool, bool, optional<at::ScalarType>)>("qtoolkit::function_fake_quant");
   const Function& f = unit->function;
   const Quantized& q = unit->output;
   auto [y, codes, y_scale, mask, mean, rstd] =
       op.call(unit->x, f.name, f.shape, f.weight, f.bias, f.eps, /*keeps_x=*/q.learned || !f.is_none(), q.trained.start,
-              q.trained.ratio, q.trained.rate, q.zero_point, q.qmin, q.qmax, q.grad_factor, q.learned, q.with_codes);
+              q.trained.ratio, q.trained.rate, q.zero_point, q.qmin, q.qmax, q.grad_factor, q.learned, q.with_codes,
+              unit->dtype);
   return {y, codes, y_scale};
 }
 

@@ -220,6 +220,7 @@ struct FunctionUnit : Unit {
   static constexpr const char *kClass = "FunctionUnit", *kOp = "function_fake_quant";
 
   Function function;
+  std::optional<at::ScalarType> dtype;  // of y; else x's
 
   template <class Visit>
   void tensors(Visit&& visit) {
@@ -234,6 +235,7 @@ struct FunctionUnit : Unit {
     visit("function", function.name);
     visit("shape", function.shape);
     visit("eps", function.eps);
+    visit("dtype", dtype);
     output_numbers(visit);
     visit("with_codes", output.with_codes);
   }

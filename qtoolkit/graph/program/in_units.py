@@ -148,7 +148,7 @@ class UnitWriter(Writer):
         module = self._target(str(before.target)) if before is not None and before.op == "call_module" else None
         called = None if before is None or module else function_of(before, before.all_input_nodes)
         function = NONE if before is None or module else OF_FUNCTION[before.target]
-        unit = FunctionUnit(self.owner, module, target, called, function, codes)
+        unit = FunctionUnit(self.owner, module, target, called, function, codes, self._goes_to_a_layer(node))
         source = node if before is None else before
         self._write_unit(unit.run, [self._value(source.all_input_nodes[0])], source.name, node)
 
@@ -218,6 +218,13 @@ class UnitWriter(Writer):
         """Return whether an op may return the tensor that it is given, unchanged; takers of its codes look whether it did."""
         returns = kind_of(node).returns_input and bool(node.args) and isinstance(node.args[0], fx.Node)
         return returns and changed_by(node, self.division.gm) is None
+
+    def _goes_to_a_layer(self, node: fx.Node) -> bool:
+        """Return whether one layer or attention takes a result, and nothing else."""
+        user = next(iter(node.users), None)
+        if user is None or len(node.users) > 1 or node in self.results or user not in self.takers:
+            return False
+        return is_weighted_call(user) or (is_attention_call(user) and all(each is node for each in operands_of(user)))
 
     def _wants_codes(self, node: fx.Node) -> bool:
         """Return whether an op takes the codes of a result; a max pool takes the grid alone."""

@@ -81,6 +81,17 @@ class Residual(nn.Module):
         return torch.relu(self.norm(self.conv(x)) + x)
 
 
+class Branch(nn.Module):
+    """A layer norm of float32 between layers, also under autocast: a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(x + self.first(x)))
+
+
 def function(*layers: nn.Module) -> nn.Sequential:
     """Functions between two layers: a unit of their own."""
     return nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 8))
@@ -100,12 +111,14 @@ UNITS = {  # its op, and a model with it
     "GELU": ("function_fake_quant", function(nn.GELU())),
     "SiLU": ("function_fake_quant", function(nn.SiLU())),
     "layer norm": ("function_fake_quant", function(nn.LayerNorm(8))),
+    "layer norm of a residual stream": ("function_fake_quant", Branch()),
     "PReLU": ("prelu_fake_quant", function(nn.PReLU(1))),
 }
 
 
-def launches_of_step(layers: nn.Module, specs: str, frozen: bool) -> Counter[str]:
+def launches_of_step(layers: nn.Module, specs: str, frozen: bool, autocast: bool = False) -> Counter[str]:
     """The launches of each op in a training step, once all modes have settled; of one call where there are several."""
+    cast = torch.autocast("cpu", torch.bfloat16, autocast, cache_enabled=False)
     x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
     weight, activation = SPECS[specs]
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
@@ -116,9 +129,12 @@ def launches_of_step(layers: nn.Module, specs: str, frozen: bool) -> Counter[str
         qt.freeze_batch_norm(model)
     with on_host("forwards"):
         for _ in range(2):
-            model(x).sum().backward()
+            with cast:
+                y = model(x)
+            y.sum().backward()
         with Launches() as counted:
-            y = model(x)
+            with cast:
+                y = model(x)
             y.backward(torch.ones_like(y))
     return Counter(dict(counted.found))
 
@@ -136,6 +152,18 @@ def test_a_unit_launches_at_most_so_many_kernels(kind: str, specs: str) -> None:
     most = MOST_FROZEN if frozen else MOST_OP_BY_OP
     op_by_op = kind == "transposed" or specs == "affine weights"
     assert found[op] + found[f"{op}_backward"] <= (most if op_by_op else MOST), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("specs", ["fixed", "lsq"])
+@pytest.mark.parametrize(
+    ("kind", "most"), [("linear", MOST), ("GELU", 6), ("SiLU", 6), ("layer norm of a residual stream", 6)]
+)
+def test_launches_under_autocast(kind: str, most: int, specs: str) -> None:
+    op, model = UNITS[kind]
+    found = launches_of_step(model, specs, frozen=False, autocast=True)
+    assert found[op] > 0
+    assert 0 < found[op] + found[f"{op}_backward"] <= most, found
 
 
 def of_attention(arguments: dict[str, Any], keys: int) -> dict[str, Any]:

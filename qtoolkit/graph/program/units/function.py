@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit import ops
-from qtoolkit.graph.program.units.base import CachedFusedOp, Result, UnitPlan, Varying
+from qtoolkit.graph.program.units.base import CachedFusedOp, Fields, Result, UnitPlan, Varying
 from qtoolkit.nn.fusion import Unit, fusion
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.output_grid import (
@@ -63,7 +63,8 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
     """A function of one tensor and the quantizer of its result; the code of a prepared model calls `run`.
 
     The function is the `module` of this name, or the one that is `called` in the graph and computes `function`; or there is
-    none. `with_codes` is whether an op takes the codes of the result.
+    none. `with_codes` is whether an op takes the codes of the result, and `narrow` whether a layer alone takes the result: then
+    autocast would round it to its type, and the op does.
     """
 
     KIND = torch.classes.qtoolkit.FunctionUnit
@@ -76,9 +77,10 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         called: Callable[[Tensor], Tensor] | None,
         function: Function,
         with_codes: bool,
+        narrow: bool = False,
     ) -> None:
         super().__init__(root, (module, quantizer))
-        self.called, self.function, self.with_codes = called, function, with_codes
+        self.called, self.function, self.with_codes, self.narrow = called, function, with_codes, narrow
 
     def run(self, run: Run, x: Tensor) -> Result:
         """Return the unit's output, with its codes."""
@@ -104,7 +106,7 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
 
     def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules."""
-        return x.shape, x.dtype, x.device, torch.is_autocast_enabled(x.device.type)
+        return x.shape, x.dtype, x.device, _autocast_type(x)
 
     def _planned(self, run: Run, x: Tensor, *others: Any) -> FunctionPlan | None:
         module, quantizer = self.modules
@@ -114,10 +116,10 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         if function is None or not _takes(function, x):
             return None
         like = x.detach().to("meta")
-        at_each_call = function[0] == PRELU
-        output = grid_at_each_call(quantizer, like) if at_each_call else output_grid(run, quantizer, like)
-        fields = dict(zip(OF_OP, function, strict=True))
+        output = grid_at_each_call(quantizer, like) if function[0] == PRELU else output_grid(run, quantizer, like)
+        fields: Fields = dict(zip(OF_OP, function, strict=True))
         fields["with_codes"] = self.with_codes and gives_codes(quantizer)
+        fields["dtype"] = _autocast_type(x) if self.narrow and x.dtype == torch.float32 else None
         return FunctionPlan(quantizer, output, fields, function[0])
 
     def compute(self, run: Run, plan: FunctionPlan, x: Tensor, *others: Any) -> Result | None:
@@ -145,6 +147,11 @@ def _is_one_op(run: Run, module: nn.Module | None, quantizer: nn.Module) -> bool
     return isinstance(fusion(run, activation=module, quantizer=quantizer), Unit)
 
 
+def _autocast_type(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def _takes(function: Function, x: Tensor) -> bool:
     """Return whether the op computes a function of x as torch does, in the type of its parameters."""
     name, shape, *parameters, _ = function
@@ -154,16 +161,15 @@ def _takes(function: Function, x: Tensor) -> bool:
         return True
     types = {p.dtype for p in parameters if p is not None} | {x.dtype}
     # Autocast computes a layer norm in float32, on CUDA: there it widens narrower types, and leaves others.
-    wide = not torch.is_autocast_enabled(x.device.type) or x.dtype in (torch.float32, torch.float64)
+    wide = _autocast_type(x) is None or x.dtype in (torch.float32, torch.float64)
     plain = all(p is None or type(p) is nn.Parameter for p in parameters)
     return wide and plain and len(types) == 1 and x.shape[x.dim() - len(shape) :] == shape
 
 
 def _takes_prelu(weight: Any, x: Tensor) -> bool:
     """Return whether the op gives a result of torch's dtype; PReLU itself has the errors for what the op does not take."""
-    device = x.device.type
     if type(weight) is not nn.Parameter or (weight.numel() != 1 and (x.dim() < 2 or x.size(1) != weight.numel())):
         return False
-    if torch.is_autocast_enabled(device):
-        return x.dtype == torch.get_autocast_dtype(device)
+    if (autocast := _autocast_type(x)) is not None:
+        return x.dtype == autocast
     return x.dtype == weight.dtype and weight.device == x.device

@@ -1,0 +1,40 @@
+// A function of a tensor with a quantizer behind it, and its gradients, as one CUDA kernel each way.
+#pragma once
+
+#include "../kernel_args.h"
+
+namespace qtoolkit {
+
+enum class RowFunction : int8_t { layer_norm, gelu, gelu_tanh, silu };
+
+// All tensors are dense and in one order of memory. Those of a direction that a call does not compute are null.
+struct FunctionRows {
+  RowFunction function = RowFunction::layer_norm;
+  int64_t rows = 1, length = 0;  // of a layer norm, a multiple of 8; other functions have one row
+  double eps = 0;
+  const void* x = nullptr;
+  Dtype dtype = Dtype::f32;                            // of x and dx; that of a layer norm is float32
+  const float *weight = nullptr, *bias = nullptr;      // of a layer norm, or null
+  float *mean = nullptr, *rstd = nullptr;              // of each row of a layer norm: forward writes them
+  const void *scale = nullptr, *zero_point = nullptr;  // one float each; the second is null if symmetric
+  CodeBounds bounds;
+
+  void* y = nullptr;
+  Dtype y_dtype = Dtype::f32;
+  uint8_t* codes = nullptr;  // may be null
+  bool packed = false;       // two codes a byte
+  uint8_t* mask = nullptr;   // as in KernelArgs; backward computes the grid's points again where it has none
+
+  const void* grad = nullptr;  // of y
+  Dtype grad_dtype = Dtype::f32;
+  void* dx = nullptr;
+  float *dweight = nullptr, *dbias = nullptr;  // may be null
+  double* sums = nullptr;                      // of the gradients of scale and zero point, or null
+
+  bool is_backward() const { return grad != nullptr; }
+};
+
+// Longer rows do not fit into the registers of a block.
+constexpr int64_t kLongestNormRow = 8192;
+
+}  // namespace qtoolkit

@@ -1,0 +1,122 @@
+"""CUDA's functions with their quantizers executed on the CPU (see cuda_host), in three orders of their threads."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import assert_same
+from tests.ops.cuda_host import ORDERS, compiled, on_host
+
+pytestmark = pytest.mark.slow  # the kernels are compiled for the host
+
+op = torch.ops.qtoolkit.function_fake_quant
+# Rows in a warp with one to four vectors a thread, and in a block; a last block without all of its rows.
+SHAPES = {(37, 8): 1, (2, 9, 264): 1, (3, 520): 1, (2, 3, 4, 192): 2, (5, 776): 1, (3, 1032): 1, (2, 4104): 1}
+KINDS: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "learned": {"learned": True},
+    "affine": {"learned": True, "zero_point": True, "bounds": (0, 255)},
+    "4 bits": {"bounds": (-8, 7), "scale": 0.3},
+    "no parameters": {"learned": True, "affine": False},
+    "no codes": {"with_codes": False},
+    "a negative scale": {"learned": True, "scale": -0.03},
+    "a scale that divides nothing": {"learned": True, "scale": 1e-20},
+}
+OF_ELEMENTS = [*KINDS][:-1]  # on the finest grid, what cancels to 0 decides
+OF_ELEMENTS.remove("no parameters")
+
+
+def step(
+    x: Tensor,
+    function: str,
+    dims: int = 0,
+    dtype: torch.dtype | None = None,
+    learned: bool = False,
+    zero_point: bool = False,
+    bounds: tuple[int, int] = (-128, 127),
+    scale: float = 0.03,
+    affine: bool = True,
+    with_codes: bool = True,
+) -> list[Tensor]:
+    """Return the results of the op, and the gradients of all of its tensors."""
+    generator = torch.Generator().manual_seed(0)
+    own = x.shape[x.dim() - dims :]
+    x = x.detach().requires_grad_()
+    count = 2 if dims and affine else 0
+    parameters = [(1 + torch.randn(own, generator=generator) / 4).requires_grad_() for _ in range(count)]
+    grid = [torch.tensor([scale], requires_grad=learned)]
+    grid += [torch.tensor([117.0], requires_grad=learned)] if zero_point else []
+    weight, bias = parameters or (None, None)
+    of_grid = (grid[0], None, None, grid[1] if zero_point else None, *bounds, 0.5, learned, with_codes)
+    found = op(x, function, list(own), weight, bias, 1e-5, True, *of_grid, dtype)
+    grad = torch.randn(x.shape, generator=generator).to(found[0].dtype)
+    inputs = [x, *parameters, *(grid if learned else [])]
+    return [*(t.detach() for t in found), *torch.autograd.grad(found[0], inputs, grad)]
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 2 + 0.5
+
+
+def compare(x: Tensor, *arguments: Any, near: float = 1e-4, **kind: Any) -> None:
+    """Compare a step in all orders, whose bits are the same, with torch's ops.
+
+    Before the quantizer the last bits may differ: a few values may take the next code, which its mask, its gradient and
+    the sums of gradients follow.
+    """
+    wanted = step(x, *arguments, **kind)
+    first: list[Tensor] = []
+    for order in ORDERS:
+        with on_host(order):
+            found = step(x, *arguments, **kind)
+        first = first or found
+        for got, before in zip(found, first, strict=True):
+            assert_same(got, before)
+    for got, want in zip(found, wanted, strict=True):
+        assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+        largest = max([1.0, *want.double().abs().flatten().tolist()])
+        far = (got.double() - want.double()).abs() > near * largest
+        assert far.sum() <= want.numel() // 100, (got, want)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norms_with_quantizers(shape: tuple[int, ...], kind: str, dtype: torch.dtype | None) -> None:
+    compare(values(*shape), "layer_norm", SHAPES[shape], dtype, **KINDS[kind])
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", OF_ELEMENTS)
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "silu"])
+def test_functions_of_an_element_with_quantizers(function: str, kind: str, dtype: torch.dtype) -> None:
+    near = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    for x in (values(3, 5, 7), values(2, 8, 6, 6).contiguous(memory_format=torch.channels_last), values(5003)):
+        compare(x.to(dtype), function, near=near, **KINDS[kind])
+
+
+def test_other_rows_are_normalized_by_torch() -> None:
+    """Of no whole vectors, of none, and in other types."""
+    for x in (values(4, 6), values(0, 8), values(3, 8).double(), values(4, 12)[:, ::2]):
+        with on_host("forwards"):
+            found = torch.ops.qtoolkit.function_fake_quant(
+                x, "layer_norm", [x.size(1)], None, None, 1e-5, True, torch.ones(1), *[None] * 3, -8, 7, 1.0, True, True
+            )
+        wanted = torch.nn.functional.layer_norm(x, (x.size(1),)).round()
+        torch.testing.assert_close(found[0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("function", "learned", "most"),
+    [("layer_norm", True, 5), ("layer_norm", False, 4), ("gelu", True, 5), ("gelu", False, 3)],
+)
+def test_launches(function: str, learned: bool, most: int) -> None:
+    """Scale and function; backward: the function, its sums over blocks, and the gradient of the scale."""
+    with on_host("forwards"):
+        compiled().launches()
+        step(values(9, 768), function, int(function == "layer_norm"), learned=learned)
+        assert compiled().launches() == most
