@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from qtoolkit.wrapped import unwrapped
@@ -71,11 +72,14 @@ def keep_trained(copied: nn.Module) -> None:
 
 
 def _detached_attributes(model: nn.Module) -> dict[int, Tensor]:
-    """Return a detached copy of each computed tensor among the attributes, by its id: copy.deepcopy refuses these.
+    """Return a detached copy of each computed tensor in the attributes, by its id: copy.deepcopy refuses these.
 
-    The hooks of torch.nn.utils.prune, for example, set a weight that they compute.
+    The hooks of torch.nn.utils.prune, for example, set a weight that they compute; a forward may keep what it computed.
     """
-    tensors = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    own = [
+        {k: v for k, v in vars(module).items() if k not in ("_modules", "_parameters")} for module in model.modules()
+    ]
+    tensors = [leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor)]
     return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
 
 

@@ -44,6 +44,15 @@ def grids_of(model: nn.Module) -> dict[str, Grid]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Grid)}
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    """Return a tensor without gaps, as runtimes take arrays: torch.export records the strides of a view such as x[::2]."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    is_dense = tensor.is_contiguous() or (
+        tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
+    )
+    return tensor if is_dense else tensor.contiguous()
+
+
 def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:
     return any(tensor.device.type not in ("cpu", "meta") for tensor in tensors)
 
@@ -193,7 +202,8 @@ class ExportSource:
             )
         check_shapes(converted, what)
         check_finite(converted, what)
-        return cls(converted, grids, inputs, what)
+        dense = with_tensors(inputs, (_dense(tensor) for tensor in tensors_of(inputs)))
+        return cls(converted, grids, dense, what)
 
 
 class _ByName(nn.Module):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,25 @@ def test_names_and_a_dynamic_batch(tmp_path, exporter: str) -> None:
     for batch in (1, 7):
         x = torch.randn(batch, *SHAPE[1:])
         np.testing.assert_allclose(run_file(path, x), model(x).detach().numpy(), rtol=1e-4, atol=0.05)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "every second": lambda x: x[1::2],
+    "permuted": lambda x: x.permute(0, 1, 3, 2)[::2],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "one sample": lambda x: x[:1],
+}
+
+
+@pytest.mark.parametrize("options", [{"dynamic_batch": True}, {"dynamic_shapes": ({0: "batch"},)}], ids=str)
+@pytest.mark.parametrize("view", VIEWS)
+def test_example_inputs_that_are_views_of_others(tmp_path, view: str, options: dict[str, Any]) -> None:
+    model, x = converted_net(), torch.randn(6, SHAPE[1], 6, 6)
+    path = tmp_path / "model.onnx"
+    qt.export_onnx(model, VIEWS[view](x), path, **options)
+    assert onnx.load(path).graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    np.testing.assert_allclose(run_file(path, x), model(x).detach().numpy(), rtol=1e-4, atol=0.05)
 
 
 class Pair(nn.Module):

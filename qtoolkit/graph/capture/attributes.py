@@ -1,42 +1,22 @@
-"""The attributes of a model's modules while its forward is traced: training modes, hooks, and tensors that it assigns.
+"""The attributes of a model's modules while its forward is traced: training modes and hooks.
 
-Where a forward passes on `self.training`, the graph reads the mode at each run. Hooks and assignments it would lose without an
-error.
+Where a forward passes on `self.training`, the graph reads the mode at each run. Hooks it would lose without an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Self
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING
 from qtoolkit.model_state import attribute_kept, evaluating
 from qtoolkit.op_kinds.recorded import TrainingMode
-from qtoolkit.op_kinds.rules import CASTS
 
 NAME = "training_mode"
 # The module whose hooks give the values of submodules to the forward that calls them, which a graph records.
 CAPTURING = "transformers.utils.output_capturing"
-
-
-@contextmanager
-def traced_attributes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Trace the forward of a model in a block: `training` of each submodule is a Mode, and assignments are undone at its end.
-
-    `on_branch` is called with a submodule where Python branches on its mode. Raises RuntimeError: the model has forward hooks,
-    or a traced value was assigned to a tensor that the next forward would read.
-    """
-    assignments = _Assignments(model)
-    try:
-        check_hooks(model)
-        with _traced_modes(model, on_branch):
-            yield
-        assignments.check()
-    finally:
-        assignments.undo()
 
 
 # ---- training modes
@@ -65,8 +45,8 @@ class Mode(int):
 
 
 @contextmanager
-def _traced_modes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Make `training` of each submodule a Mode in a block."""
+def traced_modes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Make `training` of each submodule a Mode in a block; `on_branch` is called with a submodule that branches on it."""
     before = [(module, module.training) for module in model.modules()]
     for module, _ in before:
         # `vars`: an assignment to an attribute of a scripted module goes to C++, which takes no Mode.
@@ -135,7 +115,7 @@ def add_modes(model: nn.Module, graph: fx.Graph, modes: Mapping[nn.Module, fx.No
             module.register_module(name, TrainingMode().train(module.training))
 
 
-# ---- what a graph would lose
+# ---- hooks
 
 
 def check_hooks(module: nn.Module) -> None:
@@ -146,56 +126,3 @@ def check_hooks(module: nn.Module) -> None:
             f"this module has forward hooks, which a graph does not record; remove them first, those of torch.nn.utils.prune "
             f"by prune.remove, or {WITHOUT_TRACING}."
         )
-
-
-class _Assignments:
-    """The attributes of a model's submodules before a trace, whose forward may assign traced values to them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.spaces = [(name, kind, space, dict(space)) for name, kind, space in _spaces(model)]
-        values = (value for module in model.modules() for value in vars(module).values())
-        self.lists = [(value, tuple(value)) for value in values if type(value) is list]
-
-    def check(self) -> None:
-        """Raise RuntimeError if a traced value was assigned to a tensor that the next forward would read.
-
-        A cast of the tensor itself is a local value: each forward makes it anew.
-        """
-        for owner, kind, space, before in self.spaces:
-            for attribute, assigned in space.items():
-                if not (isinstance(before.get(attribute), Tensor) and isinstance(assigned, fx.Proxy)):
-                    continue
-                name = f"{owner}.{attribute}".removeprefix(".")
-                if not _is_cast_of(name, assigned.node):
-                    raise RuntimeError(
-                        f"the forward assigns to {kind} {name!r}, which a graph does not record; write into the {kind} with "
-                        f"copy_ or add_, or assign to a local variable."
-                    )
-
-    def undo(self) -> None:
-        """Give attributes, and lists that are attributes, the values that they had in place of traced ones."""
-        for _, _, space, before in self.spaces:
-            for attribute in [name for name, value in space.items() if isinstance(value, fx.Proxy)]:
-                if attribute in before:
-                    space[attribute] = before[attribute]
-                else:
-                    del space[attribute]
-        for values, items in self.lists:
-            if any(isinstance(value, fx.Proxy) for value in values):
-                values[:] = items
-
-
-def _spaces(model: nn.Module) -> Iterator[tuple[str, str, dict[str, object]]]:
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.jit.ScriptModule):  # a leaf module
-            yield name, "attribute", vars(module)
-            yield name, "buffer", module._buffers
-            for attribute, value in vars(module).items():
-                if type(value) is dict and not attribute.startswith("_"):  # a cache, which a forward may fill
-                    yield f"{name}.{attribute}".removeprefix("."), "entry", value
-
-
-def _is_cast_of(name: str, node: fx.Node) -> bool:
-    while node.op == "call_method" and node.target in CASTS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node.op == "get_attr" and node.target == name

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from qtoolkit.errors import first_line, some
 from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.blocks import HELD
+from qtoolkit.graph.capture.assignments import undone_assignments
 from qtoolkit.graph.capture.attributes import add_modes, name_in
 from qtoolkit.graph.capture.called_layers import call_layers, called_as_layers
 from qtoolkit.graph.capture.functions import causal_masks, patched
@@ -96,7 +97,13 @@ def _captured(model: nn.Module, example_inputs: object, called: Mapping[nn.Modul
     args, kwargs = split(example_inputs)
     try:
         shapes = tree_map(_shapes_of, dict(bind(model, example_inputs)))
-        with torch.no_grad(), without_fast_path(), patched(causal_masks()), called_as_layers(called) as calls:
+        with (
+            torch.no_grad(),
+            without_fast_path(),
+            patched(causal_masks()),
+            undone_assignments(model, check=False),
+            called_as_layers(called) as calls,
+        ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # the user's forward may raise anything on fake tensors
         raise UntraceableError(
@@ -281,9 +288,10 @@ def _module_of(model: nn.Module, captured: fx.GraphModule, modes: Mapping[nn.Mod
     root = _without_forward(model, called, {})
     add_modes(root, graph, modes)
     for node in graph.find_nodes(op="get_attr"):
-        name = str(node.target)
-        if "." not in name and not hasattr(root, name):
-            root.register_buffer(name, getattr(captured, name), persistent=False)
+        owner, _, name = str(node.target).rpartition(".")
+        module = root.get_submodule(owner)
+        if not hasattr(module, name):
+            module.register_buffer(name, attrgetter(str(node.target))(captured), persistent=False)
     result = fx.GraphModule(root, graph, type(model).__name__)
     # GraphModule takes over only what its graph uses: this one has all that the model has.
     vars(result).update({name: vars(root)[name] for name in HELD})

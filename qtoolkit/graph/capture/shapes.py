@@ -1,6 +1,10 @@
-"""Shape propagation at tracing: values of a graph's nodes for example inputs, with tensors on the meta device."""
+"""Shape propagation at tracing: values of a graph's nodes for example inputs, with tensors on the meta device.
+
+A leaf module that does not run there is run on the example inputs, and what leads to it: its sizes are kept, its values are not.
+"""
 
 from collections.abc import Mapping
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -9,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import Argument, map_aggregate
 from torch.utils._pytree import tree_map
 
-from qtoolkit.model_inputs import copy_containers
-from qtoolkit.model_state import RandomState, deepcopy_model, device_of
+from qtoolkit.model_inputs import clone_tensors, copy_containers
+from qtoolkit.model_state import RandomState, deepcopy_model, device_of, values_kept
 
 META = torch.device("meta")
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -50,22 +54,25 @@ class ShapePropagation:
         tensors = [*model.parameters(), *model.buffers()]
         self.device = device_of(model) or torch.device("cpu")
         # The copy's parameters and buffers are on the meta device from the start, so they take no memory.
-        self.meta_model = deepcopy_model(model, {id(t): _on_meta(t) for t in tensors})
+        on_meta = {id(t): _on_meta(t) for t in tensors}
+        self.meta_model = deepcopy_model(model, on_meta)
+        self.real_tensors = {id(on_meta[id(t)]): t for t in tensors}
         self.inputs = inputs
         self.values: dict[fx.Node, object] = {}
+        self.real_values: dict[fx.Node, object] = {}  # of what leads to a leaf module that needs data
 
     def __getitem__(self, node: fx.Node) -> object:
         return self.values.get(node, UNKNOWN)
 
     def add(self, node: fx.Node) -> None:
-        """Compute the value of a node, if it follows from shapes alone."""
+        """Compute the value of a node, if it follows from shapes alone, or if it is a call of a leaf module."""
         arguments: list[fx.Node] = node.all_input_nodes
         if any(n not in self.values for n in arguments):
             return
         random = RandomState.now()
         try:
             with torch.no_grad():
-                value = self._compute(node)
+                value = self._compute_or_run(node)
         except Exception:  # the op needs data, or has no meta kernel: the value stays unknown
             return
         finally:
@@ -74,25 +81,62 @@ class ShapePropagation:
             # Containers keep their types: code may read an attribute, as x.max(0).values. tree_map makes a Size a tuple.
             self.values[node] = value if is_plain(value) else tree_map(_on_meta, value)
 
+    def _compute_or_run(self, node: fx.Node) -> object:
+        try:
+            return self._compute(node)
+        except Exception:
+            if node.op != "call_module":
+                raise
+        value = self._run(node)
+        return tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else UNKNOWN, value)
+
+    def _run(self, node: fx.Node) -> object:
+        """Return the value of a node for the example inputs, whose tensors are copied: an op may change them in place."""
+        needed, waiting = {node}, [node]
+        while waiting:
+            found = [each for each in waiting.pop().all_input_nodes if each not in self.real_values and each not in needed]
+            self.real_values.update((each, self.values[each]) for each in found if is_plain(self[each]))
+            waiting += [each for each in found if each not in self.real_values]
+            needed.update(waiting)
+        with values_kept([*self.real_model.buffers()]):
+            for each in [each for each in node.graph.nodes if each in needed]:
+                args, kwargs = copy_containers(map_aggregate((each.args, each.kwargs), self._read_real))
+                self.real_values[each] = self._call(each, self.real_model, args, kwargs)
+        return self.real_values[node]
+
+    @cached_property
+    def real_model(self) -> nn.Module:
+        """A copy of the model with its tensors, and in its modes, which a trace replaces meanwhile."""
+        return deepcopy_model(self.meta_model, dict(self.real_tensors))
+
     def _compute(self, node: fx.Node) -> object:
-        target: Any = node.target
         # Functions of Python may compare devices but make no tensor on them.
-        compares = getattr(target, "__module__", "") in ("builtins", "_operator")
+        compares = getattr(node.target, "__module__", "") in ("builtins", "_operator")
         read = self._read if compares else self._read_for_meta
         args, kwargs = copy_containers(map_aggregate((node.args, node.kwargs), read))
         if node.op == "placeholder":
-            return self.inputs.get(target.lstrip("*"), UNKNOWN)
-        if node.op == "get_attr":
-            return attrgetter(target)(self.model)
-        if node.op == "call_module":
-            return self.meta_model.get_submodule(target)(*args, **kwargs)
-        if node.op == "call_method" and target == "type" and len(args) == 1:  # its answer names the device
+            return self.inputs.get(str(node.target).lstrip("*"), UNKNOWN)
+        if node.op == "call_method" and node.target == "type" and len(args) == 1:  # its answer names the device
             return torch.empty(0, dtype=args[0].dtype, device=self.device).type()
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        if target is getattr and isinstance(args[0], Tensor) and args[1] in DEVICE_ATTRIBUTES:
+        if node.target is getattr and isinstance(args[0], Tensor) and args[1] in DEVICE_ATTRIBUTES:
             return getattr(torch.empty(0, device=self.device), args[1])
+        return self._call(node, self.meta_model, args, kwargs)
+
+    def _call(self, node: fx.Node, model: nn.Module, args: Any, kwargs: Any) -> object:
+        target: Any = node.target
+        match node.op:
+            case "placeholder":
+                return clone_tensors(self.inputs[target.lstrip("*")])
+            case "get_attr":
+                return attrgetter(target)(self.model)
+            case "call_module":
+                return model.get_submodule(target)(*args, **kwargs)
+            case "call_method":
+                return getattr(args[0], target)(*args[1:], **kwargs)
         return target(*args, **kwargs)
+
+    def _read_real(self, value: Argument) -> Any:
+        return self.real_values[value] if isinstance(value, fx.Node) else value
 
     def _read(self, value: Argument) -> Any:
         return self.values[value] if isinstance(value, fx.Node) else value

@@ -11,7 +11,8 @@ from qtoolkit.errors import check_sequence, shown, some, unknown
 from qtoolkit.foreign import ASKED_FOR, integration_of
 from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.blocks import TracedBlock
-from qtoolkit.graph.capture.attributes import add_modes, has_own_train, kept_in_eval_mode, traced_attributes
+from qtoolkit.graph.capture.assignments import undone_assignments
+from qtoolkit.graph.capture.attributes import add_modes, check_hooks, has_own_train, kept_in_eval_mode, traced_modes
 from qtoolkit.graph.capture.exported import calls_aten
 from qtoolkit.graph.capture.functions import scripted_functions
 from qtoolkit.graph.capture.rewrites import both_modes, functional_layers, in_place, subclasses, torch_modes
@@ -117,7 +118,8 @@ def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, object]) -> f
     """Trace a model in its mode; errors as for `run`."""
     random = RandomState.now()
     try:
-        with traced_attributes(model, tracer.branch_on_mode):
+        check_hooks(model)
+        with undone_assignments(model), traced_modes(model, tracer.branch_on_mode):
             graph = tracer.trace(model, fixed or None)
         if random != RandomState.now():
             raise RuntimeError(

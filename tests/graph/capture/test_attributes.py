@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import qtoolkit as qt
 from qtoolkit.model_state import values_kept
+from tests.nets import linear_of
 
 CAPTURES = ("trace", "export")
 
@@ -69,3 +71,155 @@ def test_values_of_any_tensor_are_put_back(tensor: Tensor) -> None:
         if tensor.layout is torch.strided and tensor.dim() and len(tensor):
             tensor[:1, :1].fill_(7)
     assert torch.equal(tensor.to_dense(), before.to_dense())
+
+
+# ---- tensors that are no buffers
+
+
+class Plain(nn.Module):
+    """Reads a mask that is no buffer, as CLIP's blocks do, and makes constants."""
+
+    def __init__(self, how: str, mask: Tensor | None) -> None:
+        super().__init__()
+        self.how, self.fc, self.mask = how, linear_of(), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x) * torch.tensor([0.5, 1.0, 2.0, 4.0])
+        if self.how == "read":
+            return y * self.mask
+        if self.how == "cast":
+            return y * self.mask.to(dtype=x.dtype, device=x.device)
+        self.mask = self.mask.to(dtype=x.dtype, device=x.device) if self.mask is not None else None
+        return y if self.mask is None else y * self.mask
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("how", ["read", "cast", "stored cast", "none"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_blocks_read_and_cast_a_tensor_that_is_no_buffer(how: str, shared: bool, capture: str) -> None:
+    mask = torch.rand(4)
+    masks = [None, None] if how == "none" else [mask, mask if shared else torch.rand(4)]
+    model = nn.Sequential(*(nn.Sequential(Plain(how, mask)) for mask in masks)).eval()
+    prepared = check(model, torch.randn(3, 4), capture)
+    assert set(prepared.state_dict()) >= set(model.state_dict())
+
+
+# ---- what a forward stores
+
+
+class Stores(nn.Module):
+    """Stores what no forward reads, or reads what it has stored."""
+
+    shown: dict[str, Tensor] = {}
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.fc, self.out = how, linear_of(), linear_of()
+        self.map: Tensor | None = None
+        self.maps: list[Tensor] = []
+        self._kept: dict[str, list[Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.fc(x))
+        match self.how:
+            case "attribute":
+                self.map = y * 2
+            case "written, then read":
+                self.map = y.mean(1, keepdim=True).detach()
+                return self.out(y - self.map) + self.map
+            case "tuple":
+                self.pair = (y, y + 1)
+            case "list":
+                self.maps.append(y)
+            case "new list":
+                self.maps = [y, y + 1]
+            case "item":
+                self.maps[:1] = [y]
+            case "entry":
+                self._kept["y"] = [y]
+            case "dict of a class":
+                Stores.shown["y"] = y
+            case "dict of a module":
+                GRIDS["y"] = y
+            case "remade for another size":
+                if self.map is None or self.map.shape != x.shape:
+                    self.map = x.new_ones(x.shape)
+                return self.out(y * self.map)
+        return self.out(y)
+
+
+GRIDS: dict[str, Tensor] = {}
+STORES = (
+    "attribute", "written, then read", "tuple", "list", "new list", "item", "entry", "dict of a class", "dict of a module",
+    "remade for another size",
+)  # fmt: skip
+
+
+def state_of(model: Stores) -> list[object]:
+    return [getattr(model, "pair", None), model.map, model.maps, model._kept, Stores.shown, GRIDS]
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("how", STORES)
+def test_what_no_later_forward_reads_is_stored_by_the_model_alone(how: str, ran: bool, capture: str) -> None:
+    Stores.shown.clear()
+    GRIDS.clear()
+    model, x = nn.Sequential(Stores(how)).eval(), torch.randn(3, 4)
+    if ran:
+        model(x[:2])
+    for _ in range(2):
+        prepared = qt.prepare(model, x, "onnxruntime", capture=capture)
+        held = [*state_of(model[0]), *(value for module in prepared.modules() for value in vars(module).values())]
+        assert {type(leaf) for leaf in tree_leaves(held) if isinstance(leaf, Tensor)} <= {Tensor, nn.Parameter}
+        assert not any(isinstance(leaf, torch.fx.Proxy | torch.SymInt) for leaf in tree_leaves(held))
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(x), model(x))
+
+
+class Remembers(nn.Module):
+    """Reads what the forward before has stored."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.fc, self.hidden, self.states = how, linear_of(), torch.zeros(4), [torch.zeros(4)]
+        self.memory = {"h": torch.zeros(4)}
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        match self.how:
+            case "attribute":
+                y = y + self.hidden
+                self.hidden = y.mean(0)
+            case "a function of it":
+                y = y + self.hidden * 0.9
+                self.hidden = y.mean(0)
+            case "item":
+                y = y + self.states[0]
+                self.states[0] = y.mean(0)
+            case "entry":
+                y = y + self.memory["h"].neg()
+                self.memory["h"] = y.mean(0)
+            case "buffer":
+                self.last = y.mean(0)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("attribute", "attribute '0.hidden'"),
+        ("a function of it", "attribute '0.hidden'"),
+        ("item", "item '0.states.0'"),
+        ("entry", "entry '0.memory.h'"),
+        ("buffer", "buffer '0.last'"),
+    ],
+)
+def test_what_the_next_forward_reads_is_refused(how: str, name: str) -> None:
+    model = nn.Sequential(Remembers(how)).eval()
+    before = dict(vars(model[0]))
+    sentence = f"the forward reads and assigns to {name}, which a graph does not record; write into the .* with copy_"
+    with pytest.raises(qt.UntraceableError, match=sentence):
+        qt.prepare(model, torch.randn(3, 4), "onnxruntime", inplace=True)
+    assert all(vars(model[0])[key] is value for key, value in before.items())

@@ -396,3 +396,80 @@ def test_a_class_inside_a_function_can_be_pickled_with_what_optimizers_ask_for()
     prepared = qt.prepare(Local(), backend="tensorrt")
     assert prepared.no_weight_decay() == copy.deepcopy(prepared).no_weight_decay() == {"fc.weight"}
     assert not hasattr(pickle.loads(pickle.dumps(prepared)), "no_weight_decay")
+
+
+# ---- leaf modules that need data
+
+
+class Normalizes(nn.Module):
+    """Looks at the values of a constant, and of a buffer that it counts in, which no shapes tell."""
+
+    def __init__(self, ran: list[str], name: str) -> None:
+        super().__init__()
+        self.ran, self.name, self.fc, self.norm = ran, name, linear_of(), nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        if not x.is_meta:
+            self.ran.append(self.name)
+        if (torch.as_tensor([0.5, 0.25], dtype=x.dtype, device=x.device) == 0).any() or self.count.item() == 0:
+            raise ValueError("zero")
+        self.count += 1
+        return self.norm(self.fc(x)), int(x.sum() > 0)
+
+
+class ByRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear_of()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if x.ndim == 3 else self.fc(x)
+
+
+class BehindLeaves(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+        self.leaves = nn.ModuleList(Normalizes(self.ran, str(i)) for i in range(count))
+        self.heads = nn.ModuleList(ByRank() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        x.relu_()
+        for leaf, head in zip(self.leaves, self.heads, strict=True):
+            x = head(leaf(x)[0]) + (x if x.shape[-1] == 4 else 0)
+        return x
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_sizes_are_known_behind_a_leaf_module_that_needs_data(training: bool) -> None:
+    model, x = BehindLeaves(3).train(training), torch.randn(5, 4)
+    state, random, given = copy.deepcopy(model.state_dict()), torch.get_rng_state(), x.clone()
+    traced = trace.run(model, leaf_modules=[Normalizes], example_inputs=x)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(x, given)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert not [node for node in traced.gm.graph.nodes if node.target in ("heads.0", "heads.1", "heads.2")]
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(state)
+    torch.testing.assert_close(traced.gm(x), twin(x))
+
+
+def test_each_leaf_module_runs_once_for_its_sizes() -> None:
+    model = BehindLeaves(4).eval()
+    shapes = trace.ShapePropagation(model, {"x": torch.randn(5, 4)})
+    tracer = trace.ModelTracer([Normalizes], (), shapes)
+    tracer.trace(model)
+    assert shapes.real_model.ran == ["0", "1", "2", "3"]
+
+
+def test_a_number_that_a_leaf_module_computes_of_data_decides_no_branch() -> None:
+    class Decides(BehindLeaves):
+        def forward(self, x: Tensor) -> Tensor:
+            y, positive = self.leaves[0](x)
+            return y if positive else -y
+
+    with pytest.raises(qt.UntraceableError, match="if positive"):
+        trace.run(Decides(1).eval(), leaf_modules=[Normalizes], example_inputs=torch.randn(5, 4))
