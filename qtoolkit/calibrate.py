@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.batches import Caller, check_batches, no_batch
+from qtoolkit.eager.functions import WeightsTaken, sentence
 from qtoolkit.eager.record import check_links, plan_of
 from qtoolkit.errors import check_flags, check_known, check_whole, some
 from qtoolkit.foreign import refuse_foreign_quantizers
@@ -133,7 +134,7 @@ def calibrate(
     check_links(prepared)
     run = forward or Caller("calibrate")
     model = without_ddp(prepared)  # DistributedDataParallel replaces ranges by those of rank 0
-    count = 0
+    count, taken = 0, WeightsTaken(model)
     with unchanged_on_error(nn.ModuleList(quantizers.values()), parameters=True):
         if method is not None:
             _observe_by(method, quantizers.values())
@@ -142,7 +143,8 @@ def calibrate(
             for quantizer in quantizers.values():  # in eval mode, which takes the ranges of weights
                 quantizer.observer.reset()
             for batch in batches_of("calibrate", batches, progress, max_batches):
-                _run(run, model, batch, by_batch)
+                with nullcontext() if count else taken:
+                    _run(run, model, batch, by_batch)
                 for quantizer in weights:  # a weight is the same in each batch
                     quantizer.observing = quantizer.observing and not quantizer.observer.seen()
                 count += 1
@@ -153,7 +155,9 @@ def calibrate(
         if count == 0:
             raise no_batch("calibrate")
         remedy = "; forward(model, batch) must call the model that it gets" if forward is not None else ""
+        remedy += f"; {sentence(taken.found)}".rstrip(".") if taken.found else ""
         _check_reached(quantizers, "calibrate", f"in {count} batches{remedy}")
+        taken.note(model)
         return _finish(prepared, quantizers, count, "calibrate")
 
 

@@ -9,6 +9,7 @@ from types import FunctionType
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
@@ -42,6 +43,18 @@ def scripted_functions(model: nn.Module) -> dict[Callable[..., object], tuple[st
 def is_foreign(target: object) -> bool:
     """Return whether a target is a Python function outside torch."""
     return isinstance(target, FunctionType) and (target.__module__ or "").partition(".")[0] != "torch"
+
+
+@contextmanager
+def as_python() -> Iterator[None]:
+    """Let `F.multi_head_attention_forward` run on traced values in a block: it would pass the call to them as a whole."""
+    with patched([(F, "has_torch_function", lambda _: False)]):  # torch.overrides' function, as this module imports it
+        yield
+
+
+def is_composite(target: object) -> bool:
+    """Return whether a target is a Python function that may hold layers: one outside torch, or torch's attention."""
+    return is_foreign(target) or (target is F.multi_head_attention_forward and hasattr(F, "has_torch_function"))
 
 
 def is_weight(node: fx.Node, value: object) -> bool:
