@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Never, Self
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.batches import Caller, check_batches, no_batch
+from qtoolkit.eager.functions import WeightsTaken, sentence
 from qtoolkit.eager.record import check_links, plan_of
 from qtoolkit.errors import check_flags, check_known, check_whole, some
 from qtoolkit.foreign import refuse_foreign_quantizers
@@ -140,7 +141,7 @@ def calibrate(
         check_whole("calibrate", "max_batches", max_batches, 1, " or None")
     check_links(prepared)
     run = forward or Caller("calibrate")
-    count = 0
+    count, taken = 0, WeightsTaken(prepared)
     with unchanged_on_error(nn.ModuleList(quantizers.values()), parameters=True):
         if method is not None:
             _observe_by(method, quantizers.values())
@@ -155,7 +156,8 @@ def calibrate(
             for quantizer in quantizers.values():  # in eval mode, which takes the ranges of weights
                 quantizer.observer.reset()
             for batch in batches_of("calibrate", batches, progress, max_batches):
-                _run(run, prepared, batch, by_batch)
+                with nullcontext() if count else taken:
+                    _run(run, prepared, batch, by_batch)
                 for quantizer in weights:  # a weight is the same in each batch
                     quantizer.observing = quantizer.observing and not quantizer.observer.seen()
                 count += 1
@@ -166,8 +168,10 @@ def calibrate(
         if count == 0:
             raise no_batch("calibrate")
         remedy = "; forward(model, batch) must call the model that it gets" if forward is not None else ""
+        remedy += f"; {sentence(taken.found)}".rstrip(".") if taken.found else ""
         _check_reached(quantizers, "calibrate", f"in {count} batches{remedy}")
         _warn_of_few_values(values)
+        taken.note(prepared)
         return _finish(prepared, quantizers, count, "calibrate")
 
 

@@ -1,7 +1,7 @@
 """EagerRecord: what `fuse_modules` and module replacement store on a model."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -24,6 +24,8 @@ class EagerRecord:
 
     plan: Plan | None = None  # what `quant_modules.replace` decided; None if it was not called
     chains: tuple[tuple[str, ...], ...] = ()  # of modules, as `fuse_modules` was given them
+    # the functions that took weights of layers without a call of the layer, in the last calibration, by the weights' names
+    functions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def record_of(model: nn.Module) -> EagerRecord:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from qtoolkit.eager.record import chains_of, kinds_in, plan_of, verdicts_in
+from qtoolkit.eager.functions import verdict_on
+from qtoolkit.eager.record import chains_of, kinds_in, plan_of, records_in, verdicts_in
 from qtoolkit.errors import with_article
 from qtoolkit.foreign import ForeignQuantizer
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -43,6 +44,10 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
         verdict = _verdict(module) if known is None or _is_changed(known, module, kinds.get(name)) else known
         layers.append(_line(name, module, verdict, name in recorded, names))
     layers = _joined(layers, chains_of(model))
+    taken = {
+        f"{part}.{name}".strip("."): by for part, record in records_in(model) for name, by in record.functions.items()
+    }
+    layers += [LayerLine(name, function, "", (), verdict_on(function)) for name, function in taken.items()]
     tensors = list(_tensor_lines(found, names))
     for part, name in names.items():
         if isinstance(part, QuantizedGraphModule):

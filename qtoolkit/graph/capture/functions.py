@@ -46,6 +46,18 @@ def is_foreign(target: object) -> bool:
     return isinstance(target, FunctionType) and (target.__module__ or "").partition(".")[0] != "torch"
 
 
+@contextmanager
+def as_python() -> Iterator[None]:
+    """Let `F.multi_head_attention_forward` run on traced values in a block: it would pass the call to them as a whole."""
+    with patched([(F, "has_torch_function", lambda _: False)]):  # torch.overrides' function, as this module imports it
+        yield
+
+
+def is_composite(target: object) -> bool:
+    """Return whether a target is a Python function that may hold layers: one outside torch, or torch's attention."""
+    return is_foreign(target) or (target is F.multi_head_attention_forward and hasattr(F, "has_torch_function"))
+
+
 def is_weight(node: fx.Node, value: object) -> bool:
     """Return whether a node reads a parameter of two or more dimensions."""
     return node.op == "get_attr" and isinstance(value, nn.Parameter) and value.dim() > 1

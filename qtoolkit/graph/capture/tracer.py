@@ -4,6 +4,7 @@ import functools
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,9 @@ from qtoolkit.graph.capture.attributes import (
 from qtoolkit.graph.capture.calls import CallRecorder
 from qtoolkit.graph.capture.functions import (
     answer_if_finite,
+    as_python,
     is_checkpointed,
+    is_composite,
     is_foreign,
     is_weight,
     patched,
@@ -245,23 +248,25 @@ class ModelTracer(fx.Tracer):
         if callable(target) and self._takes_weights(target, (args, kwargs)):
             inlined = self._inline(target, args, kwargs)
             if inlined is not None:
-                return inlined
+                return inlined  # type: ignore[no-any-return]  # what the function returns, a proxy or a tuple with one
         return super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
 
     def _takes_weights(self, target: Target, arguments: object) -> bool:
-        if self.shapes is None or not is_foreign(target) or target in self.leaf_functions:
+        if self.shapes is None or not is_composite(target) or target in self.leaf_functions:
             return False
         proxies = [a for a in tree_leaves(arguments) if isinstance(a, fx.Proxy)]
         return any(is_weight(p.node, self.shapes[p.node]) for p in proxies)
 
-    def _inline(self, function: Callable[..., object], args: Args, kwargs: Kwargs) -> fx.Proxy | None:
+    def _inline(self, function: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
         before, random = self._checkpoint(), RandomState.now()
         try:
-            result = function(*args, **kwargs)
+            with nullcontext() if is_foreign(function) else as_python():
+                result = function(*args, **kwargs)
         except Exception:  # the function cannot be traced: it stays one op
             result = None
-        if isinstance(result, SizedProxy) and random == RandomState.now():
-            self.inlined.append(result.node)
+        first = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(first, SizedProxy) and random == RandomState.now():
+            self.inlined.append(first.node)
             return result
         random.restore()
         self._roll_back(before)

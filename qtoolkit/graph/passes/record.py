@@ -27,9 +27,7 @@ from qtoolkit.verdicts import BY_CONFIG, FOLDED, Cause, Status, Verdict
 
 FROM_PARAMETERS = Verdict.left_float(Cause.TARGET, "computed from parameters alone")
 IN_TRAINING = Verdict.left_float(Cause.TARGET, "training mode alone takes it, and no target computes it")
-HIDES_LAYERS = Verdict.left_float(
-    Cause.NO_QAT_TYPE, "a function that takes weights and is not traced: pass example_inputs, or make it a module"
-)
+NOT_TRACED = "a function that takes weights and is not traced"
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
@@ -100,7 +98,7 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
     if kind.activation:
         return Verdict.left_float(Cause.TARGET, f"{with_article(kind)} with no quantized op right before it")
     if kind is OTHER and _takes_weights(node):
-        return HIDES_LAYERS
+        return Verdict.left_float(Cause.NO_QAT_TYPE, f"{NOT_TRACED}: {_remedy(node)}")
     has_weights = module is not None and any(parameter.dim() > 1 for parameter in module.parameters())
     if has_weights and kind is OTHER:
         return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {type(module).__name__}")
@@ -109,6 +107,12 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
         return Verdict.left_float(Cause.TARGET, f"{with_article(kind)} that takes {without_range}")
     what = "an op that qtoolkit does not know" if kind is OTHER else with_article(kind)
     return Verdict.left_float(Cause.TARGET, f"{what}, which {roles.backend.name} computes in float")
+
+
+def _remedy(node: fx.Node) -> str:
+    gm = node.graph.owning_module
+    measured = isinstance(gm, QuantizedGraphModule) and gm.plan is not None and gm.plan.tracing.measured
+    return "make it a module" if measured else "pass example_inputs, or make it a module"
 
 
 def _takes_weights(node: fx.Node) -> bool:

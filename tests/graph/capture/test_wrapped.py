@@ -183,3 +183,51 @@ def test_numbers_that_a_function_returns_are_not_tensors() -> None:
         ]
         with qt.disable_quantization(ours):
             assert torch.equal(ours(*inputs), model(*inputs))
+
+
+class Attends(nn.Module):
+    """torch's attention as a function, which takes the weights of layers, or one weight of all projections."""
+
+    def __init__(self, is_packed: bool, need_weights: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.packed = nn.Parameter(torch.randn(24, 8)) if is_packed else None
+        self.need_weights = need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, out = self.layers
+        separate = (
+            {}
+            if self.packed is not None
+            else {"q_proj_weight": q.weight, "k_proj_weight": k.weight, "v_proj_weight": v.weight}
+        )
+        y, _ = F.multi_head_attention_forward(
+            x, x, x, 8, 2, self.packed, torch.cat([q.bias, k.bias, v.bias]), None, None, False, 0.0, out.weight, out.bias,
+            self.training, need_weights=self.need_weights, use_separate_proj_weight=bool(separate), **separate,
+        )  # fmt: skip
+        return y
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_the_projections_of_an_attention_that_is_called_as_a_function(
+    is_packed: bool, need_weights: bool, tmp_path
+) -> None:
+    model, x = Attends(is_packed, need_weights).train(), torch.randn(5, 3, 8)
+    prepared = qt.prepare(model, (x[:, :1],), "onnxruntime")
+    lines = qt.quantization_report(prepared).quantized
+    assert [line.kind for line in lines].count("linear") == (2 if is_packed else 4)
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(x), model(x))
+    qt.calibrate(prepared, [x], progress=False)
+    prepared(x).square().mean().backward()
+    assert prepared.layers[3].weight.grad is not None
+    path = qt.export_onnx(prepared, x, tmp_path / "model.onnx").path
+    qt.export.verify(qt.convert(prepared, arithmetic="integer"), x, path).check()
+
+
+def test_an_attention_that_cannot_be_traced_says_so() -> None:
+    model = Attends(is_packed=True, need_weights=False).eval()
+    prepared = qt.prepare(model, backend="onnxruntime")
+    (line,) = [line for line in qt.quantization_report(prepared).left_float if line.kind == "other"]
+    assert "pass example_inputs" in line.reason

@@ -1,0 +1,101 @@
+"""Functions that take the weight of a replaced layer themselves, as F.linear(x, layer.weight) does: the layer is not called.
+
+Module replacement does not see functions. What a batch shows of them is a warning, and a line of the report.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from traceback import walk_stack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from qtoolkit.eager.record import record_of, set_record
+from qtoolkit.errors import some
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.nn import QuantModule
+from qtoolkit.op_kinds.table import calls_where
+from qtoolkit.verdicts import Cause, Verdict
+
+_CALLS = calls_where(lambda kind: kind.weight_argument or kind.takes_indices)
+FUNCTIONS = {str(getattr(call, "__name__", call)) for call in _CALLS} | {"einsum", "multi_head_attention_forward"}
+
+
+class WeightsTaken(TorchFunctionMode):
+    """Notes, in a block, the functions that take the weight of a replaced layer while the layer itself does not run.
+
+    Attributes:
+        found: The name of the function, by the dotted name of the weight.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.found: dict[str, str] = {}
+        self._weights: dict[int | None, dict[str, QuantModule]] = defaultdict(
+            dict
+        )  # by their memory: layers may share one
+        for name, weight, layer in _quantized_weights(model):
+            self._weights[_memory(weight)][name] = layer
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch."""
+        if not torch.compiler.is_compiling() and getattr(function, "__name__", "") in FUNCTIONS:
+            for tensor in tree_leaves((args, kwargs)):
+                layers = self._weights.get(_memory(tensor), {})
+                if layers and not _runs(layers.values()):
+                    self.found[next(iter(layers))] = function.__name__
+        return function(*args, **(kwargs or {}))
+
+    def note(self, model: nn.Module) -> None:
+        """Store on a model what was found, for its report, and warn of it."""
+        if self.found or record_of(model).functions:
+            set_record(model, replace(record_of(model), functions=self.found))
+        if self.found:
+            warnings.warn(f"calibrate: {sentence(self.found)}", stacklevel=3)  # the caller of calibrate
+
+
+def sentence(found: Mapping[str, str]) -> str:
+    """Return what is said of functions that take weights themselves."""
+    taken = some([f"{name!r} ({function})" for name, function in found.items()])
+    return (
+        f"functions take weights of layers themselves, and compute in float: {taken}. Module replacement quantizes the "
+        f"calls of layers alone; call the layer, or quantize the model by qtoolkit.prepare."
+    )
+
+
+def verdict_on(function: str) -> Verdict:
+    """Return the verdict on a weight that a function takes."""
+    why = f"{function} takes it without a call of the layer, which module replacement does not see"
+    return Verdict.left_float(Cause.NO_QAT_TYPE, why)
+
+
+def _quantized_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, QuantModule]]:
+    """Yield the parameters of replaced layers, in the outermost one, with their names."""
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module not in inside and isinstance(module, QuantModule | QuantizedGraphModule):
+            inside.update(part for part in module.modules() if part is not module)
+            if isinstance(module, QuantModule):
+                parameters = module.named_parameters(name) if module.weight_quantizers() else ()
+                yield from ((path, weight, module) for path, weight in parameters if weight.dim() > 1)
+
+
+def _memory(tensor: object) -> int | None:
+    """Return where the values of a plain tensor are, as those of its views; None of others."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:  # type: ignore[attr-defined]
+        return None
+    return tensor.untyped_storage().data_ptr() or None  # type: ignore[attr-defined]
+
+
+def _runs(layers: Iterable[nn.Module]) -> bool:
+    """Return whether a method of one of these layers calls what runs now."""
+    return not {id(layer) for layer in layers}.isdisjoint(
+        id(frame.f_locals.get("self")) for frame, _ in walk_stack(None)
+    )
