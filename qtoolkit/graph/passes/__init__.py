@@ -10,11 +10,12 @@ from qtoolkit.graph.passes import (
     link_batch_norms,
     link_inputs,
     record,
+    scale_channels,
     split_silu,
     swap,
 )
 
 __all__ = [
     "fold_ahead", "freeze", "fuse_patterns", "insert", "integers", "leaf_modules", "link_batch_norms", "link_inputs",
-    "record", "split_silu", "swap",
+    "record", "scale_channels", "split_silu", "swap",
 ]  # fmt: skip
