@@ -15,7 +15,7 @@ from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.rules import called_module
 
 CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}  # by the dimensions of the input
-DIMENSIONS = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}  # of types whose input has no others
+DIMENSIONS: dict[object, int] = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}  # of types whose input has no others
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
@@ -58,6 +58,6 @@ def _scaling(bn: nn.Module, kind: type[nn.Module], dtype: torch.dtype) -> nn.Mod
     factor = factor_of(bn).detach()
     shift, channels = folded_bias(bn, None, factor).detach(), factor.numel()
     conv = kind(channels, channels, 1, groups=channels, device="meta").train(bn.training)
-    conv.weight = nn.Parameter(factor.reshape(conv.weight.shape).to(dtype))
+    conv.weight = nn.Parameter(factor.reshape(conv.get_parameter("weight").shape).to(dtype))
     conv.bias = nn.Parameter(shift.to(dtype))
     return conv
