@@ -21,9 +21,10 @@ DIMENSIONS: dict[object, int] = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}  # of typ
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Replace each batch norm behind a layer and its activation, in eval mode (`Backend.batch_norm_as_conv`).
 
-    It keeps its name. The weight has the target's own spec: one factor a channel, which is on the grid in any number of bits.
+    It keeps its name. The weight has the target's own spec, with a scale for each channel: so each factor is on its grid.
     """
-    if gm.training or not rules.backend.batch_norm_as_conv:
+    spec = rules.backend.qconfig.weight
+    if gm.training or spec is None or not rules.backend.batch_norm_as_conv:
         return gm
     for bn, nodes in ModuleCalls(gm.graph).of_type(nn.Module).items():
         found = {_convolution(node, rules) for node in nodes} if kind_of(nodes[0]).normalizes_batches else {None}
@@ -32,7 +33,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         ((kind, dtype),) = filter(None, found)
         conv = _scaling(bn, kind, dtype)
         name = str(nodes[0].target)
-        gm.set_submodule(name, QAT_MODULES[kind].from_float(conv, rules.backend.qconfig.weight, name))
+        gm.set_submodule(name, QAT_MODULES[kind].from_float(conv, spec.with_(axis=0), name))
     gm.recompile()
     return gm
 
