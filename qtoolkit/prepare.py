@@ -175,6 +175,7 @@ def _quantized(
     gm = passes.swap.run(gm, rules)
     gm = passes.link_batch_norms.run(gm, rules)
     gm = passes.fold_ahead.run(gm, rules)
+    gm = passes.scale_channels.run(gm, rules)
     gm = passes.split_silu.run(gm, rules)
     gm = passes.insert.run(gm, rules)
     gm = passes.link_inputs.run(gm, rules.backend)

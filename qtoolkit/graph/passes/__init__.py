@@ -11,11 +11,12 @@ from qtoolkit.graph.passes import (
     link_inputs,
     recognize,
     record,
+    scale_channels,
     split_silu,
     swap,
 )
 
 __all__ = [
     "fold_ahead", "freeze", "fuse_patterns", "insert", "integers", "leaf_modules", "link_batch_norms", "link_inputs",
-    "recognize", "record", "split_silu", "swap",
+    "recognize", "record", "scale_channels", "split_silu", "swap",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ In training mode such a batch norm is computed by torch, and stays an op: its ou
 """
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
@@ -70,7 +70,8 @@ def _layers_ahead(nodes: Sequence[fx.Node], calls: ModuleCalls, rules: LayerRule
 
 def _taking(node: fx.Node, rules: LayerRules) -> Layers | Obstacle:
     """Return the layers that take the output of a batch norm in one of its calls, or why one of its users is none."""
-    bn, dims = called_module(node), facts_of(node).input_dims
+    bn: Any = called_module(node)
+    dims = facts_of(node).input_dims
     if kind_of(node.all_input_nodes[0]).layer:
         return Obstacle("a layer is right before it")
     if bn is None or getattr(bn, "running_mean", None) is None or getattr(bn, "running_var", None) is None:

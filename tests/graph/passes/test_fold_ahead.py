@@ -98,7 +98,7 @@ def changed(model: Behind, x: Tensor) -> Tensor:
 
 KEPT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "zeros": ("pads it with zeros", (lambda: nn.Conv2d(6, 4, 3, padding=1), nn.BatchNorm2d, plain, IMAGE)),
-    "transposed": ("no quantized layer", (lambda: nn.ConvTranspose2d(6, 4, 3), nn.BatchNorm2d, plain, IMAGE)),
+    "transposed": ("mixes its channels", (lambda: nn.ConvTranspose2d(6, 4, 3), nn.BatchNorm2d, plain, IMAGE)),
     "relu": (
         "no quantized layer",
         (lambda: nn.Conv2d(6, 4, 1), nn.BatchNorm2d, lambda m, x: m.layer(torch.relu(m.norm(x))), IMAGE),
@@ -123,7 +123,7 @@ KEPT: dict[str, tuple[str, tuple[Any, ...]]] = {
 def test_it_stays_where_folding_would_change_the_output(name: str) -> None:
     reason, case = KEPT[name]
     model, x = model_of(case)
-    prepared = qt.prepare(model, x, backend="onnxruntime")
+    prepared = qt.prepare(model, x, backend="tensorrt")
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
     assert reason in reasons["norm"], reasons["norm"]
     nets.assert_float_when_off(prepared, model, x)
@@ -131,14 +131,71 @@ def test_it_stays_where_folding_would_change_the_output(name: str) -> None:
 
 def test_the_users_choices_hold() -> None:
     model, x = model_of(FOLDED["pointwise"])
-    prepared = qt.prepare(model, x, backend="onnxruntime", exclude="norm")
-    assert isinstance(prepared.get_submodule("norm"), nn.BatchNorm2d)
+    for backend in ("onnxruntime", "tensorrt"):
+        prepared = qt.prepare(model, x, backend=backend, exclude="norm")
+        assert isinstance(prepared.get_submodule("norm"), nn.BatchNorm2d)
     handle = model.norm.register_forward_hook(lambda *args: None)
     assert isinstance(qt.prepare(model, x, backend="onnxruntime").get_submodule("norm"), nn.BatchNorm2d)
     handle.remove()
     report = qt.quantization_report(qt.prepare(model.train(), x, backend="onnxruntime"))
     (line,) = (line for line in report.left_float if line.name == "norm")
     assert "in training mode layers take over only a batch norm behind them" in line.reason
+
+
+# ---- depthwise convolutions
+
+
+class Levels(nn.Module):
+    """A convolution that all levels share, with a batch norm for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norms = nn.Conv2d(6, 6, 3, padding=1), nn.ModuleList(nn.BatchNorm2d(6) for _ in range(2))
+        self.head = nn.Conv2d(6, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        levels = [x, F.max_pool2d(x, 2)]
+        found = [torch.relu(norm(self.conv(level))) for norm, level in zip(self.norms, levels, strict=True)]
+        return [self.head(level).sigmoid() for level in found]
+
+
+def residual(model: Behind, x: Tensor) -> Tensor:
+    return torch.relu(model.layer(model.norm(x) + x))
+
+
+SCALED: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
+    "zeros": lambda: (Behind(nn.Conv2d(6, 4, 3, padding=1), nn.BatchNorm2d(6), plain), IMAGE),
+    "sound": lambda: (Behind(nn.Conv1d(6, 4, 3, padding=1), nn.BatchNorm1d(6), plain), SOUND),
+    "second user": lambda: (Behind(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), residual), IMAGE),
+    "levels": lambda: (Levels(), IMAGE),
+}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", SCALED)
+def test_onnxruntime_computes_it_as_a_depthwise_convolution(tmp_path, name: str, bits: int) -> None:
+    torch.manual_seed(0)
+    model, shape = SCALED[name]()
+    model = nets.trained(model, *shape, steps=2).eval()
+    next(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)).weight.data[0] = 0
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=bits, axis=0)))
+    prepared = qt.prepare(model, x, backend="onnxruntime", qconfig_mapping=mapping)
+    scales = [line.name for line in qt.quantization_report(prepared).layers if "norm" in line.name]
+    assert scales == (["norms.0", "norms.1"] if name == "levels" else ["norm"])
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(x), model(x), rtol=1e-5, atol=1e-5)
+    qt.calibrate(prepared, [x], progress=False)
+    layer = prepared.get_submodule(scales[0])
+    torch.testing.assert_close(layer.quantize_weight(layer.weight), layer.weight, rtol=1e-6, atol=0)
+    converted = qt.convert(prepared)
+    torch.testing.assert_close(converted(x), prepared(x), rtol=0, atol=0)
+    assert qt.debug.compare(model, prepared, x).layers
+    integer = qt.convert(prepared, arithmetic="integer")
+    found = verify(integer, x, qt.export_onnx(converted, x, tmp_path / "m.onnx").path).runtimes["onnxruntime"]
+    found.check()
+    assert found.codes.differing == 0
+    assert {*scales, "conv" if name == "levels" else "first"} <= {*found.on_codes}
 
 
 # ---- a speaker net
@@ -207,10 +264,11 @@ def test_a_speaker_net_runs_in_integers(tmp_path, training: bool, quantizer: str
     converted = qt.convert(prepared.eval())
     assert torch.equal(converted(x), prepared(x))
     norms = [name for name, m in converted.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    assert len(norms) == 14 if training else "norm" not in norms
+    assert len(norms) == (14 if training else 0)
     integer = qt.convert(prepared, arithmetic="integer")
     found = verify(integer, x, qt.export_onnx(converted, x, tmp_path / "m.onnx").path).runtimes["onnxruntime"]
     found.check()
     assert found.codes.differing == 0
     in_float = {each.kernel for each in found.float_layers}
     assert not in_float & {"Conv", "FusedConv", "Gemm", "MatMul"}
+    assert ("BatchNormalization" in in_float) == training

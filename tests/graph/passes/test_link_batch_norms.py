@@ -132,7 +132,7 @@ def test_the_example_inputs_show_which_dimension_a_batch_norm_normalizes(
 ) -> None:
     model = nets.trained(nn.Sequential(copy.deepcopy(layer), copy.deepcopy(norm), nn.ReLU()), *shape).train(training)
     x = torch.randn(shape)
-    prepared = qt.prepare(model, x, backend="onnxruntime")
+    prepared = qt.prepare(model, x, backend="tensorrt")
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).layers}
     assert f"normalizes dimension 1 of its input of {len(shape)} dimensions" in reasons["1"]
     nets.assert_float_when_off(prepared, model, x)

@@ -261,3 +261,30 @@ def test_a_batch_norm_that_one_call_does_not_need_stays(tmp_path) -> None:
         assert any("no layer right before it" in each for each in reasons)
         with qt.disable_quantization(ours):
             assert torch.equal(ours(*x), model(*x))
+
+
+CHAINS = [
+    ["backbone.0", "backbone.1", "backbone.2"],
+    ["backbone.3.conv1", "backbone.3.bn1"],
+    ["backbone.3.conv2", "backbone.3.bn2"],
+    ["backbone.5", "backbone.6", "backbone.7"],
+]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_module_replacement_calls_a_chain_any_number_of_times(training: bool) -> None:
+    model, x = trained("siamese").train(training), images(5)
+    replaced = qt.quant_modules.replace(qt.fuse_modules(model, CHAINS), backend="onnxruntime")
+    with qt.disable_quantization(replaced):
+        torch.testing.assert_close(replaced(*x), model(*x), rtol=1e-5, atol=1e-5)
+    for buffer, value in model.named_buffers() if training else ():
+        torch.testing.assert_close(replaced.get_buffer(buffer), value, rtol=1e-5, atol=1e-6)
+    qt.calibrate(replaced, [x], forward=lambda m, batch: m(*batch), progress=False)
+    train(replaced.train())
+    other = copy.deepcopy(replaced)
+    close(step(replaced, lambda *x: checkpoint(replaced, *x, use_reentrant=False)), step(other), 1e-4)
+    converted = qt.convert(replaced)
+    torch.testing.assert_close(converted(*x), replaced.eval()(*x), rtol=0, atol=0)
+    folded = converted.get_submodule("backbone")
+    assert isinstance(folded[1], nn.Identity)
+    assert isinstance(folded[3].bn2, nn.Identity)
