@@ -335,9 +335,11 @@ struct SecondPass {
 // With whole rows of channels, a thread's vectors are a multiple of a row apart.
 SecondPass second_pass_of(const BatchNormArgs& args) {
   const Spread spread = are_aligned(args) && !args.is_f64() ? spread_of(args) : Spread::any;
-  constexpr int64_t kMostLearned = 1 << 12;  // each has a part of the sums of what is learned
-  int64_t blocks = blocks_for_vectors(args.outer * args.channels * args.inner);
-  if (args.learned) blocks = least(blocks, kMostLearned);
+  // On an H200, forward of 64 x 256 x 56 x 56 in channels_last takes, with bfloat16, 69 us in 2,048 blocks and 75 in
+  // 6,272, and with float32 133 and 116. Fewer blocks have fewer sums of what is learned to join.
+  const bool is_f32 = args.dtype == Dtype::f32;
+  const int64_t most = is_f32 && !args.learned ? int64_t{1} << 14 : int64_t{1} << 11;
+  int64_t blocks = least(blocks_for_vectors(args.outer * args.channels * args.inner), most);
   if (spread == Spread::row) {
     const int64_t row = args.channels / kVectorSize, of = row / std::gcd(row, int64_t{kThreads});
     blocks = divide_up(blocks, of) * of;

@@ -29,7 +29,7 @@ template <class T, int kOperands, class W>
 class Stream {
  public:
   static constexpr int kFit = kStreamBytes / (kOperands * kThreads * static_cast<int>(sizeof(Pack<T>)));
-  static constexpr int kSlots = kFit < 6 ? kFit : 6;  // more only delay the start
+  static constexpr int kSlots = kFit < 8 ? kFit : 8;  // more only delay the start
 
   __device__ __forceinline__ Stream(void* memory, const W& walk, const T* first, const T* second = nullptr)
       : slots_(static_cast<Pack<T>*>(memory) + threadIdx.x), of_{first, second}, ahead_(walk) {
