@@ -69,9 +69,10 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         if torch.compiler.is_compiling():
             return self._one_by_one(self.modules_now(), x, input_codes, residual, residual_codes)
         self.refresh_if_modules_changed()
+        given = self.modules, x, input_codes, residual, residual_codes
         tensors = type(x) is Tensor and (residual is None or type(residual) is Tensor)
-        found = self.by_op(x, input_codes, residual, residual_codes) if tensors and torch.is_grad_enabled() else None
-        return self._one_by_one(self.modules, x, input_codes, residual, residual_codes) if found is None else found
+        found = self.by_op(*given) if tensors and torch.is_grad_enabled() else None
+        return self._one_by_one(*given) if found is None else found
 
     def _one_by_one(
         self, modules: Any, x: Tensor, input_codes: Any, residual: Tensor | None, residual_codes: TensorCodes | None
@@ -81,17 +82,17 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         found: Result = self.one_by_one(value, residual, residual_codes, layer, bn, activation, quantizer)
         return found
 
-    def kind_of(self, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
         _, residual, _ = others
-        layer, bn, *_ = self.modules
+        layer, bn, *_ = modules
         kind = kind_of_inputs(layer._parameters.get("weight"), x)
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
         return None if kind is None else (*kind, added, *_of_forward(bn).values())
 
-    def _planned(self, x: Tensor, *others: Any) -> NormPlan | None:
+    def _planned(self, modules: tuple[Any, ...], x: Tensor, *others: Any) -> NormPlan | None:
         _, residual, _ = others
-        layer, bn, activation, quantizer = self.modules
+        layer, bn, activation, quantizer = modules
         found = fusion(layer, bn, True, activation or self.bounds, quantizer) if is_ordinary(x) else None
         if not isinstance(found, Unit) or not found.whole or found.bounds is None:
             return None
@@ -120,9 +121,9 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
             not is_folded(bn) or (layer.training and layer.takes_factor),
         )
 
-    def _varying(self, plan: NormPlan, x: Tensor, *others: Any) -> Varying | None:
+    def _varying(self, plan: NormPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying | None:
         input_codes, residual, residual_codes = others
-        layer, bn, *_ = self.modules
+        layer, bn, *_ = modules
         variance = step_variance(layer, bn) if plan.of_step else _variance_now(layer, bn)
         found = plan.layer.varying(layer, x, input_codes, partial(_factor, bn, variance), self.names[0])
         if found is None:

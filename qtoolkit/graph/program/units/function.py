@@ -84,9 +84,10 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         if torch.compiler.is_compiling():
             return self._compiled(x, *self.modules_now())
         self.refresh_if_modules_changed()
+        modules = self.modules
         needed = type(x) is Tensor and x.requires_grad and torch.is_grad_enabled()
-        found = self.by_op(x) if needed else None
-        return self._one_by_one(x, *self.modules) if found is None else found
+        found = self.by_op(modules, x) if needed else None
+        return self._one_by_one(x, *modules) if found is None else found
 
     def _one_by_one(self, x: Tensor, module: Any, quantizer: Any) -> Result:
         y = x if self.called is None else self.called(x)
@@ -101,12 +102,12 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
                 return found
         return self._one_by_one(x, module, quantizer)
 
-    def kind_of(self, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules."""
         return x.shape, x.dtype, x.device, torch.is_autocast_enabled(x.device.type)
 
-    def _planned(self, x: Tensor, *others: Any) -> FunctionPlan | None:
-        module, quantizer = self.modules
+    def _planned(self, modules: tuple[Any, ...], x: Tensor, *others: Any) -> FunctionPlan | None:
+        module, quantizer = modules
         if not (is_ordinary(x) and x.is_floating_point() and _is_one_op(module, quantizer)):
             return None
         function = self.function if module is None else function_of_module(module)
@@ -118,18 +119,18 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         fields["with_codes"] = self.with_codes and gives_codes(quantizer)
         return FunctionPlan(quantizer, output, fields, function[0])
 
-    def compute(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Result | None:
+    def compute(self, plan: FunctionPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op; a PReLU has another one, which takes the scale."""
         if plan.function != PRELU:
-            return super().compute(plan, x, *others)
-        module, quantizer = self.modules
+            return super().compute(plan, modules, x, *others)
+        module, quantizer = modules
         grid = grid_of(plan.output)
         scale: Any = grid.start  # there is one: of a quantizer
         codes = (grid.qmin, grid.qmax, grid.grad_factor)
         y = ops.prelu_fake_quant(x, module.weight, scale, grid.zero_point, *codes)
         return y, codes_by_op(y, None, scale, grid.zero_point, quantizer)
 
-    def _varying(self, plan: FunctionPlan, x: Tensor, *others: Any) -> Varying:
+    def _varying(self, plan: FunctionPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying:
         return plan.with_output({"x": x}, {})
 
 
