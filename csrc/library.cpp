@@ -16,14 +16,17 @@
 #include "layer/onednn.h"
 #include "unit/calls.h"
 
-// What quant_weight and quant_layer are told about a weight, and quant_layer about a layer; layer.h reads it in this
-// order.
-#define QT_GRID "Tensor? zero_point, int qmin, int qmax, int? axis, int group, int block_size, float grad_factor"
-#define QT_WEIGHT " weight, Tensor? factor, Tensor scale, " QT_GRID
-#define QT_INPUT "Tensor codes, Tensor x_scale, Tensor? x_zero_point, int x_qmin, int x_qmax, Tensor"
-#define QT_GEOMETRY \
-  ", int[] stride, int[] padding, int[] dilation, int[] output_padding, bool transposed, int groups, bool integer"
-#define QT_LAYER QT_INPUT QT_WEIGHT QT_GEOMETRY
+// What quant_weight and quant_layer are told about a weight, and quant_layer about a layer. Fields that are numbers are
+// lists, which qtoolkit/ops/layer.py makes and layer/layer.h reads: x_range, of the codes of x; grid: the range of the
+// weight's codes, group, block_size and axis; geometry: of a convolution.
+#define QT_WEIGHT " weight, Tensor? factor, Tensor scale, Tensor? zero_point, int[] grid, float grad_factor"
+#define QT_INPUT "Tensor codes, Tensor x_scale, Tensor? x_zero_point, int[] x_range, Tensor"
+#define QT_LAYER QT_INPUT QT_WEIGHT ", int[] geometry, bool integer"
+// What batch_norm_fake_quant is told besides x. activation: low, high, slope; range: of codes.
+#define QT_BATCH_NORM                                                                                                 \
+  "Tensor? weight, Tensor? bias, Tensor? divisor, Tensor? residual, Tensor? residual_codes, Tensor? residual_scale, " \
+  "Tensor? residual_zero_point, float eps, float[] activation, Tensor? scale, Tensor? zero_point, int[] range, "      \
+  "float grad_factor=1.0, Tensor? totals=None, str? process_group=None"
 // What function_fake_quant is told about its quantizer.
 #define QT_QUANTIZED \
   " y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int y_qmin, int y_qmax, float y_grad_factor"
@@ -148,25 +151,19 @@ TORCH_LIBRARY(qtoolkit, m) {
   // and high from high on. scale and zero_point have one element; without them nothing is rounded. Differentiable in x,
   // weight, bias, divisor, residual, scale and zero_point. totals: what batch_norm_totals returned for x, divisor and
   // process_group, whose ranks share their statistics and the sums of their gradients; backward then waits for them.
-  m.def(
-      "batch_norm_fake_quant(Tensor x, Tensor? weight, Tensor? bias, Tensor? divisor, Tensor? residual, "
-      "Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, float eps, float low, float high, "
-      "float slope, Tensor? scale, Tensor? zero_point, int qmin, int qmax, float grad_factor=1.0, Tensor? totals=None, "
-      "str? process_group=None, bool packs_codes=False) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("batch_norm_fake_quant(Tensor x, " QT_BATCH_NORM
+        ", bool packs_codes=False) -> (Tensor y, Tensor codes, Tensor mean, Tensor variance)");
 
   // Returns, of each channel of x / divisor, the sums of all values and of all squares, and last the number of values
   // of a channel: 2 C + 1 float64 in row 0 of all ranks of a process group, if one is named, and in row 1 of this one.
   // offset: what ranks exchange are the sums of x / divisor + offset, so that one of them may have that as its x.
   m.def("batch_norm_totals(Tensor x, Tensor? divisor, Tensor? offset, str? process_group=None) -> Tensor");
 
-  // Returns the gradients of x, weight, bias, divisor, residual (if residual_grad is set), scale and
-  // zero_point (if scale_grad is set); empty for what is absent or not asked for.
+  // Returns its gradients in x, weight, bias, divisor, residual, scale and zero_point; empty where one is not wanted or
+  // there is none.
   m.def(
-      "batch_norm_fake_quant_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor? divisor, "
-      "Tensor? residual, Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, Tensor mean, "
-      "Tensor variance, float eps, float low, float high, float slope, Tensor? scale, Tensor? zero_point, int qmin, "
-      "int qmax, float grad_factor=1.0, bool residual_grad=False, bool scale_grad=False, Tensor? totals=None, str? "
-      "process_group=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "batch_norm_fake_quant_backward(Tensor grad, Tensor x, Tensor mean, Tensor variance, bool[7] "
+      "wanted, " QT_BATCH_NORM ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // Moves running statistics towards those of a batch of x / divisor + offset: mean and biased variance are those of x,
   // count is its number of values in a channel; or the last of totals, which batch_norm_totals returned, if they are

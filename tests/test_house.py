@@ -213,6 +213,13 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
+def test_no_op_has_more_than_20_arguments() -> None:
+    names = re.findall(r'm\.def\(\s*"(\w+)\(', (HOME.parent / "csrc" / "library.cpp").read_text())
+    found = {name: len(getattr(torch.ops.qtoolkit, name).default._schema.arguments) for name in names}
+    assert len(found) > 50
+    assert not {name: count for name, count in found.items() if count > 20}
+
+
 def test_the_package_does_not_grow_unseen() -> None:
     lines = sum(map(code_lines, FILES.values()))
     anys = sum(

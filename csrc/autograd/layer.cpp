@@ -1,6 +1,6 @@
-// Autograd of quant_layer, quant_weight, function_fake_quant and the products of activations. A node keeps the
-// arguments that the backward op shares with the op, found by their names: once, since a small layer takes less time
-// than that.
+// Autograd of quant_layer, quant_weight, batch_norm_fake_quant, function_fake_quant and the products of activations. A
+// node keeps the arguments that the backward op shares with the op, found by their names: once, since a small layer
+// takes less time than that.
 #include <algorithm>
 #include <unordered_map>
 
@@ -235,7 +235,7 @@ bool weight_differentiably(Stack& stack) {
   LayerWeight w;
   Geometry g;
   WantedOfWeight wanted;
-  Reader(torch::jit::last(stack, stack.size())) >> grad >> w >> g.transposed >> g.groups >> wanted;
+  Reader("qtoolkit::quant_weight_backward", stack) >> grad >> w >> g.transposed >> g.groups >> wanted;
   if (wanted[2] || wanted[3]) return false;
   stack.clear();
   for (const Tensor& gradient : differentiable_weight_backward(grad, w, g, wanted)) stack.emplace_back(gradient);
@@ -251,6 +251,13 @@ const Differentiated kQuantWeight = {"quant_weight",
                                      {"weight", "factor", "scale", "zero_point"},
                                      {},
                                      &weight_differentiably};
+const Differentiated kBatchNorm = {"batch_norm_fake_quant",
+                                   "qtoolkit::batch_norm_fake_quant_backward",
+                                   {"x", "weight", "bias", "divisor", "residual", "scale", "zero_point"},
+                                   {},
+                                   nullptr,
+                                   {{"residual", "residual_codes", false}},
+                                   {"residual_scale", "residual_zero_point"}};
 const Differentiated kFunctionFakeQuant = {"function_fake_quant",
                                            "qtoolkit::function_fake_quant_backward",
                                            {"x", "weight", "bias", "y_start", "y_ratio", "y_zero_point"},
@@ -280,6 +287,7 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   using torch::CppFunction;
   m.impl("quant_layer", CppFunction::makeFromBoxedFunction<&recorded<kQuantLayer>>());
   m.impl("quant_weight", CppFunction::makeFromBoxedFunction<&recorded<kQuantWeight>>());
+  m.impl("batch_norm_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kBatchNorm>>());
   m.impl("function_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kFunctionFakeQuant>>());
   m.impl("product", CppFunction::makeFromBoxedFunction<&recorded<kProduct>>());
   m.impl("fused_attention", CppFunction::makeFromBoxedFunction<&recorded<kFusedAttention>>());

@@ -13,6 +13,7 @@
 
 #include "../launch.h"
 #include "../layout.h"
+#include "../reader.h"
 #include "../registration.h"
 #include "batch_norm_ops.h"
 #include "norm_checks.h"
@@ -72,48 +73,59 @@ class Pointers {
   std::vector<Tensor> kept_;
 };
 
-struct Given {
-  const Tensor& x;
-  const optional<Tensor>&weight, &bias, &divisor, &residual, &residual_codes, &residual_scale, &residual_zero_point;
-  double eps, low, high, slope;
-  const optional<Tensor>&scale, &zero_point;
-  int64_t qmin, qmax;
-};
-
-void check(const char* op, const Given& given, bool with_totals) {
-  check_norm_input(op, given.x, with_totals);
-  const c10::SymInt channels = given.x.sym_size(1);
-  check_of_channels(op, "weight", given.weight, channels, given.x);
-  check_of_channels(op, "bias", given.bias, channels, given.x);
-  check_of_channels(op, "divisor", given.divisor, channels, given.x);
-  check_residual(op, given.residual, given.residual_codes, given.residual_scale, given.residual_zero_point, given.x);
-  check_activation(op, given.eps, given.low, given.high);
-  check_one_grid(op, "", given.scale, given.zero_point, given.x);
-  if (given.scale.has_value()) check_code_range(op, given.qmin, given.qmax);
+// qtoolkit.ops.batch_norm makes the lists.
+Reader& operator>>(Reader& reader, BatchNorm& n) {
+  std::vector<double> activation;
+  std::vector<int64_t> range;
+  reader >> n.weight >> n.bias >> n.divisor;
+  reader >> n.residual >> n.residual_codes >> n.residual_scale >> n.residual_zero_point >> n.eps >> activation;
+  reader >> n.scale >> n.zero_point >> range >> n.grad_factor >> n.totals >> n.process_group;
+  TORCH_CHECK_VALUE(activation.size() == 3, reader.op(), ": activation must have low, high and slope, got ",
+                    at::ArrayRef<double>(activation), ".");
+  TORCH_CHECK_VALUE(range.size() == 2, reader.op(), ": range must have qmin and qmax, got ", at::IntArrayRef(range),
+                    ".");
+  n.low = activation[0];
+  n.high = activation[1];
+  n.slope = activation[2];
+  n.qmin = range[0];
+  n.qmax = range[1];
+  return reader;
 }
 
-BatchNormArgs arguments(const Given& given, const Tensor& dense, Pointers& pointers) {
+void check(const char* op, const Tensor& x, const BatchNorm& n, bool with_totals) {
+  check_norm_input(op, x, with_totals);
+  const c10::SymInt channels = x.sym_size(1);
+  check_of_channels(op, "weight", n.weight, channels, x);
+  check_of_channels(op, "bias", n.bias, channels, x);
+  check_of_channels(op, "divisor", n.divisor, channels, x);
+  check_residual(op, n.residual, n.residual_codes, n.residual_scale, n.residual_zero_point, x);
+  check_activation(op, n.eps, n.low, n.high);
+  check_one_grid(op, "", n.scale, n.zero_point, x);
+  if (n.scale.has_value()) check_code_range(op, n.qmin, n.qmax);
+}
+
+BatchNormArgs arguments(const Tensor& x, const BatchNorm& n, const Tensor& dense, Pointers& pointers) {
   BatchNormArgs args;
   set_shape(args, dense);
-  args.x = pointers.elements(given.x);
-  if (given.residual.has_value()) {  // codes are for backward: NaN has none
-    args.residual = pointers.elements(given.residual);
-  } else if (given.residual_codes.has_value()) {
-    args.residual_codes = static_cast<const uint8_t*>(pointers.elements(given.residual_codes));
-    args.residual_signed = given.residual_codes->scalar_type() == at::kChar;
-    args.residual_scale = pointers.values(given.residual_scale);
-    args.residual_zero_point = pointers.values(given.residual_zero_point);
+  args.x = pointers.elements(x);
+  if (n.residual.has_value()) {  // codes are for backward: NaN has none
+    args.residual = pointers.elements(n.residual);
+  } else if (n.residual_codes.has_value()) {
+    args.residual_codes = static_cast<const uint8_t*>(pointers.elements(n.residual_codes));
+    args.residual_signed = n.residual_codes->scalar_type() == at::kChar;
+    args.residual_scale = pointers.values(n.residual_scale);
+    args.residual_zero_point = pointers.values(n.residual_zero_point);
   }
-  args.weight = pointers.values(given.weight);
-  args.bias = pointers.values(given.bias);
-  args.divisor = pointers.values(given.divisor);
-  args.eps = given.eps;
-  args.low = given.low;
-  args.high = given.high;
-  args.slope = given.slope;
-  args.scale = pointers.values(given.scale);
-  args.zero_point = pointers.values(given.zero_point);
-  args.bounds = representable(given.qmin, given.qmax, given.x);
+  args.weight = pointers.values(n.weight);
+  args.bias = pointers.values(n.bias);
+  args.divisor = pointers.values(n.divisor);
+  args.eps = n.eps;
+  args.low = n.low;
+  args.high = n.high;
+  args.slope = n.slope;
+  args.scale = pointers.values(n.scale);
+  args.zero_point = pointers.values(n.zero_point);
+  args.bounds = representable(n.qmin, n.qmax, x);
   return args;
 }
 
@@ -126,9 +138,9 @@ Tensor codes_for(const Tensor& y, bool quantized, int64_t qmin, int64_t qmax, bo
   return at::empty({0}, y.options().dtype(qmin < 0 ? at::kChar : at::kByte));
 }
 
-// The gradient of a tensor that may be absent, of its dtype and shape.
-Tensor gradient_like(const optional<Tensor>& t, const Tensor& x) {
-  return t.has_value() ? at::empty_symint(t->sym_sizes(), t->options()) : at::empty({0}, x.options());
+// The gradient of a tensor that may be absent, of its dtype and shape; empty if it is not wanted.
+Tensor gradient_like(const optional<Tensor>& t, bool wanted, const Tensor& x) {
+  return t.has_value() && wanted ? at::empty_symint(t->sym_sizes(), t->options()) : at::empty({0}, x.options());
 }
 
 at::TensorOptions float64_like(const Tensor& x) { return x.options().dtype(at::kDouble); }
@@ -160,26 +172,22 @@ Tensor batch_norm_totals(const Tensor& x, const optional<Tensor>& divisor, const
   return at::stack({shifted(added_up(shifted(own, by), process_group), at::neg(by)), own});
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
-    const Tensor& x, const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& divisor,
-    const optional<Tensor>& residual, const optional<Tensor>& residual_codes, const optional<Tensor>& residual_scale,
-    const optional<Tensor>& residual_zero_point, double eps, double low, double high, double slope,
-    const optional<Tensor>& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
-    double /*grad_factor*/, const optional<Tensor>& totals, ProcessGroup process_group, bool packed) {
-  const Given given = {x,   weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point,
-                       eps, low,    high, slope,   scale,    zero_point,     qmin,           qmax};
-  check("batch_norm_fake_quant", given, totals.has_value());
-  check_totals("batch_norm_fake_quant", totals, x.sym_size(1), x, process_group.has_value());
-  TORCH_CHECK_VALUE(residual.has_value() || !residual_codes.has_value(),
-                    "batch_norm_fake_quant: residual_codes require ",
-                    "residual, got None, since the gradient is that of the residual; pass both, or neither.");
-  packed = packed && fit_4_bits(qmin, qmax);
-  const Tensor y = empty_result(x, x.options(), 1), codes = codes_for(y, scale.has_value(), qmin, qmax, packed);
+BatchNormResult batch_norm_fake_quant(const Tensor& x, const BatchNorm& norm, bool packs_codes) {
+  constexpr const char* kOp = "batch_norm_fake_quant";
+  const optional<Tensor>& totals = norm.totals;
+  check(kOp, x, norm, totals.has_value());
+  check_totals(kOp, totals, x.sym_size(1), x, norm.process_group.has_value());
+  TORCH_CHECK_VALUE(norm.residual.has_value() || !norm.residual_codes.has_value(), kOp,
+                    ": residual_codes require residual, got None, since the gradient is that of the residual; pass "
+                    "both, or neither.");
+  const bool packed = packs_codes && fit_4_bits(norm.qmin, norm.qmax);
+  const Tensor y = empty_result(x, x.options(), 1);
+  const Tensor codes = codes_for(y, norm.scale.has_value(), norm.qmin, norm.qmax, packed);
   const auto statistic = [&] { return at::empty_symint({x.sym_size(1)}, x.options().dtype(arithmetic_of(x))); };
   const Tensor mean = statistic(), variance = statistic();
   if (y.is_meta() || mean.numel() == 0 || (y.numel() == 0 && !totals.has_value())) return {y, codes, mean, variance};
   Pointers pointers(y);
-  BatchNormArgs args = arguments(given, y, pointers);
+  BatchNormArgs args = arguments(x, norm, y, pointers);
   args.y = y.mutable_data_ptr();
   args.codes = codes.numel() > 0 ? static_cast<uint8_t*>(codes.mutable_data_ptr()) : nullptr;
   args.packed = packed;
@@ -195,94 +203,74 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
 
 namespace {
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-// What backward knows besides what forward was given. Constant statistics are none of x.
-struct Incoming {
-  const Tensor &grad, &mean, &variance;
-  double grad_factor;
-  bool residual_grad, scale_grad;
-  const optional<Tensor>& totals;
-  ProcessGroup process_group;
-  bool constant;
-};
-
-Gradients gradients_of(const char* op, const Given& given, const Incoming& in) {
-  const Tensor& x = given.x;
-  const bool in_halves = in.process_group.has_value() || in.constant;
-  check(op, given, in_halves);
-  check_totals(op, in.totals, x.sym_size(1), x, in_halves);
-  check_float(op, "grad", in.grad);
-  check_same_shape(op, "grad", in.grad, x);
-  check_of_channels(op, "mean", in.mean, x.sym_size(1), x);
-  check_of_channels(op, "variance", in.variance, x.sym_size(1), x);
+// With constant statistics, which are none of x, nobody else has a part in the sums.
+GradientsOfBatchNorm gradients_of(const char* op, const Tensor& grad, const Tensor& x, const Tensor& mean,
+                                  const Tensor& variance, const WantedOfBatchNorm& wanted, const BatchNorm& norm,
+                                  bool constant) {
+  const bool in_halves = norm.process_group.has_value() || constant;
+  check(op, x, norm, in_halves);
+  check_totals(op, norm.totals, x.sym_size(1), x, in_halves);
+  check_float(op, "grad", grad);
+  check_same_shape(op, "grad", grad, x);
+  check_of_channels(op, "mean", mean, x.sym_size(1), x);
+  check_of_channels(op, "variance", variance, x.sym_size(1), x);
   const Tensor dx = empty_result(x, x.options(), 1);
-  const Tensor of_residual = in.residual_grad ? empty_result(x, x.options(), 1) : at::empty({0}, x.options());
-  const Tensor per_channel[] = {gradient_like(given.weight, x), gradient_like(given.bias, x),
-                                gradient_like(given.divisor, x)};
-  const Tensor ds = gradient_like(in.scale_grad ? given.scale : std::nullopt, x);
-  const Tensor dz = gradient_like(in.scale_grad ? given.zero_point : std::nullopt, x);
-  const auto results = [&] {
-    return std::make_tuple(dx, per_channel[0], per_channel[1], per_channel[2], of_residual, ds, dz);
-  };
-  if (dx.is_meta()) return results();
+  const GradientsOfBatchNorm gradients = {dx,
+                                          gradient_like(norm.weight, wanted[1], x),
+                                          gradient_like(norm.bias, wanted[2], x),
+                                          gradient_like(norm.divisor, wanted[3], x),
+                                          wanted[4] ? empty_result(x, x.options(), 1) : at::empty({0}, x.options()),
+                                          gradient_like(norm.scale, wanted[5], x),
+                                          gradient_like(norm.zero_point, wanted[6], x)};
+  const auto& [_, of_weight, of_bias, of_divisor, of_residual, ds, dz] = gradients;
+  if (dx.is_meta()) return gradients;
   if (dx.numel() == 0) {
-    for (const Tensor& t : {per_channel[0], per_channel[1], per_channel[2], ds, dz}) t.zero_();
-    added_up(at::zeros({2 * x.size(1) + 1}, float64_like(x)), in.process_group);  // the other ranks wait for this one
-    return results();
+    for (const Tensor& t : {of_weight, of_bias, of_divisor, ds, dz}) t.zero_();
+    added_up(at::zeros({2 * x.size(1) + 1}, float64_like(x)), norm.process_group);  // other ranks wait for this one
+    return gradients;
   }
 
   Pointers pointers(dx);
-  BatchNormArgs args = arguments(given, dx, pointers);
-  args.grad = pointers.elements(as_type(in.grad, x.scalar_type()));
-  args.mean = const_cast<void*>(pointers.values(in.mean));  // only read
-  args.variance = const_cast<void*>(pointers.values(in.variance));
+  BatchNormArgs args = arguments(x, norm, dx, pointers);
+  args.grad = pointers.elements(as_type(grad, x.scalar_type()));
+  args.mean = const_cast<void*>(pointers.values(mean));  // only read
+  args.variance = const_cast<void*>(pointers.values(variance));
   args.y = dx.mutable_data_ptr();
-  args.residual_grad = in.residual_grad ? of_residual.mutable_data_ptr() : nullptr;
+  args.residual_grad = wanted[4] ? of_residual.mutable_data_ptr() : nullptr;
   const Tensor sums = at::empty({3 * args.channels + 2}, float64_like(x));
-  args.learned = ds.numel() > 0;
+  args.learned = ds.numel() > 0 || dz.numel() > 0;
   args.gradients = sums.mutable_data_ptr<double>();
   Tensor of_gradients;
   if (in_halves) {
     of_gradients = at::empty({2 * args.channels + 1}, float64_like(x));
-    if (!in.constant || args.learned || per_channel[1].numel() > 0) {
+    if (!constant || args.learned || of_bias.numel() > 0) {
       args.stage = NormStage::totals;
       args.totals = of_gradients.mutable_data_ptr<double>();
       on(x.device()).batch_norm_backward(args, x.device());
     }
-    of_gradients = in.constant ? in.totals->select(0, 0) : added_up(of_gradients, in.process_group);
+    of_gradients = constant ? norm.totals->select(0, 0) : added_up(of_gradients, norm.process_group);
     args.stage = NormStage::rest;
     args.totals = of_gradients.mutable_data_ptr<double>();
-    args.own = in.totals->const_data_ptr<double>() + in.totals->size(1);
+    args.own = norm.totals->const_data_ptr<double>() + norm.totals->size(1);
   }
   on(x.device()).batch_norm_backward(args, x.device());
 
   const double *per_row = args.gradients, *of_scale = per_row + 3 * args.channels;
   on(x.device())
-      .learned_gradients({{per_row, 1, nullptr, per_channel[0]},
-                          {per_row + args.channels, 1, nullptr, per_channel[1]},
-                          {per_row + 2 * args.channels, 1, nullptr, per_channel[2]},
-                          {of_scale, in.grad_factor, pointer(given.scale), ds},
-                          {of_scale + 1, in.grad_factor, nullptr, dz}});
-  return results();
+      .learned_gradients({{per_row, 1, nullptr, of_weight},
+                          {per_row + args.channels, 1, nullptr, of_bias},
+                          {per_row + 2 * args.channels, 1, nullptr, of_divisor},
+                          {of_scale, norm.grad_factor, pointer(norm.scale), ds},
+                          {of_scale + 1, norm.grad_factor, nullptr, dz}});
+  return gradients;
 }
 
 }  // namespace
 
-Gradients batch_norm_fake_quant_backward(const Tensor& grad, const Tensor& x, const optional<Tensor>& weight,
-                                         const optional<Tensor>& bias, const optional<Tensor>& divisor,
-                                         const optional<Tensor>& residual, const optional<Tensor>& residual_codes,
-                                         const optional<Tensor>& residual_scale,
-                                         const optional<Tensor>& residual_zero_point, const Tensor& mean,
-                                         const Tensor& variance, double eps, double low, double high, double slope,
-                                         const optional<Tensor>& scale, const optional<Tensor>& zero_point,
-                                         int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad,
-                                         bool scale_grad, const optional<Tensor>& totals, ProcessGroup process_group) {
-  const Given given = {x,   weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point,
-                       eps, low,    high, slope,   scale,    zero_point,     qmin,           qmax};
-  return gradients_of("batch_norm_fake_quant_backward", given,
-                      {grad, mean, variance, grad_factor, residual_grad, scale_grad, totals, process_group,
-                       /*constant=*/false});
+GradientsOfBatchNorm batch_norm_fake_quant_backward(const Tensor& grad, const Tensor& x, const Tensor& mean,
+                                                    const Tensor& variance, const WantedOfBatchNorm& wanted,
+                                                    const BatchNorm& norm) {
+  return gradients_of("batch_norm_fake_quant_backward", grad, x, mean, variance, wanted, norm, /*constant=*/false);
 }
 
 // ---- without a batch norm: one of constant statistics, mean 0 and variance 0 with an eps of 1, which changes no value
@@ -302,27 +290,21 @@ Tensor totals_of_none(const Tensor& x) {
 }  // namespace
 
 std::tuple<Tensor, Tensor> epilogue_fake_quant(const Tensor& x, const Epilogue& e) {
-  const auto none = std::nullopt;
-  const auto [y, codes, mean, variance] = batch_norm_fake_quant(
-      x, none, none, none, e.residual, e.residual_codes, e.residual_scale, e.residual_zero_point, kEpsOfNone, e.low,
-      e.high, e.slope, e.scale, e.zero_point, e.qmin, e.qmax, e.grad_factor, totals_of_none(x), none,
-      /*packed=*/true);
-  return {y, codes};
+  const BatchNorm none = {e, {}, {}, {}, kEpsOfNone, totals_of_none(x), {}};
+  const BatchNormResult result = batch_norm_fake_quant(x, none, /*packs_codes=*/true);
+  return {result.y, result.codes};
 }
 
 EpilogueGradients epilogue_fake_quant_backward(const Tensor& grad, const Tensor& x, const Epilogue& e,
                                                const WantedOfEpilogue& wanted) {
-  const optional<Tensor> none, totals = totals_of_none(x);
+  const Tensor totals = totals_of_none(x);
   // The first totals are zeros, in any type.
-  const Tensor zeros = totals->select(0, 0).view(arithmetic_of(x)).narrow_symint(0, 0, x.sym_size(1));
-  const optional<Tensor> bias = wanted.channels ? optional<Tensor>(zeros) : none;
-  const Given given = {
-      x,          none,  bias,   none,    e.residual, e.residual_codes, e.residual_scale, e.residual_zero_point,
-      kEpsOfNone, e.low, e.high, e.slope, e.scale,    e.zero_point,     e.qmin,           e.qmax};
+  const Tensor zeros = totals.select(0, 0).view(arithmetic_of(x)).narrow_symint(0, 0, x.sym_size(1));
+  const optional<Tensor> bias = wanted.channels ? optional<Tensor>(zeros) : std::nullopt;
+  const BatchNorm none = {e, {}, bias, {}, kEpsOfNone, totals, {}};
+  const WantedOfBatchNorm of_norm = {true, false, wanted.channels, false, wanted.residual, wanted.scale, wanted.scale};
   const auto [dx, dweight, dbias, ddivisor, dresidual, dscale, dzero_point] =
-      gradients_of("unit_backward", given,
-                   {grad, zeros, zeros, e.grad_factor, wanted.residual, wanted.scale, totals, std::nullopt,
-                    /*constant=*/true});
+      gradients_of("unit_backward", grad, x, zeros, zeros, of_norm, none, /*constant=*/true);
   return {dx, dbias, dresidual, dscale, dzero_point};
 }
 
@@ -351,10 +333,36 @@ void batch_norm_track_(Tensor& running_mean, Tensor& running_var, const Tensor& 
   on(running_mean.device()).batch_norm_track(statistics, running_mean.device());
 }
 
+namespace {
+
+using torch::jit::Stack;
+
+void batch_norm_fake_quant_boxed(const c10::OperatorHandle& op, Stack* stack) {
+  Tensor x;
+  BatchNorm norm;
+  bool packs_codes;
+  Reader(op, stack) >> x >> norm >> packs_codes;
+  const auto [y, codes, mean, variance] = batch_norm_fake_quant(x, norm, packs_codes);
+  torch::jit::push(*stack, y, codes, mean, variance);
+}
+
+void batch_norm_fake_quant_backward_boxed(const c10::OperatorHandle& op, Stack* stack) {
+  Tensor grad, x, mean, variance;
+  WantedOfBatchNorm wanted;
+  BatchNorm norm;
+  Reader(op, stack) >> grad >> x >> mean >> variance >> wanted >> norm;
+  for (const Tensor& gradient : batch_norm_fake_quant_backward(grad, x, mean, variance, wanted, norm)) {
+    stack->emplace_back(gradient);
+  }
+}
+
+}  // namespace
+
 QT_REGISTER_BODIES(m) {
   m.impl("batch_norm_totals", batch_norm_totals);
-  m.impl("batch_norm_fake_quant", batch_norm_fake_quant);
-  m.impl("batch_norm_fake_quant_backward", batch_norm_fake_quant_backward);
+  using torch::CppFunction;
+  m.impl("batch_norm_fake_quant", CppFunction::makeFromBoxedFunction<&batch_norm_fake_quant_boxed>());
+  m.impl("batch_norm_fake_quant_backward", CppFunction::makeFromBoxedFunction<&batch_norm_fake_quant_backward_boxed>());
   m.impl("batch_norm_track_", batch_norm_track_);
 }
 

@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
 
@@ -12,31 +14,10 @@ namespace qtoolkit {
 at::Tensor batch_norm_totals(const at::Tensor& x, const std::optional<at::Tensor>& divisor,
                              const std::optional<at::Tensor>& offset, std::optional<std::string_view> process_group);
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_norm_fake_quant(
-    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const std::optional<at::Tensor>& divisor, const std::optional<at::Tensor>& residual,
-    const std::optional<at::Tensor>& residual_codes, const std::optional<at::Tensor>& residual_scale,
-    const std::optional<at::Tensor>& residual_zero_point, double eps, double low, double high, double slope,
-    const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& zero_point, int64_t qmin, int64_t qmax,
-    double grad_factor, const std::optional<at::Tensor>& totals, std::optional<std::string_view> process_group,
-    bool packed);
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
-batch_norm_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
-                               const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& divisor,
-                               const std::optional<at::Tensor>& residual,
-                               const std::optional<at::Tensor>& residual_codes,
-                               const std::optional<at::Tensor>& residual_scale,
-                               const std::optional<at::Tensor>& residual_zero_point, const at::Tensor& mean,
-                               const at::Tensor& variance, double eps, double low, double high, double slope,
-                               const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& zero_point,
-                               int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad, bool scale_grad,
-                               const std::optional<at::Tensor>& totals, std::optional<std::string_view> process_group);
-
 // Whether codes are returned.
 inline bool fit_a_byte(int64_t qmin, int64_t qmax) { return qmin < 0 ? qmin >= -128 && qmax <= 127 : qmax <= 255; }
 
-// What follows a layer whose batch norm is folded: batch_norm_fake_quant without its batch norm.
+// What follows a batch norm, or a layer that has folded it.
 struct Epilogue {
   std::optional<at::Tensor> residual, residual_codes, residual_scale, residual_zero_point;
   double low, high, slope;
@@ -45,7 +26,29 @@ struct Epilogue {
   double grad_factor;
 };
 
-// y and its codes, packed if they fit in 4 bits.
+// The arguments of batch_norm_fake_quant that its backward shares.
+struct BatchNorm : Epilogue {
+  std::optional<at::Tensor> weight, bias, divisor;
+  double eps;
+  std::optional<at::Tensor> totals;
+  std::optional<std::string> process_group;
+};
+
+struct BatchNormResult {
+  at::Tensor y, codes, mean, variance;
+};
+
+BatchNormResult batch_norm_fake_quant(const at::Tensor& x, const BatchNorm& norm, bool packs_codes);
+
+// Of: x, weight, bias, divisor, residual, scale, zero_point. Empty where one is not wanted or there is none.
+using WantedOfBatchNorm = std::array<bool, 7>;
+using GradientsOfBatchNorm = std::array<at::Tensor, 7>;
+
+GradientsOfBatchNorm batch_norm_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& mean,
+                                                    const at::Tensor& variance, const WantedOfBatchNorm& wanted,
+                                                    const BatchNorm& norm);
+
+// batch_norm_fake_quant without its batch norm: y and its codes, packed if they fit in 4 bits.
 std::tuple<at::Tensor, at::Tensor> epilogue_fake_quant(const at::Tensor& x, const Epilogue& epilogue);
 
 struct WantedOfEpilogue {

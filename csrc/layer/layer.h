@@ -2,11 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include <optional>
 #include <vector>
 
+#include "../reader.h"
 #include "geometry.h"
 
 namespace qtoolkit {
@@ -39,35 +39,51 @@ struct RawInput {
   double factor;  // of the scale's gradient
 };
 
-// Reads arguments in the order of a schema.
-class Reader {
- public:
-  explicit Reader(at::ArrayRef<c10::IValue> values) : next_(values.begin()) {}
+// qtoolkit.ops.layer.WeightGrid.numbers
+inline Reader& operator>>(Reader& reader, LayerWeight& w) {
+  std::vector<int64_t> grid;
+  reader >> w.weight >> w.factor >> w.scale >> w.zero_point >> grid >> w.grad_factor;
+  TORCH_CHECK_VALUE(grid.size() == 4 || grid.size() == 5, reader.op(),
+                    ": grid must have qmin, qmax, group, block_size and, if there is one, the axis, got ",
+                    at::IntArrayRef(grid), ".");
+  w.qmin = grid[0];
+  w.qmax = grid[1];
+  w.group = grid[2];
+  w.block_size = grid[3];
+  w.axis = grid.size() == 5 ? std::optional(grid[4]) : std::nullopt;
+  return reader;
+}
 
-  template <class T>
-  Reader& operator>>(T& argument) {
-    argument = (next_++)->to<T>();
-    return *this;
+// qtoolkit.ops.layer.Geometry.numbers
+inline Reader& operator>>(Reader& reader, Geometry& g) {
+  std::vector<int64_t> numbers;
+  reader >> numbers;
+  const size_t dims = numbers.size() / 4;
+  TORCH_CHECK_VALUE(numbers.size() == 4 * dims + 2 && (numbers[1] == 0 || numbers[1] == 1), reader.op(),
+                    ": geometry must have groups, transposed (0 or 1), and then the strides, paddings, dilations and "
+                    "output paddings of all spatial dimensions, got ",
+                    at::IntArrayRef(numbers), ".");
+  g.groups = numbers[0];
+  g.transposed = numbers[1] == 1;
+  auto next = numbers.begin() + 2;
+  for (auto* field : {&g.stride, &g.padding, &g.dilation, &g.output_padding}) {
+    field->assign(next, next + dims);
+    next += dims;
   }
-  Reader& operator>>(std::vector<c10::SymInt>& argument) {
-    argument = (next_++)->toSymIntVector();
-    return *this;
-  }
-  Reader& operator>>(Geometry& g) {
-    return *this >> g.stride >> g.padding >> g.dilation >> g.output_padding >> g.transposed >> g.groups;
-  }
-  Reader& operator>>(LayerWeight& w) {
-    *this >> w.weight >> w.factor >> w.scale >> w.zero_point >> w.qmin >> w.qmax;
-    return *this >> w.axis >> w.group >> w.block_size >> w.grad_factor;
-  }
-  Reader& operator>>(RawInput& raw) { return *this >> raw.x >> raw.scale >> raw.factor; }
-  Reader& operator>>(Layer& l) {
-    *this >> l.codes >> l.x_scale >> l.x_zero_point >> l.x_qmin >> l.x_qmax;
-    return *this >> static_cast<LayerWeight&>(l) >> l.geometry >> l.integer;
-  }
+  return reader;
+}
 
- private:
-  const c10::IValue* next_;
-};
+// qtoolkit.ops.layer.Codes.range
+inline Reader& operator>>(Reader& reader, Layer& l) {
+  std::vector<int64_t> range;
+  reader >> l.codes >> l.x_scale >> l.x_zero_point >> range;
+  TORCH_CHECK_VALUE(range.size() == 2, reader.op(), ": x_range must have x_qmin and x_qmax, got ",
+                    at::IntArrayRef(range), ".");
+  l.x_qmin = range[0];
+  l.x_qmax = range[1];
+  return reader >> static_cast<LayerWeight&>(l) >> l.geometry >> l.integer;
+}
+
+inline Reader& operator>>(Reader& reader, RawInput& raw) { return reader >> raw.x >> raw.scale >> raw.factor; }
 
 }  // namespace qtoolkit

@@ -180,9 +180,7 @@ void quant_layer_boxed(const c10::OperatorHandle& op, Stack* stack) {
   optional<at::ScalarType> dtype;
   optional<at::MemoryFormat> format;
   RawInput raw;
-  const size_t count = op.schema().arguments().size();
-  Reader(torch::jit::last(*stack, count)) >> x >> bias >> layer >> dtype >> format >> raw;
-  torch::jit::drop(*stack, count);
+  Reader(op, stack) >> x >> bias >> layer >> dtype >> format >> raw;
   stack->emplace_back(quant_layer(x, bias, layer, dtype, format, raw));
 }
 
@@ -193,9 +191,7 @@ void quant_layer_backward_boxed(const c10::OperatorHandle& op, Stack* stack) {
   at::ScalarType x_dtype;
   WantedOfLayer wanted;
   RawInput raw;
-  const size_t count = op.schema().arguments().size();
-  Reader(torch::jit::last(*stack, count)) >> grad >> size >> layer >> x_dtype >> wanted >> raw;
-  torch::jit::drop(*stack, count);
+  Reader(op, stack) >> grad >> size >> layer >> x_dtype >> wanted >> raw;
   for (Tensor& gradient : quant_layer_backward(grad, size, layer, x_dtype, wanted, raw)) {
     stack->emplace_back(gradient.defined() ? std::move(gradient) : at::empty({0}, grad.options()));
   }

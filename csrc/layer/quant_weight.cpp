@@ -12,13 +12,8 @@ namespace {
 using at::Tensor;
 using torch::jit::Stack;
 
-// Reads the arguments from a place on and drops all of them; results are pushed by the caller.
 struct Weight : LayerWeight {
   Geometry geometry;
-
-  Reader& read(Reader& from) {
-    return from >> static_cast<LayerWeight&>(*this) >> geometry.transposed >> geometry.groups;
-  }
 
   void check(const char* op) const {
     const int64_t least = geometry.transposed ? 2 : 1;
@@ -32,12 +27,13 @@ struct Weight : LayerWeight {
   }
 };
 
+Reader& operator>>(Reader& reader, Weight& w) {
+  return reader >> static_cast<LayerWeight&>(w) >> w.geometry.transposed >> w.geometry.groups;
+}
+
 void quant_weight(const c10::OperatorHandle& op, Stack* stack) {
   Weight w;
-  const size_t count = op.schema().arguments().size();
-  Reader reader(torch::jit::last(*stack, count));
-  w.read(reader);
-  torch::jit::drop(*stack, count);
+  Reader(op, stack) >> w;
   w.check("quant_weight");
   stack->emplace_back(
       fake_quant_weight(w, w.geometry, w.weight.suggest_memory_format(), std::nullopt, Lifetime::result));
@@ -48,11 +44,7 @@ void quant_weight_backward(const c10::OperatorHandle& op, Stack* stack) {
   Tensor grad;
   Weight w;
   WantedOfWeight wanted;
-  const size_t count = op.schema().arguments().size();
-  Reader reader(torch::jit::last(*stack, count));
-  reader >> grad;
-  w.read(reader) >> wanted;
-  torch::jit::drop(*stack, count);
+  Reader(op, stack) >> grad >> w >> wanted;
   w.check(kOp);
   check_float(kOp, "grad", grad);
   TORCH_CHECK_VALUE(grad.sym_sizes() == w.weight.sym_sizes(), kOp, ": grad must have the shape of weight, ",

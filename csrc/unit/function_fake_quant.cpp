@@ -138,9 +138,7 @@ void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   bool keeps_x;
   Quantized output;
   optional<at::ScalarType> dtype;
-  const size_t count = op.schema().arguments().size();
-  Reader(torch::jit::last(*stack, count)) >> x >> function >> keeps_x >> output >> dtype;
-  torch::jit::drop(*stack, count);
+  Reader(op, stack) >> x >> function >> keeps_x >> output >> dtype;
 
   constexpr const char* kOp = "function_fake_quant";
   check_float(kOp, "x", x);
@@ -245,10 +243,8 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   Quantized output;
   Value saved;
   WantedOfFunction wanted;
-  const size_t count = op.schema().arguments().size();
-  Reader(torch::jit::last(*stack, count)) >> grad >> order >> x >> function >> static_cast<Output&>(output) >>
-      y_scale >> mask >> saved.mean >> saved.rstd >> wanted;
-  torch::jit::drop(*stack, count);
+  Reader(op, stack) >> grad >> order >> x >> function >> static_cast<Output&>(output) >> y_scale >> mask >>
+      saved.mean >> saved.rstd >> wanted;
 
   const UnitParts parts = {"function_fake_quant_backward", nullptr, nullptr, nullptr, &output.trained};
   check_parts(parts, 0);

@@ -62,10 +62,7 @@ void product(const c10::OperatorHandle& op, Stack* stack) {
   constexpr const char* kOp = "product";
   Product p;
   optional<Tensor> computed;
-  const size_t count = op.schema().arguments().size();
-  Reader reader(torch::jit::last(*stack, count));
-  reader >> p >> computed;
-  torch::jit::drop(*stack, count);
+  Reader(op, stack) >> p >> computed;
   TORCH_CHECK_VALUE(p.x.values.has_value() && p.other.values.has_value(), kOp,
                     ": x and other must be given, got None.");
   check_kept(kOp, "x", p.x, 3);
@@ -93,10 +90,7 @@ void product_backward(const c10::OperatorHandle& op, Stack* stack) {
   Tensor grad;
   Product p;
   std::array<bool, 2> wanted;
-  const size_t count = op.schema().arguments().size();
-  Reader reader(torch::jit::last(*stack, count));
-  reader >> grad >> p >> wanted;
-  torch::jit::drop(*stack, count);
+  Reader(op, stack) >> grad >> p >> wanted;
   check_float(kOp, "grad", grad);
   if (wanted[0]) check_kept(kOp, "other", p.other, 3);
   if (wanted[1]) check_kept(kOp, "x", p.x, 3);
@@ -147,10 +141,7 @@ void check_attention(const char* op, const FusedAttention& a) {
 void fused_attention(const c10::OperatorHandle& op, Stack* stack) {
   constexpr const char* kOp = "fused_attention";
   FusedAttention a;
-  const size_t count = op.schema().arguments().size();
-  Reader reader(torch::jit::last(*stack, count));
-  reader >> a;
-  torch::jit::drop(*stack, count);
+  Reader(op, stack) >> a;
   TORCH_CHECK_VALUE(a.q.values.has_value() && a.k.values.has_value() && a.v.values.has_value(), kOp,
                     ": q, k and v must be given, got None.");
   a.q.size = a.q.values->sym_sizes().vec();
@@ -171,10 +162,7 @@ void fused_attention_backward(const c10::OperatorHandle& op, Stack* stack) {
   Tensor grad, y, logsumexp;
   FusedAttention a;
   std::array<bool, 3> wanted;
-  const size_t count = op.schema().arguments().size();
-  Reader reader(torch::jit::last(*stack, count));
-  reader >> grad >> a >> y >> logsumexp >> wanted;
-  torch::jit::drop(*stack, count);
+  Reader(op, stack) >> grad >> a >> y >> logsumexp >> wanted;
   check_float(kOp, "grad", grad);
   set_sizes(a, y.sym_sizes());
   check_attention(kOp, a);

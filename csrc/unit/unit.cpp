@@ -23,10 +23,16 @@ using std::optional;
 using G = Gradient;
 using torch::jit::Stack;
 
-// What follows a frozen batch norm.
+// What follows a batch norm.
 Epilogue epilogue_of(const Following& f, const Output& o, const optional<Tensor>& y_scale) {
   return {f.residual, f.codes, f.scale,      f.zero_point, f.low,  f.high,
           f.slope,    y_scale, o.zero_point, o.qmin,       o.qmax, o.grad_factor};
+}
+
+// The batch norm of a layer's output times the factor.
+BatchNorm batch_norm_of(const BatchNormUnit& u, const optional<Tensor>& factor) {
+  const Epilogue epilogue = epilogue_of(u.following, u.output, u.y_scale);
+  return {epilogue, u.norm.gamma, u.norm.beta, factor, u.norm.eps, u.totals, u.process_group};
 }
 
 bool quantizes_alone(const Epilogue& e) {
@@ -66,9 +72,7 @@ void unit(const c10::OperatorHandle& /*op*/, Stack* stack) {
   const Tensor undivided = quant_layer(u.x, std::nullopt, u.layer, u.dtype, u.format(), u.raw);
   if (u.process_group.has_value()) u.totals = batch_norm_totals(undivided, u.factor, u.bias.bias, u.process_group);
   const auto [y, codes, mean, variance] =
-      batch_norm_fake_quant(undivided, norm.gamma, norm.beta, u.factor, f.residual, f.codes, f.scale, f.zero_point,
-                            norm.eps, f.low, f.high, f.slope, u.y_scale, u.output.zero_point, u.output.qmin,
-                            u.output.qmax, u.output.grad_factor, u.totals, u.process_group, /*packed=*/true);
+      batch_norm_fake_quant(undivided, batch_norm_of(u, u.factor), /*packs_codes=*/true);
   if (u.tracks && u.running_mean.has_value()) {
     if (u.batches.has_value()) {
       u.batches->add_(1);
@@ -119,13 +123,10 @@ void unit_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
   Behind behind = {grad};
   if (!norm.is_frozen()) {
     const Tensor& undivided = given.kept("undivided", u.undivided);
-    const optional<Tensor> shared = u.process_group.has_value() ? u.totals : std::nullopt;
-    std::tie(behind.z, behind.gamma, behind.beta, behind.divisor, behind.residual, behind.y_scale,
-             behind.y_zero_point) =
-        batch_norm_fake_quant_backward(grad, undivided, norm.gamma, norm.beta, layer.factor, f.residual, f.codes,
-                                       f.scale, f.zero_point, mean, variance, norm.eps, f.low, f.high, f.slope, y_scale,
-                                       output.zero_point, output.qmin, output.qmax, output.grad_factor,
-                                       wanted[G::residual], of_y_scale, shared, u.process_group);
+    const auto [z, gamma, beta, divisor, residual, of_scale, of_zero_point] = batch_norm_fake_quant_backward(
+        grad, undivided, mean, variance, {true, true, true, true, wanted[G::residual], of_y_scale, of_y_scale},
+        batch_norm_of(u, layer.factor));
+    behind = {z, gamma, beta, divisor, residual, of_scale, of_zero_point};
   } else if (const Epilogue epilogue = epilogue_of(f, output, y_scale); quantizes_alone(epilogue)) {
     if (y_scale.has_value()) {
       const Tensor& kept = given.kept("undivided", u.undivided);

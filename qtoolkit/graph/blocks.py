@@ -249,5 +249,6 @@ def find_module(root: nn.Module, name: str) -> nn.Module | None:
     held: nn.Module | None = root
     for atom in filter(None, name.split(".")):
         held = getattr(held, atom, None)
-    inside = held.modules() if isinstance(held, nn.Module) and name else ()
-    return next((m for m in inside if isinstance(m, TracedBlock) and m._block_name == name), held)
+    if not name or not isinstance(held, nn.Module) or isinstance(held, TracedBlock):
+        return held
+    return next((m for m in held.modules() if isinstance(m, TracedBlock) and m._block_name == name), held)

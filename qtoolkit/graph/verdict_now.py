@@ -6,7 +6,7 @@ from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import chooses_by_mode, is_quantizer, kind_of, name_of, owns_weight, tensor_inputs
-from qtoolkit.graph.placement.traversal import quantizer_behind
+from qtoolkit.graph.placement.traversal import QuantizersBehind
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
@@ -24,9 +24,10 @@ def verdict_now(node: fx.Node, plan: Plan) -> Verdict:
     lost = owns_weight(node) and verdict is not None and verdict.cause is Cause.COMPUTED
     if verdict is not None and not lost and plan.kinds.get(node.name) == str(kind):
         return verdict
-    on_grid = [quantizer_behind(source, plan.backend) is not None for source in tensor_inputs(node)]
-    if plan.backend.quantizes(kind) and not kind.has_weight and any(on_grid):
-        return Verdict.quantized()
+    if plan.backend.quantizes(kind) and not kind.has_weight:
+        behind = QuantizersBehind(plan.backend)
+        if any(behind[source] is not None for source in tensor_inputs(node)):
+            return Verdict.quantized()
     return Verdict.put_in(type(module).__name__ if module is not None else str(kind))
 
 

@@ -93,9 +93,9 @@ def batch_norm_fake_quant(
         (torch.uint8, tensor([2., 0.]), tensor([ 1., 16.]))
     """
     of_residual = (residual, residual_codes, residual_scale, residual_zero_point)
-    of_grid = (scale, zero_point, qmin, qmax, grad_factor)
+    of_grid = (scale, zero_point, (qmin, qmax), grad_factor)
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_fake_quant(
-        x, weight, bias, divisor, *of_residual, eps, low, high, slope, *of_grid, totals, process_group, packs_codes
+        x, weight, bias, divisor, *of_residual, eps, (low, high, slope), *of_grid, totals, process_group, packs_codes
     )
     return found
 

@@ -32,6 +32,11 @@ class Codes:
     qmin: int
     qmax: int
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """The lowest and the highest code, as ops are told."""
+        return self.qmin, self.qmax
+
 
 @dataclass(frozen=True)
 class WeightGrid:
@@ -46,6 +51,12 @@ class WeightGrid:
     block_size: int = 0
     grad_factor: float = 1.0
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What ops are told of it in one list (csrc/layer/layer.h)."""
+        axis = () if self.axis is None else (self.axis,)
+        return self.qmin, self.qmax, self.group, self.block_size, *axis
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -57,6 +68,22 @@ class Geometry:
     output_padding: tuple[int, ...] = ()
     transposed: bool = False
     groups: int = 1
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The same in one list, as ops are told (csrc/layer/layer.h).
+
+        Raises:
+            ValueError: The fields are not of one number of spatial dimensions.
+        """
+        sides = self.stride, self.padding, self.dilation, self.output_padding
+        if any(len(side) != len(self.stride) for side in sides):
+            raise ValueError(
+                f"Geometry: stride, padding, dilation and output_padding must have one number for each spatial dimension, got "
+                f"{', '.join(map(str, sides))}."
+            )
+        stride, padding, dilation, output_padding = sides
+        return self.groups, int(self.transposed), *stride, *padding, *dilation, *output_padding
 
 
 @dataclass(frozen=True)
@@ -110,8 +137,7 @@ def quant_weight(
 
 def _of_weight(weight: Tensor, grid: WeightGrid, factor: Tensor | None) -> tuple[Any, ...]:
     """Return what ops are told of a weight, in the order of their schemas."""
-    codes, channels = (grid.scale, grid.zero_point, grid.qmin, grid.qmax), (grid.axis, grid.group, grid.block_size)
-    return weight, factor, *codes, *channels, grid.grad_factor
+    return weight, factor, grid.scale, grid.zero_point, grid.numbers, grid.grad_factor
 
 
 def quant_layer(
@@ -157,7 +183,5 @@ def quant_layer(
         True
     """
     x, of_raw = (x, (None, None, 1.0)) if raw is None else (x.detach(), (raw.values, raw.scale, raw.grad_factor))
-    of_x = (codes.codes, codes.scale, codes.zero_point, codes.qmin, codes.qmax)
-    g, of_weight = geometry, _of_weight(weight, grid, factor)
-    of_geometry = (g.stride, g.padding, g.dilation, g.output_padding, g.transposed, g.groups)
-    return _quant_layer(x, bias, *of_x, *of_weight, *of_geometry, integer, dtype, memory_format, *of_raw)
+    of_x, of_weight = (codes.codes, codes.scale, codes.zero_point, codes.range), _of_weight(weight, grid, factor)
+    return _quant_layer(x, bias, *of_x, *of_weight, geometry.numbers, integer, dtype, memory_format, *of_raw)

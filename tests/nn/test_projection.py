@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -254,9 +255,9 @@ def test_units_have_the_bits_of_their_ops(
     other, planned = copy.deepcopy(model), list[str]()
     plan = ProjectionUnit._planned
 
-    def counted(self: ProjectionUnit, *inputs: Any) -> Any:
-        planned.append(self.modules[0].name)
-        return plan(self, *inputs)
+    def counted(self: ProjectionUnit, modules: tuple[Any, ...], *inputs: Any) -> Any:
+        planned.append(modules[0].name)
+        return plan(self, modules, *inputs)
 
     monkeypatch.setattr(ProjectionUnit, "_planned", counted)
     first = step(model)[0]
@@ -266,6 +267,25 @@ def test_units_have_the_bits_of_their_ops(
     monkeypatch.setattr(CachedFusedOp, "by_op", lambda self, run, *inputs: None)
     same(first, step(other)[0])
     same(second, step(other)[0])
+
+
+def test_threads_share_an_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread runs the model between two lines of a projection: each has the weights of its own call."""
+    model, args = trained("apart"), batch()
+    wanted, found = model(*args), []
+    varying = ProjectionUnit._varying
+
+    def interrupted(self: ProjectionUnit, *inputs: Any) -> Any:
+        if not found:
+            found.append(None)
+            thread = threading.Thread(target=lambda: found.append(model(*args)))
+            thread.start()
+            thread.join()
+        return varying(self, *inputs)
+
+    monkeypatch.setattr(ProjectionUnit, "_varying", interrupted)
+    assert torch.equal(model(*args), wanted)
+    assert torch.equal(found[1], wanted)
 
 
 def test_one_attention_of_one_and_of_several_tensors() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from typing import Any
 
 import pytest
@@ -253,7 +254,7 @@ def test_gradcheck(activation, residual):
 @pytest.mark.parametrize(("shape", "last"), layouts())
 def test_statistics(shape, last, dtype):
     x = laid_out(floats(dtype)(*shape), last)
-    mean, variance = native.batch_norm_fake_quant(x, *[None] * 7, 0.0, -1.0, 1.0, 0.0, None, None, 0, 1)[2:]
+    mean, variance = native.batch_norm_fake_quant(x, *[None] * 7, 0.0, [-1.0, 1.0, 0.0], None, None, [0, 1])[2:]
     dims = [0, *range(2, x.dim())]
     wanted_variance, wanted_mean = torch.var_mean(x.double(), dims, correction=0)
     assert mean.dtype == variance.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -486,6 +487,18 @@ def test_refused(case):
 
 
 @pytest.mark.parametrize(
+    ("activation", "codes", "sentence"),
+    [
+        ([0.0, 6.0], [0, 1], "activation must have low, high and slope, got [0, 6]."),
+        ([0.0, 6.0, 0.0], [1], "range must have qmin and qmax, got [1]."),
+    ],
+)
+def test_lists_of_other_lengths(activation, codes, sentence):
+    with pytest.raises(ValueError, match=f"^batch_norm_fake_quant: {re.escape(sentence)}"):
+        native.batch_norm_fake_quant(torch.randn(4, 3), *[None] * 7, 0.0, activation, None, None, codes)
+
+
+@pytest.mark.parametrize(
     ("given", "sentence"),
     [
         ({"x": torch.ones(4, 3, dtype=torch.int32)}, "x must be float32, float64, bfloat16 or float16"),
@@ -692,7 +705,7 @@ def arguments(last: bool = False, **given) -> tuple:
     t = {name: leaf(v) if name in DIFFERENTIABLE else v for name, v in t.items()}
     names = ("divisor", "residual", "residual_codes", "residual_scale", "residual_zero_point")
     head = (t["x"], t["weight"], t["bias"], *(t.get(n) for n in names))
-    return (*head, 1e-3, 0.0, 6.0, 0.0, t.get("scale"), t.get("zero_point"), -20, 30, 0.5)
+    return (*head, 1e-3, [0.0, 6.0, 0.0], t.get("scale"), t.get("zero_point"), [-20, 30], 0.5)
 
 
 OPCHECKED = {
@@ -709,7 +722,7 @@ def test_opcheck(case):
     torch.library.opcheck(native.batch_norm_fake_quant.default, args)
     detached = [t.detach() if isinstance(t, Tensor) else t for t in args]
     mean, variance = native.batch_norm_fake_quant(*detached)[2:]
-    backward = (torch.randn(4, 6, 5, 7), *detached[:8], mean, variance, *detached[8:], True, detached[12] is not None)
+    backward = (torch.randn(4, 6, 5, 7), detached[0], mean, variance, [True] * 7, *detached[1:])
     torch.library.opcheck(native.batch_norm_fake_quant_backward.default, backward)
     torch.library.opcheck(native.batch_norm_totals.default, (args[0].detach(), detached[3], detached[2]))
     totals = native.batch_norm_totals(detached[0], detached[3], None)

@@ -167,9 +167,8 @@ def test_batch_norm_backward(kernels, shape, last, dtype, quantized, residual, a
     low, high, slope = ACTIVATIONS[activation]
     head = [given.get(n) for n in ("weight", "bias", "divisor", "residual")]
     rebuilt = [given.get(n) for n in ("residual_codes", "residual_scale", "residual_zero_point")]
-    grid = (given.get("scale"), given.get("zero_point"), -20, 30, 1.0)
-    tail = (mean, variance, 1e-3, low, high, slope, *grid, True, quantized)
-    wanted = native.batch_norm_fake_quant_backward(grad, given["x"], *head, *rebuilt, *tail)
+    tail = (1e-3, [low, high, slope], given.get("scale"), given.get("zero_point"), [-20, 30])
+    wanted = native.batch_norm_fake_quant_backward(grad, given["x"], mean, variance, [True] * 7, *head, *rebuilt, *tail)
     fields, found = norm_fields(given, activation, last), {}
     for order in ORDERS:
         dx, dresidual = torch.full_like(grad, 7), torch.full_like(grad, 7)
@@ -238,8 +237,9 @@ def test_batch_norm_of_two_ranks(kernels, shape, last, dtype, first):
 
     mean, variance = statistics(given)
     head = [given.get(n) for n in ("weight", "bias", "divisor", "residual")]
-    tail = (mean, variance, 1e-3, 0.0, 6.0, 0.0, given["scale"], given["zero_point"], -20, 30, 1.0, True, True)
-    wanted = native.batch_norm_fake_quant_backward(given["grad"], given["x"], *head, None, None, None, *tail)
+    tail = (None, None, None, 1e-3, [0.0, 6.0, 0.0], given["scale"], given["zero_point"], [-20, 30])
+    of_rows = (given["grad"], given["x"], mean, variance, [True] * 7)
+    wanted = native.batch_norm_fake_quant_backward(*of_rows, *head, *tail)
     gradients = [torch.zeros(3 * shape[1] + 2, dtype=torch.float64) for _ in ranks]
     both = {
         "mean": [mean] * 2,
@@ -287,9 +287,8 @@ def test_batch_norm_of_any_memory_grid_and_values(kernels, shape, last, dtype, c
     grad = torch.empty_like(given["x"]).copy_(floats(dtype, 3)(*shape))
     head = [given.get(n) for n in ("weight", "bias", "divisor", "residual")]
     low, high, slope = ACTIVATIONS["relu6"]
-    grid = (given["scale"], given.get("zero_point"), -20, 30, 1.0)
-    tail = (mean, variance, 1e-3, low, high, slope, *grid, True, True)
-    wanted = native.batch_norm_fake_quant_backward(grad, given["x"], *head, None, None, None, *tail)
+    tail = (None, None, None, 1e-3, [low, high, slope], given["scale"], given.get("zero_point"), [-20, 30])
+    wanted = native.batch_norm_fake_quant_backward(grad, given["x"], mean, variance, [True] * 7, *head, *tail)
     new = [torch.full_like(grad, 7) for _ in range(3)]
     if change == "misaligned":
         given |= {name: shifted(given[name]) for name in ("x", "residual", "weight", "bias")}

@@ -393,15 +393,16 @@ def test_batch_norm(device, shape, last, dtype, residual, activation):
     given = tensors(shape, dtype, last=last, residual=residual)
     names = ("x", "weight", "bias", "divisor", "residual", "residual_codes", "residual_scale", "residual_zero_point")
     head, grid = [given.get(name) for name in names], [given["scale"], given["zero_point"]]
-    tail, last_arguments = (1e-3, *ACTIVATIONS[activation]), (-20, 30, 1.0, True, True)
+    tail = (1e-3, list(ACTIVATIONS[activation]))
     grad = torch.empty_like(given["x"]).copy_(floats(dtype, 3)(*shape))
 
     def forward(qmin: int, qmax: int, packs: bool = False) -> Callable[..., tuple[Tensor, ...]]:
-        last = (qmin, qmax, 1.0, None, None, packs)
+        last = ([qmin, qmax], 1.0, None, None, packs)
         return lambda *given: native.batch_norm_fake_quant(*given[:-2], *tail, *given[-2:], *last)
 
     def backward(*given: Tensor) -> tuple[Tensor, ...]:
-        return native.batch_norm_fake_quant_backward(*given[:-2], *tail, *given[-2:], *last_arguments)
+        of_norm = (*given[4:-2], *tail, *given[-2:], [-20, 30])
+        return native.batch_norm_fake_quant_backward(*given[:4], [True] * 7, *of_norm)
 
     y, codes_, *statistics = device.results(forward(-20, 30), *head, *grid)
     oracle = normalized(given, activation, *statistics)
@@ -410,8 +411,8 @@ def test_batch_norm(device, shape, last, dtype, residual, activation):
     (_, codes_, *_), (_, packed, *_) = (device.results(forward(-8, 7, p), *head, *grid) for p in (False, True))
     if packed.numel():  # no planes share bytes
         assert_same(packed, packed_in_memory(codes_))
-    found = device.results(backward, grad, *head, *statistics, *grid)
-    cpu = backward(grad, *head, *statistics, *grid)
+    of_backward = (grad, head[0], *statistics, *head[1:], *grid)
+    found, cpu = device.results(backward, *of_backward), backward(*of_backward)
     assert_same(found[4], cpu[4])
     for got, wanted in zip(found, cpu, strict=True):
         assert_near(got, wanted, dtype)

@@ -150,8 +150,7 @@ def sample(op: str, x: Tensor) -> dict:
             **norm,
             **statistics,
             **after,
-            "residual_grad": True,
-            "scale_grad": True,
+            "wanted": [True] * 7,
             **totals,
         },
         "batch_norm_track_": {

@@ -23,6 +23,7 @@ from qtoolkit.ops.layer import Geometry
 from tests import processes, reference
 from tests.cases import CODES, FLOATS, Channels, assert_same
 from tests.export import litert_kernels
+from tests.ops.fields import Fields
 from tests.ops.test_gradients import assert_sum
 from tests.ops.test_int4 import packed, packed_in_memory
 from tests.ops.test_layer import Shape
@@ -47,7 +48,7 @@ OF_SEVERAL_OPS = (
 )
 UNITS = [f"{name}{way}" for name in OF_SEVERAL_OPS for way in ("", "_backward")]
 NAMES = [name for name in OURS if name not in UNITS]
-OPS = {name: getattr(torch.ops.qtoolkit, name).default for name in EVERY}
+OPS = {name: Fields(getattr(torch.ops.qtoolkit, name).default) for name in EVERY}
 ON_CODES = (
     "requantize",
     "requantize_fixed_point",
@@ -72,8 +73,8 @@ class Drawn:
         self.op, self.r = op, r
         self.given: dict = {}
         self.previous: list[Tensor] = []  # what the histograms hold
-        for argument in OPS[op]._schema.arguments:
-            self.given[argument.name] = getattr(self, argument.name)()
+        for name in OPS[op].names:
+            self.given[name] = getattr(self, name)()
 
     def mostly(self, right: object, *wrong: object) -> object:
         return right if not wrong or self.r.random() < 0.95 else self.r.choice(wrong)
@@ -162,7 +163,7 @@ class Drawn:
     @property
     def channel_count(self) -> int:
         x, c = self.input, self.channels
-        blocks = c.block_size if "block_size" in [a.name for a in OPS[self.op]._schema.arguments] else 0
+        blocks = c.block_size if "block_size" in OPS[self.op].names else 0
         in_range = c.axis is None or (-x.dim() <= c.axis < x.dim() and 0 < c.group < 2**20)
         fits = in_range and blocks >= 0
         return Channels(c.axis, c.group, blocks).count(x) if fits else 1
@@ -511,10 +512,8 @@ class Drawn:
     def variance(self) -> Tensor:
         return self.mean().abs()
 
-    def residual_grad(self) -> bool:
-        return self.r.random() < 0.5
-
-    scale_grad = residual_grad
+    def wanted(self) -> list[bool]:
+        return [self.r.random() < 0.7 for _ in range(7)]
 
     def running_mean(self) -> Tensor:
         t = torch.randn(self.mostly(self.r.choice([0, 1, 5]), 2)).to(self.r.choice(FLOATS))
@@ -1147,8 +1146,7 @@ def check_batch_norm_fake_quant_backward(
     found: Results,
     grad,
     grad_factor: float,
-    residual_grad: bool,
-    scale_grad: bool,
+    wanted: list[bool],
     totals,
     process_group,
     **given,
@@ -1156,32 +1154,32 @@ def check_batch_norm_fake_quant_backward(
     x, names = given["x"], ("weight", "bias", "divisor")
     if x.numel() == 0:
         return
-    wanted = normalized(**given)
-    dx, of_channels = wanted.gradients(grad, given["eps"])
-    if residual_grad:
-        assert_same(found[4], wanted.grad_before(grad).to(x.dtype))
+    oracle = normalized(**given)
+    dx, of_channels = oracle.gradients(grad, given["eps"])
+    if wanted[4]:
+        assert_same(found[4], oracle.grad_before(grad).to(x.dtype))
     else:
         assert found[4].numel() == 0
     scale = float(dx.abs().max())
-    if np.isfinite(scale) and torch.isfinite(wanted.centred).all():
-        factor = wanted.factor.double().abs()
+    if np.isfinite(scale) and torch.isfinite(oracle.centred).all():
+        factor = oracle.factor.double().abs()
         least = (
             float(factor[factor > 0].min()) if factor.any() else 1.0
         )  # float32 rounds it to few bits where it is tiny
         rounded = max(torch.finfo(x.dtype).eps, 1e-5, 2.0**-149 / max(least, 2.0**-149))
-        largest = float((wanted.grad_before(grad).double() * wanted.factor.double()).abs().max()) + scale
+        largest = float((oracle.grad_before(grad).double() * oracle.factor.double()).abs().max()) + scale
         limit, smallest = torch.finfo(x.dtype).max, torch.finfo(x.dtype).tiny
         assert ((found[0].double() - dx).abs() <= rounded * largest + smallest)[dx.abs() < limit].all()
-    for got, name in zip(found[1:4], names, strict=True):
-        if given[name] is None:
+    for got, name, is_wanted in zip(found[1:4], names, wanted[1:4], strict=True):
+        if given[name] is None or not is_wanted:
             assert got.numel() == 0
             continue
         want, mass = of_channels[name]
         unit = max(torch.finfo(got.dtype).eps, 1e-5)
         finite = (mass * 2).lt(torch.finfo(got.dtype).max)
         assert ((got.double() - want).abs() <= unit * mass + 1e-30)[finite].all()
-    for got, like in zip(found[5:], (given["scale"], given["zero_point"]), strict=True):
-        assert got.shape == (like.shape if like is not None and scale_grad else (0,))
+    for got, like, is_wanted in zip(found[5:], (given["scale"], given["zero_point"]), wanted[5:], strict=True):
+        assert got.shape == (like.shape if like is not None and is_wanted else (0,))
 
 
 def check_batch_norm_track_(

@@ -703,11 +703,9 @@ def test_opcheck_in_channels_last() -> None:
 
 
 def layer_arguments(g: Given, integer: bool) -> tuple:
-    c, w, geometry = g.codes, g.grid, g.geometry
-    return (
-        *(c.codes, c.scale, c.zero_point, c.qmin, c.qmax, g.weight, g.factor, w.scale, w.zero_point, w.qmin, w.qmax),
-        *(w.axis, w.group, w.block_size, w.grad_factor, *dataclasses.astuple(geometry), integer),
-    )
+    c, w = g.codes, g.grid
+    of_weight = (g.weight, g.factor, w.scale, w.zero_point, w.numbers, w.grad_factor)
+    return c.codes, c.scale, c.zero_point, c.range, *of_weight, g.geometry.numbers, integer
 
 
 def arguments(g: Given, integer: bool) -> tuple:

@@ -7,21 +7,25 @@ import torch
 from torch import Tensor
 
 from qtoolkit._native import library
-from tests.ops.test_layer import SHAPES, Shape, conv, given, layer_arguments, transposed
+from qtoolkit.ops.layer import Codes, Geometry, WeightGrid
+from tests.ops.fields import Fields, in_one_list
+from tests.ops.test_layer import SHAPES, Shape, conv, given, transposed
 
-ARGUMENTS = [a.name for a in library.quant_layer.default._schema.arguments]
-OF_BACKWARD = [a.name for a in library.quant_layer_backward.default._schema.arguments]
+QUANT_LAYER, BACKWARD = Fields(library.quant_layer.default), Fields(library.quant_layer_backward.default)
 
 
 def named(shape: Shape, **grid) -> dict:
     g = given(shape, factor=False, **grid)
-    values = g.x, g.bias, *layer_arguments(g, False), None, None, None, None, 1.0
-    return {n: t.detach() if isinstance(t, Tensor) else t for n, t in zip(ARGUMENTS, values, strict=True)}
+    of_weight = {"weight": g.weight, "factor": g.factor, **vars(g.grid), **vars(g.geometry), "integer": False}
+    of_input = {f"x_{name}": value for name, value in vars(g.codes).items() if name != "codes"}
+    rest = {"dtype": None, "memory_format": None, "raw": None, "raw_scale": None, "raw_factor": 1.0}
+    call = {"x": g.x, "bias": g.bias, "codes": g.codes.codes, **of_input, **of_weight, **rest}
+    return {name: t.detach() if isinstance(t, Tensor) else t for name, t in call.items()}
 
 
 def backward_of(call: dict, grad: Tensor) -> dict:
     more = {"grad": grad, "size": list(call["x"].shape), "x_dtype": torch.float32, "wanted": [True] * 7}
-    return {name: (call | more)[name] for name in OF_BACKWARD}
+    return {name: (call | more)[name] for name in BACKWARD.names}
 
 
 CONV, DEEP = SHAPES["conv2d"], SHAPES["transposed2d_groups"]
@@ -78,7 +82,12 @@ CASES = {
         ValueError,
         "x_qmin and x_qmax must lie in [-8, 7] or in [0, 15] for packed codes, got [-128, 127]; pass codes of the shape",
     ),
-    "x_range": (CONV, {"x_qmin": 5, "x_qmax": 5}, ValueError, "x_qmin must be smaller than x_qmax, got x_qmin=5 and"),
+    "x_range": (
+        CONV,
+        {"x_qmin": 6, "x_qmax": 5},
+        ValueError,
+        "x_qmin must be smaller than x_qmax, got x_qmin=6 and x_qmax=5.",
+    ),
     "x_range_of_int8": (
         CONV,
         {"x_qmin": 0, "x_qmax": 255},
@@ -118,9 +127,16 @@ CASES = {
     ),
     "stride_length": (
         CONV,
-        {"stride": [1]},
+        {"stride": [1], "padding": [0], "dilation": [1], "output_padding": [0]},
         ValueError,
         "stride must have 2 integers of at least 1 and at most 2147483647, one for each spatial dimension of weight, got [1]",
+    ),
+    "geometry": (
+        CONV,
+        {"stride": [1]},
+        ValueError,
+        "geometry must have groups, transposed (0 or 1), and then the strides, paddings, dilations and output paddings of all "
+        "spatial dimensions, got [1, 0, 1, 1, 1, 1, 1, 0, 0].",
     ),
     "stride": (CONV, {"stride": [1, 0]}, ValueError, "stride must have 2 integers of at least 1"),
     "padding": (CONV, {"padding": [0, -1]}, ValueError, "padding must have 2 integers of at least 0"),
@@ -249,16 +265,45 @@ CASES = {
 }
 
 
+def test_lists_of_numbers_are_made_as_the_ops_read_them() -> None:
+    """The sentences below name each field that is in a list."""
+    geometry = Geometry((1, 2), (3, 4), (5, 6), (7, 8), True, 9)
+    assert [*geometry.numbers] == in_one_list("geometry", vars(geometry))
+    for axis in (None, 1):
+        grid = WeightGrid(torch.ones(1), None, -3, 4, axis, 2, 8, 0.5)
+        assert [*grid.numbers] == in_one_list("grid", vars(grid))
+    assert Codes(torch.ones(1), torch.ones(1), None, -5, 6).range == (-5, 6)
+    with pytest.raises(ValueError, match=r"^Geometry: stride, padding, .* spatial dimension, got \(1, 1\), \(0,\), "):
+        _ = Geometry((1, 1), (0,), (1, 1), (0, 0)).numbers
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"x_range": [-128]}, "x_range must have x_qmin and x_qmax, got [-128]."),
+        (
+            {"grid": [-8, 7, 1]},
+            "grid must have qmin, qmax, group, block_size and, if there is one, the axis, got [-8, 7, 1].",
+        ),
+        ({"geometry": [1, 2, 1, 0, 1, 0]}, "geometry must have groups, transposed (0 or 1), and then the strides, "),
+    ],
+)
+def test_lists_of_other_lengths(wrong: dict, sentence: str) -> None:
+    call = QUANT_LAYER.arguments(named(CONV))
+    with pytest.raises(ValueError, match=f"^quant_layer: {re.escape(sentence)}"):
+        library.quant_layer.default(**call | wrong)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_sentence(name: str) -> None:
     """In forward, and where the argument is one of backward too, there."""
     shape, wrong, error, sentence = CASES[name]
     call = named(shape) | wrong
     with pytest.raises(error, match=rf"^quant_layer: {re.escape(sentence)}"):
-        library.quant_layer.default(**call)
+        QUANT_LAYER(**call)
     if name not in ("x_dtype", "dtype", "bias", "bias_dtype", "memory_format", "memory_format_unknown"):
         with pytest.raises(error, match=rf"^quant_layer_backward: {re.escape(sentence)}"):
-            library.quant_layer_backward.default(**backward_of(call, torch.ones(2, 8, 9, 8)))
+            BACKWARD(**backward_of(call, torch.ones(2, 8, 9, 8)))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +315,7 @@ def test_tensors_of_other_devices(name: str) -> None:
     with pytest.raises(
         ValueError, match=f"^quant_layer: {name} must be on the device of the input, cpu, got meta; move"
     ):
-        library.quant_layer.default(**call)
+        QUANT_LAYER(**call)
 
 
 @pytest.mark.parametrize(
@@ -289,18 +334,18 @@ def test_tensors_of_other_devices(name: str) -> None:
 )
 def test_backward(wrong: dict, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=rf"^quant_layer_backward: {re.escape(sentence)}"):
-        library.quant_layer_backward.default(**backward_of(named(CONV), torch.ones(2, 8, 9, 8)) | wrong)
+        BACKWARD(**backward_of(named(CONV), torch.ones(2, 8, 9, 8)) | wrong)
 
 
 def test_shapes_are_checked_without_data() -> None:
     call = named(conv((2, 6, 9, 8), (8, 6, 3, 3)))
     call = {n: t.to("meta") if isinstance(t, Tensor) else t for n, t in call.items()}
-    assert library.quant_layer.default(**call).shape == (2, 8, 7, 6)
+    assert QUANT_LAYER(**call).shape == (2, 8, 7, 6)
     with pytest.raises(ValueError, match="^quant_layer: factor must have one dimension"):
-        library.quant_layer.default(**call | {"factor": torch.ones(3, device="meta")})
+        QUANT_LAYER(**call | {"factor": torch.ones(3, device="meta")})
 
 
 def test_a_transposed_output_of_no_elements() -> None:
     call = named(transposed((1, 2, 1), (2, 2, 2), 1, 1))
     with pytest.raises(ValueError, match="^quant_layer: the output must not be empty, got length 0 in"):
-        library.quant_layer.default(**call)
+        QUANT_LAYER(**call)

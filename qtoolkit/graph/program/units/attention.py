@@ -69,22 +69,17 @@ class ProjectionUnit(LayerUnit):
 
     def project(self, run: Run, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
         """Return the projection of x, which has these codes."""
-        self.modules = projection, None
-        try:
-            return self.run(run, x, input_codes)[0]
-        finally:
-            self.modules = None, None  # nothing of a step is kept
+        if run.compiled:
+            return self.one_by_one(run, x, input_codes, projection, None)[0]
+        self.refresh_if_modules_changed(run)
+        return self.run_modules(run, (projection, None), x, input_codes)[0]
 
-    def modules_now(self) -> tuple[Any, ...]:
-        """Return the projection of this call."""
-        return self.modules
-
-    def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules."""
-        return kind_of_inputs(self.modules[0].weight, x)
+        return kind_of_inputs(modules[0].weight, x)
 
-    def _planned(self, run: Run, x: Tensor, *others: Any) -> LayerPlan | None:
-        plan, rows = super()._planned(run, x, *others), self.modules[0].rows
+    def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> LayerPlan | None:
+        plan, rows = super()._planned(run, modules, x, *others), modules[0].rows
         grid = None if plan is None or rows is None else grid_of_weight(rows[0].whole)
         if plan is not None and grid is not None:
             plan.fields.update(grid)  # the gradient factor of all rows
@@ -96,25 +91,26 @@ class ProjectionUnit(LayerUnit):
         """Compute the projection as the attention does."""
         return layer(run, x, input_codes), None
 
-    def _varying(self, run: Run, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
-        found, layer = super()._varying(run, plan, x, *others), self.modules[0]
+    def _varying(self, run: Run, plan: LayerPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying | None:
+        found, layer = super()._varying(run, plan, modules, x, *others), modules[0]
         if found is None:
             return None
         tensors, numbers = found
-        grid = {} if plan.layer.grid is None else self._grid(plan)
+        grid = {} if plan.layer.grid is None else _grid(plan, layer)
         return {**tensors, "weight": layer.weight, "bias": layer.bias, **grid}, numbers
 
-    def _grid(self, plan: LayerPlan) -> Fields:
-        """Return the tensors of the weight's grid: of a part of a weight its part of them."""
-        whole = {name: plan.fields[name] for name in OF_ROWS}
-        if self.modules[0].rows is None:
-            return whole
-        rows, part = self.modules[0].rows
-        if rows.decided is None:
-            parts = zip(*map(rows.split, whole.values()), strict=True)
-            rows.decided = [dict(zip(OF_ROWS, each, strict=True)) for each in parts]
-        found: Fields = rows.decided[part]
-        return found
+
+def _grid(plan: LayerPlan, layer: Projection) -> Fields:
+    """Return the tensors of the weight's grid: of a part of a weight its part of them."""
+    whole = {name: plan.fields[name] for name in OF_ROWS}
+    if layer.rows is None:
+        return whole
+    rows, part = layer.rows
+    if rows.decided is None:
+        parts = zip(*map(rows.split, whole.values()), strict=True)
+        rows.decided = [dict(zip(OF_ROWS, each, strict=True)) for each in parts]
+    found: Fields = rows.decided[part]
+    return found
 
 
 def _keeps_codes(module: Any) -> bool:

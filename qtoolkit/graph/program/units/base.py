@@ -130,26 +130,26 @@ class CachedFusedOp(Generic[P]):
         model = self.model()
         return tuple(None if name is None else model.get_submodule(name) for name in self.names)
 
-    def by_op(self, run: Run, x: Tensor, *others: Any) -> Result | None:
-        """Return the unit's output with its codes, computed by one op of its inputs; None where it may not be."""
-        plan = self.plan_of(run, x, *others)
-        return None if plan is None else self.compute(run, plan, x, *others)
+    def by_op(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
+        """Return the output of modules with its codes, computed by one op of their inputs; None where it may not be."""
+        plan = self.plan_of(run, modules, x, *others)
+        return None if plan is None else self.compute(run, plan, modules, x, *others)
 
-    def plan_of(self, run: Run, x: Tensor, *others: Any) -> P | None:
+    def plan_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> P | None:
         """Return the plan for inputs; None where one op may not compute the unit."""
-        kind = self.kind_of(run, x, *others)
+        kind = self.kind_of(run, modules, x, *others)
         if kind is None:
             return None
         if kind not in self.plans:
             if len(self.plans) == MOST_PLANS:
                 self.plans.clear()
-            self.plans[kind] = self._planned(run, x, *others)
+            self.plans[kind] = self._planned(run, modules, x, *others)
         return self.plans[kind]
 
-    def compute(self, run: Run, plan: P, x: Tensor, *others: Any) -> Result | None:
+    def compute(self, run: Run, plan: P, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op, and keep the call; None if x has no codes."""
         # Asked once: a grid that is made at each call saves tensors, and gradient checkpointing counts them.
-        varying = self._varying(run, plan, x, *others)
+        varying = self._varying(run, plan, modules, x, *others)
         if varying is None:
             return None
         tensors, numbers = varying
@@ -158,28 +158,27 @@ class CachedFusedOp(Generic[P]):
         if not results:
             fields = {**plan.fields, **numbers, **tensors}
             fields["learned"] = any(t is not None and t.requires_grad for t in map(fields.get, TRAINED_OF_OUTPUT))
-            plan.call = LastCall(numbers, made(self.KIND, fields, list(tensors)).call)
-            results = plan.call.repeat(values)
-        return self.output(run, plan, *results)
+            call = plan.call = LastCall(numbers, made(self.KIND, fields, list(tensors)).call)
+            results = call.repeat(values)
+        return self.output(run, plan, modules[-1], *results)
 
-    def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
         raise NotImplementedError
 
-    def _planned(self, run: Run, x: Tensor, *others: Any) -> P | None:
+    def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> P | None:
         """Ask the modules for the plan."""
         raise NotImplementedError
 
-    def _varying(self, run: Run, plan: P, x: Tensor, *others: Any) -> Varying | None:
+    def _varying(self, run: Run, plan: P, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying | None:
         """Return what the op is told besides what the plan says; None if x has no codes."""
         raise NotImplementedError
 
-    def output(self, run: Run, plan: P, y: Tensor, *grid: Tensor) -> Result:
-        """Return the output of the unit, y, with its codes.
+    def output(self, run: Run, plan: P, quantizer: Any, y: Tensor, *grid: Tensor) -> Result:
+        """Return the output of the unit, y, with its codes; `quantizer` is that of its modules.
 
         `grid` are the codes, empty where it has none, their scale, and their zero point if they have one.
         """
-        quantizer = self.modules[-1]
         if quantizer is not plan.quantizer:  # the op does not compute it
             return quantized_by(run, quantizer, y)
         if quantizer is None or not quantizer.capability.codes:

@@ -77,10 +77,10 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         if run.compiled:
             return self._one_by_one(run, self.modules_now(), x, input_codes, residual, residual_codes)
         self.refresh_if_modules_changed(run)
+        given = run, self.modules, x, input_codes, residual, residual_codes
         tensors = type(x) is Tensor and (residual is None or type(residual) is Tensor)
-        may_be_one = tensors and torch.is_grad_enabled()
-        found = self.by_op(run, x, input_codes, residual, residual_codes) if may_be_one else None
-        return self._one_by_one(run, self.modules, x, input_codes, residual, residual_codes) if found is None else found
+        found = self.by_op(*given) if tensors and torch.is_grad_enabled() else None
+        return self._one_by_one(*given) if found is None else found
 
     def _one_by_one(self, run: Run, modules: tuple[Any, ...], x: Tensor, codes: Any, *residual: object) -> Result:
         layer, bn, activation, quantizer = modules
@@ -88,17 +88,17 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         found: Result = self.one_by_one(run, value, *residual, layer, bn, activation, quantizer)
         return found
 
-    def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
         _, residual, _ = others
-        layer, bn, *_ = self.modules
+        layer, bn, *_ = modules
         kind = kind_of_inputs(layer._parameters.get("weight"), x)
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
         return None if kind is None else (*kind, added, *_of_forward(run, bn).values())
 
-    def _planned(self, run: Run, x: Tensor, *others: Any) -> NormPlan | None:
+    def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> NormPlan | None:
         _, residual, _ = others
-        layer, bn, activation, quantizer = self.modules
+        layer, bn, activation, quantizer = modules
         may_be_one = is_ordinary(run, x)
         found = fusion(run, layer, bn, True, activation or self.bounds, quantizer) if may_be_one else None
         if not isinstance(found, Unit) or not found.whole or found.bounds is None:
@@ -128,9 +128,9 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
             not is_folded(bn) or (layer.training and layer.takes_factor),
         )
 
-    def _varying(self, run: Run, plan: NormPlan, x: Tensor, *others: Any) -> Varying | None:
+    def _varying(self, run: Run, plan: NormPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying | None:
         input_codes, residual, residual_codes = others
-        layer, bn, *_ = self.modules
+        layer, bn, *_ = modules
         variance = step_variance(run, layer, bn) if plan.of_step else _variance_now(layer, bn)
         factor = partial(_factor, bn, variance)
         found = plan.layer.varying(run, layer, self.call, x, input_codes, factor, self.names[0])

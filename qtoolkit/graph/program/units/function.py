@@ -87,9 +87,10 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         if run.compiled:
             return self._compiled(run, x, *self.modules_now())
         self.refresh_if_modules_changed(run)
+        modules = self.modules
         needed = type(x) is Tensor and x.requires_grad and torch.is_grad_enabled()
-        found = self.by_op(run, x) if needed else None
-        return self._one_by_one(run, x, *self.modules) if found is None else found
+        found = self.by_op(run, modules, x) if needed else None
+        return self._one_by_one(run, x, *modules) if found is None else found
 
     def _one_by_one(self, run: Run, x: Tensor, module: Any, quantizer: Any) -> Result:
         y = x if self.called is None else self.called(x)
@@ -104,12 +105,12 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
                 return found
         return self._one_by_one(run, x, module, quantizer)
 
-    def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules."""
         return x.shape, x.dtype, x.device, _autocast_type(x)
 
-    def _planned(self, run: Run, x: Tensor, *others: Any) -> FunctionPlan | None:
-        module, quantizer = self.modules
+    def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> FunctionPlan | None:
+        module, quantizer = modules
         if not (is_ordinary(run, x) and x.is_floating_point() and _is_one_op(run, module, quantizer)):
             return None
         function = self.function if module is None else function_of_module(module)
@@ -122,18 +123,18 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         fields["dtype"] = _autocast_type(x) if self.narrow and x.dtype == torch.float32 else None
         return FunctionPlan(quantizer, output, fields, function[0])
 
-    def compute(self, run: Run, plan: FunctionPlan, x: Tensor, *others: Any) -> Result | None:
+    def compute(self, run: Run, plan: FunctionPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
         """Compute the unit by the op; a PReLU has another one, which takes the scale."""
         if plan.function != PRELU:
-            return super().compute(run, plan, x, *others)
-        module, quantizer = self.modules
+            return super().compute(run, plan, modules, x, *others)
+        module, quantizer = modules
         grid = grid_of(plan.output)
         scale: Any = grid.start  # there is one: of a quantizer
         codes = (grid.qmin, grid.qmax, grid.grad_factor)
         y = ops.prelu_fake_quant(x, module.weight, scale, grid.zero_point, *codes)
         return y, codes_by_op(run, y, None, scale, grid.zero_point, quantizer)
 
-    def _varying(self, run: Run, plan: FunctionPlan, x: Tensor, *others: Any) -> Varying:
+    def _varying(self, run: Run, plan: FunctionPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying:
         return plan.with_output({"x": x}, {})
 
 

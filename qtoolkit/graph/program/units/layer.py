@@ -49,20 +49,24 @@ class LayerUnit(CachedFusedOp[LayerPlan]):
         if run.compiled:
             return self.one_by_one(run, x, input_codes, *self.modules_now())
         self.refresh_if_modules_changed(run)
-        found = self.by_op(run, x, input_codes) if type(x) is Tensor and torch.is_grad_enabled() else None
-        return self.one_by_one(run, x, input_codes, *self.modules) if found is None else found
+        return self.run_modules(run, self.modules, x, input_codes)
+
+    def run_modules(self, run: Run, modules: tuple[Any, ...], x: Tensor, input_codes: TensorCodes | None) -> Result:
+        """Return the output of a layer and its quantizer, or None in its place, by one op or one by one."""
+        found = self.by_op(run, modules, x, input_codes) if type(x) is Tensor and torch.is_grad_enabled() else None
+        return self.one_by_one(run, x, input_codes, *modules) if found is None else found
 
     def one_by_one(self, run: Run, x: Tensor, input_codes: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
         """Call the modules one by one."""
         return quantized_by(run, quantizer, called_with(layer, input_codes, x, **numbered(self.call)), self.with_codes)
 
-    def kind_of(self, run: Run, x: Tensor, *others: Any) -> Hashable:
+    def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
         """Return on what a plan depends besides the modules; None where there is none."""
-        return kind_of_inputs(self.modules[0]._parameters.get("weight"), x)
+        return kind_of_inputs(modules[0]._parameters.get("weight"), x)
 
-    def _planned(self, run: Run, x: Tensor, *others: Any) -> LayerPlan | None:
-        layer = self.modules[0]
-        found = fusion(run, layer, quantizer=self.modules[-1]) if is_ordinary(run, x) else None
+    def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> LayerPlan | None:
+        layer = modules[0]
+        found = fusion(run, layer, quantizer=modules[-1]) if is_ordinary(run, x) else None
         of_layer = layer_arguments(run, layer, x) if isinstance(found, Unit) else None
         if of_layer is None or not isinstance(found, Unit):
             return None
@@ -73,7 +77,7 @@ class LayerUnit(CachedFusedOp[LayerPlan]):
         }
         return LayerPlan(quantizer, output_grid(run, quantizer, of_layer.like), {**of_layer.fields, **how}, of_layer)
 
-    def _varying(self, run: Run, plan: LayerPlan, x: Tensor, *others: Any) -> Varying | None:
+    def _varying(self, run: Run, plan: LayerPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying | None:
         (input_codes,) = others
-        found = plan.layer.varying(run, self.modules[0], self.call, x, input_codes, lambda: None, self.names[0])
+        found = plan.layer.varying(run, modules[0], self.call, x, input_codes, lambda: None, self.names[0])
         return None if found is None else plan.with_output(*found)
