@@ -128,12 +128,13 @@ UnitOutput call_op(const c10::intrusive_ptr<FunctionUnit>& unit) {
   static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
       const Tensor&, std::string_view, c10::SymIntArrayRef, const optional<Tensor>&, const optional<Tensor>&, double,
       bool, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, int64_t,
-      int64_t, double, bool, bool)>("qtoolkit::function_fake_quant");
+      int64_t, double, bool, bool, bool)>("qtoolkit::function_fake_quant");
   const Function& f = unit->function;
   const Quantized& q = unit->output;
   auto [y, codes, y_scale, mask, mean, rstd] =
       op.call(unit->x, f.name, f.shape, f.weight, f.bias, f.eps, /*keeps_x=*/q.learned || !f.is_none(), q.trained.start,
-              q.trained.ratio, q.trained.rate, q.zero_point, q.qmin, q.qmax, q.grad_factor, q.learned, q.with_codes);
+              q.trained.ratio, q.trained.rate, q.zero_point, q.qmin, q.qmax, q.grad_factor, q.trained.float16,
+              q.learned, q.with_codes);
   return {y, codes, y_scale};
 }
 

@@ -16,6 +16,7 @@ namespace qtoolkit {
 // What a scale is made of: a start alone, or with the ratio that is trained.
 struct Trained {
   std::optional<at::Tensor> start, ratio, rate;
+  bool float16 = false;  // whether the scale is rounded to a number of float16
 
   // A tensor of its own: an observer may change the start before backward.
   std::optional<at::Tensor> scale() const;
@@ -37,7 +38,7 @@ struct Output {
 
 inline Reader& operator>>(Reader& reader, Output& o) {
   return reader >> o.trained.start >> o.trained.ratio >> o.trained.rate >> o.zero_point >> o.qmin >> o.qmax >>
-         o.grad_factor;
+         o.grad_factor >> o.trained.float16;
 }
 
 // The running variance with which a weight is folded, and the parameters of the batch norm. With the running mean too,
