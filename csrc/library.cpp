@@ -61,14 +61,18 @@ TORCH_LIBRARY(qtoolkit, m) {
   // divided by start^2; see positive_scale.cpp.
   m.def("positive_scale(Tensor start, Tensor ratio, Tensor? rate=None) -> Tensor");
 
+  // Returns scales as numbers of float16: the nearest ones, at least 2^-14; above 65,504 with 11 bits all the same.
+  // Differentiable, straight through.
+  m.def("float16_scale(Tensor scale) -> Tensor");
+
   // Returns a copy of value. Differentiable in through, of the same shape and dtype, with the gradient of the result.
   m.def("straight_through(Tensor value, Tensor through) -> Tensor");
 
   // observe_minmax_, then grid_of_range of the new ranges, written to scale and zero_point (symmetric without a zero
-  // point), then fake_quant on this grid. Differentiable in x.
+  // point), then fake_quant on this grid, with float16_scale of the scale if wanted. Differentiable in x.
   m.def(
       "observe_fake_quant(Tensor x, Tensor(a!) lo, Tensor(b!) hi, Tensor(c!) scale, Tensor(d!)? zero_point, int qmin, "
-      "int qmax, float? momentum=None, bool pow2_scale=False, int? axis=None, int group=1, "
+      "int qmax, float? momentum=None, bool pow2_scale=False, bool float16_scale=False, int? axis=None, int group=1, "
       "int block_size=0, Tensor(e!)? skipped=None, bool mask=False) -> (Tensor, Tensor)");
 
   // Returns values on the grid of a small float format ("e4m3", "e5m2" or "e2m1"): x / scale rounded half to even,
@@ -208,18 +212,18 @@ TORCH_LIBRARY(qtoolkit, m) {
 
   // Returns batch_norm_fake_quant of quant_layer, with all of which their arguments are made. What it is told are the
   // fields of the unit; x is the one of that name, for the dispatcher. The scale of the weight is positive_scale(start,
-  // ratio, rate), or start without a ratio; so is that of y. The weight's factor is gamma / sqrt(variance + eps), or 1
-  // where that is 0. bias: of the layer; the batch norm subtracts it, so that only the running mean has it.
-  // frozen_mean: variance and this are constants that the batch norm normalizes by; it is folded into the layer, whose
-  // factor may be 0 and whose bias is (bias - frozen_mean) factor + beta, with rounds_bias on the grid of the sums of
-  // products of codes. lo, hi: the range that a symmetric grid covers, of each output channel; start, lo and hi are set
-  // to that of the weight. The running statistics, if tracks is set, take in the batch, and batches counts it; the
-  // batch is that of all ranks of a process group, if one is named, and backward waits for them too. Returns y and its
-  // codes, then what backward keeps: the scales, the factor, the layer's output and its statistics, or copies of the
-  // constants. Of a layer with a frozen batch norm and a quantizer alone it keeps the packed mask instead, unless the
-  // grid of y is learned, and without a quantizer nothing. Differentiable in x, weight, start, ratio, zero_point, bias,
-  // gamma, beta, residual, y_start, y_ratio, y_zero_point and raw_scale. raw, raw_scale: as in quant_layer. The grids
-  // of x and of the residual must not change before backward.
+  // ratio, rate), or start without a ratio, and with float16 float16_scale of that; so is that of y. The weight's
+  // factor is gamma / sqrt(variance + eps), or 1 where that is 0. bias: of the layer; the batch norm subtracts it, so
+  // that only the running mean has it. frozen_mean: variance and this are constants that the batch norm normalizes by;
+  // it is folded into the layer, whose factor may be 0 and whose bias is (bias - frozen_mean) factor + beta, with
+  // rounds_bias on the grid of the sums of products of codes. lo, hi: the range that a symmetric grid covers, of each
+  // output channel; start, lo and hi are set to that of the weight. The running statistics, if tracks is set, take in
+  // the batch, and batches counts it; the batch is that of all ranks of a process group, if one is named, and backward
+  // waits for them too. Returns y and its codes, then what backward keeps: the scales, the factor, the layer's output
+  // and its statistics, or copies of the constants. Of a layer with a frozen batch norm and a quantizer alone it keeps
+  // the packed mask instead, unless the grid of y is learned, and without a quantizer nothing. Differentiable in x,
+  // weight, start, ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio, y_zero_point and raw_scale. raw,
+  // raw_scale: as in quant_layer. The grids of x and of the residual must not change before backward.
   m.def(
       "unit(__torch__.torch.classes.qtoolkit.BatchNormUnit unit, Tensor x) -> (Tensor y, Tensor y_codes, Tensor?[] "
       "kept)");
@@ -249,7 +253,8 @@ TORCH_LIBRARY(qtoolkit, m) {
   // Returns y and its codes, then what backward keeps.
   // Differentiable in x, weight, bias, y_start, y_ratio and y_zero_point.
   m.def("function_fake_quant(Tensor x, " QT_FUNCTION ", bool keeps_x, Tensor" QT_QUANTIZED
-        ", bool learned, bool with_codes, ScalarType? dtype=None) -> (Tensor y, Tensor y_codes, Tensor y_scale, "
+        ", bool y_float16, bool learned, bool with_codes, ScalarType? dtype=None) -> (Tensor y, Tensor y_codes, Tensor "
+        "y_scale, "
         "Tensor mask, Tensor mean, Tensor rstd)");
 
   // Returns its gradients, in this order; empty where one is not wanted or there is none. mask: empty where the grid is

@@ -1,6 +1,8 @@
 // The rule that turns a range into a grid: the scale and zero point whose codes cover the range.
 #pragma once
 
+#include <cmath>
+
 #include "float_grid.h"
 #include "observe.h"
 
@@ -22,6 +24,18 @@ template <class A>
 QT_FN A power_above(A v) {
   const A power = PowerBelow<A>::of(v);
   return power < v ? power + power : v;
+}
+
+// The scale that a target takes whose scales are float16 numbers: the nearest number of 11 significant bits, ties to
+// even, and at least 2^-14, since smaller numbers of float16 have fewer bits. Those above its largest one, 65,504, are
+// rounded like the others: whoever reads scales refuses them, as it does NaN and infinity, which stay.
+template <class A>
+QT_FN A float16_scale(A scale) {
+  const A magnitude = std::fabs(scale), least = static_cast<A>(0x1p-14);
+  if (magnitude < least) return std::copysign(least, scale);
+  if (!(magnitude < static_cast<A>(INFINITY))) return scale;
+  const A step = PowerBelow<A>::of(scale) * static_cast<A>(0x1p-10);
+  return Round<A>::half_even(scale / step) * step;
 }
 
 // The width that the codes must span; the range always includes zero. Symmetric codes from 0 up span the positive part.

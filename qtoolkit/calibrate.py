@@ -24,6 +24,7 @@ from qtoolkit.processes import from_all_ranks, ranks
 from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.clip_range import clip_range, share_clipped
 from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, much_clipped
+from qtoolkit.quantizers.float16_scales import warn_of_raised
 from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import Which, observe_ranges
@@ -301,6 +302,7 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     ranges = {name: _whole(bounds) for name, bounds in loaded.items()}
     unreached = tuple(name for name, quantizer in quantizers.items() if name not in reached and not quantizer.dynamic)
     _warn_of_clipping(reached, clipped, what)
+    warn_of_raised(reached, what)
     return CalibrationReport(count, ranges, unreached, observed, grids, clipped)
 
 

@@ -19,6 +19,7 @@ from qtoolkit.graph.plan import Tracing
 from qtoolkit.model_state import deepcopy_model
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, look, much_clipped
+from qtoolkit.quantizers.float16_scales import warn_of_raised
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -103,6 +104,7 @@ def in_reference_form(prepared: M) -> M:
     check_finite(prepared, "convert")
     _warn_of_skipped(prepared)
     _warn_of_those_off(prepared)
+    warn_of_raised(quantizers_of(prepared), "convert")
     copied = deepcopy_model(prepared, what="convert")
     unreached = unreached_layers(copied)
     leave_in_float(copied, unreached)

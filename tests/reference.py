@@ -163,6 +163,15 @@ def grid_of_range(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool,
     return tensor(scale, lo.dtype), tensor(zero_point, lo.dtype)
 
 
+def float16_scale(scale: Tensor) -> Tensor:
+    """Scales with 11 significant bits, ties to even, and at least 2^-14."""
+    values = array(scale, arithmetic(scale.dtype))
+    with np.errstate(all="ignore"):
+        mantissa, exponent = np.frexp(values)
+        rounded = np.ldexp(np.rint(mantissa * 2048), exponent - 11)
+    return tensor(np.where(np.abs(values) < 2**-14, np.copysign(2**-14, values), rounded), scale.dtype)
+
+
 class Gradients:
     """dx exactly; dscale and dzero_point as float64 sums of float32 terms, with the sums of the terms' magnitudes."""
 

@@ -77,7 +77,7 @@ def two_ops(x: Tensor, scale: Tensor) -> Result:
 def one_op(name: str, x: Tensor, scale: Tensor) -> Result:
     """Return values and codes by the op of a function and a quantizer."""
     learned, more = scale.requires_grad, LAYER_NORM if name == "layer_norm" else NOTHING
-    grid = (scale, None, None, None, LOW, HIGH, 1.0)
+    grid = (scale, None, None, None, LOW, HIGH, 1.0, False)
     y, codes, *_ = library.function_fake_quant.default(x, name, *more, learned or name != "none", *grid, learned, True)
     return y, codes
 

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <tuple>
 
+#include "../autograd/float16_scale.h"
 #include "../checks.h"
 #include "../launch.h"
 #include "../layout.h"
@@ -64,9 +65,9 @@ Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_
 
 std::tuple<Tensor, Tensor> observe_fake_quant(const Tensor& x, Tensor& lo, Tensor& hi, Tensor& scale,
                                               const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
-                                              optional<double> momentum, bool pow2_scale, optional<int64_t> axis,
-                                              int64_t group, int64_t block_size, const optional<Tensor>& skipped,
-                                              bool with_mask) {
+                                              optional<double> momentum, bool pow2_scale, bool float16_scale,
+                                              optional<int64_t> axis, int64_t group, int64_t block_size,
+                                              const optional<Tensor>& skipped, bool with_mask) {
   const Axis a =
       check_observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, axis, group, block_size, skipped);
   auto [y, mask] = empty_results(x, group, with_mask);
@@ -74,7 +75,7 @@ std::tuple<Tensor, Tensor> observe_fake_quant(const Tensor& x, Tensor& lo, Tenso
   const CodeRange codes = {static_cast<double>(qmin), static_cast<double>(qmax), !zero_point.has_value(), pow2_scale};
   on(x.device()).blend_ranges(lo, hi, ranges_of(x, a), momentum, pointer(skipped));
   on(x.device()).grid_of_ranges(lo, hi, {&scale, pointer(zero_point)}, codes);
-  fake_quant_onto(y, mask, x, scale, zero_point, qmin, qmax, a);
+  fake_quant_onto(y, mask, x, float16_scale ? float16_scales(scale) : scale, zero_point, qmin, qmax, a);
   return {y, mask};
 }
 

@@ -138,7 +138,8 @@ void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   bool keeps_x;
   Quantized output;
   optional<at::ScalarType> dtype;
-  Reader(op, stack) >> x >> function >> keeps_x >> output >> dtype;
+  Reader(op, stack) >> x >> function >> keeps_x >> static_cast<Output&>(output) >> output.trained.float16 >>
+      output.learned >> output.with_codes >> dtype;
 
   constexpr const char* kOp = "function_fake_quant";
   check_float(kOp, "x", x);
@@ -277,13 +278,13 @@ UnitOutput call_op(const c10::intrusive_ptr<FunctionUnit>& unit) {
   static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
       const Tensor&, std::string_view, c10::SymIntArrayRef, const optional<Tensor>&, const optional<Tensor>&, double,
       bool, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, int64_t,
-      int64_t, double, bool, bool, optional<at::ScalarType>)>("qtoolkit::function_fake_quant");
+      int64_t, double, bool, bool, bool, optional<at::ScalarType>)>("qtoolkit::function_fake_quant");
   const Function& f = unit->function;
   const Quantized& q = unit->output;
   auto [y, codes, y_scale, mask, mean, rstd] =
       op.call(unit->x, f.name, f.shape, f.weight, f.bias, f.eps, /*keeps_x=*/q.learned || !f.is_none(), q.trained.start,
-              q.trained.ratio, q.trained.rate, q.zero_point, q.qmin, q.qmax, q.grad_factor, q.learned, q.with_codes,
-              unit->dtype);
+              q.trained.ratio, q.trained.rate, q.zero_point, q.qmin, q.qmax, q.grad_factor, q.trained.float16,
+              q.learned, q.with_codes, unit->dtype);
   return {y, codes, y_scale};
 }
 

@@ -44,6 +44,7 @@ struct Unit : CalledUnit {
     visit("y_qmin", output.qmin);
     visit("y_qmax", output.qmax);
     visit("y_grad_factor", output.grad_factor);
+    visit("y_float16", output.trained.float16);
     visit("learned", output.learned);
   }
 };
@@ -105,6 +106,7 @@ struct UnitOfLayer : Unit {
     visit("group", layer.group);
     visit("block_size", layer.block_size);
     visit("grad_factor", layer.grad_factor);
+    visit("float16", weight.float16);
     visit("stride", layer.geometry.stride);
     visit("padding", layer.geometry.padding);
     visit("dilation", layer.geometry.dilation);
@@ -288,6 +290,7 @@ struct AttentionUnit : CalledUnit {
     visit("weights_qmin", weights.qmin);
     visit("weights_qmax", weights.qmax);
     visit("weights_grad_factor", weights.grad_factor);
+    visit("weights_float16", weights.trained.float16);
     visit("learned", weights.learned);
   }
 

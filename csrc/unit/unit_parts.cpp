@@ -12,6 +12,7 @@
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sub.h>
 
+#include "../autograd/float16_scale.h"
 #include "../autograd/positive_scale.h"
 #include "../call_op.h"
 #include "../checks.h"
@@ -27,7 +28,8 @@ using std::optional;
 
 optional<Tensor> Trained::scale() const {
   if (!start.has_value()) return std::nullopt;
-  return ratio.has_value() ? positive_scale(*start, *ratio, rate) : start->clone();
+  const Tensor exact = ratio.has_value() ? positive_scale(*start, *ratio, rate) : start->clone();
+  return float16 ? float16_scales(exact) : exact;
 }
 
 Tensor or_empty(const Tensor& t, const at::TensorOptions& options) { return t.defined() ? t : at::empty({0}, options); }
@@ -207,7 +209,7 @@ Scales make_scales(const UnitParts& p, const Followed& followed, const GivenBias
   UnitScales u;
   const auto set = [&](TrainedScale& scale, const Trained& from) {
     const Tensor to = empty_as(*from.start);
-    scale = {to.numel(), from.start->const_data_ptr(), data(from.ratio), to.mutable_data_ptr()};
+    scale = {to.numel(), from.start->const_data_ptr(), data(from.ratio), to.mutable_data_ptr(), from.float16};
     u.f64 = to.scalar_type() == at::kDouble;
     return to;
   };

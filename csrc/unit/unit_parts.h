@@ -16,6 +16,7 @@ namespace qtoolkit {
 // What a scale is made of: a start alone, or with the ratio that is trained.
 struct Trained {
   std::optional<at::Tensor> start, ratio, rate;
+  bool float16 = false;  // whether the scale is rounded to a number of float16
 
   // A tensor of its own: an observer may change the start before backward.
   std::optional<at::Tensor> scale() const;
@@ -125,10 +126,6 @@ struct Quantized : Output {
   bool learned;     // backward keeps the values before: the scale or the zero point is trained
   bool with_codes;  // the codes are wanted
 };
-
-inline Reader& operator>>(Reader& reader, Quantized& q) {
-  return reader >> static_cast<Output&>(q) >> q.learned >> q.with_codes;
-}
 
 // The quantized values, their codes (empty if they are not wanted), and the packed mask (empty if backward keeps z).
 struct QuantizedTensor {

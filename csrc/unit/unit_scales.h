@@ -15,6 +15,7 @@ struct TrainedScale {
   int64_t count = 0;
   const void *start = nullptr, *ratio = nullptr;
   void* scale = nullptr;
+  bool float16 = false;  // whether the scale is rounded to a number of float16
 };
 
 // The scales of a weight that follow it: start, lo and hi are those of its quantizer, low and high the ends of each
@@ -115,7 +116,8 @@ QT_FN const A* of(const void* data) {
 template <class A>
 QT_FN A trained_scale_at(const TrainedScale& t, int64_t i) {
   const A start = of<A>(t.start)[i];
-  return t.ratio == nullptr ? start : positive_scale_of(start, of<A>(t.ratio)[i]);
+  const A scale = t.ratio == nullptr ? start : positive_scale_of(start, of<A>(t.ratio)[i]);
+  return t.float16 ? float16_scale(scale) : scale;
 }
 
 template <class A>
@@ -182,9 +184,7 @@ template <class A>
 QT_FN void unit_bias(const UnitScales& u, int64_t i) {
   A bias = folded_bias<A>(u, i);
   if (u.bias.x_scale != nullptr) {
-    const bool follows = u.followed.low != nullptr;
-    const A scale =
-        follows ? static_cast<A*>(u.followed.start)[i] : trained_scale_at<A>(u.weight, u.weight.count == 1 ? 0 : i);
+    const A scale = trained_scale_at<A>(u.weight, u.weight.count == 1 ? 0 : i);  // of one that follows: set just now
     bias = bias_on_grid(bias, *of<A>(u.bias.x_scale) * scale);
   }
   static_cast<A*>(u.bias.result)[i] = bias;

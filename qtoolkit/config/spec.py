@@ -14,6 +14,7 @@ from qtoolkit.instead import OF_OBSERVERS, RENAMED, check_arguments
 OBSERVERS: dict[str, Any] = {}
 QUANTIZERS: dict[str, Any] = {}
 FORMATS = ("int", *LARGEST, *BLOCKS, "nnie")
+SCALE_DTYPES = ("float32", "float16")
 # The fields that a format other than "int" fixes.
 FIXED: dict[str, dict[str, object]] = {
     format: {
@@ -24,11 +25,16 @@ FIXED: dict[str, dict[str, object]] = {
     }
     for format in FORMATS[1:]
 }
-FIXED["nnie"]["pow2_scale"] = False
+FIXED["nnie"] |= {"pow2_scale": False, "scale_dtype": "float32"}
 for name, block in BLOCKS.items():
-    FIXED[name] |= {"pow2_scale": False, "group_size": block.size, "observer": "minmax"}
+    FIXED[name] |= {"pow2_scale": False, "scale_dtype": "float32", "group_size": block.size, "observer": "minmax"}
 # The fields that dynamic=True fixes, besides the formats that it takes.
-FIXED_IF_DYNAMIC: dict[str, object] = {"axis": None, "observer": "minmax", "quantizer": "fixed"}
+FIXED_IF_DYNAMIC: dict[str, object] = {
+    "axis": None,
+    "observer": "minmax",
+    "quantizer": "fixed",
+    "scale_dtype": "float32",
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,9 @@ class QuantSpec:
             (False) for "qil". The others have none.
         dynamic: Compute the scale of an activation from each input, one for each token (each row of the last dimension), not
             calibrated. For "int" and the formats of small floats without blocks.
+        scale_dtype: The type whose numbers the scales are, in training and in the deployed model: "float32"; or "float16", for
+            a target whose Q/DQ nodes have scales of that type. Scales then have 11 significant bits and are at least 2^-14
+            (`qtoolkit.ops.float16_scale`), where they are read: what is stored and trained stays in float32.
         given: The names of the fields that are written; None takes the call's arguments. `dataclasses.replace` keeps
             them and adds what differs from its default; `with_` adds all that it sets. They have no part in equality.
 
@@ -116,6 +125,7 @@ class QuantSpec:
     quantizer: str = "fixed"
     quantizer_args: Mapping[str, Any] = field(default_factory=dict)
     dynamic: bool = False
+    scale_dtype: Literal["float32", "float16"] = "float32"
     given: frozenset[str] | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     if not TYPE_CHECKING:
@@ -152,6 +162,7 @@ class QuantSpec:
         self._complete_blocks()
         self._check_group_size()
         check_known("format", self.format, FORMATS, MEANT)
+        check_known("scale_dtype", self.scale_dtype, SCALE_DTYPES)
         check_known("observer", self.observer, OBSERVERS, OF_OBSERVERS)
         check_known("quantizer", self.quantizer, QUANTIZERS)
         observer, quantizer = OBSERVERS[self.observer], QUANTIZERS[self.quantizer]
@@ -298,6 +309,7 @@ class QuantSpec:
         )
         words += ["dynamic"] if self.dynamic else []
         words += ["pow2"] if self.pow2_scale else []
+        words += ["float16 scale"] if self.scale_dtype == "float16" else []
         words.append(QUANTIZERS[self.quantizer].label)
         return " ".join(word for word in words if word)
 

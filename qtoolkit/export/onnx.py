@@ -4,10 +4,11 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from qtoolkit.export.verification.verify import Verification
 
 Exporter = Literal["dynamo", "torchscript"]
+FloatType = Literal["float32", "float16"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def export_onnx(
     *,
     weight_codes: WeightCodes | None = None,
     backend: str | Backend | None = None,
+    float_type: FloatType | None = None,
+    keep_io_types: bool = True,
 ) -> ExportResult:
     """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
@@ -103,9 +107,16 @@ def export_onnx(
     kernels do not have it. Scales of groups that are powers of two are stored in 8 bits (E8M0) from opset 24 on.
 
     Quantizers compute in float32, also in a model of float16 or bfloat16. Their nodes take the model's type where that gives
-    the same codes: from opset 19 on if the scale is exact in it (as with `pow2_scale`), and in bfloat16 from opset 23 on, whose
-    nodes take float32 scales (onnxruntime's do not for float16). Others stand between Casts. Quantizers that are off
-    (`qtoolkit.disable_quantization`) have no nodes.
+    the same codes: from opset 19 on if the scale is exact in it (as with `scale_dtype="float16"` and `pow2_scale`), and in
+    bfloat16 from opset 23 on, whose nodes take float32 scales (onnxruntime's do not for float16). Others stand between Casts.
+    Quantizers that are off (`qtoolkit.disable_quantization`) have no nodes.
+
+    With float_type="float16" the file is that of the model in float16: float ops, biases and the nodes of quantizers whose
+    scales are float16 numbers (`scale_dtype="float16"`) have this type. Ops that lose accuracy in it compute in float32,
+    between Casts: softmaxes, exponentials and logarithms, sums and means, cumulative sums, and instance and group norms
+    (`qtoolkit.export.passes.float32_ops`). A LayerNormalization sums in float32 by its definition. The file is compared with
+    the model in float16. It is for targets that take the types of a file as they are, such as strongly typed networks of
+    TensorRT. onnxruntime's CPU computes most of it in float32, without its integer kernels.
 
     A model above 2 GB, more than one file may have, is written with its weights in a second file, `path` with ".data"
     appended (or ".1.data", while the model that is there uses that), which belongs beside it. If any step fails, nothing is
@@ -139,6 +150,9 @@ def export_onnx(
             onnxruntime computes exactly on every processor; None follows the backend (`Backend.weight_codes`).
         backend: The target, for a model that records none: one with quantizers of your own, or a layer that was taken out of
             a model. Models of `prepare`, `replace`, `initialize` and `convert` record theirs.
+        float_type: The type of what is not quantized: "float32"; "float16", from opset 19 on; None is the model's own type.
+        keep_io_types: Whether a file with float_type="float16" takes and returns float32, which it casts, where the model
+            does; False: float16.
 
     Returns:
         The path, the opset, the number of nodes, the size and the verification.
@@ -148,7 +162,7 @@ def export_onnx(
             exist in the opset, or onnxruntime's codes differ. Or onnxruntime is the target, and does not run the file in a
             session without options; for other targets `verification.refused` says so.
         ValueError: An option is unknown or out of range, there are more names than tensors, ONNX does not support a
-            quantizer's format, or `backend` is not the one that the model records.
+            quantizer's format, `backend` is not the one that the model records, or float16 does not have a number of the model.
         TypeError: The model has no quantizers, or quantizers of `qtoolkit.compat.pytorch_quantization`; it records no backend,
             and none is given; it computes in float64; it returns anything but tensors; or the example inputs do not match its
             forward.
@@ -163,7 +177,11 @@ def export_onnx(
         >>> result.verification.weight_codes.differing
         0
     """
-    check_flags("export_onnx", verify=verify, dynamic_batch=dynamic_batch, progress=progress)
+    check_flags(
+        "export_onnx", verify=verify, dynamic_batch=dynamic_batch, progress=progress, keep_io_types=keep_io_types
+    )
+    if float_type is not None:
+        check_known("float_type of export_onnx:", float_type, get_args(FloatType))
     if integer_weights is not None:
         check_flags("export_onnx", integer_weights=integer_weights)
     check_known("exporter", exporter, get_args(Exporter))
@@ -178,17 +196,20 @@ def export_onnx(
     require_extra("export_onnx")
     from qtoolkit.export.exporters.torch_exporters import ExportRequest
     from qtoolkit.export.files.files import replacing_model
+    from qtoolkit.export.float16 import in_type
     from qtoolkit.export.pairs.opsets import choose, native
 
-    source = ExportSource.of(model, example_inputs, "export_onnx")
+    source = in_type(float_type, ExportSource.of(model, example_inputs, "export_onnx"))
+    casts_ends = float_type == "float16" and keep_io_types
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
     inputs = Inputs.of(source, input_names)
-    chosen, target = choose(opset, source), _target(source.model, backend)
+    chosen, target = choose(opset, source, float_type), _target(source.model, backend)
     if integer_weights is None:
         integer_weights = target.integer_weights
     stored_as = target.weight_codes if weight_codes is None else weight_codes
     finish = partial(_finish, backend=target, opset=chosen, integer_weights=integer_weights)
+    finish = partial(_in_type, finish, float_type, casts_ends)
     request = ExportRequest(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
@@ -199,7 +220,9 @@ def export_onnx(
         step(bar, "checking the file")
         with replacing_model(exported, Path(path), chosen, "export_onnx") as files:
             step(bar, "comparing codes with onnxruntime")
-            verification = _compared(files[0], source, request, target, dynamic_batch, progress) if verify else None
+            verification = (
+                _compared(files[0], source, request, target, dynamic_batch, progress, casts_ends) if verify else None
+            )
             size = sum(file.stat().st_size for file in files)
     if stored_as == "int8" and ONNXRUNTIME.runs(target):
         _warn_of_saturation(path, source.grids)
@@ -235,23 +258,31 @@ def _target(model: nn.Module, backend: str | Backend | None) -> Backend:
 
 
 def _compared(
-    file: Path, source: ExportSource, request: "ExportRequest", backend: Backend, dynamic_batch: bool, progress: bool
+    file: Path,
+    source: ExportSource,
+    request: "ExportRequest",
+    backend: Backend,
+    dynamic_batch: bool,
+    progress: bool,
+    casts_ends: bool,
 ) -> "Verification":
     """Compare a file with its model on the example inputs, which is returned, and with dynamic dimensions on others too.
 
     Raises RuntimeError: the file computes something else, or onnxruntime is its target and does not run it.
     """
     from qtoolkit.export.files.files import refusal_of_default_session
+    from qtoolkit.export.float16 import casting_ends, to_float32
     from qtoolkit.export.verification.verify import compare_layers
 
-    inputs = request.inputs
+    inputs, casts = request.inputs, casting_ends(source.model) if casts_ends else nullcontext()
+    given: Callable[[Any], Any] = to_float32 if casts_ends else lambda values: values
     shapes = inputs.with_dynamic_batch()[1] if dynamic_batch else request.dynamic_shapes
-    with in_float(source.model):  # the comparison is of layers alone, without the runtime's optimizations
-        found = compare_layers(source.model, source.example_inputs, file, progress)
+    with casts, in_float(source.model):  # the comparison is of layers alone, without the runtime's optimizations
+        found = compare_layers(source.model, given(source.example_inputs), file, progress)
         found.check()
         if shapes is not None:
-            _compare_other_sizes(source.model, inputs.of_other_sizes(shapes), file, progress)
-    refused = refusal_of_default_session(file, inputs.tensors)
+            _compare_other_sizes(source.model, given(inputs.of_other_sizes(shapes)), file, progress)
+    refused = refusal_of_default_session(file, given(inputs.tensors))
     if refused and ONNXRUNTIME.runs(backend):
         raise RuntimeError(
             f"export_onnx: onnxruntime runs the file without graph optimizations, but not in its default session: {refused}. "
@@ -367,6 +398,22 @@ def _check_formats(source: ExportSource) -> None:
                 f"export_onnx: {name!r} quantizes to format={grid.spec.format!r}, for which ONNX has no node; "
                 f"qtoolkit.export.encodings writes the float model and the ranges for the target's own compiler."
             )
+
+
+def _in_type(
+    finish: Callable[["onnx_ir.Model"], None], float_type: FloatType | None, casts_ends: bool, model: "onnx_ir.Model"
+) -> None:
+    """Finish a file, and write what a file in float16 has in float32: some ops, and with `casts_ends` its ends."""
+    import onnxscript.optimizer
+
+    from qtoolkit.export.passes.float32_ops import keep_float32_ends, keep_float32_ops
+
+    finish(model)
+    if float_type == "float16":
+        keep_float32_ops(model)
+        onnxscript.optimizer.remove_unused_nodes(model)
+    if casts_ends:
+        keep_float32_ends(model)
 
 
 def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weights: bool) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from qtoolkit.quantizers.bias import bias_scale, enlarged, on_grid
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.spec_ops import typed_scale
 
 if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted
@@ -94,7 +95,7 @@ class LayerCall:
         """Enlarge the scales of a converted layer's weight, which this grid has, where the bias does not fit in int32."""
         source = self.summed_quantizer(layer)
         if layer.bias is not None and source is not None and self.sum_steps(layer) is not None:
-            grid.scale = enlarged(grid.scale, source.scale, layer.bias)
+            grid.scale = typed_scale(grid.spec, enlarged(grid.scale, source.scale, layer.bias))
 
     # ---- the integer kernel
 

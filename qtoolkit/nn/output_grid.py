@@ -39,6 +39,7 @@ class OutputGrid(NamedTuple):
     qmin: int = -128
     qmax: int = 127
     grad_factor: float = 1.0
+    float16: bool = False  # whether the op rounds the scale to a number of float16
 
     @property
     def is_learned(self) -> bool:
@@ -53,7 +54,7 @@ GridNow = OutputGrid | Callable[[], OutputGrid]
 def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
     """Return the arguments of an op for a quantizer of a tensor of x's shape, that `fusion` puts into the op."""
     kind, spec = quantizer.kind, quantizer.spec
-    scale, zero_point, grad_factor = with_factor(*kind.grid(quantizer), kind.grad_factor(quantizer, x))
+    scale, zero_point, grad_factor = with_factor(*quantizer.grid(), kind.grad_factor(quantizer, x))
     codes = {"qmin": spec.qmin, "qmax": spec.qmax, "grad_factor": grad_factor}
     return {"scale": scale, "zero_point": zero_point, **codes}
 
@@ -65,8 +66,8 @@ def output_grid(run: Run, quantizer: TensorQuantizer | None, like: Tensor) -> Gr
     start = None if run.compiled else quantizer.kind.start(quantizer)  # see `with_factor`
     if start is None:
         return grid_at_each_call(quantizer, like)
-    factor = quantizer.kind.grad_factor(quantizer, like)
-    return OutputGrid(*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
+    spec, factor = quantizer.spec, quantizer.kind.grad_factor(quantizer, like)
+    return OutputGrid(*start, quantizer._zero_point, spec.qmin, spec.qmax, factor, quantizer.float16)
 
 
 def grid_at_each_call(quantizer: TensorQuantizer, like: Tensor) -> Callable[[], OutputGrid]:

@@ -112,16 +112,17 @@ def quantized_attention(
     for operand, source, of_operand in zip(operands, sources, operand_codes, strict=True):
         found = tensor_codes_of(run, operand, source, of_operand)
         tensors += [operand, *of_codes(None if found is None else found.of_whole(operand, packs=False))]
-    unit = _unit(autocast_type(query), query.is_cpu, grid.qmin, grid.qmax, grid.grad_factor, grid.is_learned)
+    numbers = {name: getattr(grid, name) for name in ("qmin", "qmax", "grad_factor", "float16")}
+    unit = _unit(autocast_type(query), query.is_cpu, grid.is_learned, **numbers)
     y: Tensor = unit.call(tensors)
     return y
 
 
 @functools.lru_cache(MOST_UNITS)
-def _unit(dtype: torch.dtype, keeps_softmax: bool, qmin: int, qmax: int, grad_factor: float, learned: bool) -> Any:
+def _unit(dtype: torch.dtype, keeps_softmax: bool, learned: bool, **of_weights: float) -> Any:
     """Return the library's unit of attentions with these numbers, to be called with `TENSORS`."""
-    of_weights = {"weights_qmin": qmin, "weights_qmax": qmax, "weights_grad_factor": grad_factor, "learned": learned}
-    fields = {**dict.fromkeys(TENSORS), "dtype": dtype, "keeps_softmax": keeps_softmax, **of_weights}
+    fields = {**dict.fromkeys(TENSORS), "dtype": dtype, "keeps_softmax": keeps_softmax, "learned": learned}
+    fields |= {f"weights_{name}": number for name, number in of_weights.items()}
     return torch.classes.qtoolkit.AttentionUnit(fields, TENSORS)
 
 

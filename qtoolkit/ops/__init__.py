@@ -34,7 +34,7 @@ from qtoolkit.ops.batch_norm import (
 from qtoolkit.ops.between_layers import max_pool, prelu_fake_quant, snapshot
 from qtoolkit.ops.float_formats import fake_quant_block, fake_quant_float
 from qtoolkit.ops.integer import dequantize, dequantize_int4, fake_quant, fake_quant_, quantize, quantize_int4
-from qtoolkit.ops.learned import fake_quant_clipped, fake_quant_levels, interval, positive_scale
+from qtoolkit.ops.learned import fake_quant_clipped, fake_quant_levels, float16_scale, interval, positive_scale
 from qtoolkit.ops.legacy import fake_tensor_quant, tensor_quant
 from qtoolkit.ops.observe import (
     grid_of_range,
@@ -59,6 +59,7 @@ __all__ = [
     "fake_quant_float",
     "fake_quant_levels",
     "fake_tensor_quant",
+    "float16_scale",
     "grid_of_range",
     "interval",
     "max_pool",

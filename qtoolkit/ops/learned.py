@@ -5,6 +5,7 @@ Those of inputs save the input and the parameters for backward. Double backward 
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from qtoolkit._native import Op, library
@@ -14,6 +15,7 @@ from qtoolkit.running import running
 
 _fake_quant_shaped: Op = library.fake_quant_shaped.default
 _positive_scale: Op = library.positive_scale.default
+_float16_scale: Op = library.float16_scale.default
 
 
 def fake_quant_clipped(
@@ -167,3 +169,25 @@ def positive_scale(start: Tensor, ratio: Tensor, rate: Tensor | None = None) -> 
     if running().for_onnx:
         return start * ratio.reshape(start.shape).abs().clamp(min=2.0**-24)
     return _positive_scale(start, ratio, rate)
+
+
+def float16_scale(scale: Tensor) -> Tensor:
+    """Return scales as numbers of float16, for a target whose scales have this type, in their own dtype.
+
+    They are the nearest numbers of 11 significant bits, ties to even, and at least 2**-14, below which the numbers of float16
+    have fewer bits. Scales above 65,504, the largest number of float16, have 11 bits too: no file can have them, and
+    `qtoolkit.calibrate` and `qtoolkit.convert` refuse them. The gradient passes straight through.
+
+    Args:
+        scale: Positive scales, float32 or float64, any shape. NaN and infinities stay.
+
+    Raises:
+        TypeError: The dtype is another one.
+
+    Example:
+        >>> [format(float(scale), ".6g") for scale in float16_scale(torch.tensor([0.1, 1e-6, 3000.7]))]
+        ['0.0999756', '6.10352e-05', '3000']
+    """
+    if is_recorded_for_onnx():
+        return scale.clamp(min=2.0**-14).to(torch.float16).to(scale.dtype)
+    return _float16_scale(scale)

@@ -128,12 +128,15 @@ def observe_fake_quant(
     group: int = 1,
     block_size: int = 0,
     skipped: Tensor | None = None,
+    *,
+    float16: bool = False,
 ) -> Tensor:
     """Observe x, update the grid from the new range, and round x to it: training with moving ranges, in one op.
 
     Results and arguments are the same as of `observe_minmax_`, `grid_of_range` and `fake_quant`, bit for bit. lo, hi,
     scale and zero_point (None for a symmetric grid) are updated in place; scale and zero_point have lo's dtype and number of
-    elements. The result has the shape, dtype and memory format of x. The gradient in x is straight-through on the new grid. The
+    elements. With `float16`, `float16_scale` of the new scale quantizes, and the scale is stored as it is. The result has the
+    shape, dtype and memory format of x. The gradient in x is straight-through on the new grid. The
     op does not wait for the device. Without `skipped`, NaN or infinities in x propagate to the range and the scale.
 
     Raises:
@@ -148,7 +151,7 @@ def observe_fake_quant(
         >>> lo, hi, scale
         (tensor(-1.4000), tensor(7.), tensor(1.))
     """
-    codes, channels = (qmin, qmax, momentum, pow2_scale), (axis, group, block_size)
+    codes, channels = (qmin, qmax, momentum, pow2_scale, float16), (axis, group, block_size)
     return _observe_fake_quant(x, lo, hi, scale, zero_point, *codes, *channels, skipped)[0]
 
 

@@ -30,7 +30,7 @@ def frozen_form(quantizer: "TensorQuantizer") -> Grid | DynamicActivation | Shap
         dynamic.quantizing = quantizer.active
         return dynamic
     scale, zero_point, spec, of_weight = quantizer.scale, quantizer.zero_point, quantizer.grid_spec, quantizer.of_weight
-    check_scale(name, scale)
+    check_scale(name, scale, spec)
     if zero_point is not None:
         zero_point = zero_point.clamp(spec.qmin, spec.qmax)
     with torch.no_grad():

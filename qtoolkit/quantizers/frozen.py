@@ -13,7 +13,7 @@ from qtoolkit.ops.recording import is_written_to_file
 from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.kinds.dynamic import of_blocks, of_tokens
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.spec_ops import fake_quant, float_codes, float_values
+from qtoolkit.quantizers.spec_ops import fake_quant, float_codes, float_values, typed_scale
 from qtoolkit.running import running
 from qtoolkit.unregistered import Unregistered
 
@@ -36,8 +36,8 @@ def code_dtype(qmin: int, qmax: int) -> torch.dtype:
     return narrow if fits else wide
 
 
-def check_scale(name: str, scale: Tensor) -> None:
-    """Raise ValueError unless every scale is positive and finite. Synchronizes with the device."""
+def check_scale(name: str, scale: Tensor, spec: QuantSpec) -> None:
+    """Raise ValueError unless every scale is positive and finite, also in its type. Synchronizes with the device."""
     bad = ~(torch.isfinite(scale) & (scale > 0))
     if bool(bad.any()):
         value = float(scale[bad].flatten()[0])
@@ -45,13 +45,19 @@ def check_scale(name: str, scale: Tensor) -> None:
             f"quantizer {name!r}: scale must be positive and finite, got {value} ({int(bad.sum())} of {scale.numel()}); "
             f"calibrate it on data without NaN or infinities."
         )
+    if spec.scale_dtype == "float16" and bool(scale.half().isinf().any()):
+        raise ValueError(
+            f"quantizer {name!r}: scale must be at most 65,504, the largest number of float16, got {float(scale.max()):g}; "
+            f"divide the tensor that it quantizes, or give its layer scale_dtype='float32' in the QConfigMapping."
+        )
 
 
 class Grid(Quantizer):
     """Quantize and dequantize with a fixed scale. `qtoolkit.convert` replaces each TensorQuantizer by a Grid.
 
     Args:
-        scale: Positive, finite steps between codes, float32 or float64: one element, or one per channel or group.
+        scale: Positive, finite steps between codes, float32 or float64: one element, or one per channel or group. It is
+            rounded to the type that the spec says.
         zero_point: The zero points, stored as floats, of the scale's shape; None for a symmetric spec.
         spec: Range of codes and channel axis.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
@@ -94,8 +100,8 @@ class Grid(Quantizer):
         shape: nn.Module | None = None,
     ) -> None:
         super().__init__(spec, group, name, of_weight=of_weight, inserted=inserted)
-        check_scale(name, scale)
-        self.register_buffer("scale", scale)
+        check_scale(name, scale, spec)
+        self.register_buffer("scale", typed_scale(spec, scale))
         self.register_buffer("zero_point", zero_point)
         self.shape = shape
 
@@ -109,6 +115,11 @@ class Grid(Quantizer):
         if self.stored_in_uint8 and is_written_to_file():
             return self.in_uint8(x, self.spec)
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.spec.scale_dtype == "float16":
+            self.scale = typed_scale(self.spec, self.scale)
 
     def computed_by(self, kernel: Any) -> None:
         """Take inputs as they are where a `qtoolkit.integer.kernels.Kernel`, while active, returns values on this grid."""

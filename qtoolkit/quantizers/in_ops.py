@@ -17,7 +17,7 @@ def raw_input(quantizer: TensorQuantizer, x: Tensor) -> RawInput | None:
     kind = quantizer.kind
     if x.requires_grad or not (kind.LEARNED and quantizer.capability.plain):
         return None
-    scale, zero_point = kind.grid(quantizer)
+    scale, zero_point = quantizer.grid()
     if not scale.requires_grad or (zero_point is not None and zero_point.requires_grad):
         return None
     return RawInput(x, scale, kind.grad_factor(quantizer, x))
@@ -37,7 +37,7 @@ def weight_grid(run: Run, quantizer: TensorQuantizer, like: Tensor, values: Call
         quantizer.follow(values())
     quantizer.check_ready()
     factor = kind.grad_factor(quantizer, like)
-    return WeightGrid(*kind.grid(quantizer), spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size, factor)
+    return WeightGrid(*quantizer.grid(), spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size, factor)
 
 
 def quantize_rows(quantizer: TensorQuantizer, x: Tensor, index: Tensor, table: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def quantize_rows(quantizer: TensorQuantizer, x: Tensor, index: Tensor, table: T
     quantizer.check_ready()
     if not kind.PLAIN:
         return kind.quantize(quantizer, table)[index]
-    scale, zero_point = kind.grid(quantizer)
+    scale, zero_point = quantizer.grid()
     block_size, rows = spec.block_size, spec.rows_per_scale(2)
     if rows > 1:  # blocks of rows: here of one row each
         index, block_size = index // rows, 1

@@ -129,9 +129,12 @@ class Quantizer(KeepsFloat32):
         metadata["modes"] = {name: getattr(self, name) for name in self.MODES}
 
     def differing(self, metadata: Mapping[str, Any]) -> str | None:
-        """Return, in words, how the spec in the metadata of a state dict differs from this quantizer's; None if it does not."""
+        """Return, in words, how the spec in the metadata of a state dict differs from this quantizer's; None if it does not.
+
+        The type of scales may differ: they are stored as they are trained, and rounded where they are read.
+        """
         saved, own = metadata.get("spec", {}), spec_fields(self.spec)
-        names = [name for name in saved if saved[name] != own.get(name)]
+        names = [name for name in saved if saved[name] != own.get(name) and name != "scale_dtype"]
         return f"{_listed(saved, names)}, in the model {_listed(own, names)}" if names else None
 
     def _load_from_state_dict(
@@ -152,7 +155,7 @@ class Quantizer(KeepsFloat32):
 
 
 def spec_fields(spec: QuantSpec) -> dict[str, Any]:
-    """Return the part of a spec that a state dict must match: not how ranges are observed, nor the training options."""
+    """Return the part of a spec that a state dict has: not how ranges are observed, nor the training options."""
     unneeded = ("observer", "observer_args", "quantizer_args")
     return {name: value for name, value in spec.values().items() if name not in unneeded}
 

@@ -16,7 +16,7 @@ from qtoolkit.quantizers.frozen import check_scale
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.dynamic import Dynamic
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.spec_ops import ends_of, grid_of_range, mean_magnitude
+from qtoolkit.quantizers.spec_ops import ends_of, grid_of_range, mean_magnitude, typed_scale
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS
 from qtoolkit.running import Run
@@ -98,11 +98,21 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
         """The entry of the table of quantizers that the spec names."""
         return DYNAMIC if self.dynamic else QUANTIZERS[self.spec.quantizer]
 
+    def grid(self) -> tuple[Tensor, Tensor | None]:
+        """Return the differentiable scale and zero point with which it quantizes, the scale in numbers of its type."""
+        scale, zero_point = self.kind.grid(self)
+        return typed_scale(self.spec, scale), zero_point
+
+    @property
+    def float16(self) -> bool:
+        """Whether its scales are numbers of float16."""
+        return self.spec.scale_dtype == "float16"
+
     @property
     def scale(self) -> Tensor:
         """Steps between codes, positive: 0-d, or one per channel or group. Detached; NaN while there is no range."""
         with torch.no_grad():  # a node that saves tensors would upset gradient checkpointing, which counts them
-            return self.kind.grid(self)[0].abs()
+            return self.grid()[0].abs()
 
     @scale.setter
     def scale(self, value: object) -> None:
@@ -156,7 +166,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     def _take_range(self, lo: Tensor, hi: Tensor) -> None:
         scale, zero_point = grid_of_range(lo.to(self._scale), hi.to(self._scale), self.spec)
-        check_scale(self.name, scale)
+        check_scale(self.name, scale, self.spec)
         if scale.numel() not in (1, self._scale.numel()):
             raise ValueError(
                 f"quantizer {self.name!r}: a range must have 1 or {self._scale.numel()} elements, got {scale.numel()}."
@@ -174,7 +184,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
         """
         if not self._shape_is_known:
             self.resize(tuple(scale.shape))
-        check_scale(self.name, scale)
+        check_scale(self.name, scale, self.spec)
         if scale.shape != self._scale.shape:
             raise ValueError(
                 f"quantizer {self.name!r}: its scale must have shape {tuple(self._scale.shape)}, got {tuple(scale.shape)}."
@@ -276,7 +286,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
         with torch.no_grad():
             copy = ops.batch_norm_rescale_(start, rate, known, variance, gamma, eps, *(of_step or ()))
             if moves and not stored:  # a kind that makes its scale of a parameter
-                self.kind.load_grid(self, self.scale * start, self.zero_point)
+                self.kind.load_grid(self, self.kind.grid(self)[0].abs() * start, self.zero_point)
         return copy
 
     def forget_factor(self) -> None:

@@ -27,6 +27,11 @@ def ends_of(magnitude: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     return -magnitude if signed else torch.zeros_like(magnitude), magnitude
 
 
+def typed_scale(spec: QuantSpec, scale: Tensor) -> Tensor:
+    """Return a scale in numbers of the type that the spec says; the gradient passes straight through."""
+    return ops.float16_scale(scale) if spec.scale_dtype == "float16" else scale
+
+
 def fake_quant(
     spec: QuantSpec,
     x: Tensor,

@@ -10,6 +10,7 @@ from qtoolkit.model_state import check_module
 from qtoolkit.processes import whole
 from qtoolkit.quantizers.checks import check_finite
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS, LAST_STEP, WATCHER, Watched, after, look
+from qtoolkit.quantizers.float16_scales import warn_of_other_type
 from qtoolkit.quantizers.freezing import frozen_form
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation
 from qtoolkit.quantizers.loading import metadata_of
@@ -279,6 +280,9 @@ class TensorQuantizer(RangedQuantizer):
             state_dict.setdefault(prefix + "_factor", torch.zeros_like(scale))
         told = {} if "spec" in local_metadata else metadata_of(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, {**local_metadata, **told}, *args)
+        saved = local_metadata.get("spec", {}).get("scale_dtype", "float32")
+        if scale is not None and "spec" in local_metadata and saved != self.spec.scale_dtype:
+            warn_of_other_type(saved, self.spec.scale_dtype)
         if scale is not None:
             self.ready = not self._scale.is_meta and bool(torch.isfinite(self._scale).all())
 

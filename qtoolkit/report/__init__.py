@@ -7,6 +7,7 @@ from torch import nn
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.instead import say_when_called
 from qtoolkit.model_state import check_module
+from qtoolkit.quantizers.float16_scales import warn_of_raised
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine
 from qtoolkit.report.of_graph import report_of_graph
@@ -39,7 +40,9 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
     """
     model = check_module(model, "quantization_report")
     report = report_of_graph(model) if isinstance(model, QuantizedGraphModule) else report_of_modules(model)
-    of_weights = {name: quantizer for name, quantizer in quantizers_of(model).items() if quantizer.of_weight}
+    quantizers = quantizers_of(model)
+    warn_of_raised(quantizers, "quantization_report", stacklevel=3)
+    of_weights = {name: quantizer for name, quantizer in quantizers.items() if quantizer.of_weight}
     return replace(report, following={name: quantizer.follows for name, quantizer in of_weights.items()})
 
 

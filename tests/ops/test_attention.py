@@ -68,7 +68,7 @@ def by_op(
         "keeps_softmax": keeps,
     }
     given |= {f"weights_{name}": value for name, value in grid.items()}
-    given |= {"weights_qmin": QMIN, "weights_qmax": QMAX, "weights_grad_factor": 0.5}
+    given |= {"weights_qmin": QMIN, "weights_qmax": QMAX, "weights_grad_factor": 0.5, "weights_float16": False}
     learned = any(t is not None and t.requires_grad for t in grid.values())
     return units.call("attention_fake_quant", **given, learned=learned)[0]
 
@@ -167,7 +167,7 @@ def test_errors(wrong):
         "learned": False,
     }
     given |= {f"weights_{name}": value for name, value in grid_of("none", torch.float32).items()}
-    given |= {"weights_qmin": QMIN, "weights_qmax": QMAX, "weights_grad_factor": 1.0}
+    given |= {"weights_qmin": QMIN, "weights_qmax": QMAX, "weights_grad_factor": 1.0, "weights_float16": False}
     units.call("attention_fake_quant", **given)
     arguments, sentence = WRONG[wrong]
     with pytest.raises((ValueError, TypeError), match=sentence):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.quantizers.bias import bias_scale, on_grid
+from tests import reference
 from tests.cases import FLOATS, assert_same, floats, name_of
 from tests.ops.cuda_host import (
     ORDERS,
@@ -448,10 +449,11 @@ def channel_values(f64: bool, *names: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("f64", [False, True])
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_scales_of_a_unit(kernels, f64, follows, has_norm):
+@pytest.mark.parametrize("float16", [False, True])
+def test_scales_of_a_unit(kernels, f64, follows, has_norm, float16):
     given = channel_values(f64, "variance", "gamma", "start", "ratio", "factor", "scale", "lo", "hi")
     variance, gamma = given["variance"], given["gamma"]
-    y_start, y_scale = torch.tensor([0.5]).to(variance), torch.zeros(1).to(variance)
+    y_start, y_scale = torch.tensor([0.3]).to(variance), torch.zeros(1).to(variance)
     rows = torch.randn(300, 9).to(variance)
     rows[3] = torch.nan
     low, high = rows.amin(1).double(), rows.amax(1).double()
@@ -460,8 +462,9 @@ def test_scales_of_a_unit(kernels, f64, follows, has_norm):
     norm = {"variance": variance, "gamma": gamma, "factor": given["factor"]} if has_norm else {}
     u = filled(UnitScales, f64=f64, channels=300 if has_norm or follows else 0, eps=1e-5, **norm)
     ratio = None if follows else given["ratio"]
-    u.weight = filled(TrainedScale, count=300, start=given["start"], ratio=ratio, scale=given["scale"])
-    u.output = filled(TrainedScale, count=1, start=y_start, scale=y_scale)
+    of_weight = {"start": given["start"], "ratio": ratio, "scale": given["scale"]}
+    u.weight = filled(TrainedScale, count=300, **of_weight, float16=float16)
+    u.output = filled(TrainedScale, count=1, start=y_start, scale=y_scale, float16=float16)
     if follows:
         ends = {"low": low, "high": high, "start": given["start"], "lo": given["lo"], "hi": given["hi"]}
         u.followed = filled(FollowedScale, **ends, qmin=-127.0, qmax=127.0, symmetric=True)
@@ -472,8 +475,9 @@ def test_scales_of_a_unit(kernels, f64, follows, has_norm):
     kernels.unit_scales_on_host(ctypes.byref(u))
     if has_norm:
         assert_same(given["factor"], factor)
-    assert_same(given["scale"], wanted)
-    assert_same(y_scale, y_start)
+    rounded = reference.float16_scale if float16 else torch.clone
+    assert_same(given["scale"], rounded(wanted))
+    assert_same(y_scale, rounded(y_start))
     if follows:
         assert_same(given["start"], wanted)
         assert_same(given["lo"], lo)
@@ -527,7 +531,8 @@ def test_a_variance_that_is_held_for_a_step(kernels, channels, order, dtype):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("scales", [None, 1, 300])
-def test_bias_of_a_unit(kernels, f64, frozen, has_bias, scales):
+@pytest.mark.parametrize("float16", [False, True])
+def test_bias_of_a_unit(kernels, f64, frozen, has_bias, scales, float16):
     """With a frozen batch norm folded into it, and on the grid of its sums; large ones and small scales do not fit int32."""
     if not has_bias and not frozen:
         pytest.skip("there is no bias")
@@ -539,7 +544,7 @@ def test_bias_of_a_unit(kernels, f64, frozen, has_bias, scales):
     factor = gamma * torch.rsqrt(variance + 1e-5)
     norm = {"variance": variance, "gamma": gamma, "factor": given["factor"], "frozen": True} if frozen else {}
     u = filled(UnitScales, f64=f64, channels=300, eps=1e-5, **norm)
-    u.weight = filled(TrainedScale, count=start.numel(), start=start, scale=scale)
+    u.weight = filled(TrainedScale, count=start.numel(), start=start, scale=scale, float16=float16)
     of_norm = {"mean": given["mean"], "beta": beta} if frozen else {}
     given_bias = bias if has_bias else None
     u.bias = filled(UnitBias, bias=given_bias, **of_norm, x_scale=x_scale if scales else None, result=given["result"])
@@ -548,7 +553,7 @@ def test_bias_of_a_unit(kernels, f64, frozen, has_bias, scales):
     if frozen:
         wanted = (bias - given["mean"] if has_bias else -given["mean"]) * factor + beta
         assert_same(given["factor"], factor)
-    assert_same(given["result"], on_grid(wanted, bias_scale(x_scale, start)) if scales else wanted)
+    assert_same(given["result"], on_grid(wanted, bias_scale(x_scale, scale)) if scales else wanted)
 
 
 @pytest.mark.parametrize("f64", [False, True])

@@ -66,7 +66,7 @@ def check_everything(device: Device, x: Tensor, channels: Channels) -> None:
     for signed, ends in ((True, (-8, 7)), (False, (0, 15))):
         check(device, lambda x, s, z, e=ends: ops.quantize_int4(x, s * 9, z, *e, *how), x, s, z)
         if channels.axis is None:
-            grid = (None, None, None, *ends, 1.0, False, True)
+            grid = (None, None, None, *ends, 1.0, False, False, True)
             no = ("none", [], None, None, 0.0, False)
             check(device, lambda x, s, n=no, g=grid: native.function_fake_quant(x, *n, s * 9, *g)[:2], x, s)
             check(device, lambda x, s, e=ends: ops.quantize_int4(x, s * 9, None, *e, in_memory_order=True), x, s)

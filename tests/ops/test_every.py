@@ -101,7 +101,7 @@ def sample(op: str, x: Tensor) -> dict:
     unit |= {name: norm[name] for name in norm if name.startswith("residual")}
     unit |= {"residual": torch.ones_like(x), "low": 0.0, "high": 6.0, "slope": 0.0}
     unit |= {"y_start": scales(1), "y_ratio": torch.ones(1), "y_rate": None, "y_zero_point": None}
-    unit |= {"y_qmin": -128, "y_qmax": 127, "y_grad_factor": 0.5, "learned": True}
+    unit |= {"y_qmin": -128, "y_qmax": 127, "y_grad_factor": 0.5, "y_float16": False, "learned": True}
     tracked = {
         "running_mean": torch.zeros(6),
         "running_var": torch.ones(6),
@@ -111,7 +111,15 @@ def sample(op: str, x: Tensor) -> dict:
         "process_group": None,
     }
     unit |= {"raw": None, "raw_scale": None, "raw_factor": 1.0}
-    forward = {"x": x, "lo": None, "hi": None, "pow2_scale": False, "dtype": None, "channels_last": False}
+    forward = {
+        "x": x,
+        "lo": None,
+        "hi": None,
+        "pow2_scale": False,
+        "float16": False,
+        "dtype": None,
+        "channels_last": False,
+    }
     normalized = {**unit, **forward, **tracked, "rounds_bias": False, "frozen_mean": None}
     kept = {"y_scale": scales(1), "factor": scales(6), "scale": scales(6), "undivided": x * 3}
     kept |= {"mean": torch.zeros(6), "batch_variance": torch.ones(6), "totals": torch.zeros(0)}
@@ -132,7 +140,7 @@ def sample(op: str, x: Tensor) -> dict:
         attention |= {f"{name}_scale": torch.tensor(0.5), f"{name}_zero_point": None}
     attention |= {"mask": torch.linspace(-1, 1, 5), "dtype": x.dtype, "keeps_softmax": False, "learned": True}
     of_weights = {"start": torch.tensor(0.004), "ratio": torch.ones(()), "rate": None, "zero_point": None}
-    of_weights |= {"qmin": 0, "qmax": 200, "grad_factor": 0.5}
+    of_weights |= {"qmin": 0, "qmax": 200, "grad_factor": 0.5, "float16": False}
     attention |= {f"weights_{name}": value for name, value in of_weights.items()}
     product = {**on_codes_of("x", x.dtype, 2, 5, 4), **on_codes_of("other", x.dtype, 2, 4, 3)}
     product |= {"other_codes": None, "other_scale": None, "other_kept": True}
@@ -299,6 +307,7 @@ def sample(op: str, x: Tensor) -> dict:
         },
         "snapshot": {"x": x},
         "straight_through": {"value": scales(6), "through": torch.linspace(-0.5, 2, 6)},
+        "float16_scale": {"scale": scales(6)},
         "positive_scale": {"start": scales(6), "ratio": torch.linspace(-0.5, 2, 6), "rate": scales(6)},
         "quantize": {"x": x, **grid, "dtype": torch.int8},
         "dequantize": {"codes": codes(torch.uint8)(*x.shape), "zero_point": None, **symmetric, **floating},

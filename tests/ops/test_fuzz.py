@@ -184,6 +184,8 @@ class Drawn:
             return self.mostly(self.r.choice([0.01, 0.3, 2.0]), 0.0, -1.0, float("nan"), 1e9)
         if "lo" in self.given:
             return self.updated()
+        if self.op == "float16_scale":
+            return self.tensor(FLOATS[:2])
         if self.op in ON_CODES:
             return self.vector(1)
         if "norm" in self.op:
@@ -277,6 +279,9 @@ class Drawn:
         return self.r.random() < 0.5
 
     def pow2_scale(self) -> bool:
+        return self.r.random() < 0.3
+
+    def float16_scale(self) -> bool:
         return self.r.random() < 0.3
 
     def changes(self) -> bool:
@@ -845,6 +850,7 @@ def check_observe_fake_quant(
     qmax,
     momentum,
     pow2_scale,
+    float16_scale,
     skipped,
     mask,
     **channels,
@@ -853,7 +859,8 @@ def check_observe_fake_quant(
     new_lo, new_hi, new_scale, new_zero_point = (drawn.given[n] for n in ("lo", "hi", "scale", "zero_point"))
     check_observe_minmax_(drawn, (new_lo, new_hi, drawn.given["skipped"]), x, lo, hi, momentum, skipped, **channels)
     check_grid_of_range(drawn, (new_scale, new_zero_point), new_lo, new_hi, qmin, qmax, zero_point is None, pow2_scale)
-    grid = {"x": x, "scale": new_scale, "zero_point": new_zero_point, "qmin": qmin, "qmax": qmax}
+    used = reference.float16_scale(new_scale) if float16_scale else new_scale
+    grid = {"x": x, "scale": used, "zero_point": new_zero_point, "qmin": qmin, "qmax": qmax}
     check_fake_quant(drawn, found, 1.0, mask, **grid, **channels)
 
 
@@ -1269,6 +1276,10 @@ def check_straight_through(drawn: Drawn, found: Results, value: Tensor, through:
 
 def check_positive_scale(drawn: Drawn, found: Results, start: Tensor, ratio: Tensor, rate: Tensor | None) -> None:
     assert_same(found[0], start * ratio.abs().clamp(min=2**-24).reshape(start.shape))
+
+
+def check_float16_scale(drawn: Drawn, found: Results, scale: Tensor) -> None:
+    assert_same(found[0], reference.float16_scale(scale))
 
 
 def check_quantize(drawn: Drawn, found: Results, **given) -> None:

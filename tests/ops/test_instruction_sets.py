@@ -86,7 +86,7 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
         yield (packed := ops.quantize_int4(x, scales(count) * 9, z, *ends, *how))
         yield ops.dequantize_int4(packed, x.shape, scales(count), z, signed, *how, dtype=x.dtype)
         if channels.axis is None:
-            grid = (scales(1) * 9, None, None, z, *ends, 1.0, False, True)
+            grid = (scales(1) * 9, None, None, z, *ends, 1.0, False, False, True)
             yield from native.function_fake_quant(x, "none", [], None, None, 0.0, False, *grid)[:2]
     if x.numel() > 0:
         yield from ops.minmax(x, *how)

@@ -206,7 +206,7 @@ def test_values_come_with_packed_codes(layout, dtype, signed):
     flat[: len(SPECIAL)] = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)[: len(flat)]
     scale = 10 * scales(1)
     for zero_point in (None, torch.tensor([3.0])):
-        arguments = (scale, None, None, zero_point, *ENDS[signed], 1.0, False, True)
+        arguments = (scale, None, None, zero_point, *ENDS[signed], 1.0, False, False, True)
         y, codes, *_ = torch.ops.qtoolkit.function_fake_quant(x, "none", [], None, None, 0.0, False, *arguments)
         assert_same(y, ops.fake_quant(x, scale, zero_point, *ENDS[signed]))
         wanted = packed_in_memory(ops.quantize(x, scale, zero_point, *ENDS[signed]).to(torch.int8))

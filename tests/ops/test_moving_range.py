@@ -299,7 +299,7 @@ def test_meta_tensors_agree_with_real_ones(channels):
         x = LAYOUTS["channels_last"](lambda *n: torch.zeros(*n, device=device))
         state = (torch.ones(channels.count(x), device=device) for _ in range(4))
         skipped = torch.zeros(channels.count(x), dtype=torch.int64, device=device)
-        found = native.observe_fake_quant(x, *state, -8, 7, None, False, *channels.named.values(), skipped, True)
+        found = native.observe_fake_quant(x, *state, -8, 7, None, False, False, *channels.named.values(), skipped, True)
         return [(t.shape, t.dtype, t.stride()) for t in found]
 
     assert run("meta") == run("cpu")

@@ -563,7 +563,7 @@ def test_values_come_with_their_codes(layout, dtype, kind):
     grid = bounds(kind)
     function = ("none", [], None, None, 0.0, False)
     for zero in (None, zero_point):
-        arguments = (scale, None, None, zero, *grid, 1.0, False, True)
+        arguments = (scale, None, None, zero, *grid, 1.0, False, False, True)
         y, codes, _, mask, *_ = torch.ops.qtoolkit.function_fake_quant(x, *function, *arguments)
         wanted, bits = torch.ops.qtoolkit.fake_quant(x, scale, zero, *grid, mask=True)
         assert_same(y, wanted)

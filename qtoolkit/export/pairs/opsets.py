@@ -20,8 +20,9 @@ NATIVE = {"dynamo": (18, 23), "torchscript": (13, 20)}  # those that torch's exp
 SCRIPT_NEWEST = 25  # the newest that onnxscript's converter knows
 
 
-def choose(opset: int | None, source: ExportSource) -> int:
+def choose(opset: int | None, source: ExportSource, float_type: str | None = None) -> int:
     """Return the opset of a file. Raises ValueError: ONNX does not have it, or it cannot express the model's codes."""
+    from qtoolkit.export.pairs.lowering import HALF_OPSET
     from qtoolkit.export.pairs.storage import smallest_opset
 
     needed = {
@@ -33,8 +34,13 @@ def choose(opset: int | None, source: ExportSource) -> int:
     least = LOWEST if most is None else needed[most]
     if opset is None:
         preferred = BFLOAT16 if any(p.dtype == torch.bfloat16 for p in source.model.parameters()) else DEFAULT
-        return max(preferred, least)
+        return max(preferred, least, HALF_OPSET if float_type == "float16" else 0)
     check_opset("export_onnx", opset)
+    if float_type == "float16" and opset < HALF_OPSET:
+        raise ValueError(
+            f'export_onnx: float_type="float16" needs opset {HALF_OPSET} or newer, whose nodes of quantizers take float16, got '
+            f"{opset}; leave opset out."
+        )
     if most is not None and opset < least:
         raise ValueError(
             f"export_onnx: opset must be at least {least} for {most!r}, which quantizes to "

@@ -4,8 +4,10 @@ import warnings
 from collections.abc import Mapping
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from qtoolkit.errors import some
 from qtoolkit.graph.capture.rewrites.both_modes import keep_eval
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import link_inputs
@@ -15,7 +17,10 @@ from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
 from qtoolkit.nn.computed_weights import bake
 from qtoolkit.nn.layers.embedding import renormalize_table
+from qtoolkit.nn.module import QuantModule
 from qtoolkit.nn.replacement import replace_in_place
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of, take_names
 
 M = TypeVar("M", bound=nn.Module)
@@ -67,7 +72,29 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
         quantizer.load_grid(scale, zero_point)
     converted = run(model)
     converted.load_state_dict(state)
+    _warn_of_rounded_scales(converted, state)
     return converted
+
+
+def _warn_of_rounded_scales(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Warn of scales of a state dict that the model has as float16 numbers, with how many codes of weights they move."""
+    names, moved, count = [], 0, 0
+    for name, grid in named_quantizers(model, Grid).items():
+        given = state[f"{name}.scale"].to(grid.scale)
+        if torch.equal(given, grid.scale):
+            continue
+        names.append(repr(name))
+        layer, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        if grid.of_weight and isinstance(layer, QuantModule):
+            weight = layer.quantized_weights()[attribute][1]
+            exact = Grid(given, grid.zero_point, grid.spec.with_(scale_dtype="float32"), grid.group, shape=grid.shape)
+            moved, count = moved + int((exact.codes(weight) != grid.codes(weight)).sum()), count + weight.numel()
+    if names:
+        warnings.warn(
+            f"convert: the state_dict has float32 scales, and the model's scale_dtype is 'float16': those of {some(names)} "
+            f"are rounded, which moves {moved:,} of {count:,} codes of weights. Evaluate the model before it is deployed.",
+            stacklevel=5,  # the caller of convert
+        )
 
 
 def _fit_biases(model: nn.Module) -> None:

@@ -78,7 +78,7 @@ class APoT(FromStart, Shaped):
         return Levels(quantizer.spec, quantizer.group, quantizer.scale.clone())
 
     def quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
-        return nearest_level(x, quantizer.spec, self.grid(quantizer)[0], quantizer.group)
+        return nearest_level(x, quantizer.spec, quantizer.grid()[0], quantizer.group)
 
 
 def nearest_level(x: Tensor, spec: QuantSpec, scale: Tensor, group: int) -> Tensor:

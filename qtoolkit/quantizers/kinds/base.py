@@ -147,13 +147,17 @@ class QuantizerKind:
         self.set_grid(quantizer, scale, zero_point)
 
     def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
-        """Return the differentiable scale and zero point. Ops use the scale's magnitude and the rounded zero point."""
+        """Return the differentiable scale and zero point, as they are trained.
+
+        Whoever quantizes takes `RangedQuantizer.grid`, whose scales are those that the target has. Ops use the scale's
+        magnitude and the rounded zero point.
+        """
         return quantizer._scale, quantizer._zero_point
 
     def start(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         """Return of what an op makes the scale: the scale itself, or the arguments of `qtoolkit.ops.positive_scale`.
 
-        None where `grid` computes it by other ops, or computes a zero point.
+        The op rounds it where the spec says so. None where `grid` computes it by other ops, or computes a zero point.
         """
         return None
 
@@ -182,7 +186,7 @@ class QuantizerKind:
     def quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         """Return x quantized with the present grid."""
         spec, grad_factor = quantizer.spec, self.grad_factor(quantizer, x)
-        return fake_quant(spec, x, *self.grid(quantizer), quantizer.group, spec.block_size, grad_factor)
+        return fake_quant(spec, x, *quantizer.grid(), quantizer.group, spec.block_size, grad_factor)
 
     def grad_factor(self, quantizer: "RangedQuantizer", x: Tensor) -> float:
         """Return the factor of the gradients of scale and zero point, for the input x."""

@@ -71,7 +71,7 @@ class Clipped(FromStart):
     def quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         """Return x on the grid, with the gradients of its bounds."""
         spec, steepness = quantizer.spec, self.steepness(quantizer)
-        scale, zero_point = self.grid(quantizer)
+        scale, zero_point = quantizer.grid()
         return ops.fake_quant_clipped(
             x, scale, zero_point, spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size, steepness
         )

@@ -78,11 +78,11 @@ class DoReFa(Shaped):
         return OddCodes(quantizer.spec, quantizer.group)
 
     def quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
-        spec = quantizer.spec
+        spec, scale = quantizer.spec, quantizer.grid()[0]
         if not spec.signed:
-            return fake_quant(spec, clip(x, 0.0, 1.0), quantizer._scale, None, quantizer.group, spec.block_size)
+            return fake_quant(spec, clip(x, 0.0, 1.0), scale, None, quantizer.group, spec.block_size)
         shaped = OddCodes(spec, quantizer.group)(x)
-        return fake_quant(self.grid_spec(spec), shaped, quantizer._scale, None, quantizer.group, spec.block_size)
+        return fake_quant(self.grid_spec(spec), shaped, scale, None, quantizer.group, spec.block_size)
 
 
 class OddCodes(Shape):

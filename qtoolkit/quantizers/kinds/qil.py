@@ -82,7 +82,7 @@ class QIL(FromStart, Shaped):
         wide = x if gamma is None else x.to(torch.promote_types(x.dtype, torch.float32))
         place = ops.interval(wide, center, distance, spec.signed, spec.axis, quantizer.group, spec.block_size)
         shaped = raised(place, gamma, spec, quantizer.group).to(x.dtype)
-        return fake_quant(spec, shaped, self.grid(quantizer)[0], None, quantizer.group, spec.block_size)
+        return fake_quant(spec, shaped, quantizer.grid()[0], None, quantizer.group, spec.block_size)
 
 
 def raised(place: Tensor, gamma: Tensor | None, spec: QuantSpec, group: int) -> Tensor:

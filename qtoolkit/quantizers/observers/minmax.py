@@ -110,7 +110,10 @@ class RangeObserver(EndsObserver):
         codes = (spec.qmin, spec.qmax, 1.0 if alone else self.momentum, spec.pow2_scale)
         channels = (self.axis, self.group, self.block_size)
         skipped = None if alone else self.skipped
-        return ops.observe_fake_quant(x, self.lo, self.hi, scale, zero_point, *codes, *channels, skipped)
+        float16 = spec.scale_dtype == "float16"
+        return ops.observe_fake_quant(
+            x, self.lo, self.hi, scale, zero_point, *codes, *channels, skipped, float16=float16
+        )
 
 
 class MovingAverageObserver(RangeObserver):

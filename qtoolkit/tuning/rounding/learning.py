@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.model_inputs import clone_tensors, tensors_of, with_tensors
 from qtoolkit.model_state import removing
-from qtoolkit.quantizers.spec_ops import fake_quant
+from qtoolkit.quantizers.spec_ops import fake_quant, typed_scale
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.tuning.rounding.grids import CodeGrid, SoftRounding
 from qtoolkit.tuning.runs.cache import BatchCache
@@ -142,7 +142,7 @@ class _LearnedScale:
 
     def __call__(self, x: Tensor) -> Tensor:
         quantizer, spec = self.quantizer, self.quantizer.spec
-        scale = self.start * self.ratio.abs()
+        scale = typed_scale(spec, self.start * self.ratio.abs())
         return fake_quant(spec, x, scale, self.zero_point, quantizer.group, spec.block_size, 1.0)
 
     def store(self) -> None:

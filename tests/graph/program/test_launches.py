@@ -141,7 +141,7 @@ def launches_of_step(layers: nn.Module, specs: str, frozen: bool, autocast: bool
 
 @pytest.mark.slow  # compiles the kernels for the host
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("specs", ["fixed", "affine", "affine weights", "lsq"])
+@pytest.mark.parametrize("specs", ["fixed", "affine", "affine weights", "lsq", "affine, float16", "lsq, float16"])
 @pytest.mark.parametrize("kind", UNITS)
 def test_a_unit_launches_at_most_so_many_kernels(kind: str, specs: str) -> None:
     op, model = UNITS[kind]

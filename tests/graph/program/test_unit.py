@@ -135,6 +135,9 @@ SPECS = {
     "lsq_plus": (qt.QuantSpec(bits=4, quantizer="lsq", axis=0), qt.QuantSpec(quantizer="lsq_plus", symmetric=False)),
     "tqt": (qt.QuantSpec(quantizer="tqt", axis=None), qt.QuantSpec(quantizer="tqt")),
 }
+SPECS |= {
+    f"{name}, float16": tuple(spec.with_(scale_dtype="float16") for spec in SPECS[name]) for name in ("affine", "lsq")
+}
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -83,7 +83,11 @@ class PoolArguments(ctypes.Structure):
 class TrainedScale(ctypes.Structure):
     """`TrainedScale` of unit_scales.h."""
 
-    _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("start", "ratio", "scale")))
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("start", "ratio", "scale")),
+        ("float16", ctypes.c_bool),
+    )
 
 
 class FollowedScale(ctypes.Structure):

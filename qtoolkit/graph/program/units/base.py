@@ -302,7 +302,14 @@ def kind_of_inputs(weight: Tensor | None, x: Tensor) -> tuple[Hashable, ...] | N
 
 # ---- scales and grids
 
-MADE_AT_EACH_CALL: Fields = {"ratio": None, "rate": None, "lo": None, "hi": None, "pow2_scale": False}
+MADE_AT_EACH_CALL: Fields = {
+    "ratio": None,
+    "rate": None,
+    "lo": None,
+    "hi": None,
+    "pow2_scale": False,
+    "float16": False,
+}
 """Of a weight's grid that is made at each call."""
 
 NO_RANGE: Fields = {"lo": None, "hi": None, "pow2_scale": False}
@@ -329,6 +336,7 @@ def grid_of_weight(layer: Any) -> Fields | None:
         "group": quantizer.group,
         "block_size": spec.block_size,
         "grad_factor": quantizer.kind.grad_factor(quantizer, layer.weight),
+        "float16": quantizer.float16,
         **followed,
     }
 

@@ -1,0 +1,121 @@
+"""What a file in float16 has in float32, between Casts: ops that lose accuracy in float16 or overflow, and its ends."""
+
+from collections.abc import Mapping, Sequence
+
+import onnx_ir
+from onnx_ir import DataType
+
+from qtoolkit.errors import present
+from qtoolkit.export.files.graph import Constants, constant_of, maker_of
+
+# The ops, with the number of their first inputs that are floats. LayerNormalization is none of them: its sums are in float32
+# by its own definition (stash_type=1). Resize has its scales in float32 in any case.
+FLOAT32_OPS: Mapping[str, int] = {
+    **dict.fromkeys(("Softmax", "LogSoftmax", "Exp", "Log", "Softplus", "CumSum"), 1),
+    **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceL1", "ReduceL2", "ReduceProd", "ReduceSumSquare"), 1),
+    **dict.fromkeys(("ReduceLogSum", "ReduceLogSumExp", "LpNormalization"), 1),
+    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), 3),
+}
+
+
+TYPE_NAMES = {DataType.FLOAT: "float32", DataType.FLOAT16: "float16"}
+# Ops that give a number of their inputs, so that float16 is exact. Torch's exporters write Casts around some of them.
+EXACT_OPS = ("Abs", "Neg", "Max", "Min", "ReduceMax", "ReduceMin")
+Wide = dict[tuple[int, onnx_ir.Value], onnx_ir.Value]  # the values that are there in float32 too, in each graph
+
+
+def keep_float32_ops(model: onnx_ir.Model) -> None:
+    """Put Casts around each op of FLOAT32_OPS that takes float16; one takes the result of another without Casts between."""
+    onnx_ir.passes.common.ShapeInferencePass()(model)  # for the types
+    constants, wide = Constants(model.graph), Wide()
+    for node in list(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.op_type in EXACT_OPS:
+            _narrow(node)
+        elif node.op_type == "Cast":
+            _drop_cast(node, wide)
+        count = 0 if node.domain else FLOAT32_OPS.get(node.op_type, 0)
+        places = [
+            i for i, value in enumerate(node.inputs[:count]) if value is not None and value.dtype == DataType.FLOAT16
+        ]
+        if places and node.graph is not None:
+            _keep_float32(node, node.graph, places, constants, wide)
+
+
+def _narrow(node: onnx_ir.Node) -> None:
+    """Let an op compute in float16 whose inputs are Casts from it."""
+    casts = [maker_of(value, "Cast") for value in node.inputs if value is not None and value.dtype == DataType.FLOAT]
+    sources = [None if cast is None else cast.inputs[0] for cast in casts]
+    graph = node.graph
+    if graph is None or not sources or any(value is None or value.dtype != DataType.FLOAT16 for value in sources):
+        return
+    for index, value in enumerate(node.inputs):
+        cast = maker_of(value, "Cast") if value is not None and value.dtype == DataType.FLOAT else None
+        if cast is not None:
+            node.replace_input_with(index, cast.inputs[0])
+    _put_behind(node, graph, DataType.FLOAT16, DataType.FLOAT)
+
+
+def _drop_cast(cast: onnx_ir.Node, wide: Wide) -> None:
+    """Take what a Cast converts in the type that it asks for, where it is there: before a Cast, or as an op's own result."""
+    (value,), (result,) = cast.inputs, cast.outputs
+    before = maker_of(value, "Cast")
+    source = None if before is None else before.inputs[0]
+    known = None if value is None else wide.get((id(cast.graph), value))
+    if source is not None and (source.dtype, result.dtype) == (DataType.FLOAT16, DataType.FLOAT16):
+        known = source
+    if known is not None and known.dtype == result.dtype and not result.is_graph_output():
+        onnx_ir.convenience.replace_all_uses_with(result, known)
+
+
+def _put_behind(
+    node: onnx_ir.Node, graph: onnx_ir.Graph | onnx_ir.Function, computed: DataType, returned: DataType
+) -> onnx_ir.Value:
+    """Let a node compute in one type, with a Cast to another behind it; return the Cast's result, which has its name."""
+    (output,) = node.outputs
+    name = output.name
+    output.name, output.dtype = f"{name}.{TYPE_NAMES[computed]}", computed
+    cast = _cast(output, returned, name)
+    graph.insert_after(node, cast)
+    onnx_ir.convenience.replace_all_uses_with(output, cast.outputs[0], replace_graph_outputs=True)
+    cast.replace_input_with(0, output)
+    return cast.outputs[0]
+
+
+def keep_float32_ends(model: onnx_ir.Model) -> None:
+    """Let a file in float16 take and return float32, by Casts."""
+    graph, seen = model.graph, dict[onnx_ir.Value, onnx_ir.Value]()
+    for value in graph.inputs:
+        if value.dtype == DataType.FLOAT16:
+            cast = _cast(value, DataType.FLOAT16, f"{value.name}.float16")
+            onnx_ir.convenience.replace_all_uses_with(value, cast.outputs[0], replace_graph_outputs=True)
+            cast.replace_input_with(0, value)
+            graph.insert_before(graph[0], cast) if len(graph) else graph.append(cast)
+            value.dtype = DataType.FLOAT
+    for index, value in enumerate(graph.outputs):
+        if value.dtype == DataType.FLOAT16 and value not in seen:
+            name, value.name = value.name, f"{value.name}.float16"
+            cast = _cast(value, DataType.FLOAT, name)
+            graph.append(cast)
+            seen[value] = cast.outputs[0]
+        graph.outputs[index] = seen.get(value, value)
+
+
+def _keep_float32(
+    node: onnx_ir.Node, graph: onnx_ir.Graph | onnx_ir.Function, places: Sequence[int], constants: Constants, wide: Wide
+) -> None:
+    for index in places:
+        value = present(node.inputs[index], f"an input of {node.name!r}")
+        array, key = constant_of(value), (id(graph), value)
+        if key not in wide and array is not None:
+            wide[key] = constants.add(array, DataType.FLOAT, f"{value.name}.float32")
+        elif key not in wide:
+            cast = _cast(value, DataType.FLOAT, f"{value.name}.float32")
+            graph.insert_before(node, cast)
+            wide[key] = cast.outputs[0]
+        node.replace_input_with(index, wide[key])
+    wide[id(graph), _put_behind(node, graph, DataType.FLOAT, DataType.FLOAT16)] = node.outputs[0]
+
+
+def _cast(value: onnx_ir.Value, dtype: DataType, name: str | None) -> onnx_ir.Node:
+    result = onnx_ir.Value(name=name, type=onnx_ir.TensorType(dtype), shape=value.shape)
+    return onnx_ir.node("Cast", [value], {"to": int(dtype)}, name=f"{name}/cast", outputs=[result])
