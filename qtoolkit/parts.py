@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
+from typing import Never
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from qtoolkit.errors import check_flags, check_sequence, some
 from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.graph.capture.trace import check_not_wrapped
 from qtoolkit.graph.capture.untraceable import UntraceableError
+from qtoolkit.instead import refuse_others
 from qtoolkit.model_inputs import Args, Kwargs, bind, naming_misfits, split
 from qtoolkit.model_state import changing, check_module, evaluating, removing, values_kept
 from qtoolkit.nn import QAT_MODULES
@@ -30,6 +32,7 @@ def prepare_parts(
     inplace: bool = False,
     *,
     exclude: Exclude | None = None,
+    **other: Never,
 ) -> nn.Module:
     """Quantize a model that `prepare` cannot trace as a whole: prepare the submodules that trace, and replace the other layers.
 
@@ -48,6 +51,7 @@ def prepare_parts(
             effect.
         inplace: Change the model itself. If the call fails, the model is unchanged.
         exclude: What stays in float, as in `prepare`.
+        other: None: what other tools call an argument raises an error that says what to write.
 
     Returns:
         The model, or its copy.
@@ -73,6 +77,7 @@ def prepare_parts(
         True
     """
     check_flags("prepare_parts", inplace=inplace)
+    refuse_others(prepare_parts, other)
     if isinstance(parts, str) and parts in backends:
         raise TypeError(f"prepare_parts: parts must be a sequence of names, got a backend; write backend={parts!r}.")
     target = backend_of(backend)

@@ -180,6 +180,7 @@ def initialize(
     *,
     exclude: Exclude | None = None,
     backend: str | Backend = REQUIRED,
+    **other: Never,
 ) -> Active:
     """Make the constructors of torch's layers build layers that quantize their inputs and weights, from now on.
 
@@ -199,6 +200,7 @@ def initialize(
         custom: Float type -> QAT type, as `replace` takes it.
         exclude: Types that stay in float.
         backend: As `replace` takes it.
+        other: None: what other tools call an argument raises an error that says what to write.
 
     Returns:
         The context manager.
@@ -215,6 +217,7 @@ def initialize(
         >>> type(torch.nn.Linear(4, 2)).__name__
         'Linear'
     """
+    refuse_others(initialize, other)
     target = backend_of(backend)
     _check_rules("initialize", qconfig_mapping, custom)
     table = {**replaced_modules(), **(custom or {})}

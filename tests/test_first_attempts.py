@@ -707,6 +707,8 @@ def some_calls(path: Path) -> dict[str, Callable[..., object]]:
     return {
         "prepare": lambda **other: qt.prepare(Net(), IMAGES, backend="onnxruntime", **other),
         "replace": lambda **other: qt.quant_modules.replace(Net(), backend="onnxruntime", **other),
+        "prepare_parts": lambda **other: qt.prepare_parts(Net(), IMAGES, backend="onnxruntime", **other),
+        "initialize": lambda **other: qt.quant_modules.initialize(backend="onnxruntime", **other),
         "quantize": lambda **other: qt.quantize(Net(), [IMAGES], backend="onnxruntime", path=path, **other),
         "calibrate": lambda **other: qt.calibrate(prepared, [IMAGES], progress=False, **other),
         "export_onnx": lambda **other: qt.export_onnx(prepared, IMAGES, path, **other),
@@ -725,6 +727,8 @@ def some_calls(path: Path) -> dict[str, Callable[..., object]]:
         ("prepare", {"num_bits": 4}, r"no argument 'num_bits'; write qconfig_mapping=.*QuantSpec\(bits=4\)\.$"),
         ("prepare", {"ignored_scope": "head"}, "no argument 'ignored_scope'; write exclude='head'.$"),
         ("replace", {"dtype": torch.qint8}, "no argument 'dtype'; write qconfig_mapping="),
+        ("prepare_parts", {"w_bits": 4}, "^prepare_parts has no argument 'w_bits'; write qconfig_mapping="),
+        ("initialize", {"bits": 4}, "^initialize has no argument 'bits'; write qconfig_mapping="),
         ("quantize", {"num_batches": 8}, "no argument 'num_batches'; write max_batches=8.$"),
         ("calibrate", {"num_batches": 8}, "no argument 'num_batches'; write max_batches=8.$"),
         ("calibrate", {"data_loader": [IMAGES]}, "no argument 'data_loader'; write batches.$"),
