@@ -1,8 +1,8 @@
 """ONNX files: their nodes, their integer codes in onnxruntime, names, dynamic sizes, and what happens on errors."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Shape propagation at tracing: values of a graph's nodes for example inputs, with tensors on the meta device.
 
-A leaf module that does not run there is run on the example inputs, and what leads to it: its sizes are kept, its values are not.
+A leaf module that does not run there is run on the example inputs, with what leads to it: its sizes are kept, not its values.
 """
 
 from collections.abc import Mapping
@@ -94,7 +94,9 @@ class ShapePropagation:
         """Return the value of a node for the example inputs, whose tensors are copied: an op may change them in place."""
         needed, waiting = {node}, [node]
         while waiting:
-            found = [each for each in waiting.pop().all_input_nodes if each not in self.real_values and each not in needed]
+            found = [
+                each for each in waiting.pop().all_input_nodes if each not in self.real_values and each not in needed
+            ]
             self.real_values.update((each, self.values[each]) for each in found if is_plain(self[each]))
             waiting += [each for each in found if each not in self.real_values]
             needed.update(waiting)
