@@ -5,7 +5,7 @@ is written before it is read, a cache.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -75,6 +75,12 @@ class Space:
         known = key in self.before if isinstance(self.before, dict) else key < len(self.before)
         return self.before[key] if known else None
 
+    def values(self) -> list[object]:
+        """Return what was there, without what torch keeps in every module."""
+        if isinstance(self.before, list):
+            return self.before
+        return [value for key, value in self.before.items() if key not in OF_TORCH]
+
     def undo(self) -> None:
         """Put what was there before in place of traced values."""
         keys = [key for key, _, _ in self.assigned()]
@@ -108,10 +114,9 @@ class Assignments:
     """What a forward may assign to, and the tensors of earlier forwards that it reads."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.spaces = list(_spaces(model))
-        self.reads = Reads(
-            [leaf for space in self.spaces for value in _values(space.before) for leaf in _tensors(value)]
-        )
+        self.spaces = [*_spaces(model), *_spaces_of_modules(_functions_of(model))]
+        watched = [space for space in self.spaces if space.kind not in ("buffer", "variable")]
+        self.reads = Reads(_tensors([value for space in watched for value in space.values()]))
 
     def check(self) -> None:
         """Raise RuntimeError if a traced value was assigned in place of a tensor that the forward reads.
@@ -169,10 +174,24 @@ def _spaces(model: nn.Module) -> Iterator[Space]:
         yield Space.of(name, "attribute", vars(module))
         yield Space.of(name, "buffer", module._buffers)
         yield from _containers(name, {k: v for k, v in vars(module).items() if k not in OF_TORCH}, known)
-    classes = {kind for module in model.modules() for kind in type(module).__mro__ if not _is_foreign(kind.__module__)}
-    functions = [value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)]
-    for held in (*map(vars, classes), {f.__name__: (f.__defaults__, f.__kwdefaults__) for f in functions}):
-        yield from _containers(type(model).__name__, held, known)
+    for kind in _classes_of(model):
+        yield from _containers(kind.__name__, vars(kind), known)
+    for function in _functions_of(model):
+        yield from _containers(function.__name__, (function.__defaults__, function.__kwdefaults__), known)
+
+
+def _classes_of(model: nn.Module) -> set[type]:
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return {kind for kind in kinds if not _is_foreign(kind.__module__)}
+
+
+def _functions_of(model: nn.Module) -> list[FunctionType]:
+    return [value for kind in _classes_of(model) for value in vars(kind).values() if isinstance(value, FunctionType)]
+
+
+def _spaces_of_modules(functions: Sequence[FunctionType]) -> Iterator[Space]:
+    """Yield the variables of the Python modules of functions, and the dicts and lists among them."""
+    known: set[int] = set()
     for name, variables in _modules_of(functions).items():
         yield Space.of(name, "variable", variables)
         yield from _containers(name, variables, known)
@@ -182,7 +201,7 @@ def _is_foreign(module: str) -> bool:
     return module.partition(".")[0] in FOREIGN
 
 
-def _modules_of(functions: list[FunctionType]) -> dict[str, dict[str, Any]]:
+def _modules_of(functions: Sequence[FunctionType]) -> dict[str, dict[str, Any]]:
     """Return the variables of the Python modules of functions, and of the functions and modules among these, by name."""
     found: dict[str, dict[str, Any]] = {}
     waiting = [function.__globals__ for function in functions]
@@ -199,7 +218,7 @@ def _modules_of(functions: list[FunctionType]) -> dict[str, dict[str, Any]]:
 
 def _containers(owner: str, value: object, known: set[int]) -> Iterator[Space]:
     """Yield the dicts and lists in a container, and those in them, of which those with the ids `known` are left out."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple | list) else ()
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
     for key, item in list(items):
         if isinstance(item, dict | list) and id(item) not in known:
             known.add(id(item))
@@ -207,10 +226,6 @@ def _containers(owner: str, value: object, known: set[int]) -> Iterator[Space]:
             yield from _containers(f"{owner}.{key}", item, known)
         elif isinstance(item, tuple):
             yield from _containers(f"{owner}.{key}", item, known)
-
-
-def _values(space: Any) -> Any:
-    return space.values() if isinstance(space, dict) else space
 
 
 def _tensors(value: object) -> list[Tensor]:

@@ -31,7 +31,7 @@ from qtoolkit.graph.capture.attributes import add_modes, name_in
 from qtoolkit.graph.capture.called_layers import call_layers, called_as_layers
 from qtoolkit.graph.capture.functions import causal_masks, patched
 from qtoolkit.graph.capture.mode_reads import readers_of_modes
-from qtoolkit.graph.capture.rewrites import both_modes
+from qtoolkit.graph.capture.rewrites import both_modes, torch_modes
 from qtoolkit.graph.capture.rewrites.both_modes import Traced
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.capture.same_outputs import without_fast_path
@@ -83,7 +83,10 @@ def run(model: nn.Module, example_inputs: object, leaf_modules: Sequence[type[nn
     readers = readers_of_modes(model, example_inputs) - layers.keys()
     whole = {module: names[module] for module in readers if module in names and not _has_layers(module)}
     branching = readers - whole.keys()
-    captured, modes = _in_both_modes(model, example_inputs, layers | whole, branching)
+    without_autocast: list[str] = []
+    with patched(torch_modes.skipped_autocast(without_autocast, torch.autocast.__enter__)):
+        captured, modes = _in_both_modes(model, example_inputs, layers | whole, branching)
+    torch_modes.warn_of_autocast(without_autocast)
     return _module_of(model, captured, modes)
 
 

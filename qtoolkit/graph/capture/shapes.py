@@ -1,6 +1,6 @@
 """Shape propagation at tracing: values of a graph's nodes for example inputs, with tensors on the meta device.
 
-A leaf module that does not run there is run on the example inputs, and what leads to it: its sizes are kept, not its values.
+A leaf module that does not run there is run on the example inputs, with what leads to it: its sizes are kept, not its values.
 """
 
 from collections.abc import Mapping

@@ -89,6 +89,7 @@ def run(
         _warn_of_modes(branches)
     if tracer.checkpointed:
         _warn_of_checkpoint(model)
+    torch_modes.warn_of_autocast(tracer.torch_modes.without_autocast)
     _warn_of_finite_checks(tracer.finite_checks.values())
     for node in tracer.inlined:
         node.meta.pop("is_wrapped", None)  # torch.fx would wrap the result of a wrapped function again

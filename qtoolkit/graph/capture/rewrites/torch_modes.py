@@ -1,7 +1,13 @@
-"""torch's modes in a traced forward: no_grad becomes detached tensors; inference_mode, autocast and Function are refused."""
+"""torch's modes in a captured forward: no_grad becomes detached tensors; inference_mode, autocast and Function are refused.
+
+Autocast that is switched off changes nothing unless the caller has switched it on: that is skipped, with a warning.
+"""
 
 import operator
-from collections.abc import Collection, Mapping
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -9,6 +15,7 @@ from torch import Tensor, fx, nn
 from qtoolkit.graph.capture.functions import Patch
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.capture.shapes import UNKNOWN, is_plain
+from qtoolkit.graph.capture.untraceable import describe_line, user_line
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 
 LOST = "which a graph does not record"
@@ -24,23 +31,26 @@ class TorchModes:
 
     def __init__(self, has_example_inputs: bool) -> None:
         self.has_example_inputs, self.no_grad = has_example_inputs, False
+        self.without_autocast: list[str] = []  # where the forward switches autocast off
 
     def patches(self) -> list[Patch]:
         """Return the functions of torch that enter modes, each with one that watches it."""
         # Private: all of torch's contexts and decorators of grad modes call it, and no public function is on all their ways.
         set_grad_enabled = torch._C._set_grad_enabled
 
-        def enter_autocast(autocast: object) -> object:
-            raise RuntimeError(f"torch.autocast is entered here, {LOST}, with enabled=False too.")
+        def enter_autocast(autocast: torch.autocast) -> None:
+            raise RuntimeError(f"torch.autocast is entered here, {LOST}.")
 
         def note_grad_mode(enabled: bool) -> None:
             """Set torch's grad mode, and note whether a torch.no_grad block is entered; refuse what no graph records."""
             if not torch.is_grad_enabled() and not self.no_grad and enabled:
                 raise RuntimeError(FUNCTION)
-            self.no_grad = not enabled and (torch.is_grad_enabled() or self.no_grad)
-            set_grad_enabled(enabled)
+            entered = not enabled and (torch.is_grad_enabled() or self.no_grad)
+            set_grad_enabled(enabled)  # a mode of torch functions calls this function once more
+            self.no_grad = entered
 
-        return [(torch.autocast, "__enter__", enter_autocast), (torch._C, "_set_grad_enabled", note_grad_mode)]
+        switched_off = skipped_autocast(self.without_autocast, enter_autocast)
+        return [*switched_off, (torch._C, "_set_grad_enabled", note_grad_mode)]
 
     def check(self) -> None:
         """Raise RuntimeError if the caller runs in a mode that a graph does not record."""
@@ -50,6 +60,38 @@ class TorchModes:
             raise RuntimeError(FUNCTION)
         if not torch.is_grad_enabled() and not self.has_example_inputs:
             raise RuntimeError(f"torch.no_grad is entered here, {LOST} without example_inputs.")
+
+
+def skipped_autocast(places: list[str], enter: Callable[[torch.autocast], object]) -> list[Patch]:
+    """Return the methods of torch.autocast, each with one that enters nothing where autocast is switched off.
+
+    `places` gets where that is; `enter` enters what is switched on.
+    """
+    leave = torch.autocast.__exit__
+    # Private, and no public attribute tells. A torch without it refuses both.
+    is_on = operator.attrgetter("_enabled") if hasattr(torch.autocast("cpu", enabled=False), "_enabled") else bool
+
+    def enter_if_on(autocast: torch.autocast) -> object:
+        if is_on(autocast):
+            return enter(autocast)
+        places.append(describe_line(user_line(traceback.extract_stack())))
+        return autocast
+
+    def leave_if_on(autocast: torch.autocast, *error: Any) -> object:
+        return leave(autocast, *error) if is_on(autocast) else None
+
+    return [(torch.autocast, "__enter__", enter_if_on), (torch.autocast, "__exit__", leave_if_on)]
+
+
+def warn_of_autocast(places: Collection[str]) -> None:
+    """Warn that a graph does not switch autocast off where the model does."""
+    if places:
+        warnings.warn(
+            f"prepare: the forward switches autocast off, at {next(iter(places))}; a graph does not record that. It computes "
+            f"the same without autocast; under autocast these ops run in its dtype. To keep them in float32, name the "
+            f"submodule in `untraced`, or call the prepared model without autocast.",
+            stacklevel=4,  # the caller of prepare
+        )
 
 
 def run(graph: fx.Graph, model: nn.Module, values: Mapping[fx.Node, object], without_grad: Collection[fx.Node]) -> None:

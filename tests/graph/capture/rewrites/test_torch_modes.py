@@ -2,7 +2,6 @@
 
 import copy
 import random
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -149,9 +148,7 @@ def decorated(module: nn.Module, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
-    "autocast off": (in_float32, "autocast is entered here, which a graph does not record"),
-    "autocast off by a decorator": (decorated, "autocast is entered here"),
-    "autocast on": (in_bfloat16, "autocast is entered here"),
+    "autocast on": (in_bfloat16, "autocast is entered here, which a graph does not record"),
     "inference_mode": (inferred, "inference_mode is entered here"),
     "random": (lambda m, x: m.fc(x) if random.random() < 2 else x, "draws random numbers, by torch, random or numpy"),
     "numpy": (lambda m, x: m.fc(x) * float(np.random.rand() < 2), "draws random numbers"),
@@ -172,4 +169,24 @@ def test_modes_and_random_numbers_are_refused_with_a_remedy_that_works(name: str
     with qt.disable_quantization(prepared), torch.autocast("cpu", torch.bfloat16):
         ours, expected = prepared(X), model(X)
     assert torch.equal(ours, expected)
-    assert ours.dtype == expected.dtype == (torch.float32 if re.match("autocast off", name) else torch.bfloat16)
+    assert ours.dtype == expected.dtype == torch.bfloat16
+
+
+def on_another_device(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        return module.fc(x.float())
+
+
+@pytest.mark.parametrize("capture", ["trace", "export"])
+@pytest.mark.parametrize("function", [in_float32, decorated, on_another_device])
+def test_autocast_that_is_switched_off_is_skipped_with_a_warning(function: Callable[..., Tensor], capture: str) -> None:
+    model = nn.Sequential(linear_of(), Inner(function)).eval()
+    sentence = r"switches autocast off, at .*test_torch_modes\.py, line .* under autocast these ops run in its dtype"
+    with pytest.warns(UserWarning, match=sentence):
+        prepared = qt.prepare(model, X, "onnxruntime", capture=capture)
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(X), model(X))
+    assert {line.name for line in qt.quantization_report(prepared).quantized} == {"0", "1.fc"}
+    leaf = qt.prepare(model, X, "onnxruntime", untraced=["1"])
+    with qt.disable_quantization(leaf), torch.autocast("cpu", torch.bfloat16):
+        assert leaf(X).dtype == model(X).dtype
