@@ -571,3 +571,7 @@ def test_values_come_with_their_codes(layout, dtype, kind):
         of_values = ops.quantize(x, scale, zero, *grid, dtype=kind)
         assert_same(codes, of_values)
         assert_laid_out_as(codes, of_values)
+        narrow, *_ = torch.ops.qtoolkit.function_fake_quant(x, *function, *arguments, dtype=torch.bfloat16)
+        assert_same(narrow, wanted.to(torch.bfloat16))
+        with pytest.raises(TypeError, match="function_fake_quant: dtype must be float32, .*, got Int"):
+            torch.ops.qtoolkit.function_fake_quant(x, *function, *arguments, dtype=torch.int32)

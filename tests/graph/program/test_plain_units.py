@@ -157,6 +157,11 @@ def test_layer_norms_of_float32_under_autocast(name: str, dtype: torch.dtype, mo
     assert found["FunctionUnit"] == 2 * 3
     with one_by_one(monkeypatch):
         same(results, step(other, dtype))
+    given = list[torch.dtype]()
+    for name in ("first.1", "second.1"):
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args: given.append(args[0].dtype))
+    step(model, dtype)
+    assert given == [dtype] * 4  # the op wrote what autocast would round to
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
