@@ -188,6 +188,6 @@ def float16_scale(scale: Tensor) -> Tensor:
         >>> [format(float(scale), ".6g") for scale in float16_scale(torch.tensor([0.1, 1e-6, 3000.7]))]
         ['0.0999756', '6.10352e-05', '3000']
     """
-    if is_recorded_for_onnx():
+    if running().for_onnx:
         return scale.clamp(min=2.0**-14).to(torch.float16).to(scale.dtype)
     return _float16_scale(scale)
