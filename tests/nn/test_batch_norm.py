@@ -296,12 +296,12 @@ def test_a_batch_norm_of_other_channels_is_not_linked() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_as_many_channels_as_the_length_are_an_error_with_a_remedy_that_works(training: bool) -> None:
+def test_without_example_inputs_as_many_channels_as_the_length_are_an_error_with_a_remedy(training: bool) -> None:
     model = nets.trained(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), 4, 6, 5).train(training)
     x = torch.randn(4, 6, 5)
     with pytest.raises(ValueError, match=r"needs inputs of 2 dimensions, got \(4, 6, 5\).*Leave it unfolded"):
-        qt.prepare(model, x, backend="tensorrt")
-    prepared = qt.prepare(model, x, qconfig_mapping=qt.QConfigMapping().set_module_name("1", None), backend="tensorrt")
+        qt.calibrate(qt.prepare(model, backend="tensorrt"), [x], progress=False)
+    prepared = qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_module_name("1", None), backend="tensorrt")
     nets.assert_float_when_off(prepared, model, x)
     (line,) = qt.quantization_report(prepared).left_float
     assert "the qconfig_mapping leaves it in float" in line.reason

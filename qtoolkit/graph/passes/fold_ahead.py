@@ -4,7 +4,7 @@ In training mode such a batch norm is computed by torch, and stays an op: its ou
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, fx, nn
 
@@ -70,11 +70,11 @@ def _layers_ahead(nodes: Sequence[fx.Node], calls: ModuleCalls, rules: LayerRule
 
 def _taking(node: fx.Node, rules: LayerRules) -> Layers | Obstacle:
     """Return the layers that take the output of a batch norm in one of its calls, or why one of its users is none."""
-    bn: Any = called_module(node)
-    dims = facts_of(node).input_dims
+    bn, dims = called_module(node), facts_of(node).input_dims
+    mean = getattr(bn, "running_mean", None)
     if kind_of(node.all_input_nodes[0]).layer:
         return Obstacle("a layer is right before it")
-    if bn is None or getattr(bn, "running_mean", None) is None or getattr(bn, "running_var", None) is None:
+    if bn is None or mean is None or getattr(bn, "running_var", None) is None:
         return Obstacle("it is a function, or has no running statistics")
     if bn._forward_hooks or bn._forward_pre_hooks or rule_of_node(node, rules).qconfig is None:
         return Obstacle("it has hooks, or the qconfig_mapping leaves it in float")
@@ -90,7 +90,7 @@ def _taking(node: fx.Node, rules: LayerRules) -> Layers | Obstacle:
             waiting += readers_of(user)
         elif not isinstance(layer, QuantWeighted):
             return Obstacle(f"{user.name!r} takes its output, which is no quantized layer")
-        elif not layer.takes_affine() or layer.input_channels() != cast("Tensor", bn.running_mean).numel():
+        elif not layer.takes_affine() or layer.input_channels() != mean.numel():
             return Obstacle(f"{user.name!r} takes its output, which pads it with zeros, or mixes its channels")
         elif layer.why_batch_norm_stays() is not None:
             return Obstacle(f"{user.name!r} takes its output: {layer.why_batch_norm_stays()}")

@@ -33,6 +33,7 @@ class QuantLinear(QuantWeighted, nn.Linear):
         if (self._holds_batch_norm or self._holds_batch_norm_before) and x.dim() != 2:
             raise ValueError(
                 f"QuantLinear: a batch norm that is folded into a linear layer needs inputs of 2 dimensions, got "
-                f"{tuple(x.shape)}: BatchNorm1d then normalizes dimension 1, not the features. Leave it unfolded: "
+                f"{tuple(x.shape)}: BatchNorm1d then normalizes dimension 1, not the features. Pass example_inputs to prepare, "
+                f"which show this. Leave it unfolded without them: "
                 f"prepare(..., qconfig_mapping=QConfigMapping().set_module_name(<the batch norm>, None))."
             )

@@ -246,6 +246,7 @@ class Speaker(nn.Module):
         return self.out(self.norm(torch.cat([mean, deviation], 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_speaker_net_runs_in_integers(tmp_path, training: bool, quantizer: str) -> None:

@@ -233,13 +233,19 @@ def test_strategies(tmp_path, strategy: str) -> None:
     check_file(model, tmp_path / "m.onnx")
 
 
-def test_copies_pickles_and_compiled_code() -> None:
+def test_copies_and_pickles() -> None:
     model = nets.settled(prepared("siamese")).train()
     others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    compiled = copy.deepcopy(model)
     wanted = step(model)
     for other in others:
         same(step(other), wanted)
+
+
+@pytest.mark.slow
+def test_compiled_code() -> None:
+    model = nets.settled(prepared("siamese")).train()
+    compiled = copy.deepcopy(model)
+    wanted = step(model)
     close(step(compiled, torch.compile(compiled, backend="aot_eager", fullgraph=True)), wanted, 1e-3)
 
 
