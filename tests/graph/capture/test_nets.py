@@ -130,7 +130,10 @@ class Matting(nn.Module):
         self.decode, self.head = Decoder(8, 8), nn.Conv2d(8, 4, 1)
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, ratios: list[float] = [1.0, 0.5]
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        ratios: list[float] = [1.0, 0.5],  # noqa: B006
     ) -> tuple[Tensor, Tensor]:
         small = F.interpolate(x, scale_factor=ratios[1], mode="bilinear") if ratios[0] != 1 else x
         skip = self.stem(self.normalize(small))
