@@ -11,7 +11,6 @@ from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from qtoolkit.wrapped import unwrapped
@@ -79,8 +78,20 @@ def _detached_attributes(model: nn.Module) -> dict[int, Tensor]:
     own = [
         {k: v for k, v in vars(module).items() if k not in ("_modules", "_parameters")} for module in model.modules()
     ]
-    tensors = [leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor)]
+    tensors = [part for part in parts_of(own) if isinstance(part, Tensor)]
     return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
+
+
+def parts_of(value: object) -> Iterator[object]:
+    """Yield what is in nested dicts, lists and tuples, which may contain themselves; another value is its own part."""
+    waiting, known = [value], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict | list | tuple):
+            yield part
+        elif id(part) not in known:
+            known.add(id(part))
+            waiting += part.values() if isinstance(part, dict) else part
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from qtoolkit.graph.lint import lint
 
 X = torch.rand(2, 4, 8)
 
@@ -61,3 +62,20 @@ def test_twice_the_graph_takes_twice_the_calls(step: str) -> None:
     _, least, once, twice = map(calls, models)  # the first may import
     for few, one, two in zip(least, once, twice, strict=True):
         assert (two - few) / (one - few) == pytest.approx((50 - 2) / (25 - 2), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "depth"), [("concats of slices", 200), ("adds of tensors", 1000), ("blocks", 300)])
+def test_a_deep_graph_goes_through_all_steps_in_calls_that_grow_with_it(step: str, depth: int) -> None:
+    def steps(depth: int) -> None:
+        prepared = qt.prepare(
+            (blocks(depth) if step == "blocks" else Deep(step, depth)).eval(), X, backend="onnxruntime"
+        )
+        qt.calibrate(prepared, [X], progress=False)
+        qt.quantization_report(prepared)
+        lint(prepared)
+        assert qt.convert(prepared)(X).shape == X.shape
+
+    steps(2)  # it may import
+    least, once, twice = (calls_of(lambda depth=depth: steps(depth)) for depth in (2, depth // 2, depth))
+    assert (twice - least) / (once - least) == pytest.approx(2, rel=0.1)

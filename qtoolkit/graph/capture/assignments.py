@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from qtoolkit.model_state import parts_of
 from qtoolkit.op_kinds.rules import CASTS
 
 OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module, which no forward assigns
@@ -137,7 +138,7 @@ class Assignments:
         """Return whether a forward, whose graph has made a value, reads a tensor; one that is not watched may be read."""
         if id(tensor) in self.reads.noted or id(tensor) not in self.reads.watched:
             return True
-        proxy = next(leaf for leaf in tree_leaves(assigned) if isinstance(leaf, fx.Proxy))
+        proxy = next(leaf for leaf in parts_of(assigned) if isinstance(leaf, fx.Proxy))
         read = proxy.node.graph.find_nodes(op="get_attr")
         return any(node.users and self._is_of(tensor, node) for node in read)
 
@@ -229,11 +230,11 @@ def _containers(owner: str, value: object, known: set[int]) -> Iterator[Space]:
 
 
 def _tensors(value: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in parts_of(value) if isinstance(leaf, Tensor)]
 
 
 def _holds_traced(value: object) -> bool:
     """Return whether a value of a capture is in a value: a proxy of a trace, or a tensor or number of torch.export."""
     return any(
-        isinstance(leaf, fx.Proxy | torch.SymInt) or type(leaf).__name__ == "FakeTensor" for leaf in tree_leaves(value)
+        isinstance(leaf, fx.Proxy | torch.SymInt) or type(leaf).__name__ == "FakeTensor" for leaf in parts_of(value)
     )

@@ -223,3 +223,15 @@ def test_what_the_next_forward_reads_is_refused(how: str, name: str) -> None:
     with pytest.raises(qt.UntraceableError, match=sentence):
         qt.prepare(model, torch.randn(3, 4), "onnxruntime", inplace=True)
     assert all(vars(model[0])[key] is value for key, value in before.items())
+
+
+def test_a_container_that_contains_itself_is_no_obstacle() -> None:
+    model, x = nn.Sequential(Stores("entry")).eval(), torch.randn(3, 4)
+    model(x)
+    GRIDS["itself"] = GRIDS
+    try:
+        prepared = qt.prepare(model, x, "onnxruntime")
+    finally:
+        GRIDS.clear()
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(x), model(x))

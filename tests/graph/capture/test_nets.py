@@ -133,7 +133,7 @@ class Matting(nn.Module):
         self,
         x: Tensor,
         state: Tensor | None = None,
-        ratios: list[float] = [1.0, 0.5],  # noqa: B006 (as networks have it)
+        ratios: list[float] = [1.0, 0.5],  # noqa: B006
     ) -> tuple[Tensor, Tensor]:
         small = F.interpolate(x, scale_factor=ratios[1], mode="bilinear") if ratios[0] != 1 else x
         skip = self.stem(self.normalize(small))
