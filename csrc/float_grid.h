@@ -72,14 +72,15 @@ QT_FN V fake_quant_legacy(const FloatGrid<V>& grid, V x, V amax) {
 }
 
 // The scale of a block of elements, from their largest magnitude. e8m0 (OCP MX v1.0): 2^(floor(log2 amax) - the highest
-// exponent of the format), within the normal numbers of float32. Else (NVFP4): amax / largest, rounded to the format of
-// the scales, times tensor_scale.
+// exponent of the format), within the normal numbers of float32; NaN where amax is not finite, as in Microsoft's
+// reference of the format (microxcaling), so that all numbers of the block are NaN. Else (NVFP4): amax / largest,
+// rounded to the format of the scales, times tensor_scale.
 template <class A>
 QT_FN A block_scale(A amax, const FloatFormat& format, const FloatFormat& scale_format, A tensor_scale) {
   const A largest = static_cast<A>(format.largest);
   if (scale_format.largest == 0) {
     const A power = PowerBelow<A>::of(amax) / PowerBelow<A>::of(largest);
-    return clamp(power, static_cast<A>(0x1p-126), static_cast<A>(0x1p127));
+    return clamp(power, static_cast<A>(0x1p-126), static_cast<A>(0x1p127)) + (amax - amax);
   }
   return snap(float_grid<A, A>(scale_format), amax / largest, tensor_scale).code * tensor_scale;
 }

@@ -431,7 +431,7 @@ def fake_quant_block(x: Tensor, format: str, size: int, scale_format: str, tenso
         if scale_format == "e8m0":
             exponent = np.frexp(np.where(np.isinf(amax), 1, amax))[1] - np.frexp(largest)[1]
             exponent = np.where(np.isinf(amax), 127, np.where(amax == 0, -126, np.clip(exponent, -126, 127)))
-            scales = np.ldexp(kind(1), exponent).astype(kind)
+            scales = np.where(np.isfinite(blocks).all(1), np.ldexp(kind(1), exponent), np.nan).astype(kind)
         else:
             scales = cast(amax / largest / whole, scale_format)[0] * whole
         used = np.maximum(scales, kind(TINY))[:, None]

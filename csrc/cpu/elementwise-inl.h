@@ -130,17 +130,22 @@ void add_codes(const KernelArgs& args, int64_t begin, int64_t end) {
   });
 }
 
-// The largest magnitude of whole vectors; NaN is ignored.
+// The largest magnitude of whole vectors. NaN is ignored, or (`all_finite`) the result is NaN where a number is not
+// finite.
 template <class A>
-QT_FN A largest_of(const A* x, int64_t n) {
-  Vector<A> lanes = {};
+QT_FN A largest_of(const A* x, int64_t n, bool all_finite) {
+  Vector<A> lanes = {}, rest = {};
   for (int64_t i = 0; i < n; i += kLanes<A>) {
     const Vector<A> v = load(x + i), magnitude = v < 0 ? -v : v;
     lanes = magnitude > lanes ? magnitude : lanes;
+    rest += v - v;
   }
-  A largest = lanes[0];
-  for (int k = 1; k < kLanes<A>; ++k) largest = lanes[k] > largest ? lanes[k] : largest;
-  return largest;
+  A largest = lanes[0], sum = rest[0];
+  for (int k = 1; k < kLanes<A>; ++k) {
+    largest = lanes[k] > largest ? lanes[k] : largest;
+    sum += rest[k];
+  }
+  return all_finite ? largest + sum : largest;
 }
 
 // begin and end count blocks; several are read at once.
@@ -154,7 +159,7 @@ void block_scale(const KernelArgs& args, int64_t begin, int64_t end) {
     const int64_t blocks = smaller(step, end - begin);
     const A* x = fetch(args.x, begin * size, static_cast<int>(blocks * size), in);
     for (int64_t b = 0; b < blocks; ++b) {
-      const A amax = largest_of(x + b * size, size);
+      const A amax = largest_of(x + b * size, size, args.scale_format.largest == 0);
       scales[begin + b] = qtoolkit::block_scale(amax, args.format, args.scale_format, tensor_scale);
     }
   }

@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<A, double> ? 1
 }
 
 // Neighbouring threads read neighbouring vectors of `tile` blocks; then one thread joins the vectors of each. A block
-// has 2 to 128 whole vectors. NaN fails the comparisons.
+// has 2 to 128 whole vectors. NaN fails the comparisons; scales that are powers of two become NaN for what is not
+// finite.
 template <class A>
 __global__ void __launch_bounds__(kThreads) block_scale_kernel(const KernelArgs args) {
   __shared__ A largest[kThreads];
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) block_scale_kernel(const KernelArgs 
   const int thread = threadIdx.x;
   for (int64_t first = int64_t{tile} * blockIdx.x; first < args.numel; first += int64_t{tile} * gridDim.x) {
     const int blocks = static_cast<int>(args.numel - first < tile ? args.numel - first : tile);
-    A amax = 0;
+    A amax = 0, rest = 0;
     if (thread < blocks * vectors) {
       A v[kVectorSize];
       load(args.x, Contiguous{(first * vectors + thread) * kVectorSize, kVectorSize, true}, v);
@@ -72,15 +73,16 @@ __global__ void __launch_bounds__(kThreads) block_scale_kernel(const KernelArgs 
       for (int k = 0; k < kVectorSize; ++k) {
         const A magnitude = v[k] < 0 ? -v[k] : v[k];
         amax = magnitude > amax ? magnitude : amax;
+        rest += v[k] - v[k];
       }
     }
-    largest[thread] = amax;
+    largest[thread] = args.scale_format.largest == 0 ? amax + rest : amax;
     __syncthreads();
     if (thread < blocks) {
       A whole = 0;
       for (int i = 0; i < vectors; ++i) {
         const A part = largest[thread * vectors + i];
-        whole = part > whole ? part : whole;
+        whole = part > whole || part != part ? part : whole;
       }
       static_cast<A*>(args.y)[first + thread] =
           qtoolkit::block_scale(whole, args.format, args.scale_format, tensor_scale);

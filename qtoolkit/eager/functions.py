@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from traceback import walk_stack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from qtoolkit.eager.record import record_of, set_record
 from qtoolkit.errors import some
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.model_inputs import Args, Kwargs
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.table import calls_where
 from qtoolkit.verdicts import Cause, Verdict
@@ -43,8 +43,8 @@ class WeightsTaken(TorchFunctionMode):
             self._weights[_memory(weight)][name] = layer
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self, function: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         """Call a function of torch."""
         if not torch.compiler.is_compiling() and getattr(function, "__name__", "") in FUNCTIONS:
             for tensor in tree_leaves((args, kwargs)):

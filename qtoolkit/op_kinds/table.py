@@ -9,10 +9,9 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.errors import check_known
@@ -30,8 +29,15 @@ def _for_each_size(kind: str) -> tuple[str, ...]:
     return tuple(f"{kind}{d}d" for d in (1, 2, 3))
 
 
-def _kind(name: str, *forms: Form, onnx: tuple[str, ...] = (), aten: tuple[str, ...] = (), **flags: Any) -> OpKind:
-    return OpKind(name, forms, onnx, aten, **flags)
+def _kind(
+    name: str,
+    *forms: Form,
+    onnx: tuple[str, ...] = (),
+    aten: tuple[str, ...] = (),
+    recognized: tuple[Callable[..., Tensor], ...] = (),
+    **flags: bool,
+) -> OpKind:
+    return OpKind(name, forms, onnx, aten, recognized, **flags)
 
 
 def _layer(

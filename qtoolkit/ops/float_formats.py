@@ -67,12 +67,14 @@ def fake_quant_block(
 ) -> Tensor:
     """Round x to a small float format and back, with a scale for each block of neighbours in the last dimension.
 
-    The scale is computed from the block's largest magnitude, amax, which ignores NaN (NaN itself stays NaN).
+    The scale is computed from the block's largest magnitude, amax.
 
     - `scale_format="e8m0"`: `2^(floor(log2 amax) - emax)`, OCP MX v1.0 (blocks of 32), from 2^-126 to 2^127; emax is the
-      format's highest exponent: 8 for e4m3, 15 for e5m2, 2 for e2m1. Elements may saturate.
+      format's highest exponent: 8 for e4m3, 15 for e5m2, 2 for e2m1. Elements may saturate. With NaN or an infinity in a block
+      the scale is NaN, and so are all its elements.
     - `scale_format="e4m3"`: `e4m3(amax / largest / tensor_scale) * tensor_scale`, NVFP4 with format "e2m1" and blocks of 16;
-      `tensor_scale` is usually the tensor's amax / (448 * 6). A scale that rounds to zero gives (almost) zeros.
+      `tensor_scale` is usually the tensor's amax / (448 * 6). A scale that rounds to zero gives (almost) zeros. amax ignores
+      NaN, which stays NaN.
 
     The gradient in x is `fake_quant_float`'s, with the scales as constants.
 

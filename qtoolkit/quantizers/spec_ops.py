@@ -205,7 +205,7 @@ def _block_scales(amax: Tensor, block: BlockFormat) -> Tensor:
         _, exponent = torch.frexp(amax)  # amax = m 2^exponent with m in [1/2, 1)
         highest = math.frexp(block.largest)[1]
         scale = torch.exp2((exponent - highest).clamp(-126, 127).to(amax.dtype))
-        return torch.where(amax == 0, 2.0**-126, torch.where(amax.isfinite(), scale, amax))
+        return torch.where(amax == 0, 2.0**-126, torch.where(amax.isfinite(), scale, torch.nan))
     of_tensor = (amax.amax() / (LARGEST[block.scale_format] * block.largest)).clamp(min=2.0**-126)
     scale = ops.fake_quant_float(amax / block.largest, of_tensor, block.scale_format)
     return torch.where(scale == 0, 2.0**-126, scale)

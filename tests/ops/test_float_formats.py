@@ -328,6 +328,19 @@ def test_the_scale_of_mx():
         assert y[17] == -min(amax, 448 * wanted)
 
 
+@pytest.mark.parametrize("format", ["e4m3", "e5m2", "e2m1"])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_block_of_mx_with_a_value_that_is_not_finite_is_nan(bad: float, format: str) -> None:
+    """As in microxcaling, whose test of corners expects the same; its neighbours keep their values."""
+    for place in (0, 7, 17, 31):
+        x = torch.ones(3, 32)
+        x[1, place] = bad
+        y, scales, _ = native.fake_quant_block(x, format, 32, "e8m0")
+        assert y[1].isnan().all()
+        assert scales[1].isnan().all()
+        assert torch.equal(y[[0, 2]], x[[0, 2]])
+
+
 def test_the_scale_of_nvfp4():
     x = torch.randn(8, 64, generator=generator(0))
     tensor_scale = x.abs().max() / (448 * 6)

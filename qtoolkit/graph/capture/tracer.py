@@ -248,7 +248,7 @@ class ModelTracer(fx.Tracer):
         if callable(target) and self._takes_weights(target, (args, kwargs)):
             inlined = self._inline(target, args, kwargs)
             if inlined is not None:
-                return inlined  # type: ignore[no-any-return]  # what the function returns, a proxy or a tuple with one
+                return inlined  # type: ignore[return-value]  # what the function returns, a proxy or a tuple with one
         return super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
 
     def _takes_weights(self, target: Target, arguments: object) -> bool:
@@ -257,7 +257,7 @@ class ModelTracer(fx.Tracer):
         proxies = [a for a in tree_leaves(arguments) if isinstance(a, fx.Proxy)]
         return any(is_weight(p.node, self.shapes[p.node]) for p in proxies)
 
-    def _inline(self, function: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
+    def _inline(self, function: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         before, random = self._checkpoint(), RandomState.now()
         try:
             with nullcontext() if is_foreign(function) else as_python():

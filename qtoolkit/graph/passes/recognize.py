@@ -6,7 +6,6 @@ what they compute on a set of numbers, so that it does not matter how they are w
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,21 +21,8 @@ from qtoolkit.op_kinds.table import KINDS, NO_OPS
 MOST_OPS = 12  # of one activation: GELU by tanh has nine
 # Functions of one tensor that are no kind of their own, and operators of numbers and tensors, without prefixes and suffixes.
 BENDS = ("erf", "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal")
-PLAIN = (
-    "add",
-    "sub",
-    "rsub",
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "truediv",
-    "true_divide",
-    "pow",
-    "square",
-    "neg",
-    "negative",
-)
+PLAIN = ("add", "sub", "rsub", "mul", "multiply", "div", "divide", "truediv", "true_divide", "pow", "square", "neg",
+         "negative")  # fmt: skip
 TOLERANCE = 1e-5  # of what is compared, so that 0.79788456 may stand for the square root of 2 / pi
 
 
@@ -104,7 +90,7 @@ def _name(node: fx.Node) -> str:
 
 def _function_of(ops: Sequence[fx.Node], source: fx.Node) -> Callable[..., Tensor] | None:
     """Return the function of the table that computes what some ops do; None where there is none."""
-    values: dict[fx.Node, Any] = {source: _numbers().clone()}  # which an op may change
+    values: dict[fx.Node, Tensor] = {source: _numbers().clone()}  # which an op may change
     for node in reversed(ops):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         values[node] = callable_of(node)(*args, **kwargs)
