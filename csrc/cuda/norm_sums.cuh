@@ -159,7 +159,9 @@ struct Rows {
 
   __device__ __forceinline__ explicit Rows(const ReductionTiling& s) : step(static_cast<uint32_t>(s.step)) {
     const ReductionIterator it = reduction_iterator(s, blockIdx.x, threadIdx.x);
-    channel = it.channel * kVectorSize, vector = static_cast<uint32_t>(it.unit), left = static_cast<int>(it.left);
+    left = static_cast<int>(it.left);
+    // What a thread without rows loads ahead is there too.
+    channel = left > 0 ? it.channel * kVectorSize : 0, vector = left > 0 ? static_cast<uint32_t>(it.unit) : 0;
   }
   // The vector of a row from here on, and of the first again where that does not exist.
   __device__ __forceinline__ Contiguous at(int row) const {

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from tests import processes
 from tests.cases import assert_same, floats, scales
-from tests.ops.cuda_host import ORDERS, compiled, on_host
+from tests.ops.cuda_host import ORDERS, compiled, guarded, on_host
 
 pytestmark = pytest.mark.slow  # the kernels are compiled for the host
 
@@ -34,6 +35,31 @@ def test_errors_of_kernels_are_found(error: str, order: str) -> None:
     assert say(b"none", ctypes.c_void_p(data.data_ptr())) == b""  # the next kernel runs
     with on_host(order):
         assert_same(ops.fake_quant(data + 3, torch.tensor(2.0)), data + 4)
+
+
+def batch_norms_at_the_ends_of_pages() -> None:
+    """Of few rows, so that some threads of a block have none."""
+    for shape in ((1, 512, 7, 7), (3, 512, 7, 7), (2, 264, 1, 1), (5, 1032, 1, 1)):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = floats(dtype)(*shape).contiguous(memory_format=torch.channels_last)
+            found = []
+            for of in (Tensor.clone, guarded):
+                weight, bias, scale = of(torch.ones(shape[1])), of(torch.zeros(shape[1])), of(torch.tensor([0.05]))
+                forward = (of(x), weight, bias, *[None] * 5)
+                tail = (1e-5, 0.0, float("inf"), 0.0, scale, None, -128, 127, 1.0)
+                with on_host("forwards"):
+                    results = native.batch_norm_fake_quant(*forward, *tail)
+                    of_y = (of(x), *forward, *map(of, results[2:]), *tail, False, True)
+                    found.append([*results, *native.batch_norm_fake_quant_backward(*of_y)])
+            for got, want in zip(*found, strict=True):
+                assert_same(got, want)
+
+
+def test_no_kernel_of_batch_norm_reads_behind_a_tensor() -> None:
+    """In a process of its own, which such a read would end."""
+    program = "from tests.ops import test_cuda_host_device as tests; tests.batch_norms_at_the_ends_of_pages()"
+    run = processes.python("-c", program)
+    assert run.returncode == 0, run.stderr
 
 
 def test_memory_of_an_op_holds_nothing_at_first() -> None:

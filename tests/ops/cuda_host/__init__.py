@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import mmap
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ HEADERS = {
 LAUNCH = re.compile(r"([\w<>]+?)<<<(.+?), (\w+), (\w+), stream>>>\((.*?)\);", re.DOTALL)
 ASM = re.compile(r"asm(?: volatile)?\((.*?)\);", re.DOTALL)
 SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
+GUARDED: list[mmap.mmap] = []
 ORDERS = {"forwards": 0, "backwards": 1, "shuffled": 2}
 DTYPES = [  # in the order of Dtype in kernel_args.h
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
@@ -292,6 +294,18 @@ def on_host(order: str, only_ends: bool = False) -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic)
         unchecked = kernels.give_ops_back()
     assert unchecked == 0, "a launch was not followed by C10_CUDA_KERNEL_LAUNCH_CHECK"
+
+
+def guarded(t: Tensor) -> Tensor:
+    """A copy of a dense tensor behind which no memory can be read. Its pages live as long as the process."""
+    size = t.numel() * t.element_size()
+    pages = -(-size // mmap.PAGESIZE)
+    memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+    GUARDED.append(memory)
+    end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + pages * mmap.PAGESIZE
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), mmap.PAGESIZE, 0) == 0
+    flat = torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=pages * mmap.PAGESIZE - size)
+    return flat.as_strided(t.size(), t.stride()).copy_(t)
 
 
 def dtype_number(t: Tensor) -> int:
