@@ -101,6 +101,7 @@ class OpKind:
     multiplies: bool = False
     of_two_matrices: bool = False  # a matrix product of two tensors
     fuses_add: bool = False  # targets with `residual_add="identity"` compute this op and an add after it as one
+    elementwise: bool = False  # arithmetic on each element of one tensor, or of two
     sums: bool = False  # adds or subtracts two tensors
     adds: bool = False  # adds two tensors: a residual add
     elementwise_product: bool = False  # multiplies two tensors element by element

@@ -91,16 +91,17 @@ _PRODUCTS = (
 )  # fmt: skip
 
 _ELEMENTWISE = (
-    _kind("add", _binary("add", "add", refine=rules.add, reflected=("__radd__",)), onnx=("Add",), sums=True, adds=True,
-          keeps_sign=True, smooth=True),
-    _kind("sub", _binary("sub", "sub", "subtract", refine=rules.sub), onnx=("Sub",), sums=True, smooth=True),
+    _kind("add", _binary("add", "add", refine=rules.add, reflected=("__radd__",)), onnx=("Add",),
+          elementwise=True, sums=True, adds=True, keeps_sign=True, smooth=True),
+    _kind("sub", _binary("sub", "sub", "subtract", refine=rules.sub), onnx=("Sub",), elementwise=True, sums=True, smooth=True),
     _kind("mul", _binary("mul", "mul", "multiply", refine=rules.mul, reflected=("__rmul__",)), onnx=("Mul",),
-          elementwise_product=True, keeps_sign=True),
-    _kind("div", _binary("truediv", "div", "divide", "true_divide", refine=rules.div), onnx=("Div",), keeps_sign=True),
+          elementwise=True, elementwise_product=True, keeps_sign=True),
+    _kind("div", _binary("truediv", "div", "divide", "true_divide", refine=rules.div), onnx=("Div",), elementwise=True,
+          keeps_sign=True),
     _kind("scale", onnx=("Mul", "Div"), with_constant=True),
     _kind("shift", onnx=("Add", "Sub"), with_constant=True, smooth=True),
     _kind("abs", Form(functions=(operator.abs, torch.abs, torch.absolute), methods=("abs", "abs_", "absolute", "absolute_")),
-          onnx=("Abs",), never_negative=True, homogeneous=True, smooth=True),
+          onnx=("Abs",), elementwise=True, never_negative=True, homogeneous=True, smooth=True),
     _kind("cat", Form(functions=_named("cat", "concat", "concatenate", "hstack", "vstack", "dstack"),
                       operands=(("tensors",),), refine=rules.cat),
           onnx=("Concat",), aten=("cat", "concat", "hstack", "vstack"), concatenates=True, keeps_sign=True, smooth=True),

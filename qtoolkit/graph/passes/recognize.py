@@ -16,13 +16,13 @@ from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.rules import called_module, is_number, name_called
-from qtoolkit.op_kinds.table import KINDS, NO_OPS
+from qtoolkit.op_kinds.table import KINDS, NO_OPS, calls_where
 
 MOST_OPS = 12  # of one activation: GELU by tanh has nine
-# Functions of one tensor that are no kind of their own, and operators of numbers and tensors, without prefixes and suffixes.
+# Functions and methods of no kind, without prefixes and suffixes: of one tensor, and arithmetic.
 BENDS = ("erf", "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal")
-PLAIN = ("add", "sub", "rsub", "mul", "multiply", "div", "divide", "truediv", "true_divide", "pow", "square", "neg",
-         "negative")  # fmt: skip
+PLAIN = ("rsub", "pow", "square", "neg", "negative")
+ELEMENTWISE = calls_where(lambda kind: kind.elementwise)
 TOLERANCE = 1e-5  # of what is compared, so that 0.79788456 may stand for the square root of 2 / pi
 
 
@@ -72,7 +72,7 @@ def _may_belong(node: fx.Node) -> bool:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    return kind_of(node).name == "abs" or _name(node) in PLAIN
+    return (node.op != "call_module" and node.target in ELEMENTWISE) or _name(node) in PLAIN
 
 
 def _bends(node: fx.Node) -> bool:
