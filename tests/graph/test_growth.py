@@ -66,7 +66,7 @@ def test_twice_the_graph_takes_twice_the_calls(step: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "depth"), [("concats of slices", 200), ("adds of tensors", 1000), ("blocks", 300)])
-def test_a_deep_graph_goes_through_all_steps_in_calls_that_grow_with_it(step: str, depth: int) -> None:
+def test_a_deep_graph_is_prepared_calibrated_and_reported_in_calls_that_grow_with_it(step: str, depth: int) -> None:
     def steps(depth: int) -> None:
         prepared = qt.prepare(
             (blocks(depth) if step == "blocks" else Deep(step, depth)).eval(), X, backend="onnxruntime"
@@ -74,7 +74,6 @@ def test_a_deep_graph_goes_through_all_steps_in_calls_that_grow_with_it(step: st
         qt.calibrate(prepared, [X], progress=False)
         qt.quantization_report(prepared)
         lint(prepared)
-        assert qt.convert(prepared)(X).shape == X.shape
 
     steps(2)  # it may import
     least, once, twice = (calls_of(lambda depth=depth: steps(depth)) for depth in (2, depth // 2, depth))
