@@ -20,6 +20,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import Args, Kwargs
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.table import calls_where
+from qtoolkit.running import running
 from qtoolkit.verdicts import Cause, Verdict
 
 _CALLS = calls_where(lambda kind: kind.weight_argument or kind.takes_indices)
@@ -46,7 +47,7 @@ class WeightsTaken(TorchFunctionMode):
         self, function: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Call a function of torch."""
-        if not torch.compiler.is_compiling() and getattr(function, "__name__", "") in FUNCTIONS:
+        if not running().compiled and getattr(function, "__name__", "") in FUNCTIONS:
             for tensor in tree_leaves((args, kwargs)):
                 layers = self._weights.get(_memory(tensor), {})
                 if layers and not _runs(layers.values()):

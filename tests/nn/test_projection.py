@@ -255,9 +255,9 @@ def test_units_have_the_bits_of_their_ops(
     other, planned = copy.deepcopy(model), list[str]()
     plan = ProjectionUnit._planned
 
-    def counted(self: ProjectionUnit, modules: tuple[Any, ...], *inputs: Any) -> Any:
+    def counted(self: ProjectionUnit, run: Run, modules: tuple[Any, ...], *inputs: Any) -> Any:
         planned.append(modules[0].name)
-        return plan(self, modules, *inputs)
+        return plan(self, run, modules, *inputs)
 
     monkeypatch.setattr(ProjectionUnit, "_planned", counted)
     first = step(model)[0]

@@ -33,6 +33,7 @@ NAMES = KINDS.keys() | OF_METHOD.keys() | OF_ATEN.keys()
 OTHER_WORDS = {
     "compat/pytorch_quantization/calib/histogram.py: method == 'max'",  # a method of calibration, as are the next
     "compat/pytorch_quantization/calib/histogram.py: method not in ('percentile', 'mse', 'max')",
+    "graph/capture/functions.py: SIZED",  # functions that take sizes
     "graph/capture/rewrites/in_place.py: VIEWS",  # a kind has views and copies among its ops
     "graph/capture/rewrites/in_place.py: RESHAPES",  # which copy where they must
     "graph/program/memory_format.py: OF_STRIDES",  # a kind has ops that take any strides too

@@ -246,7 +246,7 @@ def test_a_batch_norm_stays_behind_a_weight_of_another_size(name: str, road: str
     assert type(model.get_submodule("bn")) is nn.BatchNorm2d
     if road == "prepare":
         assert f"quantizer='{name}' gives all weights the size of 1" in str(qt.quantization_report(model))
-    eval_mode = qt.prepare(Net().eval(), X, backend="onnxruntime", qconfig_mapping=mapping_of(name))
+    eval_mode = qt.prepare(Net().eval(), X, backend="tensorrt", qconfig_mapping=mapping_of(name))
     assert type(eval_mode.get_submodule("bn")) is nn.BatchNorm2d
 
 

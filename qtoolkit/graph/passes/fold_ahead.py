@@ -6,7 +6,7 @@ In training mode such a batch norm is computed by torch, and stays an op: its ou
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.graph_module import QuantizedGraphModule
