@@ -270,7 +270,7 @@ def sample(op: str, x: Tensor) -> dict:
             "order": [0, 1, 2],
             "x": x,
             **gelu,
-            **{name: value for name, value in quantized.items() if name.startswith("y_")},
+            **{name: value for name, value in quantized.items() if name.startswith("y_") and name != "y_float16"},
             "y_scale": scales(1),
             "mask": torch.zeros(0),
             "mean": torch.zeros(0),

@@ -73,13 +73,15 @@ class ShapePropagation:
         try:
             with torch.no_grad():
                 value = self._compute_or_run(node)
-        except Exception:  # the op needs data, or has no meta kernel: the value stays unknown
+            if value is not UNKNOWN:
+                # Containers keep their types: code may read an attribute, as x.max(0).values. tree_map makes a Size a tuple.
+                self.values[node] = value if is_plain(value) else tree_map(_on_meta, value)
+        except (
+            Exception
+        ):  # it needs data, has no meta kernel, or is no PackedSequence on the meta device: it stays unknown
             return
         finally:
             random.restore()  # each run of a leaf module draws its own numbers
-        if value is not UNKNOWN:
-            # Containers keep their types: code may read an attribute, as x.max(0).values. tree_map makes a Size a tuple.
-            self.values[node] = value if is_plain(value) else tree_map(_on_meta, value)
 
     def _compute_or_run(self, node: fx.Node) -> object:
         try:
