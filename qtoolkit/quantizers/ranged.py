@@ -279,9 +279,9 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
         moves, stored = self.kind.LEARNED or self.following or frozen, "_scale" in self._buffers
         start = self._scale if moves and stored else torch.ones_like(self._scale)
         rate, known = self._buffers.get("_rate") if moves else None, self._factor
-        if not run.compiled:
-            # Autograd would refuse the backward of a forward before this call, as before an evaluation. It takes the new start
-            # and rate, which differ from the old ones by one step of the batch norm.
+        if not run.exported:  # torch.export takes .data for a constant
+            # Autograd would refuse the backward of a forward before this call, as before an evaluation, and of the layer's call
+            # before it. It takes the new start and rate, which differ from the old ones by one step of the batch norm at most.
             start, rate, known = start.data, None if rate is None else rate.data, known.data
         with torch.no_grad():
             copy = ops.batch_norm_rescale_(start, rate, known, variance, gamma, eps, *(of_step or ()))

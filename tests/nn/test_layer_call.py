@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.nn.layer_call import LayerCall
+from tests.nets import settled
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -82,6 +83,33 @@ def test_a_call_of_a_layer_that_the_graph_has_left_takes_any_values() -> None:
     assert not any(conv.input_sources())
     assert conv.bias_in_sums(conv.bias, conv.layer_calls[1]) is conv.bias
     assert torch.equal(conv(X, call=1), conv(X))
+
+
+class TwiceNormalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(self.norm(self.conv(x)).relu())).relu()
+
+
+def test_calls_with_a_batch_norm_are_compiled() -> None:
+    """The second call lets the scales, which backward of the first one reads, take the factor again."""
+    spec = qt.QuantSpec(quantizer="lsq")
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, spec.with_(axis=0)))
+    model = qt.prepare(TwiceNormalized().train(), X, "tensorrt", qconfig_mapping=mapping)
+    qt.calibrate(model, [X], progress=False)
+    settled(model).train()
+    other = copy.deepcopy(model)
+    torch._dynamo.reset()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(X).square().sum().backward()
+    other(X).square().sum().backward()
+    for found, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-4)
+    for found, wanted in zip(model.buffers(), other.buffers(), strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])

@@ -72,7 +72,7 @@ def _with_units(owner: nn.Module, division: Division, index: int, products: Prod
     owner_ref = ref(owner)
 
     @functools.wraps(plain)
-    def forward(run: Run, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(run: Run, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         trains = self.training and _is_its_own(run, self, owner_ref)
         as_units = trains and run.own_ops and not all_watched()
         return (units if as_units else plain)(self, *args, **kwargs)

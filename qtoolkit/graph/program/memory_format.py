@@ -45,7 +45,7 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
     quantized, choice = _quantized_inputs(gm), _Choice(gm, names)
 
     @functools.wraps(forward)
-    def converted(run: Run, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def converted(run: Run, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         trains = self.training and torch.is_grad_enabled()
         images = [x for x in (*args, *kwargs.values()) if _may_be_in_rows(x)] if trains else []
         pixels = max([x.numel() // x.size(1) for x in images]) if images else 0

@@ -245,6 +245,21 @@ def test_a_block_takes_the_arguments_of_the_model_only() -> None:
         both([X, X], more={"shift": X}, other=1)
 
 
+def test_an_argument_may_have_any_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 1)
+
+        def forward(self, run: Tensor, code: Tensor) -> Tensor:
+            return self.conv(run) + code
+
+    prepared = prepared_of(Named(), {"run": X, "code": X})
+    for training in (True, False):
+        prepared.train(training)
+        assert torch.equal(prepared(run=X, code=X), prepared(X, X))
+
+
 def test_hooks_see_what_the_model_passes() -> None:
     seen = []
     prepared = prepared_of(Structures())
