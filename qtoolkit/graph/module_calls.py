@@ -3,13 +3,14 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import TypeVar
 
 from torch import fx, nn
 
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.layer_call import LayerCall
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import is_number, module_of
 
 NUMBER = "call"  # the argument of a layer's forward that is the number of the call
 
@@ -40,6 +41,19 @@ class ModuleCalls:
     def of_type(self, kind: type[M]) -> dict[M, list[fx.Node]]:
         """Return the calls of each module of a type."""
         return {module: nodes for module, nodes in self._nodes.items() if isinstance(module, kind)}
+
+
+def why_read(graph: fx.Graph, layer: nn.Module, bn: nn.Module) -> str | None:
+    """Return why a batch norm stays that a layer would take over, where other ops read a tensor of one of the two; else None.
+
+    Folding replaces the layer's tensors, of which the dtype and the like stay, and removes the batch norm.
+    """
+    lost, changed = ({id(t) for t in (*m.parameters(), *m.buffers())} for m in (bn, layer))
+    for node in graph.find_nodes(op="get_attr"):
+        tensor = id(attrgetter(str(node.target))(graph.owning_module))
+        if tensor in lost or (tensor in changed and not all(map(is_number, node.users))):
+            return f"{next(iter(node.users), node).name!r} reads {str(node.target)!r}, which folding would change"
+    return None
 
 
 def number_calls(layer: QuantWeighted, nodes: Sequence[fx.Node]) -> bool:

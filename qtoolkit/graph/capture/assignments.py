@@ -67,14 +67,15 @@ class Space:
         return cls(owner, kind, held, dict(held) if isinstance(held, dict) else list(held))
 
     def assigned(self) -> list[tuple[Any, object, object]]:
-        """Return the keys that got a traced value, each with the value of before, or None, and the one of now."""
+        """Return the keys that got a traced value, each with what a forward has read there, and the one of now."""
         now = self.held.items() if isinstance(self.held, dict) else enumerate(self.held)
         pairs = ((key, self._before(key), value) for key, value in now)
         return [pair for pair in pairs if pair[1] is not pair[2] and _holds_traced((pair[0], pair[2]))]
 
     def _before(self, key: Any) -> object:
-        known = key in self.before if isinstance(self.before, dict) else key < len(self.before)
-        return self.before[key] if known else None
+        if isinstance(self.before, dict):
+            return self.before.get(key)
+        return self.before[key] if key < len(self.before) else self.before  # a forward may read the end of a list
 
     def values(self) -> list[object]:
         """Return what was there, without what torch keeps in every module."""

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.module_calls import ModuleCalls
+from qtoolkit.graph.module_calls import ModuleCalls, why_read
 from qtoolkit.graph.nodes import is_quantizer, kind_of, readers_of, tensor_inputs
 from qtoolkit.graph.passes.link_batch_norms import remove
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
@@ -102,6 +102,8 @@ def _taking(node: fx.Node, rules: LayerRules) -> Layers | Obstacle:
             return Obstacle(f"an op before {user.name!r} changes a tensor in place")
         elif dims not in (None, layer.weight.dim()):
             return Obstacle(f"it normalizes dimension 1 of {dims}, which are not the input channels of {user.name!r}")
+        elif (read := why_read(node.graph, layer, bn)) is not None:
+            return Obstacle(read)
         else:
             layers[user] = layer
     return layers

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from qtoolkit.errors import some
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.module_calls import ModuleCalls
+from qtoolkit.graph.module_calls import ModuleCalls, why_read
 from qtoolkit.graph.nodes import kind_of, readers_of
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.layer_rules import LayerRules
@@ -125,7 +125,9 @@ def _why_apart(node: fx.Node, follower: fx.Node, rules: LayerRules) -> str | Non
     dims = facts_of(follower).input_dims
     if dims not in (None, layer.weight.dim()):  # of an image without a batch, and of a linear layer's rows in a batch
         return f"it normalizes dimension 1 of its input of {dims} dimensions, which is not its layer's output channels"
-    return "the qconfig_mapping leaves it in float" if rule_of_node(follower, rules).qconfig is None else None
+    if rule_of_node(follower, rules).qconfig is None:
+        return "the qconfig_mapping leaves it in float"
+    return why_read(node.graph, layer, bn)
 
 
 def _warn_of_sizes(gm: fx.GraphModule) -> None:

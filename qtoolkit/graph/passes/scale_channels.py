@@ -4,7 +4,7 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.module_calls import ModuleCalls
+from qtoolkit.graph.module_calls import ModuleCalls, why_read
 from qtoolkit.graph.nodes import is_output, kind_of, readers_of, tensor_inputs
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.layer_rules import LayerRules
@@ -28,7 +28,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         return gm
     for bn, nodes in ModuleCalls(gm.graph).of_type(nn.Module).items():
         found = {_convolution(node, rules) for node in nodes} if kind_of(nodes[0]).normalizes_batches else {None}
-        if len(found) > 1 or None in found or has_hooks(bn) or bn._modules:
+        if len(found) > 1 or None in found or has_hooks(bn) or bn._modules or why_read(gm.graph, bn, bn):
             continue
         ((kind, dtype),) = filter(None, found)
         conv = _scaling(bn, kind, dtype)

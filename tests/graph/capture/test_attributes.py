@@ -198,6 +198,9 @@ class Remembers(nn.Module):
             case "item":
                 y = y + self.states[0]
                 self.states[0] = y.mean(0)
+            case "end of a list":
+                y = y + self.states[-1]
+                self.states.append(y.mean(0))
             case "entry":
                 y = y + self.memory["h"].neg()
                 self.memory["h"] = y.mean(0)
@@ -212,6 +215,7 @@ class Remembers(nn.Module):
         ("attribute", "attribute '0.hidden'"),
         ("a function of it", "attribute '0.hidden'"),
         ("item", "item '0.states.0'"),
+        ("end of a list", "item '0.states.1'"),
         ("entry", "entry '0.memory.h'"),
         ("buffer", "buffer '0.last'"),
     ],

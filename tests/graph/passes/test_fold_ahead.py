@@ -112,6 +112,14 @@ KEPT: dict[str, tuple[str, tuple[Any, ...]]] = {
         (lambda: nn.Conv2d(6, 4, 1), nn.BatchNorm2d, lambda m, x: m.layer(m.norm(x)) + m.layer(x), IMAGE),
     ),
     "changed": ("changes a tensor in place", (lambda: nn.Conv2d(6, 4, 1), nn.BatchNorm2d, changed, IMAGE)),
+    "weight that is read": (
+        "reads 'layer.weight', which folding would change",
+        (lambda: nn.Linear(6, 4), nn.BatchNorm1d, lambda m, x: plain(m, x) @ m.layer.weight, ROWS),
+    ),
+    "mean that is read": (
+        "reads 'norm.running_mean', which folding would change",
+        (lambda: nn.Conv2d(6, 4, 1), nn.BatchNorm2d, lambda m, x: plain(m, x) + m.norm.running_mean.sum(), IMAGE),
+    ),
     "rows in a batch": (
         "normalizes dimension 1 of 3",
         (lambda: nn.Linear(6, 4), nn.BatchNorm1d, plain, (4, 6, 6)),
@@ -127,6 +135,14 @@ def test_it_stays_where_folding_would_change_the_output(name: str) -> None:
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
     assert reason in reasons["norm"], reasons["norm"]
     nets.assert_float_when_off(prepared, model, x)
+
+
+def test_a_dtype_that_is_read_is_no_reason() -> None:
+    model, x = model_of(
+        (lambda: nn.Linear(6, 4), nn.BatchNorm1d, lambda m, x: plain(m, x.to(m.layer.weight.dtype)), ROWS)
+    )
+    prepared = qt.prepare(model, x, backend="onnxruntime")
+    assert not any(isinstance(module, nn.BatchNorm1d) for module in prepared.modules())
 
 
 def test_the_users_choices_hold() -> None:

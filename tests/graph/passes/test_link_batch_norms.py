@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from operator import attrgetter
 
 import pytest
 import torch
@@ -293,3 +294,28 @@ def test_hooks_between_a_layer_and_its_batch_norm_are_refused(training: bool, in
     prepared = qt.prepare(model.eval(), x, backend="onnxruntime")
     with qt.disable_quantization(prepared):
         torch.testing.assert_close(prepared(x), model(x))
+
+
+class ReadsBoth(nn.Module):
+    """A layer and its batch norm, of both of which forward reads a tensor."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.layer, self.norm, self.reads = nn.Linear(6, 6), nn.BatchNorm1d(6), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x)) * attrgetter(self.reads)(self).sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("reads", ["layer.weight", "norm.weight"])
+def test_a_batch_norm_stays_where_forward_reads_what_folding_would_change(training: bool, reads: str) -> None:
+    torch.manual_seed(0)
+    model, x = nets.trained(ReadsBoth(reads), 8, 6, steps=2).train(training), torch.randn(8, 6)
+    prepared = qt.prepare(model, x, backend="onnxruntime")
+    reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
+    assert f"reads '{reads}', which folding would change" in reasons["norm"]
+    qt.calibrate(prepared, [x], progress=False)
+    assert torch.equal(qt.convert(prepared)(x), prepared.eval()(x))
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(x), model.eval()(x))
