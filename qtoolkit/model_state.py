@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from qtoolkit.wrapped import unwrapped
@@ -87,7 +87,7 @@ def parts_of(value: object) -> Iterator[object]:
     waiting, known = [value], set[int]()
     while waiting:
         part = waiting.pop()
-        if not issubclass(type(part), dict | list | tuple):  # a traced value may pass for one of them
+        if not isinstance(part, dict | list | tuple) or isinstance(part, fx.Proxy):  # which may pass for one of them
             yield part
         elif id(part) not in known:
             known.add(id(part))
