@@ -355,7 +355,7 @@ def test_a_layer_with_two_names_is_excluded_by_either() -> None:
         ("*.conv", ValueError, r"'\*\.conv' is not a regular expression: .* \('\.\*' stands for any characters\)"),
         (5, TypeError, "exclude must contain names, regular expressions, module types and functions, got 5"),
         ([None], TypeError, "exclude must contain names, regular expressions, module types and functions, got None"),
-        (nn.ReLU(), TypeError, r"got ReLU\(\); name the module by its dotted name in the model, or by its type"),
+        (nn.ReLU(), TypeError, "got a ReLU; name the module by its dotted name in the model, or by its type"),
         (dict, TypeError, "a type must be a module type, such as torch.nn.Conv2d, got dict"),
     ],
 )

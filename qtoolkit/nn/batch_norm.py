@@ -356,6 +356,9 @@ def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
             yield set_modes
         finally:
             set_modes(True)
+            for bn in trained:
+                if isinstance(bn, LinkedBatchNorm):
+                    bn.begin_step()  # the variance of the step is that before the block again
 
 
 @contextmanager

@@ -340,7 +340,7 @@ OPS = {
     "plus a number": (lambda m, y, x: y + 0.5, 1),
     "minus a number": (lambda m, y, x: y - 1, 1),
     "narrow": (lambda m, y, x: torch.narrow(y, 1, 1, 3).narrow(2, -5, 5), 0),
-    "batch norm on its own": (lambda m, y, x: m.norm(torch.relu(y)), 1),
+    "batch norm on its own": (lambda m, y, x: m.norm(torch.relu(y)), 0),
     "clip on its own": (lambda m, y, x: F.hardtanh(F.max_pool2d(y, 2), -0.1, 0.2), 1),
     "hard sigmoid": (lambda m, y, x: F.hardsigmoid(y), 1),
     "one minus": (lambda m, y, x: 1 - y, 1),

@@ -141,6 +141,17 @@ def test_the_variance_of_parameters_without_an_optimizer_moves_on_with_each_step
         assert not torch.equal(model.get_submodule("1")._variance_of_step, first)
 
 
+def test_the_step_after_a_calibration_takes_the_running_variance() -> None:
+    """A calibration in training mode begins a step too, whose variance it puts back."""
+    model, x = prepared_net(), torch.rand(4, 3, 10, 10)
+    bn = model.get_submodule("1")
+    bn.running_var.mul_(4)  # as a loader sets it
+    running = bn.running_var.clone()
+    qt.calibrate(model, [x], progress=False)
+    model(x)
+    assert torch.equal(bn._variance_of_step, running)
+
+
 @pytest.mark.parametrize("behind", [-1, 1, 5])
 def test_ranks_whose_clocks_differ_quantize_with_one_variance(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before each forward, DistributedDataParallel gives all ranks the buffers of rank 0."""

@@ -49,7 +49,7 @@ def step(
     grid = [torch.tensor([scale], requires_grad=learned)]
     grid += [torch.tensor([117.0], requires_grad=learned)] if zero_point else []
     weight, bias = parameters or (None, None)
-    of_grid = (grid[0], None, None, grid[1] if zero_point else None, *bounds, 0.5, learned, with_codes)
+    of_grid = (grid[0], None, None, grid[1] if zero_point else None, *bounds, 0.5, False, learned, with_codes)
     found = op(x, function, list(own), weight, bias, 1e-5, True, *of_grid, dtype)
     grad = torch.randn(x.shape, generator=generator).to(found[0].dtype)
     inputs = [x, *parameters, *(grid if learned else [])]
@@ -104,7 +104,21 @@ def test_other_rows_are_normalized_by_torch() -> None:
     for x in (values(4, 6), values(0, 8), values(3, 8).double(), values(4, 12)[:, ::2]):
         with on_host("forwards"):
             found = torch.ops.qtoolkit.function_fake_quant(
-                x, "layer_norm", [x.size(1)], None, None, 1e-5, True, torch.ones(1), *[None] * 3, -8, 7, 1.0, True, True
+                x,
+                "layer_norm",
+                [x.size(1)],
+                None,
+                None,
+                1e-5,
+                True,
+                torch.ones(1),
+                *[None] * 3,
+                -8,
+                7,
+                1.0,
+                False,
+                True,
+                True,
             )
         wanted = torch.nn.functional.layer_norm(x, (x.size(1),)).round()
         torch.testing.assert_close(found[0], wanted)

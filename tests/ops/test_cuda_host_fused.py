@@ -49,7 +49,7 @@ SHAPES = {
     "a_vector_of_channels": (70, 8, 3, 3),
     "tiles_of_channels": (19, 520),
     "threads_without_rows": (1, 512, 7, 7),
-    "a_tile_of_few_channels": (2, 264, 1, 1),
+    "a_tile_of_few_channels": (5, 264, 1, 1),
 }
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 

@@ -122,7 +122,7 @@ def sample(op: str, x: Tensor) -> dict:
     }
     normalized = {**unit, **forward, **tracked, "rounds_bias": False, "frozen_mean": None}
     kept = {"y_scale": scales(1), "factor": scales(6), "scale": scales(6), "undivided": x * 3}
-    kept |= {"mean": torch.zeros(6), "batch_variance": torch.ones(6), "totals": torch.zeros(0)}
+    kept |= {"mean": torch.zeros(6), "batch_variance": torch.ones(6), "totals": None}
     of_input = {"grad": x * 2, "size": list(x.shape), "x_dtype": x.dtype, "order": [0, 1, 2]}
     of_unit = ("x", "weight", "ratio", "gamma", "beta", "residual", "y_ratio")
     of_layer = ("x", "weight", "start", "ratio", "zero_point", "bias", "y_start", "y_ratio", "y_zero_point")

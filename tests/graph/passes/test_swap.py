@@ -221,7 +221,7 @@ RULE = qt.QConfigMapping().set_object_type(nn.Linear, qt.backends["tensorrt"].qc
         ({int: qt.nn.QuantLinear}, "each key of qat_modules must be a torch.nn.Module type, got <class 'int'>"),
         (
             {nn.Linear: qt.nn.QuantLinear(2, 2)},
-            "each value of qat_modules must be a torch.nn.Module type, got QuantLinear(",
+            "each value of qat_modules must be a torch.nn.Module type, got a QuantLinear",
         ),
         (
             {nn.Linear: nn.Conv2d},
