@@ -320,12 +320,12 @@ def row_loops(dtype: str) -> Iterator[Loop]:
 def plane_loops(dtype: str, layout: str, walk: str) -> Iterator[Loop]:
     """Return the same loops where a thread has elements of one channel."""
     size, of, needs = SIZES[dtype], TYPES[dtype], {"DADD": 2}
-    loads, load, kernel = WIDE[dtype], COPIED, f"plane_{{}}_kernelI{of}E"
+    loads, load, moments, sums = WIDE[dtype], COPIED, f"plane_moments_kernelI{of}E", f"plane_sums_kernelI{of}E"
     if walk == "Scattered":
         loads, load = ELEMENTS, r"LDG\.E " if dtype == "float32" else r"LDG\.E\.U16"
-        kernel = f"[0-9]{{}}_kernelI{of}NS.*{walk}E"
-    yield Loop(f"batch norm moments, {dtype}, {layout}", kernel.format("moments"), size, load, loads, needs)
-    yield Loop(f"batch norm sums, {dtype}, {layout}", kernel.format("sums"), 2 * size, load, 2 * loads, needs)
+        moments, sums = f"14moments_kernelI{of}NS.*{walk}E", f"11sums_kernelI{of}NS.*{walk}E"
+    yield Loop(f"batch norm moments, {dtype}, {layout}", moments, size, load, loads, needs)
+    yield Loop(f"batch norm sums, {dtype}, {layout}", sums, 2 * size, load, 2 * loads, needs)
 
 
 @dataclass(frozen=True)

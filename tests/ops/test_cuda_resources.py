@@ -35,20 +35,20 @@ def test_no_kernel_spills_registers(kernels):
         (("18elementwise_kernelIfNS", "IntegerFunctorELb1E"), 64, 0.5),  # with codes
         (("attention_weights_kernel", "Li32ELi8ELb"), 80, 0.375),
         (("learned_backward_kernelIf13__nv_bfloat16", "LearnedGradient"), 64, 0.5),
-        (("norm_forward_kernelI13__nv_bfloat16LNS0_6SpreadE0",), 64, 0.5),
+        (("norm_forward_kernelI13__nv_bfloat16LNS0_6SpreadE0",), 64, 0.375),  # three blocks of 48 KiB on an A100
         (
             ("norm_forward_kernelI13__nv_bfloat16LNS0_6SpreadE2",),
             80,
             0.375,
         ),  # a thread keeps 8 channels
-        (("norm_backward_kernelI13__nv_bfloat16LNS0_6SpreadE0", "LearnedE0"), 64, 0.5),
+        (("norm_backward_kernelI13__nv_bfloat16LNS0_6SpreadE0", "LearnedE0"), 64, 0.375),
         (("norm_backward_kernelI13__nv_bfloat16LNS0_6SpreadE0", "LearnedE1"), 80, 0.375),
         (("norm_backward_kernelI13__nv_bfloat16LNS0_6SpreadE2",), 128, 0.25),
         (("11sums_kernelI13__nv_bfloat16",), 80, 0.375),
         (("row_sums_kernelI13__nv_bfloat16",), 128, 0.25),
         (("row_moments_kernelI13__nv_bfloat16",), 128, 0.25),  # sums of 8 channels in float64
-        (("plane_moments_kernelI13__nv_bfloat16",), 64, 0.5),
-        (("plane_sums_kernelI13__nv_bfloat16",), 64, 0.5),
+        (("plane_moments_kernelI13__nv_bfloat16",), 64, 0.375),
+        (("plane_sums_kernelI13__nv_bfloat16",), 64, 0.375),
         (("pool_backward_kernelIfLi8",), 80, 0.375),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
