@@ -190,7 +190,7 @@ def _bound(model: nn.Module, example_inputs: object, what: str, remedy: str = ""
 
 
 def _mistaken(given: object) -> str | None:
-    """Return what is wrong with a shape or a data loader in the place of inputs, and the remedy; None for anything else."""
+    """Return what is wrong where a shape or a data loader is passed as inputs, and the remedy; None for anything else."""
     if isinstance(given, DataLoader | Dataset):
         item = "next(iter(loader))" if isinstance(given, DataLoader) else "dataset[0]"
         return f"got {with_article(type(given))}; pass what the model takes of one batch, as of {item}"

@@ -1,5 +1,7 @@
 """Dotted names of modules, of which a shared module has several."""
 
+from collections.abc import Callable, Iterator
+
 from torch import nn
 
 
@@ -35,3 +37,12 @@ def replace_everywhere(model: nn.Module, old: nn.Module, new: nn.Module) -> None
     """Replace a submodule by another one under each of its names, so that it stays shared."""
     for name in names_by_module(model)[old]:
         model.set_submodule(name, new)
+
+
+def outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules for which a function holds, but those inside of another one, each with its first name."""
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module not in inside and is_one(module):
+            inside.update(module.modules())
+            yield name, module

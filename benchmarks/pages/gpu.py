@@ -380,7 +380,7 @@ def show_profile(args: argparse.Namespace) -> None:
 
 
 def add(rows: Sequence[Row], out: Path) -> list[Row]:
-    """Add rows to those of a file, in the place of earlier ones of the same thing on the same card; return all."""
+    """Merge rows into a file, where they replace earlier rows of the same measurement on the same card; return all rows."""
     before = json.loads(out.read_text())["rows"] if out.exists() else []
     fresh = {_key(row): row for row in rows}
     cards = list(dict.fromkeys(row["card"] for row in [*before, *rows]))

@@ -21,6 +21,7 @@ from qtoolkit.model_inputs import Args, Kwargs
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.table import calls_where
 from qtoolkit.running import running
+from qtoolkit.shared_modules import outermost
 from qtoolkit.verdicts import Cause, Verdict
 
 _CALLS = calls_where(lambda kind: kind.weight_argument or kind.takes_indices)
@@ -37,9 +38,8 @@ class WeightsTaken(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.found: dict[str, str] = {}
-        self._weights: dict[int | None, dict[str, QuantModule]] = defaultdict(
-            dict
-        )  # by their memory: layers may share one
+        # By their memory: layers may share one.
+        self._weights: dict[int | None, dict[str, QuantModule]] = defaultdict(dict)
         for name, weight, layer in _quantized_weights(model):
             self._weights[_memory(weight)][name] = layer
 
@@ -79,13 +79,10 @@ def verdict_on(function: str) -> Verdict:
 
 def _quantized_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, QuantModule]]:
     """Yield the parameters of replaced layers, in the outermost one, with their names."""
-    inside: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if module not in inside and isinstance(module, QuantModule | QuantizedGraphModule):
-            inside.update(part for part in module.modules() if part is not module)
-            if isinstance(module, QuantModule):
-                parameters = module.named_parameters(name) if module.weight_quantizers() else ()
-                yield from ((path, weight, module) for path, weight in parameters if weight.dim() > 1)
+    for name, module in outermost(model, lambda each: isinstance(each, QuantModule | QuantizedGraphModule)):
+        if isinstance(module, QuantModule):
+            parameters = module.named_parameters(name) if module.weight_quantizers() else ()
+            yield from ((path, weight, module) for path, weight in parameters if weight.dim() > 1)
 
 
 def _memory(tensor: object) -> int | None:

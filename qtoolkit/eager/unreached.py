@@ -1,6 +1,6 @@
 """Layers with quantizers of their own inputs that no data reached, as those that forward never calls: they stay in float."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -13,6 +13,7 @@ from qtoolkit.nn.batch_norm import identity_of
 from qtoolkit.nn.module import drop_output_quantizer
 from qtoolkit.nn.replacement import replace_in_place
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.shared_modules import outermost
 from qtoolkit.verdicts import UNREACHED
 
 
@@ -29,7 +30,7 @@ def unreached_layers(model: nn.Module, state: Mapping[str, object] | None = None
         return f"{name}.scale" in state or f"{name}.grid.scale" in state
 
     reached = {n: is_reached(n, q) for n, q in quantizers_of(model).items() if not q.of_weight}
-    layers = dict(_outermost_layers(model)) if any(reached.values()) else {}
+    layers = dict(outermost(model, _has_own_quantizers)) if any(reached.values()) else {}
     own = {name: [reached[n] for n in reached if n.startswith(f"{name}.")] for name in layers}
     return {name: layer for name, layer in layers.items() if own[name] and not any(own[name])}
 
@@ -59,10 +60,6 @@ def _without(plan: Plan, layers: set[str]) -> Plan:
     return replace(plan, edges=edges, inside={**plan.inside, **{n: UNREACHED for n in plan.inside if n in layers}})
 
 
-def _outermost_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the QAT layers, and modules with quantized outputs, that are in no other one, each with its first name."""
-    inside: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if (isinstance(module, QuantModule) or "output_quantizer" in module._modules) and module not in inside:
-            inside.update(module.modules())
-            yield name, module
+def _has_own_quantizers(module: nn.Module) -> bool:
+    """Return whether a module is a QAT layer, or has a quantized output."""
+    return isinstance(module, QuantModule) or "output_quantizer" in module._modules

@@ -373,9 +373,8 @@ def values_of_channels(model: nn.Module) -> Iterator[dict[str, int]]:
         if bn.training and not is_folded(bn) and args[0].dim() > 1:
             found[name] = max(found.get(name, 0), args[0].numel() // max(args[0].shape[1], 1))
 
-    kinds = (
-        nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
-    )  # as in `batch_statistics`; without running ones all modes agree
+    # As in `batch_statistics`; without running ones all modes agree.
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
     batch_norms = [(n, bn) for n, bn in model.named_modules() if isinstance(bn, kinds) and bn.running_mean is not None]
     with removing([bn.register_forward_pre_hook(partial(count, name)) for name, bn in batch_norms]):
         yield found

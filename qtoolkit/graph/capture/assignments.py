@@ -20,9 +20,8 @@ from qtoolkit.model_state import parts_of
 from qtoolkit.op_kinds.rules import CASTS
 
 OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module, which no forward assigns
-FOREIGN = frozenset(
-    ("numpy", "qtoolkit", "torch", *sys.stdlib_module_names)
-)  # packages that keep no values of a forward
+# Packages that keep no values of a forward.
+FOREIGN = frozenset(("numpy", "qtoolkit", "torch", *sys.stdlib_module_names))
 # What says nothing about the values of a tensor.
 METADATA = frozenset(
     [

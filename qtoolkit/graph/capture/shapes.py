@@ -76,9 +76,7 @@ class ShapePropagation:
             if value is not UNKNOWN:
                 # Containers keep their types: code may read an attribute, as x.max(0).values. tree_map makes a Size a tuple.
                 self.values[node] = value if is_plain(value) else tree_map(_on_meta, value)
-        except (
-            Exception
-        ):  # it needs data, has no meta kernel, or is no PackedSequence on the meta device: it stays unknown
+        except Exception:  # it needs data, has no meta kernel, or returns a PackedSequence, which must be on the CPU
             return
         finally:
             random.restore()  # each run of a leaf module draws its own numbers

@@ -65,7 +65,7 @@ class TorchModes:
 def skipped_autocast(places: list[str], enter: Callable[[torch.autocast], object]) -> list[Patch]:
     """Return the methods of torch.autocast, each with one that enters nothing where autocast is switched off.
 
-    `places` gets where that is; `enter` enters what is switched on.
+    The place of each is added to `places`. `enter` enters an autocast that is switched on.
     """
     leave = torch.autocast.__exit__
     # Private, and no public attribute tells. A torch without it refuses both.
