@@ -18,8 +18,10 @@
 
 // What quant_weight and quant_layer are told about a weight, and quant_layer about a layer. Fields that are numbers are
 // lists, which qtoolkit/ops/layer.py makes and layer/layer.h reads: x_range, of the codes of x; grid: the range of the
-// weight's codes, group, block_size and axis; geometry: of a convolution.
-#define QT_WEIGHT " weight, Tensor? factor, Tensor scale, Tensor? zero_point, int[] grid, float grad_factor"
+// weight's codes, group, block_size and axis; geometry: of a convolution. updated: the output channels, int64, in which
+// the weight, its scale and the factor have a gradient; absent, in all of them.
+#define QT_WEIGHT \
+  " weight, Tensor? factor, Tensor scale, Tensor? zero_point, int[] grid, float grad_factor, Tensor? updated"
 #define QT_INPUT "Tensor codes, Tensor x_scale, Tensor? x_zero_point, int[] x_range, Tensor"
 #define QT_LAYER QT_INPUT QT_WEIGHT ", int[] geometry, bool integer"
 // What batch_norm_fake_quant is told besides x. activation: low, high, slope; range: of codes.

@@ -144,6 +144,7 @@ TAKEN: Mapping[str, Callable[[nn.Module, Path], object]] = {
     "Distillation": lambda m, _: distilled(m),
     "OscillationDampening": lambda m, _: qt.tuning.OscillationDampening(m, 10).skipped,
     "OscillationFreezing": lambda m, _: qt.tuning.OscillationFreezing(m, 10, max_bits=8).skipped,
+    "PartialUpdates": lambda m, _: repr(qt.tuning.PartialUpdates(m, torch.optim.SGD(m.parameters(), 0.1))),
     "QuantizationSchedule": lambda m, _: qt.tuning.QuantizationSchedule(m, freeze_ranges=1, freeze_batch_norm=1).step(),
     "bias_correction": lambda m, _: qt.tuning.bias_correction(m, [IMAGES], progress=False),
     "gptq": lambda m, _: qt.tuning.gptq(m, [IMAGES], progress=False),

@@ -20,6 +20,7 @@ from qtoolkit.quantizers.first_steps import LAST_STEP
 
 PADDING = 4  # pixels around an image before the random crop
 CALIBRATION = 512  # images
+CHOSEN_AFTER = 40  # steps, PartialUpdates chooses the channels again: the paper's 4,096 images
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Schedule:
     Where the norm of the gradient, over all parameters, is above `clip`, it is scaled down to it. Without `labels` a teacher's
     classes alone are learned. Weights decay by `decay`, or as the optimizer's do; learned scales begin with the optimizer's
     share of `rate`, or with `scale_share`. With `bfloat16` the model computes under autocast, in about half the time where the
-    processor has instructions for it.
+    processor has instructions for it. `share` and `by` are those of `qtoolkit.tuning.PartialUpdates`; 1 trains whole weights.
     """
 
     images: int
@@ -65,6 +66,8 @@ class Schedule:
     decay: float | None = None
     scale_share: float | None = None
     bfloat16: bool = False
+    share: float = 1.0
+    by: str = "magnitude"
 
     @property
     def steps(self) -> int:
@@ -133,12 +136,17 @@ class Run:
         groups = qt.parameter_groups(model, schedule.rate, decay, scale_lr=scale_rate)
         self.rates = [group["lr"] for group in groups]
         self.optimizer = kind.build(groups) if data.device.type == "cpu" else _without_waiting(kind, groups, data)
+        self.updates = None
+        if schedule.share < 1:
+            self.updates = qt.tuning.PartialUpdates(model, self.optimizer, schedule.share, CHOSEN_AFTER, schedule.by)
         if checkpoint.exists():
             self._load(torch.load(checkpoint, map_location=data.device, weights_only=True))
 
     def _load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.updates is not None:
+            self.updates.load_state_dict(state["updates"])
         self.generator.set_state(state["generator"].cpu())
         self.step = state["step"]
 
@@ -146,6 +154,7 @@ class Run:
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "updates": None if self.updates is None else self.updates.state_dict(),
             "generator": self.generator.get_state(),
             "step": self.step,
         }
@@ -212,6 +221,8 @@ class Run:
                 kept.copy_(new)
             self.graph.replay()
         self.step += 1
+        if self.updates is not None:
+            self.updates.step()
 
     def _update(self, images: Tensor, labels: Tensor) -> None:
         self.optimizer.zero_grad()

@@ -238,6 +238,7 @@ bool weight_differentiably(Stack& stack) {
   Reader("qtoolkit::quant_weight_backward", stack) >> grad >> w >> g.transposed >> g.groups >> wanted;
   if (wanted[2] || wanted[3]) return false;
   stack.clear();
+  if (w.updated.has_value()) grad = only_updated(grad, w, g);
   for (const Tensor& gradient : differentiable_weight_backward(grad, w, g, wanted)) stack.emplace_back(gradient);
   return true;
 }

@@ -21,6 +21,7 @@ struct LayerWeight {
   std::optional<int64_t> axis;
   int64_t group, block_size;
   double grad_factor;
+  std::optional<at::Tensor> updated;  // the output channels that have a gradient; absent, all of them
 };
 
 struct Layer : LayerWeight {
@@ -42,7 +43,7 @@ struct RawInput {
 // qtoolkit.ops.layer.WeightGrid.numbers
 inline Reader& operator>>(Reader& reader, LayerWeight& w) {
   std::vector<int64_t> grid;
-  reader >> w.weight >> w.factor >> w.scale >> w.zero_point >> grid >> w.grad_factor;
+  reader >> w.weight >> w.factor >> w.scale >> w.zero_point >> grid >> w.grad_factor >> w.updated;
   TORCH_CHECK_VALUE(grid.size() == 4 || grid.size() == 5, reader.op(),
                     ": grid must have qmin, qmax, group, block_size and, if there is one, the axis, got ",
                     at::IntArrayRef(grid), ".");

@@ -158,10 +158,28 @@ inline void check_integer(const char* op, const Layer& l, const Axis& axis) {
                     " and block_size=", axis.block, "; pass integer=False.");
 }
 
+// The values are checked on the CPU alone: a GPU would have to be waited for.
+inline void check_updated(const char* op, const at::Tensor& updated, const c10::SymInt& channels,
+                          const at::Tensor& like) {
+  TORCH_CHECK_TYPE(updated.scalar_type() == at::kLong, op, ": updated must have dtype int64, got ",
+                   updated.scalar_type(), "; pass the indices of output channels.");
+  check_same_device(op, "updated", updated, like);
+  TORCH_CHECK_VALUE(updated.dim() == 1, op, ": updated must have one dimension, of output channels, got shape ",
+                    updated.sym_sizes(), ".");
+  if (!updated.is_cpu()) return;
+  const at::Tensor indices = updated.contiguous();
+  const int64_t* index = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < indices.numel(); ++i) {
+    TORCH_CHECK_VALUE(index[i] >= 0 && index[i] < channels, op, ": updated must have indices of the ", channels,
+                      " output channels, got ", index[i], ".");
+  }
+}
+
 // Returns the axis of the scales.
 inline Axis check_layer_weight(const char* op, const LayerWeight& w, const Geometry& g, const at::Tensor& like) {
   TORCH_CHECK_VALUE(w.weight.sym_numel() > 0, op, ": weight must not be empty, got shape ", w.weight.sym_sizes(), ".");
   check_per_output(op, "factor", w.factor, output_channels(w.weight, g), like);
+  if (w.updated.has_value()) check_updated(op, *w.updated, output_channels(w.weight, g), like);
   check_code_range(op, w.qmin, w.qmax);
   return check_grid(op, w.weight, w.scale, w.zero_point, w.axis, w.group, w.block_size, "weight");
 }

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include "../call_op.h"
 #include "../grid.h"
@@ -207,6 +209,23 @@ class Rows {
 };
 
 }  // namespace
+
+namespace {
+
+Tensor is_updated(const c10::SymInt& channels, const Tensor& updated) {
+  return at::zeros_symint({channels}, updated.options().dtype(at::kBool)).index_fill_(0, updated, true);
+}
+
+}  // namespace
+
+Tensor only_updated(const Tensor& of_weight, const LayerWeight& w, const Geometry& g) {
+  const Tensor mask = over_grouped(is_updated(output_channels(of_weight, g), *w.updated), of_weight, g);
+  return at::where(mask, grouped(of_weight, g), 0).reshape_symint(of_weight.sym_sizes());
+}
+
+Tensor only_updated(const Tensor& per_channel, const Tensor& updated) {
+  return at::where(is_updated(per_channel.sym_numel(), updated), per_channel, 0);
+}
 
 Tensor usable_scales(const Tensor& scale, at::ScalarType type) { return scale.to(type).abs().clamp_min(0x1p-126); }
 

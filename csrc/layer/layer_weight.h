@@ -34,6 +34,11 @@ using WantedOfWeight = std::array<bool, 4>;
 // What becomes of the memory of the incoming gradient: the weight's gradient may take it, if nobody else has it.
 enum class OfGrad { kept, taken };
 
+// The elements of a gradient of a weight, or of a value for each output channel, that belong to the channels that have
+// one; zeros elsewhere.
+at::Tensor only_updated(const at::Tensor& of_weight, const LayerWeight& w, const Geometry& g);
+at::Tensor only_updated(const at::Tensor& per_channel, const at::Tensor& updated);
+
 // From the gradient of the fake-quantized weight. The weight's gradient has its memory format.
 WeightGradients weight_backward(const at::Tensor& grad, const LayerWeight& w, const Geometry& g, WantedOfWeight wanted,
                                 OfGrad memory);

@@ -50,7 +50,8 @@ void quant_weight_backward(const c10::OperatorHandle& op, Stack* stack) {
   TORCH_CHECK_VALUE(grad.sym_sizes() == w.weight.sym_sizes(), kOp, ": grad must have the shape of weight, ",
                     w.weight.sym_sizes(), ", got ", grad.sym_sizes(), ".");
   check_same_device(kOp, "grad", grad, w.weight);
-  const WeightGradients gradients = weight_backward(grad, w, w.geometry, wanted, OfGrad::kept);
+  const Tensor in = w.updated.has_value() ? only_updated(grad, w, w.geometry) : grad;
+  const WeightGradients gradients = weight_backward(in, w, w.geometry, wanted, OfGrad::kept);
   for (size_t i = 0; i < gradients.size(); ++i) {
     const bool given = wanted[i] && gradients[i].defined();
     stack->emplace_back(given ? gradients[i] : at::empty({0}, grad.options()));

@@ -13,6 +13,7 @@
 #include "../checks.h"
 #include "../layer/layer_checks.h"
 #include "../layer/layer_ops.h"
+#include "../layer/layer_weight.h"
 #include "../registration.h"
 
 namespace qtoolkit {
@@ -166,6 +167,9 @@ void unit_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
     if (wanted[G::beta]) gradients[G::beta] = behind.beta;
     of_scales.of_gamma = behind.gamma;
     of_scales.of_divisor = behind.divisor;
+    // The output is divided by the factor that multiplies the weight. Of a channel whose weight has no gradient, neither
+    // has the factor: one alone of the two would be far from their sum.
+    if (layer.updated.has_value()) of_scales.of_divisor = only_updated(behind.divisor, *layer.updated);
   }
   const PartGradients of_parts = gradients_of_parts(
       parts, of_scales, {wanted[G::start], wanted[G::ratio], wanted[G::y_start], wanted[G::y_ratio], wanted[G::bias]},
@@ -173,6 +177,9 @@ void unit_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
   gradients[G::start] = of_parts.start;
   gradients[G::ratio] = of_parts.ratio;
   gradients[G::gamma] = of_parts.gamma;
+  if (norm.is_frozen() && of_gamma && layer.updated.has_value()) {
+    gradients[G::gamma] = only_updated(of_parts.gamma, *layer.updated);
+  }
   if (norm.is_frozen()) gradients[G::bias] = of_parts.bias;
   gradients[G::y_start] = of_parts.y_start;
   gradients[G::y_ratio] = of_parts.y_ratio;

@@ -90,6 +90,7 @@ struct UnitOfLayer : Unit {
     visit("zero_point", layer.zero_point, Role{Gradient::zero_point, Keeps::copy});
     visit("lo", followed.lo, kOfForward);
     visit("hi", followed.hi, kOfForward);
+    visit("updated", layer.updated, kConstant);
     visit("bias", bias.bias, Role{Gradient::bias, bias_kept});
     visit("raw", raw.x, kConstant);
     visit("raw_scale", raw.scale, Role{Gradient::raw_scale, Keeps::copy});

@@ -508,7 +508,7 @@ def _folded(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Comp
         step_variance(run, layer, bn)  # for the scales: gamma may be trained
     elif run.own_ops:  # as for a range that follows the weight
         layer.rescale_to_bn_factor()
-    factor = factor_of(bn)
+    factor = layer.updated(factor_of(bn))
     return compute(factor, folded_bias(bn, layer.bias, factor), True)
 
 
@@ -517,7 +517,9 @@ def bn_scaled_output(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm, comp
 
     The batch norm of the layer's output equals one of this output with eps times the factor's square.
     """
-    factor = divisor_of(bn, step_variance(run, layer, bn))
+    # Of a channel whose weight has no gradient, the factor has none: it multiplies the weight and divides the output, and its
+    # gradient in one alone of the two would be far from their sum.
+    factor = layer.updated(divisor_of(bn, step_variance(run, layer, bn)))
     return compute(factor, None, True), factor
 
 

@@ -17,6 +17,7 @@ class LayerOp:
     weight: Any  # a Parameter, and a Parameter or None: torch's classes declare them differently
     bias: Any
     weight_quantizer: Quantizer | None
+    updated_channels: Tensor | None  # those of whose weights a training computes the gradients, int64; None for all
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the float layer with this weight and bias."""
@@ -47,6 +48,23 @@ class LayerOp:
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Multiply each output channel of a weight by its factor."""
         return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
+
+    def updated(self, values: Tensor) -> Tensor:
+        """Return one value for each output channel, with a gradient in the channels that are updated."""
+        if self.updated_channels is None:
+            return values
+        return torch.where(self._is_updated(self.updated_channels), values, values.detach())
+
+    def updated_weight(self) -> Tensor:
+        """Return the weight, with a gradient in the channels that are updated."""
+        weight: Tensor = self.weight
+        if self.updated_channels is None:
+            return weight
+        mask = self._is_updated(self.updated_channels).to(weight.dtype)
+        return torch.where(self.scale_output_channels(torch.ones_like(weight), mask) > 0, weight, weight.detach())
+
+    def _is_updated(self, channels: Tensor) -> Tensor:
+        return torch.zeros(self.channels(), dtype=torch.bool, device=channels.device).index_fill(0, channels, True)
 
     def takes_affine(self) -> bool:
         """Return whether a factor and a shift of each input channel can be folded into weight and bias."""

@@ -91,6 +91,8 @@ class QuantModule(nn.Module):
         for name in (*self.own_attributes(), "_qtoolkit_record"):
             layer.__dict__.pop(name, None)
             layer._modules.pop(name, None)
+            if layer._buffers.pop(name, self) is not self:
+                layer._non_persistent_buffers_set.discard(name)
         drop_output_quantizer(layer)
         return layer
 

@@ -179,7 +179,8 @@ def compute(
     if raw is None and not integer and copies_weight(run, layer, x):
         x = x.contiguous()
         codes = found.of(x) if found.packed else replace(codes, codes=codes.codes.contiguous())
-    return quant_layer(x, codes, layer.weight, grid, geometry, in_sums, factor, integer, dtype, memory_format, raw)
+    types, updated = (dtype, memory_format), layer.updated_channels
+    return quant_layer(x, codes, layer.weight, grid, geometry, in_sums, factor, integer, *types, raw, updated)
 
 
 def computed_type(weight: Tensor, x: Tensor) -> torch.dtype:
@@ -216,7 +217,11 @@ def quantized_weight(run: Run, layer: "Layer", factor: Tensor | None) -> Tensor 
     if not torch.is_grad_enabled() or not run.own_ops:
         return None
     grid = layer.weight_grid(run, factor)
-    return None if grid is None else quant_weight(layer.weight, grid, factor, *layer.weight_groups())
+    return (
+        None
+        if grid is None
+        else quant_weight(layer.weight, grid, factor, *layer.weight_groups(), layer.updated_channels)
+    )
 
 
 def weight_grid(run: Run, layer: "Layer", followed: Callable[[], Tensor]) -> WeightGrid | None:

@@ -38,6 +38,7 @@ class Projection(LayerOp):
     OP_KIND: ClassVar[OpKind] = QuantLinear.OP_KIND
     returns_channels_last: ClassVar[bool] = False
     batch_norm = None
+    updated_channels = None
 
     def __init__(
         self,

@@ -75,6 +75,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         self.input_quantizer = activation_quantizer(input_spec, f"{name}.input_quantizer", self)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
+        self.register_buffer("updated_channels", None, persistent=False)
         self.integer_kernel = None
         self.input_quantizer = None
         self.weight_quantizer = None
@@ -88,6 +89,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
             *quantizers,
             *settings,
             "layer_calls",
+            "updated_channels",
             "_linked_batch_norm",
             "_holds_batch_norm",
             "_holds_batch_norm_before",
@@ -217,7 +219,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     ) -> Tensor:
         """Compute a call with the weight, each output channel multiplied by a factor before it is quantized."""
         if not with_quantized_weight:
-            return self.compute(x, self.weight, bias, *args, **kwargs)
+            return self.compute(x, self.updated_weight(), bias, *args, **kwargs)
         source, in_sums = partial(call.input_quantizer, self), partial(self.bias_in_sums, bias, call)
         y = on_codes.compute(run, self, x, source, factor, in_sums, args, kwargs, input_codes)
         if y is not None:
@@ -232,7 +234,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
 
     def _scaled_and_quantized(self, factor: Tensor | None) -> Tensor:
         """Return the weight, each output channel multiplied by a factor, quantized by its quantizer."""
-        quantizer, scaled = self.weight_quantizer, self._scaled(self.weight, factor)
+        quantizer, scaled = self.weight_quantizer, self._scaled(self.updated_weight(), factor)
         if self.training or not isinstance(quantizer, TensorQuantizer) or has_own_forward(quantizer):
             return self.quantize_weight(scaled)
         y: Tensor = quantizer(scaled, range_of=self.effective_weight)

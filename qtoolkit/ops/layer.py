@@ -119,12 +119,19 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geomet
 
 
 def quant_weight(
-    weight: Tensor, grid: WeightGrid, factor: Tensor | None = None, transposed: bool = False, groups: int = 1
+    weight: Tensor,
+    grid: WeightGrid,
+    factor: Tensor | None = None,
+    transposed: bool = False,
+    groups: int = 1,
+    updated: Tensor | None = None,
 ) -> Tensor:
     """Return the weight of a layer, multiplied by a factor for each output channel and fake-quantized.
 
     The values are `fake_quant(weight * factor)`, bit for bit. On the CPU, one read of the weight gives them, and one
     read of the weight and the incoming gradient all gradients.
+
+    `updated` has the indices of the output channels, int64, in which weight, factor and scale have a gradient; None for all.
 
     Example:
         >>> grid = WeightGrid(torch.tensor(0.5), None, -127, 127)
@@ -132,12 +139,12 @@ def quant_weight(
         tensor([[0.5000, 1.0000],
                 [0.5000, 2.0000]])
     """
-    return _quant_weight(*_of_weight(weight, grid, factor), transposed, groups)
+    return _quant_weight(*_of_weight(weight, grid, factor, updated), transposed, groups)
 
 
-def _of_weight(weight: Tensor, grid: WeightGrid, factor: Tensor | None) -> tuple[Any, ...]:
+def _of_weight(weight: Tensor, grid: WeightGrid, factor: Tensor | None, updated: Tensor | None) -> tuple[Any, ...]:
     """Return what ops are told of a weight, in the order of their schemas."""
-    return weight, factor, grid.scale, grid.zero_point, grid.numbers, grid.grad_factor
+    return weight, factor, grid.scale, grid.zero_point, grid.numbers, grid.grad_factor, updated
 
 
 def quant_layer(
@@ -152,6 +159,7 @@ def quant_layer(
     dtype: torch.dtype | None = None,
     memory_format: torch.memory_format | None = None,
     raw: RawInput | None = None,
+    updated: Tensor | None = None,
 ) -> Tensor:
     """Return a layer of x with the weight `quant_weight(weight, grid, factor)`, keeping little for backward.
 
@@ -169,6 +177,9 @@ def quant_layer(
     With `raw`, what x was before it was fake-quantized, x has no gradient, and the scale gets its own from the gradient of the
     weight for another input, which takes less time for an image: the sum of the same terms in another order.
 
+    `updated` has the indices of the output channels, int64, in which the weight has a gradient, and with it the factor and the
+    scale; None for all. Without groups, only these channels of the gradient are computed. The gradient of x is whole.
+
     x lies on the grid of `codes`: (N, C, ...) with one to three spatial dimensions, or (N, ..., features) for a linear layer;
     float32, float64, bfloat16 or float16. The weight has torch's shape. `dtype` is the type to compute in, as under autocast,
     and `memory_format` the output's, of a 2-d convolution. The scale and zero point of x have no gradient.
@@ -183,5 +194,8 @@ def quant_layer(
         True
     """
     x, of_raw = (x, (None, None, 1.0)) if raw is None else (x.detach(), (raw.values, raw.scale, raw.grad_factor))
-    of_x, of_weight = (codes.codes, codes.scale, codes.zero_point, codes.range), _of_weight(weight, grid, factor)
+    of_x, of_weight = (
+        (codes.codes, codes.scale, codes.zero_point, codes.range),
+        _of_weight(weight, grid, factor, updated),
+    )
     return _quant_layer(x, bias, *of_x, *of_weight, geometry.numbers, integer, dtype, memory_format, *of_raw)

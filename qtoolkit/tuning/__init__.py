@@ -9,13 +9,14 @@ from qtoolkit.tuning.equalize import Equalization, Pair, equalize
 from qtoolkit.tuning.gptq import GPTQ, LayerError, gptq
 from qtoolkit.tuning.oscillation import OscillationDampening, OscillationFreezing
 from qtoolkit.tuning.oscillations.code_tracks import LayerOscillation, Oscillations
+from qtoolkit.tuning.partial_updates import PartialUpdates
 from qtoolkit.tuning.reconstruct import Reconstruction, UnitResult, reconstruct
 from qtoolkit.tuning.schedule import QuantizationSchedule
 from qtoolkit.tuning.smooth_quant import Smoothed, SmoothQuant, smooth_quant
 
 __all__ = [
     "GPTQ", "BiasCorrection", "Distillation", "Equalization", "LayerError", "LayerOscillation", "OscillationDampening",
-    "OscillationFreezing", "Oscillations", "Pair", "QuantizationSchedule", "Reconstruction", "Reestimation",
+    "OscillationFreezing", "Oscillations", "Pair", "PartialUpdates", "QuantizationSchedule", "Reconstruction", "Reestimation",
     "SmoothQuant", "Smoothed", "UnitResult", "bias_correction", "equalize", "gptq", "mixed_precision", "reconstruct",
     "reestimate_batch_norm", "smooth_quant",
 ]  # fmt: skip

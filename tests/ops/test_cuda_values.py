@@ -452,7 +452,7 @@ def test_weight(device, shape, folded, shared, dtype):
     weight, grad = floats(dtype)(*shape), floats(dtype, 3)(*shape)
     scale, factor = scales(1 if shared else shape[0]), scales(shape[0]) if folded else None
     grid = [-7, 7, 1, 0, *([] if shared else [0])]
-    check(device, lambda w, f, s: native.quant_weight(w, f, s, None, grid, 0.5, False, 1), weight, factor, scale)
+    check(device, lambda w, f, s: native.quant_weight(w, f, s, None, grid, 0.5, None, False, 1), weight, factor, scale)
 
     def backward(*given: Tensor | None) -> tuple[Tensor, ...]:
         return native.quant_weight_backward(*given, None, grid, 0.5, False, 1, [True] * 3 + [False])

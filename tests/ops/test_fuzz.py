@@ -738,6 +738,9 @@ class DrawnLayer(Drawn):
     def wanted(self) -> list[bool]:
         return [self.r.random() < 0.7 for _ in range(4 if self.op == "quant_weight_backward" else 7)]
 
+    def updated(self) -> Tensor | None:
+        return self.mostly(None, torch.ones(1), torch.tensor([[0]]), torch.tensor([-1]), torch.tensor([2**40]))
+
     @cached_property
     def has_raw(self) -> bool:
         return self.r.random() < 0.4
@@ -1516,7 +1519,7 @@ def check_quant_layer_backward(drawn: Drawn, found: Results, **given) -> None:
     )
     x, weight = leaves_of(x, given["weight"])
     quantized = OPS["quant_weight"](
-        weight, given["factor"], **grid, **parts(given, "grad_factor", "transposed", "groups")
+        weight, given["factor"], **grid, **parts(given, "grad_factor", "updated", "transposed", "groups")
     )
     y = shape.compute(x.to(grad.dtype), quantized.to(grad.dtype), None)
     dx, of_quantized, dweight = torch.autograd.grad(y, (x, quantized, weight), grad)

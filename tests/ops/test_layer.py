@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,7 @@ class Given:
     geometry: Geometry
     bias: Tensor | None = None
     factor: Tensor | None = None
+    updated: Tensor | None = None
 
     NAMES = ("x", "weight", "factor", "scale", "zero_point", "bias")  # with a gradient
 
@@ -692,6 +694,7 @@ def test_opcheck(name: str, packed: bool, integer: bool) -> None:
     for g in (
         given(shape, codes=(-8, 7), packed=packed),
         given(shape, codes=(-8, 7), packed=packed, learned=False, factor=False, bias=False, zero_point=not integer),
+        dataclasses.replace(given(shape, codes=(-8, 7), packed=packed), updated=torch.tensor([1])),
     ):
         torch.library.opcheck(library.quant_layer.default, arguments(g, integer))
 
@@ -704,7 +707,7 @@ def test_opcheck_in_channels_last() -> None:
 
 def layer_arguments(g: Given, integer: bool) -> tuple:
     c, w = g.codes, g.grid
-    of_weight = (g.weight, g.factor, w.scale, w.zero_point, w.numbers, w.grad_factor)
+    of_weight = (g.weight, g.factor, w.scale, w.zero_point, w.numbers, w.grad_factor, g.updated)
     return c.codes, c.scale, c.zero_point, c.range, *of_weight, g.geometry.numbers, integer
 
 
@@ -734,9 +737,11 @@ def test_opcheck_of_backward(name: str, wanted: list[bool]) -> None:
     g = given(SHAPES[name])
     for integer in (False, True):
         grad = torch.ones_like(g.run().detach())
-        args = (grad, list(g.x.shape), *layer_arguments(g, integer), torch.float32, wanted)
-        detached = [t.detach() if isinstance(t, Tensor) else t for t in args]
-        torch.library.opcheck(library.quant_layer_backward.default, detached)
+        for updated in (None, torch.tensor([0, 2])):
+            of_layer = layer_arguments(dataclasses.replace(g, updated=updated), integer)
+            args = (grad, list(g.x.shape), *of_layer, torch.float32, wanted)
+            detached = [t.detach() if isinstance(t, Tensor) else t for t in args]
+            torch.library.opcheck(library.quant_layer_backward.default, detached)
 
 
 class Block(nn.Module):
@@ -800,3 +805,58 @@ def test_export_keeps_the_op() -> None:
     for exported in (program, program.run_decompositions()):
         assert str(exported.graph).count("qtoolkit.quant_layer.") == 2
         assert_same(exported.module()(other), block(other))
+
+
+# ---- the gradients of some output channels
+
+
+UPDATED = {
+    "two": lambda channels: torch.tensor([0, channels - 1]),
+    "none": lambda channels: torch.tensor([], dtype=torch.int64),
+}
+
+
+@shapes
+@pytest.mark.parametrize("integer", [False, True], ids=["float", "integer"])
+@pytest.mark.parametrize("updated", UPDATED.values(), ids=UPDATED)
+def test_some_channels_have_the_gradients_of_all_and_others_zeros(shape: Shape, integer: bool, updated: Any) -> None:
+    channels = updated(shape.channels)
+    g = given(shape)
+    of_all = gradients(g.run(integer), g.leaves())
+    y = quant_layer(g.x, g.codes, g.weight, g.grid, g.geometry, g.bias, g.factor, integer, updated=channels)
+    assert torch.equal(y, g.run(integer))
+    weight = quant_weight(g.weight, g.grid, g.factor, g.geometry.transposed, g.geometry.groups, channels)
+    of_weight = gradients(shape.compute(g.x, weight, g.bias), g.leaves())
+    mask = torch.zeros(shape.channels).index_fill(0, channels, 1.0)
+    of_channel = {"weight": shape.scaled(torch.ones(shape.weight), mask), "factor": mask, "scale": mask}
+    for name, *found, whole in zip(g.tensors(), gradients(y, g.leaves()), of_weight, of_all, strict=True):
+        wanted = (
+            torch.where(of_channel.get(name, torch.ones(())).view_as(whole) > 0, whole, 0)
+            if name in of_channel
+            else whole
+        )
+        for each in found:
+            torch.testing.assert_close(each, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_double_backward_of_some_channels_is_zero_in_others() -> None:
+    g = given(SHAPES["linear2d"], learned=False, factor=False, bias=False)
+    weight = quant_weight(g.weight, g.grid, updated=torch.tensor([1]))
+    (first,) = torch.autograd.grad(weight.square().sum(), g.weight, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), g.weight)
+    for each in (first, second):
+        assert each.any(1).tolist() == [channel == 1 for channel in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("updated", "words"),
+    [
+        (torch.tensor([0.0]), "updated must have dtype int64, got Float"),
+        (torch.tensor([[0]]), "updated must have one dimension"),
+        (torch.tensor([3, 7]), "updated must have indices of the 7 output channels, got 7"),
+    ],
+)
+def test_other_indices_of_channels_are_refused(updated: Tensor, words: str) -> None:
+    g = given(SHAPES["linear2d"])
+    with pytest.raises((TypeError, ValueError), match=words):
+        quant_layer(g.x, g.codes, g.weight, g.grid, g.geometry, updated=updated)

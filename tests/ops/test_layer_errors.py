@@ -16,7 +16,8 @@ QUANT_LAYER, BACKWARD = Fields(library.quant_layer.default), Fields(library.quan
 
 def named(shape: Shape, **grid) -> dict:
     g = given(shape, factor=False, **grid)
-    of_weight = {"weight": g.weight, "factor": g.factor, **vars(g.grid), **vars(g.geometry), "integer": False}
+    of_weight = {"weight": g.weight, "factor": g.factor, **vars(g.grid), "updated": None}
+    of_weight |= {**vars(g.geometry), "integer": False}
     of_input = {f"x_{name}": value for name, value in vars(g.codes).items() if name != "codes"}
     rest = {"dtype": None, "memory_format": None, "raw": None, "raw_scale": None, "raw_factor": 1.0}
     call = {"x": g.x, "bias": g.bias, "codes": g.codes.codes, **of_input, **of_weight, **rest}

@@ -288,7 +288,8 @@ def layer_arguments(run: Run, layer: Any, x: Tensor) -> LayerArguments | None:
         return None
     dtype = on_codes.computed_type(layer.weight, x)
     computed = {"dtype": dtype, "channels_last": on_codes.computed_format(layer, x, integer) is not None}
-    others = {"weight": layer.weight, "bias": layer.bias, **vars(g), "integer": integer, **computed}
+    parameters = {"weight": layer.weight, "bias": layer.bias, "updated": layer.updated_channels}
+    others = {**parameters, **vars(g), "integer": integer, **computed}
     takes_raw = dtype == x.dtype and on_codes.reads_image(layer, x, g)
     return LayerArguments(grid_of_weight(layer), others, like, takes_raw)
 

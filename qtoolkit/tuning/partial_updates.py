@@ -1,0 +1,374 @@
+"""PartialUpdates: a training that computes the gradients of a share of each weight's output channels (arXiv 2411.11038)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from qtoolkit.errors import check_known, check_whole, unknown
+from qtoolkit.model_state import check_module
+from qtoolkit.nn import QuantModule
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.processes import is_sharded, own_part, whole
+from qtoolkit.wrapped import unwrapped
+
+RULES = ("magnitude", "network", "rotation")
+OPTIMIZERS = (SGD, Adam, AdamW)
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """A weight and the layers that share it."""
+
+    layers: tuple[QuantWeighted, ...]
+    share: float
+    trained: bool  # whether it required a gradient before
+
+    @property
+    def layer(self) -> QuantWeighted:
+        return self.layers[0]
+
+    @property
+    def count(self) -> int:
+        """How many channels are chosen in each layer."""
+        channels = self.layer.channels()
+        return min(channels, max(1, round(self.share * channels))) if self.share else 0
+
+    def importance(self) -> Tensor:
+        """The mean magnitude of each output channel, float64."""
+        weight = whole(self.layer.weight.detach())
+        return self.layer.sum_per_output(weight.abs()) * self.layer.channels() / weight.numel()
+
+    def choose(self, channels: Tensor) -> None:
+        """Update these channels: in place, where there are as many as before, as recorded CUDA graphs read them."""
+        for layer in self.layers:
+            now = layer.updated_channels
+            if now is not None and now.shape == channels.shape:
+                now.copy_(channels)
+            else:
+                layer.updated_channels = channels.to(layer.weight.device, copy=True)
+
+
+class PartialUpdates:
+    """Train a share of the output channels of each weight in a step, and all biases, batch norms and scales.
+
+    The gradient of a weight takes about as long as the forward. In each step it is computed for the chosen output channels of
+    a layer alone, and these alone are updated: the optimizer takes their rows of the weight, of its gradient and of its own
+    state. The other channels do not move, nor do they decay, and their state stays. The channels are chosen again every so many
+    steps. This is the method of EfQAT (arXiv 2411.11038), for the fine-tuning of trained networks.
+
+    - Layers in groups, depthwise convolutions included, compute the gradient of the whole weight, as gathering their input
+      takes longer than what it saves.
+    - A channel that is not chosen takes the factor of its batch norm as a constant: gamma has the gradient of the batch norm,
+      and behind a frozen batch norm none.
+    - Adam's `step` counts the steps of the whole weight, so the first steps of a channel that is chosen late are larger.
+
+    Call `step()` after each step of the optimizer, and `finish()` to train whole weights again. In a process group every rank
+    must call both.
+
+    Args:
+        model: A prepared or replaced model, also in DistributedDataParallel or fully_shard.
+        optimizer: SGD, Adam or AdamW over its parameters. Its `step` takes no closure.
+        share: The share of the output channels that are updated, from 0 to 1; at least one channel of a layer. 0 trains no
+            weight. A mapping gives the shares of modules by name, such as {"layer4": 0.25, "": 0}: the longest name in which a
+            layer lies counts, "" is the model, and a layer that lies in none is trained whole.
+        every: After how many steps the channels are chosen again.
+        by: "magnitude": those of the largest mean magnitude in each layer. "network": those of the whole network whose mean
+            magnitude, divided by the layer's, is largest; a layer then has any number of them. "rotation": the next ones in
+            turn.
+
+    Attributes:
+        steps: The number of steps so far.
+        skipped: Why other weights are trained whole, by the name of the layer.
+
+    Raises:
+        TypeError: The model is not a module, or a value is not a number.
+        ValueError: A value is out of its range, the optimizer is another one, a name is no module's, or no layer of the model
+            can be trained in part. The optimizer's `step` raises it for a closure.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 8)).train(), backend="tensorrt")
+        >>> report = qt.calibrate(prepared, [torch.randn(16, 4)], progress=False)
+        >>> optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+        >>> updates = qt.tuning.PartialUpdates(prepared, optimizer, share=0.25, every=2)
+        >>> before = prepared.get_parameter("0.weight").clone()
+        >>> for _ in range(2):
+        ...     optimizer.zero_grad()
+        ...     prepared(torch.randn(16, 4)).square().mean().backward()
+        ...     optimizer.step()
+        ...     updates.step()
+        >>> (prepared.get_parameter("0.weight") != before).any(1).sum()
+        tensor(2)
+        >>> updates
+        PartialUpdates(step 2: 2 of 8 output channels of 1 weight, by magnitude; chosen again at step 4)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        share: float | Mapping[str, float] = 0.25,
+        every: int = 100,
+        by: str = "magnitude",
+    ) -> None:
+        name = type(self).__name__
+        check_module(model, name)
+        check_whole(name, "every", every, 1)
+        check_known(f"{name}: by", by, RULES)
+        if type(optimizer) not in OPTIMIZERS:
+            raise ValueError(
+                f"{name}: optimizer must be torch's SGD, Adam or AdamW, whose update of an element takes no other one, got "
+                f"{type(optimizer).__name__}."
+            )
+        model = unwrapped(model)
+        self.model, self.optimizer, self.every, self.by = model, optimizer, every, by
+        self.steps = 0
+        self.skipped: dict[str, str] = {}
+        self._weights = self._find(_shares(model, share))
+        self._taken: list[tuple[list[Tensor], int, Tensor, nn.Parameter]] = []
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._take_rows),
+            optimizer.register_step_post_hook(self._put_back),
+        )
+        for weight in self._weights.values():
+            if not weight.share:
+                weight.layer.weight.requires_grad_(False)
+        self._choose()
+
+    def step(self) -> None:
+        """Count a step of the optimizer, and choose the channels again where that is due."""
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self._choose()
+
+    def finish(self) -> None:
+        """Train whole weights from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        for weight in self._weights.values():
+            weight.layer.weight.requires_grad_(weight.trained)
+            for layer in weight.layers:
+                layer.updated_channels = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps and the chosen channels, by the names of layers."""
+        return {"steps": self.steps, "channels": {name: w.layer.updated_channels for name, w in self._weights.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of `state_dict`.
+
+        Raises:
+            ValueError: The state is of another model, or of other shares.
+        """
+        channels = state["channels"]
+        if channels.keys() != self._weights.keys():
+            (name, *_) = sorted(channels.keys() ^ self._weights.keys())
+            raise ValueError(
+                f"PartialUpdates: the state is of another model: only one of both has the weight {name!r}."
+            )
+        for name, weight in self._weights.items():
+            if self.by != "network" and len(channels[name]) != weight.count:
+                raise ValueError(
+                    f"PartialUpdates: the state has {len(channels[name])} channels of {name!r}, and share={weight.share} are "
+                    f"{weight.count}; pass the share of the training that is resumed."
+                )
+        self.steps = int(state["steps"])
+        for name, weight in self._weights.items():
+            weight.choose(channels[name])
+
+    def __repr__(self) -> str:
+        chosen = sum(len(_channels(w.layer)) for w in self._weights.values())
+        channels, count = sum(w.layer.channels() for w in self._weights.values()), len(self._weights)
+        of = f"{chosen} of {channels} output channels of {count} weight{'s' if count > 1 else ''}, by {self.by}"
+        coming = self.steps + self.every - self.steps % self.every
+        return f"PartialUpdates(step {self.steps}: {of}; chosen again at step {coming})"
+
+    # ---- the weights
+
+    def _find(self, shares: Mapping[str, float]) -> dict[str, _Weight]:
+        """Return the weights to train in part, by the name of their first layer."""
+        optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        layers: dict[int, list[tuple[str, QuantWeighted]]] = {}
+        users: dict[int, int] = {}
+        for name, module in self.model.named_modules():
+            for p in module.parameters(recurse=False):
+                users[id(p)] = users.get(id(p), 0) + 1
+            if isinstance(module, QuantModule) and any(True for _ in module.parameters(recurse=False)):
+                share = _share_of(name, shares)
+                reason = None if share == 1 else _why_whole(module, optimized)
+                if reason is not None:
+                    self.skipped[name] = reason
+                elif share < 1 and isinstance(module, QuantWeighted):
+                    layers.setdefault(id(module.weight), []).append((name, module))
+        found: dict[str, _Weight] = {}
+        for key, named in layers.items():
+            names, shared = zip(*named, strict=True)
+            if users[key] > len(shared):
+                self.skipped.update(dict.fromkeys(names, "another module has the same weight"))
+            else:
+                weight = shared[0].weight
+                found[names[0]] = _Weight(tuple(shared), _share_of(names[0], shares), weight.requires_grad)
+        if not found:
+            why = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
+            raise ValueError(
+                f"PartialUpdates: no layer can be trained in part{f' ({why})' if why else ''}; pass a model that "
+                "qtoolkit.prepare or qtoolkit.quant_modules.replace returned, and an optimizer of its parameters."
+            )
+        return found
+
+    @torch.no_grad()
+    def _choose(self) -> None:
+        """Choose the channels by the rule, from the weights as they are."""
+        weights = list(self._weights.values())
+        if self.by == "rotation":
+            turn = self.steps // self.every
+            for w in weights:
+                first, device = turn * w.count, w.layer.weight.device
+                w.choose(
+                    torch.arange(first, first + w.count, device=device).remainder(w.layer.channels()).sort().values
+                )
+            return
+        importances = [weight.importance() for weight in weights]
+        if self.by == "magnitude":
+            for weight, importance in zip(weights, importances, strict=True):
+                weight.choose(importance.topk(weight.count).indices.sort().values)
+            return
+        device = importances[0].device
+        relative = torch.cat([(each / each.mean().clamp_min(1e-300)).to(device) for each in importances])
+        best = torch.zeros_like(relative, dtype=torch.bool)
+        best[relative.topk(sum(weight.count for weight in weights)).indices] = True
+        for weight, chosen in zip(weights, best.split_with_sizes([len(each) for each in importances]), strict=True):
+            weight.choose(chosen.nonzero().flatten())
+
+    # ---- the optimizer
+
+    @torch.no_grad()
+    def _take_rows(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let the optimizer update parameters of the chosen channels in place of the weights."""
+        if args[1:] or any(value is not None for value in kwargs.values()):
+            raise ValueError(
+                "PartialUpdates: optimizer.step must be called without a closure, which would run the model while the "
+                "optimizer holds parts of its weights; compute the loss and its gradients before the step."
+            )
+        self._release()  # a step before has raised an error
+        rows = {id(w.layer.weight): w.layer for w in self._weights.values()}
+        for group in optimizer.param_groups:
+            params = group["params"]
+            for place, p in enumerate(params):
+                layer = rows.get(id(p))
+                if layer is None or p.grad is None:
+                    continue
+                part = nn.Parameter(_select(p.detach(), layer), requires_grad=True)
+                part.grad = _select(p.grad, layer)
+                state = optimizer.state.get(p, {})
+                optimizer.state[part] = {key: _select(v, layer) if _is_like(v, p) else v for key, v in state.items()}
+                params[place] = part
+                self._taken.append((params, place, p, part))
+
+    @torch.no_grad()
+    def _put_back(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write what the optimizer has updated into the weights and their state."""
+        layers = {id(w.layer.weight): w.layer for w in self._weights.values()}
+        for _, _, p, part in self._taken:
+            layer = layers[id(p)]
+            _write(p, part, layer)
+            of_p = optimizer.state[p]
+            for key, value in optimizer.state[part].items():
+                if not _is_like(value, part):
+                    of_p[key] = value
+                    continue
+                if key not in of_p:
+                    of_p[key] = torch.zeros_like(p, dtype=value.dtype)
+                _write(of_p[key], value, layer)
+        self._release()
+
+    def _release(self) -> None:
+        for params, place, p, part in self._taken:
+            params[place] = p
+            self.optimizer.state.pop(part, None)
+        self._taken = []
+
+
+def _shares(model: nn.Module, share: object) -> dict[str, float]:
+    """Return the shares of modules by name."""
+    shares: dict[str, Any] = dict(share) if isinstance(share, Mapping) else {"": share}
+    modules = dict(model.named_modules())
+    for name, value in shares.items():
+        if name not in modules:
+            raise ValueError(f"PartialUpdates: share: {unknown('module', name, modules)}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"PartialUpdates: share must be a number from 0 to 1, got {value!r}.")
+        if not 0 <= value <= 1:
+            raise ValueError(
+                f"PartialUpdates: share must be from 0 to 1, the part of the output channels, got {value}."
+            )
+    return shares
+
+
+def _share_of(name: str, shares: Mapping[str, float]) -> float:
+    """Return the share of a layer: of the longest name that it lies in."""
+    parts = name.split(".") if name else []
+    around = [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return next((shares[each] for each in around if each in shares), 1.0)
+
+
+def _why_whole(module: QuantModule, optimized: set[int]) -> str | None:
+    """Return why the weight of a module is trained whole; None if a part of it can be."""
+    if not isinstance(module, QuantWeighted) or not module.has_geometry():
+        return "it is no convolution, transposed convolution or linear layer"
+    weight = module.weight
+    if not isinstance(weight, nn.Parameter) or module._parameters.get("weight") is not weight:
+        return "its weight is computed from other parameters"
+    if module.OUTPUT_AXIS == 1 and module.weight_groups()[1] > 1:
+        return "its output channels are no rows or columns of the weight"
+    if module.updated_channels is not None:
+        return "another PartialUpdates trains it; call its finish() before"
+    if not weight.requires_grad:
+        return "its weight is not trained"
+    return None if id(weight) in optimized else "the optimizer does not have its weight"
+
+
+# ---- the channels of a tensor like a weight
+
+
+def _is_like(value: object, p: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == p.shape
+
+
+def _channels(layer: QuantWeighted) -> Tensor:
+    """Return the channels of a layer that are updated, which are chosen."""
+    channels = layer.updated_channels
+    assert channels is not None
+    return channels
+
+
+def _select(t: Any, layer: QuantWeighted) -> Tensor:
+    """Return the updated channels of a tensor like the layer's weight; of a sharded one those that this process has."""
+    part = own_part(t).index_select(layer.OUTPUT_AXIS, _own_channels(t, layer))
+    if not is_sharded(t):
+        return part
+    size = list(t.shape)
+    size[layer.OUTPUT_AXIS] = len(_channels(layer))
+    like = torch.empty(size, device="meta")
+    whole_size = {"shape": like.shape, "stride": like.stride()}
+    sharded: Tensor = type(t).from_local(part, t.device_mesh, t.placements, run_check=False, **whole_size)
+    return sharded
+
+
+def _write(t: Tensor, part: Tensor, layer: QuantWeighted) -> None:
+    """Write the updated channels of a tensor."""
+    own_part(t).index_copy_(layer.OUTPUT_AXIS, _own_channels(t, layer), own_part(part))
+
+
+def _own_channels(t: Any, layer: QuantWeighted) -> Tensor:
+    """Return the updated channels among those of a tensor that this process has."""
+    channels = _channels(layer)
+    for dimension, placement in enumerate(t.placements if is_sharded(t) else ()):
+        if placement.is_shard(layer.OUTPUT_AXIS):  # in parts as of torch.chunk
+            size = -(-t.shape[layer.OUTPUT_AXIS] // t.device_mesh.size(dimension))
+            first = t.device_mesh.get_local_rank(dimension) * size
+            channels = channels[(channels >= first) & (channels < first + size)] - first
+    return channels
