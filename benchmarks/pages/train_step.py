@@ -2,6 +2,7 @@
 
 python -m benchmarks.pages.train_step                       prints the tables and writes benchmarks/results/train_step.json
 python -m benchmarks.pages.train_step --compile --peers     with compiled models, and the tools that are installed
+python -m benchmarks.pages.train_step --partial .25         with models that update a quarter of the channels
 python -m benchmarks.pages.train_step --profile             the slowest ops of our step and of the float model's, too
 python -m benchmarks.pages.train_step --calls               how many ops a step calls, too
 python -m benchmarks.pages.train_step --quick --networks resnet18 --only ours

@@ -11,7 +11,7 @@ from benchmarks import peers
 from benchmarks.measure import keep_memory
 from benchmarks.report import facts, present_command
 from benchmarks.training.networks import NETWORKS
-from benchmarks.training.subjects import names
+from benchmarks.training.subjects import PARTIAL, names
 from benchmarks.training.trainer import Settings
 from benchmarks.training.worker import SubjectError, Worker
 
@@ -24,6 +24,7 @@ def parser_of(description: str | None, result: str) -> argparse.ArgumentParser:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--only", nargs="+", default=[""], help="what is trained, by parts of names: ours NNCF")
     parser.add_argument("--compile", action="store_true", help="the compiled float model and ours compiled, too")
+    parser.add_argument("--partial", type=float, default=None, help="ours that update this share of the channels, too")
     parser.add_argument("--peers", action="store_true", help="other tools too, those that are installed")
     parser.add_argument("--backend", choices=qt.backends, default="tensorrt", help="the backend of our models")
     parser.add_argument("--device", default="cpu")
@@ -43,10 +44,12 @@ def count_of(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace, network: str) -> list[Settings]:
     """Return what is trained of a network; the float model, which all else is compared with, comes first."""
-    first, *others = names(args.compile, args.peers)
+    first, *others = names(args.compile, args.peers, args.partial is not None)
     chosen = [first, *(name for name in others if any(part in name for part in args.only))]
     size = args.size or (NETWORKS[network].quick_size if args.quick else NETWORKS[network].size)
-    return [Settings(network, name, args.backend, count_of(args), args.device, size) for name in chosen]
+    shares = dict.fromkeys(PARTIAL, args.partial)
+    of_all = args.backend, count_of(args), args.device, size
+    return [Settings(network, name, *of_all, shares.get(name, 1.0)) for name in chosen]
 
 
 def started(settings: Settings, allocator: Callable[[], None] = keep_memory) -> Worker | str:

@@ -14,6 +14,8 @@ Build = Callable[[nn.Module, Tensor], nn.Module]  # float model in training mode
 FLOAT, COMPILED_FLOAT = "float", "float, compiled"
 PLAIN, CODES, INTEGER = "ours, plain", "ours, codes", "ours, integer"
 COMPILED, FIXED, OFF = "ours, compiled", "ours, fixed scales", "ours, quantizers off"
+PARTIAL = {"ours, codes, partial": CODES, "ours, integer, partial": INTEGER}
+"""Those that update a share of the channels, and what they are besides."""
 MEANING = {
     PLAIN: 'learned scales, training_arithmetic="float", save="float"',
     CODES: 'learned scales, training_arithmetic="float", save="codes"',
@@ -21,13 +23,14 @@ MEANING = {
     FIXED: 'scales as calibrated, training_arithmetic="float", save="codes"',
     OFF: 'every quantizer off, training_arithmetic="float", save="codes"',
     COMPILED: "integer, under torch.compile(fullgraph=True)",
+    **{name: f"{of.removeprefix('ours, ')}, with qtoolkit.tuning.PartialUpdates" for name, of in PARTIAL.items()},
 }
 
 
-def names(compiled: bool, with_peers: bool) -> list[str]:
+def names(compiled: bool, with_peers: bool, partial: bool) -> list[str]:
     """Return what is measured; the float model comes first."""
     result = [FLOAT, PLAIN, CODES, INTEGER, FIXED, OFF]
-    return result + [COMPILED_FLOAT, COMPILED] * compiled + list(peers.MODEL_PEERS) * with_peers
+    return result + [*PARTIAL] * partial + [COMPILED_FLOAT, COMPILED] * compiled + list(peers.MODEL_PEERS) * with_peers
 
 
 def kind_of(name: str) -> str:
@@ -54,6 +57,7 @@ def builder(name: str, backend: str) -> Build:
         FIXED: lambda model, x: _ours(model, x, backend, "float", "codes"),
         OFF: lambda model, x: _off(_ours(model, x, learned, "float", "codes")),
     }
+    name = PARTIAL.get(name, name)
     return builds[name] if name in builds else peers.model_builder(name)
 
 

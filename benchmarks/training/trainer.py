@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import qtoolkit as qt
 from benchmarks.measure import kept_storages, sample
 from benchmarks.training.networks import NETWORKS
 from benchmarks.training.resident import Resident
@@ -22,7 +23,7 @@ MEMORY_STEPS, PROFILED_STEPS = 3, 7
 
 @dataclass(frozen=True)
 class Settings:
-    """A subject and what it is trained on: a number of images of a height."""
+    """A subject and what it is trained on: a number of images of a height; `share` is of the channels that are updated."""
 
     network: str
     subject: str
@@ -30,6 +31,7 @@ class Settings:
     count: int
     device: str
     size: int
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Trainer:
         self.difference = float((self._output(self.model) - expected).norm() / expected.norm())
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+        if settings.share < 1:
+            qt.tuning.PartialUpdates(self.model, self.optimizer, settings.share)
         for _ in range(2):
             self._check(self.step())
 

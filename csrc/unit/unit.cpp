@@ -167,8 +167,8 @@ void unit_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
     if (wanted[G::beta]) gradients[G::beta] = behind.beta;
     of_scales.of_gamma = behind.gamma;
     of_scales.of_divisor = behind.divisor;
-    // The output is divided by the factor that multiplies the weight. Of a channel whose weight has no gradient, neither
-    // has the factor: one alone of the two would be far from their sum.
+    // The output is divided by the factor that multiplies the weight. Of a channel whose weight has no gradient,
+    // neither has the factor: one alone of the two would be far from their sum.
     if (layer.updated.has_value()) of_scales.of_divisor = only_updated(behind.divisor, *layer.updated);
   }
   const PartGradients of_parts = gradients_of_parts(

@@ -455,7 +455,7 @@ def test_weight(device, shape, folded, shared, dtype):
     check(device, lambda w, f, s: native.quant_weight(w, f, s, None, grid, 0.5, None, False, 1), weight, factor, scale)
 
     def backward(*given: Tensor | None) -> tuple[Tensor, ...]:
-        return native.quant_weight_backward(*given, None, grid, 0.5, False, 1, [True] * 3 + [False])
+        return native.quant_weight_backward(*given, None, grid, 0.5, None, False, 1, [True] * 3 + [False])
 
     found, wanted = device.results(backward, grad, weight, factor, scale), backward(grad, weight, factor, scale)
     assert_same(found[0], wanted[0])
