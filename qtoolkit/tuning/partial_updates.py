@@ -25,7 +25,6 @@ class _Weight:
 
     layers: tuple[QuantWeighted, ...]
     share: float
-    trained: bool  # whether it required a gradient before
 
     @property
     def layer(self) -> QuantWeighted:
@@ -149,7 +148,7 @@ class PartialUpdates:
         for hook in self._hooks:
             hook.remove()
         for weight in self._weights.values():
-            weight.layer.weight.requires_grad_(weight.trained)
+            weight.layer.weight.requires_grad_(True)
             for layer in weight.layers:
                 layer.updated_channels = None
 
@@ -209,8 +208,7 @@ class PartialUpdates:
             if users[key] > len(shared):
                 self.skipped.update(dict.fromkeys(names, "another module has the same weight"))
             else:
-                weight = shared[0].weight
-                found[names[0]] = _Weight(tuple(shared), _share_of(names[0], shares), weight.requires_grad)
+                found[names[0]] = _Weight(tuple(shared), _share_of(names[0], shares))
         if not found:
             why = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
             raise ValueError(
