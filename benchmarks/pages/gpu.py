@@ -111,11 +111,12 @@ def norm_cases(name: str, x: Tensor, grad: Tensor, scale: Tensor, size: int) -> 
     channels = x.size(1)
     weight, bias = torch.ones(channels, device=x.device), torch.zeros(channels, device=x.device)
     native = torch.ops.qtoolkit
-    tail = (1e-5, 0.0, float("inf"), 0.0, scale, None, -128, 127, 1.0)
+    tail = (1e-5, [0.0, float("inf"), 0.0], scale, None, [-128, 127], 1.0)
     forward = (x, weight, bias, None, None, None, None, None)
     yield Op(f"batch norm, {name}", lambda: native.batch_norm_fake_quant(*forward, *tail), 3 * size + x.numel())
     mean, variance = native.batch_norm_fake_quant(*forward, *tail)[2:]
-    backward = (grad, *forward, mean, variance, *tail, False, True)
+    wanted = [True] * 4 + [False, True, False]  # all but those of a residual and of a zero point
+    backward = (grad, x, mean, variance, wanted, *forward[1:], *tail)
     yield Op(f"batch norm backward, {name}", lambda: native.batch_norm_fake_quant_backward(*backward), 5 * size)
 
 

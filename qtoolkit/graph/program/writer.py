@@ -1,10 +1,11 @@
 """Write the code of a part of a model's graph: the nodes that it runs, and the calls of the blocks in it."""
 
+import ast
 import functools
 import linecache
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 from uuid import uuid4
 from weakref import finalize
@@ -116,12 +117,33 @@ def compiled(graph: fx.Graph, name: str) -> Callable[..., Any]:
     """Return the function `forward(self, ...)` of a graph. Tracebacks show its lines."""
     code = graph.python_code("self")
     file = f"<forward of {name or 'the model'}>.{uuid4().hex}"  # torch.compile tells code apart by it, too
-    scope = dict(code.globals)
-    exec(compile(code.src, file, "exec", dont_inherit=True), scope)
+    scope, tree = dict(code.globals), ast.parse(code.src)
+    hidden = {str(node.target) for node in graph.nodes if node.op == "placeholder"} & scope.keys()
+    if hidden:
+        tree = _Globals(hidden).visit(tree)
+        scope |= {f"global_{name}": scope[name] for name in hidden}
+    exec(compile(tree, file, "exec", dont_inherit=True), scope)
     forward: Any = scope["forward"]
     linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
     finalize(forward.__code__, linecache.cache.pop, file, None).atexit = False
     return forward  # type: ignore[no-any-return]  # a function
+
+
+class _Globals(ast.NodeTransformer):
+    """Give globals of code that torch.fx has written other names, where an argument of the forward has the name of one.
+
+    torch.fx writes a device as `device(type='cpu')`, also where `device` is an argument. Its code reads arguments in
+    assignments of their own.
+    """
+
+    def __init__(self, names: Set[str]) -> None:
+        self.names = names
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        return node if isinstance(node.value, ast.Name) else self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.copy_location(ast.Name(f"global_{node.id}", node.ctx), node) if node.id in self.names else node
 
 
 def function_of(node: fx.Node, operands: Sequence[fx.Node]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import linecache
+import math
 import pickle
 import traceback
 from collections import Counter, OrderedDict
@@ -258,6 +259,34 @@ def test_an_argument_may_have_any_name() -> None:
     for training in (True, False):
         prepared.train(training)
         assert torch.equal(prepared(run=X, code=X), prepared(X, X))
+
+
+CPU = torch.device("cpu")
+
+
+def test_an_argument_may_have_the_name_of_a_global_of_the_code() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 1)
+
+        def forward(self, inf: Tensor, device: torch.device, torch: Tensor) -> Tensor:
+            return self.conv(inf).clamp(-1.0, math.inf) + inf.new_ones(1, device=device) + torch.to(CPU)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, x.device, torch=x) * 2
+
+    model = Outer()
+    prepared = prepared_of(model, (X,))
+    with qt.disable_quantization(prepared):
+        for training in (True, False):
+            assert torch.equal(prepared.train(training)(X), model(X))
+            assert torch.equal(prepared.inner(X, X.device, torch=X), model.inner(X, X.device, torch=X))
 
 
 def test_hooks_see_what_the_model_passes() -> None:
