@@ -261,7 +261,7 @@ def _warn_of_unreached(names: Sequence[str]) -> None:
     if names:
         warnings.warn(
             f"calibrating: no data reached the quantizers {some(list(map(repr, names)))} in the block, so that they have no "
-            f"range; run data through the model that reaches them.",
+            f"range; run data through the model that reaches them, in eval mode where eval mode alone has them.",
             stacklevel=3,  # the `with` statement, whose end calls this
         )
 

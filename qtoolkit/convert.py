@@ -138,9 +138,9 @@ def _check_chains_and_branches(model: nn.Module) -> None:
         if tracing.training and tracing.branches:
             raise ValueError(
                 f"convert: Python branches on self.training in {', '.join(tracing.branches)}, and the graph has the branch "
-                f"of training mode alone, since that of eval mode has other ops. Move the branch into a module without "
-                f"parameters, which becomes a leaf module; or name the submodule in `untraced` of prepare; or prepare "
-                f"the model in eval mode."
+                f"of training mode alone, since no graph can have both. Move the branch into a module without parameters, "
+                f"which becomes a leaf module; or name the submodule in `untraced` of prepare; or prepare the model in eval "
+                f"mode."
             )
 
 

@@ -62,6 +62,8 @@ def prepare(
     In training mode (QAT) batch norms are trained, and folded by `convert`. In eval mode (PTQ) they are folded at once.
     Parameters keep their names. Call `qtoolkit.calibrate` next.
 
+    Where Python branches on `self.training`, the graph has both branches, and the mode chooses, in either mode of `prepare`.
+
     Args:
         model: The float model. It is copied, unless `inplace`.
         example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. With example inputs, Python that branches

@@ -208,8 +208,13 @@ def chooses_by_mode(node: fx.Node) -> bool:
 
 
 def users_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that take what a node computes, in eval mode too, but for those that read its sizes."""
-    return [user for user in readers_of(node) if not facts_of(user).in_training]
+    """Return the nodes that take what a node computes, but for those that read its sizes.
+
+    Only those that take it in eval mode too; of a node that training mode alone takes to return it, all.
+    """
+    alone = facts_of(node).training_alone
+    readers = [(user, facts_of(user)) for user in readers_of(node)]
+    return [user for user, facts in readers if not facts.in_training and (alone or not facts.training_alone)]
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
@@ -243,8 +248,8 @@ def _nodes_in(values: Iterable[object]) -> Iterable[fx.Node]:
     for value in values:
         if isinstance(value, fx.Node):
             yield value
-        elif isinstance(value, list | tuple):
-            yield from _nodes_in(value)
+        elif isinstance(value, list | tuple | dict):
+            yield from _nodes_in(value.values() if isinstance(value, dict) else value)
 
 
 class QuantizerHolder(nn.Module):

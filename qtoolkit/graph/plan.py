@@ -67,7 +67,7 @@ class Tracing:
         skip: Dotted names of leaf modules, the `untraced` of prepare.
         concrete_args: Values of arguments of forward that were fixed.
         measured: Whether example inputs decided on sizes.
-        branches: Submodules whose Python branches on their mode where the graph has the branch of `training` in both modes.
+        branches: Submodules whose Python branches on their mode, and of which the graph has the branch of `training` alone.
         training: Whether the model was in training mode.
         output_types: The classes of mappings that forward returns, such as ModelOutput of transformers, by the keys that lead
             to them, inner ones first.

@@ -20,7 +20,8 @@ class NodeFacts:
     input_dims: int | None = None
     # the node calls a module that returns its input in eval mode, and has another value in training mode
     returns_input: bool = False
-    in_training: bool = False  # training mode alone takes what the node computes, before an op of both modes
+    training_alone: bool = False  # training mode alone takes what the node computes
+    in_training: bool = False  # training mode alone takes it, and all of it goes into ops of both modes
     # the node comes from an augmented assignment such as `+=`, which torch.fx records as `+`
     assigns_in_place: bool = False
     # the index of the call of a block, among those that tracing saw, that made the node. None for a node that was put in

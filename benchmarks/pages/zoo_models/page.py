@@ -47,7 +47,7 @@ Causes that are known:
 
 - *A value that Python uses is ... now*: the forward asks for the device (`x.is_cpu`, `x.type()`), and tracing answers for
   the meta device, on which it computes sizes. The message names sizes. Such a submodule is a leaf module in `untraced`.
-- *Branches on self.training*: eval mode has ops that training mode does not have. Prepare in eval mode, as a note says where
+- *Branches on self.training*: the branch of eval mode cannot be traced. Prepare in eval mode, as a note says where
   the recipe does, or make the submodule a leaf module.
 - *A value of type int has no length*, *unpackString*, *new() received*: `torch.tensor(x.size(0))`, a test of autocast for
   `x.device.type`, and `x.new(sizes)` get a traced value in C++. The error names the leaf module, or replacement.

@@ -176,6 +176,9 @@ def _in_both_modes(
             mode_of = partial(_mode_node, in_training.graph, model, modes)
             may_be_one = drawn == RandomState.now() and _agree(in_training, in_eval, model)
             if may_be_one and both_modes.merge(own, other, branching, mode_of):
+                for node in in_training.graph.find_nodes(op="get_attr"):
+                    if "." not in str(node.target) and not hasattr(in_training, str(node.target)):
+                        setattr(in_training, str(node.target), getattr(in_eval, str(node.target)))
                 return in_training, modes
         except UntraceableError:
             pass

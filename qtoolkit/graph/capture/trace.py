@@ -103,7 +103,10 @@ def run(
     for name, value in kept.items():
         gm.keep(name, value)
     if expected is not None:
+        if both_modes.of_eval_mode(gm.graph):  # whose ops torch.fx's own code runs in training mode too
+            gm.divide(tuple(traced.calls))
         expected.check(gm)
+        gm.calls = ()
     _warn_of_own_train(gm, in_eval_mode)
     return Captured(gm, tuple(traced.calls), branches, tracer.output_types)
 
@@ -143,34 +146,37 @@ def _in_both_modes(model: nn.Module, trace_once: Callable[[], _Trace]) -> tuple[
     submodules of which the graph has the branch of this mode in both modes.
     """
     own = trace_once()
-    branching = [m for m in model.modules() if m in own.tracer.branching]
+    branching = dict.fromkeys(own.tracer.branching)
     batch_norms = norms.run(own.traced)
-    other = _in_other_mode(model, branching, trace_once)
-    if other is None or _merged(own, other, branching):
-        return own, batch_norms, () if other else _names(model, branching)
-    own = trace_once()
-    batch_norms = norms.run(own.traced)
-    return own, batch_norms, () if _merged(own, other, branching) else _names(model, branching)
+    other = _in_other_mode(branching, trace_once) if branching else None
+    if other is not None and not both_modes.have_the_same_ops(own.traced, other.traced):
+        own = trace_once()
+        batch_norms = norms.run(own.traced)
+    if other is not None and both_modes.merge(own.traced, other.traced, branching, own.tracer.mode_before_all):
+        return own, batch_norms, ()
+    names = (name or type(model).__name__ for name, module in model.named_modules() if module in branching)
+    return own, batch_norms, tuple(names)
 
 
-def _merged(own: _Trace, other: _Trace, branching: Sequence[nn.Module]) -> bool:
-    return both_modes.merge(own.traced, other.traced, branching, own.tracer.mode_before_all)
+def _in_other_mode(branching: dict[nn.Module, None], trace_once: Callable[[], _Trace]) -> _Trace | None:
+    """Trace a model with some submodules in the other mode; None where their Python cannot be traced.
 
-
-def _names(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    return tuple(name or type(model).__name__ for name, m in model.named_modules() if m in modules)
-
-
-def _in_other_mode(model: nn.Module, branching: Sequence[nn.Module], trace_once: Callable[[], _Trace]) -> _Trace | None:
-    """Trace a model with some submodules in the other mode; None where there are none or their Python cannot be traced."""
+    Their submodules keep their modes, but for those that branch too, which are added: the other mode may be the first to call
+    them.
+    """
     random = RandomState.now()
     try:
-        with attribute_kept(branching, "training"), warnings.catch_warnings(action="ignore"):
-            for module in branching:  # their submodules keep their modes
-                module.training = not module.training
-            other = trace_once() if branching else None
-            if other is not None:
-                norms.run(other.traced)
+        while True:
+            with attribute_kept(branching, "training"), warnings.catch_warnings(action="ignore"):
+                for module in branching:
+                    module.training = not module.training
+                other = trace_once()
+            if branching.keys() >= other.tracer.branching.keys():
+                break
+            branching.update(other.tracer.branching)
+        for node in other.tracer.inlined:
+            node.meta.pop("is_wrapped", None)
+        norms.run(other.traced)
     except (UntraceableError, ValueError):
         return None
     finally:

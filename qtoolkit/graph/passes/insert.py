@@ -1,5 +1,6 @@
 """Insert quantizers: one on each tensor to be quantized, shared where concats join tensors; on weights of functions too."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
@@ -8,14 +9,15 @@ from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import layer_edges
-from qtoolkit.graph.nodes import QuantizerHolder, chooses_by_mode, is_quantizer, kind_of
+from qtoolkit.graph.nodes import QuantizerHolder, chooses_by_mode, is_output, is_quantizer, kind_of, readers_of
 from qtoolkit.graph.placement import decide
 from qtoolkit.graph.placement.decide import PlannedQuantizer, Request
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Edge, Plan
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import device_of
-from qtoolkit.op_kinds.facts import facts_of
+from qtoolkit.op_kinds.facts import facts_of, set_facts
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.rules import argument, is_number
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
@@ -58,21 +60,41 @@ def _insert_activations(gm: QuantizedGraphModule, planned: Sequence[PlannedQuant
         quantizer = TensorQuantizer(each.spec, name=target, inserted=True)
         gm.add_submodule(target, quantizer.to(device).train(gm.training))
         for producer in each.producers:
-            _insert_behind(gm, producer, target, each.requests)
+            _insert_behind(gm, producer, target, [request for request in each.requests if request.producer is producer])
         for request in each.requests:
             yield Edge(request.producer.name, request.consumer.name, target, each.spec, request.why)
 
 
 def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, requests: Iterable[Request]) -> None:
-    served = [request for request in requests if request.producer is producer]
-    on_the_way = {node for request in served for node in (*request.through, request.consumer)}
-    if any(map(chooses_by_mode, on_the_way)):  # training mode goes on from the same values
-        on_the_way.update(user for user in producer.users if facts_of(user).in_training)
-    users = [user for user in producer.users if user in on_the_way or (facts_of(user).in_training and is_number(user))]
-    with gm.graph.inserting_after(producer):
-        node = gm.graph.call_module(target, (producer,))
-    for user in users:
-        user.replace_input_with(producer, node)
+    """Insert calls of a quantizer for some requests: behind their producer, or where training mode takes another value."""
+    by_place: dict[fx.Node, set[fx.Node]] = defaultdict(
+        set
+    )  # what lies between each place and the consumers, and these
+    for request in requests:
+        way = (request.consumer, *request.through)
+        end = next((i for i, node in enumerate(way) if _takes_another(node)), len(way))
+        by_place[[*way, producer][end]].update(way[:end] or readers_of(request.consumer))
+    for place, on_the_way in by_place.items():
+        if any(map(chooses_by_mode, on_the_way)):  # training mode goes on from the same values
+            on_the_way.update(user for user in place.users if facts_of(user).in_training)
+        users = [user for user in place.users if user in on_the_way or (facts_of(user).in_training and is_number(user))]
+        with gm.graph.inserting_after(place):
+            node = gm.graph.call_module(target, (place,))
+        set_facts(node, training_alone=all(facts_of(user).training_alone for user in users))
+        for user in users:
+            user.replace_input_with(place, node)
+
+
+def _takes_another(node: fx.Node) -> bool:
+    """Return whether a node takes a value in training mode that is not computed from the one that it takes in eval mode."""
+    if not chooses_by_mode(node) or is_output(node):
+        return False
+    _, in_training, in_eval = node.args
+    return in_eval not in reached([in_training], _sources_in_training)
+
+
+def _sources_in_training(node: fx.Node) -> list[fx.Node]:
+    return [*node.all_input_nodes] if facts_of(node).in_training else []
 
 
 def _insert_weights(gm: QuantizedGraphModule, roles: Roles, requests: Sequence[Request]) -> Iterator[Edge]:

@@ -42,7 +42,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
 
 def _verdict(node: fx.Node, roles: Roles, links: Links, behind: QuantizersBehind) -> Verdict:
     kind, role = kind_of(node), roles[node]
-    if facts_of(node).in_training:
+    if facts_of(node).in_training and not kind.has_weight:
         return IN_TRAINING
     if any(is_weight_quantizer(source) for source in node.all_input_nodes):
         return Verdict.quantized()

@@ -28,6 +28,7 @@ from qtoolkit.graph.placement.view import ops_of
 from qtoolkit.lint.masked_attention import MASKED, are_masked_scores
 from qtoolkit.lint.ops import WeightFacts
 from qtoolkit.lint.residual import free_branch, fuses
+from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.rules import written_out
 from qtoolkit.verdicts import Verdict
 
@@ -109,9 +110,11 @@ class _Collector:
                 return
             if not quantizes_its_input(node):
                 self._take_inputs(node, qconfig.activation)
+        if facts_of(node).in_training:
+            return
         if self.backend.quantize_outputs:
             self._take_users(node, qconfig.activation, "computes in integers throughout")
-            if kind_of(node).name in self.backend.same_grid:
+            if kind_of(node).name in self.backend.same_grid and not facts_of(node).training_alone:
                 self._join_input_and_output(node)
         elif kind_of(node).name in self.backend.needs_quantized_output and not is_returned(node, self.backend):
             self._take_users(node, qconfig.activation, "computes it in integers only with a quantized output")
@@ -142,7 +145,8 @@ class _Collector:
         packed = kind_of(owner_of(source)).keeps_state and may_be_packed(source)
         if free or packed or returns_tuple(source) or is_discrete(source):
             return None
-        self.on_grid.update(through, (source,))
+        if facts_of(source).training_alone or not facts_of(consumer).training_alone:
+            self.on_grid.update(through, (source,))
         known = self.requests.get((source, consumer))
         if known is not None:
             through = list(dict.fromkeys([*known.through, *through]))
@@ -190,7 +194,7 @@ class _Collector:
 
     def _left_by_target(self, node: fx.Node) -> Verdict | None:
         """Return the verdict on an op that a rule of the target leaves in float; an explicit rule of the user's wins."""
-        if self.roles.has_rule(node):
+        if self.roles.has_rule(node) or facts_of(node).in_training:
             return None
         if are_masked_scores(self.op_of[node], lambda softmax: self.roles[softmax.node] == "float"):
             return MASKED

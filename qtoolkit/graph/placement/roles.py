@@ -86,7 +86,9 @@ class Roles:
         role, kind = self.backend.role(kind_of(node)), kind_of(node)
         if kind.keeps_state and isinstance(called_module(node), QuantModule):
             role = "compute"  # it has no op in a backend's table: its matrix products do
-        if facts_of(node).in_training:
+        facts = facts_of(node)
+        # No target computes these ops; layers train with quantized inputs. Eval mode decides which scales are one.
+        if (facts.in_training and not kind.has_weight) or (facts.training_alone and role == "concat"):
             return "float"
         if role in QUANTIZED_ROLES and self._is_constant(node):
             return "float"

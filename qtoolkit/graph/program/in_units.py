@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.module_calls import number_of
-from qtoolkit.graph.nodes import is_quantizer, kind_of, node_name, operands_of
+from qtoolkit.graph.nodes import is_quantizer, kind_of, operands_of
 from qtoolkit.graph.program import products
 from qtoolkit.graph.program.chains import (
     Chain,
@@ -46,7 +46,9 @@ class UnitWriter(Writer):
         self.products, self.codes = found, dict[fx.Node, fx.Node]()
         part = division.parts.get(index)
         self.owner: nn.Module = division.gm if part is None else part.block
-        self.order = {item: place for place, item in enumerate(self.items) if isinstance(item, fx.Node)}
+        # the nodes that training mode takes, each with its place
+        taken = (item for item in enumerate(self.items) if item[1] not in division.of_eval_mode)
+        self.order = {item: place for place, item in taken if isinstance(item, fx.Node)}
         self.results = {leaf for _, leaf in leaves(() if part is None else part.result) if isinstance(leaf, fx.Node)}
         self.chains = ChainFinder(list(self.order), self.results).run()  # the chains of ops that are one call
         self.inner = {node for chain in self.chains for node in chain.nodes}
@@ -186,11 +188,6 @@ class UnitWriter(Writer):
             named = {name: value for name, value in kwargs.items() if name != "return_indices"}
             named["input_codes"] = self._codes_of(node.all_input_nodes[0])
             self._write_unit(max_pool2d, args, node.name, node, named)
-
-    def _module(self, node: fx.Node) -> fx.Node:
-        """Return a node that reads the module that a node calls."""
-        target = self._target(str(node.target))
-        return self.graph.create_node("get_attr", target, name=node_name(target))
 
     # ---- codes
 

@@ -46,7 +46,16 @@ class Writer:
         return self.graph
 
     def _write_node(self, node: fx.Node) -> None:
-        self._copy(node)
+        mode = self.division.of_eval_mode.get(node)
+        if mode is None:
+            self._copy(node)
+            return
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
+        called = (self._module(node),) if node.op == "call_module" else ()
+        run = OpOfEvalMode(node).run
+        self.written[node] = self.graph.create_node(
+            "call_function", run, (self._value(mode), *called, *args), kwargs, node.name
+        )
 
     # ---- blocks
 
@@ -107,10 +116,32 @@ class Writer:
             copy.target = self._target(str(node.target))
         return copy
 
+    def _module(self, node: fx.Node) -> fx.Node:
+        """Return a node that reads the module that a node calls."""
+        target = self._target(str(node.target))
+        return self.graph.create_node("get_attr", target, name=node_name(target))
+
     def _target(self, name: str) -> str:
         """Return the name of a submodule or a tensor of the model, as the block of this part finds it."""
         inside = name.removeprefix(f"{self.name}.")
         return name if not self.name else inside if inside != name else f"_block_model.{name}"
+
+
+class OpOfEvalMode:
+    """Runs an op whose result eval mode alone takes; a module that it calls is the first argument."""
+
+    def __init__(self, node: fx.Node) -> None:
+        target: Any = node.target
+        calls = {"call_module": operator.call, "call_method": functools.partial(_call_method, target)}
+        self.function: Callable[..., object] = calls.get(node.op, target)
+
+    def run(self, training: bool, /, *args: object, **kwargs: object) -> object:
+        """Return what the op computes; None in training mode."""
+        return None if training else self.function(*args, **kwargs)
+
+
+def _call_method(name: str, value: object, /, *args: object, **kwargs: object) -> object:
+    return getattr(value, name)(*args, **kwargs)
 
 
 def compiled(graph: fx.Graph, name: str) -> Callable[..., Any]:

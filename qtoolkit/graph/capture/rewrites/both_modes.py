@@ -1,12 +1,18 @@
 """Python that branches on self.training: the graphs of both modes become one, which reads the mode where they differ.
 
+The graphs are aligned as two versions of a text are. What both have is computed once: so a layer that both call has one place,
+one quantizer of its input and one scale. Where it takes another value in each mode, `by_mode` chooses.
+
 `dropout = self.dropout if self.training else 0.0` gives a graph with the same ops in both modes, and other numbers. In training
-mode there may also be dropouts, and more ops: an auxiliary head, whose values the model returns, or stochastic
-depth, between other ops. Eval mode then computes them too, and takes its own values; `qtoolkit.convert` removes them.
+mode there may be more ops: dropouts, stochastic depth, an auxiliary head, whose values the model returns. Eval mode computes
+them too, and takes its own values: so a calibration, which runs in eval mode, gives their quantizers ranges. In eval mode there
+may be more ops as well, as of a detector that decodes boxes; training mode does not run them (`qtoolkit/graph/program/`).
+`qtoolkit.convert` keeps what eval mode takes.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,10 +21,10 @@ from torch import Tensor, fx, nn
 from torch.fx.node import Argument
 from torch.nn import functional as F
 
-from qtoolkit.graph.block_calls import ROOT, BlockCall, ancestors, map_leaves
+from qtoolkit.graph.block_calls import ROOT, BlockCall, Value, ancestors, map_leaves
 from qtoolkit.graph.capture.rewrites.in_place import base_of, changed_by
 from qtoolkit.graph.capture.shapes import is_plain
-from qtoolkit.graph.nodes import kind_of, kind_of_module
+from qtoolkit.graph.nodes import is_output, kind_of, kind_of_module
 from qtoolkit.model_inputs import leaves
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size
@@ -46,7 +52,7 @@ class Traced(NamedTuple):
     model: nn.Module
     graph: fx.Graph
     modes: Mapping[nn.Module, fx.Node]  # the node of the graph that reads the training mode of each submodule
-    calls: Sequence[BlockCall]  # the calls of blocks that its nodes belong to
+    calls: list[BlockCall]  # the calls of blocks that its nodes belong to
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +68,9 @@ class Choice:
         sides = (self.own, self.other)
         return all(map(is_plain, sides)) or all(isinstance(side, fx.Node) for side in sides)
 
-    @property
-    def dropout(self) -> fx.Node | None:
-        """The first, where it is a dropout of the second."""
-        node = self.own
-        if isinstance(node, fx.Node) and node.target in DROPOUTS and node.args[:1] == (self.other,):
-            return node
-        return None
+    def in_modes(self, own_trains: bool) -> tuple[Argument, Argument]:
+        """Return the arguments of training and of eval mode."""
+        return (self.own, self.other) if own_trains else (self.other, self.own)
 
 
 def merge(
@@ -77,36 +79,113 @@ def merge(
     """Let a graph compute what the graph of the other mode does, where the model is in that mode; return whether it does.
 
     `branching` are the submodules that have another mode in the other graph; `mode_of` returns the node that reads the mode of
-    a submodule, before all ops. Where it does not, the graph is unchanged: the other mode has ops of its own, or those that
-    only training mode has change a tensor in place that the other ops read.
+    a submodule, before all ops. Where it does not, the graph is unchanged: ops that only training mode has change a tensor in
+    place that the other ops read, or it is not known whose mode decides.
     """
+    merging = _Merge(own, other, branching, mode_of)
     try:
-        chosen = list(_Merge(own, other, branching).choices())
+        merging.align()
+        chosen = list(merging.choices())
     except UnlikeError:
+        merging.undo()
         return False
-    for node, owner, args, kwargs in chosen:
-        _put_choices(node, owner, args, kwargs, mode_of)
+    for node, owners, args, kwargs in chosen:
+        _put_choices(node, owners, args, kwargs, mode_of)
     return True
 
 
-class _Merge:
-    def __init__(self, own: Traced, other: Traced, branching: Collection[nn.Module]) -> None:
-        self.model, self.own, self.other, self.branching = own.model, own, other, branching
-        modules = {node: module for module, node in other.modes.items()}
-        self.modes = {node: own.modes.get(module) for node, module in modules.items()}
-        self.others: dict[fx.Node, fx.Node] = {}  # each node of the other graph -> the one like it
-        self.alone: list[fx.Node] = []  # nodes that the other graph does not have
-        self._pair()
+def have_the_same_ops(own: Traced, other: Traced) -> bool:
+    """Return whether the graphs of both modes have the same ops in the same order, perhaps with other arguments."""
+    return [_key(own, node) for node in _ops(own)] == [_key(other, node) for node in _ops(other)]
 
-    def choices(self) -> Iterator[tuple[fx.Node, nn.Module, object, object]]:
-        """Yield the nodes that differ, each with the submodule whose mode decides and its arguments with choices."""
-        for counterpart, node in self.others.items():
-            args, kwargs = self._arguments(node, counterpart)
-            if found := _choices_in(args, kwargs):
-                yield node, self._owner_of(node, found), args, kwargs
-        for check in (node for node in self.alone if node.target in CHECKS):
-            passing = CHECKS[check.target](*check.args)
-            yield check, self._owner(check), (Choice(check.args[0], passing), *check.args[1:]), {}
+
+class _Merge:
+    def __init__(
+        self,
+        own: Traced,
+        other: Traced,
+        branching: Collection[nn.Module],
+        mode_of: Callable[[nn.Module], fx.Node],
+    ) -> None:
+        self.model, self.own, self.other, self.branching, self.mode_of = own.model, own, other, branching, mode_of
+        self.modules = {node: module for module, node in other.modes.items()}
+        self.others: dict[fx.Node, fx.Node] = {}  # each node of the other graph -> the one like it, or its copy
+        self.alone: dict[fx.Node, None] = {}  # nodes that the other graph does not have
+        self.copies: dict[fx.Node, None] = {}  # copies of nodes that the other graph alone has
+        self.calls = {ROOT: ROOT}  # each call of a block in the other graph -> the same call in this one
+        self.before = len(own.calls)
+
+    # ---- nodes
+
+    def align(self) -> None:
+        """Find the node of this graph that is like each node of the other graph, and copy the nodes that none is like."""
+        self._align_calls()
+        self._align_inputs()
+        mine, theirs = _ops(self.own), _ops(self.other)
+        for node, like in zip(mine, theirs, strict=False):  # that take the same values: all, in most models
+            if _key(self.own, node) != _key(self.other, like) or self._chosen_nodes(node, like):
+                break
+            self.others[like] = node
+        same = sum(node in self.others for node in theirs)
+        mine, theirs = mine[same:], theirs[same:]
+        place, places = 0, _alike([_key(self.own, node) for node in mine], [_key(self.other, node) for node in theirs])
+        for index, node in enumerate(mine):
+            if index not in places:
+                self.alone[node] = None
+                continue
+            for each in theirs[place : places[index]]:
+                self._copy(each, node)
+            self._pair(node, theirs[places[index]])
+            place = places[index] + 1
+        for each in theirs[place:]:
+            self._copy(each, _output(self.own))
+        self.others[_output(self.other)] = _output(self.own)
+        for node in (*self.alone, *self.copies):
+            self._check_alone(node)
+        self._note_calls()
+
+    def _align_inputs(self) -> None:
+        """Find the arguments of forward, parameters, buffers and constants."""
+        mine, theirs = (traced.graph.find_nodes(op="placeholder") for traced in (self.own, self.other))
+        if [node.target for node in mine] != [node.target for node in theirs]:
+            raise UnlikeError
+        self.others.update(zip(theirs, mine, strict=True))
+        first = next(node for node in self.own.graph.nodes if node.op != "placeholder")
+        known = self.own.graph.find_nodes(op="get_attr")
+        for node in self.other.graph.find_nodes(op="get_attr"):
+            like = next((each for each in known if each.target == node.target or self._are_equal(each, node)), None)
+            if like is None:
+                self._copy(node, first)
+                continue
+            self.others[node] = like
+            if like is not first:  # an op of the other mode may read it before those of this one
+                first.prepend(like)
+
+    def _are_equal(self, *nodes: fx.Node) -> bool:
+        """Return whether nodes read equal tensors that Python computes anew in each trace: neither parameters nor buffers."""
+        mine, theirs = (vars(self.model).get(str(node.target)) for node in nodes)
+        if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
+            return False
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+    def _chosen_nodes(self, mine: fx.Node, theirs: fx.Node) -> bool:
+        """Return whether a node takes another value that is computed than the node like it."""
+        return any(isinstance(choice.own, fx.Node) for choice in _choices_in(*self._arguments(mine, theirs)))
+
+    def _pair(self, mine: fx.Node, theirs: fx.Node) -> None:
+        """Let a node compute what the node like it does; both stay where it cannot take the arguments of the other mode."""
+        if all(choice.is_possible for choice in _choices_in(*self._arguments(mine, theirs))):
+            self.others[theirs] = mine
+        else:
+            self.alone[mine] = None
+            self._copy(theirs, mine)
+
+    def _copy(self, node: fx.Node, following: fx.Node) -> None:
+        with self.own.graph.inserting_before(following):
+            self.others[node] = copied = self.own.graph.node_copy(node, self._mapped)
+        call = facts_of(node).call
+        set_facts(copied, call=None if call is None else self.calls[call])
+        self.copies[copied] = None
 
     def _arguments(self, mine: fx.Node, theirs: fx.Node) -> tuple[object, object]:
         """Return the arguments of a node, with choices where the node like it has others."""
@@ -114,54 +193,106 @@ class _Merge:
         return _both(mine.args, args), _both(mine.kwargs, kwargs)
 
     def _mapped(self, node: fx.Node) -> fx.Node:
-        mine = self.modes[node] if node in self.modes else self.others[node]
-        if mine is None:
-            raise UnlikeError
-        return mine
+        return self.mode_of(self.modules[node]) if node in self.modules else self.others[node]
 
-    def _pair(self) -> None:
-        """Find the first node in this graph that is like each node of the other graph, in the order of both."""
-        waiting = iter(_ops(self.own))
-        for theirs in _ops(self.other):
-            for mine in waiting:
-                if self._alike(mine, theirs) and self._may_choose(mine, theirs):
-                    self.others[theirs] = mine
-                    break
-                self._check_alone(mine)
-                self.alone.append(mine)
+    def undo(self) -> None:
+        """Remove what was put into this graph."""
+        unused = (node for node in self.own.modes.values() if not node.users)
+        for node in (*reversed(self.copies), *unused):
+            self.own.graph.erase_node(node)
+        del self.own.calls[self.before :]
+
+    # ---- calls of blocks
+
+    def _align_calls(self) -> None:
+        """Find the call of a block in this graph for each call in the other one, or add it."""
+        waiting = list(range(ROOT + 1, self.before))
+        for index, call in enumerate(self.other.calls[ROOT + 1 :], ROOT + 1):
+            place = call.block, self.calls[call.parent]
+            like = next((i for i in waiting if (self.own.calls[i].block, self.own.calls[i].parent) == place), None)
+            if like is None:
+                self.calls[index] = len(self.own.calls)
+                self.own.calls.append(replace(call, parent=place[1]))
             else:
-                raise UnlikeError
-        if next(waiting, None) is not None:
+                waiting.remove(like)
+                self.calls[index] = like
+
+    def _note_calls(self) -> None:
+        """Let the calls that were added name the nodes of this graph."""
+        names = {node.name: like.name for node, like in self.others.items()}
+
+        def named(leaf: object) -> object:
+            return Value(names.get(leaf.node, leaf.node)) if isinstance(leaf, Value) else leaf
+
+        for index in range(self.before, len(self.own.calls)):
+            call = self.own.calls[index]
+            args, kwargs, result = (map_leaves(tree, named) for tree in (call.args, dict(call.kwargs), call.result))
+            self.own.calls[index] = replace(call, args=args, kwargs=kwargs, result=result)
+
+    # ---- choices
+
+    def choices(self) -> Iterator[tuple[fx.Node, dict[Choice, nn.Module], object, object]]:
+        """Yield the nodes that differ: each with its choices and the submodules whose modes decide, and its arguments."""
+        for theirs, mine in self.others.items():
+            if mine not in self.copies and mine.op not in ("placeholder", "get_attr"):
+                args, kwargs = self._arguments(mine, theirs)
+                if found := _choices_in(args, kwargs):
+                    yield mine, {choice: self._owner_of(mine, choice) for choice in found}, args, kwargs
+        for check in (node for node in (*self.alone, *self.copies) if node.target in CHECKS):
+            sides = check.args[0], CHECKS[check.target](*check.args)
+            choice = Choice(*(sides if check in self.alone else reversed(sides)))
+            yield check, {choice: self._owner(check)}, (choice, *check.args[1:]), {}
+
+    def _owner_of(self, node: fx.Node, choice: Choice) -> nn.Module:
+        """Return the submodule whose mode decides a choice: that around the ops of one mode alone, if it takes any."""
+        sides = [leaf for _, leaf in leaves((choice.own, choice.other))]
+        alone = [side for side in sides if isinstance(side, fx.Node) and self._is_alone(side)]
+        owners = {self._owner(each) for each in (alone or [node])}
+        outermost = [owner for owner in owners if owners.issubset(owner.modules())]
+        if not outermost:
             raise UnlikeError
+        return outermost[0]
 
-    def _alike(self, mine: fx.Node, theirs: fx.Node) -> bool:
-        here, there = _block(mine, self.own.calls), _block(theirs, self.other.calls)
-        return (mine.op, here) == (theirs.op, there) and (mine.target == theirs.target or self._constants(mine, theirs))
+    def _owner(self, node: fx.Node) -> nn.Module:
+        """Return the submodule whose mode decides: the innermost around a node that branches, or else the only one.
 
-    def _may_choose(self, mine: fx.Node, theirs: fx.Node) -> bool:
-        """Return whether a node can take the arguments of the node like it in the other mode."""
-        found = _choices_in(*self._arguments(mine, theirs))
-        return mine.op == "output" or all(choice.is_possible for choice in found)
+        A submodule that one mode alone calls decides nothing.
+        """
+        path = ancestors(tuple(self.own.calls), facts_of(node).call or ROOT)
+        common = set(self.calls.values()).intersection(range(self.before))
+        blocks = [self.model.get_submodule(self.own.calls[call].block) for call in path if call in common]
+        around = [module for module in blocks if module in self.branching]
+        found = around[-1:] or list(self.branching)
+        if len(found) != 1:
+            raise UnlikeError
+        return found[0]
 
-    def _constants(self, *nodes: fx.Node) -> bool:
-        """Return whether nodes read equal tensors that Python computes anew in each trace: neither parameters nor buffers."""
-        mine, theirs = (vars(self.model).get(str(node.target)) if node.op == "get_attr" else None for node in nodes)
-        if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
-            return False
-        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    # ---- nodes of one mode alone
+
+    def _is_alone(self, node: fx.Node) -> bool:
+        return node in self.alone or node in self.copies
 
     def _check_alone(self, node: fx.Node) -> None:
-        """Raise UnlikeError for a node of this mode alone that must not run in the other one."""
-        changed = changed_by(node, self.model)
-        harmless = changed is None or self._is_new(base_of(changed, self.model))
-        whole_check = node.target not in CHECKS or (len(node.args) > 1 and not node.kwargs)
-        if not (self.model.training and harmless and whole_check) or node.op == "placeholder":
+        """Raise UnlikeError for a node of one mode alone that must not run in the other one."""
+        is_check = node.target in CHECKS
+        if is_check and (len(node.args) < 2 or node.kwargs):
             raise UnlikeError
+        changed = changed_by(node, self.model)
+        if changed is None or self._is_new(base_of(changed, self.model)):
+            return
+        if self._trains(node) or not node.users:
+            raise UnlikeError
+
+    def _trains(self, node: fx.Node) -> bool:
+        """Return whether training mode alone has a node."""
+        modes = {module.training for module in self.branching}
+        own_trains = modes.pop() if len(modes) == 1 else self._owner(node).training
+        return own_trains is (node in self.alone)
 
     def _is_new(self, node: fx.Node) -> bool:
         """Return whether a node makes a tensor of its own, which no op of the other mode reads."""
         name = name_called(node).removeprefix("new_").removesuffix("_like")
-        return node in self.alone and (name in NEW or self._computes(node))
+        return self._is_alone(node) and (name in NEW or self._computes(node))
 
     def _computes(self, node: fx.Node) -> bool:
         """Return whether a node is of a kind whose result never shares the memory of an input, unless it works in place."""
@@ -169,32 +300,31 @@ class _Merge:
         kind = kind_of_module(self.model.get_submodule(str(node.target))) if is_module else kind_of(node)
         return kind.name in KINDS and not (kind.moves or kind.may_view)
 
-    def _owner_of(self, node: fx.Node, choices: Sequence[Choice]) -> nn.Module:
-        """Return the submodule whose mode decides a node's choices: that around the ops of this mode alone, if it takes any."""
-        alone = [choice.own for choice in choices if isinstance(choice.own, fx.Node) and choice.own in self.alone]
-        owners = [self._owner(each) for each in (alone or [node])]
-        if any(owner is not owners[0] for owner in owners):
-            raise UnlikeError
-        return owners[0]
-
-    def _owner(self, node: fx.Node) -> nn.Module:
-        """Return the submodule whose mode decides: the innermost around a node that branches, or else the only one."""
-        call = facts_of(node).call or ROOT
-        blocks = [self.own.calls[each].block for each in ancestors(tuple(self.own.calls), call)]
-        around = [module for module in map(self.model.get_submodule, blocks) if module in self.branching]
-        found = around[-1:] or list(self.branching)
-        if len(found) != 1:
-            raise UnlikeError
-        return found[0]
-
 
 def _ops(traced: Traced) -> list[fx.Node]:
     modes = set(traced.modes.values())
-    return [node for node in traced.graph.nodes if node not in modes]
+    return [node for node in traced.graph.nodes if node.op.startswith("call") and node not in modes]
 
 
-def _block(node: fx.Node, calls: Sequence[BlockCall]) -> str:
-    return calls[facts_of(node).call or ROOT].block
+def _key(traced: Traced, node: fx.Node) -> tuple[object, ...]:
+    """Return what nodes that may become one have in common: what they call, where, and the kinds of what goes in and out."""
+    facts, takes = facts_of(node), map_leaves((node.args, node.kwargs), lambda leaf: isinstance(leaf, fx.Node))
+    return node.op, node.target, traced.calls[facts.call or ROOT].block, replace(facts, call=None), str(takes)
+
+
+def _alike(mine: Sequence[object], theirs: Sequence[object]) -> dict[int, int]:
+    """Return for places in a list the places of equal items in another one, in order, as many as `diff` finds: the last ones.
+
+    Ops that one mode alone has often come before the op of both that takes their result.
+    """
+    blocks = SequenceMatcher(None, mine[::-1], theirs[::-1], autojunk=False).get_matching_blocks()
+    ends = (len(mine) - 1, len(theirs) - 1)
+    return {ends[0] - block.a - i: ends[1] - block.b - i for block in blocks for i in range(block.size)}
+
+
+def _output(traced: Traced) -> fx.Node:
+    (output,) = traced.graph.find_nodes(op="output")
+    return output
 
 
 def _choices_in(args: object, kwargs: object) -> list[Choice]:
@@ -205,7 +335,7 @@ def _both(own: Argument, other: Argument) -> Any:
     """Return arguments with a Choice wherever both modes differ."""
     if isinstance(own, dict) and isinstance(other, dict) and list(own) == list(other):
         return {key: _both(value, other[key]) for key, value in own.items()}
-    if isinstance(own, tuple | list) and isinstance(other, tuple | list) and len(own) == len(other):
+    if isinstance(own, tuple | list) and isinstance(other, type(own)) and len(own) == len(other):
         return type(own)(_both(*each) for each in zip(own, other, strict=True))
     if own is other or (type(own) is type(other) and own == other):
         return own
@@ -213,30 +343,58 @@ def _both(own: Argument, other: Argument) -> Any:
 
 
 def _put_choices(
-    node: fx.Node, owner: nn.Module, args: object, kwargs: object, mode_of: Callable[[nn.Module], fx.Node]
+    node: fx.Node,
+    owners: Mapping[Choice, nn.Module],
+    args: object,
+    kwargs: object,
+    mode_of: Callable[[nn.Module], fx.Node],
 ) -> None:
     def written(value: object) -> object:
         if not isinstance(value, Choice):
             return value
-        if (dropout := value.dropout) is not None:
-            dropout.update_kwarg("training", mode_of(owner))
-            return dropout
-        in_modes = (value.own, value.other) if owner.training else (value.other, value.own)
-        return _choice(node, mode_of(owner), *in_modes)
+        owner = owners[value]
+        in_training, in_eval = value.in_modes(owner.training)
+        if isinstance(in_training, fx.Node) and in_training.target in DROPOUTS and in_training.args[:1] == (in_eval,):
+            in_training.update_kwarg("training", mode_of(owner))
+            return in_training
+        return _choice(node, mode_of(owner), in_training, in_eval)
 
     node.args, node.kwargs = map_leaves(args, written), map_leaves(kwargs, written)
 
 
 def note_training_mode(graph: fx.Graph) -> None:
-    """Note which nodes of a merged graph training mode alone takes; not what it returns alone, which is a head of the model."""
+    """Note which nodes of a merged graph training mode alone takes, and which of these for an op of both modes."""
     for node in reversed(graph.nodes):
-        if node.users and all(facts_of(user).in_training or _is_choice_in_training(node, user) for user in node.users):
-            set_facts(node, in_training=True)
+        takers = list(node.users)
+        alone = [facts_of(user).training_alone or _is_taken_in_training(node, user) for user in takers]
+        if takers and all(alone):
+            before = [facts_of(user).in_training or (user.target is by_mode and not is_output(user)) for user in takers]
+            set_facts(node, training_alone=True, in_training=all(before))
 
 
-def _is_choice_in_training(node: fx.Node, user: fx.Node) -> bool:
-    taken = [place for place, value in enumerate(user.args) if value is node]
-    return user.target is by_mode and taken == [1] and all(taker.op != "output" for taker in user.users)
+def _is_taken_in_training(node: fx.Node, user: fx.Node) -> bool:
+    return user.target is by_mode and _places_in(node, user) == [1]
+
+
+def _places_in(node: fx.Node, user: fx.Node) -> list[int]:
+    """Return the places of a node among the arguments of another one, in nested containers too."""
+    return [place for place, value in enumerate(user.args) if node in [leaf for _, leaf in leaves(value)]]
+
+
+def of_eval_mode(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return the nodes that eval mode alone takes, each with the node that reads the mode which decides."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in reversed(graph.nodes) if graph.find_nodes(op="call_function", target=by_mode) else ():
+        if node.op.startswith("call"):
+            deciding = {found.get(user) or _deciding(node, user) for user in node.users}
+            if len(deciding) == 1 and (mode := deciding.pop()) is not None:
+                found[node] = mode
+    return found
+
+
+def _deciding(node: fx.Node, user: fx.Node) -> fx.Node | None:
+    """Return the node that reads the mode, where a user takes a node in eval mode alone."""
+    return user.all_input_nodes[0] if user.target is by_mode and _places_in(node, user) == [2] else None
 
 
 def _choice(node: fx.Node, mode: fx.Node, in_training: Argument, in_eval: Argument) -> fx.Node:
