@@ -249,6 +249,6 @@ def find_module(root: nn.Module, name: str) -> nn.Module | None:
     held: nn.Module | None = root
     for atom in filter(None, name.split(".")):
         held = getattr(held, atom, None)
-    if not name or not isinstance(held, nn.Module) or isinstance(held, TracedBlock):
+    if not name or not isinstance(held, nn.Module) or getattr(held, "_block_name", "") != name:
         return held
     return next((m for m in held.modules() if isinstance(m, TracedBlock) and m._block_name == name), held)

@@ -440,6 +440,40 @@ def test_a_training_compiles_once_for_each_mode(road: str, quantizer: str) -> No
     assert counter.count == 2
 
 
+class CalledTwice(nn.Module):
+    """A layer with a batch norm that a forward calls twice, as Siamese networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x) + self.body(x * 0.5))
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    ("name", "symmetric"),
+    [("lsq", True), ("lsq_plus", False), ("pact", True), ("learned_range", False), ("qil", True), ("fixed", True)],
+)  # fmt: skip
+def test_an_exported_training_calls_a_layer_twice(name: str, symmetric: bool) -> None:
+    torch.manual_seed(0)
+    weight = qt.QuantSpec(quantizer=name, axis=0, symmetric=symmetric, bits=4)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation=qt.QuantSpec(quantizer="lsq"), weight=weight))
+    x = torch.randn(4, 3, 6, 6)
+    model = qt.prepare(CalledTwice().train(), x, "onnxruntime", mapping)
+    qt.calibrate(model, [x], progress=False)
+    program = torch.export.export(model, (x,)).module()
+    before = copy.deepcopy(program.state_dict())
+    for each in (program, model):
+        each(x).square().mean().backward()
+    expected = dict(model.named_parameters())
+    for key, parameter in program.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key].grad, rtol=1e-3, atol=1e-5)
+    assert not torch.equal(program.state_dict()["body.1.running_var"], before["body.1.running_var"])
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("strict", [False, True])
 @each_quantizer

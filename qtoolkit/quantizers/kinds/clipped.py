@@ -9,7 +9,7 @@ from torch import Tensor
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.base import NEEDS_ANY_SCALE, NEEDS_INTEGERS, Need
-from qtoolkit.quantizers.kinds.from_start import FromStart, trained_bound
+from qtoolkit.quantizers.kinds.from_start import FromStart, start_of, trained_bound
 from qtoolkit.quantizers.spec_ops import straight_through, trained_by_ratio
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ class Clipped(FromStart):
 
     def _trained_range(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
         """Return an affine range: at most and at least zero, and of some width."""
-        spec, start = quantizer.spec, quantizer._scale
+        spec = quantizer.spec
+        start, rate = start_of(quantizer)
         width = start * (spec.qmax - spec.qmin)
         low, high = (
-            trained_by_ratio(width, ratio, quantizer._rate).reshape(start.shape)
+            trained_by_ratio(width, ratio, rate).reshape(start.shape)
             for ratio in (quantizer._relative_low, quantizer._relative_high)
         )
         below = straight_through(low.clamp(max=0), low)

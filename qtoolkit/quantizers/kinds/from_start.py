@@ -12,6 +12,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.spec_ops import lsq_start
 from qtoolkit.quantizers.state import scale_dtype
+from qtoolkit.running import running
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.ranged import RangedQuantizer
@@ -83,6 +84,19 @@ class FromStart(QuantizerKind):
         return (quantized / trained).square()
 
 
+def start_of(quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
+    """Return the start of what is trained, and its rate.
+
+    In a training that torch.export records these are copies: the next call of the layer writes the change of its batch norm's
+    factor into the tensors, and autograd would refuse the backward of this call.
+    """
+    start, rate = quantizer._scale, quantizer._rate
+    if quantizer.follows_factor and quantizer.training and running().exported:
+        return start.clone(), rate.clone()
+    return start, rate
+
+
 def trained_bound(quantizer: "RangedQuantizer") -> Tensor:
     """Return the bound of a symmetric range, which is trained by `_relative_bound`, its ratio to that at the start."""
-    return ops.positive_scale(quantizer._scale * quantizer.spec.qmax, quantizer._relative_bound, quantizer._rate)
+    start, rate = start_of(quantizer)
+    return ops.positive_scale(start * quantizer.spec.qmax, quantizer._relative_bound, rate)

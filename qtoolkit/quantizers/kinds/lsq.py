@@ -9,7 +9,7 @@ from torch import Tensor
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.base import NEEDS_ANY_SCALE, NEEDS_INTEGERS, Need
-from qtoolkit.quantizers.kinds.from_start import FromStart
+from qtoolkit.quantizers.kinds.from_start import FromStart, start_of
 from qtoolkit.quantizers.spec_ops import lsq_start, straight_through, trained_by_ratio
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class LSQ(FromStart):
 
 
 def _trained(quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor, Tensor]:
-    return quantizer._scale, quantizer._relative_scale, quantizer._rate
+    start, rate = start_of(quantizer)
+    return start, quantizer._relative_scale, rate
 
 
 def _refuse_symmetric(spec: QuantSpec) -> NoReturn:
@@ -104,6 +105,7 @@ class LSQPlus(LSQ):
         """Return the trained scale, and the zero point at the trained offset."""
         spec = quantizer.spec
         scale, _ = super().grid(quantizer)
-        offset = trained_by_ratio(quantizer._scale, quantizer._relative_offset, quantizer._rate).reshape(scale.shape)
+        start, rate = start_of(quantizer)
+        offset = trained_by_ratio(start, quantizer._relative_offset, rate).reshape(scale.shape)
         zero_point = -offset / scale
         return scale, straight_through(zero_point.clamp(spec.qmin, spec.qmax), zero_point)

@@ -9,7 +9,7 @@ from torch import Tensor
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.base import Shape, Shaped
-from qtoolkit.quantizers.kinds.from_start import FromStart
+from qtoolkit.quantizers.kinds.from_start import FromStart, start_of
 from qtoolkit.quantizers.spec_ops import clip, ends_of, fake_quant, per_element
 
 if TYPE_CHECKING:
@@ -61,9 +61,10 @@ class QIL(FromStart, Shaped):
 
     def interval(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor, Tensor | None]:
         """Return center, distance and gamma (None for 1). The center is at least the distance: the interval starts at 0."""
-        half = quantizer._scale * (quantizer.spec.qmax / 2)
-        distance = ops.positive_scale(half, quantizer._relative_distance, quantizer._rate)
-        center = torch.maximum(ops.positive_scale(half, quantizer._relative_center, quantizer._rate), distance)
+        start, rate = start_of(quantizer)
+        half = start * (quantizer.spec.qmax / 2)
+        distance = ops.positive_scale(half, quantizer._relative_distance, rate)
+        center = torch.maximum(ops.positive_scale(half, quantizer._relative_center, rate), distance)
         options = self.options(quantizer.spec)
         fixed = None if options["gamma"] == 1 else torch.full_like(half, options["gamma"])
         return center, distance, quantizer._gamma.abs().reshape(half.shape) if options["learn_gamma"] else fixed
