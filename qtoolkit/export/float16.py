@@ -49,8 +49,13 @@ def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
     _check_ranges(source)
     model = deepcopy_model(source.model, what=source.what).half()
     result = replace(source, model=model, grids=grids_of(model), example_inputs=_to_float16(source.example_inputs))
-    weights: dict[Grid, Tensor] = {}
-    before = _largest_values(source, lambda run: weights.update(_weights(source, run)))
+    before: dict[str, float] = {}
+    weights = weights_given(
+        source.model,
+        lambda grid: grid.of_weight and grid.quantizing,
+        lambda: before.update(_largest_values(source)),
+        source.what,
+    )
     _keep_codes(source, result, weights)
     _check_values(source.what, before, _run_in_float16(result))
     _warn_of_other_scales(result)
@@ -127,10 +132,6 @@ def _check_ranges(source: ExportSource) -> None:
         )
 
 
-def _weights(source: ExportSource, run: Callable[[], object]) -> dict[Grid, Tensor]:
-    return weights_given(source.model, lambda grid: grid.of_weight and grid.quantizing, run, source.what)
-
-
 def _keep_codes(source: ExportSource, result: ExportSource, weights: Mapping[Grid, Tensor]) -> None:
     """Give the quantizers of weights in float16 the values of their codes, which rounding to float16 does not move.
 
@@ -152,15 +153,15 @@ def _keep_codes(source: ExportSource, result: ExportSource, weights: Mapping[Gri
         )
 
 
-def _largest_values(source: ExportSource, around: Callable[[Callable[[], object]], object]) -> dict[str, float]:
-    """Run a model on its example inputs; return the largest magnitude that each module returns, in the order of the run."""
+def _largest_values(source: ExportSource) -> dict[str, float]:
+    """Run a model on its example inputs; return the largest magnitude that each module returns, in order; infinity for NaN."""
     found: dict[str, float] = {}
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, y: object) -> None:
             tensors = [t for t in tensors_of(y) if t.is_floating_point() and t.numel()]
-            largest = max((float(t.abs().max()) for t in tensors), default=0.0)
-            found[name] = largest if math.isnan(largest) else max(found.get(name, 0.0), largest)
+            values = (float(t.abs().nan_to_num(torch.inf, torch.inf).max()) for t in tensors)
+            found[name] = max((found.get(name, 0.0), *values))
 
         return hook
 
@@ -168,13 +169,13 @@ def _largest_values(source: ExportSource, around: Callable[[Callable[[], object]
     parts = {name: part for name, part in source.model.named_modules() if not isinstance(part, TracedBlock)}
     hooks = [part.register_forward_hook(note(name)) for name, part in parts.items()]
     with removing(hooks), torch.no_grad(), evaluating(source.model), in_float(source.model):
-        around(lambda: source.model(*args, **kwargs))
+        source.model(*args, **kwargs)
     return found
 
 
 def _run_in_float16(source: ExportSource) -> dict[str, float]:
     try:
-        return _largest_values(source, lambda run: run())
+        return _largest_values(source)
     except RuntimeError as error:
         raise RuntimeError(
             f'{source.what}: the model does not run with float_type="float16" ({first_line(error)}): it may make tensors of '
@@ -192,7 +193,9 @@ def _check_values(what: str, before: Mapping[str, float], after: Mapping[str, fl
             f'{what}: with float_type="float16", {infinite[0] or "the model"!r} returns NaN or infinities for the example '
             f"inputs: a value is above 65,504, the largest number of float16. Scale the values before it down, or {REMEDY}."
         )
-    zero = [f"{name!r} ({before[name]:.2g})" for name, value in after.items() if value == 0 and before.get(name)]
+    zero = [
+        f"{name!r} ({before[name]:.2g})" for name, value in after.items() if value == 0 < before.get(name, 0) < SMALLEST
+    ]
     if zero:
         _warn(
             f'{what}: with float_type="float16", the results of {some(zero)} are zero for the example inputs: float16 has no '

@@ -209,12 +209,13 @@ def export_onnx(
     target = _target(source.model, backend)
     if float_type is None:
         float_type = type_for(target, source)
-    source = in_type(float_type, source)
     casts_ends = float_type == "float16" and keep_io_types
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
-    inputs = Inputs.of(source, input_names)
     chosen = choose(opset, source, float_type)
+    Inputs.of(source, input_names)  # names what is wrong with them, before the model runs
+    source = in_type(float_type, source)
+    inputs = Inputs.of(source, input_names)
     if integer_weights is None:
         integer_weights = target.integer_weights
     stored_as = target.weight_codes if weight_codes is None else weight_codes
