@@ -198,7 +198,7 @@ class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
 
     Example:
         >>> import qtoolkit as qt
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt")
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt10")
         >>> with torch.no_grad(), calibrating(prepared):
         ...     for batch in (torch.ones(8, 4), 2 * torch.ones(8, 4)):
         ...         _ = prepared(batch)

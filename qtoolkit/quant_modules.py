@@ -98,7 +98,8 @@ def replace(
         custom: Float type -> QAT type, in addition to `qtoolkit.nn.REPLACED_MODULES`. A QAT type has a class method
             `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`.
         backend: The target, which must be given: a name from `qtoolkit.backends`, or a Backend. It gives the default config
-            and the kinds of layers that are quantized.
+            and the kinds of layers that are quantized. For the float32 scales of pytorch-quantization's scripts, pass
+            "tensorrt10": those of "tensorrt", which is TensorRT 11, are float16 numbers.
         quantize: "inputs": layers quantize their inputs. "outputs": layers quantize their outputs, by a forward hook that runs
             before all others; a layer with several outputs quantizes the first. A chain of `qtoolkit.fuse_modules` quantizes
             the output of its last module. QuantStub and FloatFunctional quantize their outputs too, as in torch.ao's eager

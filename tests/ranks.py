@@ -101,7 +101,7 @@ def replaced(quantizer: str = "fixed") -> nn.Module:
     torch.manual_seed(0)
     spec = qt.QuantSpec(quantizer=quantizer)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, spec))
-    return qt.quant_modules.replace(Plain().train(), mapping, backend="tensorrt")
+    return qt.quant_modules.replace(Plain().train(), mapping, backend="tensorrt10")
 
 
 def work_replaced(rank: int, folder: str) -> None:

@@ -54,7 +54,7 @@ def of_loops() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(4)), torch.linspace(-1, 1, 6)
 
 
-def calibrated(model: nn.Module, batches: list[Any], backend: str = "tensorrt", **options: Any) -> nn.Module:
+def calibrated(model: nn.Module, batches: list[Any], backend: str = "tensorrt10", **options: Any) -> nn.Module:
     """Return a model replaced and calibrated."""
     replaced = qt.quant_modules.replace(model, backend=backend, **options)
     qt.calibrate(replaced, batches, progress=False)
@@ -66,7 +66,7 @@ def in_training(road: str, config: qt.QConfig, model: nn.Module, x: Tensor, **op
     torch.manual_seed(0)
     model, options = (
         model.train(),
-        {"backend": "tensorrt", "qconfig_mapping": qt.QConfigMapping().set_global(config)} | options,
+        {"backend": "tensorrt10", "qconfig_mapping": qt.QConfigMapping().set_global(config)} | options,
     )
     of_road = qt.prepare(model, (x,), **options) if road == "graph" else qt.quant_modules.replace(model, **options)
     qt.calibrate(of_road.eval(), [x], progress=False)

@@ -12,7 +12,7 @@ SHAPE = (4, 3, 8, 8)
 
 
 def prepared_net() -> nn.Module:
-    return qt.prepare(nets.trained(nets.ConvNet(), *SHAPE), backend="tensorrt")
+    return qt.prepare(nets.trained(nets.ConvNet(), *SHAPE), backend="tensorrt10")
 
 
 def scales(model: nn.Module) -> dict[str, Tensor]:
@@ -35,7 +35,7 @@ def test_ranges_do_not_depend_on_the_split_into_batches() -> None:
 def test_ranges_are_those_of_the_float_activations() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE).eval()
     x = torch.randn(SHAPE)
-    prepared = qt.prepare(model, backend="tensorrt")
+    prepared = qt.prepare(model, backend="tensorrt10")
     report = qt.calibrate(prepared, [x], progress=False)
     with torch.no_grad():
         seen = torch.relu(model.bn1(model.conv1(x)))
@@ -69,7 +69,7 @@ def test_a_batch_is_passed_by_its_type(batches: list[object], forward: object) -
 )
 @pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
 def test_a_batch_with_more_than_labels_says_what_to_pass(road, batch: object, words: str) -> None:
-    model = road(nets.trained(nets.ConvNet(), *SHAPE), backend="tensorrt")
+    model = road(nets.trained(nets.ConvNet(), *SHAPE), backend="tensorrt10")
     match = rf"calibrate: a batch does not match ConvNet\.forward\(.*x.*\).*: {words}"
     with pytest.raises(TypeError, match=match):
         qt.calibrate(model, [batch], progress=False)
@@ -120,7 +120,7 @@ def test_a_mask_of_unknown_type_names_its_quantizer_and_the_remedy(dtype: torch.
 
 
 def test_integers_for_a_replaced_layer_name_its_quantizer() -> None:
-    model = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 2)), backend="tensorrt")
+    model = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 2)), backend="tensorrt10")
     with pytest.raises(
         TypeError,
         match=r"quantizer '0.input_quantizer' gets a tensor of torch.uint8, .*; pass it with \.to\(torch.float32\)",
@@ -133,7 +133,7 @@ def test_a_type_error_of_the_model_stays() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + len(5)
 
-    model = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 4), Wrong(4, 4)), ignore="1", backend="tensorrt")
+    model = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 4), Wrong(4, 4)), ignore="1", backend="tensorrt10")
     with pytest.raises(TypeError, match="object of type 'int' has no len"):
         qt.calibrate(model, [torch.ones(2, 4)], progress=False)
 
@@ -152,7 +152,7 @@ def test_mode_and_switches_come_back() -> None:
 def test_an_instance_norm_with_statistics_is_calibrated_as_it_trains() -> None:
     norm = nn.InstanceNorm1d(4, track_running_stats=True)
     prepared, x = (
-        qt.prepare(nn.Sequential(norm, nn.Conv1d(4, 4, 1)).train(), backend="tensorrt"),
+        qt.prepare(nn.Sequential(norm, nn.Conv1d(4, 4, 1)).train(), backend="tensorrt10"),
         100 * torch.randn(8, 4, 16),
     )
     report = qt.calibrate(prepared, [x], progress=False)
@@ -173,7 +173,7 @@ def test_quantizers_without_data_are_named() -> None:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return self.a(x) * self.b(y)
 
-    prepared = qt.prepare(Branches(), backend="tensorrt")
+    prepared = qt.prepare(Branches(), backend="tensorrt10")
 
     def only_a(model: nn.Module, x: Tensor) -> Tensor:
         return model.get_submodule("a")(model.get_submodule("activation_quantizers.x")(x))
@@ -217,12 +217,12 @@ def state_of(model: nn.Module) -> dict[str, object]:
     return {**switches, **{name: tensor.detach().clone() for name, tensor in model.state_dict().items()}}
 
 
-@pytest.mark.parametrize("qconfig", [qt.backends["tensorrt"].qconfig, LEARNED, HISTOGRAM])
+@pytest.mark.parametrize("qconfig", [qt.backends["tensorrt10"].qconfig, LEARNED, HISTOGRAM])
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("bad", [torch.ones(1, 2, 8, 8), torch.full(SHAPE, torch.nan), (torch.ones(SHAPE), 5, 5)])
 def test_an_error_leaves_all_ranges_and_switches(qconfig: qt.QConfig, calibrated: bool, bad: object) -> None:
     mapping = qt.QConfigMapping().set_global(qconfig).set_module_name("up", None)
-    model = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE), qconfig_mapping=mapping, backend="tensorrt")
+    model = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE), qconfig_mapping=mapping, backend="tensorrt10")
     if calibrated:
         qt.calibrate(model, [torch.randn(SHAPE)], progress=False)
     before = state_of(model)
@@ -239,14 +239,14 @@ def test_an_error_leaves_all_ranges_and_switches(qconfig: qt.QConfig, calibrated
 
 
 @pytest.mark.parametrize("road", ["prepare", "replace"])
-@pytest.mark.parametrize("qconfig", [qt.backends["tensorrt"].qconfig, LEARNED, HISTOGRAM])
+@pytest.mark.parametrize("qconfig", [qt.backends["tensorrt10"].qconfig, LEARNED, HISTOGRAM])
 def test_a_loop_of_ones_own_gives_the_ranges_of_calibrate(road: str, qconfig: qt.QConfig) -> None:
     model, mapping = nets.trained(nets.ConvNet(), *SHAPE).eval(), qt.QConfigMapping().set_global(qconfig)
     mapping.set_module_name("up", None)
     made = (
-        qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt")
+        qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10")
         if road == "prepare"
-        else qt.quant_modules.replace(model, mapping, backend="tensorrt")
+        else qt.quant_modules.replace(model, mapping, backend="tensorrt10")
     )
     batches, other = [torch.randn(SHAPE), 2 * torch.randn(SHAPE)], copy.deepcopy(made)
     qt.calibrate(made, batches, progress=False)
@@ -300,7 +300,7 @@ def test_a_block_names_what_saw_no_data() -> None:
 
 
 def test_a_replaced_model_without_quantizers_is_not_sent_to_replace_again() -> None:
-    replaced = qt.quant_modules.replace(nn.Sequential(nn.ReLU()), backend="tensorrt")
+    replaced = qt.quant_modules.replace(nn.Sequential(nn.ReLU()), backend="tensorrt10")
     with pytest.raises(
         ValueError, match=r"no quantizers: everything in it stays in float, and qtoolkit\.quantization_"
     ):
@@ -314,7 +314,7 @@ def test_the_method_that_is_asked_for_holds_for_each_quantizer(quantizer: str) -
     x[0, 0] = 30
     config = qt.QConfig(qt.QuantSpec(bits=4, quantizer=quantizer), qt.QuantSpec(bits=4, axis=None))
     prepared = qt.prepare(
-        nn.Sequential(nn.Linear(8, 4)), x, qconfig_mapping=qt.QConfigMapping().set_global(config), backend="tensorrt"
+        nn.Sequential(nn.Linear(8, 4)), x, qconfig_mapping=qt.QConfigMapping().set_global(config), backend="tensorrt10"
     )
     least_error = qt.calibrate(prepared, [x], progress=False, method="mse").ranges["activation_quantizers.input_1"]
     whole = qt.calibrate(prepared, [x], progress=False, method="minmax").ranges["activation_quantizers.input_1"]
@@ -360,8 +360,8 @@ def test_weights_that_are_set_after_prepare_train_as_those_that_were_there(made,
     spec = qt.QuantSpec(bits=4, quantizer=quantizer)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, spec))
     roads = {
-        "prepare": lambda m: qt.prepare(m, qconfig_mapping=mapping, backend="tensorrt"),
-        "replace": lambda m: qt.quant_modules.replace(m, mapping, backend="tensorrt"),
+        "prepare": lambda m: qt.prepare(m, qconfig_mapping=mapping, backend="tensorrt10"),
+        "replace": lambda m: qt.quant_modules.replace(m, mapping, backend="tensorrt10"),
     }
     expected, ours = roads[road](model), made(model, roads[road])
     set_weights(ours, model)

@@ -17,7 +17,7 @@ def prepared(activation: qt.QuantSpec | None = None) -> nn.Module:
     mapping = (
         None if activation is None else qt.QConfigMapping().set_global(qt.QConfig(activation, qt.QuantSpec(axis=0)))
     )
-    return qt.prepare(nn.Sequential(nn.Linear(4, 2)).eval(), qconfig_mapping=mapping, backend="tensorrt")
+    return qt.prepare(nn.Sequential(nn.Linear(4, 2)).eval(), qconfig_mapping=mapping, backend="tensorrt10")
 
 
 def test_minmax_clips_nothing() -> None:

@@ -19,7 +19,7 @@ SHAPE = (4, 3, 8, 8)
 BACKENDS = list(qt.backends)
 
 
-def prepared_net(backend: str = "tensorrt", training: bool = True, **kwargs: object) -> fx.GraphModule:
+def prepared_net(backend: str = "tensorrt10", training: bool = True, **kwargs: object) -> fx.GraphModule:
     model = nets.trained(nets.ConvNet(), *SHAPE).train(training)
     return qt.prepare(model, torch.randn(SHAPE), backend=backend, **kwargs)
 
@@ -45,7 +45,7 @@ def test_an_untraceable_model_is_told_the_line_and_the_remedy() -> None:
     model = nets.ControlFlow()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(qt.UntraceableError) as error:
-        qt.prepare(model, backend="tensorrt")
+        qt.prepare(model, backend="tensorrt10")
     words = str(error.value)
     assert "nets.py, line" in words
     assert "`if x.sum() > 0:" in words
@@ -57,7 +57,7 @@ def test_an_untraceable_model_is_told_the_line_and_the_remedy() -> None:
 
 @pytest.mark.parametrize("how", [{"untraced": ["block"]}, {"leaf_modules": [nets.ControlFlow.Block]}])
 def test_the_remedy_works(how: dict[str, object]) -> None:
-    prepared = qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),), backend="tensorrt", **how)
+    prepared = qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),), backend="tensorrt10", **how)
     report = qt.quantization_report(prepared)
     assert [line.name for line in report.quantized] == ["first", "block", "block.fc"]
     assert report.left_float == ()
@@ -65,32 +65,32 @@ def test_the_remedy_works(how: dict[str, object]) -> None:
 
 def test_unknown_names_say_the_nearest() -> None:
     with pytest.raises(ValueError, match="unknown submodule 'blok'; did you mean 'block'"):
-        qt.prepare(nets.ControlFlow(), untraced=["blok"], backend="tensorrt")
+        qt.prepare(nets.ControlFlow(), untraced=["blok"], backend="tensorrt10")
     with pytest.raises(ValueError, match="unknown backend 'tensort'; did you mean 'tensorrt'"):
         qt.prepare(nets.LinearNet(), backend="tensort")
     mapping = qt.QConfigMapping().set_module_name("fc3", None)
     with pytest.raises(ValueError, match="unknown layer 'fc3'; did you mean 'fc"):
-        qt.prepare(nets.LinearNet(), qconfig_mapping=mapping, backend="tensorrt")
+        qt.prepare(nets.LinearNet(), qconfig_mapping=mapping, backend="tensorrt10")
     with pytest.raises(ValueError, match="matches no layer's full name"):
         qt.prepare(
             nets.LinearNet(),
             qconfig_mapping=qt.QConfigMapping().set_module_name_regex("conv.*", None),
-            backend="tensorrt",
+            backend="tensorrt10",
         )
 
 
 def test_wrapped_models_are_refused() -> None:
     with pytest.raises(qt.UntraceableError, match=r"wrapped in DataParallel; prepare model\.module"):
-        qt.prepare(nn.DataParallel(nets.LinearNet()), backend="tensorrt")
+        qt.prepare(nn.DataParallel(nets.LinearNet()), backend="tensorrt10")
 
 
 def test_preserved_attributes_survive() -> None:
     model = nets.LinearNet()
     model.stride, model.label = 32, lambda: "label"
-    prepared = qt.prepare(model, preserve_attributes=["stride", "fc1.in_features"], backend="tensorrt")
+    prepared = qt.prepare(model, preserve_attributes=["stride", "fc1.in_features"], backend="tensorrt10")
     assert prepared.stride == 32
     with pytest.raises(ValueError, match="no attribute 'strid'"):
-        qt.prepare(model, preserve_attributes=["strid"], backend="tensorrt")
+        qt.prepare(model, preserve_attributes=["strid"], backend="tensorrt10")
 
 
 def test_concrete_args_fix_an_argument() -> None:
@@ -102,7 +102,7 @@ def test_concrete_args_fix_an_argument() -> None:
         def forward(self, x: Tensor, double: bool = False) -> Tensor:
             return self.fc(x) * 2 if double else self.fc(x)
 
-    prepared = qt.prepare(Optional(), concrete_args={"double": False}, backend="tensorrt")
+    prepared = qt.prepare(Optional(), concrete_args={"double": False}, backend="tensorrt10")
     assert sum(node.op == "call_function" and "mul" in str(node.target) for node in prepared.graph.nodes) == 0
 
 
@@ -130,7 +130,7 @@ def test_with_quantizers_off_training_is_the_float_model(
 
 def test_without_batch_norm_quantizers_off_is_bit_equal() -> None:
     model = nets.Shared()
-    prepared = qt.prepare(model, backend="tensorrt")
+    prepared = qt.prepare(model, backend="tensorrt10")
     x = torch.randn(3, 4)
     nets.assert_float_when_off(prepared, model, x)
 
@@ -147,7 +147,7 @@ def test_eval_mode_folds_batch_norm_at_once(backend: str) -> None:
 
 def test_training_mode_keeps_names_and_loads_float_weights() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE)
-    prepared = qt.prepare(nets.ConvNet().train(), backend="tensorrt")
+    prepared = qt.prepare(nets.ConvNet().train(), backend="tensorrt10")
     assert set(model.state_dict()) <= set(prepared.state_dict())
     prepared.load_state_dict(model.state_dict())  # strict
     assert all(torch.equal(prepared.state_dict()[k], v) for k, v in model.state_dict().items())
@@ -155,7 +155,7 @@ def test_training_mode_keeps_names_and_loads_float_weights() -> None:
 
 def test_gradients_with_quantizers_off_are_those_of_the_float_model() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE)
-    prepared = qt.prepare(model, backend="tensorrt")
+    prepared = qt.prepare(model, backend="tensorrt10")
     x = torch.randn(SHAPE)
     with qt.disable_quantization(prepared):
         prepared(x).square().sum().backward()
@@ -168,7 +168,7 @@ def test_gradients_with_quantizers_off_are_those_of_the_float_model() -> None:
 def test_a_zero_gamma_gives_no_nan() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE)
     nn.init.zeros_(model.bn2.weight)
-    prepared = qt.prepare(model, backend="tensorrt")
+    prepared = qt.prepare(model, backend="tensorrt10")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     y = prepared.train()(torch.randn(SHAPE))
     y.sum().backward()
@@ -179,7 +179,7 @@ def test_a_zero_gamma_gives_no_nan() -> None:
 
 def test_a_batch_norm_behind_a_layer_with_a_second_user_is_not_linked() -> None:
     model = nets.SecondUser().eval()
-    prepared = qt.prepare(model, backend="tensorrt")
+    prepared = qt.prepare(model, backend="tensorrt10")
     report = {line.name: line for line in qt.quantization_report(prepared).layers}
     assert "cannot be folded" in report["bn"].reason
     x = torch.randn(2, 3, 4, 4)
@@ -187,7 +187,7 @@ def test_a_batch_norm_behind_a_layer_with_a_second_user_is_not_linked() -> None:
 
 
 def test_shared_layers_stay_shared() -> None:
-    prepared = qt.prepare(nets.Shared(), backend="tensorrt")
+    prepared = qt.prepare(nets.Shared(), backend="tensorrt10")
     layers = [m for m in prepared.modules() if isinstance(m, qt.nn.QuantLinear)]
     assert len(layers) == 1
     assert sum(node.op == "call_module" and node.target == "fc" for node in prepared.graph.nodes) == 2
@@ -196,7 +196,7 @@ def test_shared_layers_stay_shared() -> None:
 def test_the_users_model_is_not_changed() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE)
     before, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
-    prepared = qt.prepare(model, backend="tensorrt")
+    prepared = qt.prepare(model, backend="tensorrt10")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     with torch.no_grad():
         for parameter in prepared.parameters():
@@ -206,7 +206,7 @@ def test_the_users_model_is_not_changed() -> None:
 
 
 def test_layers_go_back_to_float() -> None:
-    prepared = qt.prepare(nets.LinearNet(), backend="tensorrt")
+    prepared = qt.prepare(nets.LinearNet(), backend="tensorrt10")
     layer = prepared.get_submodule("fc1").to_float()
     assert type(layer) is nn.Linear
     assert layer.weight is prepared.get_submodule("fc1").weight
@@ -217,7 +217,7 @@ def test_layers_go_back_to_float() -> None:
 
 
 def test_every_wanted_edge_has_one_quantizer_on_tensorrt() -> None:
-    assert quantized_tensors(prepared_net("tensorrt")) == {
+    assert quantized_tensors(prepared_net("tensorrt10")) == {
         "x": ("conv1",),
         "relu": ("pool",),  # conv2 and the add's identity branch take it through the pool
         "relu_1": ("up",),
@@ -238,7 +238,7 @@ def test_nothing_stands_between_a_layer_and_its_batch_norm_or_activation() -> No
 
 @pytest.mark.parametrize("downsample", [False, True])
 def test_tensorrt_leaves_the_main_branch_of_a_residual_add_free(downsample: bool) -> None:
-    prepared = qt.prepare(nets.Residual(downsample), backend="tensorrt")
+    prepared = qt.prepare(nets.Residual(downsample), backend="tensorrt10")
     sources = quantized_tensors(prepared)
     assert "bn2" not in sources
     assert ("shortcut" in sources) == downsample
@@ -250,7 +250,7 @@ def test_tensorrt_leaves_the_main_branch_of_a_residual_add_free(downsample: bool
 
 
 def test_a_policy_is_changed_by_replacing_a_field() -> None:
-    backend = replace(qt.backends["tensorrt"], name="mine", residual_add="both")
+    backend = replace(qt.backends["tensorrt10"], name="mine", residual_add="both")
     assert "bn2" in quantized_tensors(qt.prepare(nets.Residual(False), backend=backend))
 
 
@@ -268,7 +268,7 @@ def test_adding_a_constant_is_no_residual_add() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + 1
 
-    report = qt.quantization_report(qt.prepare(Shift(), backend="tensorrt"))
+    report = qt.quantization_report(qt.prepare(Shift(), backend="tensorrt10"))
     assert [line.name for line in report.left_float] == ["add"]
 
 
@@ -295,7 +295,9 @@ def test_of_two_specs_for_one_tensor_the_finer_holds() -> None:
             return self.a(x) * self.b(x)
 
     coarse = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
-    prepared = qt.prepare(Twice(), qconfig_mapping=qt.QConfigMapping().set_module_name("a", coarse), backend="tensorrt")
+    prepared = qt.prepare(
+        Twice(), qconfig_mapping=qt.QConfigMapping().set_module_name("a", coarse), backend="tensorrt10"
+    )
     (quantizer,) = [q for n, q in qt.quantizers_of(prepared).items() if n.startswith(insert.HOLDER)]
     assert quantizer.spec.bits == 8
     assert prepared.get_submodule("a").weight_quantizer.spec.bits == 4
@@ -312,7 +314,7 @@ def test_layers_can_be_left_in_float_and_are_reported() -> None:
         "bn3": "float: a batch norm that cannot be folded (its layer is not quantized)",
         "head": "float: the qconfig_mapping leaves it in float",
         # Rule 6 of TensorRT: without the head, nothing takes the pool's output quantized.
-        "average": "float: its output is not quantized, and tensorrt computes it in integers only between two quantized "
+        "average": "float: its output is not quantized, and tensorrt10 computes it in integers only between two quantized "
         "tensors",
     }
 
@@ -320,20 +322,20 @@ def test_layers_can_be_left_in_float_and_are_reported() -> None:
 def test_the_axis_of_a_transposed_convolution() -> None:
     default = prepared_net().get_submodule("up").weight_quantizer
     assert (default.spec.axis, default.group, default.scale.numel()) == (1, 2, 12)
-    older = replace(qt.backends["tensorrt"], conv_transpose_axis=0)
+    older = replace(qt.backends["tensorrt10"], conv_transpose_axis=0)
     by_input = qt.prepare(nets.ConvNet(), backend=older).get_submodule("up").weight_quantizer
     assert (by_input.spec.axis, by_input.group, by_input.scale.numel()) == (0, 1, 8)
     said = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))
     mapping = qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, said)
     literal = (
-        qt.prepare(nets.ConvNet(), qconfig_mapping=mapping, backend="tensorrt").get_submodule("up").weight_quantizer
+        qt.prepare(nets.ConvNet(), qconfig_mapping=mapping, backend="tensorrt10").get_submodule("up").weight_quantizer
     )
     assert literal.spec.axis == 0
 
 
 def test_passing_twice_changes_nothing() -> None:
     prepared = prepared_net()
-    before, rules = str(prepared.graph), LayerRules(qt.backends["tensorrt"], table=qt.nn.QAT_MODULES)
+    before, rules = str(prepared.graph), LayerRules(qt.backends["tensorrt10"], table=qt.nn.QAT_MODULES)
     insert.run(swap.run(prepared, rules), rules)
     assert str(prepared.graph) == before
 
@@ -344,12 +346,12 @@ def test_a_submodule_of_the_name_of_an_attribute_is_refused(name: str) -> None:
     with pytest.raises(
         ValueError, match=f"^prepare: the model must not have a submodule, .* named '{name}', .*rename it"
     ):
-        qt.prepare(model, (torch.randn(1, 3, 8, 8),), backend="tensorrt")
+        qt.prepare(model, (torch.randn(1, 3, 8, 8),), backend="tensorrt10")
 
 
 def test_preparing_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="prepared already"):
-        qt.prepare(prepared_net(), backend="tensorrt")
+        qt.prepare(prepared_net(), backend="tensorrt10")
 
 
 # ---- as a whole
@@ -419,7 +421,7 @@ def test_inference_mode_around_the_call_is_refused() -> None:
         torch.inference_mode(),
         pytest.raises(RuntimeError, match="prepare: torch.inference_mode is entered around this call"),
     ):
-        qt.prepare(nets.linear_of(), (torch.rand(2, 4),), backend="tensorrt")
+        qt.prepare(nets.linear_of(), (torch.rand(2, 4),), backend="tensorrt10")
 
 
 @pytest.mark.sweep(1)
@@ -449,7 +451,7 @@ def test_attributes_of_prepared_models_are_not_preserved(name: str) -> None:
     if not hasattr(model, name):
         setattr(model, name, 3)
     with pytest.raises(ValueError, match=f"prepare: preserve_attributes must not name '{name}'.* rename it"):
-        qt.prepare(model, preserve_attributes=[name], backend="tensorrt")
+        qt.prepare(model, preserve_attributes=[name], backend="tensorrt10")
 
 
 class Scored(nn.Module):
@@ -486,4 +488,4 @@ def test_what_forward_reads_from_its_keywords_must_be_in_the_example_inputs() ->
             return self.fc(tensors[0]) * keywords["scale"]
 
     with pytest.raises(ValueError, match=r"prepare: the model does not run on example_inputs \(KeyError: 'scale'\)"):
-        qt.prepare(Keywords(), (torch.rand(2, 4),), backend="tensorrt")
+        qt.prepare(Keywords(), (torch.rand(2, 4),), backend="tensorrt10")

@@ -69,7 +69,7 @@ def quantized_names(model: nn.Module) -> set[str]:
 def test_with_quantizers_off_it_is_the_float_model(model: type[nn.Module], training: bool) -> None:
     shape = {nets.LinearNet: (5, 6), nets.ControlFlow: (2, 4)}.get(model, (2, 3, 8, 8))
     net, x = nets.trained(model(), *shape).train(training), torch.randn(shape)
-    replaced = replace(net, backend="tensorrt")
+    replaced = replace(net, backend="tensorrt10")
     assert quantized_names(replaced)
     with qt.disable_quantization(replaced):
         assert torch.equal(replaced(x), net(x))
@@ -92,7 +92,7 @@ LAYERS = {
 def test_a_layer_computes_with_the_operands_of_the_formula(kind: str) -> None:
     make, shape, function, options = LAYERS[kind]
     layer, x = make(), torch.randn(shape)
-    replaced = calibrated(replace(layer, training_arithmetic="float", backend="tensorrt"), x)
+    replaced = calibrated(replace(layer, training_arithmetic="float", backend="tensorrt10"), x)
     group, axis = (2, 1) if kind == "conv_transpose" else (1, 0)
     lo, hi = reference.minmax(layer.weight, axis, group)
     w_scale = torch.maximum(-lo, hi) / 127
@@ -110,7 +110,7 @@ def test_a_layer_computes_with_the_operands_of_the_formula(kind: str) -> None:
 def test_parameters_buffers_and_layers_stay_the_same_objects() -> None:
     model = Branches()
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    assert replace(model, inplace=True, backend="tensorrt") is model
+    assert replace(model, inplace=True, backend="tensorrt10") is model
     assert {name: model.get_submodule(name) for name in modules} == modules
     assert all(model.get_parameter(name) is parameter for name, parameter in parameters.items())
     assert model.fc is model.again is model.in_order[0]
@@ -121,7 +121,7 @@ def test_parameters_buffers_and_layers_stay_the_same_objects() -> None:
 
 def test_a_copy_shares_nothing_and_stays_tied() -> None:
     model = Branches()
-    replaced = replace(model, backend="tensorrt")
+    replaced = replace(model, backend="tensorrt10")
     assert not {id(p) for p in model.parameters()} & {id(p) for p in replaced.parameters()}
     assert replaced.fc is replaced.again is replaced.in_order[0]
     assert replaced.decoder.weight is replaced.fc.weight
@@ -132,7 +132,7 @@ def test_an_optimizer_built_before_trains_bit_by_bit_as_in_float() -> None:
     model = Branches()
     twin, x = copy.deepcopy(model), torch.rand(SHAPE)
     mine, theirs = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, twin))
-    replace(model, inplace=True, backend="tensorrt")
+    replace(model, inplace=True, backend="tensorrt10")
     with qt.disable_quantization(model):
         for _ in range(2):
             for net, optimizer in ((model, mine), (twin, theirs)):
@@ -147,7 +147,7 @@ def test_learned_scales_are_for_an_optimizer_built_afterwards() -> None:
     lsq = qt.QuantSpec(quantizer="lsq")
     mapping, model, x = qt.QConfigMapping().set_global(qt.QConfig(lsq, lsq)), nn.Linear(4, 4), torch.randn(3, 4)
     before = torch.optim.SGD(model.parameters(), 0.1)
-    replace(model, mapping, inplace=True, backend="tensorrt")
+    replace(model, mapping, inplace=True, backend="tensorrt10")
     calibrated(model, x)
     scale = model.input_quantizer.scale.clone()
     model(x).square().sum().backward()
@@ -161,7 +161,7 @@ def test_learned_scales_are_for_an_optimizer_built_afterwards() -> None:
 def test_handles_of_hooks_remain_valid() -> None:
     model, calls = Branches(), []
     handle = model.conv.register_forward_hook(lambda *_: calls.append(1))
-    replace(model, inplace=True, backend="tensorrt")
+    replace(model, inplace=True, backend="tensorrt10")
     with qt.disable_quantization(model):
         model(torch.rand(SHAPE))
         handle.remove()
@@ -172,14 +172,14 @@ def test_handles_of_hooks_remain_valid() -> None:
 def test_names_in_the_state_dict_and_float_checkpoints() -> None:
     model = Branches()
     floats = copy.deepcopy(model.state_dict())
-    replaced = replace(model, backend="tensorrt")
+    replaced = replace(model, backend="tensorrt10")
     extra = set(replaced.state_dict()) - set(floats)
     assert set(floats) <= set(replaced.state_dict())
     assert {key.rpartition("_quantizer.")[0].rpartition(".")[2] for key in extra} == {"weight", "input"}
     assert replaced.load_state_dict(floats).missing_keys == []
     for name, value in floats.items():
         assert torch.equal(replaced.state_dict()[name], value)
-    twin = replace(Branches(), backend="tensorrt")
+    twin = replace(Branches(), backend="tensorrt10")
     twin.load_state_dict(calibrated(replaced, torch.rand(SHAPE)).state_dict())
     x = torch.rand(SHAPE)
     assert torch.equal(twin(x), replaced(x))
@@ -189,7 +189,7 @@ def test_names_in_the_state_dict_and_float_checkpoints() -> None:
 def test_weights_loaded_after_replacement_get_ranges_of_their_own(assign: bool) -> None:
     weights_only = qt.QConfig(None, qt.QuantSpec(axis=0))
     model = nn.ModuleDict({"fc": nn.Linear(4, 2), "attention": nn.MultiheadAttention(4, 2)})
-    replaced = replace(model, qt.QConfigMapping().set_global(weights_only), backend="tensorrt")
+    replaced = replace(model, qt.QConfigMapping().set_global(weights_only), backend="tensorrt10")
     larger = {name: 10 * value for name, value in model.state_dict().items()}
     replaced.load_state_dict(larger, assign=assign)
     for name, layer in (("fc.weight", "fc.weight"), ("attention.out_proj.weight", "attention.out_proj_weight")):
@@ -204,11 +204,11 @@ def test_weights_loaded_after_replacement_get_ranges_of_their_own(assign: bool) 
 
 
 def test_replacing_twice_changes_nothing() -> None:
-    model = replace(Branches(), backend="tensorrt")
+    model = replace(Branches(), backend="tensorrt10")
     calibrated(model, torch.rand(SHAPE))
     before, types = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
     plan, modules = plan_of(model), list(model.modules())
-    replace(model, inplace=True, backend="tensorrt")
+    replace(model, inplace=True, backend="tensorrt10")
     assert [type(m) for m in model.modules()] == types
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     assert plan_of(model) == plan
@@ -226,11 +226,11 @@ def test_layers_added_later_are_replaced_by_the_second_call() -> None:
 
 def test_a_replaced_part_keeps_its_status_in_a_larger_model() -> None:
     model = Branches()
-    replace(model.up, inplace=True, backend="tensorrt")
+    replace(model.up, inplace=True, backend="tensorrt10")
     with pytest.warns(
         UserWarning, match="^replace: .* exclude or backend gives another config .* keep theirs: 'up'; replace"
     ):
-        replace(model, ignore="*", inplace=True, backend="tensorrt")
+        replace(model, ignore="*", inplace=True, backend="tensorrt10")
     assert quantized_names(model) == {"up"}
 
 
@@ -241,21 +241,21 @@ FOUR_BITS = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(), qt.QuantSp
     "options", [{"qconfig_mapping": FOUR_BITS}, {"exclude": "0"}, {"backend": "openvino"}], ids=str
 )
 def test_rules_for_layers_that_are_quantized_already_have_no_effect(options: dict[str, object]) -> None:
-    model = replace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="tensorrt")
+    model = replace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="tensorrt10")
     words = "layers that are quantized already, which keep theirs: '0'; replace the float model, with all rules in one"
     with pytest.warns(UserWarning, match=words):
-        again = replace(model, **{"backend": "tensorrt", **options})
+        again = replace(model, **{"backend": "tensorrt10", **options})
     assert (quantized_names(again), again[0].weight_quantizer.spec) == ({"0"}, model[0].weight_quantizer.spec)
 
 
 @pytest.mark.parametrize("options", [{"qconfig_mapping": FOUR_BITS}, {"exclude": "0"}], ids=str)
 def test_rules_for_layers_that_initialize_has_built_have_no_effect(options: dict[str, object]) -> None:
-    with qt.quant_modules.initialize(backend="tensorrt"):
+    with qt.quant_modules.initialize(backend="tensorrt10"):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with pytest.warns(
         UserWarning, match="layers that are quantized already, which keep theirs: '0'; replace the float"
     ):
-        assert quantized_names(replace(model, backend="tensorrt", **options)) == {"0"}
+        assert quantized_names(replace(model, backend="tensorrt10", **options)) == {"0"}
 
 
 def test_what_initialize_builds_records_its_rules(tmp_path: Path) -> None:
@@ -274,14 +274,14 @@ def test_what_initialize_builds_records_its_rules(tmp_path: Path) -> None:
 
 
 def test_rules_that_initialize_has_followed_do_not_warn() -> None:
-    with qt.quant_modules.initialize(FOUR_BITS, backend="tensorrt"):
+    with qt.quant_modules.initialize(FOUR_BITS, backend="tensorrt10"):
         model = nn.Sequential(
             nn.Conv2d(2, 4, 3), nn.ConvTranspose2d(4, 4, 3), nn.AvgPool2d(2), nn.MultiheadAttention(4, 2), nn.LSTM(4, 4)
         )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        replace(model, FOUR_BITS, backend="tensorrt")
-        replace(model, backend="tensorrt")
+        replace(model, FOUR_BITS, backend="tensorrt10")
+        replace(model, backend="tensorrt10")
 
 
 @pytest.mark.parametrize(
@@ -289,12 +289,12 @@ def test_rules_that_initialize_has_followed_do_not_warn() -> None:
 )
 def test_a_second_call_that_asks_for_nothing_else_does_not_warn(options: dict[str, object]) -> None:
     model = replace(
-        nn.Sequential(nn.Linear(4, 4)), qconfig_mapping=FOUR_BITS, backend=options.get("backend", "tensorrt")
+        nn.Sequential(nn.Linear(4, 4)), qconfig_mapping=FOUR_BITS, backend=options.get("backend", "tensorrt10")
     )
     model.append(nn.Linear(4, 2))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "replace: qconfig_mapping, exclude or backend gives another config")
-        replace(model, inplace=True, **{"backend": "tensorrt", **options})
+        replace(model, inplace=True, **{"backend": "tensorrt10", **options})
     assert quantized_names(model) == {"0", "1"}
 
 
@@ -326,17 +326,17 @@ def bits(model: nn.Module) -> dict[str, int | None]:
     ],
 )
 def test_the_most_exact_rule_applies(mapping: qt.QConfigMapping, expected: tuple[int | None, ...]) -> None:
-    model = replace(nn.ModuleDict({"a": Branches()}), mapping, backend="tensorrt")
+    model = replace(nn.ModuleDict({"a": Branches()}), mapping, backend="tensorrt10")
     assert bits(model.get_submodule("a")) == dict(zip(("conv", "up", "fc", "pool"), expected, strict=True))
 
 
 def test_the_nearest_container_comes_first() -> None:
     model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4))))
     mapping = qt.QConfigMapping().set_module_name("0", None).set_module_name("0.0", W4)
-    assert replace(model, mapping, backend="tensorrt").get_submodule("0.0.0").weight_quantizer.spec.bits == 4
+    assert replace(model, mapping, backend="tensorrt10").get_submodule("0.0.0").weight_quantizer.spec.bits == 4
 
 
-@pytest.mark.parametrize(("backend", "axis"), [("tensorrt", 1), ("tensorrt8", 0)])
+@pytest.mark.parametrize(("backend", "axis"), [("tensorrt10", 1), ("tensorrt8", 0)])
 def test_the_axis_of_transposed_convolutions(backend: str, axis: int) -> None:
     assert replace(Branches(), backend=backend).up.weight_quantizer.spec.axis == axis
     own = qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, W4)
@@ -363,19 +363,19 @@ def test_the_axis_of_transposed_convolutions(backend: str, axis: int) -> None:
 def test_types_that_are_not_in_the_model_raise_a_warning(options: dict[str, object], words: str, monkeypatch) -> None:
     monkeypatch.setattr(nn.GLU, "from_float", print, raising=False)
     with pytest.warns(UserWarning, match=words) as caught:
-        replace(Branches(), backend="tensorrt", **options)
+        replace(Branches(), backend="tensorrt10", **options)
     assert caught[0].filename == __file__
 
 
 def test_types_of_replaced_layers_raise_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        own = qt.QConfigMapping().set_object_type(nn.Linear, qt.backends["tensorrt"].qconfig)
-        replace(replace(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt"), own, backend="tensorrt")
+        own = qt.QConfigMapping().set_object_type(nn.Linear, qt.backends["tensorrt10"].qconfig)
+        replace(replace(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt10"), own, backend="tensorrt10")
 
 
 def test_switches_apply_to_a_submodule_and_are_restored_after_errors() -> None:
-    model, x = calibrated(replace(Branches(), backend="tensorrt"), torch.rand(SHAPE)), torch.rand(SHAPE)
+    model, x = calibrated(replace(Branches(), backend="tensorrt10"), torch.rand(SHAPE)), torch.rand(SHAPE)
     y = model(x)
     with qt.disable_quantization(model.conv):
         assert torch.equal(model.conv(x), F.conv2d(x, model.conv.weight, model.conv.bias, padding=1))
@@ -390,8 +390,8 @@ def test_two_configs_for_one_module_are_refused() -> None:
     with pytest.raises(
         ValueError, match="'fc', 'again' are names of one module, and the mapping has different configs"
     ):
-        replace(Branches(), mapping, backend="tensorrt")
-    replaced = replace(Branches(), qt.QConfigMapping().set_module_name("again", None), backend="tensorrt")
+        replace(Branches(), mapping, backend="tensorrt10")
+    replaced = replace(Branches(), qt.QConfigMapping().set_module_name("again", None), backend="tensorrt10")
     assert type(replaced.fc) is nn.Linear
 
 
@@ -432,16 +432,16 @@ def test_every_type_of_the_table_by_default_and_by_rule() -> None:
     }
     model = nn.ModuleDict({name: make() for name, make in makers.items()})
     left = {"MaxPool2d", "InstanceNorm2d", "Embedding", "Mul"}
-    replaced = replace(model, backend="tensorrt")
+    replaced = replace(model, backend="tensorrt10")
     assert quantized_names(replaced) == set(makers) - left
     why = reasons(replaced)
     assert why["MaxPool2d"] == "float: a max_pool, which only moves values"
-    assert why["Embedding"] == "float: an embedding, which tensorrt computes in float"
+    assert why["Embedding"] == "float: an embedding, which tensorrt10 computes in float"
     mapping = qt.QConfigMapping()
     for name in left:
-        mapping.set_module_name(name, qt.backends["tensorrt"].qconfig)
-    assert quantized_names(replace(model, mapping, backend="tensorrt")) == set(makers)
-    assert not hasattr(replace(model, mapping, backend="tensorrt")["Embedding"].input_quantizer, "spec")
+        mapping.set_module_name(name, qt.backends["tensorrt10"].qconfig)
+    assert quantized_names(replace(model, mapping, backend="tensorrt10")) == set(makers)
+    assert not hasattr(replace(model, mapping, backend="tensorrt10")["Embedding"].input_quantizer, "spec")
 
 
 # ---- ignore
@@ -460,7 +460,7 @@ def test_every_type_of_the_table_by_default_and_by_rule() -> None:
     ],
 )
 def test_ignored_modules_and_their_submodules_stay_float(ignore: object, left: set[str]) -> None:
-    replaced = replace(nn.ModuleDict({"a": Branches(), "b": Branches()}), ignore=ignore, backend="tensorrt")
+    replaced = replace(nn.ModuleDict({"a": Branches(), "b": Branches()}), ignore=ignore, backend="tensorrt10")
     layers = {f"{net}.{name}" for net in "ab" for name in ("conv", "up", "fc", "again", "decoder")}
     assert {name for name in layers if not isinstance(replaced.get_submodule(name), qt.nn.QuantModule)} == left
     why = reasons(replaced)  # of a layer with several names by the first one
@@ -469,11 +469,15 @@ def test_ignored_modules_and_their_submodules_stay_float(ignore: object, left: s
 
 def test_a_callable_sees_the_users_own_modules() -> None:
     model = Branches()
-    assert type(replace(model, ignore=lambda name, module: module is model.conv, backend="tensorrt").conv) is nn.Conv2d
+    assert (
+        type(replace(model, ignore=lambda name, module: module is model.conv, backend="tensorrt10").conv) is nn.Conv2d
+    )
 
 
 def test_the_entry_that_ignores_is_in_the_reason() -> None:
-    assert reasons(replace(Branches(), ignore=["up", "c*"], backend="tensorrt"))["conv"] == "float: excluded by 'conv'"
+    assert (
+        reasons(replace(Branches(), ignore=["up", "c*"], backend="tensorrt10"))["conv"] == "float: excluded by 'conv'"
+    )
 
 
 # ---- why a layer stays float
@@ -496,7 +500,7 @@ def test_reasons_of_float_layers() -> None:
     )
     model["patched"].forward = lambda x: x
     mapping = qt.QConfigMapping().set_module_name("fc", None)
-    why = reasons(replace(model, mapping, inplace=True, backend="tensorrt"))
+    why = reasons(replace(model, mapping, inplace=True, backend="tensorrt10"))
     assert "Odd is a subclass of Conv2d" in why["odd"]
     assert "a parametrized LSTM; call torch.nn.utils.parametrize.remove" in why["weight_norm"]
     assert "no chain of qtoolkit.fuse_modules" in why["bn"]
@@ -548,7 +552,7 @@ class Wrapper(nn.Module):
 
 def test_a_custom_layer_takes_two_lines() -> None:
     model, x = nn.Sequential(Mine(4), nn.GLU()), torch.randn(3, 4)
-    replaced = calibrated(replace(model, custom={Mine: QuantMine, nn.GLU: QuantGLU}, backend="tensorrt"), x)
+    replaced = calibrated(replace(model, custom={Mine: QuantMine, nn.GLU: QuantGLU}, backend="tensorrt10"), x)
     assert [type(m) for m in replaced] == [QuantMine, QuantGLU]
     w = reference.fake_quant(model[0].weight.detach(), model[0].weight.detach().abs().amax(1) / 127, None, -128, 127, 0)
     y = torch.tanh(reference.fake_quant(x, x.abs().max() / 127, None, -128, 127)) @ w.t()
@@ -559,11 +563,11 @@ def test_a_custom_layer_takes_two_lines() -> None:
 def test_a_wrapper_class_is_used_once() -> None:
     model = nn.Sequential(Mine(4), nn.Linear(4, 4))
     mine = model[0]
-    replace(model, custom={Mine: Wrapper}, inplace=True, backend="tensorrt")
+    replace(model, custom={Mine: Wrapper}, inplace=True, backend="tensorrt10")
     assert model[0] is mine
     assert (type(mine), type(mine.layer)) == (Wrapper, Mine)
     plan = plan_of(model)
-    replace(model, custom={Mine: Wrapper}, inplace=True, backend="tensorrt")
+    replace(model, custom={Mine: Wrapper}, inplace=True, backend="tensorrt10")
     assert type(mine.layer) is Mine
     assert plan_of(model) == plan
 
@@ -588,7 +592,7 @@ def test_bad_tables_leave_the_model_untouched(custom: object, words: str) -> Non
     model = Branches()
     types, state = [type(m) for m in model.modules()], copy.deepcopy(model.state_dict())
     with pytest.raises(TypeError) as caught:
-        replace(model, custom=custom, inplace=True, backend="tensorrt")
+        replace(model, custom=custom, inplace=True, backend="tensorrt10")
     assert words in str(caught.value)
     assert [type(m) for m in model.modules()] == types
     assert {name: value.tolist() for name, value in model.state_dict().items()} == {
@@ -611,7 +615,7 @@ def test_one_quantizer_for_three_inputs_in_a_users_forward() -> None:
     module, inputs = QuantMultiAdd(), [torch.full((2,), 1.0), torch.full((2,), -3.0), torch.full((2,), 2.0)]
     with pytest.raises(RuntimeError, match="quantizer 'quantizer' has no range yet: call qtoolkit.calibrate"):
         module(*inputs)
-    replaced = calibrated(replace(module, backend="tensorrt"), *inputs)
+    replaced = calibrated(replace(module, backend="tensorrt10"), *inputs)
     assert torch.equal(replaced.quantizer.scale, torch.tensor(3.0) / 127)
     a, b, c = (reference.fake_quant(x, torch.tensor(3.0) / 127, None, -128, 127) for x in inputs)
     assert torch.equal(replaced(*inputs), a + b + c)
@@ -635,7 +639,7 @@ def test_copies_compute_the_same(
     make: Callable[[], nn.Module], shape: tuple[int, ...], copied: Callable[[nn.Module], nn.Module]
 ) -> None:
     x = torch.rand(shape)
-    model = calibrated(replace(make().eval(), backend="tensorrt"), x)
+    model = calibrated(replace(make().eval(), backend="tensorrt10"), x)
     twin = copied(model)
     for ours, theirs in zip(tensors_of(twin(x)), tensors_of(model(x)), strict=True):
         assert torch.equal(ours, theirs)
@@ -644,7 +648,7 @@ def test_copies_compute_the_same(
 
 def test_averaged_weights_are_those_of_the_formula() -> None:
     x = torch.randn(3, 6)
-    model = calibrated(replace(nets.LinearNet().eval(), backend="tensorrt"), x)
+    model = calibrated(replace(nets.LinearNet().eval(), backend="tensorrt10"), x)
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     average.update_parameters(model)
     before = model.fc1.weight.detach().clone()
@@ -657,7 +661,7 @@ def test_averaged_weights_are_those_of_the_formula() -> None:
 
 def test_half_precision_keeps_float_scales() -> None:
     x = torch.randn(3, 6)
-    model = calibrated(replace(nets.LinearNet().eval(), backend="tensorrt"), x).half()
+    model = calibrated(replace(nets.LinearNet().eval(), backend="tensorrt10"), x).half()
     assert model.fc1.weight_quantizer.scale.dtype == torch.float32
     assert model(x.half()).dtype == torch.float16
 
@@ -665,7 +669,7 @@ def test_half_precision_keeps_float_scales() -> None:
 @pytest.mark.slow
 def test_a_replaced_model_compiles_without_graph_breaks() -> None:
     model, x = (
-        calibrated(replace(nets.ConvNet().eval(), backend="tensorrt"), torch.randn(2, 3, 8, 8)),
+        calibrated(replace(nets.ConvNet().eval(), backend="tensorrt10"), torch.randn(2, 3, 8, 8)),
         torch.randn(2, 3, 8, 8),
     )
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -676,8 +680,8 @@ def test_a_layer_compiled_before_computes_quantized() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(3, 4)
     layer.compile(backend="eager")
     layer(x)
-    calibrated(replace(layer, inplace=True, backend="tensorrt"), x)
-    assert torch.equal(layer(x), calibrated(replace(layer, backend="tensorrt"), x)(x))
+    calibrated(replace(layer, inplace=True, backend="tensorrt10"), x)
+    assert torch.equal(layer(x), calibrated(replace(layer, backend="tensorrt10"), x)(x))
     assert not torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
@@ -704,31 +708,31 @@ def test_bad_arguments_raise_with_a_remedy() -> None:
         (["conv", "x*"], r"replace: ignore: unknown module 'x\*'"),
     ):
         with pytest.raises(ValueError, match=words):
-            replace(Branches(), ignore=ignore, backend="tensorrt")
+            replace(Branches(), ignore=ignore, backend="tensorrt10")
     for ignore in (3, ["conv", nn.Linear]):
         with pytest.raises(TypeError, match=r"replace: ignore must be a name, a list of names, or a callable"):
-            replace(Branches(), ignore=ignore, backend="tensorrt")
+            replace(Branches(), ignore=ignore, backend="tensorrt10")
     with pytest.raises(ValueError, match="unknown layer 'convv'; did you mean 'conv'"):
-        replace(Branches(), qt.QConfigMapping().set_module_name("convv", None), backend="tensorrt")
+        replace(Branches(), qt.QConfigMapping().set_module_name("convv", None), backend="tensorrt10")
     with pytest.raises(ValueError, match="unknown backend 'tensort'; did you mean 'tensorrt'"):
         replace(Branches(), backend="tensort")
     with pytest.raises(ValueError, match="unknown quantize 'input'; did you mean 'inputs'"):
-        replace(Branches(), quantize="input", backend="tensorrt")
+        replace(Branches(), quantize="input", backend="tensorrt10")
     with pytest.raises(
         TypeError, match="replace: qconfig_mapping must be a QConfigMapping of qtoolkit or None, got dict"
     ):
-        replace(Branches(), {"conv": None}, backend="tensorrt")
+        replace(Branches(), {"conv": None}, backend="tensorrt10")
     with pytest.raises(TypeError, match="replace: model must be a torch.nn.Module, got function"):
-        replace(lambda x: x, backend="tensorrt")
+        replace(lambda x: x, backend="tensorrt10")
     with pytest.raises(ValueError, match="replace: this model is already prepared"):
-        replace(qt.prepare(nets.LinearNet(), backend="tensorrt"), backend="tensorrt")
+        replace(qt.prepare(nets.LinearNet(), backend="tensorrt10"), backend="tensorrt10")
     with pytest.raises(
         ValueError, match=r"layer 'fc': the axis of a tensor of 2 dimensions must lie in \[-2, 1\], got 3"
     ):
         replace(
             Branches(),
             qt.QConfigMapping().set_module_name("fc", qt.QConfig(None, qt.QuantSpec(axis=3))),
-            backend="tensorrt",
+            backend="tensorrt10",
         )
 
 
@@ -736,24 +740,24 @@ def test_wrapped_and_unfinished_models_are_refused() -> None:
     with pytest.raises(
         qt.UntraceableError, match=r"replace: .* wrapped in DataParallel; call replace on model\.module"
     ):
-        replace(nn.DataParallel(nn.Linear(4, 4)), backend="tensorrt")
+        replace(nn.DataParallel(nn.Linear(4, 4)), backend="tensorrt10")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(
             qt.UntraceableError, match="replace: parameter '0.weight' has no shape yet; run the model once"
         ):
-            replace(nn.Sequential(nn.LazyLinear(4)), backend="tensorrt")
+            replace(nn.Sequential(nn.LazyLinear(4)), backend="tensorrt10")
     uncopied = nn.Sequential(nn.Linear(4, 4))
     uncopied.generator = (i for i in range(3))
     with pytest.raises(TypeError, match=r"replace: the model cannot be copied .*, or pass inplace=True\."):
-        replace(uncopied, backend="tensorrt")
-    assert type(replace(uncopied, inplace=True, backend="tensorrt")[0]) is qt.nn.QuantLinear
+        replace(uncopied, backend="tensorrt10")
+    assert type(replace(uncopied, inplace=True, backend="tensorrt10")[0]) is qt.nn.QuantLinear
 
 
 def test_prepared_parts_of_a_model_do_not_change() -> None:
-    model = nn.Sequential(qt.prepare(nets.LinearNet(), backend="tensorrt"), nn.Linear(3, 3))
+    model = nn.Sequential(qt.prepare(nets.LinearNet(), backend="tensorrt10"), nn.Linear(3, 3))
     before = list(qt.quantizers_of(model))
-    replace(model, inplace=True, backend="tensorrt")
+    replace(model, inplace=True, backend="tensorrt10")
     assert quantized_names(model) == {"1"}
     assert set(qt.quantizers_of(model)) - set(before) == {"1.input_quantizer", "1.weight_quantizer"}
 

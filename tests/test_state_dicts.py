@@ -47,7 +47,7 @@ def test_prepared(kind: str) -> None:
 
 
 def test_replaced() -> None:
-    replaced = qt.quant_modules.replace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), backend="tensorrt")
+    replaced = qt.quant_modules.replace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), backend="tensorrt10")
     assert sorted(replaced.state_dict()) == sorted(
         [
             *("0.weight", "0.bias", *(f"1.{tensor}" for tensor in BATCH_NORM)),
@@ -76,7 +76,7 @@ def test_histogram() -> None:
 # ---- strict is strict
 
 
-def prepared_net(backend: str = "tensorrt", **spec: object) -> nn.Module:
+def prepared_net(backend: str = "tensorrt10", **spec: object) -> nn.Module:
     mapping = qt.QConfigMapping()
     if spec:
         mapping.set_global(qt.QConfig(qt.QuantSpec(**spec), qt.QuantSpec(axis=0, **spec)))
@@ -151,7 +151,7 @@ def test_a_state_dict_of_another_spec_is_an_error(tmp_path, saved: dict, model: 
 
 
 def test_a_state_dict_of_another_backend_is_an_error() -> None:
-    state = prepared_net("tensorrt").state_dict()
+    state = prepared_net("tensorrt10").state_dict()
     with pytest.raises(ValueError, match="quantizer '.*': its spec in the state dict has"):
         prepared_net("openvino").load_state_dict(state)
     floats = {name: value for name, value in state.items() if name in Net().state_dict()}  # the error's remedy
@@ -188,7 +188,7 @@ def test_other_bits_are_an_error_without_the_metadata_too() -> None:
     def replaced(bits: int, **options: bool) -> nn.Module:
         spec, weight = qt.QuantSpec(bits=bits, **options), qt.QuantSpec(bits=bits, axis=0)
         mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, weight))
-        model = qt.quant_modules.replace(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), mapping, backend="tensorrt")
+        model = qt.quant_modules.replace(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), mapping, backend="tensorrt10")
         qt.calibrate(model, [torch.randn(8, 6)], progress=False)
         return model.train()
 
@@ -306,7 +306,7 @@ def test_the_range_of_a_loaded_weight_is_that_with_the_loaded_batch_norm() -> No
         nn.ModuleDict({"net": prepared}).load_state_dict(
             {f"net.{k}": v for k, v in source.state_dict().items()}, strict
         )
-        fresh = qt.prepare(copy.deepcopy(source).train(strict), X, backend="tensorrt")  # in eval mode, folded
+        fresh = qt.prepare(copy.deepcopy(source).train(strict), X, backend="tensorrt10")  # in eval mode, folded
         for name in ("conv.weight_quantizer", "weight_quantizers.linear"):
             assert torch.equal(prepared.get_submodule(name).scale, fresh.get_submodule(name).scale), name
 

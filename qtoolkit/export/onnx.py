@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from qtoolkit.backends import REQUIRED, Backend, backend_of
-from qtoolkit.config.formats import WeightCodes
+from qtoolkit.config.formats import FloatType, WeightCodes
 from qtoolkit.eager.record import backend_in
 from qtoolkit.errors import check_flags, check_known, some
 from qtoolkit.export.exporters.quiet import without_noise
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from qtoolkit.export.verification.verify import Verification
 
 Exporter = Literal["dynamo", "torchscript"]
-FloatType = Literal["float32", "float16"]
 
 
 @dataclass(frozen=True)
@@ -111,12 +110,12 @@ def export_onnx(
     bfloat16 from opset 23 on, whose nodes take float32 scales (onnxruntime's do not for float16). Others stand between Casts.
     Quantizers that are off (`qtoolkit.disable_quantization`) have no nodes.
 
-    With float_type="float16" the file is that of the model in float16: float ops, biases and the nodes of quantizers whose
-    scales are float16 numbers (`scale_dtype="float16"`) have this type. Ops that lose accuracy in it compute in float32,
-    between Casts: softmaxes, exponentials and logarithms, sums and means, cumulative sums, and instance and group norms
-    (`qtoolkit.export.passes.float32_ops`). A LayerNormalization sums in float32 by its definition. The file is compared with
-    the model in float16. It is for targets that take the types of a file as they are, such as strongly typed networks of
-    TensorRT. onnxruntime's CPU computes most of it in float32, without its integer kernels.
+    With float_type="float16", the default for "tensorrt", the file is that of the model in float16: float ops, biases and the
+    nodes of quantizers whose scales are float16 numbers (`scale_dtype="float16"`) have this type. Weights keep their codes. Ops
+    that lose accuracy in it compute in float32, between Casts: softmaxes, exponentials and logarithms, sums and means,
+    cumulative sums, and instance and group norms (`qtoolkit.export.passes.float32_ops`). A LayerNormalization sums in float32
+    by its definition. The file is compared with the model in float16. It is for targets that take the types of a file as they
+    are, such as TensorRT 11. onnxruntime's CPU computes most of it in float32, without its integer kernels.
 
     A model above 2 GB, more than one file may have, is written with its weights in a second file, `path` with ".data"
     appended (or ".1.data", while the model that is there uses that), which belongs beside it. If any step fails, nothing is
@@ -132,9 +131,9 @@ def export_onnx(
             They give the shapes and are the inputs of the verification.
         path: The file to write.
         opset: ONNX opset, from 13 to the newest of the installed onnx; onnxruntime 1.30, and so the verification, runs files
-            up to 26. None means 18, or 21 if codes of more than 8 bits or a group_size need it, or 22 for a model in bfloat16.
-            The model is converted where torch's exporters do not write the opset ("dynamo" writes 18 to 23, "torchscript" 13
-            to 20).
+            up to 26. None means 18, or 19 for a file in float16, 21 if codes of more than 8 bits or a group_size need it, or
+            22 for a model in bfloat16. The model is converted where torch's exporters do not write the opset ("dynamo" writes
+            18 to 23, "torchscript" 13 to 20).
         input_names: Names of the file's inputs, one for each tensor in the example inputs, in the order of forward's
             arguments. Without names for all, the others keep the arguments' names.
         output_names: Names of the file's outputs.
@@ -150,7 +149,8 @@ def export_onnx(
             onnxruntime computes exactly on every processor; None follows the backend (`Backend.weight_codes`).
         backend: The target, for a model that records none: one with quantizers of your own, or a layer that was taken out of
             a model. Models of `prepare`, `replace`, `initialize` and `convert` record theirs.
-        float_type: The type of what is not quantized: "float32"; "float16", from opset 19 on; None is the model's own type.
+        float_type: The type of what is not quantized: "float32"; "float16", from opset 19 on. None is the target's
+            (`Backend.float_type`) for a model in float32, and else the model's own.
         keep_io_types: Whether a file with float_type="float16" takes and returns float32, which it casts, where the model
             does; False: float16.
 
@@ -180,6 +180,12 @@ def export_onnx(
     check_flags(
         "export_onnx", verify=verify, dynamic_batch=dynamic_batch, progress=progress, keep_io_types=keep_io_types
     )
+    if str(float_type) == "bfloat16":
+        raise ValueError(
+            'export_onnx: float_type must be "float32" or "float16", got "bfloat16": its Q/DQ nodes would need scales of 8 '
+            'bits, which QuantSpec.scale_dtype does not have. Pass float_type="float16", or export the model as it is in '
+            "bfloat16: export_onnx(converted.bfloat16(), inputs, path, verify=False)."
+        )
     if float_type is not None:
         check_known("float_type of export_onnx:", float_type, get_args(FloatType))
     if integer_weights is not None:
@@ -196,15 +202,20 @@ def export_onnx(
     require_extra("export_onnx")
     from qtoolkit.export.exporters.torch_exporters import ExportRequest
     from qtoolkit.export.files.files import replacing_model
-    from qtoolkit.export.float16 import in_type
+    from qtoolkit.export.float16 import in_type, type_for
     from qtoolkit.export.pairs.opsets import choose, native
 
-    source = in_type(float_type, ExportSource.of(model, example_inputs, "export_onnx"))
+    source = ExportSource.of(model, example_inputs, "export_onnx")
+    target = _target(source.model, backend)
+    if float_type is None:
+        float_type = type_for(target, source)
     casts_ends = float_type == "float16" and keep_io_types
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
+    chosen = choose(opset, source, float_type)
+    Inputs.of(source, input_names)  # names what is wrong with them, before the model runs
+    source = in_type(float_type, source)
     inputs = Inputs.of(source, input_names)
-    chosen, target = choose(opset, source, float_type), _target(source.model, backend)
     if integer_weights is None:
         integer_weights = target.integer_weights
     stored_as = target.weight_codes if weight_codes is None else weight_codes

@@ -47,7 +47,7 @@ def checkpoint(model: Net) -> dict:
 
 
 def replaced(model: nn.Module) -> nn.Module:
-    return qt.quant_modules.replace(model, backend="tensorrt")
+    return qt.quant_modules.replace(model, backend="tensorrt10")
 
 
 def amax_of(model: nn.Module, name: str) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_a_replaced_model_takes_all_ranges(form):
 @pytest.mark.parametrize("form", [dict, as_model_optimizer])
 def test_a_prepared_model_takes_inputs_by_their_layers(form):
     saved = checkpoint(floats())
-    model = qt.prepare(floats().train(), backend="tensorrt")
+    model = qt.prepare(floats().train(), backend="tensorrt10")
     names = load_amax(model, form(saved))
     behind = {line.name: line.inputs for line in qt.quantization_report(model).layers if line.name in LAYERS}
     assert set(names) == {f"{layer}.weight_quantizer" for layer in LAYERS} | {name for (name,) in behind.values()}
@@ -94,7 +94,7 @@ def test_a_prepared_model_takes_inputs_by_their_layers(form):
 def test_a_folded_batch_norm_leaves_the_codes_of_the_weight_as_they_were():
     net = floats()
     saved = checkpoint(net)
-    model = qt.prepare(net.train(), backend="tensorrt")
+    model = qt.prepare(net.train(), backend="tensorrt10")
     load_amax(model, saved)
     layer = model.get_submodule("conv")
     factor = (net.bn.weight / (net.bn.running_var + net.bn.eps).sqrt()).detach()
@@ -109,7 +109,7 @@ def test_the_whole_model_computes_what_the_checkpoint_says():
     net = floats()
     net.bn = nn.Identity()
     saved = checkpoint(net)
-    model = qt.prepare(net, backend="tensorrt")
+    model = qt.prepare(net, backend="tensorrt10")
     load_amax(model, saved)
     model.get_submodule(
         "activation_quantizers.up"
@@ -137,7 +137,7 @@ def test_a_shared_quantizer_takes_the_largest_range():
         def forward(self, x):
             return self.a(x) + self.b(x)
 
-    model = qt.prepare(Fork(), backend="tensorrt")
+    model = qt.prepare(Fork(), backend="tensorrt10")
     saved = {"a._input_quantizer._amax": torch.tensor(3.0), "b._input_quantizer._amax": torch.tensor(2.0)}
     with pytest.warns(UserWarning, match=r"is shared by a\._input_quantizer\._amax, b\._input_quantizer\._amax"):
         (name,) = load_amax(model, saved)
@@ -207,21 +207,21 @@ def test_a_range_of_another_shape_is_named(key, shape, words):
 
 def test_a_folded_batch_norm_needs_ranges_per_channel():
     mapping = qt.QConfigMapping().set_module_name("conv", qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=None)))
-    model = qt.prepare(floats().train(), qconfig_mapping=mapping, backend="tensorrt")
+    model = qt.prepare(floats().train(), qconfig_mapping=mapping, backend="tensorrt10")
     with pytest.raises(ValueError, match="needs a range for each of 4 output channels, got 1"):
         load_amax(model, {"conv._weight_quantizer._amax": torch.tensor(1.0)})
 
 
 def test_a_batch_norm_that_is_folded_already_is_an_error():
     with pytest.raises(ValueError, match="'conv.weight_quantizer' has its batch norm folded in.*in training mode"):
-        load_amax(qt.prepare(floats(), backend="tensorrt"), checkpoint(floats()))
+        load_amax(qt.prepare(floats(), backend="tensorrt10"), checkpoint(floats()))
 
 
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 def test_a_bad_range_leaves_all_ranges(quantizer):
     spec = qt.QuantSpec(quantizer=quantizer)
     model = qt.quant_modules.replace(
-        floats(), qt.QConfigMapping().set_global(qt.QConfig(spec, spec)), backend="tensorrt"
+        floats(), qt.QConfigMapping().set_global(qt.QConfig(spec, spec)), backend="tensorrt10"
     )
     good, bad = (f"{layer}._input_quantizer._amax" for layer in ("conv", "head"))
     with pytest.raises(ValueError, match="amax must not be negative"):
@@ -263,9 +263,9 @@ def test_model_optimizers_axis_of_transposed_convolutions_by_the_config(road):
     }
     mapping = qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0)))
     quantized = (
-        qt.quant_modules.replace(model, mapping, backend="tensorrt")
+        qt.quant_modules.replace(model, mapping, backend="tensorrt10")
         if road == "replace"
-        else qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt")
+        else qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10")
     )
     assert load_amax(quantized, amaxs) == ("0.weight_quantizer", "2.weight_quantizer")
     quantizer = quantized.get_submodule("0.weight_quantizer")
@@ -277,7 +277,7 @@ def test_model_optimizers_axis_of_transposed_convolutions_by_the_config(road):
 
 @pytest.mark.parametrize("amax", [1.27, "1.27", None, [1.27]], ids=str)
 def test_a_range_that_is_no_tensor_is_named(amax: object) -> None:
-    model = qt.prepare(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt")
+    model = qt.prepare(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt10")
     entries = {"0._weight_quantizer._amax": torch.ones(2, 1), "0._input_quantizer._amax": amax}
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(TypeError, match=r"^load_amax: '0._input_quantizer._amax' must be a tensor, got \w+\."):

@@ -60,7 +60,7 @@ def test_each_type_of_the_table_is_built_quantized(float_type: type[nn.Module]) 
     torch.manual_seed(3)
     plain, signature = float_type(*arguments), inspect.signature(float_type)
     mapping = qt.QConfigMapping().set_object_type(float_type, W4)
-    with initialize(mapping, backend="tensorrt"):
+    with initialize(mapping, backend="tensorrt10"):
         torch.manual_seed(3)
         layer = float_type(*arguments)
         assert inspect.signature(float_type) == signature
@@ -78,7 +78,7 @@ def test_each_type_of_the_table_is_built_quantized(float_type: type[nn.Module]) 
 
 
 def test_types_that_the_backend_leaves_in_float_are_built_in_float() -> None:
-    with initialize(backend="tensorrt"):
+    with initialize(backend="tensorrt10"):
         assert type(nn.MaxPool2d(2)) is nn.MaxPool2d
         assert type(nn.Embedding(4, 2)) is nn.Embedding
         assert type(nn.AvgPool2d(2)) is qt.nn.QuantAvgPool2d
@@ -87,7 +87,7 @@ def test_types_that_the_backend_leaves_in_float_are_built_in_float() -> None:
 
 
 def test_a_model_that_is_built_computes_by_the_formula() -> None:
-    with initialize(backend="tensorrt"):
+    with initialize(backend="tensorrt10"):
         model = nn.Sequential(nn.Linear(4, 3))
     x = torch.randn(5, 4)
     qt.calibrate(model, [x], progress=False)
@@ -103,7 +103,7 @@ def test_a_model_that_is_built_computes_by_the_formula() -> None:
 
 def test_names_imported_earlier_and_types_tested_for() -> None:
     layer = nn.Conv2d(3, 4, 1)
-    with initialize(backend="tensorrt"):
+    with initialize(backend="tensorrt10"):
         assert type(ImportedEarlier(3, 4, 1)) is qt.nn.QuantConv2d
         assert isinstance(layer, nn.Conv2d)
         assert type(layer) is nn.Conv2d
@@ -120,7 +120,7 @@ class QuantMine(qt.nn.QuantLinear):
 
 
 def test_subclasses_and_lazy_layers_stay_float() -> None:
-    with initialize(backend="tensorrt"):
+    with initialize(backend="tensorrt10"):
         assert type(Mine()) is Mine
         assert type(nn.MultiheadAttention(4, 2).out_proj) is nn.modules.linear.NonDynamicallyQuantizableLinear
         lazy = nn.LazyLinear(4)
@@ -129,7 +129,7 @@ def test_subclasses_and_lazy_layers_stay_float() -> None:
 
 
 def test_custom_types_are_built_quantized() -> None:
-    with initialize(custom={Mine: QuantMine}, backend="tensorrt"):
+    with initialize(custom={Mine: QuantMine}, backend="tensorrt10"):
         assert type(Mine()) is QuantMine
         assert type(nn.Linear(4, 2)) is qt.nn.QuantLinear
     assert type(Mine()) is Mine
@@ -146,14 +146,14 @@ class Rebuilt(nn.Module):
 
 
 def test_layers_that_from_float_builds_are_not_quantized_again() -> None:
-    with initialize(custom={nn.Linear: Rebuilt}, backend="tensorrt"):
+    with initialize(custom={nn.Linear: Rebuilt}, backend="tensorrt10"):
         for _ in range(2):
             layer = nn.Linear(4, 2)
             assert (type(layer), type(layer.layer)) == (Rebuilt, nn.Linear)
 
 
 def test_constructors_of_qat_layers_do_not_change() -> None:
-    with initialize(backend="tensorrt"):
+    with initialize(backend="tensorrt10"):
         layer = qt.nn.QuantLinear(4, 2)
     assert (layer.weight_quantizer, layer.input_quantizer) == (None, None)
 
@@ -161,7 +161,7 @@ def test_constructors_of_qat_layers_do_not_change() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_keep_their_types(copied: Callable[[nn.Module], nn.Module]) -> None:
     plain = nn.Linear(4, 2)
-    with initialize(backend="tensorrt"):
+    with initialize(backend="tensorrt10"):
         layer = nn.Linear(4, 2)
         assert type(copied(plain)) is nn.Linear
         assert type(copied(layer)) is qt.nn.QuantLinear
@@ -169,12 +169,12 @@ def test_copies_keep_their_types(copied: Callable[[nn.Module], nn.Module]) -> No
 
 
 def test_layers_without_storage() -> None:
-    with initialize(w(4), backend="tensorrt"), torch.device("meta"):
+    with initialize(w(4), backend="tensorrt10"), torch.device("meta"):
         layer, pool = nn.Linear(4, 2), nn.AvgPool2d(2)
     assert {t.device.type for t in (layer.weight, layer.weight_quantizer.scale, pool.input_quantizer.scale)} == {"meta"}
     layer.to_empty(device="cpu").load_state_dict({"weight": 7 * torch.eye(2, 4), "bias": torch.zeros(2)})
     assert torch.equal(layer.weight_quantizer.scale, torch.ones(2))
-    with initialize(backend="tensorrt"):
+    with initialize(backend="tensorrt10"):
         skipped = nn.utils.skip_init(nn.Linear, 4, 2)
         sized = nn.Linear(4, 2, device="meta", dtype=torch.float64)
     assert (type(skipped), skipped.weight.device.type) == (qt.nn.QuantLinear, "cpu")
@@ -184,7 +184,7 @@ def test_layers_without_storage() -> None:
 @pytest.mark.filterwarnings("ignore:.*nested")
 @pytest.mark.parametrize("ignore", [None, "MultiheadAttention"])
 def test_fast_paths_of_transformers_are_disabled(ignore: str | None) -> None:
-    with initialize(ignore=ignore, backend="tensorrt"):
+    with initialize(ignore=ignore, backend="tensorrt10"):
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
         encoder = nn.TransformerEncoder(layer, 2)
     encoder.eval()
@@ -203,7 +203,7 @@ def test_fast_paths_of_transformers_are_disabled(ignore: str | None) -> None:
 
 
 def test_initialize_takes_effect_until_deactivate() -> None:
-    initialize(backend="tensorrt")
+    initialize(backend="tensorrt10")
     assert kind() is qt.nn.QuantLinear
     deactivate()
     deactivate()
@@ -211,9 +211,9 @@ def test_initialize_takes_effect_until_deactivate() -> None:
 
 
 def test_a_second_call_with_equal_arguments_has_no_effect() -> None:
-    initialize(w(4), ["Conv2d"], backend="tensorrt")
+    initialize(w(4), ["Conv2d"], backend="tensorrt10")
     inits = {cls: cls.__init__ for cls in QAT}
-    initialize(w(4), ["Conv2d"], backend="tensorrt")
+    initialize(w(4), ["Conv2d"], backend="tensorrt10")
     assert bits() == 4
     assert len(qt.quantizers_of(nn.Linear(4, 2))) == 2
     deactivate()
@@ -222,27 +222,27 @@ def test_a_second_call_with_equal_arguments_has_no_effect() -> None:
 
 
 def test_a_second_call_with_other_arguments_replaces_the_settings() -> None:
-    initialize(w(4), "Conv2d", backend="tensorrt")
-    initialize(w(6), backend="tensorrt")
+    initialize(w(4), "Conv2d", backend="tensorrt10")
+    initialize(w(6), backend="tensorrt10")
     assert bits() == 6
     assert type(nn.Conv2d(3, 3, 1)) is qt.nn.QuantConv2d
 
 
 def test_blocks_nest_and_restore_the_settings_from_before() -> None:
-    with initialize(w(4), backend="tensorrt"):
+    with initialize(w(4), backend="tensorrt10"):
         assert bits() == 4
-        with initialize(w(6), backend="tensorrt"):
+        with initialize(w(6), backend="tensorrt10"):
             assert bits() == 6
         assert bits() == 4
     assert bits() is None
-    initialize(w(3), backend="tensorrt")
-    with initialize(w(4), backend="tensorrt"):
+    initialize(w(3), backend="tensorrt10")
+    with initialize(w(4), backend="tensorrt10"):
         assert bits() == 4
     assert bits() == 3
 
 
 def test_one_context_manager_can_be_entered_again_and_nested() -> None:
-    active = initialize(w(4), backend="tensorrt")
+    active = initialize(w(4), backend="tensorrt10")
     with active:
         with active:
             assert bits() == 4
@@ -251,22 +251,22 @@ def test_one_context_manager_can_be_entered_again_and_nested() -> None:
     with active:
         assert bits() == 4
     assert bits() is None
-    initialize(w(6), backend="tensorrt")
+    initialize(w(6), backend="tensorrt10")
     with active:
         assert bits() == 4
     assert bits() == 6
 
 
 def test_changes_inside_a_block_end_with_it() -> None:
-    with initialize(w(4), backend="tensorrt"):
+    with initialize(w(4), backend="tensorrt10"):
         deactivate()
         assert bits() is None
     assert bits() is None
-    initialize(w(6), backend="tensorrt")
-    with initialize(w(4), backend="tensorrt"):
+    initialize(w(6), backend="tensorrt10")
+    with initialize(w(4), backend="tensorrt10"):
         deactivate()
     assert bits() == 6
-    with pytest.raises(ZeroDivisionError), initialize(w(4), backend="tensorrt"):
+    with pytest.raises(ZeroDivisionError), initialize(w(4), backend="tensorrt10"):
         bits() / 0
     assert bits() == 6
 
@@ -275,11 +275,11 @@ def test_a_constructor_that_raises_changes_nothing() -> None:
     wrong = qt.QConfigMapping().set_object_type(nn.Linear, qt.QConfig(None, qt.QuantSpec(axis=5)))
     with (
         pytest.raises(ValueError, match="layer 'Linear': the axis of a tensor of 2 dimensions"),
-        initialize(wrong, backend="tensorrt"),
+        initialize(wrong, backend="tensorrt10"),
     ):
         nn.Linear(4, 2)
     assert kind() is nn.Linear
-    with initialize(backend="tensorrt"):
+    with initialize(backend="tensorrt10"):
         with pytest.raises(ValueError, match="in_channels must be divisible by groups"):
             nn.Conv2d(3, 4, 1, groups=2)
         assert kind() is qt.nn.QuantLinear
@@ -287,7 +287,7 @@ def test_a_constructor_that_raises_changes_nothing() -> None:
 
 def test_all_threads_build_quantized_layers() -> None:
     found: list[type] = []
-    with initialize(backend="tensorrt"):
+    with initialize(backend="tensorrt10"):
         thread = threading.Thread(target=lambda: found.append(kind()))
         thread.start()
         thread.join()
@@ -296,7 +296,7 @@ def test_all_threads_build_quantized_layers() -> None:
 
 def test_constructors_patched_by_other_code_stay_patched(monkeypatch) -> None:
     calls: list[type] = []
-    initialize(backend="tensorrt")
+    initialize(backend="tensorrt10")
     ours = nn.Linear.__init__
 
     def theirs(self: nn.Module, *args: object, **kwargs: object) -> None:
@@ -308,7 +308,7 @@ def test_constructors_patched_by_other_code_stay_patched(monkeypatch) -> None:
         deactivate()
         assert nn.Linear.__init__ is theirs
         assert kind() is nn.Linear
-        with initialize(backend="tensorrt"):
+        with initialize(backend="tensorrt10"):
             assert kind() is qt.nn.QuantLinear
         assert nn.Linear.__init__ is theirs
         assert calls == [nn.Linear, qt.nn.QuantLinear]
@@ -318,7 +318,7 @@ def test_constructors_patched_by_other_code_stay_patched(monkeypatch) -> None:
 
 def test_later_changes_of_the_mapping_have_no_effect() -> None:
     mapping = w(4)
-    initialize(mapping, backend="tensorrt")
+    initialize(mapping, backend="tensorrt10")
     mapping.set_global(None)
     assert bits() == 4
 
@@ -336,14 +336,14 @@ def test_later_changes_of_the_mapping_have_no_effect() -> None:
     ],
 )
 def test_ignored_types_are_built_in_float(ignore: object, left: set[str]) -> None:
-    with initialize(ignore=ignore, backend="tensorrt"):
+    with initialize(ignore=ignore, backend="tensorrt10"):
         layers = nn.Linear(4, 2), nn.Conv2d(3, 3, 1), nn.ConvTranspose2d(3, 3, 1)
     assert {type(layer).__name__ for layer in layers if not isinstance(layer, qt.nn.QuantModule)} == left
 
 
 def test_a_rule_for_a_type_comes_before_the_global_one() -> None:
     mapping = w(6).set_object_type(nn.Linear, W4).set_object_type(nn.Conv2d, None)
-    with initialize(mapping, backend="tensorrt"):
+    with initialize(mapping, backend="tensorrt10"):
         assert bits() == 4
         assert type(nn.Conv2d(3, 3, 1)) is nn.Conv2d
         assert nn.Conv1d(3, 3, 1).weight_quantizer.spec.bits == 6
@@ -355,18 +355,18 @@ def test_bad_arguments_change_nothing() -> None:
         qt.QConfigMapping().set_module_name_regex("fc", None),
     ):
         with pytest.raises(ValueError, match=r"a rule for the name 'fc', but layers have no names when .*replace"):
-            initialize(mapping, backend="tensorrt")
+            initialize(mapping, backend="tensorrt10")
     with pytest.raises(ValueError, match="initialize: ignore: unknown layer type 'Linar'; did you mean 'Linear'"):
-        initialize(ignore="Linar", backend="tensorrt")
+        initialize(ignore="Linar", backend="tensorrt10")
     for ignore in (nn.Linear, [nn.Linear], 3):
         with pytest.raises(TypeError, match="initialize: ignore must be a name, a list of names, or a callable"):
-            initialize(ignore=ignore, backend="tensorrt")
+            initialize(ignore=ignore, backend="tensorrt10")
     with pytest.raises(ValueError, match="unknown backend 'tensort'; did you mean 'tensorrt'"):
         initialize(backend="tensort")
     with pytest.raises(
         TypeError, match="initialize: qconfig_mapping must be a QConfigMapping of qtoolkit or None, got list"
     ):
-        initialize([], backend="tensorrt")
+        initialize([], backend="tensorrt10")
     with pytest.raises(TypeError, match="initialize: each key of custom must be a torch.nn.Module type, got 'Linear'"):
-        initialize(custom={"Linear": qt.nn.QuantLinear}, backend="tensorrt")
+        initialize(custom={"Linear": qt.nn.QuantLinear}, backend="tensorrt10")
     assert kind() is nn.Linear

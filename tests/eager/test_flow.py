@@ -39,7 +39,7 @@ def run(proto: Any, *inputs: Tensor) -> list[np.ndarray]:
 # ---- convert
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 def test_the_converted_model_equals_the_replaced_model_in_every_branch(backend: str) -> None:
     model = nets.trained(Branches(), 4, 3, 6, 6).eval()
     replaced = calibrated(model, list(ways()), backend=backend)
@@ -98,14 +98,14 @@ def test_copies_and_pickles_of_converted_models_compute_the_same(tmp_path) -> No
 
 def test_a_quantizer_without_data_is_named() -> None:
     far, _ = ways()
-    replaced = qt.quant_modules.replace(Branches().eval(), backend="tensorrt")
+    replaced = qt.quant_modules.replace(Branches().eval(), backend="tensorrt10")
     report = qt.calibrate(replaced, [far], progress=False)
     assert set(report.unreached) == {"near.input_quantizer", "near.weight_quantizer"}
     with pytest.warns(
         UserWarning, match="convert: no data reached the layers 'near', which stay in float; calibrate with"
     ):
         assert type(qt.convert(replaced).near) is nn.Conv2d
-    new = qt.quant_modules.replace(Branches().eval(), backend="tensorrt")
+    new = qt.quant_modules.replace(Branches().eval(), backend="tensorrt10")
     with pytest.raises(RuntimeError, match="'model.input_quantizer' saw no data"):  # nothing was calibrated
         qt.convert(new)
 
@@ -173,8 +173,8 @@ def test_a_prepared_part_of_a_model_is_converted_by_its_graph(tmp_path) -> None:
 
     x = torch.randn(4, 3, 8, 8)
     # In training mode: batch norms are linked.
-    model = Detector(qt.prepare(nets.trained(nets.ConvNet(), *x.shape), x, backend="tensorrt"))
-    replaced = qt.quant_modules.replace(model.train(), inplace=True, backend="tensorrt")
+    model = Detector(qt.prepare(nets.trained(nets.ConvNet(), *x.shape), x, backend="tensorrt10"))
+    replaced = qt.quant_modules.replace(model.train(), inplace=True, backend="tensorrt10")
     qt.calibrate(replaced, [x], progress=False)
     converted = qt.convert(replaced)
     torch.testing.assert_close(converted(x), replaced.eval()(x), rtol=1e-5, atol=1e-5)
@@ -209,25 +209,25 @@ def test_models_without_quantizers_are_refused(tmp_path) -> None:
 
 def test_prepare_does_not_quantize_a_replaced_model_again() -> None:
     with pytest.raises(ValueError, match="prepare: the model was quantized by module replacement already"):
-        qt.prepare(qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt"), backend="tensorrt")
+        qt.prepare(qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt10"), backend="tensorrt10")
     with pytest.raises(ValueError, match="prepare: submodule '1' was quantized by module replacement already"):
         qt.prepare(
-            nn.Sequential(nn.ReLU(), qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt")),
-            backend="tensorrt",
+            nn.Sequential(nn.ReLU(), qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt10")),
+            backend="tensorrt10",
         )
     layer = qt.nn.QuantLinear(2, 2, weight_spec=qt.QuantSpec(axis=0))
     # Without a quantizer of its input.
-    assert isinstance(qt.prepare(nn.Sequential(layer), backend="tensorrt"), nn.Module)
+    assert isinstance(qt.prepare(nn.Sequential(layer), backend="tensorrt10"), nn.Module)
     layer.input_quantizer = qt.TensorQuantizer(qt.QuantSpec())
     with pytest.raises(ValueError, match="submodule '0' was quantized by module replacement already"):
-        qt.prepare(nn.Sequential(layer), backend="tensorrt")
+        qt.prepare(nn.Sequential(layer), backend="tensorrt10")
 
 
 # ---- export
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 def test_codes_are_those_of_onnxruntime(tmp_path, exporter: str, backend: str) -> None:
     inputs = of_loops()
     replaced = calibrated(Loops(), [inputs], backend=backend)
@@ -250,13 +250,13 @@ def test_codes_are_those_of_onnxruntime(tmp_path, exporter: str, backend: str) -
     assert [i.name for i in proto.graph.input] == ["x", "bias"]
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 def test_the_files_codes_are_those_of_the_formula(tmp_path, backend: str) -> None:
     far, near = ways()
     replaced = calibrated(Branches().eval(), [far, near], backend=backend)
     path = qt.export_onnx(replaced, far, tmp_path / "m.onnx", exporter="torchscript").path
     both = torch.cat([far, near])
-    if backend == "tensorrt":
+    if backend == "tensorrt10":
         expected = reference.quantize(far, both.abs().amax() / 127)
     else:
         scale = (both.amax() - both.amin()) / 255
@@ -339,7 +339,7 @@ def test_a_submodule_called_model_keeps_its_name(tmp_path, exporter: str) -> Non
             return self.model(x)
 
     x = torch.rand(8, 4)
-    prepared = qt.prepare(Wrapped().eval(), backend="tensorrt")
+    prepared = qt.prepare(Wrapped().eval(), backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     for model in (prepared, calibrated(Wrapped(), [x])):
         path = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter=exporter).path
@@ -347,7 +347,7 @@ def test_a_submodule_called_model_keeps_its_name(tmp_path, exporter: str) -> Non
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 def test_layers_of_constants_are_compared(tmp_path, exporter: str, backend: str) -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
@@ -388,7 +388,7 @@ def test_a_changed_scale_is_noticed(tmp_path, name: str) -> None:
         found.check()
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 @pytest.mark.parametrize("name", ["first.weight", "scale"])
 def test_a_changed_weight_is_noticed(tmp_path, backend: str, name: str) -> None:
     converted, proto, inputs = exported(tmp_path, backend=backend)
@@ -448,7 +448,7 @@ IMAGES = (8, 3, 6, 6)
 def trained_chain(**options: Any) -> tuple[nn.Module, Tensor]:
     """Return a fused, replaced and calibrated model in training mode, after some steps of training."""
     model = nets.trained(Chain(), *IMAGES)
-    replaced = qt.quant_modules.replace(qt.fuse_modules(model.train(), CHAINS), backend="tensorrt", **options)
+    replaced = qt.quant_modules.replace(qt.fuse_modules(model.train(), CHAINS), backend="tensorrt10", **options)
     x = torch.randn(*IMAGES)
     qt.calibrate(replaced, [x], progress=False)
     optimizer = torch.optim.SGD(replaced.parameters(), 0.01)
@@ -518,7 +518,7 @@ def test_sensitivity_takes_a_chain_as_one() -> None:
     assert lines["relu"].quantizers == lines["bn"].quantizers == ()
     model = qt.fuse_modules(Chain(), CHAINS)
     again = qt.quant_modules.replace(
-        model, result.to_qconfig_mapping(keep_float=1), quantize="outputs", backend="tensorrt"
+        model, result.to_qconfig_mapping(keep_float=1), quantize="outputs", backend="tensorrt10"
     )
     assert not [name for name in qt.quantizers_of(again) if name.startswith(("conv", "bn", "relu"))]
 

@@ -75,7 +75,7 @@ def test_a_chain_folded_in_eval_mode_computes_the_same(pair: str, activation: ty
     assert type(fused.conv) is type(model.conv)
     torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
     assert type(model.bn) is not nn.Identity
-    replaced = replace(fused, backend="tensorrt")
+    replaced = replace(fused, backend="tensorrt10")
     with qt.disable_quantization(replaced):
         assert torch.equal(replaced(x), fused(x))
 
@@ -105,7 +105,7 @@ def test_inplace_keeps_the_modules_and_their_hooks() -> None:
 
 def test_a_folded_linear_layer_raises_for_inputs_of_three_dimensions() -> None:
     fused = fuse_modules(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)).eval(), ["0", "1"])
-    for model in (fused, copy.deepcopy(fused), replace(fused, backend="tensorrt")):
+    for model in (fused, copy.deepcopy(fused), replace(fused, backend="tensorrt10")):
         with pytest.raises(ValueError, match=r"needs inputs of 2 dimensions, got shape \(2, 6, 5\)"):
             model(torch.randn(2, 6, 5))
 
@@ -118,16 +118,16 @@ def test_names_and_state_do_not_change_in_training_mode() -> None:
     fused = fuse_modules(model, CHAIN)
     assert [(n, type(m)) for n, m in fused.named_modules()][1:] == [(n, type(m)) for n, m in model.named_modules()][1:]
     assert list(fused.state_dict()) == list(model.state_dict())
-    assert set(replace(fused, backend="tensorrt").state_dict()) >= set(model.state_dict())
+    assert set(replace(fused, backend="tensorrt10").state_dict()) >= set(model.state_dict())
     parameters = dict(fused.named_parameters())
-    replace(fused, inplace=True, backend="tensorrt")
+    replace(fused, inplace=True, backend="tensorrt10")
     assert all(fused.get_parameter(name) is parameter for name, parameter in parameters.items())
 
 
 @each_pair
 def test_training_with_quantizers_off_equals_the_float_model(pair: str) -> None:
     model, x = chain_of(pair, True)
-    replaced = replace(fuse_modules(model, CHAIN), backend="tensorrt").double()
+    replaced = replace(fuse_modules(model, CHAIN), backend="tensorrt10").double()
     model, x = model.double(), x.double()
     with qt.disable_quantization(replaced):
         for net in (model, replaced):
@@ -142,7 +142,7 @@ def test_training_with_quantizers_off_equals_the_float_model(pair: str) -> None:
 @each_pair
 def test_in_eval_mode_the_weight_is_quantized_as_folded(pair: str) -> None:
     model, x = chain_of(pair, True)
-    replaced = calibrated(replace(fuse_modules(model, CHAIN), backend="tensorrt"), x).eval()
+    replaced = calibrated(replace(fuse_modules(model, CHAIN), backend="tensorrt10"), x).eval()
     layer = replaced.conv
     factor = model.bn.weight.detach() * torch.rsqrt(model.bn.running_var + model.bn.eps)
     transposed = "transpose" in pair
@@ -171,7 +171,7 @@ def test_in_eval_mode_the_weight_is_quantized_as_folded(pair: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_strategy_for_batch_norms(strategy: str) -> None:
     model, x = chain_of("conv2d", True)
-    backend = dataclasses.replace(qt.backends["tensorrt"], batch_norm=strategy)
+    backend = dataclasses.replace(qt.backends["tensorrt10"], batch_norm=strategy)
     replaced = calibrated(replace(fuse_modules(model, CHAIN), backend=backend), x)
     assert replaced.bn.strategy == strategy
     replaced.train()(x).sum().backward()
@@ -182,7 +182,7 @@ def test_a_gamma_of_zero_trains_without_nan() -> None:
     model, x = chain_of("conv2d", True)
     with torch.no_grad():
         model.bn.weight[2] = 0
-    replaced = calibrated(replace(fuse_modules(model, CHAIN), backend="tensorrt"), x).train()
+    replaced = calibrated(replace(fuse_modules(model, CHAIN), backend="tensorrt10"), x).train()
     replaced(x).square().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in replaced.parameters())
 
@@ -201,7 +201,7 @@ def test_parts_of_a_model_can_be_fused_one_by_one() -> None:
     assert chains_of(model) == expected
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert chains_of(copied) == expected
-    replaced = replace(model, backend="tensorrt")
+    replaced = replace(model, backend="tensorrt10")
     assert [type(block[1]).__name__ for block in replaced] == ["QuantBatchNorm2d"] * 2
     assert replaced[1][0].batch_norm is replaced[1][1]
 
@@ -211,7 +211,7 @@ def test_the_plan_has_the_status_of_batch_norms_in_chains() -> None:
         nn.ModuleDict({n: chain_of("conv2d", True)[0] for n in "abc"}), [[f"{n}.{m}" for m in CHAIN] for n in "abc"]
     )
     mapping = qt.QConfigMapping().set_module_name("b.conv", None).set_module_name("c.bn", None)
-    replaced = replace(model, mapping, backend="tensorrt")
+    replaced = replace(model, mapping, backend="tensorrt10")
     inside = verdicts(replaced)
     assert inside["a.bn"] == ("fused", "'a.conv', the layer before it, computes it")
     assert inside["b.bn"] == ("float", "float: the weight of 'b.conv', its layer, stays float")
@@ -219,9 +219,12 @@ def test_the_plan_has_the_status_of_batch_norms_in_chains() -> None:
     assert [type(replaced.get_submodule(f"{n}.bn")).__name__ for n in "abc"] == ["QuantBatchNorm2d"] + [
         "BatchNorm2d"
     ] * 2
-    assert verdicts(replace(model, ignore="a.bn", backend="tensorrt"))["a.bn"] == ("float", "float: excluded by 'a.bn'")
+    assert verdicts(replace(model, ignore="a.bn", backend="tensorrt10"))["a.bn"] == (
+        "float",
+        "float: excluded by 'a.bn'",
+    )
     again = copy.deepcopy(replaced)
-    replace(again, mapping, inplace=True, backend="tensorrt")
+    replace(again, mapping, inplace=True, backend="tensorrt10")
     assert plan_of(again) == plan_of(replaced)
     assert again["a"].conv.batch_norm is again["a"].bn
 
@@ -232,12 +235,12 @@ def test_a_float_checkpoint_loaded_afterwards_gives_the_range_of_the_folded_weig
     with torch.no_grad():
         other.bn.weight.mul_(5)
     weights_only = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=0)))
-    replaced = replace(fuse_modules(model, CHAIN), weights_only, backend="tensorrt")
+    replaced = replace(fuse_modules(model, CHAIN), weights_only, backend="tensorrt10")
     replaced.load_state_dict(other.state_dict())
-    expected = replace(fuse_modules(other, CHAIN), weights_only, backend="tensorrt")
+    expected = replace(fuse_modules(other, CHAIN), weights_only, backend="tensorrt10")
     assert torch.equal(replaced.conv.weight_quantizer.scale, expected.conv.weight_quantizer.scale)
     assert not torch.equal(
-        replace(model, weights_only, backend="tensorrt").conv.weight_quantizer.scale,
+        replace(model, weights_only, backend="tensorrt10").conv.weight_quantizer.scale,
         expected.conv.weight_quantizer.scale,
     )
 
@@ -247,7 +250,7 @@ def test_a_float_checkpoint_loaded_afterwards_gives_the_range_of_the_folded_weig
 
 def test_batch_norms_replaced_after_linking_raise() -> None:
     model, _ = chain_of("conv2d", True)
-    replaced = replace(fuse_modules(nn.Sequential(model), [f"0.{name}" for name in CHAIN]), backend="tensorrt")
+    replaced = replace(fuse_modules(nn.Sequential(model), [f"0.{name}" for name in CHAIN]), backend="tensorrt10")
     check_links(replaced)
     check_links(replaced[0])
     check_links(replaced[0].conv)
@@ -263,14 +266,14 @@ def test_batch_norms_replaced_after_linking_raise() -> None:
 
 def test_sync_batch_norms_are_linked() -> None:
     model, x = chain_of("conv2d", True)
-    replaced = replace(nn.SyncBatchNorm.convert_sync_batchnorm(fuse_modules(model, CHAIN)), backend="tensorrt")
+    replaced = replace(nn.SyncBatchNorm.convert_sync_batchnorm(fuse_modules(model, CHAIN)), backend="tensorrt10")
     check_links(replaced)
     assert type(replaced.bn).__name__ == "QuantSyncBatchNorm"
     assert calibrated(replaced, x)(x).shape == replaced(x).shape
 
 
 def test_links_of_prepared_parts_are_not_checked() -> None:
-    prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), backend="tensorrt")
+    prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), backend="tensorrt10")
     check_links(nn.Sequential(nn.SyncBatchNorm.convert_sync_batchnorm(prepared)))
 
 
@@ -308,7 +311,7 @@ class Eager(nn.Module):
 
 def test_only_outputs_of_layers_chains_and_stubs_are_quantized() -> None:
     model, x = Eager().eval(), torch.randn(2, 3, 4, 4)
-    replaced = calibrated(replace(fuse_modules(model, CHAIN), quantize="outputs", backend="tensorrt"), x)
+    replaced = calibrated(replace(fuse_modules(model, CHAIN), quantize="outputs", backend="tensorrt10"), x)
     names = {"quant.output_quantizer", "act.output_quantizer", "plus.activation_post_process", "fc.output_quantizer"}
     assert set(qt.quantizers_of(replaced)) == names | {"conv.weight_quantizer", "fc.weight_quantizer"}
     fused = fuse_modules(model, CHAIN)
@@ -336,16 +339,16 @@ def test_only_outputs_of_layers_chains_and_stubs_are_quantized() -> None:
 
 
 def test_replaced_twice_outputs_are_quantized_once() -> None:
-    model = replace(fuse_modules(Eager(), CHAIN), quantize="outputs", backend="tensorrt")
+    model = replace(fuse_modules(Eager(), CHAIN), quantize="outputs", backend="tensorrt10")
     before = list(qt.quantizers_of(model))
     plan, hooks = plan_of(model), len(model.act._forward_hooks)
-    replace(model, quantize="outputs", inplace=True, backend="tensorrt")
+    replace(model, quantize="outputs", inplace=True, backend="tensorrt10")
     assert (list(qt.quantizers_of(model)), len(model.act._forward_hooks)) == (before, hooks)
     assert plan_of(model) == plan
 
 
 def test_with_inputs_quantized_stubs_stay_float_with_a_reason() -> None:
-    inside = verdicts(replace(Eager(), backend="tensorrt"))
+    inside = verdicts(replace(Eager(), backend="tensorrt10"))
     assert inside["quant"] == (
         "float",
         "float: it returns its input unchanged; each layer quantizes its own input",
@@ -357,7 +360,7 @@ def test_with_inputs_quantized_stubs_stay_float_with_a_reason() -> None:
 def test_hooks_of_the_user_see_quantized_outputs() -> None:
     model, x, seen = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4), []
     model[0].register_forward_hook(lambda m, args, y: seen.append(y))
-    calibrated(replace(model, quantize="outputs", inplace=True, backend="tensorrt"), x)
+    calibrated(replace(model, quantize="outputs", inplace=True, backend="tensorrt10"), x)
     seen.clear()
     y = model(x)
     assert seen == [y]
@@ -368,7 +371,7 @@ def test_hooks_of_the_user_see_quantized_outputs() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_with_hooks_compute_the_same(copied: Callable[[nn.Module], nn.Module]) -> None:
     x = torch.randn(2, 3, 4, 4)
-    model = calibrated(replace(fuse_modules(Eager(), CHAIN), quantize="outputs", backend="tensorrt"), x)
+    model = calibrated(replace(fuse_modules(Eager(), CHAIN), quantize="outputs", backend="tensorrt10"), x)
     twin = copied(model)
     assert torch.equal(twin(x), model(x))
     twin.quant.output_quantizer.amax = 0.01
@@ -377,7 +380,7 @@ def test_copies_with_hooks_compute_the_same(copied: Callable[[nn.Module], nn.Mod
 
 def test_the_first_of_several_outputs_is_quantized() -> None:
     model, x = nn.LSTM(4, 3), torch.randn(5, 2, 4)
-    replaced = calibrated(replace(model, quantize="outputs", backend="tensorrt"), x)
+    replaced = calibrated(replace(model, quantize="outputs", backend="tensorrt10"), x)
     y, (_, c) = replaced(x)
     assert "input_quantizer" not in qt.quantizers_of(replaced)
     scale = replaced.output_quantizer.scale
@@ -389,7 +392,7 @@ def test_the_first_of_several_outputs_is_quantized() -> None:
 
 
 def test_add_modules_have_no_input_quantizers_when_outputs_are_quantized() -> None:
-    replaced = replace(nn.Sequential(qt.nn.Add(), nn.AvgPool2d(2)), quantize="outputs", backend="tensorrt")
+    replaced = replace(nn.Sequential(qt.nn.Add(), nn.AvgPool2d(2)), quantize="outputs", backend="tensorrt10")
     assert set(qt.quantizers_of(replaced)) == {"0.output_quantizer", "1.output_quantizer"}
 
 
@@ -397,14 +400,14 @@ def test_batch_norm_with_its_activation() -> None:
     model = nets.trained(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()), 2, 3, 4, 4).eval()
     fused = fuse_modules(model, ["0", "1"])
     assert type(fused[0]) is nn.BatchNorm2d
-    assert qt.quantizers_of(replace(fused, backend="tensorrt")) == {}
-    replaced = replace(fused, quantize="outputs", backend="tensorrt")
+    assert qt.quantizers_of(replace(fused, backend="tensorrt10")) == {}
+    replaced = replace(fused, quantize="outputs", backend="tensorrt10")
     assert set(qt.quantizers_of(replaced)) == {"1.output_quantizer"}
-    assert qt.quantizers_of(replace(fused, quantize="outputs", ignore="0", backend="tensorrt")) == {}
+    assert qt.quantizers_of(replace(fused, quantize="outputs", ignore="0", backend="tensorrt10")) == {}
 
 
 def test_a_layer_goes_back_to_float_without_its_output_quantizer() -> None:
-    layer = replace(nn.Linear(4, 2), quantize="outputs", backend="tensorrt").to_float()
+    layer = replace(nn.Linear(4, 2), quantize="outputs", backend="tensorrt10").to_float()
     assert set(layer.state_dict()) == {"weight", "bias"}
     assert layer(torch.ones(1, 4)).shape == (1, 2)
     assert not layer._forward_hooks
@@ -414,7 +417,7 @@ def test_stubs_and_chains_of_torch_ao_stay_close_to_the_float_model() -> None:
     ao = pytest.importorskip("torch.ao.quantization")
     model, x = nn.Sequential(ao.QuantStub(), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()), torch.randn(4, 3, 5, 5)
     nets.trained(model, 4, 3, 5, 5).eval()
-    replaced = calibrated(replace(fuse_modules(model, ["1", "2", "3"]), quantize="outputs", backend="tensorrt"), x)
+    replaced = calibrated(replace(fuse_modules(model, ["1", "2", "3"]), quantize="outputs", backend="tensorrt10"), x)
     assert set(qt.quantizers_of(replaced)) == {"0.output_quantizer", "1.weight_quantizer", "3.output_quantizer"}
     error = (replaced(x) - model(x)).abs().max()
     steps = replaced[0].output_quantizer.scale + replaced[3].output_quantizer.scale
@@ -433,7 +436,7 @@ def test_float_functionals_of_torch_ao() -> None:
             return self.plus.add(x, x)
 
     x = torch.randn(7)
-    replaced = calibrated(replace(Sum(), quantize="outputs", backend="tensorrt"), x)
+    replaced = calibrated(replace(Sum(), quantize="outputs", backend="tensorrt10"), x)
     assert torch.equal(replaced(x), reference.fake_quant(2 * x, 2 * x.abs().max() / 127, None, -128, 127))
 
 
@@ -482,7 +485,7 @@ def conv2d() -> nn.Module:
         (shared, CHAIN, "'act', 'again' are names of one module, which follows several others"),
         (conv2d, [["conv", "bn"], ["bn", "act"]], "'bn' is in two chains, [conv, bn] and [bn, act]; put it in one."),
         (lambda: fuse_modules(conv2d(), CHAIN), ["conv", "act"], "'conv' is in two chains, [conv, bn, act] and [conv, act];"),
-        (lambda: replace(conv2d(), backend="tensorrt"), CHAIN,
+        (lambda: replace(conv2d(), backend="tensorrt10"), CHAIN,
          "'conv' is already quantized; call fuse_modules on the float model, then replace."),
     ],
 )  # fmt: skip
@@ -517,10 +520,10 @@ def test_other_bad_arguments() -> None:
         with pytest.raises(
             ValueError, match=f"replace: the chain conv, bn, act of fuse_modules: unknown module '{name}'"
         ):
-            replace(fused, backend="tensorrt")
+            replace(fused, backend="tensorrt10")
 
 
 def test_no_chains_change_nothing() -> None:
     model = conv2d()
     assert chains_of(fuse_modules(model, [])) == []
-    assert not any(isinstance(m, LinkedBatchNorm) for m in replace(model, backend="tensorrt").modules())
+    assert not any(isinstance(m, LinkedBatchNorm) for m in replace(model, backend="tensorrt10").modules())

@@ -23,7 +23,7 @@ def block() -> nn.Sequential:
 
 
 def replaced() -> nn.Module:
-    return replace(qt.fuse_modules(block(), ["0", "1", "2"]), backend="tensorrt")
+    return replace(qt.fuse_modules(block(), ["0", "1", "2"]), backend="tensorrt10")
 
 
 def test_a_float_model_has_an_empty_record() -> None:
@@ -41,7 +41,7 @@ def test_copies_and_pickles_have_the_record(copied: Callable[[nn.Module], nn.Mod
     assert record_of(other) == record_of(model)
     assert record_of(other).chains == (("0", "1", "2"),)
     assert record_of(other).plan.inside["1"].status == "fused"
-    assert record_of(other).plan.backend == qt.backends["tensorrt"]
+    assert record_of(other).plan.backend == qt.backends["tensorrt10"]
     assert other[0].batch_norm is other[1]
 
 
@@ -68,7 +68,7 @@ def test_chains_are_added_and_stay_when_the_model_is_replaced() -> None:
     model[3] = nn.Conv2d(4, 4, 1)
     qt.fuse_modules(model, ["0", "1"], inplace=True)
     qt.fuse_modules(model, ["3", "4", "5"], inplace=True)
-    replace(model, inplace=True, backend="tensorrt")
+    replace(model, inplace=True, backend="tensorrt10")
     assert record_of(model).chains == (("0", "1"), ("3", "4", "5"))
     assert {name for name, verdict in record_of(model).plan.inside.items() if verdict.status == "fused"} == {"1", "4"}
 
@@ -80,7 +80,7 @@ def test_a_failed_change_in_place_leaves_no_record() -> None:
             model,
             qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=7))),
             inplace=True,
-            backend="tensorrt",
+            backend="tensorrt10",
         )
     assert record_of(model) == EagerRecord()
     assert type(model[0]) is nn.Conv2d

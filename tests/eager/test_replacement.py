@@ -208,7 +208,7 @@ def stored(model: nn.Module) -> nn.Module:
 )
 def test_copies_of_a_replaced_model_compute_the_same_and_share_nothing(copied) -> None:
     model, x = nets.LinearNet().eval(), torch.randn(3, 6)
-    replace_layers(model, [""], lambda *_: qt.backends["tensorrt"].qconfig, qt.nn.QAT_MODULES)
+    replace_layers(model, [""], lambda *_: qt.backends["tensorrt10"].qconfig, qt.nn.QAT_MODULES)
     qt.calibrate(model, [x], progress=False)
     other = copied(model)
     assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
@@ -227,7 +227,7 @@ def test_copies_of_a_replaced_model_compute_the_same_and_share_nothing(copied) -
 def test_a_model_that_is_a_layer_is_replaced() -> None:
     model = nn.Linear(4, 2)
     weight = model.weight
-    assert replace_layers(model, [""], lambda *_: qt.backends["tensorrt"].qconfig, qt.nn.QAT_MODULES) == [""]
+    assert replace_layers(model, [""], lambda *_: qt.backends["tensorrt10"].qconfig, qt.nn.QAT_MODULES) == [""]
     assert type(model) is qt.nn.QuantLinear
     assert model.weight is weight
     replace_in_place(model, model.to_float())
@@ -244,7 +244,7 @@ def test_a_failed_change_in_place_is_undone_with_types_and_handles() -> None:
     def choose(name: str, module: nn.Module, kind: type[nn.Module]) -> qt.QConfig:
         if name == "fc2":
             raise RuntimeError("no config")
-        return qt.backends["tensorrt"].qconfig
+        return qt.backends["tensorrt10"].qconfig
 
     with pytest.raises(RuntimeError, match="no config"), unchanged_on_error(model):
         replace_layers(model, [""], choose, qt.nn.QAT_MODULES)
@@ -261,7 +261,7 @@ def test_padded_batches_go_through_a_replaced_encoder() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2).eval()
     x, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, False, False]])
     y = encoder(x, src_key_padding_mask=padding)
-    replace_layers(encoder, [""], lambda *_: qt.backends["tensorrt"].qconfig, qt.nn.QAT_MODULES)
+    replace_layers(encoder, [""], lambda *_: qt.backends["tensorrt10"].qconfig, qt.nn.QAT_MODULES)
     with qt.disable_quantization(encoder):
         ours = encoder(x, src_key_padding_mask=padding)
     torch.testing.assert_close(ours[~padding], y[~padding], rtol=1e-5, atol=1e-6)
@@ -281,5 +281,5 @@ def test_quantizers_of_layers_without_parameters_are_where_the_model_is() -> Non
             return ("input_quantizer",)
 
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.AvgPool2d(2)).to("meta")
-    replace_layers(model, [""], lambda *_: qt.backends["tensorrt"].qconfig, {nn.AvgPool2d: Pool})
+    replace_layers(model, [""], lambda *_: qt.backends["tensorrt10"].qconfig, {nn.AvgPool2d: Pool})
     assert model[1].input_quantizer.scale.device.type == "meta"

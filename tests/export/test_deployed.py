@@ -247,7 +247,7 @@ def test_what_was_not_converted_is_an_error(road: str, compare, block) -> None:
     roads = {
         "float": Block,
         "prepared": lambda: qt.prepare(Block().eval(), X, "onnxruntime"),
-        "replaced": lambda: qt.quant_modules.replace(Block(), backend="tensorrt"),
+        "replaced": lambda: qt.quant_modules.replace(Block(), backend="tensorrt10"),
         "none": lambda: None,
         "number": lambda: 3,
     }

@@ -43,7 +43,7 @@ class ByKeyword(Net):
 def calibrated(model: nn.Module, inputs: Any, road: str = "prepare") -> nn.Module:
     model = model.eval()
     model = (
-        qt.quant_modules.replace(model, backend="tensorrt")
+        qt.quant_modules.replace(model, backend="tensorrt10")
         if road == "replace"
         else qt.prepare(model, inputs, backend="onnxruntime")
     )

@@ -26,7 +26,7 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("integer_weights", [True, False])
 def test_an_export_is_quiet(tmp_path, caplog, capfd, integer_weights: bool) -> None:
     inputs = torch.rand(4, 3, 6, 6), torch.rand(4, 4, 6, 6)
-    prepared = qt.prepare(Noisy().eval(), inputs, backend="tensorrt")
+    prepared = qt.prepare(Noisy().eval(), inputs, backend="tensorrt10")
     qt.calibrate(prepared, [inputs], progress=False)
     sizes = {0: "batch"}
     with caplog.at_level(logging.WARNING), warnings.catch_warnings(record=True) as warned:

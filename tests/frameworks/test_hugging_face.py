@@ -201,7 +201,7 @@ def test_a_transformers_that_lacks_something_is_named(monkeypatch: pytest.Monkey
     with pytest.raises(
         ImportError, match="the installed transformers lacks what qtoolkit needs.*install a later transformers"
     ):
-        qt.quant_modules.replace(built("vit"), backend="tensorrt")
+        qt.quant_modules.replace(built("vit"), backend="tensorrt10")
 
 
 def test_what_a_folder_cannot_hold_is_refused(tmp_path: Path) -> None:

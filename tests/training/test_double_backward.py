@@ -45,9 +45,9 @@ def quantized(road: str, model: nn.Module, quantizer: str = "fixed", **options: 
     config = qt.QConfig(qt.QuantSpec(quantizer=quantizer), qt.QuantSpec(quantizer=quantizer, axis=0))
     mapping = qt.QConfigMapping().set_global(config)
     if road == "graph":
-        prepared = qt.prepare(model.train(), (images(),), qconfig_mapping=mapping, backend="tensorrt", **options)
+        prepared = qt.prepare(model.train(), (images(),), qconfig_mapping=mapping, backend="tensorrt10", **options)
     else:
-        prepared = qt.quant_modules.replace(model.train(), mapping, backend="tensorrt", **options)
+        prepared = qt.quant_modules.replace(model.train(), mapping, backend="tensorrt10", **options)
     qt.calibrate(prepared, [images()], progress=False)
     return prepared.train()
 

@@ -36,7 +36,7 @@ def calibrated(model: nn.Module, *batches: Tensor, **spec: object) -> nn.Module:
     mapping = qt.QConfigMapping()
     if spec:
         mapping.set_global(qt.QConfig(qt.QuantSpec(**spec), qt.QuantSpec(axis=0, **spec)))
-    prepared = qt.prepare(model, (batches[0],), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(model, (batches[0],), qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(prepared, batches, progress=False)
     return prepared
 
@@ -48,7 +48,7 @@ def test_gradients_of_a_deep_net_with_initial_statistics_are_those_without_quant
     if road == "prepare":
         quantized = calibrated(model, x)
     else:
-        quantized = qt.quant_modules.replace(model, backend="tensorrt")
+        quantized = qt.quant_modules.replace(model, backend="tensorrt10")
         qt.calibrate(quantized, [x], progress=False)
     with qt.disable_quantization(quantized):
         wanted = gradient_norm(quantized, x)
@@ -77,7 +77,7 @@ def test_calibration_in_training_mode_leaves_statistics_and_modes() -> None:
     model = pooled()
     model[1].eval()
     before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
-    replaced = qt.quant_modules.replace(model, backend="tensorrt")
+    replaced = qt.quant_modules.replace(model, backend="tensorrt10")
     qt.calibrate(replaced, [torch.randn(4, 3, 16, 16)], progress=False)
     assert all(torch.equal(value, replaced.state_dict()[name]) for name, value in before.items())
     named = dict(replaced.named_modules())
@@ -140,7 +140,7 @@ def test_what_keeps_a_range(how: str) -> None:
     prepared = qt.prepare(
         model,
         qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(**spec), qt.QuantSpec(axis=0))),
-        backend="tensorrt",
+        backend="tensorrt10",
     )
     if how == "calibrated in eval mode":
         prepared.eval()
@@ -205,7 +205,7 @@ def adversaries(road: str, calibrates: bool = True) -> tuple[nn.Module, nn.Modul
     torch.manual_seed(0)
     floats = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, width)).train() for width in (4, 1)]
     models = [
-        (qt.prepare if road == "prepare" else qt.quant_modules.replace)(model, backend="tensorrt") for model in floats
+        (qt.prepare if road == "prepare" else qt.quant_modules.replace)(model, backend="tensorrt10") for model in floats
     ]
     for model in models if calibrates else ():
         qt.calibrate(model, [torch.ones(2, 4)], progress=False)
@@ -378,10 +378,10 @@ def test_calibration_keeps_the_rate_of_the_trained_weight(road: str, bits: int, 
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, spec))
     x = torch.randn(4, 3, 8, 8)
     if road == "prepare":
-        quantized = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt")
+        quantized = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt10")
     else:
         quantized = qt.quant_modules.replace(
-            qt.fuse_modules(model, [["0", "1"]]), qconfig_mapping=mapping, backend="tensorrt"
+            qt.fuse_modules(model, [["0", "1"]]), qconfig_mapping=mapping, backend="tensorrt10"
         )
     factors = model[1].weight.detach() / (1 + model[1].eps) ** 0.5
     for calibrate in (False, True):

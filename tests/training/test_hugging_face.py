@@ -53,7 +53,7 @@ def quantized(road: str) -> nn.Module:
     model = Classifier().train()
     if road == "traced":
         return qt.prepare(model, batch(0), backend="tensorrt-nlp")
-    return qt.quant_modules.replace(model, W8A8 if road == "replaced" else W4A8, backend="tensorrt")
+    return qt.quant_modules.replace(model, W8A8 if road == "replaced" else W4A8, backend="tensorrt10")
 
 
 @pytest.mark.parametrize("road", ["replaced", "groups per token", "traced"])

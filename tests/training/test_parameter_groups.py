@@ -61,7 +61,7 @@ class Positions(nn.Module):
 
 @pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
 def test_a_model_exempts_parameters_from_weight_decay(road: Callable) -> None:
-    model = road(Positions(), backend="tensorrt")
+    model = road(Positions(), backend="tensorrt10")
     assert names_of(qt.parameter_groups(model)) == {
         "weights": ["fc.weight"],
         "no_decay": ["place", "bias_table", "fc.bias"],
@@ -81,7 +81,7 @@ def test_rates_and_decays() -> None:
 
 
 def test_frozen_and_shared_parameters() -> None:
-    model = qt.prepare(nn.Sequential(fc := nets.linear_of(), nn.ReLU(), fc, nets.linear_of()), backend="tensorrt")
+    model = qt.prepare(nn.Sequential(fc := nets.linear_of(), nn.ReLU(), fc, nets.linear_of()), backend="tensorrt10")
     model.get_submodule("3").requires_grad_(False)
     assert names_of(qt.parameter_groups(model)) == {"weights": ["0.weight"], "no_decay": ["0.bias"]}
 

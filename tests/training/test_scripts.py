@@ -169,7 +169,7 @@ class Functions(nn.Module):
 
 @pytest.mark.parametrize("copied", [lambda m: m, lambda m: pickle.loads(pickle.dumps(m))], ids=["itself", "pickle"])
 def test_weights_of_functions_have_their_own_range_in_an_average(copied: Callable[[nn.Module], nn.Module]) -> None:
-    model = qt.prepare(Functions().train(), (torch.randn(SHAPE),), backend="tensorrt")
+    model = qt.prepare(Functions().train(), (torch.randn(SHAPE),), backend="tensorrt10")
     qt.calibrate(model, [torch.randn(SHAPE)], progress=False)
     ema = AveragedModel(copied(model), multi_avg_fn=get_ema_multi_avg_fn(0.5))
     optimizer, x = torch.optim.SGD(model.parameters(), 0.01), torch.randn(SHAPE)

@@ -102,7 +102,9 @@ def quantized(kind: str, bits: int, observer: str, road: str, model: nn.Module, 
     if road == "prepare":
         made = qt.prepare(model, (x[:2],), backend="academic", qconfig_mapping=mapping, training_arithmetic="float")
     else:
-        made = qt.quant_modules.replace(model, qconfig_mapping=mapping, training_arithmetic="float", backend="tensorrt")
+        made = qt.quant_modules.replace(
+            model, qconfig_mapping=mapping, training_arithmetic="float", backend="tensorrt10"
+        )
     qt.calibrate(made, x.split(8), progress=False)
     return made.train()
 

@@ -27,7 +27,7 @@ WEIGHTS = {
 def weight_only(model: nn.Module, name: str) -> nn.Module:
     qconfig = qt.QConfig(None, qt.QuantSpec(**WEIGHTS[name]))
     mapping = qt.QConfigMapping().set_global(qconfig).set_object_type(nn.Embedding, qconfig)
-    return qt.quant_modules.replace(model, qconfig_mapping=mapping, backend="tensorrt")
+    return qt.quant_modules.replace(model, qconfig_mapping=mapping, backend="tensorrt10")
 
 
 def train(model: nn.Module, loss: Any, steps: int, lr: float = 3e-3) -> list[float]:

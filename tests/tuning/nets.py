@@ -54,7 +54,7 @@ def correlated(*shape: int) -> Tensor:
 
 
 def prepared_on(
-    model: nn.Module, batches: list[Tensor], qconfig: qt.QConfig = W3, backend: str = "tensorrt"
+    model: nn.Module, batches: list[Tensor], qconfig: qt.QConfig = W3, backend: str = "tensorrt10"
 ) -> qt.graph.QuantizedGraphModule:
     """Return a model that is prepared, and calibrated on some batches."""
     prepared = qt.prepare(model, batches[0], backend=backend, qconfig_mapping=qt.QConfigMapping().set_global(qconfig))

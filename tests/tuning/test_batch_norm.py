@@ -49,8 +49,8 @@ def test_each_call_of_a_batch_norm_counts(road: str) -> None:
     model, batches = Head().train(), [torch.randn(8, 3, 8, 8) for _ in range(3)]
     roads = {
         "float": lambda m: m,
-        "prepare": lambda m: qt.prepare(m, batches[0], backend="tensorrt"),
-        "replace": lambda m: qt.quant_modules.replace(m, backend="tensorrt"),
+        "prepare": lambda m: qt.prepare(m, batches[0], backend="tensorrt10"),
+        "replace": lambda m: qt.quant_modules.replace(m, backend="tensorrt10"),
     }
     with torch.no_grad():
         values = torch.cat([model.conv(x) for batch in batches for x in (batch, 3 * batch + 1)])
@@ -95,9 +95,9 @@ def test_the_codes_of_weights_stay(quantizer: str, road: str) -> None:
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, weight))
     x = torch.randn(64, 3, 8, 8)
     if road == "prepare":
-        prepared = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt")
+        prepared = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt10")
     else:
-        prepared = qt.quant_modules.replace(qt.fuse_modules(model, [["0", "1"]]), mapping, backend="tensorrt")
+        prepared = qt.quant_modules.replace(qt.fuse_modules(model, [["0", "1"]]), mapping, backend="tensorrt10")
     qt.calibrate(prepared.eval(), [x], progress=False)
     qt.freeze_ranges(prepared)
     (layer,) = (module for module in prepared.modules() if isinstance(module, qt.nn.QuantConv2d))
@@ -120,7 +120,7 @@ def test_the_codes_of_weights_stay(quantizer: str, road: str) -> None:
 def test_scales_that_are_powers_of_two_stay(options: dict) -> None:
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)).train(), torch.randn(16, 3, 8, 8)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=4, axis=0, **options)))
-    prepared = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(prepared.eval(), [x], progress=False)
     qt.freeze_ranges(prepared)
     layer = prepared.get_submodule("0")
@@ -134,10 +134,12 @@ def test_scales_that_are_powers_of_two_stay(options: dict) -> None:
 @pytest.mark.parametrize("road", ["prepare", "replace"])
 def test_every_strategy(strategy: str, road: str) -> None:
     model = nets.trained(Residual(), 8, 3, 8, 8)
-    backend = dataclasses.replace(qt.backends["tensorrt"], batch_norm=strategy)
+    backend = dataclasses.replace(qt.backends["tensorrt10"], batch_norm=strategy)
     batches = [torch.randn(8, 3, 8, 8) for _ in range(2)]
     prepared = (
-        qt.prepare(model, backend=backend) if road == "prepare" else qt.quant_modules.replace(model, backend="tensorrt")
+        qt.prepare(model, backend=backend)
+        if road == "prepare"
+        else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(prepared, batches, progress=False)
     true = {name: value.clone() for name, value in prepared.state_dict().items() if name.endswith(("_mean", "_var"))}
@@ -178,7 +180,7 @@ def test_an_error_leaves_all_as_it_was() -> None:
 
 
 def test_models_without_statistics() -> None:
-    folded = qt.prepare(nets.trained(Residual(), 8, 3, 8, 8).eval(), backend="tensorrt")
+    folded = qt.prepare(nets.trained(Residual(), 8, 3, 8, 8).eval(), backend="tensorrt10")
     with pytest.raises(ValueError, match=r"statistics that may change\. A model.*estimate before qtoolkit\.prepare"):
         qt.tuning.reestimate_batch_norm(folded, [torch.randn(8, 3, 8, 8)])
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False))
@@ -191,7 +193,7 @@ def test_models_without_statistics() -> None:
 
 def test_a_batch_that_is_not_finite_is_an_error() -> None:
     """Its statistics would make all outputs NaN, long after the call."""
-    prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train(), backend="tensorrt")
+    prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train(), backend="tensorrt10")
     x = torch.randn(8, 3, 6, 6)
     qt.calibrate(prepared, [x], progress=False)
     before = copy.deepcopy(prepared.state_dict())
@@ -208,7 +210,7 @@ def test_ranges_of_the_old_statistics_are_said() -> None:
     with torch.no_grad():
         model[1].running_var.fill_(100.0)
     x = torch.randn(16, 3, 8, 8)
-    replaced = qt.quant_modules.replace(model, backend="tensorrt")
+    replaced = qt.quant_modules.replace(model, backend="tensorrt10")
     qt.calibrate(replaced, [x], progress=False)
     with pytest.warns(
         UserWarning, match=r"ranges of '3\.input_quantizer' \(\d+\.\d% clipped\) do not fit their tensors"
@@ -220,7 +222,7 @@ def test_ranges_of_the_old_statistics_are_said() -> None:
         qt.tuning.reestimate_batch_norm(replaced, [x], progress=False)
     with torch.no_grad():
         model[1].running_var.fill_(1e-7)
-    wide = qt.quant_modules.replace(model, backend="tensorrt")
+    wide = qt.quant_modules.replace(model, backend="tensorrt10")
     qt.calibrate(wide, [x], progress=False)
     with pytest.warns(UserWarning, match=r"ranges of '3\.input_quantizer' \(all rounded to zero\) do not fit"):
         qt.tuning.reestimate_batch_norm(wide, [x], progress=False)
@@ -236,7 +238,7 @@ def test_a_channel_that_is_rounded_to_zero_keeps_its_variance(quantizer: str) ->
     x = torch.randn(64, 3, 8, 8)
     qt.tuning.reestimate_batch_norm(model, [x], progress=False)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=None, quantizer=quantizer)))
-    prepared = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     before = prepared.get_submodule("1").running_var[0].clone()
     qt.tuning.reestimate_batch_norm(prepared, [x], progress=False)
@@ -256,7 +258,7 @@ def test_subclasses_of_batch_norms_are_estimated_too() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), NormAndActivation(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).eval()
     model[0].bias.data += 10
     x = torch.randn(32, 3, 8, 8)
-    replaced = qt.quant_modules.replace(model, backend="tensorrt")
+    replaced = qt.quant_modules.replace(model, backend="tensorrt10")
     qt.disable_quantization(replaced).apply()
     for estimated in (copy.deepcopy(model), replaced):
         assert qt.tuning.reestimate_batch_norm(estimated, [x], progress=False).batch_norms == ("1", "3")
@@ -271,7 +273,7 @@ def test_codes_that_were_chosen_stay_or_are_said_to_be_lost(options: dict) -> No
     model[1].running_var.copy_(torch.linspace(0.1, 1, 8))
     x = torch.randn(32, 3, 8, 8)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, **options)))
-    prepared = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     layer = prepared.get_submodule("0")
     grid = CodeGrid(layer, "0")
@@ -291,7 +293,7 @@ def test_weights_that_the_new_statistics_clip_are_said() -> None:
     model[1].running_var.fill_(100.0)
     spec = qt.QuantSpec(axis=0, pow2_scale=True)
     prepared = qt.prepare(
-        model, (x,), qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(None, spec)), backend="tensorrt"
+        model, (x,), qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(None, spec)), backend="tensorrt10"
     )
     qt.calibrate(prepared, [x], progress=False)
     qt.freeze_ranges(prepared)

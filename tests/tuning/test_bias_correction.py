@@ -21,9 +21,9 @@ def test_the_mean_of_each_channel_is_that_of_the_float_model(kind: str, road: st
     model, x = nn.Sequential(make(), nn.ReLU()).eval(), correlated(*shape)
     w2 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=2, axis=axis)))
     prepared = (
-        qt.prepare(model, qconfig_mapping=w2, backend="tensorrt")
+        qt.prepare(model, qconfig_mapping=w2, backend="tensorrt10")
         if road == "prepare"
-        else qt.quant_modules.replace(model, qconfig_mapping=w2, backend="tensorrt")
+        else qt.quant_modules.replace(model, qconfig_mapping=w2, backend="tensorrt10")
     )
     qt.calibrate(prepared, [x], progress=False)
 
@@ -64,7 +64,7 @@ def test_analytic_agrees_with_empirical_on_normal_inputs(activation: Callable[[]
         model[1].momentum = model[4].momentum = None
         model(x)
     mapping = qt.QConfigMapping().set_global(W3).set_module_name("0", qt.QConfig(None, qt.QuantSpec(bits=16, axis=0)))
-    prepared = qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     other = copy.deepcopy(prepared)
     report = qt.tuning.bias_correction(prepared, method="analytic")
@@ -122,7 +122,7 @@ def test_a_model_without_a_layer_says_so() -> None:
             return nn.functional.linear(x, self.weight)
 
     x = torch.randn(16, 8)
-    prepared = qt.prepare(Functions().eval(), x, backend="tensorrt")
+    prepared = qt.prepare(Functions().eval(), x, backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     with pytest.raises(
         ValueError, match=r"no layer can be corrected by method='empirical' \(linear: it is a function that"
@@ -156,7 +156,7 @@ def test_bad_arguments_leave_the_model_as_it_was() -> None:
         assert all(not module._forward_hooks for module in prepared.modules())
     with pytest.raises(TypeError, match="needs the graph of qtoolkit.prepare"):
         qt.tuning.bias_correction(
-            qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 4)), backend="tensorrt"), method="analytic"
+            qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 4)), backend="tensorrt10"), method="analytic"
         )
 
 
@@ -180,9 +180,9 @@ def test_a_bias_of_two_layers_stays(road: str) -> None:
     model[2].bias = model[0].bias
     x = torch.rand(64, 8)
     prepared = (
-        qt.prepare(model, x, backend="tensorrt")
+        qt.prepare(model, x, backend="tensorrt10")
         if road == "prepare"
-        else qt.quant_modules.replace(model, backend="tensorrt")
+        else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(prepared, [x], progress=False)
     report = qt.tuning.bias_correction(prepared, [x], progress=False)

@@ -149,7 +149,7 @@ def test_it_trains_without_labels() -> None:
         optimizer.step()
     spec = qt.QuantSpec(bits=2, signed=False, symmetric=False, quantizer="lsq")
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, qt.QuantSpec(bits=2, axis=0, quantizer="lsq")))
-    prepared = qt.prepare(model.train(), qconfig_mapping=mapping, training_arithmetic="float", backend="tensorrt")
+    prepared = qt.prepare(model.train(), qconfig_mapping=mapping, training_arithmetic="float", backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     with torch.no_grad():
         before = float((prepared(x).argmax(1) == model(x).argmax(1)).float().mean())
@@ -192,11 +192,11 @@ def test_a_layer_that_computes_its_batch_norm_is_compared_behind_it(
 
 def test_a_batch_norm_that_is_folded_in_one_model_alone_is_an_error() -> None:
     floats, x = Net().eval(), torch.randn(SHAPE)
-    student = qt.prepare(floats, x, backend="tensorrt")
+    student = qt.prepare(floats, x, backend="tensorrt10")
     with pytest.raises(ValueError, match="the batch norm behind 'conv' is folded into this layer in one of the models"):
         Distillation(student, floats, features=["conv"])
-    Distillation(student, qt.prepare(floats, x, backend="tensorrt"), features=["conv"]).close()
-    fused = qt.quant_modules.replace(qt.fuse_modules(floats, [["conv", "bn"]]), backend="tensorrt")
+    Distillation(student, qt.prepare(floats, x, backend="tensorrt10"), features=["conv"]).close()
+    fused = qt.quant_modules.replace(qt.fuse_modules(floats, [["conv", "bn"]]), backend="tensorrt10")
     qt.calibrate(fused, [x], progress=False)
     with Distillation(fused, floats, features=["conv"], logits_weight=0.0) as distillation:
         assert float(distillation(x, fused(x)).detach()) < 0.01

@@ -23,9 +23,9 @@ def calibrated(
     w = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=bits, axis=0)))
     model.train(train).to(dtype)
     prepared = (
-        qt.prepare(model, qconfig_mapping=w, backend="tensorrt")
+        qt.prepare(model, qconfig_mapping=w, backend="tensorrt10")
         if road == "prepare"
-        else qt.quant_modules.replace(model, w, backend="tensorrt")
+        else qt.quant_modules.replace(model, w, backend="tensorrt10")
     )
     qt.calibrate(prepared, batches(dtype), progress=False)
     return prepared
@@ -85,7 +85,7 @@ def test_weights_of_training_are_not_rounded() -> None:
 
 
 def test_a_layer_with_a_scale_for_each_weight_is_not_taken_for_a_rounded_one() -> None:
-    prepared = qt.prepare(nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 4, 1)).eval(), backend="tensorrt")
+    prepared = qt.prepare(nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 4, 1)).eval(), backend="tensorrt10")
     images = [torch.randn(8, 8, 4, 4)]
     qt.calibrate(prepared, images, progress=False)
     with warnings.catch_warnings():
@@ -97,7 +97,7 @@ def test_a_constant_weight_is_not_rounded() -> None:
     """It lies on its codes by itself, and none is chosen."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     nn.init.constant_(model[0].weight, 1 / 9)
-    prepared = qt.prepare(model.eval(), backend="tensorrt")
+    prepared = qt.prepare(model.eval(), backend="tensorrt10")
     qt.calibrate(prepared, BATCHES, progress=False)
     assert not warned("bias_correction", prepared)
 

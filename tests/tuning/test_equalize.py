@@ -92,7 +92,7 @@ def test_a_depthwise_net_per_tensor_needs_it() -> None:
     per_tensor = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=8, axis=None)))
     errors = []
     for each in (model, qt.tuning.equalize(model, x).model):
-        prepared = qt.prepare(each, x, qconfig_mapping=per_tensor, backend="tensorrt")
+        prepared = qt.prepare(each, x, qconfig_mapping=per_tensor, backend="tensorrt10")
         qt.calibrate(prepared, [x], progress=False)
         errors.append(float((prepared(x) - model(x)).detach().square().mean() / model(x).detach().square().mean()))
     assert errors[1] < errors[0] / 10
@@ -207,7 +207,7 @@ def test_a_hidden_use_of_a_tensor_is_found_and_nothing_is_changed() -> None:
 def test_bad_arguments() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
     with pytest.raises(TypeError, match="equalize it before it is prepared"):
-        qt.tuning.equalize(qt.prepare(model, backend="tensorrt"), x)
+        qt.tuning.equalize(qt.prepare(model, backend="tensorrt10"), x)
     with pytest.raises(ValueError, match="unknown layer in skip of equalize '1'"):
         qt.tuning.equalize(model, x, skip=["1"])
     with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
@@ -242,7 +242,7 @@ def test_one_scale_for_all_channels_of_activations_needs_it() -> None:
     def error(network: nn.Module) -> float:
         a4 = qt.QConfig(qt.QuantSpec(bits=4, signed=False, symmetric=False), qt.QuantSpec(bits=16, axis=0))
         prepared = qt.quant_modules.replace(
-            network, qt.QConfigMapping().set_module_name("2", a4), ignore="0", backend="tensorrt"
+            network, qt.QConfigMapping().set_module_name("2", a4), ignore="0", backend="tensorrt10"
         )
         qt.calibrate(prepared, [x], progress=False)
         with torch.no_grad():
@@ -266,7 +266,7 @@ def of_uneven_channels(activation: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("backend", ["academic", "onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("backend", ["academic", "onnxruntime", "tensorrt10"])
 @pytest.mark.parametrize("power", [0.5, 1.0])
 def test_every_backend_gains_whether_it_quantizes_before_prelu_or_not(backend: str, power: float) -> None:
     torch.manual_seed(0)
@@ -294,7 +294,7 @@ def test_only_tensors_that_the_backend_quantizes_count() -> None:
         equalized = qt.tuning.equalize(model, x, activations=1.0, backend=backend).model
         return [ranges_of_channels(equalized[:end](x), x, 1) for end in (1, 2)]
 
-    for backend in ("academic", "tensorrt"):  # the output of the PReLU alone
+    for backend in ("academic", "tensorrt10"):  # the output of the PReLU alone
         before, behind = ranges(backend)
         assert behind.min() > 0.9 * behind.max()  # channels below a hundredth of the widest count as that
         assert before.min() < before.max() / 2

@@ -113,9 +113,9 @@ def test_a_transformer_on_both_roads(road: str, activation: qt.QuantSpec | None)
     mix = torch.randn(32, 32)
     batches = [torch.randn(8, 10, 32) @ mix for _ in range(3)]
     prepared = (
-        qt.prepare(model, batches[0], qconfig_mapping=mapping, backend="tensorrt")
+        qt.prepare(model, batches[0], qconfig_mapping=mapping, backend="tensorrt10")
         if road == "prepare"
-        else qt.quant_modules.replace(model, mapping, backend="tensorrt")
+        else qt.quant_modules.replace(model, mapping, backend="tensorrt10")
     )
     qt.calibrate(prepared, batches, progress=False)
     nearest = copy.deepcopy(prepared)
@@ -182,9 +182,9 @@ def test_the_inputs_of_all_calls_of_a_layer_count(road: str) -> None:
     x = torch.stack([first * deviations @ basis, second @ basis], 1)
     model, mapping = Twice().eval(), qt.QConfigMapping().set_global(W3)
     prepared = (
-        qt.prepare(model, x, qconfig_mapping=mapping, backend="tensorrt")
+        qt.prepare(model, x, qconfig_mapping=mapping, backend="tensorrt10")
         if road == "prepare"
-        else qt.quant_modules.replace(model, mapping, backend="tensorrt")
+        else qt.quant_modules.replace(model, mapping, backend="tensorrt10")
     )
     qt.calibrate(prepared, [x], progress=False)
     with torch.no_grad():

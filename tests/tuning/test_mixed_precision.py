@@ -111,7 +111,7 @@ def test_a_budget_of_one_byte_less_is_kept() -> None:
 
 
 def test_the_layers_are_those_with_a_weight(model) -> None:
-    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt")
+    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt10")
     assert list(search.layers) == ["table", "conv", "grouped", "up", "inner.0", "shared", "head"]
     assert {layer.name: layer.weights for layer in search.layers.values()} == {
         name: model.get_submodule(name).weight.numel() for name in search.layers
@@ -127,7 +127,7 @@ def test_costs_are_those_of_the_formulas(model) -> None:
     groups = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=1, group_size=3))
     choices = {**CHOICES, "float": None, "weights": replace(config(4), activation=None), "groups": groups}
     fixed = dict.fromkeys(("table", "conv", "grouped", "up", "shared", "head"), "w8a8")
-    search = MixedPrecision(model, inputs(), choices, fixed=fixed, backend="tensorrt")
+    search = MixedPrecision(model, inputs(), choices, fixed=fixed, backend="tensorrt10")
     sizes, products = (search.costs[name]["inner.0"] for name in ("size", "bit_operations"))
     macs = 2 * 6 * 12
     assert sizes == {
@@ -142,7 +142,7 @@ def test_costs_are_those_of_the_formulas(model) -> None:
     assert products == {choice: macs * product for choice, product in bits.items()}
     assert search.costs["size"]["up"] == {"w8a8": 8 * 3 * 9 + 6 * 4}, "a scale for each output channel of each group"
     affine = {"u4": qt.QConfig(None, qt.QuantSpec(bits=4, axis=0, signed=False, symmetric=False))}
-    assert MixedPrecision(model, inputs(), affine, backend="tensorrt").costs["size"]["inner.0"] == {"u4": 36 + 12 * 8}
+    assert MixedPrecision(model, inputs(), affine, backend="tensorrt10").costs["size"]["inner.0"] == {"u4": 36 + 12 * 8}
 
 
 # ---- the mapping
@@ -150,7 +150,7 @@ def test_costs_are_those_of_the_formulas(model) -> None:
 
 @pytest.mark.parametrize("road", ["prepare", "replace"])
 def test_each_layer_has_the_bits_that_were_chosen(model, road: str) -> None:
-    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt", fixed={"head": "w8a8"})
+    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt10", fixed={"head": "w8a8"})
     rng = np.random.default_rng(0)
     errors = {name: dict(zip(CHOICES, np.sort(rng.random(3)), strict=True)) for name in search.layers}
     best = search.solve(
@@ -163,9 +163,9 @@ def test_each_layer_has_the_bits_that_were_chosen(model, road: str) -> None:
     assert not base.rules["module_name"]
     assert qt.QConfigMapping.from_json(mapping.to_json()) == mapping
     if road == "prepare":
-        built = qt.prepare(model, inputs(), backend="tensorrt", qconfig_mapping=best.to_qconfig_mapping())
+        built = qt.prepare(model, inputs(), backend="tensorrt10", qconfig_mapping=best.to_qconfig_mapping())
     else:
-        built = qt.quant_modules.replace(model, best.to_qconfig_mapping(), backend="tensorrt")
+        built = qt.quant_modules.replace(model, best.to_qconfig_mapping(), backend="tensorrt10")
     qt.calibrate(built, [inputs(4)], progress=False)
     assert built(*inputs()).isfinite().all()
     lines = {line.name: line for line in qt.quantization_report(built).layers}
@@ -283,7 +283,7 @@ def test_traces_behind_fused_attention() -> None:
 def test_hessian_errors_are_the_formula(small) -> None:
     model, batches = small
     choices = {"w8": config(8), "w3": config(3), "float": None}
-    search = MixedPrecision(model, batches[0][0], choices, backend="tensorrt")
+    search = MixedPrecision(model, batches[0][0], choices, backend="tensorrt10")
     errors = search.hessian_errors(squared, batches, probes=4, seed=3)
     weights = {name: model.get_submodule(name).weight for name in ("conv", "fc")}
     traces = hessian_traces(model, squared, batches, weights, probes=4, seed=3)
@@ -300,7 +300,7 @@ def test_hessian_errors_are_the_formula(small) -> None:
 def test_gradient_errors_are_the_formula(small) -> None:
     model, batches = small
     choices = {"a": config(8, 8), "b": config(3, 4), "float": None, "weights": replace(config(3), activation=None)}
-    search = MixedPrecision(model, batches[0][0], choices, backend="tensorrt")
+    search = MixedPrecision(model, batches[0][0], choices, backend="tensorrt10")
     errors = search.gradient_errors(squared, batches)
     inputs_of = {"conv": [x for x, _ in batches]}
     with torch.no_grad():
@@ -324,7 +324,7 @@ def test_gradient_errors_see_each_call_and_no_indices(model) -> None:
     def loss(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return m(*batch).square().mean()
 
-    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt")
+    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt10")
     errors = search.gradient_errors(loss, [inputs(8), inputs(8)])
     assert all(error > 0 for of in errors.values() for error in of.values())
     assert all(of["w8a8"] < of["w4a8"] for of in errors.values())
@@ -339,9 +339,9 @@ def test_measured_errors_are_those_of_the_sensitivity(model, road: str) -> None:
 
     def build(mapping: qt.QConfigMapping) -> nn.Module:
         built = (
-            qt.prepare(model, batch, qconfig_mapping=mapping, backend="tensorrt")
+            qt.prepare(model, batch, qconfig_mapping=mapping, backend="tensorrt10")
             if road == "prepare"
-            else qt.quant_modules.replace(model, mapping, backend="tensorrt")
+            else qt.quant_modules.replace(model, mapping, backend="tensorrt10")
         )
         qt.calibrate(built, [batch], progress=False)
         return built.eval()
@@ -350,7 +350,7 @@ def test_measured_errors_are_those_of_the_sensitivity(model, road: str) -> None:
         with torch.no_grad():
             return float(F.mse_loss(built(*batch), expected))
 
-    search = MixedPrecision(model, inputs(), {**CHOICES, "float": None}, fixed={"conv": "w8a8"}, backend="tensorrt")
+    search = MixedPrecision(model, inputs(), {**CHOICES, "float": None}, fixed={"conv": "w8a8"}, backend="tensorrt10")
     errors = search.measured_errors(build, error, higher_is_better=False, progress=False)
     for choice in CHOICES:
         names = [name for name in search.layers if choice in errors[name]]
@@ -369,7 +369,7 @@ def test_measured_errors_are_those_of_the_sensitivity(model, road: str) -> None:
 
 
 def test_a_front_has_the_best_of_each_size(model) -> None:
-    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt")
+    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt10")
     rng = np.random.default_rng(1)
     errors = {name: dict(zip(CHOICES, np.sort(rng.random(3)), strict=True)) for name in search.layers}
     front = search.front(errors, "bit_operations", points=9)
@@ -389,7 +389,7 @@ def test_a_front_has_the_best_of_each_size(model) -> None:
 
 
 def test_a_front_is_plotted(model, tmp_path, monkeypatch) -> None:
-    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt")
+    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt10")
     errors = {name: {"w8a8": 0.0, "w4a8": 1.0, "w4a4": 2.0} for name in search.layers}
     front = search.front(errors, points=3)
     with pytest.raises(ValueError, match=r"must end in one of .svg, .png, .pdf, got 'front.txt'"):
@@ -407,7 +407,7 @@ def test_a_front_is_plotted(model, tmp_path, monkeypatch) -> None:
 
 
 def test_scipy_is_named_where_it_lacks(model, monkeypatch) -> None:
-    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt")
+    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt10")
     errors = {name: dict.fromkeys(CHOICES, 0.0) for name in search.layers}
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(ImportError, match="mixed precision needs scipy.*, which is not installed; run: pip install "):
@@ -417,9 +417,9 @@ def test_scipy_is_named_where_it_lacks(model, monkeypatch) -> None:
 def test_budgets_that_nothing_meets_say_what_can_be_reached(model) -> None:
     latency = {
         name: {"w8a8": 1.0, "w4a8": 2.0, "w4a4": 3.0}
-        for name in MixedPrecision(model, inputs(), CHOICES, backend="tensorrt").layers
+        for name in MixedPrecision(model, inputs(), CHOICES, backend="tensorrt10").layers
     }
-    search = MixedPrecision(model, inputs(), CHOICES, latency=latency, backend="tensorrt")
+    search = MixedPrecision(model, inputs(), CHOICES, latency=latency, backend="tensorrt10")
     errors = {name: {"w8a8": 0.0, "w4a8": 1.0, "w4a4": 2.0} for name in search.layers}
     least = sum(min(of.values()) for of in search.costs["size"].values())
     with pytest.raises(ValueError, match=f"size=10 cannot be met: the smallest of these choices is {least:.0f} bytes"):
@@ -441,9 +441,9 @@ def test_budgets_that_nothing_meets_say_what_can_be_reached(model) -> None:
 def test_arguments_that_do_not_fit(model) -> None:
     errors = {
         name: dict.fromkeys(CHOICES, 0.0)
-        for name in MixedPrecision(model, inputs(), CHOICES, backend="tensorrt").layers
+        for name in MixedPrecision(model, inputs(), CHOICES, backend="tensorrt10").layers
     }
-    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt")
+    search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt10")
     for arguments, sentence in (
         (({"conv": errors["conv"]},), "errors has no entry for the layer 'table'"),
         (({**errors, "up": {"w8a8": 0.0}},), "no entry for the choice 'w4a8' of layer 'up'"),
@@ -460,20 +460,20 @@ def test_arguments_that_do_not_fit(model) -> None:
     with pytest.raises(ValueError, match="points must be at least 2, got 1"):
         search.front(errors, points=1)
     with pytest.raises(ValueError, match="unknown layer in fixed 'cov'; did you mean 'conv'"):
-        MixedPrecision(model, inputs(), CHOICES, fixed={"cov": "w8a8"}, backend="tensorrt")
+        MixedPrecision(model, inputs(), CHOICES, fixed={"cov": "w8a8"}, backend="tensorrt10")
     with pytest.raises(ValueError, match="unknown choice of layer 'conv' in fixed 'w2'"):
-        MixedPrecision(model, inputs(), CHOICES, fixed={"conv": "w2"}, backend="tensorrt")
+        MixedPrecision(model, inputs(), CHOICES, fixed={"conv": "w2"}, backend="tensorrt10")
     with pytest.raises(ValueError, match="latency has no entry for the choice 'w4a8' of layer 'table'"):
-        MixedPrecision(model, inputs(), CHOICES, latency={"table": {"w8a8": 1.0}}, backend="tensorrt")
+        MixedPrecision(model, inputs(), CHOICES, latency={"table": {"w8a8": 1.0}}, backend="tensorrt10")
     with pytest.raises(ValueError, match="the model has no convolution, linear layer or embedding"):
-        MixedPrecision(nn.ReLU(), torch.zeros(1), CHOICES, backend="tensorrt")
+        MixedPrecision(nn.ReLU(), torch.zeros(1), CHOICES, backend="tensorrt10")
     with pytest.raises(ValueError, match="choices must have at least one config"):
-        MixedPrecision(model, inputs(), {}, backend="tensorrt")
+        MixedPrecision(model, inputs(), {}, backend="tensorrt10")
     with pytest.raises(TypeError, match="the choice 'w8' must be a QConfig or None, got 8"):
-        MixedPrecision(model, inputs(), {"w8": 8}, backend="tensorrt")
+        MixedPrecision(model, inputs(), {"w8": 8}, backend="tensorrt10")
     with pytest.raises(ValueError, match=r"layer 'table': group_size must divide dimension 1"):
         MixedPrecision(
-            model, inputs(), {"g": qt.QConfig(None, qt.QuantSpec(bits=4, axis=1, group_size=5))}, backend="tensorrt"
+            model, inputs(), {"g": qt.QConfig(None, qt.QuantSpec(bits=4, axis=1, group_size=5))}, backend="tensorrt10"
         )
     with pytest.raises(ValueError, match=r"'w8a8' and 'w4a4' of layer 'table' differ in their activations"):
         search.hessian_errors(lambda m, b: m(*b).mean(), [inputs()])
@@ -499,5 +499,7 @@ def test_layers_whose_weights_are_computed_are_named() -> None:
     torch.nn.utils.parametrizations.weight_norm(model[1])
     torch.nn.utils.spectral_norm(model[2])
     with pytest.warns(UserWarning, match=r"the weights of '0', '1', '2' are computed from others"):
-        search = MixedPrecision(model, torch.randn(2, 8), {"w8": qt.QConfig(None, qt.QuantSpec())}, backend="tensorrt")
+        search = MixedPrecision(
+            model, torch.randn(2, 8), {"w8": qt.QConfig(None, qt.QuantSpec())}, backend="tensorrt10"
+        )
     assert list(search.layers) == ["3"]

@@ -52,7 +52,7 @@ each_grid = pytest.mark.parametrize("grid", GRIDS)
 
 def replaced(layer: nn.Module, weight: qt.QuantSpec | None) -> Any:
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, weight))
-    return qt.quant_modules.replace(nn.Sequential(layer).train(), mapping, backend="tensorrt")
+    return qt.quant_modules.replace(nn.Sequential(layer).train(), mapping, backend="tensorrt10")
 
 
 def of_grid(grid: str) -> tuple[Any, Any]:
@@ -307,7 +307,7 @@ def test_groups_of_a_transposed_convolution_behind_a_batch_norm() -> None:
         model[1].weight.copy_(torch.tensor([1.0, -2.0, 0.3, 5.0, 1.5, -0.7]))
     spec = qt.QuantSpec(bits=4, axis=1, quantizer="lsq")
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, spec))
-    prepared = qt.prepare(model.train(), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(model.train(), qconfig_mapping=mapping, backend="tensorrt10")
     layer: Any = prepared.get_submodule("0")
     assert layer.batch_norm is not None
     assert layer.weight_quantizer.scale.shape == (6,)
@@ -428,7 +428,9 @@ def depthwise(axis: int | None, quantizer: str) -> Any:
     parts = [nn.Conv2d(6, 6, 3, groups=6, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 1)]
     spec = qt.QuantSpec(bits=4, axis=axis, quantizer=quantizer)
     model = nn.Sequential(*parts).train()
-    return qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(None, spec)), backend="tensorrt")
+    return qt.prepare(
+        model, qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(None, spec)), backend="tensorrt10"
+    )
 
 
 @each_quantizer
@@ -525,7 +527,7 @@ def test_the_state_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"its '0.weight' has shape \(4, 4\), and that of this model \(6, 8\)"):
         Freezing(model, 10).load_state_dict(freezing.state_dict())
     two = Freezing(
-        qt.quant_modules.replace(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), mapping(4), backend="tensorrt"), 10
+        qt.quant_modules.replace(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), mapping(4), backend="tensorrt10"), 10
     )
     with pytest.raises(
         ValueError, match=r"unknown weight in the state of OscillationFreezing '0.weight'; did you mean"
@@ -555,7 +557,7 @@ class Tied(nn.Module):
 
 
 def test_a_shared_weight_is_handled_once() -> None:
-    model: Any = qt.quant_modules.replace(Tied().train(), mapping(3), backend="tensorrt")
+    model: Any = qt.quant_modules.replace(Tied().train(), mapping(3), backend="tensorrt10")
     assert isinstance(model.table, QuantWeighted)
     assert isinstance(model.head, QuantWeighted)
     assert model.head.weight is model.table.weight
@@ -584,7 +586,7 @@ def test_quantizers_that_are_off_are_left_alone_until_they_are_on() -> None:
 
 
 def test_a_schedule_that_observes_first() -> None:
-    model = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 3)).train(), mapping(3), backend="tensorrt")
+    model = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 3)).train(), mapping(3), backend="tensorrt10")
     schedule, freezing = qt.tuning.QuantizationSchedule(model, observe=2), Freezing(model, 10)
     for step in range(4):
         model(torch.randn(5, 4)).sum().backward()
@@ -615,7 +617,7 @@ def test_other_weights_are_named_with_the_reason() -> None:
         "wide": qt.QuantSpec(bits=8),
     }.items():
         of.set_module_name(name, qt.QConfig(None, spec))
-    model = qt.prepare(Kinds().train(), (torch.zeros(2, 4),), qconfig_mapping=of, backend="tensorrt")
+    model = qt.prepare(Kinds().train(), (torch.zeros(2, 4),), qconfig_mapping=of, backend="tensorrt10")
     freezing = Freezing(model, 10)
     freezing.step()
     assert [layer.name for layer in freezing.report().layers] == ["plain.weight"]
@@ -639,7 +641,7 @@ def test_other_weights_are_named_with_the_reason() -> None:
 )
 def test_a_layer_with_several_weights(make: Callable[[], nn.Module], names: list[str]) -> None:
     torch.manual_seed(0)
-    model = qt.quant_modules.replace(nn.Sequential(make()).train(), mapping(3), backend="tensorrt")
+    model = qt.quant_modules.replace(nn.Sequential(make()).train(), mapping(3), backend="tensorrt10")
     freezing = Freezing(model, 10)
     freezing.step()
     assert [layer.name for layer in freezing.report().layers] == [f"0.weight_{name}" for name in names]
@@ -657,7 +659,7 @@ def test_a_model_without_such_weights_is_refused() -> None:
         ValueError, match="OscillationFreezing: the model has no weight on a grid of integers; pass what"
     ):
         Freezing(nn.Linear(4, 4), 10)
-    eight = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 3)).train(), mapping(8), backend="tensorrt")
+    eight = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 3)).train(), mapping(8), backend="tensorrt10")
     words = r"of at most max_bits=4 bits \(0.weight: it has 8 bits, more than max_bits=4\). Raise max_bits, or give the layers"
     with pytest.raises(ValueError, match=words):
         Freezing(eight, 10)

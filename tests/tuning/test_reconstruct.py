@@ -326,7 +326,7 @@ class Awkward(nn.Module):
 
 def awkward() -> qt.graph.QuantizedGraphModule:
     mapping = qt.QConfigMapping().set_global(W3).set_module_name("last", None)
-    prepared = qt.prepare(Awkward().eval(), torch.randn(2, 4), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(Awkward().eval(), torch.randn(2, 4), qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(prepared, [torch.randn(8, 4)], progress=False)
     return prepared
 
@@ -468,10 +468,10 @@ def test_models_without_ranges_or_without_a_graph() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
     x = [torch.randn(8, 4)]
     with pytest.raises(TypeError, match=r"must be what qtoolkit\.prepare returned.*qtoolkit\.tuning\.gptq"):
-        qt.tuning.reconstruct(qt.quant_modules.replace(model, backend="tensorrt"), x)
+        qt.tuning.reconstruct(qt.quant_modules.replace(model, backend="tensorrt10"), x)
     for layers in (["0"], ["1"]):
         with pytest.raises(RuntimeError, match="has no range yet: call qtoolkit.calibrate"):
-            qt.tuning.reconstruct(qt.prepare(model, backend="tensorrt"), x, layers=layers, **small(2))
+            qt.tuning.reconstruct(qt.prepare(model, backend="tensorrt10"), x, layers=layers, **small(2))
 
 
 # ---- errors weighted by a loss

@@ -189,7 +189,7 @@ def test_a_resumed_schedule_goes_on_bit_for_bit(road: str, observer: str, at: in
 
 def test_long_float_phases_observe_their_last_steps() -> None:
     """The first ones have the values of another network, if the weights were random."""
-    model = qt.prepare(nn.Sequential(nn.Linear(4, 2)).train(), backend="tensorrt")
+    model = qt.prepare(nn.Sequential(nn.Linear(4, 2)).train(), backend="tensorrt10")
     qt.calibrate(model, [torch.full((2, 4), 200.0)], progress=False)
     schedule, seen = Schedule(model, observe=OBSERVED_STEPS + 3), []
     for step_of_training in range(OBSERVED_STEPS + 3):
@@ -246,7 +246,7 @@ def test_an_average_goes_through_the_phases(road: str, quantizer: str, buffers: 
 def test_an_average_learns_the_number_of_channels(buffers: bool) -> None:
     spec = qt.QuantSpec(axis=1, quantizer="lsq")
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, qt.QuantSpec(axis=0)))
-    model = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 2)).train(), mapping, backend="tensorrt")
+    model = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 2)).train(), mapping, backend="tensorrt10")
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=buffers)
     schedule, optimizer = Schedule(model, observe=2, averages=[ema]), sgd(model)
     for _ in range(4):
@@ -298,12 +298,12 @@ def test_plans_that_cannot_be() -> None:
         Schedule("model")
     with pytest.raises(ValueError, match="each of averages must be a copy of the model"):
         Schedule(model, averages=[Net()])
-    plain = qt.prepare(nn.Sequential(nn.Linear(4, 2)).train(), backend="tensorrt")
+    plain = qt.prepare(nn.Sequential(nn.Linear(4, 2)).train(), backend="tensorrt10")
     with pytest.warns(UserWarning, match="freeze_batch_norm=3, but no batch norm in the model is linked"):
         schedule = Schedule(plain, freeze_batch_norm=3)
     for _ in range(4):
         schedule.step()
-    other = Schedule(qt.prepare(nn.Sequential(nn.Linear(4, 2)).train(), backend="tensorrt"), observe=2)
+    other = Schedule(qt.prepare(nn.Sequential(nn.Linear(4, 2)).train(), backend="tensorrt10"), observe=2)
     with pytest.raises(ValueError, match="the state is of another model: only one of both has the quantizer"):
         Schedule(model, observe=2).load_state_dict(other.state_dict())
 

@@ -66,9 +66,9 @@ def test_int8_activations_lose_less(norm: type[nn.Module], road: str) -> None:
     errors = []
     for each in (model, qt.tuning.smooth_quant(model, [x], progress=False).model):
         prepared = (
-            qt.prepare(each, x, backend="tensorrt")
+            qt.prepare(each, x, backend="tensorrt10")
             if road == "prepare"
-            else qt.quant_modules.replace(each, backend="tensorrt")
+            else qt.quant_modules.replace(each, backend="tensorrt10")
         )
         qt.calibrate(prepared, [x], progress=False)
         with torch.no_grad():
@@ -143,7 +143,7 @@ def test_bad_arguments() -> None:
         with pytest.raises(error, match=words):
             qt.tuning.smooth_quant(model, **{"batches": [x], "progress": False, **arguments})
     with pytest.raises(TypeError, match="smooth it before it is prepared"):
-        qt.tuning.smooth_quant(qt.prepare(model, x, backend="tensorrt"), [x])
+        qt.tuning.smooth_quant(qt.prepare(model, x, backend="tensorrt10"), [x])
 
 
 class Language(nn.Module):

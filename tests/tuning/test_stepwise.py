@@ -220,9 +220,9 @@ def test_layers_in_a_leaf_module_that_changes_its_input() -> None:
     batches = [torch.randn(4, 4) for _ in range(2)]
     mapping = qt.QConfigMapping().set_global(W3)
     prepared = qt.prepare(
-        WithLeaf().eval(), batches[0], qconfig_mapping=mapping, leaf_modules=[Leaf], backend="tensorrt"
+        WithLeaf().eval(), batches[0], qconfig_mapping=mapping, leaf_modules=[Leaf], backend="tensorrt10"
     )
-    leaf = qt.quant_modules.replace(prepared.get_submodule("leaf"), mapping, backend="tensorrt")
+    leaf = qt.quant_modules.replace(prepared.get_submodule("leaf"), mapping, backend="tensorrt10")
     prepared.set_submodule("leaf", leaf)
     qt.calibrate(prepared, batches, progress=False)
     other = watched(prepared, "")

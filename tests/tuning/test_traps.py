@@ -65,7 +65,7 @@ def test_a_depthwise_net_needs_channels_or_equalization() -> None:
 
     def accuracy_of(net: nn.Module, axis: int | None) -> float:
         w8 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=axis)))
-        prepared = qt.prepare(net, images[:1], qconfig_mapping=w8, backend="tensorrt")
+        prepared = qt.prepare(net, images[:1], qconfig_mapping=w8, backend="tensorrt10")
         qt.calibrate(prepared, [images[:64]], progress=False)
         with torch.no_grad():
             return float((prepared(images).argmax(1) == labels).float().mean())
@@ -82,7 +82,7 @@ def test_a_depthwise_net_needs_channels_or_equalization() -> None:
 def test_trained_scales_rescue_a_depthwise_net_per_tensor() -> None:
     model, images, labels = trained_depthwise()
     learned = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=None, quantizer="lsq")))
-    prepared = qt.prepare(copy.deepcopy(model).train(), images[:1], qconfig_mapping=learned, backend="tensorrt")
+    prepared = qt.prepare(copy.deepcopy(model).train(), images[:1], qconfig_mapping=learned, backend="tensorrt10")
     qt.calibrate(prepared, [images[:64]], progress=False)
     in_float, before = (accuracy(hits_of(net.eval(), images, labels)) for net in (model, prepared))
     qt.freeze_batch_norm(prepared.train())
@@ -95,7 +95,7 @@ def error_of(method: str, x: Tensor, bits: int) -> float:
     """Return the relative squared error of activations with the range that a method chooses."""
     spec = qt.QuantSpec(bits=bits, signed=False, symmetric=False)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation=spec, weight=qt.QuantSpec(axis=None)))
-    prepared = qt.prepare(nn.Sequential(nn.Linear(x.size(1), 1)).eval(), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(nn.Sequential(nn.Linear(x.size(1), 1)).eval(), qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(prepared, [x], method=method, progress=False)
     quantizer = qt.quantizers_of(prepared)["activation_quantizers.input_1"]
     return float((quantizer(x) - x).square().sum() / x.square().sum())
@@ -183,7 +183,7 @@ def test_a_comparison_is_made_on_the_same_images() -> None:
     # The spread of a difference on the same samples is far below that of two independent accuracies.
     model, images, labels = trained_depthwise()
     w4 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=4, axis=0)))
-    prepared = qt.prepare(copy.deepcopy(model), images[:1], qconfig_mapping=w4, backend="tensorrt")
+    prepared = qt.prepare(copy.deepcopy(model), images[:1], qconfig_mapping=w4, backend="tensorrt10")
     noisy = images + 1.0 * torch.randn_like(images)
     in_float, quantized = (hits_of(net, noisy, labels) for net in (model, prepared))
     paired = difference(quantized, in_float)
@@ -217,7 +217,7 @@ def tune(method: str) -> None:
     )
     options = {"steps": 1} if method == "reconstruct" else {}
     if method not in ("reestimate_batch_norm", "smooth_quant"):
-        model = qt.prepare(model, x, backend="tensorrt")
+        model = qt.prepare(model, x, backend="tensorrt10")
         qt.calibrate(model, [x], progress=False)
     getattr(qt.tuning, method)(model, [x], progress=False, **options)
 
@@ -238,7 +238,7 @@ def test_a_batch_that_is_not_finite_is_an_error_and_the_model_is_as_before(name:
     """A bias became NaN, and units were kept rounded to nearest without a word."""
     w3 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=0)))
     prepared = qt.prepare(
-        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), qconfig_mapping=w3, backend="tensorrt"
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), qconfig_mapping=w3, backend="tensorrt10"
     )
     batches = [torch.randn(16, 8) for _ in range(2)]
     qt.calibrate(prepared, batches, progress=False)
@@ -264,7 +264,7 @@ class Mixed(nn.Module):
 
 def test_every_quantized_weight_that_a_method_leaves_out_is_named() -> None:
     x, w3 = torch.randn(4, 3, 8), qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=0)))
-    prepared = qt.prepare(Mixed().eval(), x, qconfig_mapping=w3, backend="tensorrt")
+    prepared = qt.prepare(Mixed().eval(), x, qconfig_mapping=w3, backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     function = "it is a function that takes a weight; make it a layer, which owns the weight"
     attention = "it is a QuantMultiheadAttention, and only linear layers can be"

@@ -13,7 +13,7 @@ def enable_calibration(model: nn.Module) -> None:
     """Observe ranges and do not quantize: run data through the model next.
 
     Example:
-        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt")
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt10")
         >>> enable_calibration(prepared)
         >>> _ = prepared(torch.ones(8, 4))
         >>> enable_quantization(prepared)
