@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from qtoolkit.errors import first_line, some
 from qtoolkit.export.inputs import ExportSource, grids_of
+from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import split, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, removing
 
@@ -32,12 +33,24 @@ def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
     if float_type == "float32":
         _refuse_other_types(source)
         return source
-    _check_parameters(source)
-    model = deepcopy_model(source.model, what=source.what).half()
-    result = replace(source, model=model, grids=grids_of(model), example_inputs=_to_float16(source.example_inputs))
-    _check_values(result)
+    result = _in_float16(source)
     _warn_of_other_scales(result)
     return result
+
+
+@contextmanager
+def computing_in_float16(model: nn.Module, inputs: object, what: str) -> Iterator[nn.Module]:
+    """Yield a copy of a model that computes in float16, without integer kernels, as a file in float16 does.
+
+    It takes and returns float32. A model of 16 bits, which is of its file's type already, is yielded itself.
+    """
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+        yield model
+        return
+    with in_float(model):
+        source = _in_float16(ExportSource(model, grids_of(model), inputs, what))
+    with casting_ends(source.model):
+        yield source.model
 
 
 @contextmanager
@@ -52,6 +65,14 @@ def casting_ends(model: nn.Module) -> Iterator[None]:
         ]
     ):
         yield
+
+
+def _in_float16(source: ExportSource) -> ExportSource:
+    _check_parameters(source)
+    model = deepcopy_model(source.model, what=source.what).half()
+    result = replace(source, model=model, grids=grids_of(model), example_inputs=_to_float16(source.example_inputs))
+    _check_values(result)
+    return result
 
 
 def to_float32(values: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 from qtoolkit.errors import first_line
 from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.kinds import CAST, ops_where
-from qtoolkit.export.files.quantizer_nodes import QuantizerNode, bodies_in, layer_names
+from qtoolkit.export.files.quantizer_nodes import QuantizerNode, bodies_in, layer_names, varying_tensors
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.runtimes.saturating_sums import processor_saturates, saturating_nodes
 from qtoolkit.quantizers.frozen import Grid
@@ -34,8 +34,12 @@ if TYPE_CHECKING:
     import onnxruntime
 
 TO_NHWC, FUSE = "NhwcTransformer", "QDQSelectorActionTransformer"
-ALIKE = {"QuantizeLinear": 2, "DequantizeLinear": 1}  # the input that has the type of the output
-CONVERSIONS = tuple(ALIKE)
+CONVERSIONS = ("QuantizeLinear", "DequantizeLinear")
+ALIKE = {
+    "QuantizeLinear": 2,
+    "DequantizeLinear": 1,
+    "MatMulIntegerToFloat": 2,
+}  # the input that has the type of the output
 # Ops that compute nothing: they rearrange values, or are computed once.
 REARRANGES = ops_where(lambda kind: kind.rearranges) | {CAST, "Shape", "ReorderInput", "ReorderOutput", "Constant"}
 SATURATES = (
@@ -75,12 +79,14 @@ def execute(
         values = fused.run(inputs, list(tensors.values()))
         outputs = session.run(None, {value.name: values[value.name] for value in session.get_inputs()})
     change = largest_difference(outputs, [values[value.name] for value in session.get_outputs()])
-    names = layer_names(OpenedFile.of(path).proto.graph)
+    file = OpenedFile.of(path)
+    names = layer_names(file.proto.graph)
     layers = _layers(fused.proto.graph, types, names)
     read = [node for node in nodes if node.codes in tensors]
     codes = {node.codes: _as_in_file(values[tensors[node.codes]], grids[node.quantizer]) for node in read}
     exact = all(layer.integer for layer in layers)
     remarks = [SATURATES] if saturating else []
+    remarks += [_of_float16(layers)] if file.is_float16 else []
     remarks += [ROUNDS] if any(layer.kernel == OF_FLOATS for layer in layers) else []
     return Executed(
         f"onnxruntime {onnxruntime.__version__}",
@@ -92,6 +98,14 @@ def execute(
         0.0 if exact else ONNXRUNTIME.tie_share,
         " ".join(remarks),
         saturating=tuple(_name_of(node, names) for node in saturating),
+    )
+
+
+def _of_float16(layers: Sequence[ExecutedLayer]) -> str:
+    floats = sum(not layer.integer for layer in layers)
+    return (
+        f"onnxruntime's CPU has no integer kernels for Q/DQ pairs in float16, but of matrix products of two tensors: it computes "
+        f"{floats} of {len(layers)} layers and ops in float. The file is for GPUs."
     )
 
 
@@ -152,8 +166,11 @@ def _layers(graph: "onnx.GraphProto", types: Mapping[str, int], names: Mapping[s
 
     codes = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
     floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    varying = varying_tensors(graph)  # the others are computed once, such as codes that onnxruntime makes of a bias
     layers = []
     for node in graph.node:
+        if varying.isdisjoint(node.output):
+            continue
         integer = any(types.get(tensor) in codes for tensor in node.input)
         computes = integer or any(types.get(tensor) in floats for tensor in node.output)
         if computes and node.op_type not in CONVERSIONS and node.op_type not in REARRANGES:
