@@ -290,12 +290,12 @@ class RuntimeCodes:
         differing = (
             "None differs."
             if not found.differing
-            else f"{found.differing:,} of {found.compared:,} differ, by {found.steps} steps at most: {found.ties:,} of values that "
-            f"float16 rounds across a boundary between two codes, and {beyond:,} of others."
+            else f"{found.differing:,} of {found.compared:,} differ, by {found.steps} steps at most: {found.ties:,} of values "
+            f"that float16 rounds across a boundary between two codes, and {beyond:,} of others."
         )
         return (
-            f"The file is in float16, and its codes are compared with those of the model in float16, each computed from the codes "
-            f"before it. {differing}"
+            f"The file is in float16, and its codes are compared with those of the model in float16, each computed from the "
+            f"codes before it. {differing}"
         )
 
 

@@ -293,9 +293,9 @@ def verify(
 
     The verdict of each runtime is one of `Verdict`: "equal", where all codes that could be compared are the same end to end;
     "rounding", where some differ end to end, but each quantizer's, computed from the runtime's own codes before it, only as
-    the order of float sums explains; "different"; and two more. The codes of weights are compared first, and the outputs of an ONNX
-    file last: behind the last quantizers, ops whose results change little where their inputs do must give the model's outputs.
-    What the runtime does not give is in `not_compared`.
+    the order of float sums explains; "different"; and two more. The codes of weights are compared first, and the outputs of
+    an ONNX file last: behind the last quantizers, ops whose results change little where their inputs do must give the model's
+    outputs. What the runtime does not give is in `not_compared`.
 
     A file in float16 (`export_onnx(float_type="float16")`) is compared with a copy of the model in float16, without integer
     kernels. Its verdict is "rounding of float16" where codes differ only as the rounding of float16 explains.

@@ -104,8 +104,8 @@ def execute(
 def _of_float16(layers: Sequence[ExecutedLayer]) -> str:
     floats = sum(not layer.integer for layer in layers)
     return (
-        f"onnxruntime's CPU has no integer kernels for Q/DQ pairs in float16, but of matrix products of two tensors: it computes "
-        f"{floats} of {len(layers)} layers and ops in float. The file is for GPUs."
+        f"onnxruntime's CPU has no integer kernels for Q/DQ pairs in float16, but of matrix products of two tensors: it "
+        f"computes {floats} of {len(layers)} layers and ops in float. The file is for GPUs."
     )
 
 
