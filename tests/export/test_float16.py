@@ -18,8 +18,8 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from qtoolkit.export.files.quantizer_nodes import quantizer_nodes
 from qtoolkit.export.float16 import computing_in_float16
-from qtoolkit.export.passes.float32_ops import FLOAT32_OPS
 from qtoolkit.export.verification.follower import Followed, Follower, NodeCodes, by_quantizer
+from qtoolkit.op_kinds.float32 import FLOAT32_OPS
 
 EXPORTERS = ("dynamo", "torchscript")
 QDQ = ("QuantizeLinear", "DequantizeLinear")
