@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from qtoolkit.backends import Backend
 from qtoolkit.lint.ops import Op, find_quantizers
+from qtoolkit.op_kinds.reached import reached
 
 TYPES = ("int8", "float16", "float32")
 BYTES = dict(zip(TYPES, (1, 2, 4), strict=True))
@@ -139,13 +140,11 @@ class _Engine:
 
     def users(self, op: Op) -> list[Op]:
         """Return the ops that take an op's output, through views."""
-        found: list[Op] = []
-        for user in op.users:
-            found += self.users(user) if self._passes(user) else [user]
-        return found
+        found = reached(op.users, lambda user: user.users if self._passes(user) else ())
+        return [user for user in found if not self._passes(user)]
 
     def _is_returned(self, op: Op) -> bool:
-        return op.returned or any(self._is_returned(user) for user in op.users if self._passes(user))
+        return any(each.returned for each in reached([op], lambda op: filter(self._passes, op.users)))
 
     def _takes_in(self, source: Op, op: Op) -> bool:
         """Return whether an op becomes a part of the kernel of one that computes its input."""

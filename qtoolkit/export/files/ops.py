@@ -120,14 +120,20 @@ class _Reader:
         return Op(_name(node), kind, sources, layer=layer, node=facts)
 
     def _facts(self, node: onnx_ir.Node, sources: Sequence[Op], **facts: Any) -> FileNode:
-        known = {"dtype": type_of(next(iter(node.outputs), None)), "values": sum_of_values(node.outputs)}
         given = [[value for value in node.inputs if self.made.get(value) is source] for source in sources]
-        taken = tuple(
+        taken = (
             values_of(values[0]) if values else source.node.values
             for values, source in zip(given, sources, strict=True)
         )
-        domain = "" if node.domain == "ai.onnx" else node.domain
-        return FileNode(node.op_type, domain, self.opset, taken=taken, **known, **facts)
+        return FileNode(
+            node.op_type,
+            "" if node.domain == "ai.onnx" else node.domain,
+            self.opset,
+            dtype=type_of(next(iter(node.outputs), None)),
+            values=sum_of_values(node.outputs),
+            taken=tuple(taken),
+            **facts,
+        )
 
     def _weight(self, node: onnx_ir.Node) -> onnx_ir.Value | None:
         """Return the constant weight of a layer; None of other nodes."""
