@@ -24,7 +24,7 @@ class File:
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
 
-    def input(self, name: str, *shape: int) -> str:
+    def input(self, name: str, *shape: int | str) -> str:
         self.inputs.append(helper.make_tensor_value_info(name, FLOATS[self.floats], shape))
         return name
 

@@ -264,7 +264,7 @@ def test_verify_compares_with_the_model_in_float16_and_says_what_holds(name: str
     assert found.check() == {"onnxruntime": qt.export.Verdict.FLOAT16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert 0 < codes.layer_codes.differing == codes.layer_codes.ties  # all are neighbours, near a boundary
-    assert codes.codes.steps == codes.layer_codes.steps == 1
+    assert codes.layer_codes.steps == 1
     assert {layer.kernel for layer in codes.integer_layers} <= {"MatMulIntegerToFloat"}
     text = str(found)
     assert "verdict: rounding of float16" in text
