@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 # What the tables of the package have, which imports torch; tests compare them.
 BACKENDS = (
     "academic", "academic-nlp", "litert", "litert-16x8", "nnie", "onnxruntime", "openvino", "ppl", "ppl-w8a16", "qnn",
-    "snpe", "stpu", "tengine", "tensorrt", "tensorrt-nlp", "tensorrt8", "tvm", "vitis", "xnnpack",
+    "snpe", "stpu", "tengine", "tensorrt", "tensorrt-nlp", "tensorrt10", "tensorrt8", "tvm", "vitis", "xnnpack",
 )  # fmt: skip
 RUNTIMES = ("onnxruntime", "openvino")
+GPUS = ("H100", "A100", "L4", "T4", "Orin", "RTX4090")
 EXPORTERS = ("dynamo", "torchscript")
 SHELLS = ("bash", "fish", "tcsh", "zsh")
 EXIT_CODES = (
@@ -118,6 +119,9 @@ def _add_lint(commands: Commands) -> argparse.ArgumentParser:
     _add_files(command, "+", "ONNX files with QuantizeLinear and DequantizeLinear nodes")
     _add_backend(command)
     command.add_argument("--advice", action="store_true", help="also list what is quantized and gains nothing")
+    command.add_argument(
+        "--gpu", default="A100", choices=GPUS, help="the GPU of the estimate for tensorrt (default: A100)"
+    )
     return command
 
 
@@ -149,7 +153,9 @@ def _add_files(command: argparse.ArgumentParser, count: str, text: str) -> None:
 
 
 def _add_backend(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--backend", required=True, choices=BACKENDS, metavar="NAME", help=", ".join(BACKENDS))
+    command.add_argument(
+        "--backend", "--target", required=True, choices=BACKENDS, metavar="NAME", help=", ".join(BACKENDS)
+    )
 
 
 class _Prints(argparse.Action):

@@ -41,7 +41,8 @@ class QuantizeResult:
         report: How each op is quantized, or why it is in float.
         calibration: The range of each quantizer.
         export: The file, and the comparison of its codes layer by layer.
-        verification: The comparison of all codes end to end, in the runtime of the backend; None where there is none.
+        verification: The comparison of all codes end to end, in the runtime of the backend; of files in float16, in
+            onnxruntime. None where there is none.
         notes: Sentences on what was done differently from most models, and on what was left out.
     """
 
@@ -91,8 +92,8 @@ def quantize(
 ) -> QuantizeResult:
     """Quantize a float model without training, and write it as an ONNX file: all steps in one call.
 
-    The steps are `prepare`, `calibrate`, `convert`, `export_onnx` and, where the runtime of the backend is installed,
-    `qtoolkit.export.verify`. Call them yourself for what has no argument here, and to train between them.
+    The steps are `prepare`, `calibrate`, `convert`, `export_onnx` and, where the runtime of the backend is installed or the
+    file is in float16, `qtoolkit.export.verify`. Call them yourself for what has no argument here, and to train between them.
 
     The model is quantized as it computes in eval mode, whichever mode it is in, and is not changed. A submodule that cannot be
     traced becomes a leaf module. If the model's own forward cannot be traced, its layers are replaced, as
@@ -247,9 +248,13 @@ def _verified(
 def _reference(prepared: nn.Module, backend: Backend) -> tuple[nn.Module, ExecutingRuntime]:
     """Return the model that computes on codes as the runtime of a backend does, and the runtime.
 
-    Raises ValueError where none of the backend's takes ONNX files, ImportError where it is not installed.
+    A file in float16 computes in float wherever it runs here: onnxruntime stands for its target's runtime. Raises ValueError
+    where none of the backend's takes ONNX files, ImportError where it is not installed.
     """
     runtime = backend.runtime
+    if runtime not in EXECUTES and backend.float_type == "float16":
+        RUNTIMES["onnxruntime"].check_installed("a comparison end to end")
+        return convert(prepared), "onnxruntime"
     if runtime is None or runtime not in EXECUTES:
         raise ValueError(f"no runtime of the backend {backend.name!r} runs ONNX files here.")
     RUNTIMES[runtime].check_installed("a comparison end to end")

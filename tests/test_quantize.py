@@ -218,11 +218,22 @@ def test_torch_export_s_refusal_says_what_to_type(tmp_path) -> None:
 
 
 def test_a_target_without_a_runtime_here_has_no_verdict_and_says_so(tmp_path) -> None:
-    result = qt.quantize(net(), [IMAGES], "tensorrt", tmp_path / "model.onnx", **FAST)
+    result = qt.quantize(net(), [IMAGES], "tensorrt10", tmp_path / "model.onnx", **FAST)
     assert (result.verdict, result.verification) == (None, None)
-    assert "tensorrt" in result.notes[-1]
+    assert "tensorrt10" in result.notes[-1]
     assert "verdict: none" in str(result)
     assert result.export.verification.layer_codes.compared > 0
+
+
+def test_a_file_in_float16_is_compared_in_onnxruntime_which_computes_it_in_float(tmp_path) -> None:
+    result = qt.quantize(net(), [IMAGES], "tensorrt", tmp_path / "model.onnx", **FAST)
+    (codes,) = result.verification.runtimes.values()
+    assert codes.runtime.startswith("onnxruntime")
+    assert result.verdict in (Verdict.EQUAL, Verdict.FLOAT16)
+    assert codes.codes.compared
+    assert not codes.integer_layers
+    assert not result.notes
+    assert "The file is in float16, and its codes are compared with those of the model in float16" in str(result)
 
 
 def test_a_runtime_that_is_not_installed_is_named_with_the_command(tmp_path, monkeypatch) -> None:

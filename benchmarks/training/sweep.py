@@ -12,13 +12,13 @@ from benchmarks.pages.stored import commands_of, write_rows
 from benchmarks.report import facts
 from benchmarks.training.cifar import Schedule
 
-TEST_IMAGES, QUICK_IMAGES = 10_000, {"train": 200, "test": 100}
+IMAGES, QUICK_IMAGES = {"train": 50_000, "test": 10_000}, {"train": 200, "test": 100}
 
 
 def add_options(parser: argparse.ArgumentParser, checkpoints: Path, out: Path) -> None:
     """Add the options of all these benchmarks; checkpoints and out are the defaults of two of them."""
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--images", type=int, default=50_000, help="how many train; needs an --out of its own")
+    parser.add_argument("--images", type=int, default=IMAGES["train"], help="how many train; needs an --out of its own")
     parser.add_argument("--quick", action="store_true", help="few images")
     parser.add_argument("--checkpoints", type=Path, default=checkpoints)
     parser.add_argument("--out", type=Path, default=out)
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser, checkpoints: Path, out: Path) -
 
 def images_of(args: argparse.Namespace) -> Mapping[str, int]:
     """Return the numbers of images, of both splits."""
-    return QUICK_IMAGES if args.quick else {"train": args.images, "test": TEST_IMAGES}
+    return QUICK_IMAGES if args.quick else {**IMAGES, "train": args.images}
 
 
 def checkpoints_of(args: argparse.Namespace) -> Path:

@@ -25,11 +25,13 @@ from qtoolkit.cli import tables
 from qtoolkit.errors import first_line, unknown
 from qtoolkit.export import Verdict
 from qtoolkit.export.description import FileDescription, describe
+from qtoolkit.export.lint import EngineEstimate, estimate_engine, rules_of
 from qtoolkit.export.lint import lint as lint_file
-from qtoolkit.export.lint import rules_of
 from qtoolkit.export.verification.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.export.verification.codes import CodeCount
 from qtoolkit.export.verification.deployed import RuntimeCodes
+from qtoolkit.lint.findings import Finding
+from qtoolkit.lint.slower import takes_types_as_they_are
 from qtoolkit.quantize import QuantizeResult
 from qtoolkit.quantize import quantize as quantize_model
 from qtoolkit.runtimes.table import EXECUTES, RUNTIMES
@@ -56,12 +58,28 @@ def lint(arguments: argparse.Namespace) -> Answer:
     backend = backends[arguments.backend]
     findings = lint_file(arguments.file, backend, arguments.advice)
     rules = [rule.name for rule in rules_of(backend, arguments.advice)]
-    listed = [
+    data = {"file": arguments.file, "backend": backend.name, "rules": rules, "findings": _listed(findings)}
+    if takes_types_as_they_are(backend):
+        data["beside_float16"] = _beside_float16(estimate_engine(arguments.file, backend, arguments.gpu))
+    return Answer(data, lambda: tables.findings(data), bool(findings))
+
+
+def _listed(findings: Iterable[Finding]) -> list[tables.Data]:
+    return [
         {"node": each.where, "rule": each.name, "message": each.rule, "source": each.source, "remedy": each.remedy}
         for each in findings
     ]
-    data = {"file": arguments.file, "backend": backend.name, "rules": rules, "findings": listed}
-    return Answer(data, lambda: tables.findings(data), bool(findings))
+
+
+def _beside_float16(found: EngineEstimate) -> tables.Data:
+    facts = {
+        "gpu": found.gpu,
+        "headline": found.headline,
+        "seconds": found.seconds,
+        "float16_seconds": found.float16_seconds,
+    }
+    types = {name: asdict(cost) for name, cost in found.types.items()}
+    return {**facts, "types": types, "unknown": found.unknown, "findings": _listed(found.findings)}
 
 
 def verify(arguments: argparse.Namespace) -> Answer:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qtoolkit.export.description import FileDescription
+from qtoolkit.lint.engine import Cost
 
 Data = dict[str, Any]  # what a command finds, as JSON has it
 
@@ -36,15 +37,31 @@ class TextTable:
 
 
 def findings(data: Data) -> str:
-    """Return the findings of lint as a table, and a line with their number."""
-    rows = [
-        (each["node"], each["rule"], f"{each['message']} {each['remedy']}", each["source"]) for each in data["findings"]
+    """Return the findings of lint as a table, a line with their number, and how fast an engine may be, beside float16."""
+    file, found = data["file"], data["findings"]
+    counted = f"{file}: {_count(len(found), 'finding')} for {data['backend']}; {_count(len(data['rules']), 'rule')}."
+    return _rendered(_of_findings(found, file), counted, *_beside_float16(data))
+
+
+def _of_findings(found: Sequence[Data], file: str) -> TextTable:
+    rows = [(each["node"], each["rule"], f"{each['message']} {each['remedy']}", each["source"]) for each in found]
+    return TextTable(("node", "rule", "what, and what to do", "source"), rows, file, spaced=True)
+
+
+def _beside_float16(data: Data) -> list[str | TextTable]:
+    if "beside_float16" not in data:
+        return []
+    file, estimate = data["file"], data["beside_float16"]
+    others = [each for each in estimate["findings"] if each not in data["findings"]]
+    sums = {name: str(Cost(**cost)) for name, cost in estimate["types"].items()}
+    if estimate["unknown"]:
+        sums["left out"] = f"{_count(estimate['unknown'], 'tensor')} of unknown size"
+    return [
+        f"{file}: why it is no faster than float16: {_count(len(others), 'finding')}, which the exit code leaves out.",
+        _of_findings(others, file),
+        f"{file}: {estimate['headline']}",
+        *(f"{file}: {name}: {value}" for name, value in sums.items()),
     ]
-    counted = (
-        f"{data['file']}: {_count(len(rows), 'finding')} for {data['backend']}; {_count(len(data['rules']), 'rule')}."
-    )
-    table = TextTable(("node", "rule", "what, and what to do", "source"), rows, data["file"], spaced=True)
-    return _rendered(table, counted)
 
 
 def codes(data: Data) -> str:

@@ -4,7 +4,7 @@ from qtoolkit.export.backend_files import BackendFiles, Encoding, encodings, rea
 from qtoolkit.export.description import FileDescription, describe
 from qtoolkit.export.executorch import ExecutorchResult, export_executorch
 from qtoolkit.export.files.reading import UnreadableFileError
-from qtoolkit.export.lint import lint
+from qtoolkit.export.lint import EngineEstimate, estimate_engine, lint
 from qtoolkit.export.litert import LitertResult, export_litert
 from qtoolkit.export.onnx import ExportResult, export_onnx
 from qtoolkit.export.pairs.stored_weights import StoredWeights
@@ -15,9 +15,10 @@ from qtoolkit.export.verification.verify import Verification, verify, verify_onn
 from qtoolkit.instead import say_when_called
 
 __all__ = [
-    "BackendFiles", "DeployedVerification", "Encoding", "ExecutorchResult", "ExportResult", "FileDescription",
+    "BackendFiles", "DeployedVerification", "Encoding", "EngineEstimate", "ExecutorchResult", "ExportResult",
+    "FileDescription",
     "LitertResult", "RuntimeCodes", "RuntimeComparison", "StoredWeights", "UnreadableFileError", "Verdict",
-    "Verification", "compare_runtimes", "describe", "encodings", "export_executorch", "export_litert",
+    "Verification", "compare_runtimes", "describe", "encodings", "estimate_engine", "export_executorch", "export_litert",
     "export_onnx", "export_program", "lint", "read_encodings", "verify", "verify_onnx",
 ]  # fmt: skip
 say_when_called(

@@ -45,21 +45,25 @@ def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
     if float_type == "float32":
         _refuse_other_types(source)
         return source
-    _check_parameters(source)
-    _check_ranges(source)
-    model = deepcopy_model(source.model, what=source.what).half()
-    result = replace(source, model=model, grids=grids_of(model), example_inputs=_to_float16(source.example_inputs))
-    before: dict[str, float] = {}
-    weights = weights_given(
-        source.model,
-        lambda grid: grid.of_weight and grid.quantizing,
-        lambda: before.update(_largest_values(source)),
-        source.what,
-    )
-    _keep_codes(source, result, weights)
-    _check_values(source.what, before, _run_in_float16(result))
+    result = _in_float16(source)
     _warn_of_other_scales(result)
     return result
+
+
+@contextmanager
+def computing_in_float16(model: nn.Module, inputs: object, what: str) -> Iterator[nn.Module]:
+    """Yield a copy of a model that computes in float16, without integer kernels, as a file in float16 does.
+
+    It takes and returns float32. A model of 16 bits, which is of its file's type already, is yielded itself.
+    """
+    source = ExportSource(model, grids_of(model), inputs, what)
+    if _half_types(source):
+        yield model
+        return
+    with in_float(model):
+        source = _in_float16(source)
+    with casting_ends(source.model):
+        yield source.model
 
 
 @contextmanager
@@ -74,6 +78,23 @@ def casting_ends(model: nn.Module) -> Iterator[None]:
         ]
     ):
         yield
+
+
+def _in_float16(source: ExportSource) -> ExportSource:
+    _check_parameters(source)
+    _check_ranges(source)
+    model = deepcopy_model(source.model, what=source.what).half()
+    result = replace(source, model=model, grids=grids_of(model), example_inputs=_to_float16(source.example_inputs))
+    before: dict[str, float] = {}
+    weights = weights_given(
+        source.model,
+        lambda grid: grid.of_weight and grid.quantizing,
+        lambda: before.update(_largest_values(source)),
+        source.what,
+    )
+    _keep_codes(source, result, weights)
+    _check_values(source.what, before, _run_in_float16(result))
+    return result
 
 
 def to_float32(values: Any) -> Any:

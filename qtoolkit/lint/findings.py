@@ -37,6 +37,7 @@ class Finding:
 
 
 Broken = tuple[str, str]  # what a target asks for and what is found at an op instead; and what to change
+BrokenAt = tuple[Op, str, str]  # the same with the op
 Check = Callable[[Op, Backend], Iterator[Broken]]
 
 
@@ -50,13 +51,29 @@ class LintRule:
     applies: Callable[[Backend], bool] = lambda backend: True  # whether a target has the rule
 
 
-def broken(rules: Iterable[LintRule], ops: Sequence[Op], backend: Backend) -> tuple[Finding, ...]:
+@dataclass(frozen=True)
+class GraphRule:
+    """A rule about all ops of a graph together."""
+
+    name: str  # its name in reports
+    check: Callable[[Sequence[Op], Backend], Iterator[BrokenAt]]  # finds what breaks the rule
+    source: str  # where the rule is documented or was measured
+    applies: Callable[[Backend], bool] = lambda backend: True  # whether a target has the rule
+
+
+def broken(rules: Iterable[LintRule | GraphRule], ops: Sequence[Op], backend: Backend) -> tuple[Finding, ...]:
     """Return what breaks these rules, as far as the target has them, in the order of the ops."""
     rules = [rule for rule in rules if rule.applies(backend)]
     find_quantizers(ops, backend)
-    return tuple(
-        Finding(op.name, found, remedy, rule.name, rule.source)
-        for op in ops
-        for rule in rules
-        for found, remedy in rule.check(op, backend)
-    )
+    found: dict[Op, list[Finding]] = {op: [] for op in ops}
+    for rule in rules:
+        if isinstance(rule, GraphRule):
+            for op, what, remedy in rule.check(ops, backend):
+                found[op].append(Finding(op.name, what, remedy, rule.name, rule.source))
+    for op in ops:
+        for rule in rules:
+            if isinstance(rule, LintRule):
+                found[op] += [
+                    Finding(op.name, what, remedy, rule.name, rule.source) for what, remedy in rule.check(op, backend)
+                ]
+    return tuple(finding for op in ops for finding in found[op])

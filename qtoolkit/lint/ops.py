@@ -79,6 +79,12 @@ class FileNode:
     # of an average pool, whether its windows may reach beyond the padded input (`ceil_mode`), and whether padding counts
     reaches_beyond: bool = False
     counts_padding: bool = False
+    dtype: str = ""  # ONNX's name of the type of its first output; "" where it is not known
+    # how many values its outputs have, and how many it takes of each of the op's inputs; None where it is not known
+    values: int | None = None
+    taken: tuple[int | None, ...] = ()
+    macs: int = 0  # its multiplications, as far as the sizes of its tensors are known
+    weights: int = 0  # how many values its weight has
 
 
 @dataclass(frozen=True)

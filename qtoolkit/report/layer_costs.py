@@ -46,11 +46,22 @@ def count_macs(model: nn.Module, modules: Mapping[str, nn.Module], example_input
 def _macs(module: Any, x: Tensor, output: Tensor) -> int:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return 0
+    weights: int = module.weight.numel()
     if not isinstance(module, _ConvNd):  # a linear layer of any package: its weight may be (in, out)
-        return output.numel() * int(module.weight.numel() // output.size(-1))
-    elements = x if module.transposed else output  # each meets the weights of one channel
-    each: int = module.weight.numel() // module.weight.size(0)
-    return elements.numel() * each
+        return multiplications(output.numel(), weights, output.size(-1))
+    return multiplications((x if module.transposed else output).numel(), weights, module.weight.size(0))
+
+
+def multiplications(values: int, weights: int, channels: int) -> int:
+    """Return the multiplications of a layer's output values, each of which meets the weights of one of the channels.
+
+    Of a transposed convolution these are values and channels of the input.
+
+    Example:
+        >>> multiplications(values=16 * 8 * 8, weights=16 * 3 * 3 * 3, channels=16)
+        27648
+    """
+    return values * (weights // max(channels, 1))
 
 
 def stored_bytes(weights: int, spec: QuantSpec | None, scales: int) -> float:

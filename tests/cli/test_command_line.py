@@ -22,6 +22,7 @@ from qtoolkit.export.lint import FILE_RULES, rules_of
 from qtoolkit.extras import install_command
 from qtoolkit.lint.fusions import FILE_ADVICE
 from qtoolkit.lint.layers import ADVICE
+from qtoolkit.lint.slower import SLOWER
 from tests.export.qdq_files import File, clean
 from tests.export.test_lint_files import UINT8, codes_for_a_float_op, signed_in_and_unsigned_out, two_quantizers
 
@@ -44,7 +45,7 @@ def test_lint_as_json(tmp_path, capsys) -> None:
     path = two_quantizers().save(tmp_path)
     assert main(["lint", path, "--backend", "tensorrt", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["file", "backend", "rules", "findings"]
+    assert list(found) == ["file", "backend", "rules", "findings", "beside_float16"]
     assert found["rules"] == [rule.name for rule in rules_of(qt.backends["tensorrt"])]
     (finding,) = found["findings"]
     assert list(finding) == ["node", "rule", "message", "source", "remedy"]
@@ -406,5 +407,5 @@ def test_the_page_names_every_rule() -> None:
     named = re.findall(
         r"^\| `([\w-]+)` \| [^|]*\| ", PAGE[PAGE.index("### The rules") : PAGE.index("## verify")], flags=re.MULTILINE
     )
-    rules = [rule.name for rule in (*FILE_RULES, *ADVICE.values(), *FILE_ADVICE)]
+    rules = [rule.name for rule in (*FILE_RULES, *ADVICE.values(), *FILE_ADVICE, *SLOWER)]
     assert sorted(named) == sorted(set(rules))

@@ -1,6 +1,7 @@
 """`qtoolkit quantize`: a model and batches of a Python file become a file that the other commands take."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -115,10 +116,17 @@ def test_options_reach_the_call(program: Path, capsys) -> None:
 
 
 def test_a_target_without_a_runtime_has_no_verdict(program: Path, capsys) -> None:
-    assert main(typed(program, "model", "batches", backend="tensorrt")) == 0
+    assert main(typed(program, "model", "batches", backend="tensorrt10")) == 0
     out = capsys.readouterr().out
     assert "model.onnx: verdict: none" in out
-    assert "no runtime of the backend 'tensorrt'" in out
+    assert "no runtime of the backend 'tensorrt10'" in out
+
+
+def test_a_file_in_float16_has_one_and_a_note_on_what_ran(program: Path, capsys) -> None:
+    assert main(typed(program, "model", "batches", backend="tensorrt")) == 0
+    out = capsys.readouterr().out
+    assert re.search("model.onnx: verdict: (equal|rounding of float16)\n", out)
+    assert "onnxruntime's CPU has no integer kernels for Q/DQ pairs in float16" in out
 
 
 def test_what_users_of_the_runtime_must_know_is_a_note(program: Path, monkeypatch, capsys) -> None:

@@ -7,25 +7,29 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+FLOATS = {np.float32: TensorProto.FLOAT, np.float16: TensorProto.FLOAT16}
 DTYPES = {TensorProto.INT8: np.int8, TensorProto.UINT8: np.uint8, TensorProto.INT16: np.int16}
 
 
 class File:
-    """Writes a file. Every method returns the name of a tensor."""
+    """Writes a file, whose floats are of a type. Every method returns the name of a tensor."""
 
-    def __init__(self, opset: int = 21, domains: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, opset: int = 21, domains: tuple[str, ...] = (), floats: type[np.floating[Any]] = np.float32
+    ) -> None:
+        self.floats = floats
         self.opset, self.domains, self.prefix = opset, domains, ""
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
 
-    def input(self, name: str, *shape: int) -> str:
-        self.inputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+    def input(self, name: str, *shape: int | str) -> str:
+        self.inputs.append(helper.make_tensor_value_info(name, FLOATS[self.floats], shape))
         return name
 
-    def output(self, tensor: str, dtype: int = TensorProto.FLOAT) -> None:
-        self.outputs.append(helper.make_tensor_value_info(tensor, dtype, None))
+    def output(self, tensor: str, dtype: int | None = None) -> None:
+        self.outputs.append(helper.make_tensor_value_info(tensor, dtype or FLOATS[self.floats], None))
 
     def constant(self, array: Any, dtype: int | None = None) -> str:
         name = f"{self.prefix}c{len(self.constants)}"
@@ -44,7 +48,7 @@ class File:
         self, x: str, scale: Any = 0.05, zero: Any = 0, dtype: int = TensorProto.INT8, name: str = "", **attributes: Any
     ) -> str:
         """Quantize and dequantize; zero=None leaves the zero point out."""
-        scale = np.asarray(scale, np.float32)
+        scale = np.asarray(scale, self.floats)
         rest = [] if zero is None else [self.constant(np.broadcast_to(zero, scale.shape).astype(np.float32), dtype)]
         given = [self.constant(scale), *rest]
         codes = self.node("QuantizeLinear", x, *given, name=name, **attributes)
@@ -63,7 +67,7 @@ class File:
         sizes = () if axis is None else (shape[axis],)
         if block:
             sizes = tuple(size // block if i == axis else size for i, size in enumerate(shape))
-        scales = np.full(sizes, scale, np.float32)
+        scales = np.full(sizes, scale, self.floats)
         zeros = np.full(sizes, zero)
         attributes = {} if axis is None else {"axis": axis}
         attributes |= {"block_size": block} if block else {}

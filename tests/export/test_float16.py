@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.export.passes.float32_ops import FLOAT32_OPS
+from qtoolkit.export.files.quantizer_nodes import quantizer_nodes
+from qtoolkit.export.float16 import computing_in_float16
+from qtoolkit.export.verification.follower import Followed, Follower, NodeCodes, by_quantizer
 from qtoolkit.nn import QuantConv2d
+from qtoolkit.op_kinds.float32 import FLOAT32_OPS
 from tests.nets import settled
 
 EXPORTERS = ("dynamo", "torchscript")
@@ -228,6 +231,91 @@ def test_other_inputs_stay_and_the_model_is_not_changed(tmp_path: Path) -> None:
     names = [each.name for each in session.get_inputs()]
     (y,) = session.run(None, dict(zip(names, (given[0].numpy(), given[1]["of"].numpy()), strict=True)))
     np.testing.assert_allclose(y, model(*given)["y"].detach().numpy(), atol=2e-2)
+
+
+# ---- the comparison with the model, which is in float32
+
+
+def in_reference_evaluator(model: nn.Module, x: Tensor, path: Path) -> Followed:
+    """Compare a model in float16 with its file as ONNX's own evaluator computes it, layer by layer."""
+    proto = onnx.load(path)
+    nodes = quantizer_nodes(proto.graph)
+    outputs = [helper.make_tensor_value_info(node.codes, TensorProto.INT8, None) for node in nodes]
+    proto.graph.output.extend(outputs)
+    names = [each.name for each in proto.graph.output]
+    values = ReferenceEvaluator(proto).run(None, {proto.graph.input[0].name: x.numpy()})
+    codes = dict(zip(names, values, strict=True))
+    with computing_in_float16(model, x, "test") as in_float16:
+        follower = Follower(in_float16, (x,), {})
+        return follower.layer_by_layer(
+            by_quantizer((node.quantizer, NodeCodes(codes[node.codes], node.is_constant)) for node in nodes),
+            complete=True,
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_verify_compares_with_the_model_in_float16_and_says_what_holds(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = converted(MODELS[name][0](), MODELS[name][1]), MODELS[name][1]
+    path = tmp_path / "m.onnx"
+    qt.export_onnx(model, x, path, float_type="float16", progress=False)
+    found = qt.export.verify(model, x, path, progress=False)
+    (codes,) = found.runtimes.values()
+    assert found.check() == {"onnxruntime": qt.export.Verdict.FLOAT16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert 0 < codes.layer_codes.differing == codes.layer_codes.ties  # all are neighbours, near a boundary
+    assert codes.layer_codes.steps == 1
+    assert {layer.kernel for layer in codes.integer_layers} <= {"MatMulIntegerToFloat"}
+    text = str(found)
+    assert "verdict: rounding of float16" in text
+    assert re.search(
+        r"\d+ of [\d,]+ differ, by 1 steps at most: \d+ of values that float16 rounds .*, and 0 of others\.", text
+    )
+    assert f"it computes {len(codes.float_layers)} of {len(codes.layers)} layers and ops in float" in text
+    layers = qt.export.verify_onnx(model, x, path, progress=False)
+    layers.check()
+    assert layers.weight_codes.differing == layers.quantizer_codes.differing == 0
+    comparison = qt.export.compare_runtimes(path, progress=False)
+    assert "The file is for GPUs." in str(comparison)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_reference_evaluator_has_neighbours_alone(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = converted(MODELS[name][0](), MODELS[name][1]), MODELS[name][1]
+    path = tmp_path / "m.onnx"
+    qt.export_onnx(model, x, path, float_type="float16", progress=False)
+    followed = in_reference_evaluator(model, x, path)
+    assert not followed.missing
+    assert followed.stored.compared
+    counts = followed.counts.values()
+    assert sum(count.differing for count in counts)  # it divides in float16
+    assert all(count.are_ties() for count in counts)  # it sums in float16 too, and its weights have other codes
+    assert followed.stored.steps <= 1
+
+
+def test_a_file_of_another_model_is_different(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "m.onnx"
+    qt.export_onnx(converted(convolutions(), X), X, path, float_type="float16", progress=False)
+    with pytest.raises(RuntimeError, match="the weights of the file differ from the model's"):
+        qt.export.verify(converted(convolutions(), X), X, path, progress=False).check()
+
+
+def test_integer_kernels_are_off_in_the_comparison_and_on_after_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    spec = qt.QuantSpec(scale_dtype="float16")
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, spec))
+    prepared = qt.prepare(convolutions().eval(), X, backend="tensorrt", qconfig_mapping=mapping)
+    qt.calibrate(prepared, [X], progress=False)
+    path = tmp_path / "m.onnx"
+    qt.export_onnx(prepared, X, path, float_type="float16", progress=False)
+    integer = qt.convert(prepared, arithmetic="integer")
+    before = integer(X)
+    (codes,) = qt.export.verify(integer, X, path, progress=False).runtimes.values()
+    assert codes.verdict is qt.export.Verdict.FLOAT16
+    assert not codes.on_codes
+    assert torch.equal(integer(X), before)
 
 
 # ---- the codes of weights

@@ -109,6 +109,11 @@ class OpenedFile:
         proto = onnx.load(str(model), load_external_data=False)
         return cls(proto, os.path.dirname(os.path.abspath(model)), _take_out_weights(proto))
 
+    @property
+    def is_float16(self) -> bool:
+        """Whether its constants are float16 numbers: scales, biases or weights."""
+        return any(tensor.data_type == TensorProto.FLOAT16 for tensor in self.proto.graph.initializer)
+
     def run(self, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Array]:
         """Run the model without graph optimizations; return its inputs and outputs, and the tensors of these names.
 

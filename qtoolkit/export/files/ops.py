@@ -1,6 +1,6 @@
 """The ops of an ONNX file with Q/DQ nodes, in the form that the rules of `qtoolkit.lint` read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import onnx_ir
 from qtoolkit.export.files.graph import constant_of, input_at, is_of_one
 from qtoolkit.export.files.kinds import BINARY, WEIGHTED, bounds_of, kind_by_op
 from qtoolkit.export.files.reading import UnreadableFileError
+from qtoolkit.export.files.sizes import macs_of, sum_of_values, type_of, values_of, weights_of
 from qtoolkit.lint.ops import FileCodes, FileNode, LayerFacts, Op, WeightFacts
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER
@@ -43,7 +44,7 @@ class _Reader:
         self.gates = {gate for node in graph if (gate := _gate(node)) is not None}
         for value in (*graph.inputs, *taken):
             if not value.is_initializer():
-                facts = FileNode("", "", self.opset)
+                facts = FileNode("", "", self.opset, dtype=type_of(value), values=values_of(value))
                 self._add(Op(value.name or "", NO_OPS["placeholder"], node=facts), [value])
         for node in graph:
             for body in _bodies(node):
@@ -78,16 +79,16 @@ class _Reader:
             quantize = node.op_type == "QuantizeLinear"
             if quantize or (first is not None and first.is_input):
                 codes, before = _codes(node), [] if first is None else [first]
-                self._add(
-                    Op(_name(node), OTHER, before, grid=codes.grid, node=self._facts(node, codes=codes)), node.outputs
-                )
+                facts = self._facts(node, before, codes=codes)
+                self._add(Op(_name(node), OTHER, before, grid=codes.grid, node=facts), node.outputs)
             elif first is not None:
                 self.made.update(dict.fromkeys(node.outputs, first))
             return
         gate = _gate(node)
         if gate is not None:
             sources = [self.made[gate.inputs[0]]]
-            self._add(Op(_name(node), KINDS[GATED[gate.op_type]], sources, node=self._facts(node)), node.outputs)
+            facts = self._facts(node, sources)
+            self._add(Op(_name(node), KINDS[GATED[gate.op_type]], sources, node=facts), node.outputs)
             return
         self._add(self._op(node), node.outputs)
 
@@ -102,15 +103,37 @@ class _Reader:
             taken += [value for body in _bodies(node) for value in self._taken_by(body)]
             sources = list(dict.fromkeys(self.made[value] for value in taken if value in self.made))
         if weighted is None:
-            return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node), **_of_windows(node)))
+            facts = self._facts(node, sources, bounds=bounds_of(node), macs=macs_of(node, None), **_of_windows(node))
+            return Op(_name(node), kind, sources, node=facts)
         weight, bias = ConstantWeight.of(weighted), input_at(node, 2)
         codes = weight.codes
         grid = None if codes is None else WeightFacts(codes.bits, weight.axis, codes.block_size > 0, codes.block_size)
-        facts = self._facts(node, weight=codes, bias=None if bias is None else ConstantWeight.of(bias).codes)
-        return Op(_name(node), kind, sources, layer=layer_of(node, weight.shape, grid), node=facts)
+        layer = layer_of(node, weight.shape, grid)
+        facts = self._facts(
+            node,
+            sources,
+            weight=codes,
+            bias=None if bias is None else ConstantWeight.of(bias).codes,
+            macs=macs_of(node, layer),
+            weights=weights_of(layer),
+        )
+        return Op(_name(node), kind, sources, layer=layer, node=facts)
 
-    def _facts(self, node: onnx_ir.Node, **facts: Any) -> FileNode:
-        return FileNode(node.op_type, "" if node.domain == "ai.onnx" else node.domain, self.opset, **facts)
+    def _facts(self, node: onnx_ir.Node, sources: Sequence[Op], **facts: Any) -> FileNode:
+        given = [[value for value in node.inputs if self.made.get(value) is source] for source in sources]
+        taken = (
+            values_of(values[0]) if values else source.node.values
+            for values, source in zip(given, sources, strict=True)
+        )
+        return FileNode(
+            node.op_type,
+            "" if node.domain == "ai.onnx" else node.domain,
+            self.opset,
+            dtype=type_of(next(iter(node.outputs), None)),
+            values=sum_of_values(node.outputs),
+            taken=tuple(taken),
+            **facts,
+        )
 
     def _weight(self, node: onnx_ir.Node) -> onnx_ir.Value | None:
         """Return the constant weight of a layer; None of other nodes."""

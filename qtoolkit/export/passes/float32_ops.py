@@ -1,22 +1,13 @@
 """What a file in float16 has in float32, between Casts: ops that lose accuracy in float16 or overflow, and its ends."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import onnx_ir
 from onnx_ir import DataType
 
 from qtoolkit.errors import present
 from qtoolkit.export.files.graph import Constants, constant_input, constant_of, maker_of
-
-# The ops, with the number of their first inputs that are floats. LayerNormalization is none of them: its sums are in float32
-# by its own definition (stash_type=1). Resize has its scales in float32 in any case.
-FLOAT32_OPS: Mapping[str, int] = {
-    **dict.fromkeys(("Softmax", "LogSoftmax", "Exp", "Log", "Softplus", "CumSum"), 1),
-    **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceL1", "ReduceL2", "ReduceProd", "ReduceSumSquare"), 1),
-    **dict.fromkeys(("ReduceLogSum", "ReduceLogSumExp", "LpNormalization"), 1),
-    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), 3),
-}
-
+from qtoolkit.op_kinds.float32 import FLOAT32_OPS
 
 TYPE_NAMES = {DataType.FLOAT: "float32", DataType.FLOAT16: "float16"}
 # Ops that give a number of their inputs, so that float16 is exact. Torch's exporters write Casts around some of them.

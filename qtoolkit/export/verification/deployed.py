@@ -31,6 +31,8 @@ class Verdict(Enum):
         EQUAL: All codes that were compared are the same, end to end.
         ROUNDING: Codes differ end to end, but each quantizer's, computed from the runtime's own codes before it, differ by no
             more than the runtime's order of rounding explains.
+        FLOAT16: The file is in float16. Codes differ from those of the model in float16 end to end, but each quantizer's,
+            computed from the runtime's own codes before it, only as the rounding of float16 explains.
         SATURATES: The runtime's integer sums saturate on this processor, so that its codes are wrong for some inputs, or for
             these: the file has int8 weights, and the processor has no VNNI instructions.
         DIFFERENT: The runtime computes something else than the model.
@@ -38,6 +40,7 @@ class Verdict(Enum):
 
     EQUAL = "equal"
     ROUNDING = "rounding"
+    FLOAT16 = "rounding of float16"
     SATURATES = "saturates on this processor"
     DIFFERENT = "different"
 
@@ -71,6 +74,7 @@ class RuntimeCodes:
         output_error: The largest difference of the outputs when the model computes them from the runtime's codes, as a share of
             the largest value: of the outputs of an ONNX file behind ops whose results change little where their inputs do.
         saturating: The layers whose sums of products may saturate on this processor.
+        float16: Whether the file is in float16, and with it the model that it is compared with.
     """
 
     runtime: str
@@ -90,6 +94,7 @@ class RuntimeCodes:
     nan: tuple[str, ...] = ()
     output_error: float = 0.0
     saturating: tuple[str, ...] = ()
+    float16: bool = False
 
     @classmethod
     def of(
@@ -147,7 +152,8 @@ class RuntimeCodes:
         End to end, all codes must be the same where all layers of the runtime run in integers. Elsewhere a few float sums round
         in another order, and the layers behind them spread each difference; `layer_codes` then count those that begin at a
         quantizer, by one step: any of values at a rounding boundary, and a share of the others. An output must be the model's
-        up to rounding.
+        up to rounding. In a file in float16 a value is at a boundary that lies within float16's last place of the largest
+        value of the grid: of 255 steps, within a quarter of a step.
         """
         compared_nothing = self.not_compared and not self.codes.compared
         has_nan = bool(self.nan) or math.isnan(self.output_difference)
@@ -162,14 +168,17 @@ class RuntimeCodes:
         if not self.codes.differing:
             return Verdict.EQUAL
         few = self.layer_codes.are_ties(self.share, self.steps)
-        return Verdict.ROUNDING if self.share and few else Verdict.DIFFERENT
+        if not (self.share and few):
+            return Verdict.DIFFERENT
+        return Verdict.FLOAT16 if self.float16 else Verdict.ROUNDING
 
     def check(self) -> Verdict:
         """Raise an error where the runtime does not compute what the model computes.
 
         Returns:
-            `Verdict.EQUAL`: all codes are the same end to end. `Verdict.ROUNDING`: some differ end to end, and layer by layer
-            rounding alone explains them; this is never returned where all layers of onnxruntime run in integers.
+            `Verdict.EQUAL`: all codes are the same end to end. `Verdict.ROUNDING`, or `Verdict.FLOAT16` for a file in float16:
+            some differ end to end, and layer by layer rounding alone explains them; this is never returned where all layers
+            of onnxruntime run in integers.
 
         Raises:
             RuntimeError: The verdict is `Verdict.SATURATES` or `Verdict.DIFFERENT`; the message says which of the causes it is,
@@ -269,8 +278,25 @@ class RuntimeCodes:
             lines.append(f"  reading the codes changes the outputs by up to {self.changed_by_reading:.3g}")
         if self.output_error > OUTPUT_ERROR:
             lines.append(f"  an output differs by {self.output_error:.1%} of its largest value behind the same codes")
-        lines += [f"  {self.remark}"] if self.remark else []
+        lines += [f"  {each}" for each in (self.of_float16, self.remark) if each]
         return "\n".join(lines)
+
+    @property
+    def of_float16(self) -> str:
+        """What was compared of a file in float16, and what holds: sentences; "" of other files."""
+        if not self.float16:
+            return ""
+        found, beyond = self.layer_codes, self.layer_codes.differing - self.layer_codes.ties
+        differing = (
+            "None differs."
+            if not found.differing
+            else f"{found.differing:,} of {found.compared:,} differ, by {found.steps} steps at most: {found.ties:,} of values "
+            f"that float16 rounds across a boundary between two codes, and {beyond:,} of others."
+        )
+        return (
+            f"The file is in float16, and its codes are compared with those of the model in float16, each computed from the "
+            f"codes before it. {differing}"
+        )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -190,8 +191,10 @@ def verify_onnx(
         (0, 0)
     """
     check_flags("verify_onnx", progress=progress)
-    converted = check_converted(converted, "verify_onnx")
-    return compare_layers(*on_cpu(converted, inputs, "verify_onnx"), path, progress)
+    converted, inputs = on_cpu(check_converted(converted, "verify_onnx"), inputs, "verify_onnx")
+    call_arguments(converted, inputs, "verify_onnx: inputs do")
+    with _in_type_of(_opened(path, "verify_onnx"), converted, inputs, "verify_onnx") as model:
+        return compare_layers(model, inputs, path, progress)
 
 
 def compare_layers(
@@ -288,11 +291,14 @@ def verify(
     a code that differs early may change many after it: `first_difference` names where it began. The float reference of
     `qtoolkit.convert` rounds in another order than integer kernels do; `verify_onnx` compares it layer by layer.
 
-    The verdict of each runtime is one of three (`Verdict`): "equal", where all codes that could be compared are the same end to
-    end; "rounding", where some differ end to end, but each quantizer's, computed from the runtime's own codes before it, only
-    as the order of float sums explains; and "different". The codes of weights are compared first, and the outputs of an ONNX
-    file last: behind the last quantizers, ops whose results change little where their inputs do must give the model's outputs.
-    What the runtime does not give is in `not_compared`.
+    The verdict of each runtime is one of `Verdict`: "equal", where all codes that could be compared are the same end to end;
+    "rounding", where some differ end to end, but each quantizer's, computed from the runtime's own codes before it, only as
+    the order of float sums explains; "different"; and two more. The codes of weights are compared first, and the outputs of
+    an ONNX file last: behind the last quantizers, ops whose results change little where their inputs do must give the model's
+    outputs. What the runtime does not give is in `not_compared`.
+
+    A file in float16 (`export_onnx(float_type="float16")`) is compared with a copy of the model in float16, without integer
+    kernels. Its verdict is "rounding of float16" where codes differ only as the rounding of float16 explains.
 
     Codes in onnxruntime are read from the optimized graph itself. OpenVINO returns the values behind each DequantizeLinear as
     further outputs, which may keep it from fusing some ops: `changed_by_reading` is the difference this makes.
@@ -333,18 +339,36 @@ def verify(
     tensors = tensors_of((args, kwargs))
     if not isinstance(path, str | os.PathLike):
         raise _no_path(path, "verify")
-    file = LitertFile(Path(path), model, tensors) if of_litert else OnnxFile(Path(path), model, tensors, optimized)
-    with naming_misfits(model, inputs, "verify: inputs do"):
-        follower = Follower(model, args, kwargs)
-    weights = file.compare_weights(follower)
-    names = [name for name in (*file.quantizers, *follower.codes) if name not in file.constants]
-    found: dict[str, RuntimeCodes] = {}
-    with progress_bar("verify", "runtimes", progress, runtimes) as bar:
-        for name in bar:
-            executed, read = file.execute(name, follower)
-            found[name] = compare_execution(follower, executed, read, names, file.smooth_outputs, weights=weights)
-            note(bar, f"{name}: {found[name].codes.differing:,} of {found[name].codes.compared:,} codes differ")
+    opened = None if of_litert else _opened(path, "verify")
+    with _in_type_of(opened, model, inputs, "verify") as model:
+        file = (
+            LitertFile(Path(path), model, tensors)
+            if opened is None
+            else OnnxFile(Path(path), opened, model, tensors, optimized)
+        )
+        with naming_misfits(model, inputs, "verify: inputs do"):
+            follower = Follower(model, args, kwargs)
+        weights = file.compare_weights(follower)
+        names = [name for name in (*file.quantizers, *follower.codes) if name not in file.constants]
+        found: dict[str, RuntimeCodes] = {}
+        with progress_bar("verify", "runtimes", progress, runtimes) as bar:
+            for name in bar:
+                executed, read = file.execute(name, follower)
+                codes = compare_execution(follower, executed, read, names, file.smooth_outputs, weights=weights)
+                found[name] = replace(codes, float16=opened is not None and opened.is_float16)
+                note(bar, f"{name}: {codes.codes.differing:,} of {codes.codes.compared:,} codes differ")
     return DeployedVerification(found)
+
+
+def _in_type_of(
+    file: "OpenedFile | None", model: nn.Module, inputs: object, what: str
+) -> AbstractContextManager[nn.Module]:
+    """Return a context with the model that computes in the float type of a file."""
+    from qtoolkit.export.float16 import computing_in_float16
+
+    if file is None or not file.is_float16:
+        return nullcontext(model)
+    return computing_in_float16(model, inputs, what)
 
 
 def _check_runtimes(runtimes: Sequence[str], optimized: bool) -> bool:
@@ -374,9 +398,10 @@ def _check_runtimes(runtimes: Sequence[str], optimized: bool) -> bool:
 class OnnxFile:
     """An ONNX file, with the inputs of a comparison; `optimized` is whether onnxruntime optimizes the graph."""
 
-    def __init__(self, path: Path, model: nn.Module, tensors: Sequence[Tensor], optimized: bool) -> None:
-        self.path, self.tensors, self.optimized = path, tensors, optimized
-        self.file = _opened(path, "verify")
+    def __init__(
+        self, path: Path, file: "OpenedFile", model: nn.Module, tensors: Sequence[Tensor], optimized: bool
+    ) -> None:
+        self.path, self.file, self.tensors, self.optimized = path, file, tensors, optimized
         self.nodes = _nodes_of(self.file.proto.graph, model, "verify")
         self.grids = {node.quantizer: grid_named(model, node.quantizer) for node in self.nodes}
         self.file.check_inputs(tensors, "verify")

@@ -22,7 +22,7 @@ from torch import Tensor
 from qtoolkit.errors import first_line
 from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.kinds import CAST, ops_where
-from qtoolkit.export.files.quantizer_nodes import QuantizerNode, bodies_in, layer_names
+from qtoolkit.export.files.quantizer_nodes import QuantizerNode, bodies_in, layer_names, varying_tensors
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.runtimes.saturating_sums import processor_saturates, saturating_nodes
 from qtoolkit.quantizers.frozen import Grid
@@ -34,8 +34,15 @@ if TYPE_CHECKING:
     import onnxruntime
 
 TO_NHWC, FUSE = "NhwcTransformer", "QDQSelectorActionTransformer"
-ALIKE = {"QuantizeLinear": 2, "DequantizeLinear": 1}  # the input that has the type of the output
-CONVERSIONS = tuple(ALIKE)
+# Writes float biases as integers in steps of the input's scale times the weight's, which it rounds to the type of the scales:
+# float16 has few of them, or none. Measured with 1.30.
+WRITE_BIASES = "WeightBiasQuantization"
+CONVERSIONS = ("QuantizeLinear", "DequantizeLinear")
+ALIKE = {
+    "QuantizeLinear": 2,
+    "DequantizeLinear": 1,
+    "MatMulIntegerToFloat": 2,
+}  # the input that has the type of the output
 # Ops that compute nothing: they rearrange values, or are computed once.
 REARRANGES = ops_where(lambda kind: kind.rearranges) | {CAST, "Shape", "ReorderInput", "ReorderOutput", "Constant"}
 SATURATES = (
@@ -59,12 +66,15 @@ def execute(
 ) -> Executed:
     """Run a file at the default optimization level, or without optimizations, and read the codes at its quantizers.
 
-    The session is the one that users get: it has no other option. Raises RuntimeError: onnxruntime cannot run the file.
+    The session is the one that users get: it has no other option, but for a file in float16 (`_of_float16`). Raises
+    RuntimeError: onnxruntime cannot run the file.
     """
     import onnxruntime
 
+    file = OpenedFile.of(path)
     with tempfile.TemporaryDirectory() as folder:
-        open_session = functools.partial(_session, path, Path(folder), optimized)
+        off = (WRITE_BIASES,) if file.is_float16 else ()
+        open_session = functools.partial(_session, path, Path(folder), optimized, off)
         session = open_session("default")
         open_session("fused", TO_NHWC)
         fused = OpenedFile.of(Path(folder) / "fused.onnx")
@@ -75,12 +85,13 @@ def execute(
         values = fused.run(inputs, list(tensors.values()))
         outputs = session.run(None, {value.name: values[value.name] for value in session.get_inputs()})
     change = largest_difference(outputs, [values[value.name] for value in session.get_outputs()])
-    names = layer_names(OpenedFile.of(path).proto.graph)
+    names = layer_names(file.proto.graph)
     layers = _layers(fused.proto.graph, types, names)
     read = [node for node in nodes if node.codes in tensors]
     codes = {node.codes: _as_in_file(values[tensors[node.codes]], grids[node.quantizer]) for node in read}
     exact = all(layer.integer for layer in layers)
     remarks = [SATURATES] if saturating else []
+    remarks += [_of_float16(layers)] if file.is_float16 else []
     remarks += [ROUNDS] if any(layer.kernel == OF_FLOATS for layer in layers) else []
     return Executed(
         f"onnxruntime {onnxruntime.__version__}",
@@ -95,7 +106,19 @@ def execute(
     )
 
 
-def _session(path: Path, folder: Path, optimized: bool, name: str, *disabled: str) -> "onnxruntime.InferenceSession":
+def _of_float16(layers: Sequence[ExecutedLayer]) -> str:
+    floats = sum(not layer.integer for layer in layers)
+    return (
+        f"onnxruntime's CPU has no integer kernels for Q/DQ pairs in float16, but of matrix products of two tensors: it "
+        f"computes {floats} of {len(layers)} layers and ops in float. The file is for GPUs. Its optimizer {WRITE_BIASES} is "
+        f"off here, as float16 does not have the steps of its biases: pass disabled_optimizers=[{WRITE_BIASES!r}] to sessions "
+        f"of such files."
+    )
+
+
+def _session(
+    path: Path, folder: Path, optimized: bool, off: Sequence[str], name: str, *disabled: str
+) -> "onnxruntime.InferenceSession":
     """Return a session, and save its graph under a name in a folder. Large weights are saved beside it."""
     import onnxruntime
 
@@ -109,7 +132,7 @@ def _session(path: Path, folder: Path, optimized: bool, name: str, *disabled: st
     options.add_session_config_entry(f"{key}_min_size_in_bytes", "1024")
     try:
         return onnxruntime.InferenceSession(
-            str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=list(disabled)
+            str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=[*off, *disabled]
         )
     except Exception as error:  # onnxruntime's errors have no base class of their own
         raise RuntimeError(
@@ -152,8 +175,11 @@ def _layers(graph: "onnx.GraphProto", types: Mapping[str, int], names: Mapping[s
 
     codes = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
     floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    varying = varying_tensors(graph)  # the others are computed once, such as codes that onnxruntime makes of a bias
     layers = []
     for node in graph.node:
+        if varying.isdisjoint(node.output):
+            continue
         integer = any(types.get(tensor) in codes for tensor in node.input)
         computes = integer or any(types.get(tensor) in floats for tensor in node.output)
         if computes and node.op_type not in CONVERSIONS and node.op_type not in REARRANGES:
