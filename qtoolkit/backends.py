@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.config.formats import WeightCodes
+from qtoolkit.config.formats import FloatType, WeightCodes
 from qtoolkit.errors import check_known, shown
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import ACTIVATIONS, CONCATS, KINDS, MOVES
@@ -80,6 +80,9 @@ class Backend:
         batch_norm_as_conv: Whether a batch norm behind a layer and its activation, which no layer folds, becomes a depthwise
             convolution in eval mode, because the target has integer kernels for these alone.
         batch_norm: How a layer takes over the batch norm after it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
+        float_type: The type of what is not quantized in its files, and of the Q/DQ nodes: "float32"; or "float16", for a target
+            that computes each tensor in the type that the file gives it. The scales of `qconfig` are numbers of this type
+            (`QuantSpec.scale_dtype`), whatever its specs say.
         title: What the target is, in a few words.
 
     Raises:
@@ -120,10 +123,13 @@ class Backend:
     output_specs: Mapping[str, QuantSpec] = field(default_factory=dict)
     batch_norm_as_conv: bool = False
     batch_norm: Literal["unscale", "frozen", "two_convolutions", "std_correction"] = "unscale"
+    float_type: FloatType = "float32"
     title: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "qconfig", self.qconfig.completed(QConfig()))
+        check_known(f"float_type of Backend {self.name!r}:", self.float_type, get_args(FloatType))
+        qconfig = self.qconfig.completed(QConfig()).with_scale_dtype(self.float_type)
+        object.__setattr__(self, "qconfig", qconfig)
         for kind, role in self.roles.items():
             check_known(f"kind of op in the roles of Backend {self.name!r}:", kind, KINDS)
             check_known(f"role of {kind!r} in Backend {self.name!r}:", role, get_args(Role))
@@ -193,18 +199,20 @@ _AFFINE = QuantSpec(bits=8, signed=False, symmetric=False)
 _POW2 = QuantSpec(bits=8, pow2_scale=True)
 _LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 
-# TensorRT 10, explicit quantization. Source: NVIDIA's documentation, "Working with Quantized Types": symmetric int8 in
-# [-128, 127] and no unsigned codes, activations per tensor, weights per output channel, Q/DQ on the inputs of weighted ops,
-# both of a matmul. In a residual add only the identity branch, so that convolution and add fuse. Max pooling commutes with
-# quantization. Average pooling does not: like every op without weights (linear resizes too) it is quantized only together
-# with its output. All inputs of a concat have one scale (NVIDIA Model Optimizer's ONNX rules). Other elementwise ops stay
-# float: a gate times a convolution fuses without Q/DQ. Weights stay float with both nodes, which all its parsers read.
-# Transposed convolutions: axis 1 from version 10 on. F.scaled_dot_product_attention stays float: an attention is fused in int8
-# only with Q/DQ behind its softmax too (NVIDIA's documentation, "MHA fusion"; NVIDIA/TensorRT #2981), and inside of that one op
-# there is none; in half precision it is fused as it stands. Attention of matrix products and a softmax has all of them.
+# TensorRT 11. Source: NVIDIA's documentation, "Working with Quantized Types": symmetric int8 in [-128, 127] and no unsigned
+# codes, activations per tensor, weights per output channel, Q/DQ on the inputs of weighted ops, both of a matmul. In a
+# residual add only the identity branch, so that convolution and add fuse. Max pooling commutes with quantization. Average
+# pooling does not: like every op without weights (linear resizes too) it is quantized only together with its output. All
+# inputs of a concat have one scale (NVIDIA Model Optimizer's ONNX rules). Other elementwise ops stay float: a gate times a
+# convolution fuses without Q/DQ. Weights stay float with both nodes, which all its parsers read. Transposed convolutions:
+# axis 1 from version 10 on. F.scaled_dot_product_attention stays float: an attention is fused in int8 only with Q/DQ behind
+# its softmax too (NVIDIA's documentation, "MHA fusion"; NVIDIA/TensorRT #2981), and inside of that one op there is none; in
+# half precision it is fused as it stands. Attention of matrix products and a softmax has all of them. Networks are strongly
+# typed: what the file has in float32 is computed in float32. A pair of float16 has a scale of float16 (ONNX, QuantizeLinear
+# from opset 19 on).
 TENSORRT = Backend(
     name="tensorrt",
-    title="TensorRT 10",
+    title="TensorRT 11, files in float16",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
     roles=_roles(compute=(*_PRODUCTS, "avg_pool", "upsample_linear"), merge=("add",)),
     residual_add="identity",
@@ -214,19 +222,26 @@ TENSORRT = Backend(
     joined_activations=tuple(kind for kind in ACTIVATIONS if kind != "hardswish"),
     advice=("few channels", "deconvolution"),
     runtime="tensorrt",
+    float_type="float16",
 )
 
-# TensorRT 10, transformers. Source: MQBench's Tensorrt_NLP: inputs of linear layers, matmuls and adds, except adds with a mask.
+# TensorRT 10: the same rules. Its networks of weak types choose between float32 and float16 layer by layer (--fp16), so that
+# a file in float32 leaves the choice to it.
+TENSORRT10 = replace(TENSORRT, name="tensorrt10", title="TensorRT 10, files in float32", float_type="float32")
+
+# TensorRT 11, transformers. Source: MQBench's Tensorrt_NLP: inputs of linear layers, matmuls and adds, except adds with a mask.
 TENSORRT_NLP = replace(
     TENSORRT,
     name="tensorrt-nlp",
-    title="TensorRT 10, transformers: linear layers, matmuls and adds alone",
+    title="TensorRT 11, transformers: linear layers, matmuls and adds alone",
     roles=_roles(compute=("linear", "matmul", "attention"), merge=("add",), concat=()),
 )
 
 # TensorRT 8: its kernels take the scales of a transposed convolution along axis 0 (NVIDIA/TensorRT #1694, #1699, #2380), and
 # it rejects grouped ones (#1934).
-TENSORRT8 = replace(TENSORRT, name="tensorrt8", title="TensorRT 8", conv_transpose_axis=0, grouped_conv_transpose=False)
+TENSORRT8 = replace(
+    TENSORRT10, name="tensorrt8", title="TensorRT 8", conv_transpose_axis=0, grouped_conv_transpose=False
+)
 
 # onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point,
 # weights symmetric per channel. The file stores weights in uint8 with a zero point of 128 (U8U8): processors without VNNI add
@@ -443,8 +458,8 @@ ACADEMIC_NLP = replace(
 )
 
 _ALL = (
-    TENSORRT, TENSORRT8, TENSORRT_NLP, ONNXRUNTIME, OPENVINO, SNPE, QNN, VITIS, PPL, PPL_W8A16, STPU, TENGINE, NNIE, TVM,
-    XNNPACK, LITERT, LITERT_16X8, ACADEMIC, ACADEMIC_NLP,
+    TENSORRT, TENSORRT10, TENSORRT8, TENSORRT_NLP, ONNXRUNTIME, OPENVINO, SNPE, QNN, VITIS, PPL, PPL_W8A16, STPU, TENGINE,
+    NNIE, TVM, XNNPACK, LITERT, LITERT_16X8, ACADEMIC, ACADEMIC_NLP,
 )  # fmt: skip
 backends: Mapping[str, Backend] = {backend.name: backend for backend in _ALL}
 # What other names of targets mean here.
@@ -452,7 +467,9 @@ MEANT = {
     **dict.fromkeys(("ort", "onnx", "x86", "fbgemm", "onednn", "cpu"), "onnxruntime"),
     **dict.fromkeys(("qnnpack", "executorch"), "xnnpack"),
     **dict.fromkeys(("tflite", "tensorflow_lite"), "litert"),
-    **dict.fromkeys(("trt", "cuda", "gpu"), "tensorrt"),
+    **dict.fromkeys(("trt", "cuda", "gpu", "tensorrt11", "trt11"), "tensorrt"),
+    "trt10": "tensorrt10",
+    **dict.fromkeys(("tensorrt9", "trt9", "trt8"), "tensorrt8"),
     "ov": "openvino",
 }
 

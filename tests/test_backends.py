@@ -5,15 +5,17 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
+from onnx import TensorProto
 from torch import nn
 
 import qtoolkit as qt
 from qtoolkit.backends import REQUIRED
 from qtoolkit.tuning.mixed_precision import MixedPrecision
 
-X = torch.randn(4, 3, 8, 8)
+X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def net() -> nn.Module:
@@ -141,3 +143,73 @@ def test_an_export_follows_the_backend_that_a_model_records(road: str, tmp_path:
     for backend in ("tensorrt", other):
         with pytest.raises(ValueError, match="^export_onnx: the model was prepared for 'onnxruntime', got backend="):
             qt.export_onnx(converted, X, path, progress=False, backend=backend)
+
+
+# ---- the type of what is not quantized
+
+
+FLOAT16 = ("tensorrt", "tensorrt-nlp")  # the targets whose files are float16, as TensorRT 11 takes each type as it is
+
+
+def exported(
+    backend: str | qt.Backend, folder: Path, model: nn.Module | None = None, **options: object
+) -> onnx.ModelProto:
+    prepared = qt.prepare(net() if model is None else model, X, backend=backend)
+    qt.calibrate(prepared, [X], progress=False)
+    result = qt.export_onnx(qt.convert(prepared), X, folder / "model.onnx", progress=False, **options)
+    return onnx.load(result.path)
+
+
+@pytest.mark.parametrize("backend", qt.backends)
+def test_scales_are_of_the_type_of_the_files(backend: str) -> None:
+    found = qt.backends[backend]
+    assert found.float_type == ("float16" if backend in FLOAT16 else "float32")
+    assert {spec.scale_dtype for spec in vars(found.qconfig).values()} == {found.float_type}
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-nlp", "tensorrt10", "tensorrt8"])
+def test_a_file_is_of_the_type_of_its_target(backend: str, tmp_path: Path) -> None:
+    model = exported(backend, tmp_path)
+    wanted = TensorProto.FLOAT16 if backend in FLOAT16 else TensorProto.FLOAT
+    floats = (TensorProto.FLOAT, TensorProto.FLOAT16)
+    assert {each.data_type for each in model.graph.initializer if each.data_type in floats} == {wanted}
+    assert model.opset_import[0].version == (19 if backend in FLOAT16 else 18)
+    assert [node.op_type for node in model.graph.node].count("Cast") == 2 * (backend in FLOAT16)  # its input and output
+
+
+def test_another_type_is_asked_for_by_an_argument_or_a_backend(tmp_path: Path) -> None:
+    model = exported("tensorrt", tmp_path, float_type="float32")
+    assert TensorProto.FLOAT16 not in {each.data_type for each in model.graph.initializer}
+    in_float32 = dataclasses.replace(qt.backends["tensorrt"], float_type="float32")
+    assert in_float32.qconfig == qt.backends["tensorrt10"].qconfig
+    assert exported(in_float32, tmp_path).opset_import[0].version == 18
+    in_float16 = dataclasses.replace(qt.backends["openvino"], float_type="float16")
+    assert {spec.scale_dtype for spec in vars(in_float16.qconfig).values()} == {"float16"}
+    with pytest.raises(ValueError, match="unknown float_type of Backend 'tensorrt': 'half'"):
+        dataclasses.replace(qt.backends["tensorrt"], float_type="half")
+
+
+def test_an_older_opset_needs_the_other_type(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"needs opset 19 or newer, .* got 18; leave opset out, or pass float_type="):
+        exported("tensorrt", tmp_path, opset=18)
+    assert exported("tensorrt", tmp_path, opset=18, float_type="float32").opset_import[0].version == 18
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_half_precision_keeps_its_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    prepared = qt.prepare(net(), X, backend="tensorrt10")
+    qt.calibrate(prepared, [X], progress=False)
+    model = qt.convert(prepared).to(dtype)
+    runs = dtype == torch.float16  # onnxruntime's convolutions take no bfloat16
+    result = qt.export_onnx(model, X.to(dtype), tmp_path / "model.onnx", progress=False, verify=runs)
+    (x,) = onnx.load(result.path).graph.input
+    assert x.type.tensor_type.elem_type == (TensorProto.FLOAT16 if dtype == torch.float16 else TensorProto.BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("trt", "tensorrt"), ("tensorrt11", "tensorrt"), ("trt10", "tensorrt10"), ("tensorrt9", "tensorrt8")],
+)
+def test_names_of_versions_are_understood(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown backend '{name}'; did you mean '{meant}'"):
+        qt.prepare(net(), X, backend=name)

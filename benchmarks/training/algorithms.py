@@ -15,6 +15,7 @@ QUANTIZERS: Mapping[str, tuple[str, str]] = {
     "fixed": ("fixed", "fixed"),
     "lsq": ("lsq", "lsq"),
     "lsq, paper's start": ("lsq", "lsq"),
+    "lsq, float16 scales": ("lsq", "lsq"),
     "lsq_plus": ("lsq_plus", "lsq"),
     "pact": ("pact", "lsq"),
     "learned_range": ("learned_range", "lsq"),
@@ -25,6 +26,7 @@ QUANTIZERS: Mapping[str, tuple[str, str]] = {
     "qil": ("qil", "qil"),
 }
 OBSERVERS: Mapping[str, str] = {"lsq, paper's start": "lsq"}  # else the quantizers' own
+SCALE_DTYPES: Mapping[str, str] = {"lsq, float16 scales": "float16"}  # else float32
 AFFINE = ("lsq_plus", "learned_range")
 POWERS_OF_TWO = ("tqt",)
 # Other tools: the file in peers that has `few_bit_layer`, and its options. A tool whose scales are not trained by themselves
@@ -61,12 +63,16 @@ def build(subject: str, model: nn.Module, batches: Sequence[Tensor], bits: int, 
             peer.learn(built)
         return built
     activation, weight = QUANTIZERS[subject]
-    activations, weights = (_spec(quantizer, bits, OBSERVERS.get(subject)) for quantizer in (activation, weight))
+    scale_dtype = SCALE_DTYPES.get(subject, "float32")
+    activations, weights = (
+        _spec(quantizer, bits, scale_dtype, OBSERVERS.get(subject)) for quantizer in (activation, weight)
+    )
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activations, replace(weights, axis=0)))
     first, last = ends(model)
-    weights = replace(LEARNED_8_BITS, axis=0)
-    mapping.set_module_name(first, qt.QConfig(replace(LEARNED_8_BITS, signed=_signed(batches)), weights))
-    mapping.set_module_name(last, qt.QConfig(LEARNED_8_BITS, weights))
+    of_ends = replace(LEARNED_8_BITS, scale_dtype=scale_dtype)
+    weights = replace(of_ends, axis=0)
+    mapping.set_module_name(first, qt.QConfig(replace(of_ends, signed=_signed(batches)), weights))
+    mapping.set_module_name(last, qt.QConfig(of_ends, weights))
     prepared = qt.prepare(
         model, (batches[0][:2],), backend="academic", qconfig_mapping=mapping, training_arithmetic=forward
     )
@@ -79,9 +85,10 @@ def _signed(batches: Sequence[Tensor]) -> bool:
     return any(bool((batch < 0).any()) for batch in batches)
 
 
-def _spec(quantizer: str, bits: int, observer: str | None) -> qt.QuantSpec:
+def _spec(quantizer: str, bits: int, scale_dtype: str, observer: str | None) -> qt.QuantSpec:
     symmetric, pow2_scale = quantizer not in AFFINE, quantizer in POWERS_OF_TWO
-    spec = qt.QuantSpec(bits=bits, quantizer=quantizer, symmetric=symmetric, pow2_scale=pow2_scale)
+    grid = {"symmetric": symmetric, "pow2_scale": pow2_scale, "scale_dtype": scale_dtype}
+    spec = qt.QuantSpec(bits=bits, quantizer=quantizer, **grid)
     return replace(spec, observer=observer) if observer else spec
 
 

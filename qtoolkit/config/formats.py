@@ -1,10 +1,12 @@
-"""The formats of small floats that a QuantSpec may have, and the types in which files store the codes of weights."""
+"""The formats of small floats that a QuantSpec may have, and the types of what files hold."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 # How a file stores signed codes of 8 bits of a weight: as they are, or 128 higher with a zero point of 128.
 WeightCodes = Literal["int8", "uint8"]
+# The types of scales, and of what a file does not quantize.
+FloatType = Literal["float32", "float16"]
 
 # The largest number of each small float format of `qtoolkit.ops.fake_quant_float`.
 LARGEST = {"e4m3": 448, "e5m2": 57344, "e2m1": 6}

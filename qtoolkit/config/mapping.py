@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from torch import nn
 
-from qtoolkit.config.formats import BLOCKS
+from qtoolkit.config.formats import BLOCKS, FloatType
 from qtoolkit.config.kinds import Kind, kind_at, path_of
 from qtoolkit.config.spec import QuantSpec
 from qtoolkit.errors import check_known, check_mapping, check_sequence, shown, type_beside, unknown, within
@@ -63,6 +63,10 @@ class QConfig:
             with within(name):
                 specs[name] = spec and spec.completed(getattr(base, name) or QuantSpec())
         return QConfig(**specs)
+
+    def with_scale_dtype(self, scale_dtype: FloatType) -> "QConfig":
+        """Return the config with scales of this type, but for specs that need another one."""
+        return QConfig(**{name: spec and spec.with_scale_dtype(scale_dtype) for name, spec in vars(self).items()})
 
     def to_dict(self) -> dict[str, object]:
         """Return the specs, with the fields that are written, as values that JSON can represent."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from qtoolkit.config.formats import BLOCKS, LARGEST
+from qtoolkit.config.formats import BLOCKS, LARGEST, FloatType
 from qtoolkit.errors import check_known, check_mapping, unknown
 from qtoolkit.instead import FORMATS as MEANT
 from qtoolkit.instead import OF_OBSERVERS, RENAMED, check_arguments
@@ -14,7 +14,6 @@ from qtoolkit.instead import OF_OBSERVERS, RENAMED, check_arguments
 OBSERVERS: dict[str, Any] = {}
 QUANTIZERS: dict[str, Any] = {}
 FORMATS = ("int", *LARGEST, *BLOCKS, "nnie")
-SCALE_DTYPES = ("float32", "float16")
 # The fields that a format other than "int" fixes.
 FIXED: dict[str, dict[str, object]] = {
     format: {
@@ -125,7 +124,7 @@ class QuantSpec:
     quantizer: str = "fixed"
     quantizer_args: Mapping[str, Any] = field(default_factory=dict)
     dynamic: bool = False
-    scale_dtype: Literal["float32", "float16"] = "float32"
+    scale_dtype: FloatType = "float32"
     given: frozenset[str] | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     if not TYPE_CHECKING:
@@ -162,7 +161,7 @@ class QuantSpec:
         self._complete_blocks()
         self._check_group_size()
         check_known("format", self.format, FORMATS, MEANT)
-        check_known("scale_dtype", self.scale_dtype, SCALE_DTYPES)
+        check_known("scale_dtype", self.scale_dtype, get_args(FloatType))
         check_known("observer", self.observer, OBSERVERS, OF_OBSERVERS)
         check_known("quantizer", self.quantizer, QUANTIZERS)
         observer, quantizer = OBSERVERS[self.observer], QUANTIZERS[self.quantizer]
@@ -323,6 +322,10 @@ class QuantSpec:
             ['bits', 'quantizer']
         """
         return replace(self, **changes, given=self._given | changes.keys())
+
+    def with_scale_dtype(self, scale_dtype: FloatType) -> Self:
+        """Return the spec with scales of this type, or as it is where it needs scales of another one."""
+        return self if "scale_dtype" in self._fixed() else self.with_(scale_dtype=scale_dtype)
 
     def completed(self, base: "QuantSpec") -> Self:
         """Return the spec with all fields written: those that it leaves out have the values of another one, the backend's.

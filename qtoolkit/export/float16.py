@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from qtoolkit.backends import Backend
+from qtoolkit.config.formats import FloatType
 from qtoolkit.errors import first_line, some
 from qtoolkit.export.inputs import ExportSource, grids_of
 from qtoolkit.model_inputs import split, tensors_of
@@ -17,6 +19,11 @@ from qtoolkit.model_state import deepcopy_model, evaluating, removing
 
 LARGEST = 65504.0
 REMEDY = 'write the file with float_type="float32"'
+
+
+def type_for(backend: Backend, source: ExportSource) -> FloatType | None:
+    """Return the type of a file for which none is asked for: the target's, or None for that of a model in half precision."""
+    return None if _half_types(source) else backend.float_type
 
 
 def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
@@ -59,8 +66,12 @@ def to_float32(values: Any) -> Any:
     return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype == torch.float16 else x, values)
 
 
+def _half_types(source: ExportSource) -> set[str]:
+    return {str(p.dtype) for p in source.model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
+
+
 def _refuse_other_types(source: ExportSource) -> None:
-    others = {str(p.dtype) for p in source.model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
+    others = _half_types(source)
     if others:
         raise ValueError(
             f'{source.what}: float_type="float32" is for a model in float32, got {", ".join(sorted(others))}; pass '

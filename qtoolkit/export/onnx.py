@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from qtoolkit.backends import REQUIRED, Backend, backend_of
-from qtoolkit.config.formats import WeightCodes
+from qtoolkit.config.formats import FloatType, WeightCodes
 from qtoolkit.eager.record import backend_in
 from qtoolkit.errors import check_flags, check_known, some
 from qtoolkit.export.exporters.quiet import without_noise
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from qtoolkit.export.verification.verify import Verification
 
 Exporter = Literal["dynamo", "torchscript"]
-FloatType = Literal["float32", "float16"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,8 @@ def export_onnx(
             onnxruntime computes exactly on every processor; None follows the backend (`Backend.weight_codes`).
         backend: The target, for a model that records none: one with quantizers of your own, or a layer that was taken out of
             a model. Models of `prepare`, `replace`, `initialize` and `convert` record theirs.
-        float_type: The type of what is not quantized: "float32"; "float16", from opset 19 on; None is the model's own type.
+        float_type: The type of what is not quantized: "float32"; "float16", from opset 19 on. None is the target's
+            (`Backend.float_type`) for a model in float32, and else the model's own.
         keep_io_types: Whether a file with float_type="float16" takes and returns float32, which it casts, where the model
             does; False: float16.
 
@@ -196,15 +196,19 @@ def export_onnx(
     require_extra("export_onnx")
     from qtoolkit.export.exporters.torch_exporters import ExportRequest
     from qtoolkit.export.files.files import replacing_model
-    from qtoolkit.export.float16 import in_type
+    from qtoolkit.export.float16 import in_type, type_for
     from qtoolkit.export.pairs.opsets import choose, native
 
-    source = in_type(float_type, ExportSource.of(model, example_inputs, "export_onnx"))
+    source = ExportSource.of(model, example_inputs, "export_onnx")
+    target = _target(source.model, backend)
+    if float_type is None:
+        float_type = type_for(target, source)
+    source = in_type(float_type, source)
     casts_ends = float_type == "float16" and keep_io_types
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
     inputs = Inputs.of(source, input_names)
-    chosen, target = choose(opset, source, float_type), _target(source.model, backend)
+    chosen = choose(opset, source, float_type)
     if integer_weights is None:
         integer_weights = target.integer_weights
     stored_as = target.weight_codes if weight_codes is None else weight_codes

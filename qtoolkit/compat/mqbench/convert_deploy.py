@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtoolkit.compat.mqbench.platforms import BackendType, platform_of
+from qtoolkit.compat.mqbench.platforms import BackendType, backend_of, platform_of
 from qtoolkit.compat.mqbench.scheme import Options
 from qtoolkit.convert import check_quantized
 from qtoolkit.eager.record import backend_in
@@ -74,7 +74,7 @@ def convert_deploy(
     options.setdefault("input_names", names)
     stem, files = Path(output_path) / model_name, []
     if platform.qdq:
-        path, backend = stem.with_name(f"{model_name}.onnx"), recorded or platform.backend
+        path, backend = stem.with_name(f"{model_name}.onnx"), recorded or backend_of(platform, academic_mode=False)
         files.append(export_onnx(model, inputs, path, backend=backend, **options).path)
     if platform.own_files:
         written = encodings(model, platform.backend, inputs, stem, **options)

@@ -29,9 +29,9 @@ _MINMAX = ("MinMaxObserver", "MinMaxObserver")
 PLATFORMS: Mapping[str, Platform] = {
     "Academic": Platform("academic", defaults=False, own_files=False),
     "Academic_NLP": Platform("academic-nlp", defaults=False, own_files=False),
-    "Tensorrt": Platform("tensorrt", narrow=True),
+    "Tensorrt": Platform("tensorrt10", narrow=True),
     "Tensorrt_NLP": Platform("tensorrt-nlp", narrow=True, own_files=False),
-    "QDQ": Platform("tensorrt", narrow=True, own_files=False),
+    "QDQ": Platform("tensorrt10", narrow=True, own_files=False),
     "NNIE": Platform("nnie", ("NNIEFakeQuantize", "NNIEFakeQuantize"), qdq=False),
     "OPENVINO": Platform("openvino"),
     "SNPE": Platform("snpe"),
@@ -64,8 +64,11 @@ def platform_of(deploy_backend: object) -> Platform:
 
 
 def backend_of(platform: Platform, academic_mode: bool) -> Backend:
-    """Return qtoolkit's backend; in academic mode it quantizes what the academic setting does, with weights of 8 bits."""
-    backend = backends[platform.backend]
+    """Return qtoolkit's backend, with float32 scales as MQBench trains them.
+
+    In academic mode it quantizes what the academic setting does, with weights of 8 bits.
+    """
+    backend = replace(backends[platform.backend], float_type="float32")
     if not academic_mode:
         return backend
     weight = replace(present_weight(backend), bits=8)

@@ -138,9 +138,8 @@ _QUALCOMM = FloatModel((with_weights.QUALCOMM,))
 _PPL = FloatModel((with_weights.PPL,))
 
 TARGETS: Mapping[str, Target] = {
-    "tensorrt": _TENSORRT,
+    "tensorrt10": _TENSORRT,
     "tensorrt8": _TENSORRT,
-    "tensorrt-nlp": _TENSORRT,
     "openvino": FakeQuantizeIR(),
     "snpe": _QUALCOMM,
     "qnn": _QUALCOMM,

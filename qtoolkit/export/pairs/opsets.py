@@ -39,7 +39,7 @@ def choose(opset: int | None, source: ExportSource, float_type: str | None = Non
     if float_type == "float16" and opset < HALF_OPSET:
         raise ValueError(
             f'export_onnx: float_type="float16" needs opset {HALF_OPSET} or newer, whose nodes of quantizers take float16, got '
-            f"{opset}; leave opset out."
+            f'{opset}; leave opset out, or pass float_type="float32".'
         )
     if most is not None and opset < least:
         raise ValueError(
