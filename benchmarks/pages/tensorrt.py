@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,9 +33,9 @@ from benchmarks.pages.gpu import cell, where
 from benchmarks.pages.gpu_networks import FUSED, NETWORKS, Detector, Network
 from benchmarks.pages.stored import write_part, write_rows
 from benchmarks.pages.tensorrt_engine import Engine, executed, what_is_missing
+from qtoolkit.config.formats import FloatType
 from qtoolkit.export.float16 import casting_ends, in_type
 from qtoolkit.export.inputs import ExportSource
-from qtoolkit.export.onnx import FloatType
 from qtoolkit.export.verification.codes import CodeCount, relative_difference
 from qtoolkit.export.verification.deployed import RuntimeCodes, compare_execution
 from qtoolkit.export.verification.follower import Follower
@@ -91,14 +91,8 @@ class Case:
 
     @cached_property
     def converted(self) -> nn.Module:
-        """The model quantized for TensorRT 11, with scales of float16."""
-        backend = qt.backends["tensorrt"]
-        specs = [
-            replace(spec, scale_dtype="float16")
-            for spec in (backend.qconfig.activation, backend.qconfig.weight)
-            if spec
-        ]
-        prepared = qt.prepare(self.model, self.x, backend=replace(backend, qconfig=qt.QConfig(*specs)))
+        """The model quantized for TensorRT 11."""
+        prepared = qt.prepare(self.model, self.x, backend="tensorrt")
         qt.calibrate(prepared, [self.x], progress=False)
         return qt.convert(prepared)
 
@@ -115,7 +109,7 @@ def _write(model: nn.Module, x: Tensor, path: Path) -> None:
 
 def write_quantized(case: Case, path: Path, float_type: FloatType = "float16") -> None:
     """Write the quantized model. What it computes is compared on the engine, and not in onnxruntime too."""
-    qt.export_onnx(case.converted, case.x, path, opset=19, float_type=float_type, verify=False, progress=False)
+    qt.export_onnx(case.converted, case.x, path, float_type=float_type, verify=False, progress=False)
 
 
 def write_theirs(case: Case, path: Path) -> None:
