@@ -25,7 +25,9 @@ SHOWN = ("resnet18", "mobilenet_v2", "fsrcnn", "vit")
 def steps(network: str, settings: Settings, chosen: Sequence[str]) -> Case:
     """Start the processes that train a network, and return their steps."""
     size, count = (NETWORKS[network].size, 8) if settings.full else (NETWORKS[network].quick_size, 4)
-    settings_of = partial(trainer.Settings, network, backend="tensorrt", count=count, device=settings.device, size=size)
+    settings_of = partial(
+        trainer.Settings, network, backend="tensorrt10", count=count, device=settings.device, size=size
+    )
     workers = {subject: options.started(settings_of(subject)) for subject in chosen}
     set_threads(workers, settings.threads)
 

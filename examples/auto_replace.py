@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import qtoolkit as qt
 
-BACKEND = "tensorrt"
+BACKEND = "tensorrt10"
 METHODS = ("max", "percentile", "mse", "entropy")
 # A layer and the batch norm behind it are one layer on the target: eager mode has to be told.
 CHAINS = [["conv1", "bn1"]] + [

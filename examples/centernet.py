@@ -237,7 +237,7 @@ def quantize(model: CenterNet, size: int, calibration: int, out: Path) -> Result
     """Prepare for TensorRT, calibrate, convert, compare per layer, draw, export and check in onnxruntime."""
     rng = np.random.default_rng(1)
     images = torch.stack([draw_scene(size, rng).image for _ in range(calibration)])
-    prepared = qt.prepare(model.eval(), (images[:1],), backend="tensorrt", qconfig_mapping=config())
+    prepared = qt.prepare(model.eval(), (images[:1],), backend="tensorrt10", qconfig_mapping=config())
     qt.calibrate(prepared, images.split(2))
     converted = qt.convert(prepared)
     comparison = qt.debug.compare(model, converted, images[:1])

@@ -175,7 +175,7 @@ def main() -> None:
         "layers",
     ):
         table.add_column(column, justify="left" if column == "backend" else "right")
-    for backend in ("tensorrt", "onnxruntime"):
+    for backend in ("tensorrt10", "onnxruntime"):
         r = run(args.data, backend, args.out, bits=bits, steps=args.steps)
         v = r.verification
         figures = (f"{f:.2f}" for f in (r.float_accuracy, r.accuracy, r.runtime_accuracy, r.same_class))

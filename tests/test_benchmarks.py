@@ -324,7 +324,7 @@ def test_accuracy_of_two_networks_in_one_file_and_on_one_page(tmp_path) -> None:
     assert "ResNet-8 on raw pixels, CIFAR-10: accuracy on 100 images" in printed
     ending = "0_1_False_auto_0.001_None_adam_resnet8_True_None"
     trained = ("resnet8_float_weights", *(f"{name}_{ending}" for name in ("float_32", "lsq_4")))
-    assert {path.name for path in (tmp_path / "quick").iterdir()} == {f"{name}.pt" for name in trained}
+    assert {path.name for path in (tmp_path / "200").iterdir()} == {f"{name}.pt" for name in trained}
     gone = {**trainings[0], "subject": "lsq, histogram"}
     rows = [*results["rows"], {**results["rows"][0], "training": gone}]
     out.write_text(json.dumps({**results, "rows": rows}))

@@ -41,7 +41,8 @@ ROADS = {
     ("backend", "activation", "weight"),
     [
         ("onnxruntime", "uint8 affine lsq", "int4 per-channel(0) lsq"),
-        ("tensorrt", "int8 lsq", "int4 per-channel(0) lsq"),
+        ("tensorrt", "int8 float16 scale lsq", "int4 per-channel(0) float16 scale lsq"),
+        ("tensorrt10", "int8 lsq", "int4 per-channel(0) lsq"),
         ("qnn", "uint8 affine lsq", "uint4 affine lsq"),
         ("xnnpack", "int8 affine lsq", "int4 narrow per-channel(0) lsq"),
         ("ppl-w8a16", "uint16 affine lsq", "uint4 affine lsq"),

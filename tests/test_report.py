@@ -44,7 +44,7 @@ class Zoo(nn.Module):
 
 def test_a_line_for_each_layer_with_the_reason() -> None:
     mapping = qt.QConfigMapping().set_module_name("named", None)
-    replaced = qt.quant_modules.replace(Zoo(), mapping, ignore=["body.*", "up"], backend="tensorrt")
+    replaced = qt.quant_modules.replace(Zoo(), mapping, ignore=["body.*", "up"], backend="tensorrt10")
     lines = lines_of(replaced)
     assert lines["conv"] == ("conv", PER_CHANNEL, "conv.input_quantizer", "quantized", "by module replacement")
     inner = [f"attn.{name}" for name in ("query", "key", "value", "softmax", "out_proj_input", "input")]
@@ -72,7 +72,7 @@ def test_a_line_for_each_layer_with_the_reason() -> None:
 def test_quantizers_are_those_that_a_config_decides_on() -> None:
     lines = {
         line.name: line.quantizers
-        for line in qt.quantization_report(qt.quant_modules.replace(Zoo(), backend="tensorrt")).layers
+        for line in qt.quantization_report(qt.quant_modules.replace(Zoo(), backend="tensorrt10")).layers
     }
     assert lines["conv"] == ("conv.weight_quantizer", "conv.input_quantizer")
     assert len(lines["attn"]) == 8
@@ -80,7 +80,7 @@ def test_quantizers_are_those_that_a_config_decides_on() -> None:
 
 
 def test_tensors_have_names_of_their_own_and_those_that_take_them() -> None:
-    replaced = qt.quant_modules.replace(Loops(), backend="tensorrt")
+    replaced = qt.quant_modules.replace(Loops(), backend="tensorrt10")
     tensors = {line.quantizer: line for line in qt.quantization_report(replaced).tensors}
     assert set(tensors) == {"ours", "first.input_quantizer", "head.input_quantizer"}
     line = tensors["first.input_quantizer"]
@@ -90,7 +90,7 @@ def test_tensors_have_names_of_their_own_and_those_that_take_them() -> None:
 
 def test_a_quantizer_of_several_layers_has_a_line_for_each() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    replaced = qt.quant_modules.replace(model, backend="tensorrt")
+    replaced = qt.quant_modules.replace(model, backend="tensorrt10")
     replaced[2].input_quantizer = replaced[0].input_quantizer
     report = qt.quantization_report(replaced)
     shared = [line for line in report.tensors if line.quantizer == "0.input_quantizer"]
@@ -101,7 +101,7 @@ def test_a_quantizer_of_several_layers_has_a_line_for_each() -> None:
     assert report.layers[2].inputs == ("0.input_quantizer",)
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "openvino"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "openvino"])
 def test_converted_models_have_the_same_report(backend: str) -> None:
     replaced = calibrated(Branches().eval(), list(ways()), backend=backend)
     report, of_converted = qt.quantization_report(replaced), qt.quantization_report(qt.convert(replaced))
@@ -127,7 +127,7 @@ def test_without_a_record_layers_say_what_can_be_seen() -> None:
 
 
 def test_layers_put_in_since_have_lines() -> None:
-    replaced = qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt")
+    replaced = qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)), backend="tensorrt10")
     replaced.append(nn.Linear(2, 2))
     assert lines_of(replaced)["1"][-1] == "float: built while replacement was off, excluded, or added later"
     del replaced[0]
@@ -136,7 +136,7 @@ def test_layers_put_in_since_have_lines() -> None:
 
 def test_a_replaced_part_of_a_model_keeps_its_record() -> None:
     model = nn.Sequential(
-        qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ignore="1", backend="tensorrt"),
+        qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ignore="1", backend="tensorrt10"),
         nn.Linear(2, 2),
     )
     reasons = {name: line[-1] for name, line in lines_of(model).items()}
@@ -149,8 +149,8 @@ def test_a_replaced_part_of_a_model_keeps_its_record() -> None:
 
 def test_a_prepared_part_of_a_model_is_reported_by_its_graph() -> None:
     x = torch.rand(2, 3, 8, 8)
-    model = nn.Sequential(qt.prepare(nets.ConvNet().eval(), x, backend="tensorrt"), nn.Linear(5, 2))
-    replaced = qt.quant_modules.replace(model, backend="tensorrt")
+    model = nn.Sequential(qt.prepare(nets.ConvNet().eval(), x, backend="tensorrt10"), nn.Linear(5, 2))
+    replaced = qt.quant_modules.replace(model, backend="tensorrt10")
     own = qt.quantization_report(model[0])
     report = qt.quantization_report(replaced)
     assert [line.name for line in report.layers] == ["1", *(f"0.{line.name}" for line in own.layers)]
@@ -162,7 +162,7 @@ def test_a_prepared_part_of_a_model_is_reported_by_its_graph() -> None:
 @pytest.mark.parametrize("replaced", [False, True])
 def test_quantizers_of_pytorch_quantization_are_no_silent_float(replaced: bool) -> None:
     model = nn.Sequential(quant_nn.QuantLinear(2, 2), nn.Linear(2, 2))
-    lines = lines_of(qt.quant_modules.replace(model, backend="tensorrt") if replaced else model)
+    lines = lines_of(qt.quant_modules.replace(model, backend="tensorrt10") if replaced else model)
     assert lines["0"][-2:] == ("quantized", "by the quantizers of qtoolkit.compat.pytorch_quantization")
     assert lines["1"][-1] == (
         "by module replacement" if replaced else "float: built while replacement was off, excluded, or added later"
@@ -174,7 +174,7 @@ def test_models_with_nothing_of_it_are_refused() -> None:
     with pytest.raises(TypeError, match=words):
         qt.quantization_report(nn.Linear(2, 2))
     report = qt.quantization_report(
-        qt.quant_modules.replace(nn.Sequential(nn.Tanh()), backend="tensorrt")
+        qt.quant_modules.replace(nn.Sequential(nn.Tanh()), backend="tensorrt10")
     )  # asked for, and nothing was found
     assert [(line.name, line.status) for line in report.layers] == [("0", "float")]
 
@@ -196,7 +196,7 @@ def test_prepared_models_name_the_quantizers_of_each_op() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.conv2d(self.conv(x), self.weight)
 
-    report = qt.quantization_report(qt.prepare(Net().eval(), backend="tensorrt"))
+    report = qt.quantization_report(qt.prepare(Net().eval(), backend="tensorrt10"))
     found = {line.name: line.quantizers for line in report.layers}
     assert found["conv"] == ("conv.weight_quantizer", "activation_quantizers.x")
     assert found["conv2d"] == ("weight_quantizers.conv2d", "activation_quantizers.conv")
@@ -242,7 +242,7 @@ def test_the_report_of_a_graph_looks_at_the_model_as_it_is(untraced: tuple[str, 
 
 
 def test_the_report_of_a_replaced_model_looks_at_the_model_as_it_is() -> None:
-    replaced = qt.quant_modules.replace(Edited(), backend="tensorrt")
+    replaced = qt.quant_modules.replace(Edited(), backend="tensorrt10")
     assert {line.name for line in qt.quantization_report(replaced).quantized} >= {"fc", "block.0", "conv"}
     edit(replaced)
     lines = {line.name: line for line in qt.quantization_report(replaced).layers}
@@ -259,14 +259,14 @@ def quantized_linear() -> nn.Module:
 def test_a_quantized_layer_in_the_place_of_a_float_one_is_quantized(road: str) -> None:
     mapping = qt.QConfigMapping().set_module_name("fc", None)
     take = qt.prepare if road == "prepare" else qt.quant_modules.replace
-    ours = take(Edited(), qconfig_mapping=mapping, backend="tensorrt")
+    ours = take(Edited(), qconfig_mapping=mapping, backend="tensorrt10")
     assert "fc" in {line.name for line in qt.quantization_report(ours).left_float}
     ours.fc = quantized_linear()
     assert "fc" in {line.name for line in qt.quantization_report(ours).quantized}
 
 
 def test_an_op_that_is_added_to_a_graph_has_a_line() -> None:
-    prepared = qt.prepare(Edited().eval(), backend="tensorrt")
+    prepared = qt.prepare(Edited().eval(), backend="tensorrt10")
     output = next(iter(reversed(prepared.graph.nodes)))
     with prepared.graph.inserting_before(output):
         added = prepared.graph.call_function(torch.tanh, (output.args[0],))
@@ -296,7 +296,7 @@ def test_a_model_in_eval_mode_keeps_the_ranges_that_it_loads() -> None:
     fresh(torch.randn(2, 3, 4, 4))
     assert all(float(quantizer.amax.max()) == pytest.approx(3.0) for quantizer in qt.quantizers_of(fresh).values())
     assert not any(
-        quantizer.training for quantizer in qt.quantizers_of(qt.prepare(Edited().eval(), backend="tensorrt")).values()
+        quantizer.training for quantizer in qt.quantizers_of(qt.prepare(Edited().eval(), backend="tensorrt10")).values()
     )
 
 

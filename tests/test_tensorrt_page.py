@@ -106,6 +106,20 @@ def test_a_file_without_an_engine_is_a_row_and_a_line_of_the_page(
     assert f"- No engine: ResNet-50, float16: {row['failed']}." in (tmp_path / "page.md").read_text().splitlines()
 
 
+def test_times_hold_without_a_comparison(
+    stand_in: None, small: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("no int8 outputs")
+
+    monkeypatch.setattr(page, "executed", refused)
+    options = ("--device", "cpu", "--quick", "--batch", "2", "--networks", "ResNet-50")
+    _, row = run_page(monkeypatch, tmp_path, *options, "--files", "int8, float16 file", "--write")
+    assert (row["codes"], row["not_compared"], row["milliseconds"] > 0) == ({}, "no int8 outputs", True)
+    line = "- Values not compared: ResNet-50, int8, float16 file: no int8 outputs."
+    assert line in (tmp_path / "page.md").read_text().splitlines()
+
+
 def test_rows_of_another_machine_replace_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = {"float32": {"end_to_end": [1000, 20, 2], "layer_by_layer": [1000, 1, 1]}}
     layers = {"int8": 50, "float16": 3, "other": 2}

@@ -48,7 +48,7 @@ def model_of(layer: Layer, images: int, size: int, device: str = "cpu") -> tuple
 def prepared_of(layer: Layer, images: int, size: int, forward: str, device: str = "cpu") -> tuple[nn.Module, Tensor]:
     """Return the model prepared and in training mode, and its input."""
     model, x = model_of(layer, images, size, device)
-    prepared = qt.prepare(model, (x,), training_arithmetic=forward, backend="tensorrt")
+    prepared = qt.prepare(model, (x,), training_arithmetic=forward, backend="tensorrt10")
     qt.calibrate(prepared.eval(), [x], progress=False)
     return prepared.train(), x
 

@@ -61,7 +61,7 @@ def work(rank: int, folder: str, network: str, size: int, rounds: int) -> None:
     images, labels = torch.randn(BATCH, 3, size, size), torch.randint(1000, (BATCH,))
     steps = {"float": step_of(model, images, labels)}
     for forward in ("auto", "float"):
-        prepared = qt.prepare(model, images, backend="tensorrt", training_arithmetic=forward)
+        prepared = qt.prepare(model, images, backend="tensorrt10", training_arithmetic=forward)
         qt.calibrate(prepared, [images], progress=False)
         steps[f"training_arithmetic={forward!r}"] = step_of(prepared, images, labels)
     seconds = seconds_of(steps, rounds)
@@ -101,7 +101,7 @@ def row_of_checkpoints(network: str, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     images = torch.randn(1, 3, 64, 64)
-    model = qt.prepare(getattr(torchvision.models, network)().train(), images, backend="tensorrt")
+    model = qt.prepare(getattr(torchvision.models, network)().train(), images, backend="tensorrt10")
     qt.calibrate(model, [images], progress=False)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

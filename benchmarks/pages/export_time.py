@@ -1,6 +1,6 @@
 """Processor time of the export of a quantized ResNet-50, against that of the float model by the same exporter of torch.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.pages.export_time [--backend tensorrt] [--exporter dynamo] [--rounds 5]
+    OMP_NUM_THREADS=1 python -m benchmarks.pages.export_time [--backend tensorrt10] [--exporter dynamo] [--rounds 5]
 
 Exports are interleaved, verification is off, and the first export of each, which imports, does not count.
 """
@@ -22,7 +22,7 @@ from benchmarks.measure import Pace, sample, take_turns
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--backend", default="tensorrt", choices=sorted(qt.backends))
+    parser.add_argument("--backend", default="tensorrt10", choices=sorted(qt.backends))
     parser.add_argument("--exporter", default="dynamo", choices=["dynamo", "torchscript"])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

@@ -98,7 +98,7 @@ def quantized(how: Quantized, model: nn.Module, batches: Sequence[Tensor]) -> nn
         activation = qt.QuantSpec(bits=how.bits, signed=False, symmetric=False, quantizer=how.quantizer)
         weight = qt.QuantSpec(bits=how.bits, axis=0, quantizer=how.quantizer)
         mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
-    prepared = qt.prepare(model, (batches[0][:2],), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(model, (batches[0][:2],), qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(prepared, batches, progress=False)
     return prepared
 

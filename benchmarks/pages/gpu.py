@@ -177,7 +177,7 @@ for _peer in ("Model Optimizer", "torchao pt2e"):
 
 def prepared(model: nn.Module, x: Tensor, quantizer: str | None) -> nn.Module:
     """Return the model prepared for TensorRT and calibrated."""
-    backend = qt.backends["tensorrt"]
+    backend = qt.backends["tensorrt10"]
     if quantizer is not None:
         specs = (replace(s, quantizer=quantizer) for s in (backend.qconfig.activation, backend.qconfig.weight) if s)
         backend = replace(backend, qconfig=qt.QConfig(*specs))

@@ -14,7 +14,6 @@ import argparse
 import copy
 import json
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -172,25 +171,35 @@ def measured(case: Case, of: File, device: str, repeats: int) -> Row:
         every_layer: Type, kernel and name of each; those that convert are in it, and not in `layers`.
         output_error: The largest difference from the float32 model, as a share of the largest output.
         codes: The comparison of quantized values with PyTorch's model in each type (`codes_of`).
+        not_compared: Why there is none, though the file asks for it.
     """
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         of.write(case, path)
         engine = Engine(path, device)
         outputs = engine.run([case.x])
         layers = engine.layers()
         pairs = zip(case.outputs, outputs.values(), strict=True)
-        found = compared(engine, path, case, of.references, device) if of.references else {}
-        return {
+        row: Row = {
             "milliseconds": engine.milliseconds(repeats),
             "engine_bytes": engine.bytes,
             "layers": dict(Counter(layer.precision for layer in layers if not layer.converts)),
             "conversions": sum(layer.converts for layer in layers),
             "every_layer": list(map(str, layers)),
             "output_error": max(relative_difference(ours, theirs.numpy()) for ours, theirs in pairs),
-            "codes": {float_type: codes_of(each) for float_type, each in found.items()},
+            "codes": {},
         }
+        try:
+            found = compared(engine, path, case, of.references, device) if of.references else {}
+            row["codes"] = {float_type: codes_of(each) for float_type, each in found.items()}
+        except Exception as error:  # such as an engine that does not return codes: the times hold all the same
+            row["not_compared"] = why(error)
+        return row
+
+
+def why(error: Exception) -> str:
+    """Return the first line of an error."""
+    return (str(error).strip() or type(error).__name__).split("\n")[0]
 
 
 def codes_of(found: RuntimeCodes) -> Row:
@@ -227,7 +236,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
             try:
                 row |= measured(case, FILES[name], args.device, 3 if args.quick else 200)
             except Exception as error:  # a file of which there is no engine is a result
-                row["failed"] = (str(error).strip() or type(error).__name__).split("\n")[0]
+                row["failed"] = why(error)
             base = row.get("milliseconds") if name == FLOAT else base
             row["of_float16"] = row["milliseconds"] / base if base and "milliseconds" in row else None
             show(row)
@@ -243,6 +252,8 @@ def show(row: Row) -> None:
     types = ", ".join(f"{count} {name}" for name, count in row["layers"].items())
     print(f"{head} {row['milliseconds']:.3f} ms, {cell(row['of_float16'], '.2f')} of float16's; layers: {types}; "
           f"{row['conversions']} conversions; output error {row['output_error']:.1e}", flush=True)  # fmt: skip
+    if "not_compared" in row:
+        print(f"  quantized values are not compared: {row['not_compared']}")
     for float_type, of in row["codes"].items():
         shares = [_share(of[how]) for how in ("end_to_end", "layer_by_layer")]
         print(f"  values other than the {float_type} model's: {shares[0]}; layer by layer {shares[1]}")
@@ -285,9 +296,14 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
                     "| layer by layer |", "|---" * 15 + "|")  # fmt: skip
         yield from (_line(row) for row in of if "failed" not in row)
         yield ""
-        failed = [row for row in of if "failed" in row]
-        yield from (f"- No engine: {row['network']}, {row['file']}: {row['failed']}." for row in failed)
-        yield from [""] * bool(failed)
+        missing = {"failed": "No engine", "not_compared": "Values not compared"}
+        notes = [
+            f"- {what}: {row['network']}, {row['file']}: {row[key]}."
+            for key, what in missing.items()
+            for row in of
+            if key in row
+        ]
+        yield from (*notes, *[""] * bool(notes))
 
 
 def _line(row: Row) -> str:

@@ -88,7 +88,7 @@ class Method:
             mapping.set_object_type(nn.Embedding, qt.QConfig(None, self.embedding))
         if self.graph:
             return qt.prepare(model, batch, backend=self.graph, qconfig_mapping=mapping)
-        return qt.quant_modules.replace(model, mapping, backend="tensorrt")
+        return qt.quant_modules.replace(model, mapping, backend="tensorrt10")
 
 
 def _gptq(model: nn.Module, setting: Setting) -> None:

@@ -25,7 +25,7 @@ def parser_of(description: str | None, result: str) -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[""], help="what is trained, by parts of names: ours NNCF")
     parser.add_argument("--compile", action="store_true", help="the compiled float model and ours compiled, too")
     parser.add_argument("--peers", action="store_true", help="other tools too, those that are installed")
-    parser.add_argument("--backend", choices=qt.backends, default="tensorrt", help="the backend of our models")
+    parser.add_argument("--backend", choices=qt.backends, default="tensorrt10", help="the backend of our models")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="batches of 4 small images")
     parser.add_argument("--batch", type=int, default=None, help="8; with --quick 4")

@@ -19,6 +19,7 @@ def add_options(parser: argparse.ArgumentParser, checkpoints: Path, out: Path) -
     """Add the options of all these benchmarks; checkpoints and out are the defaults of two of them."""
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="few images")
+    parser.add_argument("--images", type=int, default=IMAGES["train"], help="how many train; needs an --out of its own")
     parser.add_argument("--checkpoints", type=Path, default=checkpoints)
     parser.add_argument("--out", type=Path, default=out)
     parser.add_argument(
@@ -28,12 +29,13 @@ def add_options(parser: argparse.ArgumentParser, checkpoints: Path, out: Path) -
 
 def images_of(args: argparse.Namespace) -> Mapping[str, int]:
     """Return the numbers of images, of both splits."""
-    return QUICK_IMAGES if args.quick else IMAGES
+    return QUICK_IMAGES if args.quick else {**IMAGES, "train": args.images}
 
 
 def checkpoints_of(args: argparse.Namespace) -> Path:
-    """Return the folder of checkpoints, which is made; those of few images are apart."""
-    folder: Path = args.checkpoints / "quick" if args.quick else args.checkpoints
+    """Return the folder of checkpoints, which is made; those of fewer images are apart."""
+    few, folder = images_of(args)["train"], args.checkpoints
+    folder = folder if few == IMAGES["train"] else folder / str(few)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -1,7 +1,8 @@
 """A converted model in float16, which a file in float16 is written from and compared with."""
 
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,15 @@ from qtoolkit.backends import Backend
 from qtoolkit.config.formats import FloatType
 from qtoolkit.errors import first_line, some
 from qtoolkit.export.inputs import ExportSource, grids_of
+from qtoolkit.export.pairs.shaped_weights import ConstantWeight, weights_given
+from qtoolkit.graph.blocks import TracedBlock
+from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import split, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, removing
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.spec_ops import range_of
 
-LARGEST = 65504.0
+LARGEST, SMALLEST = 65504.0, 2.0**-24
 REMEDY = 'write the file with float_type="float32"'
 
 
@@ -29,10 +35,10 @@ def type_for(backend: Backend, source: ExportSource) -> FloatType | None:
 def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
     """Return a source whose model, with its inputs, is of a float type: "float32" or "float16", or None for its own.
 
-    Quantizers compute in float32 in each.
+    Quantizers compute in float32 in each, and weights have the codes that they have in float32.
 
-    Raises ValueError: float16 does not have a parameter or a value that the example inputs give, or the model is not in
-    float32; RuntimeError: the model does not run in float16.
+    Raises ValueError: float16 does not have a parameter, the range of a quantizer, or a value that the example inputs give, or
+    the model is not in float32; RuntimeError: the model does not run in float16.
     """
     if float_type is None:
         return source
@@ -40,9 +46,13 @@ def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
         _refuse_other_types(source)
         return source
     _check_parameters(source)
+    _check_ranges(source)
     model = deepcopy_model(source.model, what=source.what).half()
     result = replace(source, model=model, grids=grids_of(model), example_inputs=_to_float16(source.example_inputs))
-    _check_values(result)
+    weights: dict[Grid, Tensor] = {}
+    before = _largest_values(source, lambda run: weights.update(_weights(source, run)))
+    _keep_codes(source, result, weights)
+    _check_values(source.what, before, _run_in_float16(result))
     _warn_of_other_scales(result)
     return result
 
@@ -86,40 +96,112 @@ def _to_float16(values: Any) -> Any:
 def _check_parameters(source: ExportSource) -> None:
     for name, tensor in (*source.model.named_parameters(), *source.model.named_buffers()):
         is_scale = any(name.startswith(f"{grid}.") for grid in source.grids)
-        if not is_scale and tensor.is_floating_point() and bool((tensor.abs() > LARGEST).any()):
+        if is_scale or not tensor.is_floating_point():
+            continue
+        finite = tensor.detach()[tensor.isfinite()].abs()  # an infinity of a mask is one in float16 too
+        if bool((finite > LARGEST).any()):
             raise ValueError(
-                f'{source.what}: float_type="float16" has no number above 65,504, and {name!r} has '
-                f"{float(tensor.abs().max()):g}; {REMEDY}."
+                f'{source.what}: float_type="float16" has no number above 65,504, and {name!r} has {float(finite.max()):g}; '
+                f"{REMEDY}."
             )
 
 
-def _check_values(source: ExportSource) -> None:
-    """Run the model on the example inputs; name the first module whose results are not finite."""
-    found: list[str] = []
+def _check_ranges(source: ExportSource) -> None:
+    """Refuse ranges of activations that end beyond float16, and warn of those whose steps are below its smallest number."""
+    small = []
+    for name, grid in source.grids.items():
+        if grid.of_weight or not grid.quantizing:
+            continue
+        low, high = (float(end.abs().max()) for end in range_of(grid.spec, grid.scale, grid.zero_point))
+        largest = high if grid.spec.symmetric else max(low, high)
+        if largest > LARGEST:
+            raise ValueError(
+                f'{source.what}: float_type="float16" has no number above 65,504, and the range of {name!r} ends at '
+                f"{largest:g}. Scale the tensor that it quantizes down, or {REMEDY}."
+            )
+        small += [f"{name!r} ({float(grid.scale.max()):.2g})"] if bool((grid.scale < SMALLEST).all()) else []
+    if small:
+        _warn(
+            f"{source.what}: the steps of {some(small)} are below 6e-8, the smallest number of float16: most of their values "
+            f"become zero. Scale these tensors up, or {REMEDY}."
+        )
+
+
+def _weights(source: ExportSource, run: Callable[[], object]) -> dict[Grid, Tensor]:
+    return weights_given(source.model, lambda grid: grid.of_weight and grid.quantizing, run, source.what)
+
+
+def _keep_codes(source: ExportSource, result: ExportSource, weights: Mapping[Grid, Tensor]) -> None:
+    """Give the quantizers of weights in float16 the values of their codes, which rounding to float16 does not move.
+
+    A weight itself, once it is rounded, may have the next code.
+    """
+    moved = []
+    for name, grid in source.grids.items():
+        if grid not in weights:
+            continue
+        codes, own = grid.codes(weights[grid]), result.grids[name]
+        values = grid.values(codes).half()
+        own.shape = ConstantWeight(values)
+        differing = int((own.codes(values) != codes).sum())
+        moved += [f"{name!r} ({differing} of {codes.numel()})"] if differing else []
+    if moved:
+        _warn(
+            f"{source.what}: weights of {len(moved)} quantizers have codes of more bits than float16's 11: {some(moved)} are "
+            f"others in the file. Quantize them to 8 bits, or {REMEDY}."
+        )
+
+
+def _largest_values(source: ExportSource, around: Callable[[Callable[[], object]], object]) -> dict[str, float]:
+    """Run a model on its example inputs; return the largest magnitude that each module returns, in the order of the run."""
+    found: dict[str, float] = {}
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, y: object) -> None:
-            tensors = [t for t in tensors_of(y) if t.is_floating_point()]
-            if not found and not all(bool(t.isfinite().all()) for t in tensors):
-                found.append(name)
+            tensors = [t for t in tensors_of(y) if t.is_floating_point() and t.numel()]
+            largest = max((float(t.abs().max()) for t in tensors), default=0.0)
+            found[name] = largest if math.isnan(largest) else max(found.get(name, 0.0), largest)
 
         return hook
 
     args, kwargs = split(source.example_inputs)
-    hooks = [module.register_forward_hook(note(name)) for name, module in source.model.named_modules()]
+    parts = {name: part for name, part in source.model.named_modules() if not isinstance(part, TracedBlock)}
+    hooks = [part.register_forward_hook(note(name)) for name, part in parts.items()]
+    with removing(hooks), torch.no_grad(), evaluating(source.model), in_float(source.model):
+        around(lambda: source.model(*args, **kwargs))
+    return found
+
+
+def _run_in_float16(source: ExportSource) -> dict[str, float]:
     try:
-        with removing(hooks), torch.no_grad(), evaluating(source.model):
-            source.model(*args, **kwargs)
+        return _largest_values(source, lambda run: run())
     except RuntimeError as error:
         raise RuntimeError(
             f'{source.what}: the model does not run with float_type="float16" ({first_line(error)}): it may make tensors of '
             f'float32 by itself. Make them of the type of its inputs, or pass float_type="float32".'
         ) from error
-    if found:
+
+
+def _check_values(what: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """Refuse values that float16 does not have; name modules whose results become zero."""
+    infinite = [
+        name for name, value in after.items() if not math.isfinite(value) and math.isfinite(before.get(name, 0.0))
+    ]
+    if infinite:
         raise ValueError(
-            f'{source.what}: with float_type="float16", {found[0] or "the model"!r} returns NaN or infinities for the example '
+            f'{what}: with float_type="float16", {infinite[0] or "the model"!r} returns NaN or infinities for the example '
             f"inputs: a value is above 65,504, the largest number of float16. Scale the values before it down, or {REMEDY}."
         )
+    zero = [f"{name!r} ({before[name]:.2g})" for name, value in after.items() if value == 0 and before.get(name)]
+    if zero:
+        _warn(
+            f'{what}: with float_type="float16", the results of {some(zero)} are zero for the example inputs: float16 has no '
+            f"number between 0 and 6e-8. Scale the values before them up, or {REMEDY}."
+        )
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=6)  # the caller of export_onnx, whose decorator has a frame too
 
 
 def _warn_of_other_scales(source: ExportSource) -> None:
@@ -128,9 +210,8 @@ def _warn_of_other_scales(source: ExportSource) -> None:
         repr(name) for name, grid in grids.items() if not torch.equal(grid.scale.half().to(grid.scale), grid.scale)
     ]
     if others:
-        warnings.warn(
+        _warn(
             f"{source.what}: the scales of {len(others)} of {len(grids)} quantizers are no float16 numbers: {some(others)}. "
             f"Their nodes stand between Casts to float32, which cost what float16 saves; prepare the model with "
-            f'QuantSpec(scale_dtype="float16") in its QConfigMapping.',
-            stacklevel=4,  # the caller of export_onnx, whose decorator has a frame too
+            f'QuantSpec(scale_dtype="float16") in its QConfigMapping.'
         )

@@ -110,12 +110,12 @@ def export_onnx(
     bfloat16 from opset 23 on, whose nodes take float32 scales (onnxruntime's do not for float16). Others stand between Casts.
     Quantizers that are off (`qtoolkit.disable_quantization`) have no nodes.
 
-    With float_type="float16" the file is that of the model in float16: float ops, biases and the nodes of quantizers whose
-    scales are float16 numbers (`scale_dtype="float16"`) have this type. Ops that lose accuracy in it compute in float32,
-    between Casts: softmaxes, exponentials and logarithms, sums and means, cumulative sums, and instance and group norms
-    (`qtoolkit.export.passes.float32_ops`). A LayerNormalization sums in float32 by its definition. The file is compared with
-    the model in float16. It is for targets that take the types of a file as they are, such as strongly typed networks of
-    TensorRT. onnxruntime's CPU computes most of it in float32, without its integer kernels.
+    With float_type="float16", the default for "tensorrt", the file is that of the model in float16: float ops, biases and the
+    nodes of quantizers whose scales are float16 numbers (`scale_dtype="float16"`) have this type. Weights keep their codes. Ops
+    that lose accuracy in it compute in float32, between Casts: softmaxes, exponentials and logarithms, sums and means,
+    cumulative sums, and instance and group norms (`qtoolkit.export.passes.float32_ops`). A LayerNormalization sums in float32
+    by its definition. The file is compared with the model in float16. It is for targets that take the types of a file as they
+    are, such as TensorRT 11. onnxruntime's CPU computes most of it in float32, without its integer kernels.
 
     A model above 2 GB, more than one file may have, is written with its weights in a second file, `path` with ".data"
     appended (or ".1.data", while the model that is there uses that), which belongs beside it. If any step fails, nothing is
@@ -131,9 +131,9 @@ def export_onnx(
             They give the shapes and are the inputs of the verification.
         path: The file to write.
         opset: ONNX opset, from 13 to the newest of the installed onnx; onnxruntime 1.30, and so the verification, runs files
-            up to 26. None means 18, or 21 if codes of more than 8 bits or a group_size need it, or 22 for a model in bfloat16.
-            The model is converted where torch's exporters do not write the opset ("dynamo" writes 18 to 23, "torchscript" 13
-            to 20).
+            up to 26. None means 18, or 19 for a file in float16, 21 if codes of more than 8 bits or a group_size need it, or
+            22 for a model in bfloat16. The model is converted where torch's exporters do not write the opset ("dynamo" writes
+            18 to 23, "torchscript" 13 to 20).
         input_names: Names of the file's inputs, one for each tensor in the example inputs, in the order of forward's
             arguments. Without names for all, the others keep the arguments' names.
         output_names: Names of the file's outputs.
@@ -180,6 +180,12 @@ def export_onnx(
     check_flags(
         "export_onnx", verify=verify, dynamic_batch=dynamic_batch, progress=progress, keep_io_types=keep_io_types
     )
+    if str(float_type) == "bfloat16":
+        raise ValueError(
+            'export_onnx: float_type must be "float32" or "float16", got "bfloat16": its Q/DQ nodes would need scales of 8 '
+            'bits, which QuantSpec.scale_dtype does not have. Pass float_type="float16", or export the model as it is in '
+            "bfloat16: export_onnx(converted.bfloat16(), inputs, path, verify=False)."
+        )
     if float_type is not None:
         check_known("float_type of export_onnx:", float_type, get_args(FloatType))
     if integer_weights is not None:

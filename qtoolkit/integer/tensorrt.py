@@ -1,8 +1,9 @@
 """TensorRT's integer kernels as NVIDIA documents them ("Working with Quantized Types"): int8 codes, round half to even.
 
-Sums are int32, and are multiplied by the scales in float32; biases, activations, residual adds and the division by the output's
-scale are float32. The documentation does not give the order of these operations, which depends on the kernel that TensorRT
-chooses by its speed: codes may differ by one at rounding ties.
+Sums are int32, and are multiplied by the scales in float32; biases, activations, residual adds and the division by the
+output's scale are float32, or rounded to float16 in a file of that type, which is not done here. The documentation does not
+give the order of these operations, which depends on the kernel that TensorRT chooses by its speed: codes may differ by one at
+rounding ties.
 """
 
 from qtoolkit.integer.kernels import FloatOutput, LayerKernel

@@ -25,7 +25,7 @@ def by_hand(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
 
 
 def calibrated(model: nn.Module, x: torch.Tensor, mapping: qt.QConfigMapping | None = None, **options: object):
-    prepared = qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt", **options)
+    prepared = qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10", **options)
     qt.calibrate(prepared, [x], progress=False)
     return prepared
 
@@ -137,7 +137,7 @@ class Around(nn.Module):
 def test_the_float_model_is_traced_as_prepare_did(options: dict, converted: bool) -> None:
     model, x = Around().eval(), torch.randn(2, 3, 6, 6)
     inputs = (x, True) if "concrete_args" in options else (x,)
-    prepared = qt.prepare(model, backend="tensorrt", **options)
+    prepared = qt.prepare(model, backend="tensorrt10", **options)
     qt.calibrate(prepared, [inputs], progress=False)
     quantized = pickle.loads(pickle.dumps(qt.convert(prepared) if converted else prepared))
     result = qt.debug.compare(model, quantized, inputs)
@@ -176,7 +176,7 @@ def texts_of(path: Path) -> list[str]:
 
 def test_a_drawing_shows_ops_quantizers_and_ranges(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Softmax(1), nn.Linear(4, 2)).eval()
-    prepared = qt.prepare(model, backend="tensorrt")
+    prepared = qt.prepare(model, backend="tensorrt10")
     qt.debug.draw(prepared, tmp_path / "before.svg")
     assert texts_of(tmp_path / "before.svg").count("no range yet") == 2
     for name in ("input_1", "_2"):
@@ -202,7 +202,7 @@ def test_without_the_extra_a_sentence_and_no_file(tmp_path: Path, monkeypatch: p
 
 
 def test_a_large_graph_is_drawn_with_straight_lines(tmp_path, monkeypatch) -> None:
-    prepared = qt.prepare(Residual(True).eval(), backend="tensorrt")
+    prepared = qt.prepare(Residual(True).eval(), backend="tensorrt10")
     qt.debug.draw(prepared, tmp_path / "small.svg")
     monkeypatch.setattr(sys.modules["qtoolkit.debug.draw"], "LARGE", 5)
     qt.debug.draw(prepared, tmp_path / "large.svg")
@@ -227,9 +227,9 @@ class Drawing(nn.Module):
 
 def on_road(road: str, model: nn.Module, x: torch.Tensor) -> nn.Module:
     quantized = (
-        qt.prepare(model, x, backend="tensorrt")
+        qt.prepare(model, x, backend="tensorrt10")
         if road == "prepare"
-        else qt.quant_modules.replace(model, backend="tensorrt")
+        else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(quantized, [x], progress=False)
     return quantized

@@ -69,14 +69,14 @@ class Content(HTMLParser):
 
 
 def calibrated(
-    model: nn.Module | None = None, road: str = "graph", backend: str = "tensorrt", **options: Any
+    model: nn.Module | None = None, road: str = "graph", backend: str = "tensorrt10", **options: Any
 ) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model, x = (ConvNet() if model is None else model).eval(), torch.randn(SHAPE)
     if road == "graph":
         quantized = qt.prepare(model, backend=backend, **options)
     else:
-        quantized = qt.quant_modules.replace(model, options.get("qconfig_mapping"), backend="tensorrt")
+        quantized = qt.quant_modules.replace(model, options.get("qconfig_mapping"), backend="tensorrt10")
     qt.calibrate(quantized, [x], progress=False)
     return model, quantized
 
@@ -241,7 +241,7 @@ def test_the_model_stays_as_it_is(road: str, tmp_path) -> None:
 
 
 def test_what_is_left_out_says_what_to_pass(tmp_path) -> None:
-    page = page_of(qt.prepare(ConvNet().eval(), backend="tensorrt"), tmp_path)  # without ranges, too
+    page = page_of(qt.prepare(ConvNet().eval(), backend="tensorrt10"), tmp_path)  # without ranges, too
     for words in ("accuracy=", "float_model=", "sensitivity=", "inputs=", "verification="):
         assert words in page.sections["left-out"]
     assert "none yet" in page.sections["ranges"]
@@ -288,9 +288,9 @@ class Mixed(nn.Module):
 def test_layers_with_several_weights_and_indices(road: str, tmp_path) -> None:
     model, x = Mixed().eval(), torch.randint(10, (2, 5))
     quantized = (
-        qt.prepare(model, backend="tensorrt")
+        qt.prepare(model, backend="tensorrt10")
         if road == "graph"
-        else qt.quant_modules.replace(model, backend="tensorrt")
+        else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(quantized, [x], progress=False)
     page = page_of(quantized, tmp_path, inputs={"x": x})
@@ -315,7 +315,7 @@ SPECS = {
 def test_every_kind_of_quantizer(name: str, converted: bool, tmp_path) -> None:
     model, x = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), torch.randn(32, 16)
     prepared = qt.prepare(
-        model, qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(*SPECS[name])), backend="tensorrt"
+        model, qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(*SPECS[name])), backend="tensorrt10"
     )
     qt.calibrate(prepared, [x], progress=False)
     page = page_of(qt.convert(prepared) if converted else prepared, tmp_path, inputs=x, float_model=model)
@@ -385,7 +385,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("model", [deep, Twice, Mixed])
 def test_each_tensor_has_a_name_of_its_own(model: Callable[[], nn.Module], tmp_path) -> None:
-    prepared = qt.prepare(model().eval(), backend="tensorrt")
+    prepared = qt.prepare(model().eval(), backend="tensorrt10")
     report = qt.quantization_report(prepared)
     titles = [line.title for line in report.tensors]
     assert len(set(titles)) == len(titles)
@@ -437,7 +437,7 @@ def test_errors_leave_the_file(tmp_path) -> None:
         (TypeError, "sensitivity must be what qtoolkit.debug.sensitivity returned", prepared, {"sensitivity": []}),
         (TypeError, "verification must be what qtoolkit.export_onnx or", prepared, {"verification": "model.onnx"}),
         (TypeError, "report: inputs do not match GraphModule.forward|report: inputs do", prepared, {"inputs": (x, x, x)}),
-        (RuntimeError, "has no range yet", qt.prepare(ConvNet().eval(), backend="tensorrt"), {"inputs": x}),
+        (RuntimeError, "has no range yet", qt.prepare(ConvNet().eval(), backend="tensorrt10"), {"inputs": x}),
         (TypeError, "without quantizers", ConvNet(), {}),
     ]  # fmt: skip
     for kind, words, of, options in cases:

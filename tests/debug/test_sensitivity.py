@@ -46,7 +46,7 @@ def three() -> tuple[nn.Module, nn.Module, Tensor]:
     torch.manual_seed(0)
     model, x = Three().eval(), torch.randn(32, 8)
     prepared = qt.prepare(
-        model, x[:1], qconfig_mapping=qt.QConfigMapping().set_module_name("b", W2), backend="tensorrt"
+        model, x[:1], qconfig_mapping=qt.QConfigMapping().set_module_name("b", W2), backend="tensorrt10"
     )
     qt.calibrate(prepared, [x], progress=False)
     return model, prepared, x
@@ -155,7 +155,7 @@ def states_of(prepared: nn.Module, mode: str, **options: object) -> dict[str, se
 
 def test_ops_have_rows_and_quantizers_that_others_share_stay_on() -> None:
     model, x = Residual(True).eval(), torch.randn(4, 4, 8, 8)
-    prepared = qt.prepare(model, x, backend="tensorrt")
+    prepared = qt.prepare(model, x, backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     alone, others = states_of(prepared, "one"), states_of(prepared, "all_but_one")
     assert set(alone) == {"stem", "conv1", "conv2", "shortcut", "add"}
@@ -170,14 +170,14 @@ def test_ops_have_rows_and_quantizers_that_others_share_stay_on() -> None:
 
 def test_a_layer_that_is_called_twice_has_one_row() -> None:
     model, x = Shared().eval(), torch.randn(8, 4)
-    prepared = qt.prepare(model, backend="tensorrt")
+    prepared = qt.prepare(model, backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     assert states_of(prepared, "one") == {"fc": set(qt.quantizers_of(prepared))}
 
 
 def test_by_type_layers_of_a_type_are_switched_together() -> None:
     model, x = trained(ConvNet(), 4, 3, 8, 8).eval(), torch.randn(4, 3, 8, 8)
-    prepared = qt.prepare(model, x, backend="tensorrt")
+    prepared = qt.prepare(model, x, backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     by_layer, by_type = states_of(prepared, "one"), states_of(prepared, "one", by="type")
     layers = {
@@ -192,7 +192,7 @@ def test_by_type_layers_of_a_type_are_switched_together() -> None:
         row = qt.debug.sensitivity(prepared, lambda m: 1.0, by="type", names=[kind], progress=False)
         mapping = row.to_qconfig_mapping(keep_float=1)
         assert qt.QConfigMapping.from_json(mapping.to_json()) == mapping
-        report = qt.quantization_report(qt.prepare(model, x, qconfig_mapping=mapping, backend="tensorrt"))
+        report = qt.quantization_report(qt.prepare(model, x, qconfig_mapping=mapping, backend="tensorrt10"))
         quantized = {line.name for line in report.quantized}
         # The pool is of int8 only between int8 ops.
         assert set(by_layer) - of - {"average"} <= quantized <= set(by_layer) - of
@@ -207,7 +207,7 @@ def test_attention_is_one_unit_with_all_that_it_quantizes_itself() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(self.attn(x, x, x, need_weights=False)[0])
 
-    prepared, x = qt.prepare(Attends().eval(), backend="tensorrt"), torch.randn(2, 3, 8)
+    prepared, x = qt.prepare(Attends().eval(), backend="tensorrt10"), torch.randn(2, 3, 8)
     qt.calibrate(prepared, [x], progress=False)
     alone = states_of(prepared, "one")
     inner = {name for name in qt.quantizers_of(prepared) if name.startswith("attn.")}
@@ -223,7 +223,7 @@ def test_the_mapping_leaves_exactly_the_worst_in_float(three, train: bool) -> No
     base = qt.QConfigMapping().set_global(W2)
     mapping = result.to_qconfig_mapping(keep_float=2, base=base)
     worst = [row.name for row in result.rows[:2]]
-    again = qt.prepare(model.train(train), x[:1], qconfig_mapping=mapping, backend="tensorrt")
+    again = qt.prepare(model.train(train), x[:1], qconfig_mapping=mapping, backend="tensorrt10")
     report = qt.quantization_report(again)
     assert {line.name for line in report.left_float} == set(worst)
     assert [line.weight for line in report.quantized] == ["int2 per-channel(0)"]
@@ -240,12 +240,12 @@ def test_a_replaced_models_scores_are_those_computed_by_hand(mode: str) -> None:
     on = {name: name if mode == "one" else "abc".replace(name, "") for name in "abc"}
     expected = {name: by_hand(model, x, on[name]) for name in "abc"}
     assert {row.name: row.score for row in result.rows} == pytest.approx(expected, rel=1e-5)
-    again = qt.quant_modules.replace(model, result.to_qconfig_mapping(keep_float=1), backend="tensorrt")
+    again = qt.quant_modules.replace(model, result.to_qconfig_mapping(keep_float=1), backend="tensorrt10")
     lines = {line.name: (line.status, line.reason) for line in qt.quantization_report(again).layers}
     assert lines.pop(result.rows[0].name) == ("float", "float: the qconfig_mapping leaves it in float")
     assert {status for status, _ in lines.values()} == {"quantized"}
     assert (
-        qt.prepare(model, x[:1], qconfig_mapping=result.to_qconfig_mapping(keep_float=1), backend="tensorrt").plan
+        qt.prepare(model, x[:1], qconfig_mapping=result.to_qconfig_mapping(keep_float=1), backend="tensorrt10").plan
         is not None
     )
 
@@ -267,7 +267,9 @@ def test_by_type_of_a_replaced_model() -> None:
     mapping = result.to_qconfig_mapping(keep_float=1)  # Conv2d, by its name
     left = {
         line.name
-        for line in qt.quantization_report(qt.quant_modules.replace(Branches(), mapping, backend="tensorrt")).left_float
+        for line in qt.quantization_report(
+            qt.quant_modules.replace(Branches(), mapping, backend="tensorrt10")
+        ).left_float
     }
     assert left == {"model", "near", "bn"}
 
@@ -377,7 +379,7 @@ def test_models_without_ranges_or_switches(three) -> None:
     model, _, _ = three
     calls = []
     with pytest.raises(RuntimeError, match="has no range yet: call qtoolkit.calibrate"):
-        qt.debug.sensitivity(qt.prepare(model, backend="tensorrt"), lambda m: calls.append(m) or 1.0, progress=False)
+        qt.debug.sensitivity(qt.prepare(model, backend="tensorrt10"), lambda m: calls.append(m) or 1.0, progress=False)
     assert not calls
     with pytest.raises(ValueError, match="the model has no quantizers to switch; pass what qtoolkit.prepare"):
         qt.debug.sensitivity(model, lambda m: 1.0, progress=False)
@@ -398,9 +400,9 @@ def test_the_other_layers_keep_their_specs_and_observers(road: str) -> None:
 
     def quantized(mapping: qt.QConfigMapping) -> nn.Module:
         made = (
-            qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt")
+            qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10")
             if road == "prepare"
-            else qt.quant_modules.replace(model, mapping, backend="tensorrt")
+            else qt.quant_modules.replace(model, mapping, backend="tensorrt10")
         )
         qt.calibrate(made, [x], progress=False)
         return made

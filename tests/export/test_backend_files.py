@@ -22,7 +22,7 @@ from qtoolkit.quantizers.frozen import Grid
 
 SHAPE = (2, 3, 8, 8)
 INTEGERS = [name for name in TARGETS if name not in ("nnie", "openvino")]
-DERIVED = {"tensorrt": (127, True), "tensorrt8": (127, True), "tensorrt-nlp": (127, True), "tengine": (255, False)}
+DERIVED = {"tensorrt10": (127, True), "tensorrt8": (127, True), "tengine": (255, False)}
 
 
 class Block(nn.Module):
@@ -199,12 +199,12 @@ def test_a_quantized_output_has_the_name_of_the_output(tmp_path) -> None:
 
 
 def test_weights_are_clipped_to_their_range(tmp_path) -> None:
-    prepared = prepared_for("tensorrt")
+    prepared = prepared_for("tensorrt10")
     with torch.no_grad():
         prepared.get_submodule("fc").weight[0, 0] = 9.0
         prepared.get_submodule("fc.weight_quantizer").amax = torch.full((5,), 0.5)
     with pytest.warns(UserWarning, match="finds others than the trained ones"):  # the other rows do not reach the end
-        model = onnx.load(written(prepared, "tensorrt", tmp_path).model)
+        model = onnx.load(written(prepared, "tensorrt10", tmp_path).model)
     weight = next(numpy_helper.to_array(t) for t in model.graph.initializer if t.name == "fc.weight")
     assert weight[0, 0] == pytest.approx(0.5)
 
@@ -213,7 +213,7 @@ def test_weights_are_clipped_to_their_range(tmp_path) -> None:
 
 
 def test_the_calibration_cache_is_of_the_form_that_tensorrt_reads(export: Callable[[str], Export]) -> None:
-    files = export("tensorrt").files
+    files = export("tensorrt10").files
     head, *lines = files.files[0].read_text().splitlines()
     assert re.fullmatch(r"TRT-\d{6}-EntropyCalibration2", head)
     bits = {encoding.tensor: np.float32(encoding.scale[0]).view(np.uint32) for encoding in files.encodings}
@@ -302,7 +302,7 @@ class Moves(nn.Module):
         return self.fc(nn.functional.max_pool2d(torch.relu(self.conv(x)), 2).flatten(1))
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "tengine", "nnie"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "tengine", "nnie"])
 def test_tensors_behind_moved_values_have_their_grid(backend: str, tmp_path) -> None:
     prepared = qt.prepare(Moves().eval(), torch.randn(SHAPE), backend=backend)
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
@@ -343,8 +343,8 @@ def test_a_padded_tensor_has_the_grid_of_its_source(tmp_path) -> None:
 AFFINE, SIGNED = qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec()
 ONE, CHANNELS = Encoding("x", (0.5,), (0,), -128, 127), Encoding("x", (0.5, 0.3), (0, 0), -128, 127, axis=1)
 REFUSED = {
-    "tensorrt-4-bits": ("tensorrt", replace(ONE, qmin=-8, qmax=7), "codes of 8 bits, got 4"),
-    "tensorrt-channels": ("tensorrt", CHANNELS, "one scale for an activation"),
+    "tensorrt-4-bits": ("tensorrt10", replace(ONE, qmin=-8, qmax=7), "codes of 8 bits, got 4"),
+    "tensorrt-channels": ("tensorrt10", CHANNELS, "one scale for an activation"),
     "tengine-signed": ("tengine", ONE, "unsigned codes with a zero point"),
     "vitis-scale": ("vitis", replace(ONE, scale=(0.3,)), "powers of two, got the scale 0.3"),
     "vitis-channels": ("vitis", replace(CHANNELS, is_weight=True), "one scale for a tensor"),
@@ -369,7 +369,7 @@ def test_what_a_format_cannot_hold_is_refused(case: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "activation", "message"),
     [
-        ("tensorrt", AFFINE, "cannot hold the grid of the activation 'x' .*signed codes without a zero point"),
+        ("tensorrt10", AFFINE, "cannot hold the grid of the activation 'x' .*signed codes without a zero point"),
         ("openvino", qt.QuantSpec(format="nnie"), "integer grids only"),
         ("snpe", qt.QuantSpec(format="e4m3"), "numbers of a small float format"),
     ],
@@ -382,10 +382,10 @@ def test_nothing_is_written_then(backend: str, activation: qt.QuantSpec, message
 
 
 def test_weights_whose_scales_the_target_would_not_find_are_named(tmp_path) -> None:
-    prepared = prepared_for("tensorrt")
+    prepared = prepared_for("tensorrt10")
     prepared.get_submodule("fc.weight_quantizer").amax = torch.full((5,), 7.0)
     with pytest.warns(UserWarning, match=r"finds others than the trained ones for 1 weights: fc\.weight"):
-        written(prepared, "tensorrt", tmp_path)
+        written(prepared, "tensorrt10", tmp_path)
 
 
 class Requantized(nn.Module):
@@ -403,13 +403,13 @@ def test_a_tensor_with_two_grids_is_refused(tmp_path) -> None:
     model = Requantized()
     model.one.amax, model.two.amax = 1.0, 2.0
     with pytest.raises(ValueError, match="quantized by 'one' and again by 'two' on another grid"):
-        qt.export.encodings(model, "tensorrt", torch.rand(2, 3), tmp_path / "net")
+        qt.export.encodings(model, "tensorrt10", torch.rand(2, 3), tmp_path / "net")
 
 
 def test_a_quantized_input_that_is_an_output_has_a_node(tmp_path) -> None:
     model = nn.Sequential(qt.TensorQuantizer(qt.QuantSpec()))
     model[0].amax = 1.0
-    files = qt.export.encodings(model, "tensorrt", torch.rand(2, 3), tmp_path / "net", output_names=["y"])
+    files = qt.export.encodings(model, "tensorrt10", torch.rand(2, 3), tmp_path / "net", output_names=["y"])
     graph = onnx.load(files.model).graph
     assert [(node.op_type, node.output[0]) for node in graph.node] == [("Identity", "y")]
     assert [encoding.tensor for encoding in files.encodings] == [graph.input[0].name, "y"]
@@ -449,9 +449,9 @@ def test_errors_of_what_it_shares_with_export_onnx_name_it(tmp_path) -> None:
 # ---- files that are not of the form
 
 MALFORMED = {
-    "tensorrt-head": ("tensorrt", "_calibration.cache", "x: 3c010a14\n", "must begin with a line like"),
-    "tensorrt-line": ("tensorrt", "_calibration.cache", "TRT-8501-EntropyCalibration2\nx: 3c01\n", "eight hexadecimal"),
-    "tensorrt-zero": ("tensorrt", "_calibration.cache", "TRT-8501-EntropyCalibration2\nx: 00000000\n", "positive and finite"),
+    "tensorrt-head": ("tensorrt10", "_calibration.cache", "x: 3c010a14\n", "must begin with a line like"),
+    "tensorrt-line": ("tensorrt10", "_calibration.cache", "TRT-8501-EntropyCalibration2\nx: 3c01\n", "eight hexadecimal"),
+    "tensorrt-zero": ("tensorrt10", "_calibration.cache", "TRT-8501-EntropyCalibration2\nx: 00000000\n", "positive and finite"),
     "snpe-json": ("snpe", "_clip_ranges.json", "{", "must be JSON"),
     "snpe-key": ("snpe", "_clip_ranges.json", "{}", "must have the key 'activation_encodings', got none"),
     "snpe-list": ("snpe", "_clip_ranges.json", '{"activation_encodings": {"x": {}}}', "encodings.x: it must be a list"),

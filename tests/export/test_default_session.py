@@ -74,7 +74,7 @@ def test_openvino_computes_batches_of_weights(tmp_path, experts: str) -> None:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("backend", ["tensorrt", "openvino"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "openvino"])
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_batches_of_weights_with_a_scale_for_each_column(tmp_path, experts: str, backend: str, exporter: str) -> None:
     product, sizes = EXPERTS[experts]
@@ -89,7 +89,7 @@ PER_ROW, PER_INPUT = (qt.QConfig(qt.QuantSpec(bits=8), qt.QuantSpec(bits=7, axis
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 @pytest.mark.parametrize(
     ("product", "sizes", "name", "qconfig"),
     [
@@ -155,7 +155,7 @@ def test_onnxruntime_runs_its_files_with_8_bit_floats(tmp_path, format: str, exp
 
 
 def test_the_result_says_that_onnxruntime_runs_a_file_without_optimizations_alone(tmp_path) -> None:
-    result = qt.export_onnx(of_floats("tensorrt"), X, tmp_path / "m.onnx")
+    result = qt.export_onnx(of_floats("tensorrt10"), X, tmp_path / "m.onnx")
     assert result.verification.refused
     assert "onnxruntime without graph optimizations (ORT_DISABLE_ALL); not in its default session" in str(result)
     with pytest.raises(Exception, match="ONNXRuntimeError"):

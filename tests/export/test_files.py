@@ -31,7 +31,7 @@ def converted_net(backend: str) -> nn.Module:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 def test_weights_in_a_file_of_their_own(tmp_path, backend: str, exporter: str) -> None:
     model, x = converted_net(backend), torch.randn(SHAPE)
     path = tmp_path / "net.onnx"
@@ -185,7 +185,7 @@ def test_a_failure_leaves_both_files_alone(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 def test_verification_needs_no_string_of_all_weights(tmp_path, monkeypatch, backend: str, exporter: str) -> None:
     monkeypatch.setattr(files, "LARGEST_FILE", 1 << 30)
     monkeypatch.setattr(files, "KEPT_INSIDE", 256)

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.export.passes.float32_ops import FLOAT32_OPS
+from qtoolkit.nn import QuantConv2d
+from tests.nets import settled
 
 EXPORTERS = ("dynamo", "torchscript")
 QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -36,6 +38,79 @@ class Attention(nn.Module):
         return self.out((weights @ v + x).mean(1))
 
 
+class Bottleneck(nn.Module):
+    """As in ResNet-50: an add of a convolution and its input, and ReLUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pool = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU()), nn.MaxPool2d(2)
+        self.conv1, self.conv2, self.conv3 = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 8, 1)
+        self.down, self.last = nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.stem(x))
+        x = F.relu(self.conv3(F.relu(self.conv2(F.relu(self.conv1(x))))) + self.down(x))
+        return self.last(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+class Inverted(nn.Module):
+    """As in MobileNetV2 and V3: depthwise convolutions, ReLU6, a gate with a hard sigmoid, hard swish."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.deep, self.narrow = (
+            nn.Conv2d(3, 8, 1),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8),
+            nn.Conv2d(8, 3, 1),
+        )
+        self.squeeze, self.excite, self.act = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1), nn.Hardswish()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu6(self.deep(self.act(self.wide(x))))
+        gate = F.hardsigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+        return (x + self.narrow(y * gate)).mean((2, 3))
+
+
+class Detector(nn.Module):
+    """As in YOLO: SiLUs, a split and a concat, max pools of one input, a nearest resize, boxes by a softmax, classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.split, self.inner = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(4, 4, 3, padding=1)
+        self.merge, self.pool, self.up = nn.Conv2d(12, 8, 1), nn.MaxPool2d(3, 1, 1), nn.Upsample(scale_factor=2)
+        self.neck, self.boxes, self.classes = nn.Conv2d(27, 8, 1), nn.Conv2d(8, 16, 1), nn.Conv2d(8, 5, 1)
+        self.register_buffer("bins", torch.arange(4.0))
+        self.register_buffer("anchors", torch.stack(torch.meshgrid(*2 * [torch.arange(8.0)], indexing="ij")).flatten(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = F.silu(self.split(F.silu(self.down(x)))).chunk(2, 1)
+        y = F.silu(self.merge(torch.cat((a, b, b + F.silu(self.inner(b))), 1)))
+        pooled = self.pool(y)
+        y = F.silu(self.neck(torch.cat((x, self.up(torch.cat((y, pooled, self.pool(pooled)), 1))), 1)))
+        sides = self.boxes(y).flatten(2).unflatten(1, (4, 4)).softmax(2)
+        sides = (sides * self.bins[:, None]).sum(2)
+        corners = torch.cat((self.anchors - sides[:, :2], self.anchors + sides[:, 2:]), 1)
+        return corners, self.classes(y).flatten(2).sigmoid()
+
+
+class Transformer(nn.Module):
+    """As in ViT: patches, a class token, positions, blocks of torch's attention and GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm, self.head = nn.Conv2d(3, 8, 4, 4), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 5, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat((self.token.expand(x.shape[0], -1, -1), x), 1) + self.positions
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return self.head((x + self.mlp(x))[:, 0])
+
+
 def convolutions() -> nn.Sequential:
     layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU())
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4), nn.LogSoftmax(-1))
@@ -43,14 +118,13 @@ def convolutions() -> nn.Sequential:
 
 MODELS = {
     "convolutions": (convolutions, X),
+    **{each.__name__: (each, X) for each in (Bottleneck, Inverted, Detector, Transformer)},
     "attention": (Attention, torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))),
 }
 
 
-def converted(model: nn.Module, x: Any, scale_dtype: str = "float16", backend: str = "tensorrt") -> nn.Module:
-    spec = qt.QuantSpec(scale_dtype=scale_dtype)
-    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, spec))
-    prepared = qt.prepare(model.eval(), x, backend=backend, qconfig_mapping=mapping)
+def converted(model: nn.Module, x: Any, backend: str = "tensorrt") -> nn.Module:
+    prepared = qt.prepare(model.eval(), x, backend=backend)
     qt.calibrate(prepared, [x], progress=False)
     return qt.convert(prepared)
 
@@ -59,8 +133,7 @@ def written(name: str, folder: Path, **options: Any) -> qt.ExportResult:
     torch.manual_seed(0)
     make, x = MODELS[name]
     model = converted(make(), x)
-    options = {"float_type": "float16", "progress": False, **options}
-    return qt.export_onnx(model, x, folder / "model.onnx", **options)
+    return qt.export_onnx(model, x, folder / "model.onnx", **{"progress": False, **options})
 
 
 def types_of(model: onnx.ModelProto) -> dict[str, int]:
@@ -74,7 +147,7 @@ def types_of(model: onnx.ModelProto) -> dict[str, int]:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("opset", [None, 21, 23])
+@pytest.mark.parametrize("opset", [None, 20, 21, 22, 23])
 @pytest.mark.parametrize("name", MODELS)
 def test_floats_are_float16_but_in_the_listed_ops(name: str, opset: int | None, exporter: str, tmp_path: Path) -> None:
     result = written(name, tmp_path, exporter=exporter, opset=opset)
@@ -93,13 +166,20 @@ def test_floats_are_float16_but_in_the_listed_ops(name: str, opset: int | None, 
             takers.setdefault(each, []).append(node)
     in_float32 = [n for n, dtype in types.items() if dtype == TensorProto.FLOAT and n not in ends]
     constants = {each.name for each in graph.initializer}
-    for each in in_float32:  # from a Cast to a listed op, between two, or from one to a Cast
+    # From a Cast to a listed op, between two, or from one to a Cast or a quantizer; or the sizes of a resize.
+    for each in in_float32:
         source = [made_by[each].op_type] if each in made_by else []
-        around = {*source, *(node.op_type for node in takers.get(each, []))} - {"Cast", "Resize"}
+        around = {*source, *(node.op_type for node in takers.get(each, []))} - {
+            "Cast",
+            "Resize",
+            "Constant",
+            "QuantizeLinear",
+        }
         assert around <= {*FLOAT32_OPS}, (each, around)
-        assert each in constants or around
-    casts = [node for node in graph.node if node.op_type == "Cast" and made_by.get(node.input[0], node).op_type in QDQ]
-    assert not casts
+        assert each in constants or around or source == ["Constant"]
+    inner = [node for node in graph.node if node.op_type == "Cast" and node.input[0] not in ends]
+    assert not [node for node in inner if made_by[node.input[0]].op_type in QDQ]
+    assert not [node for node in inner for each in takers.get(node.output[0], []) if each.op_type in QDQ]
     assert not qt.export.lint(result.path, "tensorrt")
 
 
@@ -122,7 +202,7 @@ def test_a_result_in_float32_is_taken_by_the_next_op_without_casts(tmp_path: Pat
             return y / y.sum(-1, keepdim=True)
 
     x = torch.randn(4, 8)
-    result = qt.export_onnx(converted(Norm(), x), x, tmp_path / "m.onnx", float_type="float16", progress=False)
+    result = qt.export_onnx(converted(Norm(), x), x, tmp_path / "m.onnx", progress=False)
     nodes = {node.output[0]: node for node in onnx.load(result.path).graph.node}
     (total,) = (node for node in nodes.values() if node.op_type == "ReduceSum")
     assert nodes[total.input[0]].op_type == "Exp"
@@ -140,7 +220,7 @@ def test_other_inputs_stay_and_the_model_is_not_changed(tmp_path: Path) -> None:
     given = (torch.arange(6).reshape(2, 3), {"of": torch.rand(2, 3, 1)})
     model = converted(Words(), given)
     path = tmp_path / "m.onnx"
-    qt.export_onnx(model, given, path, float_type="float16", dynamic_batch=True, progress=False)
+    qt.export_onnx(model, given, path, dynamic_batch=True, progress=False)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     types = [each.type.tensor_type.elem_type for each in onnx.load(path).graph.input]
     assert types == [TensorProto.INT64, TensorProto.FLOAT]
@@ -150,32 +230,156 @@ def test_other_inputs_stay_and_the_model_is_not_changed(tmp_path: Path) -> None:
     np.testing.assert_allclose(y, model(*given)["y"].detach().numpy(), atol=2e-2)
 
 
+# ---- the codes of weights
+
+
+def wide(**fields: Any) -> tuple[nn.Module, Tensor]:
+    """A converted model with enough weights for ties, most of which lie between two numbers of float16."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3))
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(**fields)))
+    prepared = qt.prepare(settled(model).eval(), x, backend="tensorrt", qconfig_mapping=mapping)
+    qt.calibrate(prepared, [x], progress=False)
+    return qt.convert(prepared), x
+
+
+def stored_values(path: Path) -> list[np.ndarray]:
+    """What the quantizers of weights return, before a Cast behind them."""
+    graph = onnx.load(path).graph
+    constants = {each.name: numpy_helper.to_array(each).astype(np.float32) for each in graph.initializer}
+    nodes = {node.output[0]: node for node in graph.node}
+
+    def constant(name: str) -> np.ndarray | None:
+        node = nodes.get(name)
+        if node is None:
+            return constants.get(name)
+        x = constant(node.input[0])
+        if x is None or node.op_type in ("Cast", "Clip"):  # codes of few bits are clipped between the two nodes
+            return x
+        scale = constants[node.input[1]].reshape(-1, *[1] * (x.ndim - 1))
+        return np.clip(np.rint(x / scale), -128, 127) if node.op_type == "QuantizeLinear" else x * scale
+
+    found = [constant(node.output[0]) for node in graph.node if node.op_type == "DequantizeLinear"]
+    return [each for each in found if each is not None]
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("integer_weights", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"quantizer": "dorefa", "bits": 7}, {"scale_dtype": "float32"}], ids=str)
+def test_weights_keep_the_codes_of_training(
+    fields: dict[str, Any], integer_weights: bool, exporter: str, tmp_path: Path
+) -> None:
+    """Rounded to float16 before they are quantized, about one weight in a hundred would have the next code."""
+    model, x = wide(**fields)
+    options = {"exporter": exporter, "integer_weights": integer_weights, "progress": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*are no float16 numbers")
+        result = qt.export_onnx(model, x, tmp_path / "m.onnx", **options)
+    wanted = [
+        layer.weight_quantizer(layer.weight).detach().numpy()
+        for layer in model.modules()
+        if isinstance(layer, QuantConv2d)
+    ]
+    found = stored_values(result.path)
+    assert len(found) == len(wanted) == 2
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert result.bytes < 3 * sum(weight.size for weight in wanted)  # no weight is there twice
+
+
+def test_codes_of_more_bits_than_float16_has_are_named(tmp_path: Path) -> None:
+    model, x = wide(bits=16)
+    with pytest.warns(
+        UserWarning, match=r"weights of [12] quantizers .* more bits than float16's 11: .* \([0-9]+ of 864\)"
+    ):
+        qt.export_onnx(model, x, tmp_path / "m.onnx", progress=False)
+
+
 # ---- what float16 does not have
 
 
 class Large(nn.Module):
-    def __init__(self, factor: float) -> None:
+    """Values times a factor, with or without a float op behind them, which takes the factor away."""
+
+    def __init__(self, factor: float, exact: bool = False) -> None:
         super().__init__()
         self.fc, self.act, self.last = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)
-        self.factor = factor
+        self.factor, self.exact = factor, exact
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.fc(x) * self.factor) / self.factor)
+        y = self.act(self.fc(x) * self.factor)
+        return self.last(y / self.factor if self.exact else y)
 
 
 def test_numbers_above_its_largest_are_named(tmp_path: Path) -> None:
     x, path = torch.rand(2, 4) + 1, tmp_path / "m.onnx"
-    model = converted(Large(1e6), x, scale_dtype="float32")
     with pytest.raises(
         ValueError, match=r"'act' returns NaN or infinities for the example inputs: a value is above 65,504"
     ):
-        qt.export_onnx(model, x, path, float_type="float16")
+        qt.export_onnx(converted(Large(1e6, exact=True), x), x, path)
     large = Large(1.0)
     with torch.no_grad():
         large.last.bias.fill_(1e5)
     with pytest.raises(ValueError, match="has no number above 65,504, and 'last.bias' has 100000; write the file with"):
-        qt.export_onnx(converted(large, x), x, path, float_type="float16")
+        qt.export_onnx(converted(large, x), x, path)
     assert not path.exists()
+
+
+def test_ranges_above_its_largest_number_are_named(tmp_path: Path) -> None:
+    """Also those that the calibration saw and the example inputs do not reach."""
+    x, path = torch.rand(2, 4) + 1, tmp_path / "m.onnx"
+    model = qt.prepare(Large(1.0).eval(), x, backend="tensorrt")
+    qt.calibrate(model, [x, 1e5 * x], progress=False)
+    with pytest.raises(
+        ValueError,
+        match=r"has no number above 65,504, and the range of 'activation_quantizers.x' ends at 1.*Scale .* or write",
+    ):
+        qt.export_onnx(qt.convert(model), x, path)
+    assert not path.exists()
+    qt.export_onnx(qt.convert(model), x, path, float_type="float32", progress=False)
+
+
+def test_scales_above_its_largest_number_are_named() -> None:
+    x = 1e8 * torch.rand(2, 4)
+    with pytest.raises(ValueError, match=r"'activation_quantizers.x': scale must be at most 65,504, .* give its layer"):
+        converted(Large(1.0), x)
+
+
+def test_values_that_vanish_are_named(tmp_path: Path) -> None:
+    x, path = torch.rand(2, 4) + 1, tmp_path / "m.onnx"
+    with pytest.warns(
+        UserWarning, match=r"the results of 'act' \([0-9.]+e-09\).* are zero for the example inputs: .* up, or"
+    ):
+        qt.export_onnx(converted(Large(1e-9, exact=True), x), x, path, progress=False, verify=False)
+    model = converted(Large(1e-9), x, backend="tensorrt10")
+    with pytest.warns(UserWarning, match=r"the steps of '\S+' \([0-9.]+e-1[0-9]\) are below 6e-8, the smallest number"):
+        qt.export_onnx(model, x, path, float_type="float16", progress=False, verify=False)
+
+
+def test_bounds_in_steps_may_exceed_it(tmp_path: Path) -> None:
+    """Whether a quantizer saturates where a clip does is decided in float32: 6 in steps of 2**-14 is no float16 number."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.ReLU6(), nn.Conv2d(4, 4, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        warnings.filterwarnings("ignore", message=".*scales below 2")
+        model = converted(model, 1e-3 * X)
+        assert float(model.activation_quantizers.get_submodule("_1").scale) == 2**-14
+        qt.export_onnx(model, 1e-3 * X, tmp_path / "m.onnx", progress=False)
+
+
+def test_infinities_of_the_model_are_no_fault_of_float16(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.act = nn.Linear(4, 4), nn.Softmax(-1)
+            self.register_buffer("mask", torch.tensor([0.0, 0.0, -torch.inf, 0.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.fc(x) + self.mask)
+
+    x = torch.rand(2, 4)
+    assert qt.export_onnx(converted(Masked(), x), x, tmp_path / "m.onnx", progress=False).opset == 19
 
 
 def test_a_model_that_makes_float32_by_itself_is_an_error(tmp_path: Path) -> None:
@@ -191,15 +395,17 @@ def test_a_model_that_makes_float32_by_itself_is_an_error(tmp_path: Path) -> Non
     with pytest.raises(
         RuntimeError, match=r'does not run with float_type="float16" \(.*\): it may make tensors of float32'
     ):
-        qt.export_onnx(converted(Own(), x), x, tmp_path / "m.onnx", float_type="float16")
+        qt.export_onnx(converted(Own(), x), x, tmp_path / "m.onnx")
 
 
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     model, path = converted(convolutions(), X), tmp_path / "m.onnx"
     with pytest.raises(
-        ValueError, match='float_type="float16" needs opset 19 or newer, whose .*, got 18; leave opset out'
+        ValueError, match='float_type="float16" needs opset 19 or newer, whose .*, got 18; leave opset out, or pass'
     ):
-        qt.export_onnx(model, X, path, opset=18, float_type="float16")
+        qt.export_onnx(model, X, path, opset=18)
+    with pytest.raises(ValueError, match=r'float_type must be .*, got "bfloat16": .* need scales of 8 bits, .* Pass'):
+        qt.export_onnx(model, X, path, float_type="bfloat16")
     with pytest.raises(ValueError, match="unknown float_type of export_onnx: 'half'"):
         qt.export_onnx(model, X, path, float_type="half")
     with pytest.raises(ValueError, match='float_type="float32" is for a model in float32, got torch.float16; pass'):
@@ -207,7 +413,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_scales_that_are_no_float16_numbers_are_named(tmp_path: Path) -> None:
-    model, path = converted(convolutions(), X, scale_dtype="float32"), tmp_path / "m.onnx"
+    model, path = converted(convolutions(), X, backend="tensorrt10"), tmp_path / "m.onnx"
     with pytest.warns(UserWarning, match=r"the scales of 7 of 7 quantizers are no float16 numbers: .* between Casts"):
         qt.export_onnx(model, X, path, float_type="float16", progress=False)
     with warnings.catch_warnings(record=True) as found:

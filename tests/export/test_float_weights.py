@@ -50,7 +50,7 @@ def test_a_float_weight_is_not_quantized(tmp_path, kind: str, bias: bool, relu: 
 
 
 def test_other_targets_get_the_float_bias(tmp_path) -> None:
-    model = converted(nn.Conv2d(4, 6, 3), IMAGES, False, "tensorrt")
+    model = converted(nn.Conv2d(4, 6, 3), IMAGES, False, "tensorrt10")
     exported = qt.export_onnx(model, IMAGES, tmp_path / "m.onnx")
     assert not [t.name for t in onnx.load(exported.path).graph.initializer if t.data_type == onnx.TensorProto.INT32]
 

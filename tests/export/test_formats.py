@@ -92,7 +92,7 @@ def test_activations_of_4_bits_are_clipped_codes_of_8(tmp_path, exporter: str, s
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 def test_8_bit_floats_have_the_codes_of_training(tmp_path, format: str, backend: str, exporter: str) -> None:
     model = converted(qt.QuantSpec(format=format), qt.QuantSpec(format=format, axis=0), backend)
@@ -176,13 +176,13 @@ def test_codes_of_small_floats_are_places(format: str, channels: dict[str, int])
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("format", ["e4m3", "e2m1"])
-@pytest.mark.parametrize("backend", ["tensorrt", "openvino", "academic", "snpe"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "openvino", "academic", "snpe"])
 def test_formats_on_the_whole_road(tmp_path, backend: str, format: str) -> None:
     spec = {"format": format, "bits": 4 if format == "e2m1" else 8}
     qconfig = qt.QConfig(qt.QuantSpec(**spec), qt.QuantSpec(axis=0, **spec))
     mapping, x = qt.QConfigMapping().set_global(qconfig), torch.randn(SHAPE)
     assert qt.QConfigMapping.from_json(mapping.to_json()) == mapping
-    replaced = qt.quant_modules.replace(Net(), qconfig_mapping=mapping, backend="tensorrt")
+    replaced = qt.quant_modules.replace(Net(), qconfig_mapping=mapping, backend="tensorrt10")
     for model in (qt.prepare(Net().train(), x, backend=backend, qconfig_mapping=mapping), replaced):
         qt.calibrate(model, [x], progress=False)
         model.train()(x).square().mean().backward()
@@ -220,7 +220,7 @@ def half_model(pow2: bool, dtype: torch.dtype, backend: str = "onnxruntime") -> 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 def test_nodes_of_half_models_are_half_where_their_scales_are_exact(tmp_path, backend: str, exporter: str) -> None:
     model, x = half_model(True, torch.float16, backend), torch.randn(SHAPE).half()
     for opset, casts in ((19, False), (21, False), (18, True)):

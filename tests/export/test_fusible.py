@@ -42,7 +42,7 @@ def exported(tmp_path, function, backend: str = "onnxruntime", exporter: str = "
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("padding", [1, (0, 2), (3, 1)])
-@pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt"])
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt10"])
 def test_circular_padding_is_slices_and_a_concat(tmp_path, backend: str, padding: int, exporter: str) -> None:
     layers = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=padding, padding_mode="circular"), nn.Conv2d(8, 4, 1)
     prepared = qt.prepare(nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).eval(), X, backend)
@@ -88,7 +88,7 @@ PADDED_POOLS = {
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "openvino", "qnn"])
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt10", "openvino", "qnn"])
 @pytest.mark.parametrize("padding", PADDED_POOLS)
 def test_windows_beyond_a_padding_count_what_lies_inside_for_all_targets(tmp_path, padding: str, backend: str) -> None:
     """onnxruntime's optimizations made one integer pool of a padding and a pool, which counts what lies beyond."""

@@ -15,7 +15,7 @@ from qtoolkit.export.backend_files.targets import TARGETS, FloatModel
 from tests.export.qdq_files import File
 from tests.fuzzing import changed, changes, examples
 
-BACKENDS = ("tensorrt", "snpe", "ppl", "tengine", "nnie", "stpu", "vitis")
+BACKENDS = ("tensorrt10", "snpe", "ppl", "tengine", "nnie", "stpu", "vitis")
 
 
 @pytest.fixture(scope="module")

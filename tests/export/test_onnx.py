@@ -45,7 +45,7 @@ def initializers(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("narrow", [False, True])
 def test_codes_in_onnxruntime_are_those_of_training(
@@ -66,7 +66,7 @@ def test_codes_in_onnxruntime_are_those_of_training(
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_the_pairs_are_those_of_the_plan(tmp_path, exporter: str) -> None:
-    for backend, integer in (("tensorrt", False), ("onnxruntime", True)):
+    for backend, integer in (("tensorrt10", False), ("onnxruntime", True)):
         model = converted_net(backend)
         result = qt.export_onnx(model, torch.randn(SHAPE), tmp_path / "m.onnx", exporter=exporter)
         report = qt.quantization_report(model)
@@ -148,7 +148,7 @@ def converted_groups(backend: str, **options: object) -> Any:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 @pytest.mark.parametrize("options", [{}, {"bits": 4}, {"bits": 4, "symmetric": False, "signed": False}], ids=str)
 def test_groups_are_blocks_of_opset_21(tmp_path, backend: str, options: dict[str, Any]) -> None:
     model = converted_groups(backend, **options)
@@ -198,7 +198,7 @@ class InBlocks(nn.Module):
 def test_blocks_that_cannot_be_written(tmp_path, opset: int, words: str, exporter: str) -> None:
     with pytest.raises(ValueError, match=words):
         qt.export_onnx(
-            InBlocks().eval(), torch.randn(4, 8), tmp_path / "m.onnx", opset, exporter=exporter, backend="tensorrt"
+            InBlocks().eval(), torch.randn(4, 8), tmp_path / "m.onnx", opset, exporter=exporter, backend="tensorrt10"
         )
 
 
@@ -300,7 +300,7 @@ def test_a_batch_that_cannot_be_dynamic(tmp_path, samples, options, error, words
 
 @pytest.mark.parametrize("bits", [9, 12, 16])
 def test_wide_codes_take_a_newer_opset(tmp_path, bits: int) -> None:
-    result = qt.export_onnx(converted_net("tensorrt", bits), torch.randn(SHAPE), tmp_path / "m.onnx")
+    result = qt.export_onnx(converted_net("tensorrt10", bits), torch.randn(SHAPE), tmp_path / "m.onnx")
     assert result.opset == 21
     assert result.verification.weight_codes.differing == 0
 
@@ -462,7 +462,7 @@ def test_the_data_of_a_tensor_is_no_constant_in_the_file(exporter: str, tmp_path
 
 
 def test_export_before_calibration_says_so_and_leaves_no_file(tmp_path) -> None:
-    prepared = qt.prepare(nets.ConvNet().eval(), backend="tensorrt")
+    prepared = qt.prepare(nets.ConvNet().eval(), backend="tensorrt10")
     with pytest.raises(RuntimeError, match=r"saw no data, so it has no scale: call qtoolkit\.calibrate"):
         qt.export_onnx(prepared, torch.randn(SHAPE), tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []
@@ -501,7 +501,7 @@ def test_float_models_are_refused(tmp_path) -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 @pytest.mark.parametrize("training", [True, False])
 def test_converted_equals_the_fake_quant_model_in_eval(backend: str, training: bool) -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE).train(training)
@@ -517,7 +517,7 @@ def test_converted_equals_the_fake_quant_model_in_eval(backend: str, training: b
 
 def test_forward_fp32_is_the_folded_float_layer() -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE)
-    prepared = qt.prepare(model, backend="tensorrt")
+    prepared = qt.prepare(model, backend="tensorrt10")
     x = torch.randn(SHAPE)
     qt.calibrate(prepared, [x], progress=False)
     layer = qt.convert(prepared).get_submodule("conv1")
@@ -528,14 +528,14 @@ def test_forward_fp32_is_the_folded_float_layer() -> None:
 
 def test_arithmetic_is_checked() -> None:
     with pytest.raises(ValueError, match="unknown arithmetic 'flot'; did you mean 'float'"):
-        qt.convert(qt.prepare(nets.LinearNet(), backend="tensorrt"), arithmetic="flot")
+        qt.convert(qt.prepare(nets.LinearNet(), backend="tensorrt10"), arithmetic="flot")
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_quantizers_with_scales_of_equal_value_keep_their_names(tmp_path, exporter: str) -> None:
     prepared = qt.prepare(
         nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval(),
-        backend="tensorrt",
+        backend="tensorrt10",
     )
     for quantizer in prepared.activation_quantizers.children():
         quantizer.amax = 4.0
@@ -551,7 +551,7 @@ def test_quantizers_with_scales_of_equal_value_keep_their_names(tmp_path, export
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])
 def test_quantizers_that_are_off_have_no_nodes(tmp_path, backend: str, exporter: str) -> None:
     model, x = converted_net(backend), torch.randn(SHAPE)
     path = tmp_path / "m.onnx"
@@ -569,7 +569,7 @@ def test_quantizers_that_are_off_have_no_nodes(tmp_path, backend: str, exporter:
 
 
 def test_quantizers_that_are_off_need_no_opset(tmp_path) -> None:
-    model = converted_net("tensorrt", 16)
+    model = converted_net("tensorrt10", 16)
     with qt.disable_quantization(model):
         assert qt.export_onnx(model, torch.randn(SHAPE), tmp_path / "m.onnx", opset=13).opset == 13
 
@@ -643,7 +643,7 @@ def test_an_op_that_no_exporter_can_write_has_another_remedy(exporter: str, tmp_
 def test_a_file_that_onnxruntime_cannot_run_is_described(tmp_path: Path) -> None:
     x = torch.rand(2, 4)
     prepared = qt.prepare(
-        nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 2)).eval(), x, backend="tensorrt"
+        nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 2)).eval(), x, backend="tensorrt10"
     )
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)

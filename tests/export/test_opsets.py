@@ -74,7 +74,7 @@ def test_the_file_of_a_backend_runs_at_default_optimizations(tmp_path, backend: 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_the_newest_opset_is_written_though_onnxruntime_does_not_run_it(tmp_path, exporter: str) -> None:
-    model, x = calibrated("tensorrt"), torch.randn(4, 3, 8, 8)
+    model, x = calibrated("tensorrt10"), torch.randn(4, 3, 8, 8)
     path = tmp_path / "m.onnx"
     with pytest.raises(RuntimeError, match="onnxruntime cannot run the file on the CPU: .+ pass verify=False"):
         qt.export_onnx(model, x, path, opset=NEWEST, exporter=exporter)
@@ -98,7 +98,7 @@ class Moving(nn.Module):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("backend", ["tensorrt", "vitis", "tvm"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "vitis", "tvm"])
 def test_int8_codes_stay_codes_behind_ops_that_move_them(tmp_path, backend: str, exporter: str) -> None:
     x = torch.randn(1, 3, 8, 8)
     prepared = qt.prepare(Moving().eval(), backend=backend)
@@ -119,7 +119,7 @@ def test_int8_codes_stay_codes_behind_ops_that_move_them(tmp_path, backend: str,
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("backend", ["tensorrt", "litert"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "litert"])
 @pytest.mark.parametrize(
     "op",
     [
@@ -208,4 +208,4 @@ def test_an_op_without_an_older_form_is_named(tmp_path) -> None:
 @pytest.mark.parametrize("opset", [12, NEWEST + 1, 18.0, "18"])
 def test_an_opset_that_onnx_does_not_have(tmp_path, opset: object) -> None:
     with pytest.raises(ValueError, match=rf"opset must be a whole number in \[13, {NEWEST}\].+, got {opset!r}"):
-        qt.export_onnx(calibrated("tensorrt"), torch.randn(4, 3, 8, 8), tmp_path / "m.onnx", opset=opset)
+        qt.export_onnx(calibrated("tensorrt10"), torch.randn(4, 3, 8, 8), tmp_path / "m.onnx", opset=opset)

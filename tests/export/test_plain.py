@@ -30,7 +30,7 @@ class Net(nn.Module):
         return self.head(self.up(torch.relu(self.bn(self.conv(x)))).mean((2, 3)))
 
 
-def prepared(backend: str = "tensorrt", training: bool = False, **specs: Any) -> nn.Module:
+def prepared(backend: str = "tensorrt10", training: bool = False, **specs: Any) -> nn.Module:
     torch.manual_seed(0)
     mapping = None
     if specs:
@@ -42,7 +42,7 @@ def prepared(backend: str = "tensorrt", training: bool = False, **specs: Any) ->
 
 def replaced() -> nn.Module:
     torch.manual_seed(0)
-    model = qt.quant_modules.replace(Net().eval(), backend="tensorrt")
+    model = qt.quant_modules.replace(Net().eval(), backend="tensorrt10")
     qt.calibrate(model, [INPUT], progress=False)
     return model
 

@@ -32,9 +32,9 @@ def test_pools_and_unpools_are_verified(tmp_path, road: str, dims: int) -> None:
     x[:, :, 8:24] = 0.5
     model = Unpooled(dims).eval()
     model = (
-        qt.prepare(model, (x,), backend="tensorrt")
+        qt.prepare(model, (x,), backend="tensorrt10")
         if road == "prepare"
-        else qt.quant_modules.replace(model, backend="tensorrt")
+        else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(model, [x], progress=False)
     codes = qt.export_onnx(model, x, tmp_path / "m.onnx").verification

@@ -88,7 +88,7 @@ def test_only_activations_are_in_the_graph_of_torch(monkeypatch: pytest.MonkeyPa
     assert count == len(activations)
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt10"])
 def test_constants_of_the_file_have_the_names_and_codes_of_the_model(backend: str, tmp_path: Path) -> None:
     model, path = converted(net(), backend), tmp_path / "net.onnx"
     result = qt.export_onnx(model, CALIBRATION, path, integer_weights=True, progress=False)

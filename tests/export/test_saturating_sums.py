@@ -145,7 +145,7 @@ def test_a_plain_export_of_torch_is_exact_too(name: str, exporter: str, tmp_path
     np.testing.assert_allclose(y, model(IMAGES).detach().numpy(), rtol=0, atol=0.02 * np.abs(y).max())
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt10"])
 def test_the_argument_wins_over_the_backend(backend: str, tmp_path) -> None:
     own = qt.backends[backend].weight_codes
     assert own == ("uint8" if backend == "onnxruntime" else "int8")
@@ -249,8 +249,8 @@ def test_other_files_have_none(tmp_path) -> None:
     assert qt.export.verify(model, IMAGES, path).check() == {"onnxruntime": Verdict.EQUAL}
     path, model = written(tmp_path, weight=qt.QuantSpec(bits=7, axis=0))
     assert qt.export.verify(model, IMAGES, path).check() == {"onnxruntime": Verdict.EQUAL}
-    path, model = written(tmp_path, weight_codes="int8", backend="tensorrt")
-    unoptimized = qt.export.verify(qt.convert(calibrated("tensorrt")), IMAGES, path, optimized=False)
+    path, model = written(tmp_path, weight_codes="int8", backend="tensorrt10")
+    unoptimized = qt.export.verify(qt.convert(calibrated("tensorrt10")), IMAGES, path, optimized=False)
     assert unoptimized.runtimes["onnxruntime"].verdict is not Verdict.SATURATES
 
 
@@ -258,7 +258,9 @@ def test_other_files_have_none(tmp_path) -> None:
 def test_a_file_for_tensorrt_has_the_verdict_too(tmp_path) -> None:
     """Without ReLUs, which onnxruntime joins to a convolution of signed codes only in float."""
     torch.manual_seed(0)
-    prepared = qt.prepare(nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 32, 3)).eval(), IMAGES, backend="tensorrt")
+    prepared = qt.prepare(
+        nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 32, 3)).eval(), IMAGES, backend="tensorrt10"
+    )
     qt.calibrate(prepared, [IMAGES], progress=False)
     path = qt.export_onnx(prepared, IMAGES, tmp_path / "m.onnx", progress=False).path
     found = qt.export.verify(qt.convert(prepared), IMAGES, path).runtimes["onnxruntime"]
@@ -267,7 +269,7 @@ def test_a_file_for_tensorrt_has_the_verdict_too(tmp_path) -> None:
 
 
 def test_weights_of_seven_bits_are_safe(tmp_path) -> None:
-    assert has_wide_weights_in(written(tmp_path, backend="tensorrt")[0])
+    assert has_wide_weights_in(written(tmp_path, backend="tensorrt10")[0])
     for integer_weights in (True, False):
         path, _ = written(tmp_path, backend="openvino", integer_weights=integer_weights)
         assert not has_wide_weights_in(path)

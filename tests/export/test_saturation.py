@@ -65,7 +65,7 @@ def run(path: str, level: onnxruntime.GraphOptimizationLevel) -> np.ndarray:
     [
         pytest.param("onnxruntime", "dynamo", marks=pytest.mark.sweep(1)),
         ("onnxruntime", "torchscript"),
-        pytest.param("tensorrt", "dynamo", marks=pytest.mark.sweep),
+        pytest.param("tensorrt10", "dynamo", marks=pytest.mark.sweep),
         pytest.param("openvino", "torchscript", marks=pytest.mark.sweep),
     ],
 )

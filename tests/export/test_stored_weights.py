@@ -35,9 +35,9 @@ ELEMENTS = 6 * 8 + 5 * 6
         ("onnxruntime", 8, {"weight_codes": "int8"}, StoredWeights(2, 8, "INT8", ELEMENTS, "", ELEMENTS)),
         ("onnxruntime", 4, {}, StoredWeights(2, 4, "INT8", ELEMENTS, "opset=21", ELEMENTS // 2)),
         ("onnxruntime", 4, {"opset": 21}, StoredWeights(2, 4, "INT4", ELEMENTS // 2, "", ELEMENTS // 2)),
-        ("tensorrt", 8, {}, StoredWeights(2, 8, "FLOAT", 4 * ELEMENTS, "integer_weights=True", ELEMENTS)),
+        ("tensorrt10", 8, {}, StoredWeights(2, 8, "FLOAT", 4 * ELEMENTS, "integer_weights=True", ELEMENTS)),
         (
-            "tensorrt",
+            "tensorrt10",
             3,
             {},
             StoredWeights(2, 3, "FLOAT", 4 * ELEMENTS, "integer_weights=True, opset=21", ELEMENTS // 2),
@@ -53,9 +53,9 @@ def test_each_way_of_storing_weights_is_described(tmp_path, backend, bits, optio
 
 
 def test_the_arguments_that_are_named_do_what_they_say(tmp_path) -> None:
-    before = result_of(tmp_path, "tensorrt", 4).weights[0]
+    before = result_of(tmp_path, "tensorrt10", 4).weights[0]
     assert before.smaller_by == "integer_weights=True, opset=21"
-    (after,) = result_of(tmp_path, "tensorrt", 4, integer_weights=True, opset=21).weights
+    (after,) = result_of(tmp_path, "tensorrt10", 4, integer_weights=True, opset=21).weights
     assert (after.bytes, after.dtype, after.smaller_by) == (before.smaller_bytes, "INT4", "")
     assert str(before) == (
         "2 weights of 4 bits are stored as values that the file quantizes, in FLOAT: 0.3 KiB; "

@@ -176,7 +176,7 @@ def test_other_geometries_stay_as_they_are(tmp_path, geometry: tuple, options: d
     verify(integer, X, path).check()
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "openvino", "snpe"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "openvino", "snpe"])
 def test_files_of_other_backends_keep_the_op(tmp_path, backend: str) -> None:
     prepared = qt.prepare(Deconvolutions(2, 2).eval(), X, backend)
     qt.calibrate(prepared, [X], progress=False)

@@ -22,7 +22,7 @@ def converted_pair() -> fx.GraphModule:
     """Two layers with equal weights, and one that reads the same tensor as the first."""
     first, equal, third = (nn.Linear(8, 8) for _ in range(3))
     equal.load_state_dict(first.state_dict())
-    prepared = qt.prepare(nn.Sequential(first, nn.ReLU(), equal, nn.ReLU(), third).eval(), X, backend="tensorrt")
+    prepared = qt.prepare(nn.Sequential(first, nn.ReLU(), equal, nn.ReLU(), third).eval(), X, backend="tensorrt10")
     qt.calibrate(prepared, [X], progress=False)
     return qt.convert(prepared)
 
@@ -85,7 +85,7 @@ def test_views_of_equal_parameters_are_compared_exactly_at_one_node(tmp_path, in
     qt.calibrate(model, [X], progress=False)
     converted = qt.convert(model)
     path = tmp_path / "model.onnx"
-    result = qt.export_onnx(converted, X, path, integer_weights=integer_weights, backend="tensorrt")
+    result = qt.export_onnx(converted, X, path, integer_weights=integer_weights, backend="tensorrt10")
     nodes = [node for node in onnx.load(str(result.path)).graph.node if node.op_type == "DequantizeLinear"]
     assert len(nodes) == 1
     assert result.verification.weight_codes == CodeCount(2 * 8)
@@ -137,7 +137,7 @@ class Calls(nn.Module):
 
 def test_fewer_nodes_than_calls_in_a_leaf_module(tmp_path) -> None:
     prepared = qt.prepare(
-        nn.Sequential(Calls(), nn.ReLU(), nn.Linear(8, 2)).eval(), X, untraced=["0"], backend="tensorrt"
+        nn.Sequential(Calls(), nn.ReLU(), nn.Linear(8, 2)).eval(), X, untraced=["0"], backend="tensorrt10"
     )
     qt.calibrate(prepared, [X], progress=False)
     result = qt.export_onnx(prepared, X, tmp_path / "model.onnx")
@@ -205,7 +205,7 @@ def with_bits(bits: int) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(4, 16, 12, 12)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(bits=bits), qt.QuantSpec(axis=0)))
-    prepared = qt.prepare(Sums().eval(), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(Sums().eval(), qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     return prepared, x
 
@@ -292,9 +292,9 @@ class Unused(nn.Module):
 def test_quantizers_of_what_nothing_takes_are_named_and_no_error(road: str, tmp_path) -> None:
     x = torch.randn(5, 4)
     model = (
-        qt.prepare(Unused(), (x,), backend="tensorrt")
+        qt.prepare(Unused(), (x,), backend="tensorrt10")
         if road == "prepare"
-        else qt.quant_modules.replace(Unused(), backend="tensorrt")
+        else qt.quant_modules.replace(Unused(), backend="tensorrt10")
     )
     qt.calibrate(model, [x], progress=False)
     found = qt.export_onnx(qt.convert(model), x, tmp_path / "model.onnx").verification
@@ -306,7 +306,9 @@ def test_quantizers_of_what_nothing_takes_are_named_and_no_error(road: str, tmp_
 
 def test_a_missing_node_of_what_is_used_stays_an_error() -> None:
     model, x = (
-        qt.prepare(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), (torch.ones(1, 4),), backend="tensorrt"),
+        qt.prepare(
+            nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), (torch.ones(1, 4),), backend="tensorrt10"
+        ),
         torch.ones(2, 4),
     )
     qt.calibrate(model, [x], progress=False)

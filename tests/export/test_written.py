@@ -102,7 +102,7 @@ def test_integer_arithmetic_computes_it_in_float_as_the_runtime_does(name: str, 
 def test_a_divisor_with_windows_beyond_the_edge_is_refused(exporter: str, tmp_path) -> None:
     model = qt.prepare(
         nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(3, 2, ceil_mode=True, divisor_override=2)).eval(),
-        backend="tensorrt",
+        backend="tensorrt10",
     )
     qt.calibrate(model, [IMAGE], progress=False)
     with pytest.raises(
@@ -190,7 +190,7 @@ def test_an_lstm_that_projects_is_refused(exporter: str, arithmetic: str, tmp_pa
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_a_quantized_lstm_that_projects_is_exported(exporter: str, road, tmp_path) -> None:
     x = torch.rand(2, 5, 8)
-    model = road(Projected().eval(), backend="tensorrt")
+    model = road(Projected().eval(), backend="tensorrt10")
     qt.calibrate(model, [x], progress=False)
     assert qt.export_onnx(model, x, tmp_path / "model.onnx", exporter=exporter).verification.layer_codes.are_ties()
 

@@ -206,9 +206,9 @@ def test_other_models_are_refused() -> None:
         integration.quantize(tasks.WorldModel("yolov8s-worldv2.yaml", verbose=False))
     with pytest.raises(TypeError, match=r"RTDETRDecoder; got Linear\."):
         integration.quantize(nn.Linear(2, 2))
-    quantized = integration.quantize(tasks.DetectionModel("yolov8n.yaml", verbose=False), backend="tensorrt")
+    quantized = integration.quantize(tasks.DetectionModel("yolov8n.yaml", verbose=False), backend="tensorrt10")
     with pytest.raises(TypeError, match="are quantized already"):
-        integration.quantize(quantized, backend="tensorrt")
+        integration.quantize(quantized, backend="tensorrt10")
     with pytest.raises(TypeError, match=r"deployed: model must be .*; got DetectionModel\."):
         integration.deployed(tasks.DetectionModel("yolov8n.yaml", verbose=False))
 
@@ -388,10 +388,10 @@ def test_quantized_weights_need_the_trainer_and_the_classes_of_the_data() -> Non
 
 def test_only_the_general_functions_warn_of_the_trainer(recwarn) -> None:
     model = tasks.ClassificationModel("yolov8n-cls.yaml", verbose=False)
-    integration.quantize(model, backend="tensorrt")
+    integration.quantize(model, backend="tensorrt10")
     assert [warning for warning in recwarn if "trainer" in str(warning.message)] == []
     with pytest.warns(UserWarning, match="replace: the trainer of ultralytics builds a float model of its own"):
-        qt.quant_modules.replace(model, backend="tensorrt")
+        qt.quant_modules.replace(model, backend="tensorrt10")
 
 
 def test_the_class_of_a_trainer_goes_into_the_processes_of_several_gpus() -> None:

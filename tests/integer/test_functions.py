@@ -74,7 +74,7 @@ def layer_and_function() -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("runtime", [None, "onnxruntime", "openvino"])
-@pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt"])
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt10"])
 def test_functions_compute_the_bits_of_layers(backend: str, runtime: str | None) -> None:
     outputs = []
     for model in layer_and_function():
@@ -172,7 +172,7 @@ def test_a_transposed_convolution_as_a_function(tmp_path) -> None:
         layer.bias.copy_(net.b)
     outputs = []
     for model in (net, nn.Sequential(nn.ReLU(), layer, nn.ReLU(), net.last)):
-        prepared = qt.prepare(model.eval(), (X,), backend="tensorrt")
+        prepared = qt.prepare(model.eval(), (X,), backend="tensorrt10")
         qt.calibrate(prepared, [X], progress=False)
         integer = qt.convert(prepared, arithmetic="integer")
         outputs.append(integer(X))
@@ -213,7 +213,7 @@ def test_weights_that_are_no_matrix_have_one_scale(tmp_path, product, sizes: lis
 def test_experts_have_a_scale_for_each_column_where_the_target_takes_them() -> None:
     x = torch.randn(3, 5, 8)
     experts = Between(lambda x, _, v: torch.bmm(x, v), (3, 8, 16))
-    for backend, scales in (("onnxruntime", 1), ("openvino", 1), ("tensorrt", 16)):
+    for backend, scales in (("onnxruntime", 1), ("openvino", 1), ("tensorrt10", 16)):
         prepared = qt.prepare(experts, x, backend=backend)
         (quantizer,) = prepared.weight_quantizers.children()
         assert quantizer.scale.numel() == scales

@@ -40,7 +40,7 @@ def prepared(backend: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("backend", ["openvino", "tensorrt"])
+@pytest.mark.parametrize("backend", ["openvino", "tensorrt10"])
 def test_layers_have_kernels_and_all_else_is_float(backend: str) -> None:
     source = prepared(backend)
     model = qt.convert(source, arithmetic="integer")
@@ -171,5 +171,5 @@ def test_codes_differ_at_ties_alone_in_openvino_on_this_processor(tmp_path, laye
 
 
 def test_an_affine_input_is_float_for_tensorrt() -> None:
-    model = qt.convert(prepared("onnxruntime"), arithmetic="integer", runtime="tensorrt")
+    model = qt.convert(prepared("onnxruntime"), arithmetic="integer", runtime="tensorrt10")
     assert str(model.plan.computed["second"]) == "float: TensorRT takes no input with a zero point other than 0"

@@ -77,7 +77,7 @@ CASES = {
     "groups": Case({"bits": 4, "group_size": 4}, shared=Cause.WEIGHT_CODES),
     "other axis": Case({"axis": "other"}, shared=Cause.WEIGHT_CODES),
     **{name: learned(name) for name in ("pact", "qil", "apot", "dorefa")},
-    "affine input": Case(input=qt.QuantSpec(symmetric=False), own={"tensorrt": Cause.INPUT_CODES}),
+    "affine input": Case(input=qt.QuantSpec(symmetric=False), own={"tensorrt10": Cause.INPUT_CODES}),
     "learned input": Case(input=qt.QuantSpec(quantizer="lsq")),
     "16-bit input": Case(input=qt.QuantSpec(bits=16), shared=Cause.INPUT_CODES),
     "e4m3 input": Case(input=qt.QuantSpec(format="e4m3"), shared=Cause.INPUT_CODES),
@@ -167,7 +167,7 @@ def test_an_output_without_codes_of_a_byte_has_no_kernel_that_gives_them(kind: s
     model = prepared(layer, config_of(layer, Case()), spec)
     for runtime in RUNTIMES:
         computed = qt.convert(model, "integer", runtime=runtime).plan.computed["_0"]
-        gives_floats = runtime in ("openvino", "tensorrt") or (runtime, kind) == ("onnxruntime", "linear")
+        gives_floats = runtime in ("openvino", "tensorrt10") or (runtime, kind) == ("onnxruntime", "linear")
         expected = None if gives_floats else layer.own.get(runtime, Cause.OUTPUT_CODES)
         assert computed.cause is expected, (runtime, computed)
 

@@ -38,7 +38,7 @@ each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 def backend_with(strategy: str) -> qt.Backend:
-    return replace(qt.backends["tensorrt"], batch_norm=strategy)
+    return replace(qt.backends["tensorrt10"], batch_norm=strategy)
 
 
 def float_model(case: str, **options: object) -> tuple[nn.Sequential, Tensor]:
@@ -193,9 +193,9 @@ def test_frozen_batch_norms_keep_their_statistics_and_train_gamma(strategy: str,
 def test_freezing_a_model_without_linked_batch_norms_says_so() -> None:
     """Scripts for all models go on; a float model is an error."""
     model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
-    folded = qt.prepare(model.eval(), backend="tensorrt")
+    folded = qt.prepare(model.eval(), backend="tensorrt10")
     for freeze in (qt.freeze_batch_norm, qt.unfreeze_batch_norm):
-        for prepared in (folded, qt.prepare(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), backend="tensorrt")):
+        for prepared in (folded, qt.prepare(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), backend="tensorrt10")):
             with pytest.warns(UserWarning, match=f"^{freeze.__name__}: no batch norm in the model is linked"):
                 freeze(prepared)
         with pytest.raises(
@@ -265,7 +265,7 @@ def test_without_affine_parameters(training: bool) -> None:
     model, x = float_model("conv3d")
     model[1] = nn.BatchNorm3d(6, affine=False).double()
     model(x)
-    prepared = qt.prepare(model.train(training), backend="tensorrt").double()
+    prepared = qt.prepare(model.train(training), backend="tensorrt10").double()
     with qt.disable_quantization(prepared):
         torch.testing.assert_close(prepared(x), model(x), rtol=1e-9, atol=1e-9)
     qt.calibrate(prepared, [x], progress=False)
@@ -275,7 +275,7 @@ def test_without_affine_parameters(training: bool) -> None:
 def test_a_batch_norm_without_running_statistics_is_not_linked_and_is_reported() -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, track_running_stats=False))
     for training in (True, False):
-        prepared = qt.prepare(model.train(training), backend="tensorrt")
+        prepared = qt.prepare(model.train(training), backend="tensorrt10")
         (line,) = qt.quantization_report(prepared).left_float
         assert line.name == "1"
         assert "it has no running statistics: track_running_stats=False" in line.reason
@@ -289,7 +289,7 @@ def test_a_batch_norm_of_other_channels_is_not_linked() -> None:
     model = nets.trained(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(7)), 4, 7, 5)
     x = torch.randn(4, 7, 5)
     for training in (True, False):
-        prepared = qt.prepare(model.train(training), x, backend="tensorrt")
+        prepared = qt.prepare(model.train(training), x, backend="tensorrt10")
         (line,) = qt.quantization_report(prepared).left_float
         assert "it has 7 channels and its layer 6" in line.reason
         nets.assert_float_when_off(prepared, model, x)
@@ -300,8 +300,8 @@ def test_without_example_inputs_as_many_channels_as_the_length_are_an_error_with
     model = nets.trained(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), 4, 6, 5).train(training)
     x = torch.randn(4, 6, 5)
     with pytest.raises(ValueError, match=r"needs inputs of 2 dimensions, got \(4, 6, 5\).*Leave it unfolded"):
-        qt.calibrate(qt.prepare(model, backend="tensorrt"), [x], progress=False)
-    prepared = qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_module_name("1", None), backend="tensorrt")
+        qt.calibrate(qt.prepare(model, backend="tensorrt10"), [x], progress=False)
+    prepared = qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_module_name("1", None), backend="tensorrt10")
     nets.assert_float_when_off(prepared, model, x)
     (line,) = qt.quantization_report(prepared).left_float
     assert "the qconfig_mapping leaves it in float" in line.reason
@@ -350,7 +350,7 @@ class TwoNames(nn.Module):
 @pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_layers_are_relinked_in_parts_of_a_larger_model_and_under_all_names(copied) -> None:
     x = torch.randn(2, 3, 4, 4)
-    prepared = qt.prepare(nets.trained(TwoNames(), 2, 3, 4, 4), backend="tensorrt")
+    prepared = qt.prepare(nets.trained(TwoNames(), 2, 3, 4, 4), backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     expected = prepared.eval()(x)
     model = nn.SyncBatchNorm.convert_sync_batchnorm(copied(nn.ModuleDict({"body": prepared}))).train()
@@ -428,7 +428,7 @@ def test_a_frozen_batch_norm_is_folded_in_both_modes(make, training: bool, layer
 
 
 def test_a_frozen_batch_norm_without_a_layer_before_it_is_reported() -> None:
-    prepared = qt.prepare(nn.Sequential(nn.ReLU(), FrozenBatchNorm2d(3)), torch.randn(1, 3, 2, 2), backend="tensorrt")
+    prepared = qt.prepare(nn.Sequential(nn.ReLU(), FrozenBatchNorm2d(3)), torch.randn(1, 3, 2, 2), backend="tensorrt10")
     lines = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
     assert "no layer right before it" in lines["1"]
 
@@ -470,6 +470,6 @@ def test_the_range_before_calibration_is_that_of_the_weight_as_folded(training: 
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train(training)
     nn.init.constant_(model[1].weight, 3.0)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=0)))
-    quantizer = qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt").get_submodule("0.weight_quantizer")
+    quantizer = qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10").get_submodule("0.weight_quantizer")
     wanted = 3 * model[0].weight.detach().flatten(1).abs().amax(1) / (1 + model[1].eps) ** 0.5
     torch.testing.assert_close(quantizer.amax, wanted)

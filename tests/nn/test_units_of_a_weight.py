@@ -56,9 +56,9 @@ def linked(road: str, name: str, model: nn.Module) -> Any:
     """A model whose batch norms multiply the weights before they are quantized; its activations stay in float."""
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, spec_of(name)))
     if road == "prepare":
-        return qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt")
+        return qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10")
     fused = qt.fuse_modules(model, [["0", "1"], ["3", "4"]])
-    return qt.quant_modules.replace(fused, mapping, backend="tensorrt")
+    return qt.quant_modules.replace(fused, mapping, backend="tensorrt10")
 
 
 def batch(seed: int) -> Tensor:
@@ -85,7 +85,7 @@ def test_a_training_is_that_of_weights_that_are_quantized_before_the_batch_norm(
     Without gamma, whose gradient here has the rounding errors too. The first variances move by a factor of 600.
     """
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, spec_of(name)))
-    plain: Any = qt.quant_modules.replace(layers(affine=False), mapping, backend="tensorrt")
+    plain: Any = qt.quant_modules.replace(layers(affine=False), mapping, backend="tensorrt10")
     for index in (1, 4):  # apart from its layer
         plain[index] = nn.Sequential(plain[index])
     model = linked(road, name, layers(affine=False))
@@ -175,7 +175,7 @@ def test_what_stays_as_it_is() -> None:
     """Powers of two, and ranges that were set or frozen."""
     for spec in (qt.QuantSpec(axis=0, quantizer="tqt"), qt.QuantSpec(axis=0, pow2_scale=True)):
         model = qt.prepare(
-            layers(), qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(None, spec)), backend="tensorrt"
+            layers(), qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(None, spec)), backend="tensorrt10"
         )
         assert not any(layer.takes_factor for layer in layers_of(model))
         assert not any("_factor" in key for key in model.state_dict())

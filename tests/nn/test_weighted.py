@@ -154,7 +154,7 @@ def test_groups_along_the_input_and_a_batch_norm_along_the_output() -> None:
     prepared = qt.prepare(
         model.train(),
         qconfig_mapping=qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(), weight.weight)),
-        backend="tensorrt",
+        backend="tensorrt10",
     )
     x = torch.randn(2, 16, 7, 7, dtype=torch.float64)
     qt.calibrate(prepared, [x], progress=False)
@@ -178,7 +178,7 @@ def test_groups_that_do_not_fit_name_the_layer() -> None:
     with pytest.raises(
         ValueError, match=r"layer '0': group_size must divide dimension 1 .* \(8, 3, 3, 3\), got 32; take"
     ):
-        qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt")
+        qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10")
 
 
 @pytest.mark.parametrize(("axis", "taken"), [(1, 0), (0, 1), (-1, -1)])
@@ -189,20 +189,20 @@ def test_a_global_rule_means_the_input_channel_of_every_kind(axis: int, taken: i
         (qt.QConfigMapping().set_global(qconfig), taken),
         (qt.QConfigMapping().set_module_name("0", qconfig), axis),
     ):
-        prepared = qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt")
+        prepared = qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10")
         assert prepared.get_submodule("0").weight_quantizer.spec.axis == wanted
 
 
 def test_the_report_tells_the_groups() -> None:
     mapping = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(), grouped(1, 32)))
-    prepared = qt.prepare(nn.Sequential(nn.Linear(64, 6)), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(nn.Sequential(nn.Linear(64, 6)), qconfig_mapping=mapping, backend="tensorrt10")
     assert qt.quantization_report(prepared).layers[0].weight == "int4 groups of 32(1)"
 
 
 def test_training_in_groups_learns() -> None:
     torch.manual_seed(0)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(), grouped(1, 8, quantizer="lsq")))
-    prepared = qt.prepare(nn.Sequential(nn.Linear(32, 4)).train(), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(nn.Sequential(nn.Linear(32, 4)).train(), qconfig_mapping=mapping, backend="tensorrt10")
     x, y = torch.randn(128, 32), torch.randn(128, 4)
     qt.calibrate(prepared, [x], progress=False)
     before = prepared.get_submodule("0").weight_quantizer.scale.clone()
@@ -251,9 +251,9 @@ def test_what_somebody_makes_of_the_quantizer_of_a_weight_is_called(watch, road:
         torch.randn(4, 3, 8, 8),
     )
     ours = (
-        qt.prepare(model, x, backend="tensorrt")
+        qt.prepare(model, x, backend="tensorrt10")
         if road == "prepare"
-        else qt.quant_modules.replace(model, backend="tensorrt")
+        else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(ours, [x], progress=False)
     layer, calls = ours.get_submodule("0"), []
@@ -277,7 +277,7 @@ def test_parameters_that_are_initialized_anew_have_a_range_of_their_own(options:
         for parameter in model.parameters():
             parameter.mul_(10)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=4, **options)))
-    prepared = qt.prepare(model, torch.randn(2, 3, 6, 6), qconfig_mapping=mapping, backend="tensorrt")
+    prepared = qt.prepare(model, torch.randn(2, 3, 6, 6), qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(prepared, [torch.randn(2, 3, 6, 6)], progress=False)
     for layer in prepared.modules():
         if isinstance(layer, qt.nn.QuantWeighted):

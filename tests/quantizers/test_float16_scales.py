@@ -37,7 +37,7 @@ def net() -> nn.Module:
     )
 
 
-def quantized(road: str = "prepare", backend: str = "tensorrt", calibrated: bool = True, **fields: Any) -> nn.Module:
+def quantized(road: str = "prepare", backend: str = "tensorrt10", calibrated: bool = True, **fields: Any) -> nn.Module:
     activation = qt.QuantSpec(**fields)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, activation))
     if road == "prepare":
@@ -134,7 +134,7 @@ def test_what_is_trained_is_deployed(name: str, road: str) -> None:
     if road == "prepare":
         model = qt.prepare(net().train(), X, backend="onnxruntime", qconfig_mapping=mapping)
     else:
-        model = qt.quant_modules.replace(net().train(), mapping, backend="tensorrt")
+        model = qt.quant_modules.replace(net().train(), mapping, backend="tensorrt10")
     qt.calibrate(model, [X], progress=False)
     trained(model.train())
     quantizers = qt.quantizers_of(model)

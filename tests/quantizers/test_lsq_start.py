@@ -237,7 +237,7 @@ def test_a_weight_that_a_batch_norm_multiplies_trains_as_the_weight_itself(bits:
     nn.init.constant_(bn.weight, gamma)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, lsq(bits, axis=0)))
     model = qt.prepare(
-        nn.Sequential(conv, bn), (torch.randn(2, 3, 8, 8),), qconfig_mapping=mapping, backend="tensorrt"
+        nn.Sequential(conv, bn), (torch.randn(2, 3, 8, 8),), qconfig_mapping=mapping, backend="tensorrt10"
     ).train()
     quantizer, x = model.get_submodule("0").weight_quantizer, torch.randn(4, 3, 8, 8)
     optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.5)
@@ -269,7 +269,7 @@ def growths_and_loss(rates: bool) -> tuple[Tensor, float]:
         *(nn.Flatten(), nn.Linear(256, 10)),
     )
     mapping = qt.QConfigMapping().set_global(qt.QConfig(lsq(8), lsq(8, axis=0)))
-    model = qt.prepare(net, (x[:2],), qconfig_mapping=mapping, backend="tensorrt")
+    model = qt.prepare(net, (x[:2],), qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(model, x[:256].split(64), progress=False)
     quantizers = list(qt.quantizers_of(model).values())
     if not rates:

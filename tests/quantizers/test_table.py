@@ -49,7 +49,7 @@ def prepared_net(axis: int | None, **quantizer: object) -> nn.Module:
     qconfig = qt.QConfig(
         qt.QuantSpec(signed=False, symmetric=False, **quantizer), qt.QuantSpec(bits=4, axis=axis, **quantizer)
     )
-    return qt.prepare(model.train(), qconfig_mapping=qt.QConfigMapping().set_global(qconfig), backend="tensorrt")
+    return qt.prepare(model.train(), qconfig_mapping=qt.QConfigMapping().set_global(qconfig), backend="tensorrt10")
 
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
@@ -83,7 +83,7 @@ def test_its_scale_takes_the_factor_of_a_batch_norm() -> None:
     weight = qt.QConfig(None, qt.QuantSpec(bits=4, axis=0, quantizer="log"))
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)).train()
     prepared = qt.prepare(
-        model, torch.randn(2, 1, 5, 5), qconfig_mapping=qt.QConfigMapping().set_global(weight), backend="tensorrt"
+        model, torch.randn(2, 1, 5, 5), qconfig_mapping=qt.QConfigMapping().set_global(weight), backend="tensorrt10"
     )
     before = prepared.get_submodule("0.weight_quantizer").scale.clone()
     for seed in range(3):
@@ -120,7 +120,7 @@ def test_fixed_scales_and_lsq_take_no_options(quantizer: str) -> None:
 
 def test_the_documented_quantizer_is_a_class_and_an_entry() -> None:
     names = documented_names()
-    model = qt.prepare(nn.Linear(6, 4).train(), X, qconfig_mapping=names["mapping"], backend="tensorrt")
+    model = qt.prepare(nn.Linear(6, 4).train(), X, qconfig_mapping=names["mapping"], backend="tensorrt10")
     qt.calibrate(model, [X], progress=False)
     model(X).sum().backward()
     learned = [quantizer._scale for quantizer in qt.quantizers_of(model).values()]

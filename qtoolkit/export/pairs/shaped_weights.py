@@ -1,4 +1,4 @@
-"""Weights that their quantizers shape before they round them: a file holds the shaped ones."""
+"""Weights that a file holds as other values than the model: shaped by their quantizer, or as they are after it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from qtoolkit.model_state import attribute_kept, removing
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation
 
 
-class _Constant(nn.Module):
-    """Returns a weight shaped before."""
+class ConstantWeight(nn.Module):
+    """The `shape` of a quantizer that returns a weight made before."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -27,21 +27,22 @@ def shaped_weights(converted: nn.Module, run: Callable[[], object], what: str) -
 
     `run` runs the model once, which shows the weights. Raises ValueError, which begins with `what`: a quantizer has several.
     """
-    weights = _weights_to_shape(converted, run, what)
+    weights = weights_given(converted, lambda grid: grid.shape is not None, run, what)
     with attribute_kept(weights, "shape"):
         for grid, weight in weights.items():
             with torch.no_grad():
-                grid.shape = _Constant(grid.shape(weight))  # type: ignore[misc]  # which a grid with a weight to shape has
+                grid.shape = ConstantWeight(grid.shape(weight))  # type: ignore[misc]  # which a grid with a weight to shape has
         yield
 
 
-def _weights_to_shape(converted: nn.Module, run: Callable[[], object], what: str) -> dict[Grid, Tensor]:
-    """Return the weight of each quantizer that shapes it, as a run of the model gives it."""
-    grids = {
-        module: name
-        for name, module in converted.named_modules()
-        if isinstance(module, Grid) and module.shape is not None
-    }
+def weights_given(
+    converted: nn.Module, chosen: Callable[[Grid], bool], run: Callable[[], object], what: str
+) -> dict[Grid, Tensor]:
+    """Return the weight of each chosen quantizer, as a run of the model gives it.
+
+    Raises ValueError, which begins with `what`: a quantizer has several.
+    """
+    grids = {module: name for name, module in converted.named_modules() if isinstance(module, Grid) and chosen(module)}
     weights: dict[Grid, Tensor] = {}
 
     def note(grid: Grid, args: tuple[Tensor, ...]) -> None:
@@ -49,7 +50,7 @@ def _weights_to_shape(converted: nn.Module, run: Callable[[], object], what: str
         weight = args[0].detach()
         if grid in weights and not torch.equal(weights[grid], weight):
             raise ValueError(
-                f"{what}: {grids[grid]!r} shapes several weights by quantizer={grid.spec.quantizer!r}; give each weight a "
+                f"{what}: {grids[grid]!r} quantizes several weights by quantizer={grid.spec.quantizer!r}; give each weight a "
                 f"quantizer of its own."
             )
         weights[grid] = weight

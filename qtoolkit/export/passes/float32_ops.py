@@ -6,7 +6,7 @@ import onnx_ir
 from onnx_ir import DataType
 
 from qtoolkit.errors import present
-from qtoolkit.export.files.graph import Constants, constant_of, maker_of
+from qtoolkit.export.files.graph import Constants, constant_input, constant_of, maker_of
 
 # The ops, with the number of their first inputs that are floats. LayerNormalization is none of them: its sums are in float32
 # by its own definition (stash_type=1). Resize has its scales in float32 in any case.
@@ -39,6 +39,19 @@ def keep_float32_ops(model: onnx_ir.Model) -> None:
         ]
         if places and node.graph is not None:
             _keep_float32(node, node.graph, places, constants, wide)
+        elif node.op_type == "QuantizeLinear":
+            _take_float32(node, constants)
+
+
+def _take_float32(quantize: onnx_ir.Node, constants: Constants) -> None:
+    """Let a QuantizeLinear take the float32 result of an op as it is: behind a Cast it would round twice."""
+    cast = maker_of(quantize.inputs[0], "Cast")
+    source = None if cast is None else cast.inputs[0]
+    scale = constant_input(quantize, 1)
+    if source is None or scale is None or source.dtype != DataType.FLOAT or source.producer() is None:
+        return
+    quantize.replace_input_with(0, source)
+    quantize.replace_input_with(1, constants.shared(scale, DataType.FLOAT, f"{source.name}.scale"))
 
 
 def _narrow(node: onnx_ir.Node) -> None:

@@ -51,7 +51,7 @@ def _is_saturated(clip: onnx_ir.Node) -> bool:
     codes, takers = np.iinfo(zero_point.dtype), [user for user, _ in users[0].outputs[0].uses()]
     clipped = bounds_of(takers[0]) if len(takers) == 1 else None  # codes of fewer bits than their type has
     lowest, highest = clipped or (codes.min, codes.max)
-    low, high = (np.rint(np.asarray(bound, scale.dtype) / scale) + zero_point for bound in bounds)
+    low, high = (np.rint(np.float32(bound) / scale.astype(np.float32)) + zero_point for bound in bounds)
     return bool((low <= lowest).all() and (high >= highest).all())
 
 

@@ -340,7 +340,7 @@ def test_names_sizes_and_opset_are_honoured(tmp_path) -> None:
 WRONG = {
     "backend": (
         lambda p: convert_deploy(p, BackendType.NNIE, {"x": SHAPE}),
-        "prepared for 'tensorrt', got a backend_type",
+        "prepared for 'tensorrt10', got a backend_type",
     ),
     "qlinear": (lambda p: convert_deploy(p, "Tensorrt", {"x": SHAPE}, deploy_to_qlinear=True), "must be False"),
     "inputs": (lambda p: convert_deploy(p, "Tensorrt"), "either input_shape_dict or dummy_input"),

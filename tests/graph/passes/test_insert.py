@@ -123,7 +123,7 @@ def test_the_plan_says_why() -> None:
     assert why["x", "stem"] == "conv computes on quantized inputs"
     assert why["stem.weight", "stem"] == "weight of a conv"
     (edge,) = (e for e in plan.edges if e.consumer == "stem" and e.source == "x")
-    assert str(edge) == "x -> stem: int8 by activation_quantizers.x: conv computes on quantized inputs"
+    assert str(edge) == "x -> stem: int8 float16 scale by activation_quantizers.x: conv computes on quantized inputs"
 
 
 class KeptWhole(nn.Module):
@@ -629,8 +629,8 @@ def test_a_backend_with_unknown_values_says_so(change: dict[str, Any], words: st
 
 def test_the_targets() -> None:
     assert list(qt.backends) == [
-        "tensorrt", "tensorrt8", "tensorrt-nlp", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "ppl", "ppl-w8a16",
-        "stpu", "tengine", "nnie", "tvm", "xnnpack", "litert", "litert-16x8", "academic", "academic-nlp",
+        "tensorrt", "tensorrt10", "tensorrt8", "tensorrt-nlp", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "ppl",
+        "ppl-w8a16", "stpu", "tengine", "nnie", "tvm", "xnnpack", "litert", "litert-16x8", "academic", "academic-nlp",
     ]  # fmt: skip
     up = qt.prepare(nets.ConvNet(), backend="tensorrt8").get_submodule("up").weight_quantizer
     assert up.spec.axis == 0
