@@ -17,7 +17,7 @@ WITHOUT_TORCH = $(addprefix --ignore-glob=tests/, cli debug/test_report_in_a_bro
   $(addsuffix .py, $(addprefix test_, benchmarks pytest_benchmarks examples house notebooks readme site site_in_a_browser sweep wheel)))
 
 .PHONY: demo test test-all rows reached lint unit docs build wheel environments frameworks second second-environment sanitize fuzz browser emulator clean \
-  gpu gpu-build gpu-test gpu-sanitize gpu-bench
+  gpu gpu-build gpu-test gpu-sanitize gpu-bench tensorrt
 
 demo: $(BUILT)               ## from a float CNN to verified int8 and int4 ONNX models, on digits
 	@echo "== examples/digits.py"
@@ -95,6 +95,9 @@ gpu-sanitize:                ## a call of every op under compute-sanitizer's fou
 
 gpu-bench:                   ## ops beside a copy of the same bytes, training steps beside float; writes docs/gpu.md
 	$(GPU_PYTHON) -m benchmarks.pages.gpu all --write
+
+tensorrt:                    ## engines of TensorRT 11: int8 beside float16, layers and values beside PyTorch's; writes docs/tensorrt.md
+	$(GPU_PYTHON) -m benchmarks.pages.tensorrt --write
 
 browser:                     ## the browser that tests open reports in, on Debian, as root; without it they are skipped
 	apt-get update && apt-get install --yes --no-install-recommends chromium fonts-liberation

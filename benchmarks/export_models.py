@@ -65,29 +65,29 @@ class FSRCNN(nn.Module):
 def resnet18(data: Path | None, quick: bool) -> Subject:
     import torchvision
 
-    return _random("ResNet-18", torchvision.models.resnet18(weights=None), 96 if quick else 224)
+    return random_weights("ResNet-18", torchvision.models.resnet18(weights=None), 96 if quick else 224)
 
 
 def resnet50(data: Path | None, quick: bool) -> Subject:
     import torchvision
 
-    return _random("ResNet-50", torchvision.models.resnet50(weights=None), 96 if quick else 224)
+    return random_weights("ResNet-50", torchvision.models.resnet50(weights=None), 96 if quick else 224)
 
 
 def mobilenet_v2(data: Path | None, quick: bool) -> Subject:
     import torchvision
 
-    return _random("MobileNetV2", torchvision.models.mobilenet_v2(weights=None), 96 if quick else 224)
+    return random_weights("MobileNetV2", torchvision.models.mobilenet_v2(weights=None), 96 if quick else 224)
 
 
 def vit(data: Path | None, quick: bool) -> Subject:
     import timm
 
     model = timm.create_model("vit_tiny_patch16_224", pretrained=False, img_size=96 if quick else 224)
-    return _random("ViT-Ti/16", model, 96 if quick else 224)
+    return random_weights("ViT-Ti/16", model, 96 if quick else 224)
 
 
-def _random(name: str, model: nn.Module, size: int) -> Subject:
+def random_weights(name: str, model: nn.Module, size: int) -> Subject:
     """Return a model with random weights; its batch norms see some data, so that activations have usual ranges.
 
     Batch norms have a bias, as trained ones do: runtimes leave out the addition of one that is zero in the file.

@@ -94,7 +94,7 @@ def tasks() -> list[tuple[str, str, str]]:
 # What programs of pages import that is an extra, and names that need one.
 EXTRAS = re.compile(
     r"^(?:import|from) (?:torch\.utils\.)?"
-    r"(accelerate|lightning|segmentation_models_pytorch|tensorboard|timm|transformers|ultralytics)\b",
+    r"(accelerate|lightning|segmentation_models_pytorch|tensorboard|tensorrt|timm|transformers|ultralytics)\b",
     re.MULTILINE,
 )
 NEEDED_BY = {

@@ -10,8 +10,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 PROGRAMS = {
     f"{page.name}-{number}": program
     for page in sorted(DOCS.rglob("*.md"))
-    if page.name != "migration.md"  # its program registers modules under another package's name
     for number, program in enumerate(pages.blocks("python", page.read_text()))
+    if ".install()" not in program  # which registers modules under another package's name
 }
 
 

@@ -236,20 +236,22 @@ class Pyramid(nn.Module):
 
 
 class Detector(nn.Module):
-    """A detector of the size of YOLOv8s, whose outputs at three scales are boxes and 80 classes."""
+    """A detector of the size of YOLOv8s, or with a width of 16 of YOLOv8n; it returns boxes and 80 classes at three scales."""
 
-    def __init__(self, size: int, most: int) -> None:
+    def __init__(self, size: int, most: int, width: int = 32) -> None:
         super().__init__()
         two = min(2, most)
-        self.to4 = nn.Sequential(_silu(3, 32, 3, 2), _silu(32, 64, 3, 2), Partial(64, 64, 1, True))
-        self.to8 = nn.Sequential(_silu(64, 128, 3, 2), Partial(128, 128, two, True))
-        self.to16 = nn.Sequential(_silu(128, 256, 3, 2), Partial(256, 256, two, True))
-        self.to32 = nn.Sequential(_silu(256, 512, 3, 2), Partial(512, 512, 1, True), Pyramid(512))
-        self.up, self.up16, self.up8 = nn.Upsample(None, 2), Partial(768, 256, 1, False), Partial(384, 128, 1, False)
-        self.down16, self.at16 = _silu(128, 128, 3, 2), Partial(384, 256, 1, False)
-        self.down32, self.at32 = _silu(256, 256, 3, 2), Partial(768, 512, 1, False)
-        self.boxes = nn.ModuleList(self._head(width, 64, 64) for width in (128, 256, 512))
-        self.classes = nn.ModuleList(self._head(width, 128, 80) for width in (128, 256, 512))
+        at2, at4, at8, at16, at32 = (width << place for place in range(5))
+        self.to4 = nn.Sequential(_silu(3, at2, 3, 2), _silu(at2, at4, 3, 2), Partial(at4, at4, 1, True))
+        self.to8 = nn.Sequential(_silu(at4, at8, 3, 2), Partial(at8, at8, two, True))
+        self.to16 = nn.Sequential(_silu(at8, at16, 3, 2), Partial(at16, at16, two, True))
+        self.to32 = nn.Sequential(_silu(at16, at32, 3, 2), Partial(at32, at32, 1, True), Pyramid(at32))
+        self.up = nn.Upsample(None, 2)
+        self.up16, self.up8 = Partial(at32 + at16, at16, 1, False), Partial(at16 + at8, at8, 1, False)
+        self.down16, self.at16 = _silu(at8, at8, 3, 2), Partial(at8 + at16, at16, 1, False)
+        self.down32, self.at32 = _silu(at16, at16, 3, 2), Partial(at16 + at32, at32, 1, False)
+        self.boxes = nn.ModuleList(self._head(width, 64, 64) for width in (at8, at16, at32))
+        self.classes = nn.ModuleList(self._head(width, max(at8, 80), 80) for width in (at8, at16, at32))
 
     @staticmethod
     def _head(inputs: int, width: int, outputs: int) -> nn.Module:

@@ -39,13 +39,17 @@ def made_by(results: Mapping[str, Any]) -> str:
 def write_rows(out: Path, results: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Write facts and rows; a run that is ended while it writes leaves the file as it was."""
     out.parent.mkdir(parents=True, exist_ok=True)
+    _replace(out, json.dumps({**results, "rows": rows}, indent=1) + "\n")
+
+
+def _replace(out: Path, text: str) -> None:
     fresh = out.with_suffix(".new")
-    fresh.write_text(json.dumps({**results, "rows": rows}, indent=1) + "\n")
+    fresh.write_text(text)
     fresh.replace(out)
 
 
 def write_part(page: Path, begin: str, end: str, lines: Sequence[str]) -> None:
-    """Replace what a page has between the mark `begin` and the next mark `end`.
+    """Replace what a page has between the mark `begin` and the next mark `end`, whole or not at all.
 
     Raises:
         SystemExit: The page does not have `begin` once, with `end` behind it.
@@ -54,4 +58,4 @@ def write_part(page: Path, begin: str, end: str, lines: Sequence[str]) -> None:
     if text.count(begin) != 1 or end not in text.split(begin)[1]:
         raise SystemExit(f"{page} must have the line {begin!r} once, and the line {end!r} after it.")
     before, rest = text.split(begin)
-    page.write_text("\n".join([before + begin, *lines, end + rest.split(end, 1)[1]]))
+    _replace(page, "\n".join([before + begin, *lines, end + rest.split(end, 1)[1]]))

@@ -41,7 +41,7 @@ from qtoolkit.model_inputs import call_arguments, naming_misfits, tensors_of
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.runtimes.execution import Array, Executed
+from qtoolkit.runtimes.execution import Array, Execute, Executed
 from qtoolkit.runtimes.table import EXECUTES, LITERT_RUNTIMES, RUNTIMES, ExecutingRuntime, LitertRuntime
 
 if TYPE_CHECKING:
@@ -422,9 +422,13 @@ class OnnxFile:
         return follower.compare_weights(_by_quantizer(weights, self.file.constants(names), self.grids))
 
     def execute(self, runtime: str, follower: Follower) -> tuple[Executed, Nodes]:
+        """Run the file in a runtime, and return its codes by quantizer."""
+        return self.executed_by(EXECUTES[runtime])
+
+    def executed_by(self, execute: Execute) -> tuple[Executed, Nodes]:
         """Run the file, and return its codes by quantizer."""
         varying = [node for node in self.nodes if not node.is_constant]
-        executed = EXECUTES[runtime](self.path, self.tensors, varying, self.grids, self.optimized)
+        executed = execute(self.path, self.tensors, varying, self.grids, self.optimized)
         codes = {**self.file.constants(self.among_others), **executed.codes}
         return executed, _by_quantizer(self.nodes, codes, self.grids)
 
