@@ -321,7 +321,7 @@ class QuantSpec:
             >>> sorted(QuantSpec(quantizer="lsq").with_(bits=8).given)
             ['bits', 'quantizer']
         """
-        return replace(self, **changes, given=self._given | changes.keys())
+        return replace(self, **changes, given=self._given.union(changes))
 
     def with_scale_dtype(self, scale_dtype: FloatType) -> Self:
         """Return the spec with scales of this type, or as it is where it needs scales of another one."""

@@ -18,7 +18,7 @@ from qtoolkit.export.inputs import ExportSource, grids_of
 from qtoolkit.export.pairs.shaped_weights import ConstantWeight, weights_given
 from qtoolkit.graph.blocks import TracedBlock
 from qtoolkit.integer.kernels import in_float
-from qtoolkit.model_inputs import split, tensors_of
+from qtoolkit.model_inputs import naming_misfits, split, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, removing
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.spec_ops import range_of
@@ -86,12 +86,9 @@ def _in_float16(source: ExportSource) -> ExportSource:
     model = deepcopy_model(source.model, what=source.what).half()
     result = replace(source, model=model, grids=grids_of(model), example_inputs=_to_float16(source.example_inputs))
     before: dict[str, float] = {}
-    weights = weights_given(
-        source.model,
-        lambda grid: grid.of_weight and grid.quantizing,
-        lambda: before.update(_largest_values(source)),
-        source.what,
-    )
+    is_weight, run = (lambda grid: grid.of_weight and grid.quantizing), (lambda: before.update(_largest_values(source)))
+    with naming_misfits(source.model, source.example_inputs, f"{source.what}: example_inputs do"):
+        weights = weights_given(source.model, is_weight, run, source.what)
     _keep_codes(source, result, weights)
     _check_values(source.what, before, _run_in_float16(result))
     return result

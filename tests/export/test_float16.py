@@ -384,6 +384,29 @@ def test_codes_of_more_bits_than_float16_has_are_named(tmp_path: Path) -> None:
         qt.export_onnx(model, x, tmp_path / "m.onnx", progress=False)
 
 
+def test_a_block_that_is_called_twice_is_written(tmp_path: Path) -> None:
+    """Such a block takes no hooks, by which values are watched."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(self.fc(x)) + x
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(self.block(x))
+
+    x = torch.rand(2, 4)
+    assert qt.export_onnx(converted(Twice(), x), x, tmp_path / "m.onnx", progress=False).opset == 19
+
+
 # ---- what float16 does not have
 
 
