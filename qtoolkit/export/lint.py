@@ -98,7 +98,7 @@ class EngineEstimate:
     @property
     def headline(self) -> str:
         """A sentence with both times, and with the ratio."""
-        if not self.seconds:
+        if not (self.seconds and self.float16_seconds):
             return "The sizes of the file's tensors are not known, so that no time can be estimated."
         ratio = self.seconds / self.float16_seconds
         return (
