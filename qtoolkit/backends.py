@@ -80,6 +80,8 @@ class Backend:
         batch_norm_as_conv: Whether a batch norm behind a layer and its activation, which no layer folds, becomes a depthwise
             convolution in eval mode, because the target has integer kernels for these alone.
         batch_norm: How a layer takes over the batch norm after it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
+        silu_form: How files in float16 have x * sigmoid(x): "sigmoid", as torch's exporters write it; "tanh", as
+            x * (0.5 * tanh(0.5 * x) + 0.5), for a target that computes this in one op with the layer before it.
         title: What the target is, in a few words.
 
     Raises:
@@ -120,6 +122,7 @@ class Backend:
     output_specs: Mapping[str, QuantSpec] = field(default_factory=dict)
     batch_norm_as_conv: bool = False
     batch_norm: Literal["unscale", "frozen", "two_convolutions", "std_correction"] = "unscale"
+    silu_form: Literal["sigmoid", "tanh"] = "sigmoid"
     title: str = ""
 
     def __post_init__(self) -> None:
@@ -131,6 +134,7 @@ class Backend:
             check_known(f"kind of op in Backend {self.name!r}:", kind, KINDS)
         check_known(f"residual_add of Backend {self.name!r}:", self.residual_add, ("both", "identity"))
         check_known(f"weight_codes of Backend {self.name!r}:", self.weight_codes, get_args(WeightCodes))
+        check_known(f"silu_form of Backend {self.name!r}:", self.silu_form, ("sigmoid", "tanh"))
         if self.conv_transpose_axis not in (0, 1):
             raise ValueError(
                 f"Backend {self.name!r}: conv_transpose_axis must be 0 (input channels) or 1 (output channels), got "
@@ -202,6 +206,7 @@ _LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 # Transposed convolutions: axis 1 from version 10 on. F.scaled_dot_product_attention stays float: an attention is fused in int8
 # only with Q/DQ behind its softmax too (NVIDIA's documentation, "MHA fusion"; NVIDIA/TensorRT #2981), and inside of that one op
 # there is none; in half precision it is fused as it stands. Attention of matrix products and a softmax has all of them.
+# In float16 it computes a convolution and a SiLU in the form with a tanh as one op (ultralytics #26223).
 TENSORRT = Backend(
     name="tensorrt",
     title="TensorRT 10",
@@ -214,6 +219,7 @@ TENSORRT = Backend(
     joined_activations=tuple(kind for kind in ACTIVATIONS if kind != "hardswish"),
     advice=("few channels", "deconvolution"),
     runtime="tensorrt",
+    silu_form="tanh",
 )
 
 # TensorRT 10, transformers. Source: MQBench's Tensorrt_NLP: inputs of linear layers, matmuls and adds, except adds with a mask.
