@@ -14,6 +14,7 @@ below or above the float model's, or where the float model has learned too littl
 import argparse
 import dataclasses
 import io
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -182,19 +183,26 @@ def average_precision(model: nn.Module, scenes: list[Scene], batch: int, what: s
     found = []
     for start in tqdm(range(0, len(scenes), batch), desc=what, leave=False):
         images = torch.stack([s.image for s in scenes[start : start + batch]])
-        for i, (boxes, labels, scores) in enumerate(zip(*detect(model, images), strict=True)):
-            rows = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2], scores[:, None], labels[:, None] + 1.0], 1)
-            found.append(torch.cat([torch.full((len(rows), 1), start + i + 1.0), rows], 1))
+        found += zip(*detect(model, images), strict=True)
+    return coco_ap(found, scenes)[0]
+
+
+def coco_ap(found: Sequence[tuple[Tensor, Tensor, Tensor]], scenes: Sequence[Scene]) -> list[float]:
+    """Return COCO's figures for boxes, classes and scores of each image, in percent: AP over IoU 0.50 to 0.95, at 0.50, ..."""
+    lines = []
+    for i, (boxes, labels, scores) in enumerate(found):
+        rows = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2], scores[:, None], labels[:, None] + 1.0], 1)
+        lines.append(torch.cat([torch.full((len(rows), 1), i + 1.0), rows], 1))
     with redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         truth = _coco(scenes)
-        result = COCOeval(truth, truth.loadRes(torch.cat(found).double().numpy()), "bbox")
+        result = COCOeval(truth, truth.loadRes(torch.cat(lines).double().numpy()), "bbox")
         result.evaluate()
         result.accumulate()
         result.summarize()
-    return 100 * float(result.stats[0])
+    return [100 * float(figure) for figure in result.stats]
 
 
-def _coco(scenes: list[Scene]) -> COCO:
+def _coco(scenes: Sequence[Scene]) -> COCO:
     annotations = []
     for i, scene in enumerate(scenes):
         for box, label in zip(scene.boxes.tolist(), scene.labels.tolist(), strict=True):

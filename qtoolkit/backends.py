@@ -83,6 +83,8 @@ class Backend:
         float_type: The type of what is not quantized in its files, and of the Q/DQ nodes: "float32"; or "float16", for a target
             that computes each tensor in the type that the file gives it. The scales of `qconfig` are numbers of this type
             (`QuantSpec.scale_dtype`), whatever its specs say.
+        silu_form: How files in float16 have x * sigmoid(x): "sigmoid", as torch's exporters write it; "tanh", as
+            x * (0.5 * tanh(0.5 * x) + 0.5), for a target that computes this in one op with the layer before it.
         title: What the target is, in a few words.
 
     Raises:
@@ -124,6 +126,7 @@ class Backend:
     batch_norm_as_conv: bool = False
     batch_norm: Literal["unscale", "frozen", "two_convolutions", "std_correction"] = "unscale"
     float_type: FloatType = "float32"
+    silu_form: Literal["sigmoid", "tanh"] = "sigmoid"
     title: str = ""
 
     def __post_init__(self) -> None:
@@ -137,6 +140,7 @@ class Backend:
             check_known(f"kind of op in Backend {self.name!r}:", kind, KINDS)
         check_known(f"residual_add of Backend {self.name!r}:", self.residual_add, ("both", "identity"))
         check_known(f"weight_codes of Backend {self.name!r}:", self.weight_codes, get_args(WeightCodes))
+        check_known(f"silu_form of Backend {self.name!r}:", self.silu_form, ("sigmoid", "tanh"))
         if self.conv_transpose_axis not in (0, 1):
             raise ValueError(
                 f"Backend {self.name!r}: conv_transpose_axis must be 0 (input channels) or 1 (output channels), got "
@@ -209,7 +213,7 @@ _LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 # its softmax too (NVIDIA's documentation, "MHA fusion"; NVIDIA/TensorRT #2981), and inside of that one op there is none; in
 # half precision it is fused as it stands. Attention of matrix products and a softmax has all of them. Networks are strongly
 # typed: what the file has in float32 is computed in float32. A pair of float16 has a scale of float16 (ONNX, QuantizeLinear
-# from opset 19 on).
+# from opset 19 on). In float16 it computes a convolution and a SiLU in the form with a tanh as one op (ultralytics #26223).
 TENSORRT = Backend(
     name="tensorrt",
     title="TensorRT 11, files in float16",
@@ -223,6 +227,7 @@ TENSORRT = Backend(
     advice=("few channels", "deconvolution"),
     runtime="tensorrt",
     float_type="float16",
+    silu_form="tanh",
 )
 
 # TensorRT 10: the same rules. Its networks of weak types choose between float32 and float16 layer by layer (--fp16), so that

@@ -220,7 +220,7 @@ def export_onnx(
         integer_weights = target.integer_weights
     stored_as = target.weight_codes if weight_codes is None else weight_codes
     finish = partial(_finish, backend=target, opset=chosen, integer_weights=integer_weights)
-    finish = partial(_in_type, finish, float_type, casts_ends)
+    finish = partial(_in_type, finish, target, float_type, casts_ends)
     request = ExportRequest(source.model, inputs, native(chosen, exporter), output_names, dynamic_shapes)
     with ONE_AT_A_TIME, progress_bar("export", "steps", progress, total=3, after=0) as bar:
         step(bar, "torch's exporter")
@@ -412,16 +412,23 @@ def _check_formats(source: ExportSource) -> None:
 
 
 def _in_type(
-    finish: Callable[["onnx_ir.Model"], None], float_type: FloatType | None, casts_ends: bool, model: "onnx_ir.Model"
+    finish: Callable[["onnx_ir.Model"], None],
+    backend: Backend,
+    float_type: FloatType | None,
+    casts_ends: bool,
+    model: "onnx_ir.Model",
 ) -> None:
     """Finish a file, and write what a file in float16 has in float32: some ops, and with `casts_ends` its ends."""
     import onnxscript.optimizer
 
     from qtoolkit.export.passes.float32_ops import keep_float32_ends, keep_float32_ops
+    from qtoolkit.export.passes.fused_activations import write_tanh_silu
 
     finish(model)
     if float_type == "float16":
         keep_float32_ops(model)
+        if backend.silu_form == "tanh":
+            write_tanh_silu(model)
         onnxscript.optimizer.remove_unused_nodes(model)
     if casts_ends:
         keep_float32_ends(model)

@@ -36,7 +36,7 @@ class Distillation(AbstractContextManager["Distillation"]):
         teacher: The model to follow.
         temperature: T, above 0.
         features: Names of modules that both models have.
-        logits_weight: Weight of the logits' part.
+        logits_weight: Weight of the logits' part; 0 for features alone, of models whose output may be anything.
         feature_weight: Weight of the features' part.
         logits_of: Returns the logits of a model's output; by default the output is the logits.
 
@@ -82,6 +82,7 @@ class Distillation(AbstractContextManager["Distillation"]):
         _check("temperature", temperature, temperature > 0, "above 0")
         _check("logits_weight", logits_weight, logits_weight >= 0, "at least 0")
         _check("feature_weight", feature_weight, feature_weight >= 0, "at least 0")
+        _check("logits_weight", logits_weight, logits_weight > 0 or bool(features), "above 0 without features")
         self.teacher, self.temperature, self.features = teacher, temperature, tuple(features)
         self.logits_weight, self.feature_weight, self.logits_of = logits_weight, feature_weight, logits_of
         # The names of the modules that give the features.
@@ -104,19 +105,23 @@ class Distillation(AbstractContextManager["Distillation"]):
         with removing(handles), torch.no_grad(), evaluating(self.teacher):
             args, kwargs = split(tuple(inputs) if isinstance(inputs, list) else inputs)
             target = self.teacher(*args, **kwargs)
+        terms = [self.logits_weight * self._of_logits(output, target)] if self.logits_weight else []
+        parts = [
+            _relative_error(name, _taken(self._of_student, name, "student"), _taken(of_teacher, name, "teacher"))
+            for name in self._outputs
+        ]
+        self._of_student.clear()
+        terms += [self.feature_weight * torch.stack(parts).mean()] if parts else []
+        return torch.stack(terms).sum()
+
+    def _of_logits(self, output: object, target: object) -> Tensor:
         logits, wanted = self._logits_in(output, "student"), self._logits_in(target, "teacher")
         if logits.shape != wanted.shape:
             raise ValueError(
                 f"Distillation: the logits differ in shape: {tuple(logits.shape)} of the student, {tuple(wanted.shape)} of "
                 f"the teacher; call it with the inputs of the student's forward."
             )
-        loss = self.logits_weight * kl_of_logits(logits, wanted, self.temperature)
-        parts = [
-            _relative_error(name, _taken(self._of_student, name, "student"), _taken(of_teacher, name, "teacher"))
-            for name in self._outputs
-        ]
-        self._of_student.clear()
-        return loss + self.feature_weight * torch.stack(parts).mean() if parts else loss
+        return kl_of_logits(logits, wanted, self.temperature)
 
     def _logits_in(self, output: object, role: str) -> Tensor:
         logits = output if self.logits_of is None else self.logits_of(output)

@@ -83,6 +83,28 @@ def test_inputs_and_outputs_of_other_forms() -> None:
         Distillation(student, teacher)(x, student(x))
 
 
+def test_features_alone_need_no_logits() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.one_to_many, self.one_to_one = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> dict[str, list[Tensor]]:
+            y = self.body(x)
+            return {"many": [self.one_to_many(y)], "one": [self.one_to_one(y.detach())]}
+
+    floats, x = Detector(), torch.randn(8, 4)
+    model = qt.prepare(floats.train(), (x,), backend="tensorrt", exclude=["one_to_many"])
+    qt.calibrate(model, [(x,)], progress=False)
+    with Distillation(model, floats, features=["one_to_many"], logits_weight=0.0, feature_weight=2.0) as distillation:
+        y = model(x)["many"][0]
+        loss = distillation(x, None)
+    torch.testing.assert_close(loss, 2 * relative(y, floats(x)["many"][0]))
+    assert loss > 0
+    with pytest.raises(ValueError, match=r"logits_weight must be above 0 without features, got 0.0\."):
+        Distillation(model, floats, logits_weight=0.0)
+
+
 def test_copies_of_the_student_are_free_of_it() -> None:
     floats, model = pair()
     x = torch.randn(SHAPE)

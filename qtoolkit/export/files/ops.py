@@ -41,7 +41,7 @@ class _Reader:
     def __init__(self, graph: onnx_ir.Graph, opset: int, ops: list[Op], taken: Iterable[onnx_ir.Value] = ()) -> None:
         self.opset, self.ops = opset, ops
         self.made: dict[onnx_ir.Value | None, Op] = {}  # the op that computes each tensor that depends on the inputs
-        self.gates = {gate for node in graph if (gate := _gate(node)) is not None}
+        self.gates = {part for node in graph if (gate := gate_of(node)) is not None for part in gate.nodes}
         for value in (*graph.inputs, *taken):
             if not value.is_initializer():
                 facts = FileNode("", "", self.opset, dtype=type_of(value), values=values_of(value))
@@ -84,11 +84,10 @@ class _Reader:
             elif first is not None:
                 self.made.update(dict.fromkeys(node.outputs, first))
             return
-        gate = _gate(node)
+        gate = gate_of(node)
         if gate is not None:
-            sources = [self.made[gate.inputs[0]]]
-            facts = self._facts(node, sources)
-            self._add(Op(_name(node), KINDS[GATED[gate.op_type]], sources, node=facts), node.outputs)
+            sources = [self.made[gate.x]]
+            self._add(Op(_name(node), KINDS[gate.kind], sources, node=self._facts(node, sources)), node.outputs)
             return
         self._add(self._op(node), node.outputs)
 
@@ -192,17 +191,50 @@ def _name(node: onnx_ir.Node) -> str:
     return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
 
 
-def _gate(product: onnx_ir.Node) -> onnx_ir.Node | None:
-    """Return the gate of x * gate(x), where nothing else takes it; None of other nodes."""
+@dataclass(frozen=True)
+class Gate:
+    """The nodes of gate(x) in x * gate(x), whose results nothing else takes, and the kind of the product."""
+
+    x: onnx_ir.Value
+    nodes: tuple[onnx_ir.Node, ...]
+    kind: str
+
+
+def gate_of(product: onnx_ir.Node) -> Gate | None:
+    """Return the gate of x * gate(x); None of other nodes."""
     if product.op_type != "Mul" or len(product.inputs) != 2:
         return None
     for x, other in (product.inputs, reversed(product.inputs)):
-        gate = None if other is None else other.producer()
-        if gate is None or gate.op_type not in GATED or gate.inputs[0] is not x or x is None:
-            continue
-        if len(gate.outputs[0].uses()) == 1 and not gate.outputs[0].is_graph_output():
-            return gate
+        found = None if x is None else _gate(x, other)
+        if found is not None:
+            return found
     return None
+
+
+def _gate(x: onnx_ir.Value, value: onnx_ir.Value | None) -> Gate | None:
+    """Return the gate that computes a value of x: an op, or 0.5 * tanh(0.5 * x) + 0.5 for a sigmoid."""
+    node = None if value is None else _alone(value)
+    if node is not None and node.op_type in GATED and node.inputs[0] is x:
+        return Gate(x, (node,), GATED[node.op_type])
+    nodes: list[onnx_ir.Node] = []
+    for op_type in ("Add", "Mul", "Tanh", "Mul"):
+        node = None if value is None else _alone(value)
+        if node is None or node.op_type != op_type:
+            return None
+        nodes.append(node)
+        value, *others = sorted((each for each in node.inputs if each is not None), key=_is_constant)
+        if any(constant_of(each) != 0.5 for each in others):
+            return None
+    return Gate(x, tuple(nodes), GATED["Sigmoid"]) if value is x else None
+
+
+def _is_constant(value: onnx_ir.Value) -> bool:
+    return constant_of(value) is not None
+
+
+def _alone(value: onnx_ir.Value) -> onnx_ir.Node | None:
+    """Return the node that computes a value for one taker."""
+    return value.producer() if len(value.uses()) == 1 and not value.is_graph_output() else None
 
 
 def _codes(node: onnx_ir.Node) -> FileCodes:
