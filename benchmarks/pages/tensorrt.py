@@ -33,6 +33,7 @@ from benchmarks.pages.gpu_networks import FUSED, NETWORKS, Detector, Network
 from benchmarks.pages.stored import write_part, write_rows
 from benchmarks.pages.tensorrt_engine import Engine, executed, what_is_missing
 from qtoolkit.config.formats import FloatType
+from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.float16 import casting_ends, in_type
 from qtoolkit.export.inputs import ExportSource
 from qtoolkit.export.verification.codes import CodeCount, relative_difference
@@ -150,7 +151,7 @@ def compared(
     engine: Engine, path: Path, case: Case, references: Sequence[FloatType], device: str
 ) -> dict[str, RuntimeCodes]:
     """Compare the codes that an engine computes with PyTorch's in models of some types, as `qtoolkit.export.verify` does."""
-    file, found = OnnxFile(path, case.converted, [case.x], True), {}
+    file, found = OnnxFile(path, OpenedFile.of(path), case.converted, [case.x], optimized=True), {}
     execution, nodes = file.executed_by(lambda path, x, nodes, *_: executed(engine, path, x, nodes, device))
     for float_type in references:
         model = in_type(float_type, ExportSource.of(case.converted, (case.x,), "benchmarks.pages.tensorrt")).model

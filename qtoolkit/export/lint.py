@@ -9,7 +9,7 @@ from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_flags, check_known
 from qtoolkit.export.files.reading import UnreadableFileError, open_graph
 from qtoolkit.lint.codes import CODES
-from qtoolkit.lint.engine import GPUS, Cost, costs_of
+from qtoolkit.lint.engine import GPUS, Cost, GpuName, costs_of
 from qtoolkit.lint.findings import Finding, GraphRule, LintRule, broken
 from qtoolkit.lint.fusions import FILE_ADVICE, FUSIONS
 from qtoolkit.lint.layers import ADVICE, LAYERS
@@ -88,7 +88,7 @@ class EngineEstimate:
     """
 
     path: str
-    gpu: str
+    gpu: GpuName
     findings: tuple[Finding, ...]
     types: Mapping[str, Cost]
     seconds: float
@@ -114,7 +114,7 @@ class EngineEstimate:
 
 
 def estimate_engine(
-    path: str | os.PathLike[str], backend: str | Backend = "tensorrt", gpu: str = "A100"
+    path: str | os.PathLike[str], backend: str | Backend = "tensorrt", gpu: GpuName = "A100"
 ) -> EngineEstimate:
     """Estimate how fast an engine of an ONNX file with Q/DQ pairs is, beside one in float16, and say why it is no faster.
 

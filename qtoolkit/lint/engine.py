@@ -8,6 +8,7 @@ kernels reach neither, and each takes some microseconds to start: the estimate i
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from qtoolkit.backends import Backend
 from qtoolkit.lint.ops import Op, find_quantizers
@@ -18,6 +19,9 @@ BYTES = dict(zip(TYPES, (1, 2, 4), strict=True))
 FLOATS = {"FLOAT16": "float16", "BFLOAT16": "float16", "FLOAT": "float32", "DOUBLE": "float32"}
 # Ops that give the memory of their input another shape.
 VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dropout")
+
+
+GpuName = Literal["H100", "A100", "L4", "T4", "Orin", "RTX4090"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Gpu:
         bandwidth: Bytes of its memory in a second.
     """
 
-    name: str
+    name: GpuName
     int8: float
     float16: float
     float32: float
@@ -41,7 +45,7 @@ class Gpu:
 
 # Of NVIDIA's data sheets, without sparsity: H100 SXM, A100 SXM of 80 GB, L4, T4, Jetson AGX Orin of 64 GB (its GPU alone, whose
 # float32 is not TF32, as the T4's) and the white paper of the RTX 4090.
-GPUS: Mapping[str, Gpu] = {
+GPUS: Mapping[GpuName, Gpu] = {
     gpu.name: gpu
     for gpu in (
         Gpu("H100", 1979e12, 989e12, 495e12, 3350e9),
