@@ -34,6 +34,7 @@ def test_each_old_name_has_a_new_one_or_none():
     assert [chapter.split("\n")[0] for chapter in chapters] == [
         "pytorch-quantization",
         "MQBench",
+        "Calibrators of TensorRT",
         "torch.ao.quantization",
         "Learned scales: LSQ configs of torchao, Brevitas and Model Optimizer",
     ]
@@ -55,7 +56,9 @@ def test_the_specs_of_the_tables_can_be_built(spec: str) -> None:
     [
         pytest.param(program, id=name, marks=pytest.mark.slow if name == "mqbench" else ())
         for name, program in zip(
-            ("first", "mqbench", "torch.ao"), re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL), strict=True
+            ("first", "mqbench", "calibrators", "torch.ao"),
+            re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL),
+            strict=True,
         )
     ],
 )
