@@ -213,6 +213,27 @@ def test_other_models_are_refused() -> None:
         integration.deployed(tasks.DetectionModel("yolov8n.yaml", verbose=False))
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["prepared in train", "in eval"])
+def test_graph_mode_has_the_branches_of_both_modes(training: bool) -> None:
+    """`prepare` of the model itself: its head returns raw results in training mode, and boxes beside them in eval mode."""
+    model, x = float_model("yolo11n").train(training), images()
+    prepared = qt.prepare(model, x, "onnxruntime")
+    assert prepared.plan is not None
+    assert prepared.plan.tracing.branches == ()
+    qt.calibrate(prepared, [x], progress=False)
+    with qt.disable_quantization(prepared), torch.no_grad():
+        for mode in (False, True) if training else (False,):
+            pairs = zip(tensors(prepared.train(mode)(x)), tensors(model.train(mode)(x)), strict=True)
+            assert all(
+                torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())) for ours, theirs in pairs
+            )
+    loss = sum(each.square().mean() for each in tensors(prepared.train()(x)))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    converted = qt.convert(prepared)
+    assert all(map(torch.equal, tensors(converted(x)), tensors(prepared.eval()(x))))
+
+
 # ---- training
 
 

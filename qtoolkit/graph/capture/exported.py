@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stderr
 from copy import copy
-from functools import partial
+from functools import partial, reduce
 from io import StringIO
 from operator import attrgetter
 from typing import Any
@@ -176,9 +176,7 @@ def _in_both_modes(
             mode_of = partial(_mode_node, in_training.graph, model, modes)
             may_be_one = drawn == RandomState.now() and _agree(in_training, in_eval, model)
             if may_be_one and both_modes.merge(own, other, branching, mode_of):
-                for node in in_training.graph.find_nodes(op="get_attr"):
-                    if "." not in str(node.target) and not hasattr(in_training, str(node.target)):
-                        setattr(in_training, str(node.target), getattr(in_eval, str(node.target)))
+                _take_constants(in_training, in_eval)
                 return in_training, modes
         except UntraceableError:
             pass
@@ -201,6 +199,16 @@ def _agree(one: fx.GraphModule, two: fx.GraphModule, model: nn.Module) -> bool:
     pairs = [(attrgetter(name)(one), attrgetter(name)(two)) for name in constants]
     # `_out_spec` is where torch.export keeps the containers that a program returns.
     return one._out_spec == two._out_spec and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def _take_constants(own: fx.GraphModule, other: fx.GraphModule) -> None:
+    """Give a program the constants that its graph reads and the other program has."""
+    missing: Any = object()
+    for node in own.graph.find_nodes(op="get_attr"):
+        path = str(node.target).split(".")
+        if reduce(lambda owner, name: getattr(owner, name, missing), path, own) is missing:
+            node.target = "_".join((*path, "of_eval_mode"))
+            setattr(own, node.target, attrgetter(".".join(path))(other))
 
 
 def _traced(program: fx.GraphModule, model: nn.Module) -> Traced:

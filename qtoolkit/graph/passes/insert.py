@@ -90,11 +90,9 @@ def _takes_another(node: fx.Node) -> bool:
     if not chooses_by_mode(node) or is_output(node):
         return False
     _, in_training, in_eval = node.args
-    return in_eval not in reached([in_training], _sources_in_training)
-
-
-def _sources_in_training(node: fx.Node) -> list[fx.Node]:
-    return [*node.all_input_nodes] if facts_of(node).in_training else []
+    starts = [each for each in node.all_input_nodes if each is in_training]
+    before = reached(starts, lambda each: each.all_input_nodes if facts_of(each).in_training else [])
+    return all(each is not in_eval for each in before)
 
 
 def _insert_weights(gm: QuantizedGraphModule, roles: Roles, requests: Sequence[Request]) -> Iterator[Edge]:

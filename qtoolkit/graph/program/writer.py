@@ -132,8 +132,11 @@ class OpOfEvalMode:
 
     def __init__(self, node: fx.Node) -> None:
         target: Any = node.target
-        calls = {"call_module": operator.call, "call_method": functools.partial(_call_method, target)}
-        self.function: Callable[..., object] = calls.get(node.op, target)
+        calls: dict[str, Callable[..., object]] = {
+            "call_module": operator.call,
+            "call_method": functools.partial(_call_method, target),
+        }
+        self.function = calls.get(node.op, target)
 
     def run(self, training: bool, /, *args: object, **kwargs: object) -> object:
         """Return what the op computes; None in training mode."""

@@ -110,7 +110,7 @@ class Nested(Detector):
 
 NETS = [Detector, Auxiliary, Chooses, Nested]
 BOTH = pytest.mark.parametrize("training", [True, False], ids=["prepared in train", "in eval"])
-pytestmark = pytest.mark.filterwarnings("error:prepare", "error:train", "error:convert")
+pytestmark = pytest.mark.filterwarnings("error:prepare", "error:train", "error:convert", "ignore:quantizer")
 
 
 def images(count: int = 4) -> Tensor:
@@ -253,3 +253,22 @@ def test_compiled_code_follows_the_mode() -> None:
             prepared.load_state_dict(state)
             assert structure(found) == structure(prepared(images()))
             prepared.load_state_dict(state)
+
+
+@BOTH
+def test_torch_export_captures_branches_that_return_the_same_containers(training: bool) -> None:
+    class Adds(Chooses.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.training else super().forward(x) + torch.tensor([0.5, 1.0]).repeat(4)
+
+    model = made(Chooses)
+    model.block.__class__ = Adds
+    prepared = qt.prepare(model.train(training), (images(),), "onnxruntime", capture="export")
+    assert prepared.graph.find_nodes(op="call_function", target=by_mode)
+    qt.calibrate(prepared, [images()], progress=False)
+    with qt.disable_quantization(prepared), torch.no_grad():
+        for mode in (False, True) if training else (False,):
+            torch.testing.assert_close(
+                prepared.train(mode)(images()), model.train(mode)(images()), atol=1e-5, rtol=1e-5
+            )
+    assert torch.equal(qt.convert(prepared)(images()), prepared.eval()(images()))

@@ -323,7 +323,7 @@ def _alike(mine: Sequence[object], theirs: Sequence[object]) -> dict[int, int]:
 
 
 def _output(traced: Traced) -> fx.Node:
-    (output,) = traced.graph.find_nodes(op="output")
+    output: fx.Node = traced.graph.find_nodes(op="output")[0]
     return output
 
 
