@@ -46,11 +46,11 @@ class Net(nn.Module):
 
 LAYERS = ("block.fc", "block.inner.fc", "block.inner.conv", "shared", "last")
 ROADS: dict[str, Callable[[qt.QConfigMapping], nn.Module]] = {
-    "traced": lambda mapping: qt.prepare(Net(), qconfig_mapping=mapping, backend="tensorrt"),
+    "traced": lambda mapping: qt.prepare(Net(), qconfig_mapping=mapping, backend="tensorrt10"),
     "block is a leaf module": lambda mapping: qt.prepare(
-        Net(), qconfig_mapping=mapping, untraced=["block"], backend="tensorrt"
+        Net(), qconfig_mapping=mapping, untraced=["block"], backend="tensorrt10"
     ),
-    "replaced": lambda mapping: qt.quant_modules.replace(Net(), mapping, backend="tensorrt"),
+    "replaced": lambda mapping: qt.quant_modules.replace(Net(), mapping, backend="tensorrt10"),
 }
 over_roads = pytest.mark.parametrize("road", ROADS.values(), ids=ROADS)
 
@@ -136,7 +136,7 @@ def test_a_rule_for_a_module_does_not_bring_in_ops_that_the_target_leaves_in_flo
             return self.fc(torch.softmax(x, -1))
 
     mapping = qt.QConfigMapping().set_module_name("0", W4)
-    report = qt.quantization_report(qt.prepare(nn.Sequential(Gate()), qconfig_mapping=mapping, backend="tensorrt"))
+    report = qt.quantization_report(qt.prepare(nn.Sequential(Gate()), qconfig_mapping=mapping, backend="tensorrt10"))
     assert [(line.kind, line.status) for line in report.layers] == [("softmax", "float"), ("linear", "quantized")]
 
 
@@ -209,7 +209,7 @@ def scales_of(mapping: qt.QConfigMapping | None, backend: str, road: str) -> int
 
 @pytest.mark.parametrize("road", ["prepare", "replace"])
 @pytest.mark.parametrize("rule", EXPLICIT.values(), ids=EXPLICIT)
-@pytest.mark.parametrize(("backend", "wrong", "channel"), [("tensorrt", 0, "output"), ("tensorrt8", 1, "input")])
+@pytest.mark.parametrize(("backend", "wrong", "channel"), [("tensorrt10", 0, "output"), ("tensorrt8", 1, "input")])
 def test_an_axis_that_the_target_does_not_take_gives_a_warning(
     rule: Callable[[qt.QConfig], qt.QConfigMapping], backend: str, wrong: int, channel: str, road: str
 ) -> None:
@@ -220,22 +220,22 @@ def test_an_axis_that_the_target_does_not_take_gives_a_warning(
 
 @pytest.mark.filterwarnings("ignore:.*transposed convolution")
 def test_lint_finds_an_axis_that_the_target_does_not_take() -> None:
-    for axis, found in ((0, ["its weight has a scale along axis 0; tensorrt takes them along axis 1."]), (1, [])):
+    for axis, found in ((0, ["its weight has a scale along axis 0; tensorrt10 takes them along axis 1."]), (1, [])):
         mapping = EXPLICIT["name"](qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=axis)))
-        assert [finding.rule for finding in lint(quantized_up(mapping, "tensorrt", "prepare"))] == found
+        assert [finding.rule for finding in lint(quantized_up(mapping, "tensorrt10", "prepare"))] == found
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("road", ["prepare", "replace"])
 def test_the_axis_that_the_target_takes_gives_none(road: str) -> None:
     for rule in EXPLICIT.values():
-        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))), "tensorrt", road) == 6
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))), "tensorrt10", road) == 6
         assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))), "tensorrt8", road) == 4
-        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=None))), "tensorrt", road) == 1
-        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt", road) == 6
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=None))), "tensorrt10", road) == 1
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt10", road) == 6
         assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt8", road) == 4
     for mapping in (None, qt.QConfigMapping().set_global(INT8)):  # axis 0 stands for the output channel
-        assert scales_of(mapping, "tensorrt", road) == 6
+        assert scales_of(mapping, "tensorrt10", road) == 6
 
 
 # ---- names
@@ -262,8 +262,8 @@ class Stages(nn.Module):
 def test_every_road_takes_the_name_of_every_submodule(name: str) -> None:
     mapping = qt.QConfigMapping().set_module_name(name, None)
     model = Stages().eval()
-    prepared = qt.prepare(model, torch.randn(2, 8), qconfig_mapping=mapping, backend="tensorrt")
-    replaced = qt.quant_modules.replace(model, mapping, backend="tensorrt")
+    prepared = qt.prepare(model, torch.randn(2, 8), qconfig_mapping=mapping, backend="tensorrt10")
+    replaced = qt.quant_modules.replace(model, mapping, backend="tensorrt10")
     floats = {f"{name}.{part}".strip(".") for part, _ in model.get_submodule(name).named_modules()}
     for ours in (prepared, replaced):
         quantized = {line.name for line in qt.quantization_report(ours).quantized}
@@ -274,8 +274,8 @@ def test_every_road_takes_the_name_of_every_submodule(name: str) -> None:
 def test_the_name_of_a_model_that_is_a_layer_is_empty() -> None:
     mapping = qt.QConfigMapping().set_module_name("", W4)
     for ours in (
-        qt.prepare(nn.Linear(8, 8), torch.randn(2, 8), qconfig_mapping=mapping, backend="tensorrt"),
-        qt.quant_modules.replace(nn.Linear(8, 8), mapping, backend="tensorrt"),
+        qt.prepare(nn.Linear(8, 8), torch.randn(2, 8), qconfig_mapping=mapping, backend="tensorrt10"),
+        qt.quant_modules.replace(nn.Linear(8, 8), mapping, backend="tensorrt10"),
     ):
         assert qt.quantization_report(ours).layers[0].weight == "int4 per-channel(0)"
 
@@ -287,8 +287,8 @@ def test_the_name_of_a_model_that_is_a_layer_is_empty() -> None:
 def test_names_of_nodes_are_answered_with_those_of_their_modules(given: str, meant: str) -> None:
     mapping = qt.QConfigMapping().set_module_name(given, None)
     for call in (
-        lambda: qt.prepare(Stages(), qconfig_mapping=mapping, backend="tensorrt"),
-        lambda: qt.quant_modules.replace(Stages(), mapping, backend="tensorrt"),
+        lambda: qt.prepare(Stages(), qconfig_mapping=mapping, backend="tensorrt10"),
+        lambda: qt.quant_modules.replace(Stages(), mapping, backend="tensorrt10"),
     ):
         with pytest.raises(ValueError, match=f"unknown layer '{given}'; did you mean '{meant}'"):
             call()
@@ -300,7 +300,7 @@ def test_a_node_name_wins_over_a_nearer_spelling() -> None:
         {"layers_1": nn.Linear(2, 2), "layers": nn.ModuleList([nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)])])}
     )
     with pytest.raises(ValueError, match=r"did you mean 'layers\.1\.0'"):
-        qt.quant_modules.replace(model, mapping, backend="tensorrt")
+        qt.quant_modules.replace(model, mapping, backend="tensorrt10")
 
 
 def test_the_names_of_a_report_are_names_of_a_config() -> None:
@@ -332,8 +332,8 @@ class WithoutElements(nn.Module):
 @pytest.mark.parametrize(
     "road",
     [
-        lambda m, x: qt.prepare(m, (x,), backend="tensorrt"),
-        lambda m, x: qt.quant_modules.replace(m, backend="tensorrt"),
+        lambda m, x: qt.prepare(m, (x,), backend="tensorrt10"),
+        lambda m, x: qt.quant_modules.replace(m, backend="tensorrt10"),
     ],
 )
 def test_a_weight_without_elements_stays_in_float(road: Callable[[nn.Module, Tensor], nn.Module]) -> None:

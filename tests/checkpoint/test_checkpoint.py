@@ -102,7 +102,7 @@ def test_a_checkpoint_of_a_model_alone_leaves_the_generators(tmp_path: Path, kin
     found = qt.load_checkpoint(prepared_net(), tmp_path / kind)
     torch.manual_seed(0)
     assert not found.random
-    assert found.backend == "tensorrt"
+    assert found.backend == "tensorrt10"
     assert str(found).endswith("a checkpoint of version 1")
     qt.load_checkpoint(model, tmp_path / kind)
     assert torch.equal(torch.get_rng_state(), torch.manual_seed(0).get_state())
@@ -114,7 +114,7 @@ def test_a_converted_model_a_shared_weight_and_views_are_saved(tmp_path: Path, k
     prepared = prepared_net()
     converted = qt.convert(prepared)
     qt.save_checkpoint(converted, tmp_path / "converted" / kind)
-    other = qt.convert(prepared_net("tensorrt"))
+    other = qt.convert(prepared_net("tensorrt10"))
     qt.load_checkpoint(other, tmp_path / "converted" / kind)
     assert torch.equal(other(X), converted(X))
 
@@ -241,13 +241,13 @@ def test_another_config_is_named(tmp_path: Path, kind: str) -> None:
         bits_of_conv(4),
     )
     refused(
-        tmp_path / kind, "It was prepared for backend 'tensorrt', the model for 'openvino'", prepared_net("openvino")
+        tmp_path / kind, "It was prepared for backend 'tensorrt10', the model for 'openvino'", prepared_net("openvino")
     )
 
 
 def bits_of_conv(bits: int) -> nn.Module:
     mapping = qt.QConfigMapping().set_module_name("conv", qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=bits, axis=0)))
-    return qt.prepare(Net(), X, backend="tensorrt", qconfig_mapping=mapping)
+    return qt.prepare(Net(), X, backend="tensorrt10", qconfig_mapping=mapping)
 
 
 @each_kind
