@@ -573,6 +573,48 @@ def test_text_encoder_and_its_page(tmp_path) -> None:
     assert "| W8A8 | minmax |" in written_page("text_encoder", out, page)
 
 
+@pytest.mark.slow
+def test_detection_and_its_page(tmp_path) -> None:
+    pytest.importorskip("pycocotools")
+    out = tmp_path / "detection.json"
+    methods = ["float", "tensorrt, calibrated, last layers float", "tensorrt, trained, last layers float, taught"]
+    options = ["--only", *methods, "--seeds", "0", "--bins", "8", "--checkpoints", str(tmp_path), "--out", str(out)]
+    results, printed = run_training("detection", *options)
+    rows = {row["method"]: row for row in results["rows"]}
+    assert list(rows) == methods
+    assert rows[methods[1]]["before"] == rows[methods[1]]["ap"]
+    assert "boxes by DFL of 8 bins" in printed
+    again, _ = run_training("detection", *options)
+    assert again["rows"] == results["rows"]  # nothing is measured twice
+    assert "| tensorrt | trained | float | float | 1 |" in written_page("detection", out, tmp_path / "detection.md")
+
+
+def test_boxes_of_a_detector_that_finds_all_have_an_ap_of_100() -> None:
+    pytest.importorskip("pycocotools")
+    from benchmarks.training.detection import Data, average_precision, loss_of_head, places
+
+    data = Data.drawn(6, 0)
+    centers, strides = places()
+    sides = torch.full((6, 4, len(centers)), 0.5)
+    logits = torch.full((6, 3, len(centers)), -9.0)
+    for image, (boxes, labels) in enumerate(zip(data.boxes, data.labels, strict=True)):
+        for box, label in zip(boxes[labels >= 0], labels[labels >= 0], strict=True):
+            place = int((centers - (box[:2] + box[2:]) / 2).square().sum(1).argmin())
+            ends = torch.cat([centers[place] - box[:2], box[2:] - centers[place]]) / strides[place]
+            sides[image, :, place], logits[image, label, place] = ends, 9.0
+    fine = strides[:, 0] == strides.min()
+    maps = [(each[..., fine].unflatten(2, (8, 8)), each[..., ~fine].unflatten(2, (4, 4))) for each in (sides, logits)]
+
+    class Perfect(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            return None, maps
+
+    assert average_precision(Perfect(), data).mean == pytest.approx(100)
+    right = loss_of_head(maps, data.boxes, data.labels, 1)
+    wrong = loss_of_head((maps[0], [-each for each in maps[1]]), data.boxes, data.labels, 1)
+    assert right < 0.2 < wrong
+
+
 def written_page(script: str, out: Path, page: Path) -> str:
     """Return the page that a benchmark writes its results into, which must keep what is around its part."""
     page.write_text(f"before\n<!-- begin: benchmarks/pages/{script}.py -->\nold\n<!-- end -->\nafter\n")
