@@ -171,17 +171,16 @@ def _in_other_mode(branching: dict[nn.Module, None], trace_once: Callable[[], _T
                 for module in branching:
                     module.training = not module.training
                 other = trace_once()
-            if branching.keys() >= other.tracer.branching.keys():
-                break
+                if branching.keys() >= other.tracer.branching.keys():
+                    for node in other.tracer.inlined:
+                        node.meta.pop("is_wrapped", None)
+                    norms.run(other.traced)  # which asks the modules for their modes
+                    return other
             branching.update(other.tracer.branching)
-        for node in other.tracer.inlined:
-            node.meta.pop("is_wrapped", None)
-        norms.run(other.traced)
     except (UntraceableError, ValueError):
         return None
     finally:
         random.restore()
-    return other
 
 
 def _warn_of_checkpoint(model: nn.Module) -> None:
