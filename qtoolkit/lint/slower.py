@@ -48,7 +48,7 @@ def _float32_floats(ops: Sequence[Op], backend: Backend) -> Iterator[BrokenAt]:
 
 def _is_in_float32(ops: Sequence[Op]) -> bool:
     """Return whether no float of a file is float16, the inputs and what casts them left out."""
-    types = {float_type(op) for op in ops if not op.is_input and op.node.op_type != "Cast"}
+    types = {float_type(op) for op in ops if not (op.is_input or op.is_quantizer) and op.node.op_type != "Cast"}
     return "float32" in types and "float16" not in types
 
 
