@@ -372,11 +372,12 @@ def test_bodies_unknown_sizes_and_ops_of_other_domains(tmp_path: Path) -> None:
         assert ("sizes of the file's tensors are not known" in found.headline) is bool(file.domains)
 
 
-def test_codes_of_a_type_of_floats(tmp_path: Path) -> None:
+def test_codes_of_a_type_of_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a broken writer gives the zero point, so that no op is left that computes."""
     file = File()
     file.output(file.pair(file.input("x", 1, 8), dtype=FLOAT))
     assert "float32-floats" not in {each.name for each in estimate_engine(file.save(tmp_path)).findings}
+    assert not [each for each in caplog.records if "Shape inference failed" in each.getMessage()]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Messages of the libraries under the exporters that are not the user's business."""
+"""Messages of the libraries under the exporters, and under the linter of files, that are not the user's business."""
 
 import logging
 import warnings
@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "onnxscript.optimizer._constant_folding": ("Evaluation failed", "Skipping constant folding"),  # it stays computed
     "onnxscript.version_converter": ("The model version conversion is not supported",),  # by onnxscript, but by onnx
+    "onnx_ir.passes.common.shape_inference": ("Shape inference failed",),  # what it does not know stays unknown
     "onnx_ir._convenience": ("Attribute type is ambiguous",),  # torch's translations give empty lists
     "torch.onnx._internal.exporter._registration": ("torchvision is not installed",),  # nor are its ops in the model
 }

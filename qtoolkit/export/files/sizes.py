@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import onnx_ir
 
+from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.files.graph import input_at
 from qtoolkit.lint.ops import LayerFacts
 from qtoolkit.report.layer_costs import multiplications
@@ -19,7 +20,8 @@ def infer_sizes(model: onnx_ir.Model) -> None:
         for value in node.outputs:  # what they were for sizes that vary
             if value.shape is not None and not value.shape.is_static():
                 value.shape = None
-    onnx_ir.passes.common.ShapeInferencePass()(model)
+    with without_noise():
+        onnx_ir.passes.common.ShapeInferencePass()(model)
 
 
 def type_of(value: onnx_ir.Value | None) -> str:
