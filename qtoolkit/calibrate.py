@@ -172,7 +172,7 @@ def calibrate(
         remedy += f"; {sentence(taken.found)}".rstrip(".") if taken.found else ""
         _check_reached(quantizers, "calibrate", f"in {count} batches{remedy}")
         _warn_of_few_values(values)
-        taken.note(prepared)
+        taken.note(prepared, "calibrate")
         return _finish(prepared, quantizers, count, "calibrate")
 
 
@@ -190,7 +190,8 @@ class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
         which: "all", "weights" or "activations".
 
     Warns:
-        UserWarning: A quantizer saw no data in the block and has no range, or a range clips much.
+        UserWarning: A quantizer saw no data in the block and has no range, a range clips much, or a function took the weight of
+            a replaced layer without a call of the layer.
 
     Raises:
         RuntimeError: No quantizer saw data in the block.
@@ -206,9 +207,11 @@ class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
         tensor(2.)
     """
 
+    _taken: WeightsTaken
+
     def __init__(self, model: nn.Module, which: Which = "all") -> None:
         super().__init__(model, which)
-        self._model, self._blocks = model, list[ExitStack]()
+        self._model, self._blocks = check_module(model, "calibrating"), list[ExitStack]()
         self._observed = {n: q for n, q in self.quantizers.items() if isinstance(q, TensorQuantizer)}
         _check_any(model, self._observed, "calibrating")
 
@@ -217,6 +220,8 @@ class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
         block = ExitStack()
         block.callback(super().__exit__, None, None, None)
         block.enter_context(unchanged_on_error(nn.ModuleList(self._observed.values()), parameters=True))
+        self._taken = WeightsTaken(self._model)
+        block.enter_context(self._taken)
         self._blocks.append(block)
         for quantizer in self._observed.values():
             quantizer.observer.reset()
@@ -231,7 +236,10 @@ class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
             return
         with block:
             count = merged_over_ranks(self._observed, 1)
-            _check_reached(self._observed, "calibrating", "in the block; run batches through the model in it")
+            remedy = f"; {sentence(self._taken.found)}".rstrip(".") if self._taken.found else ""
+            where = f"in the block; run batches through the model in it{remedy}"
+            _check_reached(self._observed, "calibrating", where)
+            self._taken.note(self._model, "calibrating")
             report = _finish(self._model, self._observed, count, "calibrating")
             _warn_of_unreached([name for name in report.unreached if not self._observed[name].ready])
 

@@ -3,11 +3,13 @@
 import copy
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Self, TypeVar
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,6 +19,9 @@ from qtoolkit.wrapped import unwrapped
 
 M = TypeVar("M", bound=nn.Module)
 
+# Packages whose functions and objects keep no values of a forward.
+FOREIGN = frozenset(("numpy", "qtoolkit", "torch", *sys.stdlib_module_names))
+CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 # What to do, by the public function, if copy.deepcopy cannot be made to work.
 REMEDIES = {"prepare": ", or pass inplace=True and no example_inputs", "convert": ""}
 
@@ -82,16 +87,42 @@ def _detached_attributes(model: nn.Module) -> dict[int, Tensor]:
     return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
 
 
+def is_foreign(module: str) -> bool:
+    """Return whether a module of Python, by its name, is of a package that keeps no values of a forward."""
+    return module.partition(".")[0] in FOREIGN
+
+
+def contents_of(value: object) -> dict[Any, Any] | None:
+    """Return what is in a container, or the attributes of an object of a user's class; None of any other value.
+
+    The keys are the container's own, places in it, or in a set the identities of its items.
+    """
+    if isinstance(value, fx.Proxy):  # which may pass for a container
+        return None
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    if isinstance(value, set | frozenset):
+        return {id(item): item for item in value}
+    if type(value) is not SimpleNamespace and is_foreign(str(type(value).__module__)):
+        return None
+    has_own_rules = isinstance(value, Tensor | nn.Module | type | FunctionType | ModuleType)
+    held = None if has_own_rules else getattr(value, "__dict__", None)
+    return held if isinstance(held, dict) else None
+
+
 def parts_of(value: object) -> Iterator[object]:
-    """Yield what is in nested dicts, lists and tuples, which may contain themselves; another value is its own part."""
+    """Yield what is in nested containers and objects, which may contain themselves; another value is its own part."""
     waiting, known = [value], set[int]()
     while waiting:
         part = waiting.pop()
-        if not isinstance(part, dict | list | tuple) or isinstance(part, fx.Proxy):  # which may pass for one of them
+        contents = contents_of(part)
+        if contents is None:
             yield part
         elif id(part) not in known:
             known.add(id(part))
-            waiting += part.values() if isinstance(part, dict) else part
+            waiting += dict.values(contents)  # a class of dicts may make new values
 
 
 @contextmanager

@@ -11,12 +11,13 @@ from qtoolkit.backends import REQUIRED, Backend, backend_of, backends
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Exclude, with_excluded
 from qtoolkit.errors import check_flags, check_sequence, some
+from qtoolkit.graph.capture.assignments import state_kept
 from qtoolkit.graph.capture.signature import VARIADIC
-from qtoolkit.graph.capture.trace import check_not_wrapped
+from qtoolkit.graph.capture.trace import check_model
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.instead import refuse_others
 from qtoolkit.model_inputs import Args, Kwargs, bind, naming_misfits, split
-from qtoolkit.model_state import changing, check_module, evaluating, removing, values_kept
+from qtoolkit.model_state import changing, check_module, evaluating, removing
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.registry import imported_types
 from qtoolkit.prepare import prepare
@@ -82,7 +83,7 @@ def prepare_parts(
         raise TypeError(f"prepare_parts: parts must be a sequence of names, got a backend; write backend={parts!r}.")
     target = backend_of(backend)
     check_module(model, "prepare_parts")
-    check_not_wrapped(model, "prepare_parts")
+    check_model(model, "prepare_parts")
     mapping = with_excluded(qconfig_mapping, exclude)
     with changing(model, inplace, "prepare_parts") as own:
         calls = _calls(own, example_inputs)
@@ -114,7 +115,7 @@ def _calls(model: nn.Module, example_inputs: object) -> Calls:
     args, kwargs = split(example_inputs)
     bind(model, example_inputs, "prepare_parts: example_inputs do")
     fitting = naming_misfits(model, example_inputs, "prepare_parts: example_inputs do")
-    with removing(hooks), torch.no_grad(), evaluating(model), values_kept([*model.buffers()]), fitting:
+    with removing(hooks), torch.no_grad(), evaluating(model), state_kept(model), fitting:
         model(*args, **kwargs)
     return {name: calls[0] for name, calls in found.items() if len(calls) == 1 and calls[0] is not None}
 

@@ -20,6 +20,7 @@ from qtoolkit.errors import check_flags, check_known, with_article
 from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import exported, trace
+from qtoolkit.graph.capture.assignments import state_kept
 from qtoolkit.graph.capture.attributes import plain_attributes
 from qtoolkit.graph.graph_module import QuantizedGraphModule, names_of_own
 from qtoolkit.graph.nodes import object_type_of
@@ -28,7 +29,7 @@ from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.instead import refuse_others
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import bind, naming_misfits, split
-from qtoolkit.model_state import changing, check_module, evaluating, random_state_kept, values_kept
+from qtoolkit.model_state import changing, check_module, evaluating, random_state_kept
 from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
 from qtoolkit.nn.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
@@ -200,7 +201,7 @@ def _try_out(gm: QuantizedGraphModule, example_inputs: object) -> None:
         torch.no_grad(),
         evaluating(gm),
         disable_quantization(gm),
-        values_kept([*gm.buffers()]),  # a forward may count its calls, or update a codebook
+        state_kept(gm),  # a forward may count its calls, or update a codebook
     ):
         try:
             gm(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Functions that take the weight of a replaced layer themselves, as F.linear(x, layer.weight) does: the layer is not called.
 
-Module replacement does not see functions. What a batch shows of them is a warning, and a line of the report.
+Module replacement, of a model or in leaf modules of a graph, does not see functions. What a batch shows of them is a warning,
+and a line of the report of a model without a graph.
 """
 
 import warnings
@@ -19,6 +20,7 @@ from qtoolkit.errors import some
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import Args, Kwargs
 from qtoolkit.nn import QuantModule
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.op_kinds.table import calls_where
 from qtoolkit.running import running
 from qtoolkit.shared_modules import outermost
@@ -54,12 +56,14 @@ class WeightsTaken(TorchFunctionMode):
                     self.found[next(iter(layers))] = function.__name__
         return function(*args, **(kwargs or {}))
 
-    def note(self, model: nn.Module) -> None:
-        """Store on a model what was found, for its report, and warn of it."""
-        if self.found or record_of(model).functions:
+    def note(self, model: nn.Module, what: str) -> None:
+        """Store on a model without a graph what was found, for its report, and warn of it; `what` is the public function."""
+        if not isinstance(model, QuantizedGraphModule) and (self.found or record_of(model).functions):
             set_record(model, replace(record_of(model), functions=self.found))
         if self.found:
-            warnings.warn(f"calibrate: {sentence(self.found)}", stacklevel=3)  # the caller of calibrate
+            warnings.warn(
+                f"{what}: {sentence(self.found)}", stacklevel=3
+            )  # the caller of calibrate, or the end of a block
 
 
 def sentence(found: Mapping[str, str]) -> str:
@@ -67,7 +71,7 @@ def sentence(found: Mapping[str, str]) -> str:
     taken = some([f"{name!r} ({function})" for name, function in found.items()])
     return (
         f"functions take weights of layers themselves, and compute in float: {taken}. Module replacement quantizes the "
-        f"calls of layers alone; call the layer, or quantize the model by qtoolkit.prepare."
+        f"calls of layers alone; call the layer, or let qtoolkit.prepare trace what takes the weight."
     )
 
 
@@ -78,11 +82,17 @@ def verdict_on(function: str) -> Verdict:
 
 
 def _quantized_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, QuantModule]]:
-    """Yield the parameters of replaced layers, in the outermost one, with their names."""
+    """Yield the parameters of replaced layers, in the outermost one, with their names: in a graph those of leaf modules."""
     for name, module in outermost(model, lambda each: isinstance(each, QuantModule | QuantizedGraphModule)):
         if isinstance(module, QuantModule):
             parameters = module.named_parameters(name) if module.weight_quantizers() else ()
             yield from ((path, weight, module) for path, weight in parameters if weight.dim() > 1)
+        elif isinstance(module, QuantizedGraphModule):
+            called = {str(node.target): module_of(node) for node in module.graph.find_nodes(op="call_module")}
+            leaves = {target: leaf for target, leaf in called.items() if not isinstance(leaf, QuantModule)}
+            for target, leaf in leaves.items():
+                for path, weight, layer in _quantized_weights(leaf):
+                    yield f"{name}.{target}.{path}".removeprefix("."), weight, layer
 
 
 def _memory(tensor: object) -> int | None:

@@ -57,6 +57,21 @@ def test_it_is_a_warning_and_a_line_of_the_report(name: str) -> None:
         assert (line.kind, name in line.reason) == (name, True)
 
 
+def test_a_loop_of_the_user_is_told_too() -> None:
+    model = replaced(Takes(TAKING["linear"]))
+    words = r"calibrating: functions take .* in float: 'second.weight' \(linear\)"
+    with pytest.warns(UserWarning, match=words), torch.no_grad(), qt.calibrating(model):
+        model(X)
+    assert [line.name for line in qt.quantization_report(model).left_float] == ["second.weight"]
+
+
+def test_leaf_modules_of_a_graph_are_told_too() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Takes(TAKING["linear"]))
+    prepared = qt.prepare(model.eval(), X, "onnxruntime", untraced=["1"])
+    with pytest.warns(UserWarning, match=r"calibrate: functions take .* in float: '1.second.weight' \(linear\)"):
+        qt.calibrate(prepared, [X], progress=False)
+
+
 def test_a_tied_embedding_that_a_function_takes() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -78,9 +93,14 @@ def test_where_no_layer_is_called_the_error_says_so() -> None:
 
     model = ByAttribute(attention)
     with pytest.raises(
-        RuntimeError, match=r"no data reached .*; functions take .* 'first.weight' \(linear\).*prepare\."
+        RuntimeError, match=r"no data reached .*; functions take .* 'first.weight' \(linear\).*prepare trace"
     ):
         qt.calibrate(replaced(model), [X], progress=False)
+    with (
+        pytest.raises(RuntimeError, match=r"no data reached .*; functions take .*"),
+        qt.calibrating(found := replaced(model)),
+    ):
+        found(X)
 
 
 def test_layers_that_run_take_their_weights_themselves() -> None:

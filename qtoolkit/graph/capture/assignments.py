@@ -1,27 +1,25 @@
-"""What a forward assigns while it is traced: a graph records no assignment, and what holds traced values gets its own back.
+"""What a forward assigns: a graph records no assignment, and what a run or a capture has changed becomes as it was.
 
 An assignment makes no difference where no forward reads what an earlier one has left: a map that is kept for plots, a mean that
 is written before it is read, a cache.
 """
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from qtoolkit.model_state import parts_of
+from qtoolkit.model_state import CONTAINERS, contents_of, is_foreign, parts_of, values_kept
 from qtoolkit.op_kinds.rules import CASTS
 
 OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module, which no forward assigns
-# Packages that keep no values of a forward.
-FOREIGN = frozenset(("numpy", "qtoolkit", "torch", *sys.stdlib_module_names))
+ABSENT = object()  # stands for the value of a key that is not there
 # What says nothing about the values of a tensor.
 METADATA = frozenset(
     [
@@ -35,11 +33,24 @@ METADATA = frozenset(
 )
 
 
+class StateError(RuntimeError):
+    """A forward reads what an earlier one has assigned; `path` has the submodule that keeps it, with its name, if one does."""
+
+    def __init__(self, space: "Space", key: object) -> None:
+        name = f"{space.owner}.{key}".removeprefix(".") if not isinstance(space.held, set) else space.owner
+        remedy = "write into the buffer" if space.kind == "buffer" else "register a buffer for it, and write into that"
+        super().__init__(
+            f"the forward reads and assigns to {space.kind} {name!r}, which a graph does not record; {remedy} with copy_ or "
+            f"add_, or assign to a local variable."
+        )
+        self.path = [] if space.module is None or not space.module[0] else [space.module]
+
+
 @contextmanager
 def undone_assignments(model: nn.Module, check: bool = True) -> Iterator[None]:
     """Capture a model in a block; at its end the model, and what else holds values of the capture, is as before it.
 
-    With `check` it raises RuntimeError if the forward reads a tensor that an earlier one has left, and assigns another one.
+    With `check` it raises StateError if the forward reads a tensor that an earlier one has left, and assigns another one.
     """
     assignments = Assignments(model)
     try:
@@ -48,51 +59,103 @@ def undone_assignments(model: nn.Module, check: bool = True) -> Iterator[None]:
         if check:
             assignments.check()
     finally:
-        assignments.undo()
+        for change in assignments.changes():
+            if change.is_traced():
+                change.undo()
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator["Assignments"]:
+    """Run a model in a block; at its end the model, and what else its forward assigns to or writes into, is as before it."""
+    assignments = Assignments(model)
+    try:
+        with values_kept([*model.buffers(), *assignments.tensors_of_model()]):
+            yield assignments
+    finally:
+        assignments.assigned = assignments.changes()
+        for change in assignments.assigned:
+            change.undo()
 
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """A dict or a list to which a forward may assign."""
+    """A dict, list, deque, set or class to which a forward may assign."""
 
     owner: str  # its dotted name
     kind: str  # of what is in it, in words
     held: Any
-    before: Any  # a copy of it before the forward
+    module: (
+        tuple[str, nn.Module] | None
+    )  # the submodule that it belongs to, with its name; None if it is outside of the model
+    before: Any  # a copy of it before the forward: a dict or a list
 
     @classmethod
-    def of(cls, owner: str, kind: str, held: Any) -> "Space":
-        """Return a dict or list with what is in it now."""
-        return cls(owner, kind, held, dict(held) if isinstance(held, dict) else list(held))
+    def of(cls, owner: str, kind: str, held: Any, module: tuple[str, nn.Module] | None) -> "Space":
+        """Return a space with what is in it now."""
+        space = cls(owner, kind, held, module, {})
+        return replace(space, before=space.now())
 
-    def assigned(self) -> list[tuple[Any, object, object]]:
-        """Return the keys that got a traced value, each with what a forward has read there, and the one of now."""
-        now = self.held.items() if isinstance(self.held, dict) else enumerate(self.held)
-        pairs = ((key, self._before(key), value) for key, value in now)
-        return [pair for pair in pairs if pair[1] is not pair[2] and _holds_traced((pair[0], pair[2]))]
+    def now(self) -> dict[Any, object] | list[object]:
+        """Return a copy of what is in it."""
+        if isinstance(self.held, dict | type):
+            return dict(dict.items(self.held) if isinstance(self.held, dict) else vars(self.held).items())
+        return list(self.held)
 
-    def _before(self, key: Any) -> object:
-        if isinstance(self.before, dict):
-            return self.before.get(key)
-        return self.before[key] if key < len(self.before) else self.before  # a forward may read the end of a list
+    def changes(self) -> list["Change"]:
+        """Return what differs from before: by key in a dict, otherwise all that is in it, from the first other item on."""
+        now = self.now()
+        if isinstance(now, dict):
+            pairs = {key: (self.before.get(key, ABSENT), now.get(key, ABSENT)) for key in {**self.before, **now}}
+            return [Change(self, key, *pair) for key, pair in pairs.items() if pair[0] is not pair[1]]
+        same = [a is b for a, b in zip(self.before, now, strict=False)]
+        is_same = all(same) and len(now) == len(self.before)
+        return [] if is_same else [Change(self, [*same, False].index(False), self.before, now)]
 
     def values(self) -> list[object]:
-        """Return what was there, without what torch keeps in every module."""
+        """Return what was there before, without what torch keeps in every module."""
         if isinstance(self.before, list):
             return self.before
         return [value for key, value in self.before.items() if key not in OF_TORCH]
 
+
+class Change(NamedTuple):
+    """What a forward has assigned."""
+
+    space: Space
+    key: Any  # in a list the first place that differs
+    before: Any  # of a list the whole list
+    now: Any
+
     def undo(self) -> None:
-        """Put what was there before in place of traced values."""
-        keys = [key for key, _, _ in self.assigned()]
-        if keys and isinstance(self.held, list):
-            self.held[:] = self.before
-            return
-        for key in keys:
-            if key in self.before:
-                self.held[key] = self.before[key]
-            else:
-                del self.held[key]
+        """Put back what was there before."""
+        self._put(self.before)
+
+    def make(self) -> None:
+        """Assign it again."""
+        self._put(self.now)
+
+    def _put(self, value: Any) -> None:
+        held = self.space.held
+        if isinstance(held, type):
+            delattr(held, self.key) if value is ABSENT else setattr(held, self.key, value)
+        elif not isinstance(held, dict):
+            held.clear()
+            (held.update if isinstance(held, set) else held.extend)(value)
+        elif value is ABSENT:
+            held.pop(self.key, None)
+        else:
+            held[self.key] = value
+
+    def is_traced(self) -> bool:
+        """Return whether a value of a capture was assigned."""
+        return _holds_traced((self.key, self.now))
+
+    def replaced(self) -> list[Tensor]:
+        """Return the tensors of before that a later forward would not find: of a list that grows all, as it reads the end."""
+        tensors = _tensors(self.before)
+        if isinstance(self.space.held, list) and len(self.now) == len(self.before):
+            return [tensor for tensor in tensors if not any(tensor is other for other in self.now)]
+        return tensors
 
 
 class Reads(TorchFunctionMode):
@@ -114,25 +177,38 @@ class Reads(TorchFunctionMode):
 class Assignments:
     """What a forward may assign to, and the tensors of earlier forwards that it reads."""
 
+    assigned: Sequence[Change] = ()  # what a run has assigned, which is undone
+
     def __init__(self, model: nn.Module) -> None:
         self.spaces = [*_spaces(model), *_spaces_of_modules(_functions_of(model))]
         watched = [space for space in self.spaces if space.kind not in ("buffer", "variable")]
-        self.reads = Reads(_tensors([value for space in watched for value in space.values()]))
+        self.reads = Reads(_tensors([space.values() for space in watched]))
+
+    def changes(self) -> list[Change]:
+        """Return what was assigned since: no modes, no modules of Python that were imported, nor what Python itself keeps."""
+        found = [change for space in self.spaces for change in space.changes()]
+        return [
+            each
+            for each in found
+            if not (isinstance(each.now, ModuleType) or str(each.key).startswith("__"))
+            and not (each.space.kind == "attribute" and each.key in OF_TORCH)
+        ]
+
+    def tensors_of_model(self) -> list[Tensor]:
+        """Return the tensors in the model's attributes and in their containers, into which a forward may write."""
+        found = _tensors([space.values() for space in self.spaces if space.module is not None])
+        return [tensor for tensor in {id(tensor): tensor for tensor in found}.values() if not tensor.is_inference()]
 
     def check(self) -> None:
-        """Raise RuntimeError if a traced value was assigned in place of a tensor that the forward reads.
+        """Raise StateError if a traced value was assigned in place of a tensor that the forward reads.
 
         A cast of the tensor itself is a local value: each forward makes it anew. A buffer is part of the model's state.
         """
-        for space in self.spaces:
-            for key, before, value in space.assigned():
-                for tensor in _tensors(before):
-                    if not self._is_cast_of(tensor, value) and (space.kind == "buffer" or self._is_read(tensor, value)):
-                        name = f"{space.owner}.{key}".removeprefix(".")
-                        raise RuntimeError(
-                            f"the forward reads and assigns to {space.kind} {name!r}, which a graph does not record; write "
-                            f"into the {space.kind} with copy_ or add_, or assign to a local variable."
-                        )
+        for change in filter(Change.is_traced, self.changes()):
+            for tensor in change.replaced():
+                is_read = change.space.kind == "buffer" or self._is_read(tensor, change.now)
+                if is_read and not self._is_cast_of(tensor, change.now):
+                    raise StateError(change.space, change.key)
 
     def _is_read(self, tensor: Tensor, assigned: object) -> bool:
         """Return whether a forward, whose graph has made a value, reads a tensor; one that is not watched may be read."""
@@ -160,30 +236,27 @@ class Assignments:
             if value is tensor
         )
 
-    def undo(self) -> None:
-        """Give all that holds traced values its values of before."""
-        for space in self.spaces:
-            space.undo()
-
 
 def _spaces(model: nn.Module) -> Iterator[Space]:
-    """Yield what a model's forward may assign to: attributes, buffers, and the dicts and lists that these and classes hold."""
+    """Yield what a model's forward may assign to: attributes, buffers, and what these, and its classes, contain."""
     known: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):  # a leaf module
             continue
-        yield Space.of(name, "attribute", vars(module))
-        yield Space.of(name, "buffer", module._buffers)
-        yield from _containers(name, {k: v for k, v in vars(module).items() if k not in OF_TORCH}, known)
+        yield Space.of(name, "attribute", vars(module), (name, module))
+        yield Space.of(name, "buffer", module._buffers, (name, module))
+        own = {key: value for key, value in vars(module).items() if key not in OF_TORCH}
+        yield from _inner_spaces(name, own, known, (name, module))
     for kind in _classes_of(model):
-        yield from _containers(kind.__name__, vars(kind), known)
+        yield Space.of(kind.__name__, "attribute", kind, None)
+        yield from _inner_spaces(kind.__name__, dict(vars(kind)), known)
     for function in _functions_of(model):
-        yield from _containers(function.__name__, (function.__defaults__, function.__kwdefaults__), known)
+        yield from _inner_spaces(function.__name__, (function.__defaults__, function.__kwdefaults__), known)
 
 
 def _classes_of(model: nn.Module) -> set[type]:
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    return {kind for kind in kinds if not _is_foreign(kind.__module__)}
+    return {kind for kind in kinds if not is_foreign(kind.__module__)}
 
 
 def _functions_of(model: nn.Module) -> list[FunctionType]:
@@ -191,15 +264,11 @@ def _functions_of(model: nn.Module) -> list[FunctionType]:
 
 
 def _spaces_of_modules(functions: Sequence[FunctionType]) -> Iterator[Space]:
-    """Yield the variables of the Python modules of functions, and the dicts and lists among them."""
+    """Yield the variables of the Python modules of functions, and what these contain."""
     known: set[int] = set()
     for name, variables in _modules_of(functions).items():
-        yield Space.of(name, "variable", variables)
-        yield from _containers(name, variables, known)
-
-
-def _is_foreign(module: str) -> bool:
-    return module.partition(".")[0] in FOREIGN
+        yield Space.of(name, "variable", variables, None)
+        yield from _inner_spaces(name, variables, known)
 
 
 def _modules_of(functions: Sequence[FunctionType]) -> dict[str, dict[str, Any]]:
@@ -209,7 +278,7 @@ def _modules_of(functions: Sequence[FunctionType]) -> dict[str, dict[str, Any]]:
     while waiting:
         variables = waiting.pop()
         name = str(variables.get("__name__"))
-        if name not in found and not _is_foreign(name):
+        if name not in found and not is_foreign(name):
             found[name] = variables
             waiting += [value.__globals__ for value in variables.values() if isinstance(value, FunctionType)]
             if any(function.__globals__ is variables for function in functions):
@@ -217,16 +286,31 @@ def _modules_of(functions: Sequence[FunctionType]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _containers(owner: str, value: object, known: set[int]) -> Iterator[Space]:
-    """Yield the dicts and lists in a container, and those in them, of which those with the ids `known` are left out."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
-    for key, item in list(items):
-        if isinstance(item, dict | list) and id(item) not in known:
+def _inner_spaces(
+    owner: str, value: object, known: set[int], module: tuple[str, nn.Module] | None = None
+) -> Iterator[Space]:
+    """Yield the containers and objects in a container, and those in them, of which those with the ids `known` are left out.
+
+    Outside of a model the objects in containers are left out too: packages keep thousands in tables.
+    """
+    given = contents_of(value) or {}
+    waiting: list[tuple[str, dict[Any, Any]]] = [(owner, given)]
+    while waiting:
+        owner, contents = waiting.pop()
+        for key, item in list(dict.items(contents)):
+            inner = contents_of(item)
+            if inner is None or id(item) in known or str(key).startswith("__"):
+                continue
+            is_object = not isinstance(item, CONTAINERS)
+            if is_object and module is None and contents is not given:
+                continue
             known.add(id(item))
-            yield Space.of(f"{owner}.{key}".removeprefix("."), "entry" if isinstance(item, dict) else "item", item)
-            yield from _containers(f"{owner}.{key}", item, known)
-        elif isinstance(item, tuple):
-            yield from _containers(f"{owner}.{key}", item, known)
+            name = f"{owner}.{key}".removeprefix(".")
+            waiting.append((name, inner))
+            if isinstance(item, tuple | frozenset):
+                continue
+            kind = "attribute" if is_object else "entry" if isinstance(item, dict) else "item"
+            yield Space.of(name, kind, item if kind == "item" else inner, module)
 
 
 def _tensors(value: object) -> list[Tensor]:

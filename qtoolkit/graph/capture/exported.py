@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 from qtoolkit.errors import first_line, some
 from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.blocks import HELD
-from qtoolkit.graph.capture.assignments import undone_assignments
+from qtoolkit.graph.capture.assignments import state_kept, undone_assignments
 from qtoolkit.graph.capture.attributes import add_modes, name_in
 from qtoolkit.graph.capture.called_layers import call_layers, called_as_layers
 from qtoolkit.graph.capture.functions import causal_masks, patched
@@ -80,7 +80,8 @@ def run(model: nn.Module, example_inputs: object, leaf_modules: Sequence[type[nn
     tracer = ModelTracer(leaf_modules)
     names = {module: name for name, module in model.named_modules() if name}
     layers = {module: name for module, name in names.items() if tracer.is_leaf_module(module, name)}
-    readers = readers_of_modes(model, example_inputs) - layers.keys()
+    with state_kept(model):
+        readers = readers_of_modes(model, example_inputs) - layers.keys()
     whole = {module: names[module] for module in readers if module in names and not _has_layers(module)}
     branching = readers - whole.keys()
     without_autocast: list[str] = []

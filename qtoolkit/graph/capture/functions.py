@@ -118,7 +118,31 @@ def recorded_functions() -> list[Patch]:
         *((Tensor, name, _recorded(getattr(Tensor, name), name)) for name in (*SIZED, *SIZED_METHODS)),
         *_checks(),
         *causal_masks(),
+        (nn.Module, "get_parameter", _get_parameter),
+        *_packing(),
     ]
+
+
+def _get_parameter(module: nn.Module, target: str) -> object:
+    """Return a parameter of a dotted name: torch's method takes no traced value for one."""
+    owner, _, name = target.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+def _packing() -> list[Patch]:
+    """Return the function behind pack_padded_sequence, which cannot be traced, with one that says so."""
+    # Private. Where a torch has no such function, the error names the line, and not the cause.
+    function = getattr(torch._VF, "_pack_padded_sequence", None)
+
+    def pack(*args: object) -> object:
+        if function is None or _traced_in(args) is not None:
+            raise RuntimeError(
+                "pack_padded_sequence packs traced values here, whose number depends on the lengths, which are data; let one "
+                "submodule pack them, run its layer and unpack them, and make it a leaf module."
+            )
+        return function(*args)
+
+    return [] if function is None else [(torch._VF, "_pack_padded_sequence", pack)]
 
 
 def _checks() -> list[Patch]:

@@ -1,7 +1,7 @@
 """Compare what a traced graph computes with what the model's forward does: Python may have decided by what no trace sees."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.errors import first_line, some
-from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError
+from qtoolkit.graph.capture.assignments import Change, StateError, state_kept
+from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
 from qtoolkit.model_inputs import clone_tensors, split, tensors_of
-from qtoolkit.model_state import RandomState, evaluating, random_state_kept, values_kept
+from qtoolkit.model_state import RandomState, evaluating, random_state_kept
 
 # The graph has the ops of forward in their order, so that only kernels without a fixed order of sums differ at all.
 TOLERANCE = 1e-3  # of the norm of an output, or of the number of its elements
@@ -21,11 +22,17 @@ class Expected:
     """What a model computes for example inputs in its own mode and in eval mode, before its graph is made.
 
     That are its outputs and its buffers after the forward. Its state does not change. With `of_own_mode` it is not run in eval
-    mode, unless that is its own.
+    mode, unless that is its own. Raises UntraceableError: a forward computes something else by what one before it has assigned,
+    outside of the modules `called`, which a graph calls.
     """
 
     def __init__(
-        self, model: nn.Module, example_inputs: object, concrete_args: Mapping[str, object], of_own_mode: bool
+        self,
+        model: nn.Module,
+        example_inputs: object,
+        concrete_args: Mapping[str, object],
+        of_own_mode: bool,
+        called: Collection[nn.Module],
     ) -> None:
         self.name, self.random = type(model).__name__, RandomState.now()
         self.args, self.kwargs = split(example_inputs)
@@ -36,6 +43,31 @@ class Expected:
             with suppress(Exception):
                 if not (evaluates and trains and of_own_mode):
                     self.computed[evaluates] = self._run(model, given, evaluates)
+        parts = {part for module in called for part in module.modules()}
+        for first in self.computed.values():
+            assigned = [
+                each for each in first.assigned if each.space.module is None or each.space.module[1] not in parts
+            ]
+            for evaluates in self.computed if assigned else ():
+                self._check_state(model, given, evaluates, assigned)
+
+    def _check_state(
+        self, model: nn.Module, given: Mapping[str, object], evaluates: bool, assigned: Sequence[Change]
+    ) -> None:
+        """Raise UntraceableError if the model computes something else where an earlier forward has assigned this."""
+
+        def is_read(changes: Sequence[Change]) -> bool:
+            try:
+                outputs = self._run(model, given, evaluates, changes).outputs
+            except Exception:  # of the user's forward
+                return True
+            return bool(_difference(outputs, self.computed[evaluates].outputs))
+
+        if is_read(assigned):
+            while len(assigned) > 1:
+                half = assigned[: len(assigned) // 2]
+                assigned = half if is_read(half) else assigned[len(half) :]
+            raise untraceable(StateError(*assigned[0][:2]), model)
 
     def check(self, traced: fx.GraphModule) -> None:
         """Raise UntraceableError if a graph computes anything else. A model that does not run is not compared."""
@@ -62,31 +94,36 @@ class Expected:
         far = [name for name in sorted(common) if _difference([found.buffers[name]], [expected.buffers[name]])]
         return f"leaves other values than the model in {some(list(map(repr, far)))}" if far else ""
 
-    def _run(self, model: nn.Module, kwargs: Mapping[str, object], evaluates: bool) -> "ComputedOutputs":
+    def _run(
+        self, model: nn.Module, kwargs: Mapping[str, object], evaluates: bool, assigned: Sequence[Change] = ()
+    ) -> "ComputedOutputs":
+        """Run a model, perhaps after a forward that has assigned something."""
         with (
             torch.no_grad(),
             random_state_kept(model),
+            state_kept(model) as state,
             evaluating(model) if evaluates else nullcontext(),
-            values_kept([*model.buffers()]),
             without_fast_path(),
             warnings.catch_warnings(action="ignore"),
         ):
+            for change in assigned:
+                change.make()
             args, kwargs = clone_tensors((self.args, dict(kwargs)))  # a forward may change its inputs in place
             self.random.restore()
             for device in {p.device.index for p in model.parameters() if p.is_cuda}:
                 torch.cuda.default_generators[device].manual_seed(0)
             outputs = [tensor.clone() for tensor in tensors_of(model(*args, **kwargs))]
             statistics = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
-            return ComputedOutputs(outputs, statistics)
+        return ComputedOutputs(outputs, statistics, state.assigned)
 
 
 class ComputedOutputs(NamedTuple):
     """What a run of a model has computed."""
 
     outputs: list[Tensor]
-    buffers: dict[
-        str, Tensor
-    ]  # of floating-point numbers; a batch norm of torch may count batches that the model does not
+    # of floating-point numbers; a batch norm of torch may count batches that the model does not
+    buffers: dict[str, Tensor]
+    assigned: Sequence[Change]
 
 
 @contextmanager

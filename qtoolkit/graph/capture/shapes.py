@@ -22,9 +22,14 @@ DEVICE_ATTRIBUTES = ("device", "is_cuda", "is_cpu", "is_meta")
 UNKNOWN = object()  # a value that depends on data, or that was not computed
 
 
-def is_plain(value: object) -> bool:
-    """Return whether a value is a number, string, dtype, device or None, or a tuple or list of those: Python may use it."""
-    return all(map(is_plain, value)) if isinstance(value, tuple | list) else isinstance(value, PLAIN)
+def is_plain(value: object, around: tuple[int, ...] = ()) -> bool:
+    """Return whether a value is a number, string, dtype, device or None, or a tuple or list of those: Python may use it.
+
+    A list that contains itself is not; `around` has the identities of what contains the value.
+    """
+    if not isinstance(value, tuple | list):
+        return isinstance(value, PLAIN)
+    return id(value) not in around and all(is_plain(item, (*around, id(value))) for item in value)
 
 
 def holds_no_floats(value: object) -> bool:

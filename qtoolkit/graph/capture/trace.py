@@ -10,7 +10,7 @@ from torch import fx, nn
 from qtoolkit.errors import check_sequence, shown, some, unknown
 from qtoolkit.foreign import ASKED_FOR, integration_of
 from qtoolkit.graph.block_calls import ROOT, BlockCall
-from qtoolkit.graph.blocks import TracedBlock
+from qtoolkit.graph.blocks import TracedBlock, find_module
 from qtoolkit.graph.capture.assignments import undone_assignments
 from qtoolkit.graph.capture.attributes import add_modes, check_hooks, has_own_train, kept_in_eval_mode, traced_modes
 from qtoolkit.graph.capture.exported import calls_aten
@@ -84,7 +84,8 @@ def run(
     note_training_mode(traced.graph)
     expected = None
     if example_inputs is not None:  # with branches the graph computes what the model's own mode does, in both modes
-        expected = Expected(original, example_inputs, concrete_args or {}, of_own_mode=bool(branches))
+        called = [find_module(original, str(node.target)) for node in traced.graph.find_nodes(op="call_module")]
+        expected = Expected(original, example_inputs, concrete_args or {}, bool(branches), list(filter(None, called)))
     if model.training:
         _warn_of_modes(branches)
     if tracer.checkpointed:
@@ -246,7 +247,7 @@ def check_model(model: nn.Module, what: str = "prepare") -> None:
     """
     for name, module in model.named_modules():
         if not (name and wrapper_of(module) == "ScriptModule"):  # a scripted submodule is a leaf module
-            check_not_wrapped(module, what, f"submodule {name!r}" if name else "the model")
+            check_not_wrapped(module, what, name)
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UntraceableError(f"{what}: parameter {lazy[0]!r} has no shape yet; run the model once on a batch first.")
@@ -261,13 +262,18 @@ def check_model(model: nn.Module, what: str = "prepare") -> None:
         )
 
 
-def check_not_wrapped(model: nn.Module, what: str, which: str = "the model") -> None:
-    """Raise UntraceableError, which begins with `what` and calls the model `which`, for a module that torch put around one."""
+def check_not_wrapped(model: nn.Module, what: str, name: str = "") -> None:
+    """Raise UntraceableError, which begins with `what`, for a module that torch put around a model, or around a submodule."""
     found = wrapper_of(model)
-    remedy = None if found is None else WRAPPERS[found].remedy
-    if remedy is not None:
-        verb = what if what == "prepare" else f"call {what} on"
-        raise UntraceableError(f"{what}: {which} is wrapped in {found}; {remedy.replace('prepare', verb)}.")
+    remedy, holds = (None, None) if found is None else (WRAPPERS[found].remedy, WRAPPERS[found].holds)
+    if remedy is None:
+        return
+    verb = what if what == "prepare" else f"call {what} on"
+    remedy = remedy.replace("prepare", verb)
+    if name and holds is not None:
+        inner = f"model.get_submodule({name!r}).{holds}"
+        remedy = f"call model.set_submodule({name!r}, {inner}) first, and wrap what {what} returns"
+    raise UntraceableError(f"{what}: {f'submodule {name!r}' if name else 'the model'} is wrapped in {found}; {remedy}.")
 
 
 def check_leaf_modules(leaf_modules: Sequence[type[nn.Module]]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
+from qtoolkit.graph.capture.assignments import StateError
 from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.nn import QAT_MODULES
 
@@ -63,24 +64,27 @@ def describe_line(frame: traceback.FrameSummary | None) -> str:
 
 
 def untraceable(
-    error: Exception, model: nn.Module, path: Sequence[tuple[str, nn.Module]], has_example_inputs: bool
+    error: Exception, model: nn.Module, path: Sequence[tuple[str, nn.Module]] = (), has_example_inputs: bool = True
 ) -> UntraceableError:
     """Return the error that reports an exception at tracing.
 
-    `path` has the names and modules of the submodules that were being traced, outermost first.
+    `path` has the names and modules of the submodules that were being traced, outermost first; of a StateError it is not read.
     """
+    path = error.path if isinstance(error, StateError) else path
     name, module = path[-1] if path else ("", model)
     kind = type(module).__name__
     frame = user_line(traceback.extract_tb(error.__traceback__))
     at = f"submodule {name!r} ({kind})" if name else f"{kind}.forward"
-    remedies = ["rewrite that line without Python control flow on tensors"]
-    if frame is not None and frame.name != "forward":
-        remedies.append(f"if {frame.name!r} is a function, make it a single op with torch.fx.wrap({frame.name!r})")
-    remedies += _remedies(model, name, kind)
-    if has_example_inputs and not isinstance(model, fx.GraphModule):  # as after torch.export
-        remedies.append('capture the model by torch.export, with capture="export"')
-    if not has_example_inputs:
-        remedies.append("pass example_inputs, which determine the sizes that Python branches on")
+    remedies = list(_remedies(model, name, kind))
+    if not isinstance(error, StateError):
+        rewritten = ["rewrite that line without Python control flow on tensors"]
+        if frame is not None and frame.name != "forward":
+            rewritten.append(f"if {frame.name!r} is a function, make it a single op with torch.fx.wrap({frame.name!r})")
+        remedies = rewritten + remedies
+        if has_example_inputs and not isinstance(model, fx.GraphModule):  # as after torch.export
+            remedies.append('capture the model by torch.export, with capture="export"')
+        if not has_example_inputs:
+            remedies.append("pass example_inputs, which determine the sizes that Python branches on")
     remedies.append(WITHOUT_TRACING)
     return UntraceableError(
         f"prepare: cannot trace {type(model).__name__}: {type(error).__name__} in {at}: {error} At {describe_line(frame)}. "

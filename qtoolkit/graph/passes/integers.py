@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,8 +51,10 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
     """Give layers their kernels, and replace calls of other ops by kernels. The plan says which, and why others stay float."""
     holder, calls = add_holder(gm, HOLDER), ModuleCalls(gm.graph)
     computed: dict[str, Computed] = {}
+    behind: dict[fx.Node, Grid | None] = {}
     for node in list(gm.graph.nodes):
-        how = _put_kernel(gm, node, runtime, holder, calls)
+        how = _put_kernel(gm, node, runtime, holder, calls, behind)
+        behind[node] = _grid_behind(node, runtime, behind)
         if how is not None:
             computed[node.name] = how
     if not list(gm.get_submodule(holder).children()):
@@ -66,10 +68,18 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
 
 
 def _put_kernel(
-    gm: QuantizedGraphModule, node: fx.Node, runtime: Runtime, holder: str, calls: ModuleCalls
+    gm: QuantizedGraphModule,
+    node: fx.Node,
+    runtime: Runtime,
+    holder: str,
+    calls: ModuleCalls,
+    behind: Mapping[fx.Node, Grid | None],
 ) -> Computed | None:
-    """Let a kernel compute an op, if there is one; return how it computes, or None for an op that takes no codes."""
-    sources = [_grid_behind(source, runtime) for source in tensor_inputs(node)]
+    """Let a kernel compute an op, if there is one; return how it computes, or None for an op that takes no codes.
+
+    `behind` has the quantizer behind each node before this one.
+    """
+    sources = [behind[source] for source in tensor_inputs(node)]
     grids = [grid for grid in sources if grid is not None]
     unknown = node.op == "output" or is_quantizer(node) or not (grids or _has_quantized_weight(node))
     if unknown or kind_of(node).name in runtime.carries:
@@ -179,14 +189,14 @@ def _changes_a_tensor(node: fx.Node) -> bool:
     return kind_of(node).sums and changes_first(node) and source is not None and len(source.users) > 1
 
 
-def _grid_behind(node: fx.Node, runtime: Runtime) -> Grid | None:
-    """Return the quantizer whose codes reach an op; None where they do not reach it as codes, or where several do."""
+def _grid_behind(node: fx.Node, runtime: Runtime, behind: Mapping[fx.Node, Grid | None]) -> Grid | None:
+    """Return the quantizer whose codes a node passes on; None where they do not reach it as codes, or where several do."""
     if is_quantizer(node):
         grid = module_of(node)
         return grid if isinstance(grid, Grid) and not is_weight_quantizer(node) else None
     carries = kind_of(node).name in runtime.carries and (runtime.picks or not _picks_with_a_number(node))
     sources = tensor_inputs(node) if carries else []
-    grids = {_grid_behind(source, runtime) for source in sources}
+    grids = {behind[source] for source in sources}
     return grids.pop() if len(grids) == 1 else None
 
 

@@ -83,7 +83,7 @@ def by_count(model: nn.Module, x: Tensor) -> Tensor:
     [
         (lambda m, x: -x if type(x) is Tensor else x, "computes other values than the model in output 0"),
         (lambda m, x: x[:2] if type(x.size(0)) is int else x, "returns the shape (5, 3, 4) in output 0, and the model (2,"),
-        (by_count, "computes other values than the model in output 0"),
+        (by_count, "reads and assigns to attribute 'calls', which a graph does not record"),
     ],
     ids=["the type of a tensor", "the type of a size", "a count of calls"],
 )  # fmt: skip
@@ -92,7 +92,7 @@ def test_what_a_trace_does_not_see_is_an_error(decide, difference: str) -> None:
     model = Deciding(decide)
     with pytest.raises(qt.UntraceableError, match=re.escape(difference)) as error:
         qt.prepare(model.eval(), (X,), backend="tensorrt")
-    assert "untraced=[...]" in str(error.value)
+    assert "untraced" in str(error.value)
     assert "qtoolkit.quant_modules.replace(model, backend=...)" in str(error.value)
 
 

@@ -47,10 +47,40 @@ def test_wrapped_models_are_refused_with_what_to_do(name: str) -> None:
         qt.prepare(model, backend="tensorrt")
 
 
-def test_wrapped_submodules_are_named() -> None:
-    model = nn.Sequential(linear_of(), nn.DataParallel(linear_of()))
-    with pytest.raises(qt.UntraceableError, match="submodule '1' is wrapped in DataParallel"):
-        qt.prepare(model, backend="tensorrt")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("quantize", [qt.prepare, qt.quant_modules.replace, qt.prepare_parts])
+@pytest.mark.parametrize("wrapper", ["DataParallel", "OptimizedModule"])
+def test_a_wrapped_submodule_is_named_with_what_to_put_in_its_place(wrapper: str, quantize: Callable) -> None:
+    model, x = nn.Sequential(linear_of(), nn.Sequential(wrapped_in(wrapper))), torch.randn(2, 4)
+    inputs = {} if quantize is qt.quant_modules.replace else {"example_inputs": x}
+    with pytest.raises(
+        qt.UntraceableError, match=rf"submodule '1\.0' is wrapped in {wrapper}; call model\.set_sub"
+    ) as error:
+        quantize(model, backend="tensorrt", **inputs)
+    exec(re.search(r"call (.*) first", str(error.value))[1], {"model": model})
+    assert isinstance(model[1][0], nets.LinearNet)
+
+
+class Packs(nn.Module):
+    """Packs sequences of several lengths, as models of speech do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x[..., 0] > -5).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+
+
+def test_packing_is_refused_and_a_leaf_module_packs() -> None:
+    model, x = nn.Sequential(Packs(), linear_of()).eval(), torch.randn(3, 5, 4)
+    x[1, 3:] = -9
+    with pytest.raises(qt.UntraceableError, match="pack_padded_sequence packs traced values here") as error:
+        qt.prepare(model, x, backend="onnxruntime")
+    assert error.value.untraced == "0"
+    nets.assert_float_when_off(qt.prepare(model, x, backend="onnxruntime", untraced=["0"]), model, x)
 
 
 def test_scripted_submodules_are_leaf_modules() -> None:
@@ -138,7 +168,8 @@ def with_own_forward() -> nn.Module:
         ),
         (
             lambda: nn.Sequential(Averages()),
-            "assigns to attribute '0.average', which a graph does not record; write into the attribute with copy_",
+            "assigns to attribute '0.average', which a graph does not record; register a buffer for it, and write into that "
+            "with copy_ or add_",
         ),
         (
             lambda: hooked("register_forward_hook"),
