@@ -18,12 +18,15 @@ TASKS = {
     "OBBModel": ("yolov8n-obb", "yolo11n-obb", "yolo26n-obb"),
     "ClassificationModel": ("yolov8n-cls", "yolo11n-cls", "yolo26n-cls", "yolov8n-cls-resnet50"),
 }
+OF_DECODER = {"note": "prepared in eval mode: its decoder computes boxes there alone", "training": False}
 
 
 def ultralytics_recipes() -> Iterable[Recipe]:
     """Return a recipe for each network, or none if ultralytics is not installed."""
     entries = {
-        name: Entry(partial(_build, kind, name), partial(images, 64)) for kind, names in TASKS.items() for name in names
+        name: Entry(partial(_build, kind, name), partial(images, 64), OF_DECODER if name.startswith("rtdetr") else {})
+        for kind, names in TASKS.items()
+        for name in names
     }
     return recipes_of("ultralytics", "ultralytics.nn.tasks", entries)
 
