@@ -182,7 +182,7 @@ class Assignments:
     def __init__(self, model: nn.Module) -> None:
         self.spaces = [*_spaces(model), *_spaces_of_modules(_functions_of(model))]
         watched = [space for space in self.spaces if space.kind not in ("buffer", "variable")]
-        self.reads = Reads(_tensors([space.values() for space in watched]))
+        self.reads = Reads(_tensors_in(watched))
 
     def changes(self) -> list[Change]:
         """Return what was assigned since: no modes, no modules of Python that were imported, nor what Python itself keeps."""
@@ -196,7 +196,7 @@ class Assignments:
 
     def tensors_of_model(self) -> list[Tensor]:
         """Return the tensors in the model's attributes and in their containers, into which a forward may write."""
-        found = _tensors([space.values() for space in self.spaces if space.module is not None])
+        found = _tensors_in([space for space in self.spaces if space.module is not None])
         return [tensor for tensor in {id(tensor): tensor for tensor in found}.values() if not tensor.is_inference()]
 
     def check(self) -> None:
@@ -311,6 +311,21 @@ def _inner_spaces(
                 continue
             kind = "attribute" if is_object else "entry" if isinstance(item, dict) else "item"
             yield Space.of(name, kind, item if kind == "item" else inner, module)
+
+
+def _tensors_in(spaces: Sequence[Space]) -> list[Tensor]:
+    """Return the tensors in spaces. What else is in a space is a space of its own, but for tuples, which nobody changes.
+
+    An object outside of the model may lead to all objects of the process: it is not followed.
+    """
+    waiting, found = [value for space in spaces for value in space.values()], []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | frozenset):
+            waiting += value
+    return found
 
 
 def _tensors(value: object) -> list[Tensor]:
