@@ -44,13 +44,18 @@ def _gate(x: onnx_ir.Value, value: onnx_ir.Value | None) -> Gate | None:
             return None
         nodes.append(node)
         value, *others = sorted((each for each in node.inputs if each is not None), key=_is_constant)
-        if any(constant_of(each) != 0.5 for each in others):
+        if not all(map(_is_half, others)):
             return None
     return Gate(x, tuple(nodes), GATED["Sigmoid"]) if value is x else None
 
 
 def _is_constant(value: onnx_ir.Value) -> bool:
     return constant_of(value) is not None
+
+
+def _is_half(value: onnx_ir.Value) -> bool:
+    constant = constant_of(value)
+    return constant is not None and constant.size == 1 and constant.item() == 0.5
 
 
 def _alone(value: onnx_ir.Value) -> onnx_ir.Node | None:
