@@ -24,12 +24,13 @@ from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.spec_ops import range_of
 
 LARGEST, SMALLEST = 65504.0, 2.0**-24
+OF_MASKS = "such as -1e4 for the -1e9 of a mask"
 REMEDY = 'write the file with float_type="float32"'
 
 
 def type_for(backend: Backend, source: ExportSource) -> FloatType | None:
-    """Return the type of a file for which none is asked for: the target's, or None for that of a model in half precision."""
-    return None if _half_types(source) else backend.float_type
+    """Return the type of a file for which none is asked for: the target's, or None for that of a model in another one."""
+    return backend.float_type if half_types(source) <= {f"torch.{backend.float_type}"} else None
 
 
 def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
@@ -45,8 +46,9 @@ def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
     if float_type == "float32":
         _refuse_other_types(source)
         return source
-    result = _in_float16(source)
-    _warn_of_other_scales(result)
+    result, lost = _in_float16(source)
+    for sentence in (*lost, *_other_scales(result)):
+        warnings.warn(sentence, stacklevel=4)  # the caller of export_onnx, whose decorator has a frame too
     return result
 
 
@@ -57,11 +59,11 @@ def computing_in_float16(model: nn.Module, inputs: object, what: str) -> Iterato
     It takes and returns float32. A model of 16 bits, which is of its file's type already, is yielded itself.
     """
     source = ExportSource(model, grids_of(model), inputs, what)
-    if _half_types(source):
+    if half_types(source):
         yield model
         return
     with in_float(model):
-        source = _in_float16(source)
+        source, _ = _in_float16(source)  # the export has said what is lost
     with casting_ends(source.model):
         yield source.model
 
@@ -80,18 +82,19 @@ def casting_ends(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _in_float16(source: ExportSource) -> ExportSource:
+def _in_float16(source: ExportSource) -> tuple[ExportSource, list[str]]:
+    """Return a source whose model is in float16, and sentences on what that loses."""
     _check_parameters(source)
-    _check_ranges(source)
+    lost = _check_ranges(source)
     model = deepcopy_model(source.model, what=source.what).half()
     result = replace(source, model=model, grids=grids_of(model), example_inputs=_to_float16(source.example_inputs))
     before: dict[str, float] = {}
     is_weight, run = (lambda grid: grid.of_weight and grid.quantizing), (lambda: before.update(_largest_values(source)))
     with naming_misfits(source.model, source.example_inputs, f"{source.what}: example_inputs do"):
         weights = weights_given(source.model, is_weight, run, source.what)
-    _keep_codes(source, result, weights)
-    _check_values(source.what, before, _run_in_float16(result))
-    return result
+    lost += _keep_codes(source, result, weights)
+    lost += _check_values(source.what, before, _run_in_float16(result))
+    return result, lost
 
 
 def to_float32(values: Any) -> Any:
@@ -99,12 +102,13 @@ def to_float32(values: Any) -> Any:
     return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype == torch.float16 else x, values)
 
 
-def _half_types(source: ExportSource) -> set[str]:
+def half_types(source: ExportSource) -> set[str]:
+    """Return the types of 16 bits that parameters of a model have."""
     return {str(p.dtype) for p in source.model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
 
 
 def _refuse_other_types(source: ExportSource) -> None:
-    others = _half_types(source)
+    others = half_types(source)
     if others:
         raise ValueError(
             f'{source.what}: float_type="float32" is for a model in float32, got {", ".join(sorted(others))}; pass '
@@ -124,13 +128,13 @@ def _check_parameters(source: ExportSource) -> None:
         finite = tensor.detach()[tensor.isfinite()].abs()  # an infinity of a mask is one in float16 too
         if bool((finite > LARGEST).any()):
             raise ValueError(
-                f'{source.what}: float_type="float16" has no number above 65,504, and {name!r} has {float(finite.max()):g}; '
-                f"{REMEDY}."
+                f'{source.what}: float_type="float16" has no number above 65,504, and {name!r} has {float(finite.max()):g}. '
+                f"Give it smaller values, {OF_MASKS}, or {REMEDY}."
             )
 
 
-def _check_ranges(source: ExportSource) -> None:
-    """Refuse ranges of activations that end beyond float16, and warn of those whose steps are below its smallest number."""
+def _check_ranges(source: ExportSource) -> list[str]:
+    """Refuse ranges of activations that end beyond float16, and name those whose steps are below its smallest number."""
     small = []
     for name, grid in source.grids.items():
         if grid.of_weight or not grid.quantizing:
@@ -143,17 +147,18 @@ def _check_ranges(source: ExportSource) -> None:
                 f"{largest:g}. Scale the tensor that it quantizes down, or {REMEDY}."
             )
         small += [f"{name!r} ({float(grid.scale.max()):.2g})"] if bool((grid.scale < SMALLEST).all()) else []
-    if small:
-        _warn(
-            f"{source.what}: the steps of {some(small)} are below 6e-8, the smallest number of float16: most of their values "
-            f"become zero. Scale these tensors up, or {REMEDY}."
-        )
+    if not small:
+        return []
+    return [
+        f"{source.what}: the steps of {some(small)} are below 6e-8, the smallest number of float16: most of their values "
+        f"become zero. Scale these tensors up, or {REMEDY}."
+    ]
 
 
-def _keep_codes(source: ExportSource, result: ExportSource, weights: Mapping[Grid, Tensor]) -> None:
+def _keep_codes(source: ExportSource, result: ExportSource, weights: Mapping[Grid, Tensor]) -> list[str]:
     """Give the quantizers of weights in float16 the values of their codes, which rounding to float16 does not move.
 
-    A weight itself, once it is rounded, may have the next code.
+    A weight itself, once it is rounded, may have the next code. Names codes that have too many bits for it.
     """
     moved = []
     for name, grid in source.grids.items():
@@ -164,11 +169,12 @@ def _keep_codes(source: ExportSource, result: ExportSource, weights: Mapping[Gri
         own.shape = ConstantWeight(values)
         differing = int((own.codes(values) != codes).sum())
         moved += [f"{name!r} ({differing} of {codes.numel()})"] if differing else []
-    if moved:
-        _warn(
-            f"{source.what}: weights of {len(moved)} quantizers have codes of more bits than float16's 11: {some(moved)} are "
-            f"others in the file. Quantize them to 8 bits, or {REMEDY}."
-        )
+    if not moved:
+        return []
+    return [
+        f"{source.what}: weights of {len(moved)} quantizers have codes of more bits than float16's 11: {some(moved)} are "
+        f"others in the file. Quantize them to 8 bits, or {REMEDY}."
+    ]
 
 
 def _largest_values(source: ExportSource) -> dict[str, float]:
@@ -195,13 +201,18 @@ def _run_in_float16(source: ExportSource) -> dict[str, float]:
     try:
         return _largest_values(source)
     except RuntimeError as error:
+        if "without overflow" in str(error):  # torch's, of a Python number beside a tensor
+            raise ValueError(
+                f'{source.what}: float_type="float16" has no number above 65,504, and the forward of the model has a larger '
+                f"constant. Give it a smaller one, {OF_MASKS}, or {REMEDY}."
+            ) from error
         raise RuntimeError(
             f'{source.what}: the model does not run with float_type="float16" ({first_line(error)}): it may make tensors of '
             f'float32 by itself. Make them of the type of its inputs, or pass float_type="float32".'
         ) from error
 
 
-def _check_values(what: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+def _check_values(what: str, before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
     """Refuse values that float16 does not have; name modules whose results become zero."""
     infinite = [
         name for name, value in after.items() if not math.isfinite(value) and math.isfinite(before.get(name, 0.0))
@@ -214,25 +225,23 @@ def _check_values(what: str, before: Mapping[str, float], after: Mapping[str, fl
     zero = [
         f"{name!r} ({before[name]:.2g})" for name, value in after.items() if value == 0 < before.get(name, 0) < SMALLEST
     ]
-    if zero:
-        _warn(
-            f'{what}: with float_type="float16", the results of {some(zero)} are zero for the example inputs: float16 has no '
-            f"number between 0 and 6e-8. Scale the values before them up, or {REMEDY}."
-        )
+    if not zero:
+        return []
+    return [
+        f'{what}: with float_type="float16", the results of {some(zero)} are zero for the example inputs: float16 has no '
+        f"number between 0 and 6e-8. Scale the values before them up, or {REMEDY}."
+    ]
 
 
-def _warn(sentence: str) -> None:
-    warnings.warn(sentence, stacklevel=6)  # the caller of export_onnx, whose decorator has a frame too
-
-
-def _warn_of_other_scales(source: ExportSource) -> None:
+def _other_scales(source: ExportSource) -> list[str]:
     grids = {name: grid for name, grid in source.grids.items() if grid.quantizing}
     others = [
         repr(name) for name, grid in grids.items() if not torch.equal(grid.scale.half().to(grid.scale), grid.scale)
     ]
-    if others:
-        _warn(
-            f"{source.what}: the scales of {len(others)} of {len(grids)} quantizers are no float16 numbers: {some(others)}. "
-            f"Their nodes stand between Casts to float32, which cost what float16 saves; prepare the model with "
-            f'QuantSpec(scale_dtype="float16") in its QConfigMapping.'
-        )
+    if not others:
+        return []
+    return [
+        f"{source.what}: the scales of {len(others)} of {len(grids)} quantizers are no float16 numbers: {some(others)}. "
+        f"Their nodes stand between Casts to float32, which cost what float16 saves; prepare the model with "
+        f'QuantSpec(scale_dtype="float16") in its QConfigMapping.'
+    ]

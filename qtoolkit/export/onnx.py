@@ -150,7 +150,7 @@ def export_onnx(
         backend: The target, for a model that records none: one with quantizers of your own, or a layer that was taken out of
             a model. Models of `prepare`, `replace`, `initialize` and `convert` record theirs.
         float_type: The type of what is not quantized: "float32"; "float16", from opset 19 on. None is the target's
-            (`Backend.float_type`) for a model in float32, and else the model's own.
+            (`Backend.float_type`) for a model in float32 or in that type, and else the model's own.
         keep_io_types: Whether a file with float_type="float16" takes and returns float32, which it casts, where the model
             does; False: float16.
 
@@ -202,14 +202,14 @@ def export_onnx(
     require_extra("export_onnx")
     from qtoolkit.export.exporters.torch_exporters import ExportRequest
     from qtoolkit.export.files.files import replacing_model
-    from qtoolkit.export.float16 import in_type, type_for
+    from qtoolkit.export.float16 import half_types, in_type, type_for
     from qtoolkit.export.pairs.opsets import choose, native
 
     source = ExportSource.of(model, example_inputs, "export_onnx")
     target = _target(source.model, backend)
     if float_type is None:
         float_type = type_for(target, source)
-    casts_ends = float_type == "float16" and keep_io_types
+    casts_ends = float_type == "float16" and keep_io_types and not half_types(source)
     _check_formats(source)
     _warn_of_layers_put_in(source.model)
     chosen = choose(opset, source, float_type)

@@ -79,6 +79,7 @@ class FileNode:
     # of an average pool, whether its windows may reach beyond the padded input (`ceil_mode`), and whether padding counts
     reaches_beyond: bool = False
     counts_padding: bool = False
+    faster_by_tanh: bool = False  # of a SiLU, whether TensorRT takes it faster in the form with a tanh
     dtype: str = ""  # ONNX's name of the type of its first output; "" where it is not known
     # how many values its outputs have, and how many it takes of each of the op's inputs; None where it is not known
     values: int | None = None

@@ -161,7 +161,7 @@ def _unfused_attention(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _sigmoid_gate(op: Op, backend: Backend) -> Iterator[Broken]:
-    if op.kind.has_sigmoid_gate and op.node.op_type == "Mul" and float_type(op) == "float16":
+    if op.node.faster_by_tanh and float_type(op) == "float16":
         yield (
             "a SiLU of Sigmoid and Mul is not fused with the layer before it.",
             "Write it as x * (0.5 * tanh(0.5 * x) + 0.5).",

@@ -179,6 +179,16 @@ def a_silu() -> File:
 
 
 @case("sigmoid-gate")
+def a_silu_that_is_added() -> File:
+    """The form with a tanh is wrong there (NVIDIA/TensorRT #4854), and export_onnx does not write it."""
+    file, x = half()
+    y = conv(file, x, "conv")
+    silu = file.node("Flatten", file.node("Mul", y, file.node("Sigmoid", y), name="silu"))
+    file.output(file.node("Add", silu, file.node("Flatten", y)))
+    return file
+
+
+@case("sigmoid-gate")
 def a_silu_by_its_tanh() -> File:
     file, x = half()
     y, a_half = conv(file, x, "conv"), file.constant(np.float16(0.5))

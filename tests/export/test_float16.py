@@ -194,6 +194,48 @@ def test_inputs_and_outputs_may_be_float16_too(exporter: str, tmp_path: Path) ->
     assert graph.output[0].name == "y"
 
 
+def test_a_file_that_takes_float16_is_verified_with_the_inputs_of_its_export(tmp_path: Path) -> None:
+    x = torch.randn(4, 8)
+    model = converted(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), x)
+    path = qt.export_onnx(model, x, tmp_path / "m.onnx", keep_io_types=False, progress=False).path
+    assert qt.export.verify_onnx(model, x, path, progress=False).weight_codes.differing == 0
+    qt.export.verify(model, x, path, progress=False).check()
+    with pytest.raises(ValueError, match=r"'input' of the file is float16 of shape \(4, 8\), got .* of shape \(2, 8\)"):
+        qt.export.verify_onnx(model, x[:2], path, progress=False)
+
+
+def test_a_model_in_float16_gives_the_file_of_its_target(tmp_path: Path) -> None:
+    """It takes and returns float16, as the model does, and no Cast stands at its pairs."""
+    model = converted(nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 3)), X).half()
+    result = qt.export_onnx(model, X.half(), tmp_path / "m.onnx", progress=False)
+    assert result.opset == 19
+    assert not {node.op_type for node in onnx.load(result.path).graph.node} & {"Cast", "Sigmoid"}
+    assert not qt.export.lint(result.path, "tensorrt")
+    qt.export.verify(model, X.half(), result.path, progress=False).check()
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["buffer", "constant"])
+def test_masks_beyond_float16_are_named_with_a_remedy(held: bool, tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+            self.register_buffer("mask", torch.ones(8, 8).triu(1) * -1e9)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x)
+            return (y + self.mask if held else y.masked_fill(self.mask < 0, -1e9)).softmax(-1)
+
+    x = torch.randn(8, 8)
+    model = Masked()
+    if not held:
+        model.mask = torch.ones(8, 8).triu(1) * -1
+    model = converted(model, x)
+    with pytest.raises(ValueError, match="no number above 65,504, and .*such as -1e4 for the -1e9 of a mask, or write"):
+        qt.export_onnx(model, x, tmp_path / "m.onnx", progress=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_result_in_float32_is_taken_by_the_next_op_without_casts(tmp_path: Path) -> None:
     class Norm(nn.Module):
         def __init__(self) -> None:
@@ -432,7 +474,7 @@ def test_numbers_above_its_largest_are_named(tmp_path: Path) -> None:
     large = Large(1.0)
     with torch.no_grad():
         large.last.bias.fill_(1e5)
-    with pytest.raises(ValueError, match="has no number above 65,504, and 'last.bias' has 100000; write the file with"):
+    with pytest.raises(ValueError, match="above 65,504, and 'last.bias' has 100000. Give it .* or write the file with"):
         qt.export_onnx(converted(large, x), x, path)
     assert not path.exists()
 
@@ -461,8 +503,9 @@ def test_values_that_vanish_are_named(tmp_path: Path) -> None:
     x, path = torch.rand(2, 4) + 1, tmp_path / "m.onnx"
     with pytest.warns(
         UserWarning, match=r"the results of 'act' \([0-9.]+e-09\) are zero for the example inputs: .* up, or"
-    ):
+    ) as found:
         qt.export_onnx(converted(Large(1e-9, exact=True), x), x, path, progress=False, verify=False)
+    assert {each.filename for each in found if "float_type" in str(each.message)} == {__file__}
     model = converted(Large(1e-9), x, backend="tensorrt10")
     with pytest.warns(UserWarning, match=r"the steps of '\S+' \([0-9.]+e-1[0-9]\) are below 6e-8, the smallest number"):
         qt.export_onnx(model, x, path, float_type="float16", progress=False, verify=False)

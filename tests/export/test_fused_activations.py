@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from qtoolkit.export.files.ops import ops_of
 from qtoolkit.export.passes.fused_activations import write_tanh_silu
 
 IMAGE = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -76,8 +77,6 @@ def test_files_in_float16_have_the_form_and_the_same_codes(opset: int | None, ex
 
 
 def test_lint_sees_a_silu_in_either_form(tmp_path: Path) -> None:
-    from qtoolkit.export.files.ops import ops_of
-
     for backend in (qt.backends["tensorrt"], dataclasses.replace(qt.backends["tensorrt"], silu_form="sigmoid")):
         result = written(Block(), tmp_path, backend)
         kinds = [op.kind.name for op in ops_of(onnx_ir.load(result.path)) if op.layer is None and not op.is_quantizer]
@@ -99,6 +98,26 @@ def test_a_silu_that_a_residual_add_takes_keeps_its_form(shortcut: str, form: di
     float_sums = dataclasses.replace(tensorrt, roles={**tensorrt.roles, "add": "float"})
     assert has(written(Block(shortcut), tmp_path, float_sums).path, form)
     assert has(written(Block(shortcut), tmp_path).path, TANH_FORM)  # a pair stands between the SiLU and the add
+
+
+def test_products_with_sums_are_gates_of_one_half_alone(tmp_path: Path) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.shift = (
+                nn.Conv2d(8, 8, 1),
+                nn.Conv2d(8, 8, 1),
+                nn.Parameter(torch.ones(8, 1, 1)),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.last(y * (torch.tanh(y * 0.5) * self.shift + self.shift))
+
+    result = written(Gated(), tmp_path)
+    assert result.verification is not None
+    assert not {op.kind.name for op in ops_of(onnx_ir.load(result.path))} & {"silu"}
+    assert not qt.export.lint(result.path, "tensorrt")
 
 
 def test_other_files_keep_the_form_of_the_exporter(tmp_path: Path) -> None:

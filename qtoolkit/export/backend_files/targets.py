@@ -18,10 +18,9 @@ from qtoolkit.export.backend_files.format import Format
 from qtoolkit.export.backend_files.openvino import FakeQuantizeIR
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
 from qtoolkit.export.files.files import replacing_model
-from qtoolkit.export.files.kinds import ops_where
+from qtoolkit.export.files.kinds import moved_inputs, ops_where
 from qtoolkit.export.files.reading import open_model
 from qtoolkit.export.passes.onnxruntime import CLIPS
-from qtoolkit.export.passes.repeated_pairs import moved_inputs
 from qtoolkit.files import write_atomically
 
 # Ops whose output has all values of their input.

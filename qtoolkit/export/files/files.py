@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 import onnx_ir
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.checker import ValidationError
 from onnx.shape_inference import InferenceError
@@ -137,8 +138,11 @@ class OpenedFile:
         kinds = _small_floats(self.proto.graph)
         return {name: _places(array.astype(kinds.get(name, array.dtype))) for name, array in values.items()}
 
-    def check_inputs(self, inputs: Sequence[Tensor], what: str) -> None:
-        """Raise ValueError, which begins with `what`, for inputs of another number, dtype or size than the file takes."""
+    def taken(self, inputs: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Return inputs as the file takes them: of float32, in float16 where it takes float16 (keep_io_types=False).
+
+        Raises ValueError, which begins with `what`, for inputs of another number, dtype or size.
+        """
         stored = {tensor.name for tensor in self.proto.graph.initializer}
         taken = [value for value in self.proto.graph.input if value.name not in stored]
         if len(taken) != len(inputs):
@@ -146,11 +150,14 @@ class OpenedFile:
                 f"{what}: the file takes {len(taken)} tensors ({', '.join(value.name for value in taken)}), got {len(inputs)}; "
                 f"pass inputs like those of the export."
             )
-        for value, x in zip(taken, inputs, strict=True):
+        result = []
+        for value, given in zip(taken, inputs, strict=True):
             kind = value.type.tensor_type
+            narrow = given.dtype == torch.float32 and kind.elem_type == TensorProto.FLOAT16
+            x = given.half() if narrow else given
             sizes = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in kind.shape.dim]
             fits = len(sizes) == x.dim() and all(
-                isinstance(size, str) or size == given for size, given in zip(sizes, x.shape, strict=True)
+                isinstance(size, str) or size == own for size, own in zip(sizes, x.shape, strict=True)
             )
             if from_torch_dtype(x.dtype) != kind.elem_type or (kind.HasField("shape") and not fits):
                 raise ValueError(
@@ -159,6 +166,8 @@ class OpenedFile:
                     f"({', '.join(map(str, x.shape))}); pass inputs like those of the export, or export with "
                     f"dynamic_batch=True or dynamic_shapes."
                 )
+            result.append(x)
+        return result
 
     def constants(self, names: Sequence[str]) -> dict[str, Array]:
         """Return tensors that do not depend on the inputs of the model.

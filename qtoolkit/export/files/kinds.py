@@ -1,6 +1,6 @@
 """Kinds of ONNX's ops, by their names, attributes and constant inputs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,3 +89,9 @@ def kind_by_op(node: "onnx_ir.Node") -> OpKind:
 def ops_where(holds: Callable[[OpKind], bool]) -> frozenset[str]:
     """Return the ONNX ops for all of whose kinds something holds; never a Cast, which may round."""
     return frozenset(op for op, kinds in OF_ONNX.items() if op != CAST and all(map(holds, kinds)))
+
+
+def moved_inputs(node: "onnx_ir.Node") -> Sequence["onnx_ir.Value | None"]:
+    """Return the tensors whose values, and zeros, are the values of a node's outputs; none for a node that computes others."""
+    kind = OTHER if node.op_type == CAST else kind_by_op(node)
+    return node.inputs if kind.concatenates else node.inputs[:1] if kind.moves else ()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir
 
+from qtoolkit.export.files.gates import gate_of, is_faster_by_tanh
 from qtoolkit.export.files.graph import constant_of, input_at, is_of_one
 from qtoolkit.export.files.kinds import BINARY, WEIGHTED, bounds_of, kind_by_op
 from qtoolkit.export.files.reading import UnreadableFileError
@@ -16,7 +17,6 @@ from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER
 from qtoolkit.runtimes.execution import Array
 
-GATED = {"Sigmoid": "silu", "HardSigmoid": "hardswish"}  # x * gate(x)
 SIZES = ("Shape", "Size")  # they read no values
 
 
@@ -87,7 +87,8 @@ class _Reader:
         gate = gate_of(node)
         if gate is not None:
             sources = [self.made[gate.x]]
-            self._add(Op(_name(node), KINDS[gate.kind], sources, node=self._facts(node, sources)), node.outputs)
+            facts = self._facts(node, sources, faster_by_tanh=is_faster_by_tanh(node, gate))
+            self._add(Op(_name(node), KINDS[gate.kind], sources, node=facts), node.outputs)
             return
         self._add(self._op(node), node.outputs)
 
@@ -189,52 +190,6 @@ def _bodies(node: onnx_ir.Node) -> list[onnx_ir.Graph]:
 
 def _name(node: onnx_ir.Node) -> str:
     return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
-
-
-@dataclass(frozen=True)
-class Gate:
-    """The nodes of gate(x) in x * gate(x), whose results nothing else takes, and the kind of the product."""
-
-    x: onnx_ir.Value
-    nodes: tuple[onnx_ir.Node, ...]
-    kind: str
-
-
-def gate_of(product: onnx_ir.Node) -> Gate | None:
-    """Return the gate of x * gate(x); None of other nodes."""
-    if product.op_type != "Mul" or len(product.inputs) != 2:
-        return None
-    for x, other in (product.inputs, reversed(product.inputs)):
-        found = None if x is None else _gate(x, other)
-        if found is not None:
-            return found
-    return None
-
-
-def _gate(x: onnx_ir.Value, value: onnx_ir.Value | None) -> Gate | None:
-    """Return the gate that computes a value of x: an op, or 0.5 * tanh(0.5 * x) + 0.5 for a sigmoid."""
-    node = None if value is None else _alone(value)
-    if node is not None and node.op_type in GATED and node.inputs[0] is x:
-        return Gate(x, (node,), GATED[node.op_type])
-    nodes: list[onnx_ir.Node] = []
-    for op_type in ("Add", "Mul", "Tanh", "Mul"):
-        node = None if value is None else _alone(value)
-        if node is None or node.op_type != op_type:
-            return None
-        nodes.append(node)
-        value, *others = sorted((each for each in node.inputs if each is not None), key=_is_constant)
-        if any(constant_of(each) != 0.5 for each in others):
-            return None
-    return Gate(x, tuple(nodes), GATED["Sigmoid"]) if value is x else None
-
-
-def _is_constant(value: onnx_ir.Value) -> bool:
-    return constant_of(value) is not None
-
-
-def _alone(value: onnx_ir.Value) -> onnx_ir.Node | None:
-    """Return the node that computes a value for one taker."""
-    return value.producer() if len(value.uses()) == 1 and not value.is_graph_output() else None
 
 
 def _codes(node: onnx_ir.Node) -> FileCodes:

@@ -8,9 +8,9 @@ import onnx_ir
 
 from qtoolkit.errors import present
 from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, input_at, maker_of
-from qtoolkit.export.files.kinds import WEIGHTED, bounds_of, ops_where
+from qtoolkit.export.files.kinds import WEIGHTED, bounds_of, moved_inputs, ops_where
 from qtoolkit.export.files.ops import ConstantWeight, layer_of
-from qtoolkit.export.passes.repeated_pairs import is_on_codes, moved_inputs
+from qtoolkit.export.passes.repeated_pairs import is_on_codes
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.runtimes.execution import Array
 

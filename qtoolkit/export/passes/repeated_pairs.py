@@ -7,10 +7,10 @@ import onnx_ir
 
 from qtoolkit.errors import present
 from qtoolkit.export.files.graph import Constants, constant_input, constant_of, has_one_scale, maker_of
-from qtoolkit.export.files.kinds import CAST, kind_by_op
+from qtoolkit.export.files.kinds import moved_inputs
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 from qtoolkit.op_kinds.reached import reached
-from qtoolkit.op_kinds.table import OF_ONNX, OTHER
+from qtoolkit.op_kinds.table import OF_ONNX
 from qtoolkit.runtimes.execution import Array
 
 Pair = tuple[onnx_ir.Value, onnx_ir.Value]  # a scale and a zero point
@@ -32,12 +32,6 @@ def repeat_pairs(model: onnx_ir.Model, ops: Collection[str]) -> None:
                 last = _insert_pair(model, node, output, pair)
                 for user, index in users:
                     user.replace_input_with(index, last)
-
-
-def moved_inputs(node: onnx_ir.Node) -> Sequence[onnx_ir.Value | None]:
-    """Return the tensors whose values, and zeros, are the values of a node's outputs; none for a node that computes others."""
-    kind = OTHER if node.op_type == CAST else kind_by_op(node)
-    return node.inputs if kind.concatenates else node.inputs[:1] if kind.moves else ()
 
 
 def is_on_codes(value: onnx_ir.Value) -> bool:

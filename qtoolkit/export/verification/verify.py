@@ -207,13 +207,13 @@ def compare_layers(
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
     file = _opened(path, "verify_onnx")
     nodes = _nodes_of(file.proto.graph, converted, "verify_onnx")
-    file.check_inputs(tensors_of((args, kwargs)), "verify_onnx")
+    tensors = file.taken(tensors_of((args, kwargs)), "verify_onnx")
     taken = {name for node in file.proto.graph.node for name in node.input}
     pools = [node for node in file.proto.graph.node if node.op_type == "MaxPool" and len(node.output) > 1]
     positions = [node.output[1] for node in pools if node.output[1] in taken]
     grids = {node.quantizer: grid_named(converted, node.quantizer) for node in nodes}
     names = [name for node in nodes for name in (node.source, node.codes, *_shifting(node, grids))]
-    values = file.run(tensors_of((args, kwargs)), [*names, *positions])
+    values = file.run(tensors, [*names, *positions])
     with naming_misfits(converted, inputs, "verify_onnx: inputs do"):
         follower = Follower(converted, args, kwargs)
     with ChosenMaxima(values[name] for name in positions):
@@ -401,10 +401,10 @@ class OnnxFile:
     def __init__(
         self, path: Path, file: "OpenedFile", model: nn.Module, tensors: Sequence[Tensor], optimized: bool
     ) -> None:
-        self.path, self.file, self.tensors, self.optimized = path, file, tensors, optimized
+        self.path, self.file, self.optimized = path, file, optimized
         self.nodes = _nodes_of(self.file.proto.graph, model, "verify")
         self.grids = {node.quantizer: grid_named(model, node.quantizer) for node in self.nodes}
-        self.file.check_inputs(tensors, "verify")
+        self.tensors = self.file.taken(tensors, "verify")
         self.constant = [node for node in self.nodes if node.is_constant]
         self.quantizers = list(self.grids)  # their names, in the order of the file
         varying = {node.quantizer for node in self.nodes if not node.is_constant}
