@@ -82,6 +82,10 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         if weight is not None:
             self.weight_quantizer = weight_quantizer(self.weight, weight, name, self.scale_groups(weight.axis))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not the layer whose weight an optimizer updates in part.
+        return {**vars(self), "_buffers": {**self._buffers, "updated_channels": None}}
+
     def own_attributes(self) -> tuple[str, ...]:
         quantizers = ("weight_quantizer", "input_quantizer", *(call.kernel_name for call in self.layer_calls))
         settings = ("training_arithmetic", "returns_channels_last", "bias_is_corrected")

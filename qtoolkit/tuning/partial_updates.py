@@ -66,7 +66,8 @@ class PartialUpdates:
     - Adam's `step` counts the steps of the whole weight, so the first steps of a channel that is chosen late are larger.
 
     Call `step()` after each step of the optimizer, and `finish()` to train whole weights again. In a process group every rank
-    must call both.
+    must call both. A copy of the model, deep or pickled, has no chosen channels: it trains whole weights, but those of share 0,
+    which are frozen.
 
     Args:
         model: A prepared or replaced model, also in DistributedDataParallel or fully_shard.
@@ -147,8 +148,10 @@ class PartialUpdates:
         """Train whole weights from now on."""
         for hook in self._hooks:
             hook.remove()
+        self._release()  # the last step may have raised an error
         for weight in self._weights.values():
-            weight.layer.weight.requires_grad_(True)
+            if not weight.share:
+                weight.layer.weight.requires_grad_(True)
             for layer in weight.layers:
                 layer.updated_channels = None
 

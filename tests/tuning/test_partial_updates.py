@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,40 @@ def test_a_trained_model_converts_without_a_trace() -> None:
     torch.testing.assert_close(converted(batch(0)), model.eval()(batch(0)), rtol=1e-4, atol=1e-4)
     assert "updated_channels" not in "".join(name for name, _ in converted.named_buffers())
     assert not [name for name in model.state_dict() if "updated_channels" in name]
+
+
+def test_a_copy_trains_whole_weights_and_may_be_trained_in_part() -> None:
+    model = learned()
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    updates = Updates(model, opt, share=0.25)
+    train(model, opt, updates, 1)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert chosen(copied) == {}
+        before = copy.deepcopy(copied.state_dict())
+        step(copied, OPTIMIZERS["sgd"](copied.parameters()), batch(1))
+        for name in layers_of(copied):
+            moved = (copied.state_dict()[f"{name}.weight"] != before[f"{name}.weight"]).flatten(1).any(1)
+            assert moved.all()
+        again = OPTIMIZERS["sgd"](copied.parameters())
+        train(copied, again, Updates(copied, again, share=0.25), 1)
+    assert chosen(model)
+    train(model, opt, updates, 1)
+
+
+def test_finish_puts_back_what_a_step_that_raises_holds_and_leaves_what_others_froze() -> None:
+    model = learned()
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    updates = Updates(model, opt)
+    loss_of(model, batch(0)).backward()
+    model.get_parameter("stem.weight").requires_grad_(False)
+    rate = opt.param_groups[0].pop("lr")
+    with pytest.raises(KeyError):
+        opt.step()
+    opt.param_groups[0]["lr"] = rate
+    updates.finish()
+    assert {id(p) for p in opt.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+    assert set(opt.state) <= set(model.parameters())
+    assert not model.get_parameter("stem.weight").requires_grad
 
 
 def test_a_step_that_raises_leaves_the_model_as_it_is() -> None:
