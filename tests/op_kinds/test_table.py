@@ -31,6 +31,7 @@ NAMES = KINDS.keys() | OF_METHOD.keys() | OF_ATEN.keys()
 
 # Literals that are in the table too, but belong to another vocabulary.
 OTHER_WORDS = {
+    "export/onnx.py: backend.silu_form == 'tanh'",
     "compat/pytorch_quantization/calib/histogram.py: method == 'max'",  # a method of calibration, as are the next
     "compat/pytorch_quantization/calib/histogram.py: method not in ('percentile', 'mse', 'max')",
     "graph/capture/functions.py: SIZED",  # functions that take sizes
