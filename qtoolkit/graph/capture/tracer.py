@@ -380,6 +380,8 @@ class ModelTracer(fx.Tracer):
     def mode_before_all(self, module: nn.Module) -> fx.Node:
         """Return the node that reads the mode of a submodule, before all ops of the graph, which is traced."""
         first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        if self.modes.get(module) not in self.graph.nodes:  # a rewrite has erased the node, with the op that took it
+            self.modes.pop(module, None)
         with self.graph.inserting_before(first):
             mode = self._read_mode(Mode.of(module, self.branch_on_mode))
         if mode is not first:

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 from weakref import finalize
 
-from torch import fx
+from torch import fx, nn
 
 from qtoolkit.graph.nodes import node_name
 from qtoolkit.graph.program.division import Division, Part
@@ -133,7 +133,7 @@ class OpOfEvalMode:
     def __init__(self, node: fx.Node) -> None:
         target: Any = node.target
         calls: dict[str, Callable[..., object]] = {
-            "call_module": operator.call,
+            "call_module": _call_module,
             "call_method": functools.partial(_call_method, target),
         }
         self.function = calls.get(node.op, target)
@@ -141,6 +141,10 @@ class OpOfEvalMode:
     def run(self, training: bool, /, *args: object, **kwargs: object) -> object:
         """Return what the op computes; None in training mode."""
         return None if training else self.function(*args, **kwargs)
+
+
+def _call_module(module: nn.Module, /, *args: object, **kwargs: object) -> object:
+    return module(*args, **kwargs)  # operator.call is a builtin that torch.compile does not trace
 
 
 def _call_method(name: str, value: object, /, *args: object, **kwargs: object) -> object:

@@ -246,9 +246,10 @@ def test_layers_of_each_branch_and_of_both_are_quantized() -> None:
     assert {str(status) for status in layers.values()} == {"quantized"}
 
 
-def test_compiled_code_follows_the_mode() -> None:
-    prepared = prepared_of(Detector, training=True)
-    compiled = torch.compile(prepared, backend="eager")
+@pytest.mark.parametrize("kind", [Detector, Chooses])  # eval mode alone has functions; and modules
+def test_compiled_code_follows_the_mode(kind: type[nn.Module]) -> None:
+    prepared = prepared_of(kind, training=True)
+    compiled = torch.compile(prepared, backend="eager", fullgraph=True)
     for mode in (True, False, True):
         compiled.train(mode)
         with torch.no_grad(), qt.disable_quantization(prepared):
@@ -276,3 +277,36 @@ def test_torch_export_captures_branches_that_return_the_same_containers(training
                 prepared.train(mode)(images()), model.train(mode)(images()), atol=1e-5, rtol=1e-5
             )
     assert torch.equal(qt.convert(prepared)(images()), prepared.eval()(images()))
+
+
+@pytest.mark.filterwarnings("ignore:prepare")
+@pytest.mark.parametrize("items", [1, 2])
+def test_training_mode_writes_no_items_of_a_tensor_that_eval_mode_reads(items: int) -> None:
+    class Masks(Chooses):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            for channel in range(items if self.training else 0):
+                x[:, channel] = 0
+            return super().forward(x)
+
+    model = made(Masks)
+    with pytest.warns(UserWarning, match="branches on self.training in Masks"):
+        prepared = qt.prepare(model.train(), (images(),), "onnxruntime")
+    with qt.disable_quantization(prepared), torch.no_grad():
+        torch.testing.assert_close(prepared(images()), model(images()), atol=1e-5, rtol=1e-5)
+
+
+@BOTH
+def test_eval_mode_may_write_items_of_a_tensor_of_its_own(training: bool) -> None:
+    class Marks(Chooses):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if self.training:
+                return x
+            x = x.sigmoid()
+            x[:, 0], x[:, 1] = 0, 1
+            return x * 2
+
+    prepared = prepared_of(Marks, training)
+    with qt.disable_quantization(prepared), torch.no_grad():
+        torch.testing.assert_close(prepared.eval()(images()), made(Marks).eval()(images()), atol=1e-5, rtol=1e-5)

@@ -27,7 +27,7 @@ from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.graph.nodes import is_output, kind_of, kind_of_module
 from qtoolkit.model_inputs import leaves
 from qtoolkit.op_kinds.facts import facts_of, set_facts
-from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size
+from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size, set_item
 from qtoolkit.op_kinds.rules import name_called
 from qtoolkit.op_kinds.table import KINDS
 
@@ -277,11 +277,19 @@ class _Merge:
         is_check = node.target in CHECKS
         if is_check and (len(node.args) < 2 or node.kwargs):
             raise UnlikeError
-        changed = changed_by(node, self.model)
-        if changed is None or self._is_new(base_of(changed, self.model)):
+        changed = self._changed_by(node)
+        base = changed
+        while changed is not None:  # item after item is written
+            base = base_of(changed, self.model)
+            changed = self._changed_by(base)
+        if base is None or self._is_new(base):
             return
         if self._trains(node) or not node.users:
             raise UnlikeError
+
+    def _changed_by(self, node: fx.Node) -> fx.Node | None:
+        written = node.args[0] if node.target is set_item else None
+        return written if isinstance(written, fx.Node) else changed_by(node, self.model)
 
     def _trains(self, node: fx.Node) -> bool:
         """Return whether training mode alone has a node."""

@@ -58,11 +58,13 @@ def _owner(model: nn.Module, node: fx.Node, modes: Mapping[nn.Module, fx.Node]) 
     if not name or _torch_type(module) is None:
         return None
     tensors = {of: argument(node, i + 1, of) for i, of in enumerate(TENSORS)}
-    own: object = module.momentum, module.eps
-    numbers = argument(node, 6, "momentum", 0.1), argument(node, 7, "eps", 1e-5)
-    if numbers != own or any(_value(model, t) is not getattr(module, of) for of, t in tensors.items()):
-        return None
     training = argument(node, 5, "training", False)
+    # in eval mode, in which torch's batch norms pass 0, momentum has no effect
+    same_momentum = training is False or argument(node, 6, "momentum", 0.1) == module.momentum
+    if not same_momentum or argument(node, 7, "eps", 1e-5) != module.eps:
+        return None
+    if any(_value(model, t) is not getattr(module, of) for of, t in tensors.items()):
+        return None
     follows_mode = modes.get(module) is training if isinstance(training, fx.Node) else bool(training) == module.training
     return name if follows_mode else None
 

@@ -112,3 +112,43 @@ def test_a_batch_norm_that_computes_something_else_stays_a_function(norm: type[n
     assert "it is called as a function" in line.reason
     with qt.disable_quantization(prepared), torch.no_grad():
         assert torch.equal(prepared.eval()(x), model.eval()(x))
+
+
+def test_a_branch_on_the_mode_around_its_momentum_is_one_batch_norm() -> None:
+    class Averages(NormAct):
+        """As torch's own batch norms: momentum counts in training mode alone."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            average = 0.0
+            if self.training:
+                self.num_batches_tracked.add_(1)
+                average = self.momentum
+            statistics = self.running_mean, self.running_var
+            y = F.batch_norm(x, *statistics, self.weight, self.bias, bool(self.training), average, self.eps)
+            return self.act(y)
+
+    model, x = settled(Averages)
+    prepared = qt.prepare(model.train(), (x,), backend="onnxruntime")
+    assert not prepared.graph.find_nodes(op="call_function", target=qt.graph.by_mode)
+    with qt.disable_quantization(prepared):
+        for mode in (True, False):
+            torch.testing.assert_close(prepared.train(mode)(x), model.train(mode)(x))
+    for name, theirs in model.named_buffers():
+        torch.testing.assert_close(prepared.get_buffer(name), theirs)
+
+
+def test_a_batch_norm_of_training_mode_alone_leaves_the_branch_its_node_of_the_mode() -> None:
+    class Scales(NormAct):
+        """Eval mode has another epsilon: its batch norm stays a function beside the module of training mode."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            eps = self.eps if self.training else 2 * self.eps
+            statistics = self.running_mean, self.running_var
+            y = F.batch_norm(x, *statistics, self.weight, self.bias, bool(self.training), self.momentum, eps)
+            return self.act(y)
+
+    model, x = settled(Scales)
+    prepared = qt.prepare(model.train(), (x,), backend="onnxruntime")
+    with qt.disable_quantization(prepared):
+        for mode in (False, True):
+            torch.testing.assert_close(prepared.train(mode)(x), model.train(mode)(x))
