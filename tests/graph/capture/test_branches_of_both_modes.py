@@ -310,3 +310,25 @@ def test_eval_mode_may_write_items_of_a_tensor_of_its_own(training: bool) -> Non
     prepared = prepared_of(Marks, training)
     with qt.disable_quantization(prepared), torch.no_grad():
         torch.testing.assert_close(prepared.eval()(images()), made(Marks).eval()(images()), atol=1e-5, rtol=1e-5)
+
+
+class Stage(nn.Module):
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers["trains"](x) if self.training else self.layers["evaluates"](x) * x
+
+
+def test_two_submodules_that_may_be_in_different_modes_are_not_merged_where_one_takes_the_branch_of_the_other() -> None:
+    def stage() -> nn.Module:
+        return Stage(trains=nn.Conv2d(3, 3, 1), evaluates=nn.Conv2d(3, 3, 3, padding=1))
+
+    model, x = nn.Sequential(stage(), stage()).train(), torch.randn(2, 3, 8, 8)
+    with pytest.warns(
+        UserWarning, match=r"Python branches on self\.training in 0, 1; the graph computes the branch of"
+    ):
+        prepared = qt.prepare(model, (x,), "onnxruntime")
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(x), model(x))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +143,7 @@ class _Merge:
         self.others[_output(self.other)] = _output(self.own)
         for node in (*self.alone, *self.copies):
             self._check_alone(node)
+            self._check_sources(node)
         self._note_calls()
 
     def _align_inputs(self) -> None:
@@ -290,6 +292,13 @@ class _Merge:
     def _changed_by(self, node: fx.Node) -> fx.Node | None:
         written = node.args[0] if node.target is set_item else None
         return written if isinstance(written, fx.Node) else changed_by(node, self.model)
+
+    def _check_sources(self, node: fx.Node) -> None:
+        """Raise UnlikeError for a node of one mode alone that takes one of a submodule that may be in the other mode."""
+        sources = [source for source in node.all_input_nodes if self._is_alone(source)]
+        owners = {self._owner(each) for each in (node, *sources)} if sources and len(self.branching) > 1 else set()
+        if not all(a in set(b.modules()) or b in set(a.modules()) for a, b in combinations(owners, 2)):
+            raise UnlikeError
 
     def _trains(self, node: fx.Node) -> bool:
         """Return whether training mode alone has a node."""
