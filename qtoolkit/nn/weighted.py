@@ -84,7 +84,8 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not the layer whose weight an optimizer updates in part.
-        return {**vars(self), "_buffers": {**self._buffers, "updated_channels": None}}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_buffers": {**self._buffers, "updated_channels": None}}
 
     def own_attributes(self) -> tuple[str, ...]:
         quantizers = ("weight_quantizer", "input_quantizer", *(call.kernel_name for call in self.layer_calls))
