@@ -1,5 +1,6 @@
 // A layer with a fake-quantized weight and an input on a grid, in one op. Backward keeps the input as its codes and the
 // weight as the parameters that it comes from; it computes both again, with the same bits.
+#include <ATen/Parallel.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
@@ -115,12 +116,41 @@ Tensor rebuilt(const Layer& l, c10::SymIntArrayRef size, at::ScalarType x_dtype,
   return is_image ? x.contiguous(format) : x;
 }
 
+template <class T>
+void gather(const T* rows, int64_t size, at::ArrayRef<int64_t> places, T* result, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    for (size_t i = 0; i < places.size(); ++i) result[row * places.size() + i] = rows[row * size + places[i]];
+  }
+}
+
+// index_select along the last dimension. On the CPU torch's takes three nanoseconds an element there.
+Tensor from_rows(const Tensor& t, const Tensor& index) {
+  if (!t.is_cpu() || t.element_size() > 8 || !t.is_contiguous()) return t.index_select(-1, index);
+  std::vector<int64_t> sizes = t.sizes().vec();
+  constexpr int64_t kGrain = 32768;  // elements, of torch's own loops
+  const int64_t size = sizes.back(), count = index.numel();
+  sizes.back() = count;
+  Tensor result = at::empty(sizes, t.options());
+  const Tensor indices = index.contiguous();
+  const at::ArrayRef<int64_t> places(indices.const_data_ptr<int64_t>(), count);
+  at::parallel_for(0, t.numel() / size, kGrain / count + 1, [&](auto b, auto e) {
+    const void* from = t.const_data_ptr();
+    void* to = result.mutable_data_ptr();
+    const auto run = [&](auto type) {
+      using T = decltype(type);
+      gather(static_cast<const T*>(from), size, places, static_cast<T*>(to), b, e);
+    };
+    t.element_size() == 2 ? run(uint16_t{}) : t.element_size() == 4 ? run(uint32_t{}) : run(uint64_t{});
+  });
+  return result;
+}
+
 // The channels of a tensor of a layer's outputs, in its memory format.
 Tensor channels_of(const Tensor& t, const Geometry& g, const Tensor& channels) {
-  if (g.is_linear()) return t.index_select(-1, channels);
+  if (g.is_linear()) return from_rows(t, channels);
   const bool is_last = t.dim() == 4 && t.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
   if (!is_last) return t.index_select(1, channels);
-  return t.permute({0, 2, 3, 1}).index_select(3, channels).permute({0, 3, 1, 2});
+  return from_rows(t.permute({0, 2, 3, 1}), channels).permute({0, 3, 1, 2});
 }
 
 // The gradient of a weight in some output channels: that of the layer that has these channels alone, and zeros in the
