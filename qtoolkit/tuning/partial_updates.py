@@ -157,7 +157,7 @@ class PartialUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and the chosen channels, by the names of layers."""
-        return {"steps": self.steps, "channels": {name: w.layer.updated_channels for name, w in self._weights.items()}}
+        return {"steps": self.steps, "channels": {name: _channels(w.layer).clone() for name, w in self._weights.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of `state_dict`.
@@ -276,8 +276,8 @@ class PartialUpdates:
         for _, _, p, part in self._taken:
             layer = layers[id(p)]
             _write(p, part, layer)
-            of_p = optimizer.state[p]
             for key, value in optimizer.state[part].items():
+                of_p = optimizer.state[p]
                 if not _is_like(value, part):
                     of_p[key] = value
                     continue

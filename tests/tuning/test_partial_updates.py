@@ -334,7 +334,10 @@ def test_wrong_arguments_are_told_the_rule(change: dict[str, Any], error: type[E
 def test_a_state_of_another_training_is_refused() -> None:
     model = learned()
     opt = OPTIMIZERS["sgd"](model.parameters())
-    state = Updates(model, opt, share=0.5).state_dict()
+    updates = Updates(model, opt, share=0.5, every=1, by="rotation")
+    state = updates.state_dict()
+    train(model, opt, updates, 1)
+    assert state["channels"]["stem"].tolist() == [0, 1, 2, 3] != chosen(model)["stem"]
     other = learned()
     updates = Updates(other, OPTIMIZERS["sgd"](other.parameters()), share=0.25)
     with pytest.raises(ValueError, match=r"the state has 4 channels of 'stem', and share=0\.25 are 2"):
