@@ -157,7 +157,10 @@ class PartialUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and the chosen channels, by the names of layers."""
-        return {"steps": self.steps, "channels": {name: _channels(w.layer).clone() for name, w in self._weights.items()}}
+        return {
+            "steps": self.steps,
+            "channels": {name: _channels(w.layer).clone() for name, w in self._weights.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of `state_dict`.
