@@ -22,7 +22,7 @@ UINT8, INT8, INT16, INT4 = TensorProto.UINT8, TensorProto.INT8, TensorProto.INT1
 BROKEN: dict[str, tuple[Callable[[], File], str, str]] = {}
 
 
-def breaks(rule: str, where: str, backend: str = "tensorrt") -> Callable[[Callable[[], File]], Callable[[], File]]:
+def breaks(rule: str, where: str, backend: str = "tensorrt10") -> Callable[[Callable[[], File]], Callable[[], File]]:
     """Register a file that breaks a rule of a backend at a node."""
 
     def register(build: Callable[[], File]) -> Callable[[], File]:
@@ -499,7 +499,7 @@ def test_a_branch_that_breaks_a_rule(case: str, tmp_path) -> None:
 
 
 def test_a_branch_that_breaks_none(tmp_path) -> None:
-    assert lint(clean().in_a_branch().save(tmp_path), "tensorrt") == ()
+    assert lint(clean().in_a_branch().save(tmp_path), "tensorrt10") == ()
 
 
 def test_every_rule_has_a_file() -> None:
@@ -507,7 +507,7 @@ def test_every_rule_has_a_file() -> None:
     assert {case.partition(f"-{backend}-")[0] for case, (_, _, backend) in BROKEN.items()} == rules
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "openvino"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "openvino"])
 def test_a_file_that_keeps_them(backend: str, tmp_path) -> None:
     assert lint(clean().save(tmp_path), backend, advice=True) == ()
 
@@ -567,7 +567,7 @@ def own_file(model: nn.Module, x: torch.Tensor, backend: str, exporter: str, fol
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize(
-    "backend", ["tensorrt", "tensorrt8", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "tvm", "academic"]
+    "backend", ["tensorrt10", "tensorrt8", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "tvm", "academic"]
 )
 @pytest.mark.parametrize("name", OWN)
 def test_our_own_files_break_no_rule_of_their_target(name: str, backend: str, exporter: str, tmp_path) -> None:
@@ -577,7 +577,7 @@ def test_our_own_files_break_no_rule_of_their_target(name: str, backend: str, ex
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "openvino"])
+@pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime", "openvino"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -642,7 +642,7 @@ def test_pairs_as_model_optimizer_writes_them_from_torch(tmp_path) -> None:
     y = file.node("Conv", pair(x, 0.1), weight)
     file.output(file.node("Conv", pair(file.node("Relu", y), 0.1), weight))
     file.output(file.node("Conv", pair(x, 0.1), weight))
-    assert lint(file.save(tmp_path), "tensorrt") == ()
+    assert lint(file.save(tmp_path), "tensorrt10") == ()
 
 
 def test_scales_for_each_channel_of_a_depthwise_convolution_as_nncf_writes_them(tmp_path) -> None:
@@ -651,11 +651,11 @@ def test_scales_for_each_channel_of_a_depthwise_convolution_as_nncf_writes_them(
     file.output(file.node("Conv", x, file.weight(16, 1, 3, 3), group=16, name="depthwise"))
     path = file.save(tmp_path)
     assert lint(path, "openvino") == ()
-    assert {each.name for each in lint(path, "tensorrt")} == {"activation-axis"}
+    assert {each.name for each in lint(path, "tensorrt10")} == {"activation-axis"}
 
 
 @pytest.mark.parametrize(
-    ("gate", "backend"), [("HardSwish", "tensorrt"), ("HardSwish", "onnxruntime"), ("Gelu", "onnxruntime")]
+    ("gate", "backend"), [("HardSwish", "tensorrt10"), ("HardSwish", "onnxruntime"), ("Gelu", "onnxruntime")]
 )
 def test_quantizers_before_activations_that_a_target_does_not_fuse(gate: str, backend: str, tmp_path) -> None:
     file = File()
@@ -672,14 +672,14 @@ def test_pairs_as_nncf_writes_them(tmp_path) -> None:
     path = file.save(tmp_path)
     assert lint(path, "openvino") == ()
     assert lint(path, "onnxruntime") == ()
-    assert {each.name for each in lint(path, "tensorrt")} == {"code-type"}
+    assert {each.name for each in lint(path, "tensorrt10")} == {"code-type"}
 
 
 def test_weights_behind_a_transpose_keep_their_axis(tmp_path) -> None:
     file = File()
     weight = file.node("Transpose", file.weight(24, 8, axis=0), perm=[1, 0])
     file.output(file.node("MatMul", file.pair(image(file)), weight, name="linear"))
-    assert lint(file.save(tmp_path), "tensorrt") == ()
+    assert lint(file.save(tmp_path), "tensorrt10") == ()
 
 
 @pytest.mark.parametrize("backend", ["openvino", "snpe"])
@@ -695,13 +695,13 @@ def test_long_chains_of_concats_take_no_long_time(tmp_path) -> None:
         x = file.node("Concat", x, file.node("Relu", x), axis=1)
         x = file.node("Slice", x, *(file.constant(np.array([v])) for v in (0, 1, 1)))
     file.output(file.conv(x, inputs=1))
-    assert {each.name for each in lint(file.save(tmp_path), "tensorrt")} == {"all-inputs", "shared-concat"}
+    assert {each.name for each in lint(file.save(tmp_path), "tensorrt10")} == {"all-inputs", "shared-concat"}
     file = File()
     x = file.pair(image(file))
     for _ in range(60):
         x = file.node("Concat", x, file.node("Transpose", x, perm=[0, 1, 2, 3]), axis=2)
     file.output(file.node("Exp", x))
-    assert lint(file.save(tmp_path), "tensorrt") == ()
+    assert lint(file.save(tmp_path), "tensorrt10") == ()
 
 
 # ---- bad input
@@ -723,13 +723,13 @@ def test_nodes_that_lack_something(damage: str, words: str, tmp_path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(model, path)
     with pytest.raises(UnreadableFileError, match=f"is no valid ONNX model: .*{words}"):
-        lint(path, "tensorrt")
+        lint(path, "tensorrt10")
 
 
 def test_files_that_are_refused(tmp_path) -> None:
     def refused(path: str, *words: str) -> None:
         with pytest.raises(UnreadableFileError) as error:
-            lint(path, "tensorrt")
+            lint(path, "tensorrt10")
         assert all(word in str(error.value) for word in (path, *words)), error.value
 
     refused(str(tmp_path / "none.onnx"), "does not exist")
@@ -753,14 +753,14 @@ def test_files_that_are_refused(tmp_path) -> None:
 def test_weights_in_files_that_are_missing(tmp_path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(clean().model(), path, save_as_external_data=True, location="model.data", size_threshold=0)
-    assert lint(path, "tensorrt") == ()
+    assert lint(path, "tensorrt10") == ()
     data = tmp_path / "model.data"
     data.write_bytes(data.read_bytes()[:10])
     with pytest.raises(UnreadableFileError, match="is not whole: 'model.data' has 10 bytes"):
-        lint(path, "tensorrt")
+        lint(path, "tensorrt10")
     data.unlink()
     with pytest.raises(UnreadableFileError, match=r"is in 'model\.data', which is missing; copy that file"):
-        lint(path, "tensorrt")
+        lint(path, "tensorrt10")
 
 
 def test_weights_outside_the_folder_are_not_read(tmp_path) -> None:
@@ -772,7 +772,7 @@ def test_weights_outside_the_folder_are_not_read(tmp_path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(model.SerializeToString())
     with pytest.raises(UnreadableFileError, match="outside the folder of the model"):
-        lint(path, "tensorrt")
+        lint(path, "tensorrt10")
 
 
 def test_an_unknown_backend_is_refused(tmp_path) -> None:

@@ -77,7 +77,7 @@ CASES = {
     "groups": Case({"bits": 4, "group_size": 4}, shared=Cause.WEIGHT_CODES),
     "other axis": Case({"axis": "other"}, shared=Cause.WEIGHT_CODES),
     **{name: learned(name) for name in ("pact", "qil", "apot", "dorefa")},
-    "affine input": Case(input=qt.QuantSpec(symmetric=False), own={"tensorrt10": Cause.INPUT_CODES}),
+    "affine input": Case(input=qt.QuantSpec(symmetric=False), own={"tensorrt": Cause.INPUT_CODES}),
     "learned input": Case(input=qt.QuantSpec(quantizer="lsq")),
     "16-bit input": Case(input=qt.QuantSpec(bits=16), shared=Cause.INPUT_CODES),
     "e4m3 input": Case(input=qt.QuantSpec(format="e4m3"), shared=Cause.INPUT_CODES),

@@ -183,7 +183,7 @@ def histogram_model(observer: str = "histogram") -> nn.Module:
     mapping = qt.QConfigMapping().set_global(
         qt.QConfig(qt.QuantSpec(observer=observer), qt.QuantSpec(axis=0, observer=observer))
     )
-    model = qt.prepare(nn.Sequential(nn.Linear(4, 6)).eval(), qconfig_mapping=mapping, backend="tensorrt")
+    model = qt.prepare(nn.Sequential(nn.Linear(4, 6)).eval(), qconfig_mapping=mapping, backend="tensorrt10")
     qt.calibrate(model, [torch.randn(32, 4)], progress=False)
     return model.eval()
 

@@ -85,7 +85,7 @@ def quantized(name: str, road: str, axis: int | None = 0, kind: type[nn.Module] 
         )
     else:
         model = qt.quant_modules.replace(
-            net, qconfig_mapping=mapping_of(name, axis), training_arithmetic="float", backend="tensorrt"
+            net, qconfig_mapping=mapping_of(name, axis), training_arithmetic="float", backend="tensorrt10"
         )
     qt.calibrate(model, [X], progress=False)
     return model.train()
