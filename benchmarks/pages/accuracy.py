@@ -40,7 +40,7 @@ from benchmarks.training.accuracy_plot import draw
 from benchmarks.training.algorithms import FLOAT, PEERS, SUBJECTS, bits_of, build
 from benchmarks.training.cifar import CALIBRATION, OPTIMIZERS, Data, Run, Schedule, accuracy, load
 from benchmarks.training.cifar_networks import NETWORKS
-from benchmarks.training.sweep import add_options, checkpoints_of, images_of, train_all
+from benchmarks.training.sweep import add_options, checkpoints_of, images_of, lines_of, train_all
 
 RESULTS = Path(__file__).parents[1] / "results" / "accuracy.json"
 SEEDS, BITS = (0, 1, 2), (8, 4, 3, 2)
@@ -192,8 +192,7 @@ def table(results: Mapping[str, Any], network: str, rows: Sequence[Row]) -> tupl
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
-    ordered = sorted(rows, key=lambda row: row.training.line)
-    lines = [list(of) for _, of in itertools.groupby(ordered, key=lambda row: row.training.line)]
+    lines = lines_of(rows)
     float_models = _float_models(lines)
     for line in lines:
         training = line[0].training

@@ -32,7 +32,7 @@ from benchmarks.report import markdown_lines, show
 from benchmarks.training.algorithms import FLOAT, bits_of, ends
 from benchmarks.training.cifar import CALIBRATION, Data, Run, Schedule, accuracy, load
 from benchmarks.training.mobilenet import float_mobilenet
-from benchmarks.training.sweep import add_options, checkpoints_of, images_of, train_all
+from benchmarks.training.sweep import add_options, checkpoints_of, images_of, lines_of, mean_and_spread, train_all
 
 RESULTS = Path(__file__).parents[1] / "results" / "oscillation.json"
 REESTIMATION = 5000  # training images
@@ -185,9 +185,7 @@ def table(results: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     )
     names = ["epochs", "rate", "bits", "trained", "seeds", "calibrated", "mean", "spread"]
     names += ["batch norms anew", "spread", "oscillating", "frozen", "minutes each"]
-    ordered = sorted((Row.of(row) for row in results["rows"]), key=lambda row: row.training.line)
-    lines = itertools.groupby(ordered, key=lambda row: row.training.line)
-    return title, names, [_line(list(rows)) for _, rows in lines]
+    return title, names, [_line(rows) for rows in lines_of(map(Row.of, results["rows"]))]
 
 
 def _line(rows: Sequence[Row]) -> list[str]:
@@ -199,11 +197,7 @@ def _line(rows: Sequence[Row]) -> list[str]:
     )
     shares = ["", ""] if training.method == FLOAT else [f"{oscillating:.2f} %", f"{frozen:.2f} %"]
     trained, anew = ([getattr(row, name) for row in rows] for name in ("trained", "reestimated"))
-    return [*head, f"{calibrated:.2f}", *_mean_and_spread(trained), *_mean_and_spread(anew), *shares, f"{minutes:.1f}"]
-
-
-def _mean_and_spread(values: Sequence[float]) -> tuple[str, str]:
-    return f"{statistics.mean(values):.2f}", f"{max(values) - min(values):.2f}"
+    return [*head, f"{calibrated:.2f}", *mean_and_spread(trained), *mean_and_spread(anew), *shares, f"{minutes:.1f}"]
 
 
 def write_page(page: Path, results: Mapping[str, Any]) -> None:

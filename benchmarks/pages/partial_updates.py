@@ -31,7 +31,7 @@ from benchmarks.report import markdown_lines, show
 from benchmarks.training.algorithms import build
 from benchmarks.training.cifar import CALIBRATION, Data, Run, Schedule, accuracy, load
 from benchmarks.training.cifar_networks import NETWORKS
-from benchmarks.training.sweep import add_options, checkpoints_of, images_of, train_all
+from benchmarks.training.sweep import add_options, checkpoints_of, images_of, lines_of, mean_and_spread, train_all
 
 RESULTS = Path(__file__).parents[1] / "results" / "partial_updates.json"
 NETWORK, SUBJECT = "resnet20", "lsq"
@@ -104,14 +104,6 @@ def train(training: Training, float_model: nn.Module, data: Data, checkpoints: P
     return Row(training, before, accuracy(model, data), milliseconds)
 
 
-def lines_of(rows: Sequence[Row]) -> Iterator[tuple[Training, list[Row]]]:
-    """Yield the trainings of each line of the table, with the first of them."""
-    ordered = sorted(rows, key=lambda row: row.training.line)
-    for _, of in itertools.groupby(ordered, key=lambda row: row.training.line):
-        line = list(of)
-        yield line[0].training, line
-
-
 def table(results: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
     """Return the title, the names of columns and the lines; of times, as multiples of the training of whole weights."""
     images = results["images"]
@@ -119,18 +111,17 @@ def table(results: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, list[st
         f"{NETWORKS[NETWORK].title}, CIFAR-10: accuracy on {images['test']:,} images, %; epochs of {images['train']:,} images; "
         f"float weights {results['float_weights']:.2f}"
     )
-    whole = {(t.epochs, t.bits): line for t, line in lines_of(rows) if t.share == 1}
+    whole = whole_of(rows)
     cells = []
-    for t, line in lines_of(rows):
-        mean = statistics.mean(row.trained for row in line)
-        spread = max(row.trained for row in line) - min(row.trained for row in line)
+    for line in lines_of(rows):
+        t, trained = line[0].training, [row.trained for row in line]
         to_whole = step = ""
         if beside := whole.get((t.epochs, t.bits)):
-            to_whole = f"{mean - statistics.mean(row.trained for row in beside):+.2f}"
+            to_whole = f"{statistics.mean(trained) - statistics.mean(row.trained for row in beside):+.2f}"
             step = f"{median_of(line) / median_of(beside):.2f}"
         rule = t.by if 0 < t.share < 1 else ""
         calibrated = statistics.mean(row.calibrated for row in line)
-        figures = f"{calibrated:.2f}", f"{mean:.2f}", f"{spread:.2f}", to_whole, step
+        figures = f"{calibrated:.2f}", *mean_and_spread(trained), to_whole, step
         cells.append([str(t.epochs), f"W{t.bits}A{t.bits}", f"{t.share:g}", rule, str(len(line)), *figures])
     names = [
         "epochs",
@@ -147,6 +138,12 @@ def table(results: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, list[st
     return title, names, cells
 
 
+def whole_of(rows: Sequence[Row]) -> dict[tuple[int, int], list[Row]]:
+    """Return the trainings of whole weights, by epochs and bits."""
+    lines = {line[0].training: line for line in lines_of(rows)}
+    return {(t.epochs, t.bits): line for t, line in lines.items() if t.share == 1}
+
+
 def median_of(line: Sequence[Row]) -> float:
     """Return the median time of a step over seeds."""
     return statistics.median(row.milliseconds for row in line)
@@ -158,13 +155,14 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     import matplotlib.pyplot as plt
 
     mpl.rcParams["svg.hashsalt"] = "qtoolkit"  # the same file for the same results
-    whole = {(t.epochs, t.bits): median_of(line) for t, line in lines_of(rows) if t.share == 1}
+    whole = whole_of(rows)
     points: dict[str, list[tuple[float, float, float]]] = {}
-    for t, line in lines_of(rows):
+    for line in lines_of(rows):
+        t = line[0].training
         if (beside := whole.get((t.epochs, t.bits))) is not None:
             mean = statistics.mean(row.trained for row in line)
             name = f"W{t.bits}A{t.bits}, by {t.by}, {t.epochs} epoch{'s' * (t.epochs > 1)}"
-            points.setdefault(name, []).append((median_of(line) / beside, mean, t.share))
+            points.setdefault(name, []).append((median_of(line) / median_of(beside), mean, t.share))
     figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
     for name, of in points.items():
         axis.plot([x for x, _, _ in of], [y for _, y, _ in of], "o-", label=name)

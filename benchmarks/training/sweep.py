@@ -1,7 +1,9 @@
 """What benchmarks that train many models on CIFAR-10 share: their options, and the loop over what is not trained yet."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,17 @@ def checkpoints_of(args: argparse.Namespace) -> Path:
     folder = folder if few == IMAGES["train"] else folder / str(few)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def lines_of(rows: Iterable[Any]) -> list[list[Any]]:
+    """Return the rows of each line of a table, in the order of `row.training.line`: of one training with several seeds."""
+    ordered = sorted(rows, key=lambda row: row.training.line)
+    return [list(of) for _, of in itertools.groupby(ordered, key=lambda row: row.training.line)]
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[str, str]:
+    """Return the mean of several seeds, and how far the best is from the worst, as a table has them."""
+    return f"{statistics.mean(values):.2f}", f"{max(values) - min(values):.2f}"
 
 
 def train_all(

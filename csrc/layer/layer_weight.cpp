@@ -85,6 +85,10 @@ void through_factor(const Tensor& of_product, const LayerWeight& w, const Geomet
   }
 }
 
+Tensor is_updated(const c10::SymInt& channels, const Tensor& updated) {
+  return at::zeros_symint({channels}, updated.options().dtype(at::kBool)).index_fill_(0, updated, true);
+}
+
 // In a memory format, with its strides along dimensions of one element too: torch's convolutions in float16 need them.
 Tensor laid_out(const Tensor& weight, MemoryFormat format) {
   const Tensor y = weight.contiguous(format);
@@ -207,14 +211,6 @@ class Rows {
   WeightRows args_;
   Tensor scale_, factor_;
 };
-
-}  // namespace
-
-namespace {
-
-Tensor is_updated(const c10::SymInt& channels, const Tensor& updated) {
-  return at::zeros_symint({channels}, updated.options().dtype(at::kBool)).index_fill_(0, updated, true);
-}
 
 }  // namespace
 

@@ -69,8 +69,12 @@ def rules_of(backend: Backend, advice: bool = False) -> tuple[LintRule | GraphRu
         >>> "residual-add" in [rule.name for rule in rules_of(qt.backends["tensorrt"])]
         True
     """
-    given = (*(ADVICE[name] for name in backend.advice), *FILE_ADVICE, *SLOWER) if advice else ()
+    given = _advice_of(backend) if advice else ()
     return tuple(rule for rule in (*FILE_RULES, *given) if rule.applies(backend))
+
+
+def _advice_of(backend: Backend) -> tuple[LintRule | GraphRule, ...]:
+    return (*(ADVICE[name] for name in backend.advice), *FILE_ADVICE, *SLOWER)
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ def estimate_engine(
     infer_sizes(model)
     ops = ops_of(model)
     rules = [rule for rule in FILE_RULES if rule.name in SLOW_RULES]
-    findings = broken((*rules, *(ADVICE[name] for name in backend.advice), *FILE_ADVICE, *SLOWER), ops, backend)
+    findings = broken((*rules, *_advice_of(backend)), ops, backend)
     costs, plain = (costs_of(ops, backend, GPUS[gpu], in_float16) for in_float16 in (False, True))
     return EngineEstimate(str(path), gpu, findings, costs.of_types, costs.seconds, plain.seconds, costs.unknown)
 

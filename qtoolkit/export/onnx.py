@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
     from qtoolkit.export.exporters.torch_exporters import ExportRequest
+    from qtoolkit.export.files.files import OpenedFile
     from qtoolkit.export.verification.verify import Verification
 
 Exporter = Literal["dynamo", "torchscript"]
@@ -281,7 +282,7 @@ def _compared(
 
     Raises RuntimeError: the file computes something else, or onnxruntime is its target and does not run it.
     """
-    from qtoolkit.export.files.files import refusal_of_default_session
+    from qtoolkit.export.files.files import OpenedFile, refusal_of_default_session
     from qtoolkit.export.float16 import casting_ends, to_float32
     from qtoolkit.export.verification.verify import compare_layers
 
@@ -289,10 +290,11 @@ def _compared(
     given: Callable[[Any], Any] = to_float32 if casts_ends else lambda values: values
     shapes = inputs.with_dynamic_batch()[1] if dynamic_batch else request.dynamic_shapes
     with casts, in_float(source.model):  # the comparison is of layers alone, without the runtime's optimizations
-        found = compare_layers(source.model, given(source.example_inputs), file, progress)
+        opened = OpenedFile.of(file)
+        found = compare_layers(source.model, given(source.example_inputs), opened, progress)
         found.check()
         if shapes is not None:
-            _compare_other_sizes(source.model, given(inputs.of_other_sizes(shapes)), file, progress)
+            _compare_other_sizes(source.model, given(inputs.of_other_sizes(shapes)), opened, progress)
     refused = refusal_of_default_session(file, given(inputs.tensors))
     if refused and ONNXRUNTIME.runs(backend):
         raise RuntimeError(
@@ -302,7 +304,7 @@ def _compared(
     return replace(found, refused=refused)
 
 
-def _compare_other_sizes(model: nn.Module, example_inputs: object, file: Path, progress: bool) -> None:
+def _compare_other_sizes(model: nn.Module, example_inputs: object, file: "OpenedFile", progress: bool) -> None:
     """Compare a file on inputs of other sizes than in the export, if the model takes them.
 
     Raises RuntimeError: the file does not run on them, or computes something else: an exporter has written a constant.

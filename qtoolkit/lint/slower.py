@@ -10,7 +10,7 @@ from qtoolkit.backends import Backend
 from qtoolkit.errors import some
 from qtoolkit.lint.engine import attention_of, float_type, is_on_codes, is_pointwise, why_not_fused
 from qtoolkit.lint.findings import MODEL_OPTIMIZER, Broken, BrokenAt, GraphRule, LintRule
-from qtoolkit.lint.ops import Op, end_of_unit, origin, users_behind
+from qtoolkit.lint.ops import LayerFacts, Op, end_of_unit, origin, users_behind
 from qtoolkit.op_kinds.float32 import FLOAT32_OPS
 from qtoolkit.op_kinds.kind import belongs_to_layer
 from qtoolkit.op_kinds.reached import reached
@@ -93,9 +93,14 @@ def _cast_between(op: Op, backend: Backend) -> Iterator[Broken]:
         )
 
 
+def _convolution_on_codes(op: Op, backend: Backend) -> LayerFacts | None:
+    """Return what is known of a convolution that computes in integers; None for any other op."""
+    return op.layer if op.kind.convolves and is_on_codes(op, backend) else None
+
+
 def _first_layer(op: Op, backend: Backend) -> Iterator[Broken]:
-    layer = op.layer
-    if layer is None or not op.kind.convolves or not is_on_codes(op, backend) or not layer.inputs:
+    layer = _convolution_on_codes(op, backend)
+    if layer is None or not layer.inputs:
         return
     first = all((maker := _float_maker(source)) is not None and maker.is_input for source in op.inputs)
     if first and layer.inputs // layer.groups <= FEW_INPUTS:
@@ -107,8 +112,8 @@ def _first_layer(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _grouped(op: Op, backend: Backend) -> Iterator[Broken]:
-    layer = op.layer
-    if layer is None or layer.groups <= 1 or not op.kind.convolves or not is_on_codes(op, backend):
+    layer = _convolution_on_codes(op, backend)
+    if layer is None or layer.groups <= 1:
         return
     what = "depthwise convolution" if layer.groups == layer.inputs else f"convolution in {layer.groups} groups"
     yield (
@@ -119,7 +124,7 @@ def _grouped(op: Op, backend: Backend) -> Iterator[Broken]:
 
 def _lone_layer(op: Op, backend: Backend) -> Iterator[Broken]:
     """Find convolutions in int8 between floats: the tensor is brought into the layout of int8 kernels, and back."""
-    if not op.kind.convolves or not is_on_codes(op, backend) or op.layer is None:
+    if _convolution_on_codes(op, backend) is None:
         return
     maker = _float_maker(op.inputs[0])
     if maker is None or maker.is_input or is_on_codes(maker, backend):

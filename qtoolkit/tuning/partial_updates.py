@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,16 @@ class _Weight:
                 now.copy_(channels)
             else:
                 layer.updated_channels = channels.to(layer.weight.device, copy=True)
+
+
+class _Taken(NamedTuple):
+    """A weight during a step of the optimizer, which has a parameter of its updated channels in its place."""
+
+    params: list[Tensor]  # of the optimizer's group
+    place: int
+    weight: Tensor
+    part: nn.Parameter
+    layer: QuantWeighted
 
 
 class PartialUpdates:
@@ -128,7 +138,7 @@ class PartialUpdates:
         self.steps = 0
         self.skipped: dict[str, str] = {}
         self._weights = self._find(_shares(model, share))
-        self._taken: list[tuple[list[Tensor], int, Tensor, nn.Parameter]] = []
+        self._taken: list[_Taken] = []
         self._hooks = (
             optimizer.register_step_pre_hook(self._take_rows),
             optimizer.register_step_post_hook(self._put_back),
@@ -230,10 +240,8 @@ class PartialUpdates:
         if self.by == "rotation":
             turn = self.steps // self.every
             for w in weights:
-                first, device = turn * w.count, w.layer.weight.device
-                w.choose(
-                    torch.arange(first, first + w.count, device=device).remainder(w.layer.channels()).sort().values
-                )
+                turned = torch.arange(w.count, device=w.layer.weight.device) + turn * w.count
+                w.choose(turned.remainder(w.layer.channels()).sort().values)
             return
         importances = [weight.importance() for weight in weights]
         if self.by == "magnitude":
@@ -270,14 +278,12 @@ class PartialUpdates:
                 state = optimizer.state.get(p, {})
                 optimizer.state[part] = {key: _select(v, layer) if _is_like(v, p) else v for key, v in state.items()}
                 params[place] = part
-                self._taken.append((params, place, p, part))
+                self._taken.append(_Taken(params, place, p, part, layer))
 
     @torch.no_grad()
     def _put_back(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write what the optimizer has updated into the weights and their state."""
-        layers = {id(w.layer.weight): w.layer for w in self._weights.values()}
-        for _, _, p, part in self._taken:
-            layer = layers[id(p)]
+        for _, _, p, part, layer in self._taken:
             _write(p, part, layer)
             for key, value in optimizer.state[part].items():
                 of_p = optimizer.state[p]
@@ -290,9 +296,9 @@ class PartialUpdates:
         self._release()
 
     def _release(self) -> None:
-        for params, place, p, part in self._taken:
-            params[place] = p
-            self.optimizer.state.pop(part, None)
+        for taken in self._taken:
+            taken.params[taken.place] = taken.weight
+            self.optimizer.state.pop(taken.part, None)
         self._taken = []
 
 
@@ -343,10 +349,8 @@ def _is_like(value: object, p: Tensor) -> bool:
 
 
 def _channels(layer: QuantWeighted) -> Tensor:
-    """Return the channels of a layer that are updated, which are chosen."""
-    channels = layer.updated_channels
-    assert channels is not None
-    return channels
+    """Return the channels of a layer that are updated, of which some are chosen from the start on."""
+    return cast("Tensor", layer.updated_channels)
 
 
 def _select(t: Any, layer: QuantWeighted) -> Tensor:

@@ -193,19 +193,14 @@ def verify_onnx(
     check_flags("verify_onnx", progress=progress)
     converted, inputs = on_cpu(check_converted(converted, "verify_onnx"), inputs, "verify_onnx")
     call_arguments(converted, inputs, "verify_onnx: inputs do")
-    with _in_type_of(_opened(path, "verify_onnx"), converted, inputs, "verify_onnx") as model:
-        return compare_layers(model, inputs, path, progress)
+    file = _opened(path, "verify_onnx")
+    with _in_type_of(file, converted, inputs, "verify_onnx") as model:
+        return compare_layers(model, inputs, file, progress)
 
 
-def compare_layers(
-    converted: nn.Module,
-    inputs: object,
-    path: "onnx.ModelProto | str | os.PathLike[str] | None",
-    progress: bool,
-) -> Verification:
+def compare_layers(converted: nn.Module, inputs: object, file: "OpenedFile", progress: bool) -> Verification:
     """Compare the codes of a file and of a converted model as `verify_onnx` does; model and inputs are on the CPU."""
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
-    file = _opened(path, "verify_onnx")
     nodes = _nodes_of(file.proto.graph, converted, "verify_onnx")
     tensors = file.taken(tensors_of((args, kwargs)), "verify_onnx")
     taken = {name for node in file.proto.graph.node for name in node.input}

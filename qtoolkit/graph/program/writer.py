@@ -155,12 +155,12 @@ def compiled(graph: fx.Graph, name: str) -> Callable[..., Any]:
     """Return the function `forward(self, ...)` of a graph. Tracebacks show its lines."""
     code = graph.python_code("self")
     file = f"<forward of {name or 'the model'}>.{uuid4().hex}"  # torch.compile tells code apart by it, too
-    scope, tree = dict(code.globals), ast.parse(code.src)
+    scope, source = dict(code.globals), code.src
     hidden = {str(node.target) for node in graph.nodes if node.op == "placeholder"} & scope.keys()
     if hidden:
-        tree = _Globals(hidden).visit(tree)
+        source = _Globals(hidden).visit(ast.parse(source))
         scope |= {f"global_{name}": scope[name] for name in hidden}
-    exec(compile(tree, file, "exec", dont_inherit=True), scope)
+    exec(compile(source, file, "exec", dont_inherit=True), scope)
     forward: Any = scope["forward"]
     linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
     finalize(forward.__code__, linecache.cache.pop, file, None).atexit = False
