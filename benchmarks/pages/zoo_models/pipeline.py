@@ -20,9 +20,11 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import qtoolkit as qt
 from benchmarks.pages.zoo_models.recipe import Inputs, Recipe
+from qtoolkit.backends import backend_of
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.passes.record import FROM_PARAMETERS
 from qtoolkit.lint.masked_attention import MASKED
+from qtoolkit.lint.slower import takes_types_as_they_are
 from qtoolkit.op_kinds.table import ACTIVATIONS, OTHER
 from qtoolkit.report import LayerLine
 from qtoolkit.verdicts import Cause
@@ -63,6 +65,8 @@ class Outcome:
         captured: Whether torch.export captured it, as that error advises where no leaf module helps.
         replaced: Whether its layers were replaced, as it advises where that fails too.
         older_exporter: The error of torch's exporter that advises the older one, which wrote the file then, or "".
+        macs: Multiply-adds of the file in "int8", "float16" and "float32", for a target that computes in the types of a file.
+        slower: Names of the findings that say why its engine is no faster, with the number of ops of each.
     """
 
     name: str
@@ -90,6 +94,8 @@ class Outcome:
     captured: bool = False
     replaced: bool = False
     older_exporter: str = ""
+    macs: dict[str, int] = field(default_factory=dict)
+    slower: dict[str, int] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
         """Return all fields as plain values."""
@@ -284,12 +290,22 @@ class _Steps:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
             try:
-                return qt.export_onnx(converted, _example(part), file, exporter=self.recipe.exporter)
+                result = qt.export_onnx(converted, _example(part), file, exporter=self.recipe.exporter)
             except RuntimeError as error:
                 if OLDER not in str(error):
                     raise
                 self.outcome.older_exporter = str(error)
-            return qt.export_onnx(converted, _example(part), file, exporter="torchscript")
+                result = qt.export_onnx(converted, _example(part), file, exporter="torchscript")
+            if takes_types_as_they_are(backend_of(self.backend)):
+                self.engine(qt.export.estimate_engine(file, self.backend))
+            return result
+
+    def engine(self, estimate: qt.export.EngineEstimate) -> None:
+        """Add what an engine of a part computes in each type, and why it is no faster."""
+        for name, cost in estimate.types.items():
+            self.outcome.macs[name] = self.outcome.macs.get(name, 0) + cost.macs
+        for finding in estimate.findings:
+            self.outcome.slower[finding.name] = self.outcome.slower.get(finding.name, 0) + 1
 
 
 def _settle(model: nn.Module, inputs: Inputs) -> None:
