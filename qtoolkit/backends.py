@@ -6,9 +6,9 @@ Each kind of op (`qtoolkit.op_kinds.table`) has a role on a target:
 - "merge": its inputs are quantized too, by the target's rule for residual adds.
 - "concat": if a quantized op takes its output, all its inputs are quantized with one scale, which the output then has too.
 - "transparent": it moves or picks values without changing them, so the quantizer of its input serves its output.
-- "activation": the target computes it as one op with the op before it, and no quantizer is inserted between the two. After an
-  op that it cannot join it is float, or, on a target with `quantize_outputs`, "compute". Behind an op that needs a quantized
-  output (`needs_quantized_output`) and does not join it, it is float and takes quantized inputs.
+- "activation": the target fuses it into the op before it, and no quantizer is inserted between the two. After an op
+  that cannot fuse it, it is float, or, on a target with `quantize_outputs`, "compute". After an op that needs a
+  quantized output (`needs_quantized_output`) and does not fuse it, it is float and takes quantized inputs.
 - "float": it is not quantized, and the report says so. Kinds that a target does not name are "float".
 
 A new target is one more table here, and a test.
@@ -38,9 +38,9 @@ class Backend:
 
     Attributes:
         name: Its name in reports.
-        qconfig: The default config, and what a spec of the user's that leaves out fields is completed by. Its own specs have
-            the defaults of QuantSpec in fields that are left out. Axis 0 of a weight stands for the output channel of every
-            kind of layer.
+        qconfig: The default config. It also gives the fields that the user's specs leave out. Fields that its own specs
+            leave out have QuantSpec's defaults. Axis 0 of a weight stands for the output channel of every kind of
+            layer.
         roles: The role of each kind of op.
         conv_transpose_axis: The axis of a transposed convolution's weight that its scales run along.
         grouped_conv_transpose: Whether the target has integer kernels for transposed convolutions with groups. If not, lint
@@ -49,22 +49,22 @@ class Backend:
             layer, so that the target can fuse the add into the layer.
         shared_concat: Whether the inputs of a concat share one scale. If not, each input and the output have their own.
         integer_weights: Whether weights are exported as integers (DequantizeLinear alone), not as floats with both nodes.
-        weight_codes: The type in which ONNX files store signed codes of 8 bits of weights: "int8"; or "uint8", the same codes
-            128 higher with a zero point of 128, whose sums onnxruntime computes exactly on every processor.
-        integer_bias: Whether the target adds biases to integer sums, in int32, in steps of input scale times weight scale.
-            Training and the exported file then have them on that grid.
+        weight_codes: The type in which ONNX files store signed 8-bit weights: "int8"; or "uint8", shifted by 128 with a
+            zero point of 128, whose sums onnxruntime computes exactly on every processor.
+        integer_bias: Whether the target adds biases to integer sums, in int32, in steps of input scale times weight
+            scale. Training and the exported file then round biases to these steps.
         runtime: The entry of `qtoolkit.runtimes.table.RUNTIMES` whose integer arithmetic the target has; None for none.
         advice: Names in `qtoolkit.lint.layers.ADVICE`: ops that are not faster in integers on the target.
         weight_bits: Widths of weights that the target computes in integers; None for all. Lint reports others.
         unsigned_after_relu: Whether a tensor that is never negative is quantized without a sign, if its spec is symmetric.
         integers_in_and_out: Whether ops without weights are quantized only where their output is quantized too.
-        needs_quantized_output: Kinds that the target computes in integers only if all that take their output take it
-            quantized. The output of a quantized layer of these kinds is always quantized, unless only the graph's outputs take
-            it. An op without weights is quantized if an op behind it asks for a quantized tensor.
-        splits_silu: Whether a SiLU behind such an op becomes a sigmoid and a product, which are quantized.
-        joined_activations: The activations that ops of these kinds join.
-        repeated_pairs: ONNX ops that move values, and that the target executes on codes only if a Q/DQ pair stands behind them
-            too. The file repeats the pair of their input there.
+        needs_quantized_output: Kinds that the target computes in integers only if every op that takes their output
+            takes it quantized. The output of a quantized layer of these kinds is always quantized, unless only the
+            graph's outputs take it. An op without weights is quantized if an op after it asks for a quantized tensor.
+        splits_silu: Whether a SiLU after such an op becomes a sigmoid and a product, which are quantized.
+        joined_activations: The activations that are fused into ops of these kinds.
+        repeated_pairs: ONNX ops that move values, and that the target executes in integers only if a Q/DQ pair follows
+            them too. The file repeats the pair of their input there.
         sub_pixel: Whether the file has a convolution and a DepthToSpace for a transposed convolution with a quantized output
             (`qtoolkit.export.passes.sub_pixel`), because the target has integer kernels for these two alone. A transposed
             convolution that only outputs of the graph take stays float, unless a rule names it.
@@ -72,12 +72,12 @@ class Backend:
             computes in integers throughout.
         quantize_graph_inputs: Whether inputs of the graph are quantized like other tensors.
         quantize_graph_outputs: Whether outputs of the graph are quantized, if a quantized op computes them.
-        end_bits: The least bits of the first and last layers, in the default config and by a global rule, by LSQ where the
-            config's own quantizer does not have as many; None for no
-            minimum.
-        same_grid: Kinds that compute on codes with one grid for their input and their output, which then share a quantizer.
-        output_specs: The spec of the output of kinds whose grid the target fixes, in the bits of that spec.
-        batch_norm_as_conv: Whether a batch norm behind a layer and its activation, which no layer folds, becomes a depthwise
+        end_bits: The least bits of the first and last layers, in the default config and by a global rule; None for no
+            minimum. LSQ quantizes them where the config's own quantizer does not have as many bits.
+        same_grid: Kinds that compute in integers with one scale and zero point for input and output, which then share a
+            quantizer.
+        output_specs: The spec of the output of kinds for which the target fixes the scale, at the bits of this spec.
+        batch_norm_as_conv: Whether a batch norm after a layer and its activation, which no layer folds, becomes a depthwise
             convolution in eval mode, because the target has integer kernels for these alone.
         batch_norm: How a layer takes over the batch norm after it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
         float_type: The type of what is not quantized in its files, and of the Q/DQ nodes: "float32"; or "float16", for a target
@@ -155,7 +155,7 @@ class Backend:
         return "merge" if role == "concat" and not self.shared_concat else role
 
     def joins(self, kind: OpKind, activation: OpKind) -> bool:
-        """Return whether the target computes an op and an activation behind it as one."""
+        """Return whether the target computes an op and an activation after it as one."""
         return kind.name not in self.needs_quantized_output or activation.name in self.joined_activations
 
     def quantizes(self, kind: OpKind) -> bool:
@@ -163,7 +163,7 @@ class Backend:
         return self.role(kind) in QUANTIZED_ROLES
 
     def frees_a_branch(self) -> bool:
-        """Return whether one input of a residual add stays unquantized: the convolution that computes it takes in the add."""
+        """Return whether one input of a residual add stays unquantized: the add is fused into its convolution."""
         return self.residual_add == "identity"
 
     def is_float_without_quantized_output(self, kind: OpKind) -> bool:

@@ -101,9 +101,9 @@ def check_flags(what: str, **flags: object) -> None:
 
 
 def check_whole(what: str, name: str, value: object, least: int, otherwise: str = "") -> int:
-    """Return an argument of the public function `what` that is a whole number of at least `least`; True and 2.0 are none.
+    """Return an argument of the public function `what` that is a whole number of at least `least`; True and 2.0 are refused.
 
-    `otherwise` is what else the argument may be, as the error says it, such as " or None". Raises TypeError for what is no
+    `otherwise` is what else the argument may be, as the error says it, such as " or None". Raises TypeError unless it is a
     whole number, ValueError for less.
     """
     if type(value) is not int:

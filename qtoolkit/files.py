@@ -38,7 +38,7 @@ def is_path(path: object) -> TypeGuard[str | os.PathLike[str]]:
 def checked_path(path: object, what: str, example: str) -> str | os.PathLike[str]:
     """Return a path to write. Errors begin with `what`.
 
-    TypeError for what is no path, IsADirectoryError for a folder, ValueError for the ending of another format.
+    TypeError unless it is a path, IsADirectoryError for a folder, ValueError for the ending of another format.
     """
     if not is_path(path):
         raise TypeError(f'{what}: path must be the file to write, got {shown(path)}; write path="{example}".')
@@ -56,7 +56,7 @@ def check_format(path: str | os.PathLike[str], what: str, example: str) -> None:
     ending = Path(path).suffix.lower()
     if ending in WRITERS and ending != Path(example).suffix:
         raise ValueError(
-            f"{what}: path must not end in {ending!r}, of which {what} writes none, got {os.fspath(path)!r}; write "
+            f"{what}: path must not end in {ending!r}, a format that {what} does not write, got {os.fspath(path)!r}; write "
             f"path={example!r}, or call {WRITERS[ending]}, which writes such files."
         )
 
@@ -137,7 +137,7 @@ def _remove_stale(folder: Path, prefix: str) -> None:
 def is_abandoned(entry: Path, prefix: str) -> bool:
     """Return whether nobody writes what has a name of `own_name` any more: its process does not run, or it is a day old.
 
-    Of a process of another machine, its age alone tells.
+    For a process of another machine, only the age tells.
     """
     pid = _writer_of(entry, prefix)
     with suppress(OSError):  # another process has removed it

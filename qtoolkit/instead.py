@@ -34,7 +34,7 @@ PREPARE = (
     "qtoolkit.prepare(model, example_inputs, backend=...), which prepares for QAT in training mode and for PTQ in eval "
     "mode"
 )
-DEFAULT = "qtoolkit.prepare(model, example_inputs, backend=...): the default config is that of the backend"
+DEFAULT = "qtoolkit.prepare(model, example_inputs, backend=...): the backend gives the default config"
 STUBS = "qtoolkit.prepare(model, example_inputs, backend=...), which places the quantizers; it needs no stubs"
 # For names that the package does not have.
 WAYS = {
@@ -79,8 +79,8 @@ TRANSLATED: Mapping[str, Callable[[object], str]] = {
     "unsigned": lambda value: f"signed={not value}",
     "qscheme": lambda value: f"axis={0 if 'channel' in str(value) else None}, symmetric={'symmetric' in str(value)}",
     "granularity": lambda value: "axis=0 for a scale for each channel, and group_size for one for each group",
-    "quant_min": lambda value: "bits, signed and narrow, which give the lowest code",
-    "quant_max": lambda value: "bits and signed, which give the highest code",
+    "quant_min": lambda value: "bits, signed and narrow, which give the lowest quantized value",
+    "quant_max": lambda value: "bits and signed, which give the highest quantized value",
 }
 
 

@@ -74,7 +74,7 @@ def naming_misfits(model: nn.Module, inputs: object, what: str) -> Iterator[None
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Return whether code of this package raised an error: it says itself what is wrong."""
+    """Return whether this package raised an error: it says itself what is wrong."""
     return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OWN_FOLDER)
 
 

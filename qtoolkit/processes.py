@@ -1,4 +1,4 @@
-"""The processes of torch.distributed: how many there are, errors that all of them raise, tensors that are divided over them."""
+"""The processes of torch.distributed: how many there are, errors that all of them raise, tensors that are sharded over them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -16,7 +16,7 @@ class Status(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why an op or a layer has its status, or does not compute on the codes of its inputs."""
+    """Why an op or a layer has its status, or does not compute in integers."""
 
     COMPUTED = "computed on quantized tensors"
     REPLACED = "replaced by a QAT layer, without a graph"
@@ -48,7 +48,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a layer or an op does not compute on codes, or in one op: the cause, and the part of a sentence that says it."""
+    """Why a layer or an op does not compute in integers, or is not fused: the cause, and the words for it."""
 
     cause: Cause
     text: str
@@ -86,7 +86,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """The answer of a function that finds nothing to return: why, a part of a sentence."""
+    """Why a function returns nothing: a part of a sentence."""
 
     why: str
 

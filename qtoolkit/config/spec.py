@@ -40,17 +40,17 @@ FIXED_IF_DYNAMIC: dict[str, object] = {
 class QuantSpec:
     """How one kind of tensor is quantized. In a rule of a QConfigMapping, a spec says only what it changes.
 
-    There, fields that are left out have the values of the backend's spec for that tensor: `QuantSpec(quantizer="lsq")` trains
-    the scale of uint8 codes with a zero point on "onnxruntime", and of int8 codes without one on "tensorrt". What is written
-    holds against the backend, and so does what a format, a quantizer, an observer or `dynamic` needs. With symmetric=True
-    written and `signed` left out, codes are signed. Everywhere else, as in a TensorQuantizer, fields that are left out have the
-    defaults of the signature.
+    There, fields that are left out have the values of the backend's spec for that tensor: `QuantSpec(quantizer="lsq")`
+    trains the scale of uint8 values with a zero point on "onnxruntime", and of int8 values without one on "tensorrt".
+    Fields that are written, and fields that a format, a quantizer, an observer or `dynamic` needs, override the
+    backend's. With symmetric=True written and `signed` left out, the tensor is signed. Everywhere else, as in a
+    TensorQuantizer, fields that are left out have the defaults of the signature.
 
     Attributes:
-        bits: Width of a code, 2 to 16.
-        signed: Codes from -2^(bits-1) to 2^(bits-1)-1; otherwise from 0 to 2^bits-1.
-        symmetric: No zero point: zero is code 0.
-        narrow: Exclude the lowest code, so that a signed range is symmetric.
+        bits: Bits of a quantized value, 2 to 16.
+        signed: Integers from -2^(bits-1) to 2^(bits-1)-1; otherwise from 0 to 2^bits-1.
+        symmetric: No zero point: zero is the integer 0.
+        narrow: Exclude the lowest integer, so that a signed range is symmetric.
         axis: Without a group_size, the channel axis, with one scale per channel. None is one scale for the tensor. In a
             QConfigMapping's global rule, axis 0 of a weight stands for the output channel of every kind of layer; in a rule by
             name, regular expression or type it is the weight's own axis: a transposed convolution has (in, out, ...). An
@@ -90,7 +90,8 @@ class QuantSpec:
             a target whose Q/DQ nodes have scales of that type. Scales then have 11 significant bits and are at least 2^-14
             (`qtoolkit.ops.float16_scale`), where they are read: what is stored and trained stays in float32.
         given: The names of the fields that are written; None takes the call's arguments. `dataclasses.replace` keeps
-            them and adds what differs from its default; `with_` adds all that it sets. They have no part in equality.
+            them and adds the fields that differ from their defaults; `with_` adds all that it sets. Equality ignores
+            them.
 
     Raises:
         ValueError: A value is out of its range, or a name is unknown.
@@ -155,7 +156,7 @@ class QuantSpec:
                 raise ValueError(f"QuantSpec: {name} must be true or false, got {getattr(self, name)!r}.")
         if self.narrow and self.symmetric and not self.signed:
             raise ValueError(
-                "QuantSpec: narrow=True leaves out the lowest code, which is that of zero with signed=False and "
+                "QuantSpec: narrow=True leaves out the lowest integer, which stands for zero with signed=False and "
                 "symmetric=True; set narrow=False, or symmetric=False."
             )
         self._complete_blocks()
@@ -219,14 +220,14 @@ class QuantSpec:
 
     @property
     def qmin(self) -> int:
-        """Lowest code; for a format without integer codes, the lowest value in units of the scale."""
+        """Lowest quantized value; for a format that is not "int", the lowest value in units of the scale."""
         if self.format != "int":
             return -self.qmax
         return (-(1 << self.bits - 1) if self.signed else 0) + int(self.narrow)
 
     @property
     def qmax(self) -> int:
-        """Highest code; for a format without integer codes, the highest value in units of the scale."""
+        """Highest quantized value; for a format that is not "int", the highest value in units of the scale."""
         if self.format != "int":
             return LARGEST.get(self.element, 1)
         return (1 << self.bits - int(self.signed)) - 1
@@ -330,10 +331,10 @@ class QuantSpec:
     def completed(self, base: "QuantSpec") -> Self:
         """Return the spec with all fields written: those that it leaves out have the values of another one, the backend's.
 
-        What its format, its quantizer, its observer or `dynamic` needs is not taken from there.
+        Fields that its format, its quantizer, its observer or `dynamic` needs are not taken from there.
 
         Raises:
-            ValueError: What is written does not fit the other spec.
+            ValueError: A field that is written does not fit the other spec.
 
         Example:
             >>> base = QuantSpec(signed=False, symmetric=False)

@@ -86,7 +86,7 @@ def check_links(model: nn.Module) -> None:
         own = layer.batch_norm if isinstance(layer, QuantWeighted) else None
         if own is not None and found is not None and found is not own and is_batch_norm(found):
             raise ValueError(
-                f"the batch norm {name!r} that is linked to layer {layer_name!r} is no longer in the model: it was replaced "
+                f"the batch norm {name!r} that is linked to layer {layer_name!r} is not in the model: it was replaced "
                 f"by {with_article(type(found))}. Replace batch norms, as torch.nn.SyncBatchNorm.convert_sync_batchnorm does, "
                 f"before you call qtoolkit.quant_modules.replace."
             )

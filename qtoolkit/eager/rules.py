@@ -124,7 +124,7 @@ def record_plan(model: nn.Module, rules: LayerRules, verdicts: Mapping[str, Verd
 def quantized_otherwise(model: nn.Module, rules: LayerRules) -> list[str]:
     """Return the names of the layers that are already quantized by another config than these rules give.
 
-    A second call without rules, for the same backend, asks for nothing else than what the layers have.
+    A second call without rules, for the same backend, keeps what the layers have.
     """
     before: dict[nn.Module, LayerRules] = {}
     for part, plan in plans_in(model):  # inner parts come later, and have their layers' own rules
@@ -135,7 +135,7 @@ def quantized_otherwise(model: nn.Module, rules: LayerRules) -> list[str]:
 
 
 def _is_asked_otherwise(layer: QuantModule, rules: LayerRules, before: LayerRules | None) -> bool:
-    """Return whether rules ask for another config of a layer than those before; the user may have built it without any."""
+    """Return whether rules ask for another config of a layer than the earlier rules; the user may have built it without any."""
     kind = float_type(layer)
     new = rules.find(rules.names[layer], kind)
     if before is None:
