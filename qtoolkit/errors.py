@@ -136,7 +136,7 @@ T = TypeVar("T")
 
 
 def present(value: T | None, what: str) -> T:
-    """Return a value that other code should have set; TypeError if it is None."""
+    """Return a value that should have been set; TypeError if it is None."""
     if value is None:
         raise TypeError(f"{what} is missing.")
     return value

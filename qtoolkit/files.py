@@ -127,7 +127,7 @@ def _host() -> str:
 
 
 def _remove_stale(folder: Path, prefix: str) -> None:
-    """Remove the temporary files of this machine's processes that no longer run, and those that are older than a day."""
+    """Remove the temporary files of this machine's processes that have ended, and all that are older than a day."""
     for entry in folder.glob(glob.escape(prefix + _host()) + "*.*.tmp"):
         if _writer_of(entry, prefix) is not None and is_abandoned(entry, prefix):
             with suppress(OSError):  # another process has removed it, or this one may not

@@ -1,4 +1,4 @@
-"""What models take and return: arguments of forward, batches, and tensors alone or in tuples, lists and dicts."""
+"""The inputs and outputs of models: arguments of forward, batches, and tensors alone or in tuples, lists and dicts."""
 
 import inspect
 import os

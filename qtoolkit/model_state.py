@@ -93,7 +93,7 @@ def is_foreign(module: str) -> bool:
 
 
 def contents_of(value: object) -> dict[Any, Any] | None:
-    """Return what is in a container, or the attributes of an object of a user's class; None of any other value.
+    """Return what is in a container, or the attributes of an object of a user's class; None for any other value.
 
     The keys are the container's own, places in it, or in a set the identities of its items.
     """

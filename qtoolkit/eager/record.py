@@ -20,7 +20,7 @@ ATTRIBUTE = "_qtoolkit_record"  # an attribute of the model: its copies and pick
 
 @dataclasses.dataclass(frozen=True)
 class EagerRecord:
-    """What was stored on a model; names are dotted names in that model."""
+    """The facts that were stored on a model; names are dotted names in that model."""
 
     plan: Plan | None = None  # what `quant_modules.replace` decided; None if it was not called
     chains: tuple[tuple[str, ...], ...] = ()  # of modules, as `fuse_modules` was given them

@@ -29,7 +29,7 @@ class TracedBlock(nn.Module):
     the block is a Sequential, a ModuleList or a ModuleDict, by index, `len` and iteration. It is an instance of the block's
     class, unless that derives from a layer of torch; the methods of `torch.nn.Module` are torch's.
 
-    Where the model calls the block once, and takes from it only what it returns, the block runs its part of the graph: it can
+    If the model calls the block once, and uses only what it returns, the block runs its part of the graph: it can
     be called with the arguments that the model gives it, and hooks, activation checkpointing and sharding work on it. Other
     blocks raise RuntimeError that says why when they are called, and when the model is called while they have hooks or a
     wrapper; `qtoolkit.prepare(..., untraced=["its name"])` keeps a block that is a module of its own.
@@ -66,7 +66,7 @@ class TracedBlock(nn.Module):
         nn.Module.__delattr__(self, name)
 
     def set_code(self, code: Callable[..., object] | None, model: nn.Module, reason: str = NO_CALL) -> None:
-        """Let the block run code that takes it and its arguments, and finds the model as `_block_model`; or say why not."""
+        """Let the block run a function of itself and its arguments, which finds the model as `_block_model`; or say why not."""
         # `vars`: an assignment would make the model a submodule of its own block.
         vars(self).update(_block_code=code, _block_model=model, _block_reason=reason)
 
@@ -207,7 +207,7 @@ def object_of_name(module: str, name: str) -> Any:
 
 
 class ClassReference:
-    """A class of the user's, which pickles name, and load as None where its code is not there."""
+    """A class of the user's, which pickles name, and load as None where it cannot be imported."""
 
     def __init__(self, kind: type[nn.Module] | None) -> None:
         self.kind = kind

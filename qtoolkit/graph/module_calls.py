@@ -46,7 +46,7 @@ class ModuleCalls:
 def why_read(graph: fx.Graph, layer: nn.Module, bn: nn.Module) -> str | None:
     """Return why a batch norm stays that a layer would take over, where other ops read a tensor of one of the two; else None.
 
-    Folding replaces the layer's tensors, of which the dtype and the like stay, and removes the batch norm.
+    Folding replaces the layer's tensors (their dtypes stay) and removes the batch norm.
     """
     lost, changed = ({id(t) for t in (*m.parameters(), *m.buffers())} for m in (bn, layer))
     for node in graph.find_nodes(op="get_attr"):
@@ -79,7 +79,7 @@ def number_of(node: fx.Node) -> int:
 
 
 def numbered(call: int) -> dict[str, int]:
-    """Return the arguments of a layer's forward that say which of its calls this is: none of the first."""
+    """Return the arguments of a layer's forward that say which of its calls this is: none for the first."""
     return {NUMBER: call} if call else {}
 
 

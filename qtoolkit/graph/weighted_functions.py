@@ -75,7 +75,7 @@ def layer_of(gm: QuantizedGraphModule, node: fx.Node) -> QuantWeighted | None:
 
 
 def geometry_of(node: fx.Node) -> dict[str, Any] | None:
-    """Return the arguments behind the bias; None where one is computed."""
+    """Return the arguments after the bias; None where one is computed."""
     names = GEOMETRY.get(kind_of(node).name, {})
     places = enumerate(names.items(), start=BIAS + 1)
     given = {name: argument(node, place, name, default) for place, (name, default) in places}

@@ -105,7 +105,7 @@ def is_pointwise(op: Op) -> bool:
 
 
 def costs_of(ops: Sequence[Op], backend: Backend, gpu: Gpu, in_float16: bool = False) -> Costs:
-    """Return what an engine of a file costs; with `in_float16`, that of the same model without quantizers, in float16."""
+    """Return what an engine of a file costs; with `in_float16`, the cost of the same model without quantizers, in float16."""
     find_quantizers(ops, backend)
     return _Engine(ops, backend, in_float16).costs(gpu)
 
@@ -187,7 +187,7 @@ class _Engine:
         return total
 
     def _cost(self, kernel: Iterable[Op], total: Costs) -> dict[str, Cost]:
-        """Return the cost of a kernel; quantizers behind another op are a part of it, and inputs cost nothing."""
+        """Return the cost of a kernel; quantizers after another op are a part of it, and inputs cost nothing."""
         found, parts, read = {name: Cost() for name in TYPES}, set(kernel), set[Op]()
         for op in parts:
             computed = self.type_of(op)
@@ -214,7 +214,7 @@ class _Engine:
         return not self.in_float16 and op.quantizer is not None
 
     def _written(self, op: Op, kernel: set[Op]) -> list[str]:
-        """Return the types in which an op writes its output: codes for quantizers, each once, and floats for others."""
+        """Return the types in which an op writes its output: integers for quantizers, each once, and floats for others."""
         users = [user for user in self.users(op) if user not in kernel]
         if self._gives_codes(op):
             return ["int8"] if users else []
@@ -236,7 +236,7 @@ def fused_attention(softmax: Op, backend: Backend, in_float16: bool = False) -> 
 
 
 def attention_of(softmax: Op) -> tuple[Op, ...]:
-    """Return a product of two activations, the ops up to a softmax, the softmax, and what leads to the product behind it.
+    """Return a product of two activations, the ops up to a softmax, the softmax, and the ops up to the product after it.
 
     The first and the last op are the products; () where there are none.
     """

@@ -1,4 +1,4 @@
-"""The ops that rules read, of a model's graph and of a file in one form, and how a file stores codes."""
+"""The ops that rules read, of a model's graph and of a file in one form, and how a file stores quantized values."""
 
 import re
 from collections.abc import Callable, Hashable, Iterable
@@ -19,14 +19,14 @@ OPSETS = {"FLOAT8": 19, "INT16": 21, "UINT16": 21, "INT4": 21, "UINT4": 21, "FLO
 
 
 def first_opset(dtype: str, *, by_axis: bool, blocks: bool) -> int:
-    """Return the first opset whose QuantizeLinear has a type of codes, by ONNX's name, an axis and blocks."""
+    """Return the first opset whose QuantizeLinear has an integer type, by ONNX's name, an axis and blocks."""
     of_type = next((opset for name, opset in OPSETS.items() if dtype.startswith(name)), 10)
     return max(of_type, AXIS_OPSET * by_axis, BLOCKS_OPSET * blocks)
 
 
 @dataclass(frozen=True, eq=False)
 class FileCodes:
-    """A QuantizeLinear, or a DequantizeLinear whose codes the file stores."""
+    """A QuantizeLinear, or a DequantizeLinear whose input the file stores."""
 
     dtype: str  # ONNX's name of the type of the codes: "INT8", "UINT8", "FLOAT8E4M3FN"
     scale: Array | None  # the scale; None where it is computed
@@ -38,7 +38,7 @@ class FileCodes:
 
     @property
     def bits(self) -> int:
-        """The width of the codes."""
+        """The bits of a quantized value."""
         found = re.search(r"\d+", self.dtype)
         return int(found.group()) if found else 0
 
@@ -49,7 +49,7 @@ class FileCodes:
 
     @property
     def code_range(self) -> tuple[int, int]:
-        """The lowest and the highest code of the type; (0, 0) of a type that is no integer."""
+        """The lowest and the highest value of the type; (0, 0) of a type that is no integer."""
         if self.dtype not in ("INT8", "UINT8", "INT16", "UINT16", "INT4", "UINT4"):
             return 0, 0
         half = 1 << self.bits - 1
@@ -74,7 +74,7 @@ class FileNode:
     codes: FileCodes | None = None  # of a quantizer, its codes
     weight: FileCodes | None = None  # of a layer, the codes of its weight; None where it stays float
     bias: FileCodes | None = None  # of a layer, the codes of its bias; None where it stays float or has none
-    # of a clip, its bounds, infinite where it has none; None of other nodes, and where they are computed
+    # of a clip, its bounds, infinite where it has none; None for other nodes, and where they are computed
     bounds: tuple[float, float] | None = None
     # of an average pool, whether its windows may reach beyond the padded input (`ceil_mode`), and whether padding counts
     reaches_beyond: bool = False
@@ -129,7 +129,7 @@ class Op:
     returned: bool = False  # whether the graph returns its output
     node: Any = None  # its node: in a file, the FileNode that `qtoolkit.export.files.ops` makes of it
     # the quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a concat whose
-    # inputs have one grid, the first input's; None of a float tensor. `find_quantizers` sets it
+    # inputs have one grid, the first input's; None for a float tensor. `find_quantizers` sets it
     quantizer: "Op | None" = None
 
     @property
@@ -154,7 +154,7 @@ class Op:
 
 
 def codes_of(op: Op | None) -> FileCodes | None:
-    """Return the codes of a quantizer of a file; None of no quantizer."""
+    """Return how a quantizer of a file stores values; None for other ops."""
     return None if op is None else op.node.codes
 
 

@@ -39,7 +39,7 @@ def _float32_floats(ops: Sequence[Op], backend: Backend) -> Iterator[BrokenAt]:
         layers = len(computing) - len(floats)
         yield (
             computing[0],
-            f"all that this file does not quantize is float32: {len(floats)} ops beside {layers} on codes. {backend.name} "
+            f"all floats of this file are float32: {len(floats)} ops beside {layers} in integers. {backend.name} "
             f"computes each tensor in the type that the file gives it: these ops take twice the bytes of float16 and slower "
             f"kernels, so that the engine may be slower than one in float16.",
             TO_FLOAT16,
@@ -53,7 +53,7 @@ def _is_in_float32(ops: Sequence[Op]) -> bool:
 
 
 def _float32_island(ops: Sequence[Op], backend: Backend) -> Iterator[BrokenAt]:
-    """Find ops in float32 that a file in float16 has between others, but for those that lose accuracy in float16."""
+    """Find ops in float32 that a file in float16 has between others, except ops that lose accuracy in float16."""
     if _is_in_float32(ops):
         return
     left = [op for op in ops if _is_float32(op)]
@@ -117,7 +117,7 @@ def _grouped(op: Op, backend: Backend) -> Iterator[Broken]:
         return
     what = "depthwise convolution" if layer.groups == layer.inputs else f"convolution in {layer.groups} groups"
     yield (
-        f"a {what} does not use tensor cores in int8: it saves bytes, and no products, and may be slower than in float16.",
+        f"a {what} does not use tensor cores in int8: it saves bytes, but no products, and may be slower than in float16.",
         "Measure it alone in both types, and leave it in float where that is faster.",
     )
 
@@ -160,7 +160,7 @@ def _unfused_attention(op: Op, backend: Backend) -> Iterator[Broken]:
     scale = next((each for each in attention[1 : attention.index(op)] if each.kind.with_constant), None)
     if scale is not None:
         yield (
-            f"{scale.name!r} scales the scores behind the product; the target asks for scaled queries or keys before it.",
+            f"{scale.name!r} scales the scores after the product; the target asks for scaled queries or keys before it.",
             "Multiply the queries by the scale.",
         )
 

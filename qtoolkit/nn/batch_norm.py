@@ -162,19 +162,19 @@ class LinkedBatchNorm(nn.Module):
 
 
 class QuantBatchNorm1d(LinkedBatchNorm, nn.BatchNorm1d):
-    """torch.nn.BatchNorm1d behind a QAT layer."""
+    """torch.nn.BatchNorm1d after a QAT layer."""
 
 
 class QuantBatchNorm2d(LinkedBatchNorm, nn.BatchNorm2d):
-    """torch.nn.BatchNorm2d behind a QAT layer."""
+    """torch.nn.BatchNorm2d after a QAT layer."""
 
 
 class QuantBatchNorm3d(LinkedBatchNorm, nn.BatchNorm3d):
-    """torch.nn.BatchNorm3d behind a QAT layer."""
+    """torch.nn.BatchNorm3d after a QAT layer."""
 
 
 class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
-    """torch.nn.SyncBatchNorm behind a QAT layer.
+    """torch.nn.SyncBatchNorm after a QAT layer.
 
     In a process group of several ranks its op is the one that may also compute what is around it, on the CPU too. So a rank
     that calls the modules one by one takes part in the same all-reduces as the others. Otherwise it is torch's.
@@ -338,9 +338,10 @@ def has_linked(model: nn.Module) -> bool:
 def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     """Let the norms that are in training mode normalize by each batch's statistics, also in a model put in eval mode.
 
-    They are batch norms, and instance norms with running statistics. Their running statistics are the same afterwards. Norms in
-    eval mode, frozen ones too, keep the running ones; so does a SyncBatchNorm, which would wait for ranks with fewer batches.
-    The function that the block gets says whether the next forwards do so; False takes the running statistics.
+    They are batch norms, and instance norms with running statistics. Their running statistics are the same afterwards.
+    Norms in eval mode, frozen ones too, keep the running ones. A SyncBatchNorm keeps them too: it would wait for ranks
+    with fewer batches. The function that the block gets says whether the next forwards do so; False takes the running
+    statistics.
     """
     batch_norms = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # without SyncBatchNorm
     kinds = batch_norms | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
@@ -363,7 +364,7 @@ def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
 
 @contextmanager
 def values_of_channels(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Count the values that each batch norm normalizes by their own statistics: those of a channel, in the largest batch.
+    """Count the values that each batch norm normalizes by their own statistics: the values of a channel, in the largest batch.
 
     The dict that the block gets has them by the names of the batch norms.
     """
@@ -408,7 +409,7 @@ def track(
     offset: Tensor | None = None,
     totals: Tensor | None = None,
 ) -> None:
-    """Update the running statistics as torch's batch norms do, by those that `qtoolkit.ops.batch_norm_fake_quant` returns.
+    """Update the running statistics as torch's batch norms do, by statistics from `qtoolkit.ops.batch_norm_fake_quant`.
 
     The variance is the biased one of `count` values of a channel, or of as many as the `totals` of all ranks have. The
     statistics are of the batch norm's input times `divisor`, without the `offset` that is added to the batch.
@@ -427,7 +428,7 @@ def track(
 
 
 def running_variance(bn: Any) -> Tensor:
-    """Return the running variance; in compiled code a copy, which backward uses after forward has updated the buffer."""
+    """Return the running variance; in a compiled forward a copy, which backward uses after forward has updated the buffer."""
     if bn.running_var is None or bn.running_mean is None:
         raise ValueError("a batch norm without running statistics cannot be folded; set track_running_stats=True.")
     run = running()

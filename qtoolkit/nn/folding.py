@@ -1,4 +1,4 @@
-"""Layers with a batch norm behind them, which folds into weight and bias."""
+"""Layers with a batch norm after them, which folds into weight and bias."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ from qtoolkit.unregistered import Unregistered
 
 
 class FoldsBatchNorm(LayerOp, QuantModule):
-    """A layer that may be linked to the batch norm behind it: its weight is then quantized as folding would scale it."""
+    """A layer that may be linked to the batch norm after it: its weight is then quantized as folding would scale it."""
 
     _linked_batch_norm: Unregistered[LinkedBatchNorm] | None = None
     _holds_batch_norm: bool = False  # linked or folded
@@ -110,8 +110,9 @@ class FoldsBatchNorm(LayerOp, QuantModule):
     def takes_factor(self) -> bool:
         """Whether the weight's scales are in units of the weight, as the papers train them.
 
-        The weight is quantized times the factor of a linked batch norm. Each training step scales of any value take the change
-        of the factor: one for each output channel its own, one for all the change of the root of the mean square.
+        The weight is quantized times the factor of a linked batch norm. In each training step, scales of any value
+        follow the change of the factor: a scale for each output channel follows its channel, one for all follows the
+        root of the mean square.
         """
         quantizer, bn = self.weight_quantizer, self.batch_norm
         constant = bn is None or isinstance(bn, QuantFrozenBatchNorm)

@@ -19,9 +19,9 @@ class Source:
     """Where the values of a tensor come from.
 
     Attributes:
-        holder: The module that holds the quantizer on whose grid they lie.
+        holder: The module that holds the quantizer of the values.
         name: The quantizer's name there: another quantizer may take its place at any time.
-        dropouts: The dropouts behind it: a schedule may change their probabilities, which were 0, at any time.
+        dropouts: The dropouts after it: a schedule may change their probabilities, which were 0, at any time.
     """
 
     holder: nn.Module
@@ -55,8 +55,8 @@ class LayerCall:
     Attributes:
         number: Its number among the calls of the layer. The node of a call names it where it is not 0.
         source: The source of the input in training; None: the input may have any values.
-        integer_bias: Whether the target adds the bias to integer sums of products of codes.
-        sums_over: The source of the codes of the input in these sums; None: the layer's own input quantizer, if it has one.
+        integer_bias: Whether the target adds the bias to integer sums.
+        sums_over: The source of the input in these sums; None: the layer's own input quantizer, if it has one.
     """
 
     number: int = 0
@@ -72,7 +72,7 @@ class LayerCall:
         return own if own is not None or self.source is None else self.source.now()
 
     def summed_quantizer(self, layer: "QuantWeighted") -> Quantizer | None:
-        """Return the quantizer over whose codes the target sums; None where it adds the bias in float."""
+        """Return the quantizer of the input in the target's integer sums; None where it adds the bias in float."""
         source = None if self.sums_over is None else self.sums_over.quantizer
         return source or (layer.input_quantizer if self.integer_bias else None)
 
@@ -105,5 +105,5 @@ class LayerCall:
         return f"integer_kernel_{self.number}" if self.number else "integer_kernel"
 
     def kernel(self, layer: "QuantWeighted") -> Any:
-        """Return the `qtoolkit.integer.kernels.LayerKernel` that computes the call on codes, or None."""
+        """Return the `qtoolkit.integer.kernels.LayerKernel` that computes the call in integers, or None."""
         return getattr(layer, self.kernel_name, None)

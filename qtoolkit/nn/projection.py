@@ -30,7 +30,7 @@ class Projection(LayerOp):
         weight: Its weight, (out, in).
         quantizer: The weight's quantizer, or None.
         bias: Its bias, or None.
-        source: The quantizer on whose grid its input lies, or None where that is not known.
+        source: The quantizer of its input, or None where that is not known.
         rows: What quantizes the weight, where that is a part of another one, and which part it is; None where it is not.
     """
 
@@ -71,7 +71,7 @@ class Projection(LayerOp):
         ]
 
     def __call__(self, run: Run, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
-        """Return the layer of x, which has these codes: in training by an op that keeps codes, where it has some."""
+        """Return the layer of x, which has these integers: in training by an op that keeps integers, where x has some."""
         y = on_codes.compute(run, self, x, lambda: self.source, None, lambda: self.bias, (), {}, input_codes)
         if y is not None:
             return y

@@ -85,7 +85,7 @@ def quantized_attention(
 ) -> Tensor | None:
     """Return softmax(query key^T + mask) on the grid of a quantizer, times the value.
 
-    Backward keeps the codes of the operands. On CUDA it computes the softmax again by one kernel; on a CPU it keeps it,
+    Backward keeps the operands as integers. On CUDA it computes the softmax again by one kernel; on a CPU it keeps it,
     since that takes 2 % of the step of a small transformer. Values and gradients are the same as of the ops one by one: bit for
     bit on a CPU, and on CUDA up to the order of the sums of gradients.
 
@@ -93,8 +93,8 @@ def quantized_attention(
         run: What runs the forward.
         operands: The scaled query (..., target, features), the key (..., source, features) and the value
             (..., source, features of the value).
-        sources: For each of them the quantizer on whose grid its values lie, or None.
-        operand_codes: The codes of each of them, or None.
+        sources: The quantizer of each of them, or None.
+        operand_codes: The integers of each of them, or None.
         mask: Added to the scores, or None.
         quantizer: Of the weights, or None.
         arithmetic: How to compute, and what to keep.

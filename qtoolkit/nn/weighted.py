@@ -42,10 +42,10 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     Attributes:
         weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
-        integer_kernel: The `qtoolkit.integer.kernels.LayerKernel` that computes the layer on codes (see `qtoolkit.convert`), or
-            None. Of a layer whose calls a graph numbers, the first call's; `LayerCall.kernel` finds the others.
+        integer_kernel: The `qtoolkit.integer.kernels.LayerKernel` that computes it in integers (see `qtoolkit.convert`), or
+            None. For a layer whose calls a graph numbers, the first call's; `LayerCall.kernel` finds the others.
         layer_calls: What differs between the calls of the layer in a graph.
-        returns_channels_last: Whether a 2-d convolution returns images in channels_last where it computes on codes in training;
+        returns_channels_last: Whether a 2-d convolution that trains in integers returns images in channels_last;
             otherwise in the memory format of its input.
 
     Example:
@@ -174,7 +174,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     ) -> Tensor:
         """Apply the layer to its quantized input with its quantized weight; other arguments are torch's.
 
-        `call` is the number of this call, where a graph has several of the layer on different grids: passes set it. The code of
+        `call` is the number of this call, where a graph has several on different grids: passes set it. The forward of
         a prepared model passes `input_codes`.
         """
         self.check_input(input)
@@ -205,7 +205,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         return self.compute(input, self.weight, self.bias, *args, **kwargs)
 
     def _quantized(self, run: Run, x: Tensor, input_codes: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
-        """Return the quantized input and its codes, where it has some."""
+        """Return the quantized input and its integers, where it has some."""
         if self.input_quantizer is None:
             return x, input_codes
         return quantized_for(run, self.training_arithmetic, self.input_quantizer, x)

@@ -145,5 +145,5 @@ class OpKind:
 
 
 def belongs_to_layer(kind: OpKind) -> bool:
-    """Return whether targets compute an op behind a layer as part of it, or drop it."""
+    """Return whether targets compute an op after a layer as part of it, or drop it."""
     return kind.normalizes_batches or kind.returns_input

@@ -166,7 +166,7 @@ def is_over_image(dims: object, rank: int | None) -> bool:
 
 
 def is_over_positions(dims: object, rank: int) -> bool:
-    """Return whether a reduction is over all dimensions behind the channels."""
+    """Return whether a reduction is over all dimensions after the channels."""
     if not isinstance(dims, list | tuple) or not all(isinstance(dim, int) for dim in dims):
         return False
     return sorted(dim % rank for dim in dims) == list(range(2, rank))
@@ -257,7 +257,7 @@ def picks_indices(node: fx.Node) -> bool:
 
 
 def _dim_of(node: fx.Node) -> object:
-    """Return the dimension of x.max(1); None of x.max(), and of the elementwise x.max(y)."""
+    """Return the dimension of x.max(1); None for x.max(), and of the elementwise x.max(y)."""
     dim = argument(node, 1, "dim")
     return dim if isinstance(dim, int) or (isinstance(dim, fx.Node) and is_number(dim)) else None
 

@@ -44,7 +44,7 @@ def check_not_recomputing(run: Run, name: str) -> None:
     if run.recomputes:
         raise RuntimeError(
             f"quantizer {name!r} observes in a forward that gradient checkpointing recomputes, so that its range, and the "
-            f"gradients, would differ from those of the first forward. Calibrate before training and set observing=False, "
+            f"gradients, would differ from the first forward's. Calibrate before training and set observing=False, "
             f"as qtoolkit.freeze_ranges(model, 'activations') does, or do not checkpoint this part of the model."
         )
 
@@ -70,7 +70,7 @@ def not_ready(quantizer: "RangedQuantizer") -> RuntimeError:
 
 
 def check_spec(quantizer: "RangedQuantizer") -> None:
-    """Raise ValueError if its spec is one with other codes than it was made for: its scale and its observer are not."""
+    """Raise ValueError if its spec has other integers than it was made for: its scale and its observer have not."""
     differing = quantizer.differing({"spec": spec_fields(quantizer.made_for)})
     if differing is not None:
         raise ValueError(

@@ -16,7 +16,7 @@ def frozen_form(quantizer: "TensorQuantizer") -> Grid | DynamicActivation | Shap
 
     Raises:
         RuntimeError: It has no range.
-        ValueError: A scale is not positive and finite, or the spec was exchanged for one with other codes.
+        ValueError: A scale is not positive and finite, or the spec was exchanged for one with other integers.
     """
     kind, name, inserted = quantizer.kind, quantizer.name, quantizer.inserted
     if not quantizer.ready:

@@ -1,4 +1,4 @@
-"""What ops are told that compute a quantizer with more than it."""
+"""Arguments of ops that compute a quantizer and more."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What a TensorQuantizer takes from a state dict besides its tensors."""
+"""The entries that a TensorQuantizer takes from a state dict besides its tensors."""
 
 from collections.abc import Mapping
 from dataclasses import replace

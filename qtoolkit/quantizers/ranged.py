@@ -110,7 +110,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     @property
     def scale(self) -> Tensor:
-        """Steps between codes, positive: 0-d, or one per channel or group. Detached; NaN while there is no range."""
+        """Step sizes, positive: 0-d, or one per channel or group. Detached; NaN while there is no range."""
         with torch.no_grad():  # a node that saves tensors would upset gradient checkpointing, which counts them
             return self.grid()[0].abs()
 
@@ -120,7 +120,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     @property
     def zero_point(self) -> Tensor | None:
-        """Codes of zero, as floats; None for a symmetric spec."""
+        """Integers that zero maps to, as floats; None for a symmetric spec."""
         with torch.no_grad():
             zero_point = self.kind.grid(self)[1]
             return None if zero_point is None else zero_point.round()
@@ -200,14 +200,14 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.kind.set_grid(self, scale, zero_point)
 
     def load_observed(self) -> tuple[Tensor, Tensor]:
-        """Set the grid from the range observed so far, and return that range.
+        """Set the grid from the observed range, and return that range.
 
         Warns:
             UserWarning: A range that is trained would start from zeros.
 
         Raises:
             RuntimeError: Nothing was observed.
-            ValueError: An observed value is not finite, or the spec was exchanged for one with other codes.
+            ValueError: An observed value is not finite, or the spec was exchanged for one with other integers.
         """
         check_spec(self)
         if not self.observer.finite():
@@ -273,7 +273,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
         """Multiply the scales by the change of a batch norm's factor since the last call; return a copy of the variance.
 
         So the grid is the same in units of the weight, what is trained keeps its values, and its steps are the same. The
-        running variance and gamma, the batch norm's weight, are (C). With `frozen`, those with a frozen range move too.
+        running variance and gamma, the batch norm's weight, are (C). With `frozen`, scales with a frozen range move too.
         `of_step` has the last three arguments of `qtoolkit.ops.batch_norm_rescale_`.
         """
         moves, stored = self.kind.LEARNED or self.following or frozen, "_scale" in self._buffers
@@ -290,7 +290,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
         return copy
 
     def forget_factor(self) -> None:
-        """Take the grid as that for the factor of the next call of `rescale_to_bn_factor`."""
+        """Take the grid as it is for the factor of the next call of `rescale_to_bn_factor`."""
         if self.follows_factor:
             self._factor.zero_()
 

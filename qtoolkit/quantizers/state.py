@@ -92,7 +92,7 @@ _LATEST = _Latest()
 
 
 def latest_load(missing_keys: list[str]) -> _Load:
-    """Return what the call of `load_state_dict` with this list of missing keys has found so far: a new list is a new call."""
+    """Return what the call of `load_state_dict` with this list of missing keys has found: a new list is a new call."""
     if _LATEST.load.missing_keys is not missing_keys:
         _LATEST.load = _Load(missing_keys)
     return _LATEST.load

@@ -34,7 +34,7 @@ class Learned(Frozen):
 
 
 class Calibrating(Frozen):
-    """Each forward observes its input. With `quantizing`, the range is set from what was observed so far, and quantizes."""
+    """Each forward observes its input. With `quantizing`, the range is set from all observations, and quantizes."""
 
     def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:
         check_not_recomputing(run, quantizer.name)

@@ -32,8 +32,8 @@ class LayerLine:
         verdict: Whether it is quantized, with the cause.
         quantizers: All quantizers that its config controls: of its weights, of its inputs, and between its internal ops.
         training: How a layer computes in training and what it keeps for backward (`qtoolkit.nn.set_training_arithmetic`); for
-            a batch norm, what is in one op with it, and why no more.
-        in_float: Why a layer with one weight does not compute on codes in training; of a model converted with
+            a batch norm, the ops that are fused with it, and why no more.
+        in_float: Why a layer with one weight does not compute in integers in training; for a model converted with
             arithmetic="integer", why its runtime computes the layer or op in float. None for others, and where they do.
     """
 
@@ -152,7 +152,7 @@ def weight_of(layer: nn.Module) -> str:
 
 
 def training_of(layer: nn.Module, call: int = 0) -> tuple[str, Cause | None]:
-    """Return how a call of a layer computes in training, and why not on codes; "" and None for other modules."""
+    """Return how a call of a layer computes in training, and why not in integers; "" and None for other modules."""
     if isinstance(layer, QuantWeighted):
         with computing_still(layer):
             return on_codes.described(layer, call)

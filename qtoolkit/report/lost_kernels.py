@@ -27,7 +27,7 @@ from qtoolkit.verdicts import Cause, Refusal
 
 NOT_SATURATED = Refusal(
     Cause.OUTPUT_CODES,
-    "the activation behind it clips at other values than the codes of its output (symmetric=True, signed)",
+    "the activation after it clips at other values than the range of its output (symmetric=True, signed)",
 )
 # The causes that a config decides on.
 OF_CONFIG = (Cause.INPUT_CODES, Cause.WEIGHT_CODES, Cause.OUTPUT_CODES)
@@ -71,7 +71,7 @@ def warn_of_lost_kernels(what: str, model: nn.Module, backend: Backend, known: S
     if lost and set(lost) != set(known):
         warnings.warn(
             f"{what}: the qconfig_mapping takes layers out of the integer kernels of {backend.name}, which computes them in "
-            f"float: {'; '.join(lost)}. Fields that a QuantSpec leaves out are those that the kernels take.",
+            f"float: {'; '.join(lost)}. Fields that a QuantSpec leaves out get the values that the kernels take.",
             stacklevel=3,  # the caller of prepare or replace
         )
 

@@ -1,6 +1,6 @@
-"""What a forward assigns: a graph records no assignment, and what a run or a capture has changed becomes as it was.
+"""Assignments in a forward: a graph does not record them, and changes by a run or a capture are undone.
 
-An assignment makes no difference where no forward reads what an earlier one has left: a map that is kept for plots, a mean that
+An assignment does not matter if no later forward reads its value: a map that is kept for plots, a mean that
 is written before it is read, a cache.
 """
 
@@ -102,7 +102,7 @@ class Space:
         return list(self.held)
 
     def changes(self) -> list["Change"]:
-        """Return what differs from before: by key in a dict, otherwise all that is in it, from the first other item on."""
+        """Return what differs from before: by key in a dict, otherwise all items from the first different one on."""
         now = self.now()
         if isinstance(now, dict):
             pairs = {key: (self.before.get(key, ABSENT), now.get(key, ABSENT)) for key in {**self.before, **now}}
@@ -119,7 +119,7 @@ class Space:
 
 
 class Change(NamedTuple):
-    """What a forward has assigned."""
+    """The assignments of a forward."""
 
     space: Space
     key: Any  # in a list the first place that differs
@@ -151,7 +151,7 @@ class Change(NamedTuple):
         return _holds_traced((self.key, self.now))
 
     def replaced(self) -> list[Tensor]:
-        """Return the tensors of before that a later forward would not find: of a list that grows all, as it reads the end."""
+        """Return the earlier tensors that a later forward would not find: all of a list that grows, as it reads the end."""
         tensors = _tensors(self.before)
         if isinstance(self.space.held, list) and len(self.now) == len(self.before):
             return [tensor for tensor in tensors if not any(tensor is other for other in self.now)]
@@ -159,7 +159,7 @@ class Change(NamedTuple):
 
 
 class Reads(TorchFunctionMode):
-    """Notes which of some tensors a function or method of torch takes, but for one that asks for no values."""
+    """Notes which of some tensors a function or method of torch takes, except a function that reads no values."""
 
     def __init__(self, watched: Sequence[Tensor]) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ def _inner_spaces(
 
 
 def _tensors_in(spaces: Sequence[Space]) -> list[Tensor]:
-    """Return the tensors in spaces. What else is in a space is a space of its own, but for tuples, which nobody changes.
+    """Return the tensors in spaces. Other containers in a space are spaces of their own, except tuples, which nobody changes.
 
     An object outside of the model may lead to all objects of the process: it is not followed.
     """

@@ -63,7 +63,7 @@ def batch_norms(gm: fx.GraphModule) -> Iterator[Pair]:
 class Links:
     """Which layers take over the batch norms after them, and why others do not.
 
-    Both may be called any number of times, and a batch norm behind several layers: each time one right after the other.
+    Both may be called any number of times, and a batch norm after several layers: each time one right after the other.
     """
 
     def __init__(self, graph: fx.Graph, rules: LayerRules) -> None:
@@ -131,7 +131,7 @@ def _why_apart(node: fx.Node, follower: fx.Node, rules: LayerRules) -> str | Non
 
 
 def _warn_of_sizes(gm: fx.GraphModule) -> None:
-    """Warn of layers whose quantizer gives their weights another size, which no normalization behind them takes out."""
+    """Warn of layers whose quantizer gives their weights another size, which no normalization after them takes out."""
     names = dict[str, str]()
     for node in gm.graph.nodes:
         layer = called_module(node)
@@ -142,7 +142,7 @@ def _warn_of_sizes(gm: fx.GraphModule) -> None:
         warnings.warn(
             f"prepare: no normalization takes the outputs of {some([repr(name) for name in names])}, but "
             f"{' and '.join(dict.fromkeys(names.values()))}: the outputs change with them, before and in training. Put a batch "
-            f"norm behind these layers, or give them quantizer='lsq' in the QConfigMapping.",
+            f"norm after these layers, or give them quantizer='lsq' in the QConfigMapping.",
             stacklevel=5,  # the caller of prepare
         )
 

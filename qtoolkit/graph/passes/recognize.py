@@ -83,7 +83,7 @@ def _bends(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    """Return the name of what a node calls, without what says that it works in place or is an operator."""
+    """Return the name of what a node calls, without the marks of in-place ops and operators."""
     name = name_called(node).strip("_")
     return name[1:] if name[1:] in PLAIN else name
 

@@ -1,4 +1,4 @@
-"""The quantizers on whose grids the inputs of layers lie in training."""
+"""The quantizers of the inputs of layers in training."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,7 +76,7 @@ def _common_source(tensors: Sequence[fx.Node | None], backend: Backend) -> Sourc
 
 
 def source_in_training(node: fx.Node, backend: Backend) -> Source | None:
-    """Return the source of a tensor in training; None where its values are on no quantizer's grid, or on a weight's."""
+    """Return the source of a tensor in training; None where no quantizer, or a weight's, computes it."""
     behind = quantizer_behind(node, backend, in_training=True)
     source = None if behind is None or is_weight_quantizer(behind) else _source_at(behind)
     return None if source is None else replace(source, dropouts=dropouts_behind([node], backend))

@@ -1,7 +1,7 @@
 """Ops in a graph that run as one: chains of a batch norm with what is around it, and pairs of a function and its quantizer.
 
-A chain begins with the layer before its batch norm. The graph stays as it is; only the code that runs has a unit for a chain,
-or calls `qtoolkit.graph.program.epilogue` where no layer is in it, and has a unit for a pair.
+A chain begins with the layer before its batch norm. The graph stays as it is; only the forward that is written has a
+unit for a chain, or calls `qtoolkit.graph.program.epilogue` if no layer is in it, and has a unit for a pair.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,7 +30,7 @@ SIZES = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")  
 
 @dataclass
 class Chain:
-    """Nodes that run as one op, each with one user, but the last."""
+    """Nodes that run as one op, each but the last with one user."""
 
     batch_norm: fx.Node
     layer: fx.Node | None = None  # the QAT layer before it that is linked to it
@@ -190,7 +190,7 @@ class ChainFinder:
 
 
 def _called_alone(node: fx.Node) -> nn.Module | None:
-    """Return the module that a node calls with its input alone, or with the number of the call; None of other nodes."""
+    """Return the module that a node calls with its input alone, or with the number of the call; None for other nodes."""
     one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and set(node.kwargs) <= {NUMBER}
     return module_of(node) if node.op == "call_module" and one_input else None
 

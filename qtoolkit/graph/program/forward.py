@@ -29,7 +29,7 @@ def compile_forward(
     """Compile the program of a model and of each block that can run its own part of the graph.
 
     The other blocks are told why they cannot. `calls` are of the model and its blocks: none while it is made, which
-    compiles nothing. Without `products` the code calls no other ops than the graph has. `plain` is the code of torch.fx.
+    compiles nothing. Without `products` the forward calls only ops of the graph. `plain` is what torch.fx writes.
 
     The forward of the model runs, in training, the units of the whole graph in one piece; in eval mode, in exports and while a
     block is watched (it has a hook, for example), it calls the blocks.
@@ -100,7 +100,7 @@ def _by_block(gm: nn.Module, whole: Forward, divided: Forward, blocks: "_Blocks"
 
 
 def _is_its_own(run: Run, model: nn.Module, owner: ref[nn.Module]) -> bool:
-    """Return whether a model is the one that its code was made for, whose blocks and modules of units replicas share."""
+    """Return whether a model is the one that its forward was made for, whose blocks and modules of units replicas share."""
     return run.compiled or owner() is model
 
 
@@ -138,7 +138,7 @@ class _Links:
         self.snapshot = Snapshot(tuple(holder._modules for holder in holders if holder is not None), frozenset())
 
     def renew(self, run: Run) -> None:
-        """Link the layers again if a module has been replaced since; compiled code does so when the mode is set."""
+        """Link the layers again if a module has been replaced since; a compiled forward does so when the mode is set."""
         gm = None if run.compiled or self.snapshot.holds() else self.gm()
         if gm is None:
             return

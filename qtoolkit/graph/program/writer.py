@@ -1,4 +1,4 @@
-"""Write the code of a part of a model's graph: the nodes that it runs, and the calls of the blocks in it."""
+"""Write the Python of a part of a model's graph: the nodes that it runs, and the calls of the blocks in it."""
 
 import ast
 import functools
@@ -168,9 +168,9 @@ def compiled(graph: fx.Graph, name: str) -> Callable[..., Any]:
 
 
 class _Globals(ast.NodeTransformer):
-    """Give globals of code that torch.fx has written other names, where an argument of the forward has the name of one.
+    """Rename globals of Python that torch.fx has written, where an argument of the forward has the name of one.
 
-    torch.fx writes a device as `device(type='cpu')`, also where `device` is an argument. Its code reads arguments in
+    torch.fx writes a device as `device(type='cpu')`, also where `device` is an argument. It reads arguments in
     assignments of their own.
     """
 

@@ -44,7 +44,7 @@ class _QuantTable(QuantWeighted):
     bias = None
 
     def effective_weight(self) -> Tensor:
-        """Return the table that lookups see: with all rows renormalized, as those are that were looked up."""
+        """Return the table that lookups see: with all rows renormalized, as lookups renormalize theirs."""
         if self.max_norm is None:
             return super().effective_weight()
         table = self.weight.detach().clone()

@@ -65,7 +65,7 @@ class QuantizerKind:
         LEARNED: Whether the range is trained.
         POWERS: Whether its scales are powers of two, also where the spec's pow2_scale is False.
         NEEDS: The values of fields without which it raises ValueError.
-        KEEPS_SIZE: Whether quantized values are as large as the input. If not, a batch norm behind a layer with such a weight
+        KEEPS_SIZE: Whether quantized values are as large as the input. If not, a batch norm after a layer with such a weight
             is not folded into it: its scales would be lost.
 
     Example:
@@ -155,7 +155,7 @@ class QuantizerKind:
         return quantizer._scale, quantizer._zero_point
 
     def start(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-        """Return of what an op makes the scale: the scale itself, or the arguments of `qtoolkit.ops.positive_scale`.
+        """Return what an op makes the scale from: the scale itself, or the arguments of `qtoolkit.ops.positive_scale`.
 
         The op rounds it where the spec says so. None where `grid` computes it by other ops, or computes a zero point.
         """
@@ -205,7 +205,7 @@ class QuantizerKind:
         raise NotImplementedError
 
     def take_observed(self, quantizer: "RangedQuantizer") -> None:
-        """Set the scale from the range observed so far, where it follows that range."""
+        """Set the scale from the observed range, where it follows that range."""
 
     def observe_and_quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         """Observe x, and return it quantized with the scale that then holds."""

@@ -24,14 +24,14 @@ class FromStart(QuantizerKind):
     """The parameters are ratios to a start. SGD trains them as if a scale in fixed units were the parameter, the *base*.
 
     A step of SGD depends on the units of its parameter: divided by c, a parameter takes relative steps c^2 times as large. The
-    papers train the scale of a weight, and of activations that have passed a batch norm. Here a weight behind a batch norm is
+    papers train the scale of a weight, and of activations that have passed a batch norm. Here a weight before a batch norm is
     quantized times the batch norm's factor, and activations have the units of any network. So the gradient of a ratio is
     divided by the square of a base that does not depend on these units (see `qtoolkit.ops.positive_scale`, whose `rate` is
     (start / base)^2):
 
     - for a weight, the start in units of the weight that is trained, without the batch norm's factor;
     - for an activation, the start in units in which the activation's scale is `lsq_start(ACTIVATION_MEAN, qmax)`, as for
-      a standard normal behind a ReLU.
+      a standard normal after a ReLU.
     """
 
     RATIOS: ClassVar[tuple[str, ...]] = ()  # the names of the ratios
@@ -97,6 +97,6 @@ def start_of(quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
 
 
 def trained_bound(quantizer: "RangedQuantizer") -> Tensor:
-    """Return the bound of a symmetric range, which is trained by `_relative_bound`, its ratio to that at the start."""
+    """Return the bound of a symmetric range, which is trained by `_relative_bound`, its ratio to its start."""
     start, rate = start_of(quantizer)
     return ops.positive_scale(start * quantizer.spec.qmax, quantizer._relative_bound, rate)

@@ -20,7 +20,7 @@ from qtoolkit.shared_modules import replace_everywhere
 def run(traced: Traced) -> None:
     """Replace the calls of functions by calls of the layers whose weights they take, and these layers by torch's type.
 
-    A layer with other parameters, buffers or submodules stays, and one whose weight has other users.
+    A layer stays if it has other parameters, buffers or submodules, or if its weight has other users.
     """
     model, read = traced.model, defaultdict[str, list[fx.Node]](list)
     for node in traced.graph.find_nodes(op="get_attr"):

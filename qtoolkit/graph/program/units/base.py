@@ -1,8 +1,8 @@
 """What all units share: the decision how a unit computes, made once and kept while its modules are as they were.
 
-What a unit computes depends on its modules: their modes, hooks, types, parameters and quantizers. It is decided once, and holds
-as long as the attributes of these modules are the same objects, which `Snapshot` compares in some microseconds. While no
-decision holds, and where one op may not compute the unit, its ops are called one by one.
+The computation of a unit depends on its modules: their modes, hooks, types, parameters and quantizers. It is decided
+once, and holds as long as the attributes of these modules are the same objects, which `Snapshot` compares in some
+microseconds. While no decision holds, and where one op may not compute the unit, its ops are called one by one.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -47,7 +47,7 @@ Varying = tuple[dict[str, Tensor | None], Fields]
 """What may differ from call to call: tensors, in one order, and numbers."""
 
 Result = tuple[Tensor, TensorCodes | None]
-"""The output of a unit, with its codes."""
+"""The output of a unit, with its integers."""
 
 
 @dataclass(slots=True)
@@ -91,8 +91,8 @@ P = TypeVar("P", bound=UnitPlan)
 class CachedFusedOp(Generic[P]):
     """A unit of a prepared model, and how one op computes it for each kind of input.
 
-    `root` is the model, or the block of it in which the unit runs; `names` has the names of its modules there, that of its
-    quantizer last. None stands for those that there are not.
+    `root` is the model, or the block of it in which the unit runs; `names` has the names of its modules there, its
+    quantizer's last, None for a missing one.
     """
 
     KIND: ClassVar[Any]
@@ -122,16 +122,16 @@ class CachedFusedOp(Generic[P]):
         """Return the model."""
         model = self.root()
         if model is None:
-            raise RuntimeError("the model of this code does not exist any more.")
+            raise RuntimeError("the model of this unit does not exist any more.")
         return model
 
     def modules_now(self) -> tuple[Any, ...]:
-        """Return the modules, as compiled code asks for them."""
+        """Return the modules, as a compiled forward asks for them."""
         model = self.model()
         return tuple(None if name is None else model.get_submodule(name) for name in self.names)
 
     def by_op(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
-        """Return the output of modules with its codes, computed by one op of their inputs; None where it may not be."""
+        """Return the output of modules with its integers, computed by one op of their inputs; None where it may not be."""
         plan = self.plan_of(run, modules, x, *others)
         return None if plan is None else self.compute(run, plan, modules, x, *others)
 
@@ -147,7 +147,7 @@ class CachedFusedOp(Generic[P]):
         return self.plans[kind]
 
     def compute(self, run: Run, plan: P, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
-        """Compute the unit by the op, and keep the call; None if x has no codes."""
+        """Compute the unit by the op, and keep the call; None if x has no integers."""
         # Asked once: a grid that is made at each call saves tensors, and gradient checkpointing counts them.
         varying = self._varying(run, plan, modules, x, *others)
         if varying is None:
@@ -171,13 +171,13 @@ class CachedFusedOp(Generic[P]):
         raise NotImplementedError
 
     def _varying(self, run: Run, plan: P, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying | None:
-        """Return what the op is told besides what the plan says; None if x has no codes."""
+        """Return what the op is told besides what the plan says; None if x has no integers."""
         raise NotImplementedError
 
     def output(self, run: Run, plan: P, quantizer: Any, y: Tensor, *grid: Tensor) -> Result:
-        """Return the output of the unit, y, with its codes; `quantizer` is that of its modules.
+        """Return the output of the unit, y, with its integers; `quantizer` is its quantizer.
 
-        `grid` are the codes, empty where it has none, their scale, and their zero point if they have one.
+        `grid` are the integers, empty where it has none, their scale, and their zero point if they have one.
         """
         if quantizer is not plan.quantizer:  # the op does not compute it
             return quantized_by(run, quantizer, y)
@@ -220,7 +220,7 @@ def names_around(name: str) -> list[str]:
 
 @dataclass(slots=True, frozen=True)
 class LayerArguments:
-    """What an op is told about a layer, for inputs of a kind."""
+    """The arguments of an op for a layer, for inputs of a kind."""
 
     # the weight's scale and grid, and the range that the op sets; None where they are made at each call
     grid: Fields | None
@@ -231,7 +231,7 @@ class LayerArguments:
 
     @property
     def fields(self) -> Fields:
-        """What the op is told in each call."""
+        """The arguments of the op in each call."""
         return {**self.others, **(MADE_AT_EACH_CALL if self.grid is None else self.grid)}
 
     def varying(
@@ -244,7 +244,7 @@ class LayerArguments:
         factor: Callable[[], Tensor | None],
         name: str | None,
     ) -> Varying | None:
-        """Return what the op is told besides; None if x has no codes.
+        """Return what the op is told besides; None if x has no integers.
 
         `call` is the number of the layer's call. `factor` returns what multiplies the output channels of the weight before it
         is quantized, or None.

@@ -45,9 +45,9 @@ class NormPlan(LayerPlan):
 
 
 class BatchNormUnit(CachedFusedOp[NormPlan]):
-    """A layer with its batch norm, a residual add, an activation and a quantizer; the code of a prepared model calls `run`.
+    """A layer with its batch norm, a residual add, an activation and a quantizer; the forward of a prepared model calls `run`.
 
-    `names` are those of its modules, in this order without the add. `one_by_one` computes the batch norm and what follows it,
+    `names` are the names of its modules, in this order without the add. `one_by_one` computes the batch norm and the rest,
     and `bounds` is what the function of the activation computes, as in `qtoolkit.graph.program.epilogue.epilogue_of`. `call` is
     the number of the call of the layer.
     """
@@ -73,7 +73,7 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         residual: Tensor | None = None,
         residual_codes: TensorCodes | None = None,
     ) -> Result:
-        """Return the unit's output, with its codes; `input_codes` and `residual_codes` are x's and the residual's."""
+        """Return the unit's output, with its integers; `input_codes` and `residual_codes` are x's and the residual's."""
         if run.compiled:
             return self._one_by_one(run, self.modules_now(), x, input_codes, residual, residual_codes)
         self.refresh_if_modules_changed(run)
